@@ -29,7 +29,6 @@ import os
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,11 +47,10 @@ from rollout.engine.start_failure import OutputSince, why_it_failed
 from rollout.engine.start_phase import IMPORTING, phase_in
 from rollout.errors import EngineDied, EngineError, error_class
 from rollout.in_vllm import fork_server
-from rollout.in_vllm.process_imports import come_first
+from rollout.in_vllm.process_imports import come_first, import_vllm
 from rollout.in_vllm.vllm_patches import end_for_good, watch_outputs
 from rollout.routes import read_routes
 from rollout.types import Adapter, AdapterSlotsSpec, Rollout, RoutingShape
-from weight_sync.gc_freeze import frozen_imports
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -72,13 +70,6 @@ DRAIN_TIMEOUT_S = 30.0
 ABORTED = "abort"
 """finish_reason of a request that a pause, an eviction or a shutdown ended."""
 NUM_PROBE_LOGPROBS = 16
-
-
-def import_vllm() -> None:
-    """Import what make_llm() needs: 6 s of a CPU's core, 17 s on a host with GPUs."""
-    with frozen_imports():
-        import_module("vllm.engine.arg_utils")
-        import_module("vllm.v1.engine.async_llm")
 
 
 def vllm_arguments(arguments: dict[str, Any]) -> AsyncEngineArgs:

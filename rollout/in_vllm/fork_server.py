@@ -16,14 +16,18 @@ Invariant: the EngineCore has the environment that a spawned one would have, as 
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 from collections.abc import Generator
+from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 from rollout.in_vllm.vllm_patches import make_processes_in
+
+logger = logging.getLogger(__name__)
 
 PRELOAD = "rollout.in_vllm.preload"
 _UNUSED, _BEGUN, _USED = range(3)
@@ -43,14 +47,18 @@ def begin() -> None:
 
 @contextlib.contextmanager
 def fork_engine() -> Generator[None]:
-    """While the block runs, vLLM forks its EngineCore from the server. Without begin(), and for a second engine of this
-    process, the block changes nothing.
+    """While the block runs, vLLM forks its EngineCore from the server. Without begin(), for a second engine of this
+    process, and where the import of vLLM has opened a GPU, the block changes nothing: vLLM spawns it.
     """
     global _state
-    if _state != _BEGUN:
+    is_begun, _state = _state == _BEGUN, _USED
+    if not is_begun:
         yield
         return
-    _state = _USED
+    if import_module("torch").cuda.is_initialized():
+        logger.warning("an import opened a GPU: vLLM is imported once more, in the engine's process")
+        yield
+        return
     with make_processes_in(EngineContext()):
         yield
 

@@ -7,13 +7,9 @@ imports.
 from __future__ import annotations
 
 import os
-from importlib import import_module
 
 from rollout.die_with_owner import OWNER_VARIABLE, end_with
-from weight_sync.gc_freeze import frozen_imports
+from rollout.in_vllm.process_imports import import_vllm
 
 end_with(int(os.environ[OWNER_VARIABLE]))
-with frozen_imports():
-    import_module("vllm.v1.engine.core")
-    is_cpu = import_module("vllm.platforms").current_platform.is_cpu()
-    import_module("vllm.v1.worker.cpu_worker" if is_cpu else "vllm.v1.worker.gpu_worker")
+import_vllm()

@@ -7,7 +7,9 @@ Inside `come_first()` the main module is this one. (Otherwise it is a Ray worker
 nothing.) Its one act is that import, and step 2 finds it done; a process that an EngineCore spawns repeats both steps.
 Saves about 1 s of a core at each start of an engine.
 
-Owns nothing else. Invariant: nothing of what is spawned depends on which main module it finds.
+Owns: that module, and which modules of vLLM are imported (import_vllm). Does not own: the process that imports them
+for an EngineCore beforehand (fork_server.py). Invariant: nothing of what is spawned depends on which main module it
+finds.
 """
 
 from __future__ import annotations
@@ -18,7 +20,17 @@ from collections.abc import Generator
 from importlib import import_module
 from importlib.util import find_spec
 
+from rollout.in_vllm.vllm_patches import detect_triton_without_a_gpu
 from weight_sync.gc_freeze import frozen_imports
+
+
+def import_vllm() -> None:
+    """Import what make_llm() and an EngineCore need: 6 s of a CPU's core, 15 s on a host with GPUs. It opens no GPU, so
+    that the process may be forked.
+    """
+    with frozen_imports(), detect_triton_without_a_gpu():
+        for name in ("vllm.engine.arg_utils", "vllm.v1.engine.core", "vllm.v1.engine.async_llm"):
+            import_module(name)
 
 
 @contextlib.contextmanager
@@ -34,5 +46,4 @@ def come_first() -> Generator[None]:
 
 
 if __name__ == "__mp_main__":
-    with frozen_imports():
-        import_module("vllm.v1.engine.core")
+    import_vllm()

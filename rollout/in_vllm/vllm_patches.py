@@ -9,6 +9,8 @@
                                           Until vLLM's choice of kernels does not depend on the batch.
     watch_outputs                  both   One engine's client shows its outputs to a listener before vLLM handles them.
                                           Until outputs carry the version of the weights, or a listener can be given.
+    detect_triton_without_a_gpu    0.25   While vLLM is imported, torchao's question for Triton opens no GPU.
+                                          Until torchao asks when it needs the answer.
     make_processes_in              both   One engine's EngineCore is forked from a server that has imported vLLM.
                                           Until VLLM_WORKER_MULTIPROC_METHOD may be forkserver.
     end_for_good                   both   One engine is shut down once. Until AsyncLLM.shutdown() may be called twice.
@@ -19,8 +21,8 @@
     be_rank                        both   Process groups that talk to nobody. Until vLLM's groups can be made so.
 
 "Both" means 0.25.1 (GPUs) and 0.32 (CPUs); the last sentence of each entry says when the patch can go. The first
-patch acts on every engine on a CPU, the next two on every batch-invariant one, the next four on the objects of one
-engine; the last two run in a process that computes nothing (rollout/layouts/meta_engine.py). While a layout is
+patch acts on every engine on a CPU, the next two on every batch-invariant one, detect_triton_without_a_gpu on imports,
+the next four on the objects of one engine; the last two run in a process that computes nothing (rollout/layouts/meta_engine.py). While a layout is
 recorded, two more modules swap attributes of a model and put them back: load_time.py (parameters as they were at load
 time) and adapter_slots.py (layers without LoRA wrappers).
 
@@ -35,6 +37,7 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,6 +114,21 @@ def add_expert_adapters_batch_invariantly() -> None:
         return align(self, *rows, **options)
 
     _replace(PunicaWrapperGPU, "moe_lora_align_block_size", always_sorted)
+
+
+@contextlib.contextmanager
+def detect_triton_without_a_gpu() -> Iterator[None]:
+    """While the block runs, torch's has_triton() looks for Triton and for GPUs through the driver's management library.
+
+    vLLM 0.25.1 imports torchao, which asks has_triton() as it is imported, and that opens the GPU: the process then
+    keeps half a GB of it for nothing, and no process that is forked from it can use a GPU.
+    """
+    import torch
+    from torch.utils import _triton
+
+    answer = find_spec("triton") is not None and torch.cuda.device_count() > 0
+    with _replaced(_triton, {"has_triton": lambda: answer}):
+        yield
 
 
 @contextlib.contextmanager
