@@ -22,9 +22,9 @@
 
 "Both" means 0.25.1 (GPUs) and 0.32 (CPUs); the last sentence of each entry says when the patch can go. The first
 patch acts on every engine on a CPU, the next two on every batch-invariant one, detect_triton_without_a_gpu on imports,
-the next four on the objects of one engine; the last two run in a process that computes nothing (rollout/layouts/meta_engine.py). While a layout is
-recorded, two more modules swap attributes of a model and put them back: load_time.py (parameters as they were at load
-time) and adapter_slots.py (layers without LoRA wrappers).
+the next four on the objects of one engine; the last two run in a process that computes nothing
+(rollout/layouts/meta_engine.py). While a layout is recorded, two more modules swap attributes of a model and put them
+back: load_time.py (parameters as they were at load time) and adapter_slots.py (layers without LoRA wrappers).
 
 Owns these changes. Does not own when they are made: each is one call, made by the code that needs it. vLLM is imported
 inside the functions, because engine.py imports this file and must stay cheap to import.
