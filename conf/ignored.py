@@ -163,10 +163,13 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
             "remove it, or set model.init=random",
         ),
         Ignored(
-            ["reward.code.", *(f"reward.{item.name}" for item in fields(RewardPart))],
+            ["reward.judge.", "reward.code.", *(f"reward.{item.name}" for item in fields(RewardPart))],
             bool(reward.parts),
             "reward.parts, each of which has its own",
             "set it in reward.parts.NAME, or remove reward.parts",
+        ),
+        Ignored(
+            "reward.judge.", reward.kind != "judge", f"reward.kind={reward.kind}", "remove it, or choose reward=judge"
         ),
         Ignored(
             "reward.code.", reward.kind != "code", f"reward.kind={reward.kind}", "remove it, or choose reward=code"
@@ -180,7 +183,7 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
         Ignored("reward.choice_key", not reward.parts, "reward.parts={}, the only reward judges", "give reward.parts"),
         Ignored(
             "reward.max_concurrent",
-            ":" not in reward.kind,
+            ":" not in reward.kind and reward.kind != "judge",
             f"reward.kind={reward.kind}",
             "remove it: set reward.num_processes",
         ),

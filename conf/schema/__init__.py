@@ -29,7 +29,15 @@ from conf.schema.numerics import (
     RouterLogits,
 )
 from conf.schema.parity import ParityConfig
-from conf.schema.reward import READ_AN_ANSWER, SHIPPED_REWARDS, CodeConfig, RewardConfig, RewardPart, reward_part
+from conf.schema.reward import (
+    READ_AN_ANSWER,
+    SHIPPED_REWARDS,
+    CodeConfig,
+    JudgeConfig,
+    RewardConfig,
+    RewardPart,
+    reward_part,
+)
 from conf.schema.rollout import EpisodesConfig, RolloutConfig, SamplingConfig
 from conf.schema.run import RunConfig, RunSection
 from conf.schema.trainer import (
@@ -65,6 +73,7 @@ __all__ = [
     "EngineFormat",
     "EpisodesConfig",
     "Init",
+    "JudgeConfig",
     "LoraConfig",
     "MlaNormEps",
     "ModelConfig",

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from conf.errors import ConfigError
-from conf.schema.rules import above, at_least, require, section_of
+from conf.schema.rules import above, at_least, at_least_or_null, require, section_of
 
-SHIPPED_REWARDS = ("exact_match", "regex", "math", "code")
+SHIPPED_REWARDS = ("exact_match", "regex", "math", "judge", "code")
 """Values of reward.kind that are not functions of the user's own."""
 READ_AN_ANSWER = ("exact_match", "regex", "math")
 """Kinds that compare the response with the column reward.answer_key."""
@@ -19,6 +19,48 @@ MIN_SANDBOX_BYTES = 1 << 20
 """Least memory and disk that a sandbox may be given."""
 SHAPINGS = ("overlong_penalty", "length_penalty")
 """What a response's length adds to the sum of the rewards (rollout.rewards.shaping)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeConfig:
+    """kind=judge: another model grades the response, over OpenAI's chat protocol. Without an answer, or without a
+    number in it, the sample has no reward.
+    """
+
+    base_url: str = ""
+    """Where it answers, such as http://127.0.0.1:8000/v1; `/chat/completions` is added."""
+    model: str = ""
+    """Its name there."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the key, such as JUDGE_API_KEY. The key is never written into the run
+    folder. null: none is sent.
+    """
+    prompt_file: str | None = None
+    """Text file with what it is asked; {{prompt}}, {{response}} and {{COLUMN}} stand for those. null: a prompt that
+    asks for a score from 0 to 10.
+    """
+    verdict_pattern: str = r"(-?\d+(?:\.\d+)?)"
+    """The first group of the last match in the answer is the score."""
+    lowest: float = 0.0
+    """Score that is worth 0. A score out of the range is none."""
+    highest: float = 10.0
+    """Score that is worth 1."""
+    max_tokens: int | None = 512
+    """Longest answer. null: not sent."""
+    temperature: float | None = 0.0
+    """null: not sent."""
+    extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Further fields of the request, such as {reasoning_effort: low}."""
+    max_tries: int = 6
+    """Requests for one verdict: after 429, 5xx, a lost connection or a timeout it is asked again, after the time that
+    it names, or 0.5 s and twice as long each time.
+    """
+    try_timeout_s: float = 60.0
+    """Longest time of one request."""
+    requests_per_minute: int | None = None
+    """Requests that leave in a minute, from all processes. null: as many as reward.max_concurrent lets."""
+    cache_path: str | None = None
+    """SQLite file with verdicts by what was asked; runs may share it. null: judge_cache.sqlite in the run folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +92,7 @@ class RewardPart:
     """One reward: the whole section if it is the only one, or a value of reward.parts."""
 
     kind: str = "exact_match"
-    """exact_match, regex, math, code, or a function: `FILE.py:function`, or `package.module:function`. A function is
+    """exact_match, regex, math, judge, code, or a function: `FILE.py:function`, `package.module:function`. It is
     (prompt, response, fields) -> number, or (prompt, responses, fields) -> list of numbers for a whole group; both may
     be async. Fields are the row's other columns, and `finish_reason`.
     """
@@ -65,11 +107,14 @@ class RewardPart:
     num_processes: int = 1
     """Processes that run the reward at the same time, apart from the controller."""
     max_concurrent: int = 64
-    """Async functions: samples (or groups) that one process judges at the same time. A plain function judges one."""
+    """Async functions and judge: samples (or groups) that one process judges at the same time. A plain function judges
+    one.
+    """
     env: tuple[str, ...] = ()
     """Names of environment variables that a reward function gets, such as [JUDGE_API_KEY]; their values are never
     written into the run folder. It also gets PATH, HOME, the locale and what its libraries need, but no other variable.
     """
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
     code: CodeConfig = field(default_factory=CodeConfig)
 
     @property
@@ -179,7 +224,35 @@ def _check_part(section: str, part: RewardPart) -> None:
     )
     require(math.isfinite(part.weight), f"{section}.weight must be finite, got {part.weight}")
     above(0, section, timeout_s=part.timeout_s)
+    if part.kind == "judge":
+        _check_judge(section, part)
     above(0, f"{section}.code", wall_s=part.code.wall_s, cpu_s=part.code.cpu_s)
     at_least(1, f"{section}.code", max_processes=part.code.max_processes)
     at_least(MIN_SANDBOX_BYTES, f"{section}.code", memory_bytes=part.code.memory_bytes, disk_bytes=part.code.disk_bytes)
     at_least(1, section, num_processes=part.num_processes, max_concurrent=part.max_concurrent)
+
+
+def _check_judge(section: str, part: RewardPart) -> None:
+    judge = part.judge
+    require(
+        judge.base_url.startswith(("http://", "https://")),
+        f"{section}.judge.base_url must be the address of an OpenAI endpoint, such as http://127.0.0.1:8000/v1, got "
+        f"{judge.base_url!r}",
+    )
+    require(bool(judge.model), f"{section}.judge.model must be the name of a model at {judge.base_url}, got nothing")
+    require(
+        judge.lowest < judge.highest and math.isfinite(judge.highest - judge.lowest),
+        f"{section}.judge.lowest={judge.lowest:g} must be less than {section}.judge.highest={judge.highest:g}",
+    )
+    at_least(1, f"{section}.judge", max_tries=judge.max_tries)
+    at_least_or_null(1, f"{section}.judge", max_tokens=judge.max_tokens, requests_per_minute=judge.requests_per_minute)
+    at_least_or_null(0, f"{section}.judge", temperature=judge.temperature)
+    above(0, f"{section}.judge", try_timeout_s=judge.try_timeout_s)
+    if judge.requests_per_minute is not None:
+        wait_s = 60 * part.max_concurrent * part.num_processes / judge.requests_per_minute
+        require(
+            wait_s < part.timeout_s,
+            f"{section}.judge.requests_per_minute={judge.requests_per_minute} lets the last of "
+            f"{section}.max_concurrent={part.max_concurrent} samples wait {wait_s:g} s, and "
+            f"{section}.timeout_s={part.timeout_s:g}; lower {section}.max_concurrent, or raise {section}.timeout_s",
+        )

@@ -75,6 +75,8 @@ def _fits(annotation: Any, value: Any) -> bool:
         return isinstance(value, list | tuple) and all(
             _fits(get_args(annotation)[0], one) for one in cast("list[object]", value)
         )
+    if get_origin(annotation) is dict:
+        return isinstance(value, Mapping)
     if isinstance(value, bool):
         return annotation is bool
     return isinstance(value, (int, float) if annotation is float else annotation)
@@ -85,4 +87,6 @@ def _in_words(annotation: Any) -> str:
         return " or ".join(_in_words(one) for one in get_args(annotation))
     if get_origin(annotation) is tuple:
         return "a list of texts"
+    if get_origin(annotation) is dict:
+        return "a mapping"
     return {bool: "true or false", int: "an integer", float: "a number", str: "text"}.get(annotation, "null")

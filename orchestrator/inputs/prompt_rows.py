@@ -33,6 +33,7 @@ from orchestrator.inputs.facts import Fact
 from orchestrator.inputs.model_folder import resolve_hf_config
 from orchestrator.inputs.text_encoder import TextEncoder, has_chat_template, tokenizer_folder
 from rollout.errors import DataError
+from rollout.rewards.judge_prompt import columns_needed
 from rollout.rewards.runner import chosen_rewards
 from rollout.types import Prompt
 
@@ -46,6 +47,9 @@ class PromptRows:
     def __init__(self, config: RunConfig, encoder: Encoder) -> None:
         data = config.data
         self._config = config
+        reward = config.reward
+        self._parts = reward.by_name
+        self._needed = {name: columns_needed(part, reward.section_of(name)) for name, part in self._parts.items()}
         self._vocab_size = int(resolve_hf_config(config.model)["vocab_size"])
         self._reader = PromptReader(
             encoder=encoder,
@@ -59,9 +63,21 @@ class PromptRows:
         """One row's prompt."""
         prompt = self._reader.prompt(row, prompt_id)
         if self._config.rollout.agent is None:  # an agent may judge its episodes itself
-            _check_answer_column(self._config, row.where, prompt)
+            self._check_columns(row.where, prompt)
         check_vocabulary(self._config, self._vocab_size, row.where, prompt.token_ids, prompt.text)
         return prompt
+
+    def _check_columns(self, where: str, prompt: Prompt) -> None:
+        """The rewards that ship read columns; a function gets them all. A row may name the rewards that judge it."""
+        reward = self._config.reward
+        for name in chosen_rewards(reward, prompt, where):
+            for option, column in self._needed[name]:
+                if column not in prompt.fields:
+                    section, kind = reward.section_of(name), self._parts[name].kind
+                    raise DataError(
+                        f"{where}: no column {column!r} for {section}.kind={kind}; its other columns are "
+                        f"{listed(prompt.fields)}; set {section}.{option}, or data.columns.{column}=COLUMN"
+                    )
 
     def training(self) -> list[Prompt]:
         """Training prompts, source after source; with data.stream the first ones of each."""
@@ -118,19 +134,6 @@ def check_data(config: RunConfig) -> Fact:
     if data.eval_path is not None:
         parts.append(f"held-out {num_held_out} in {data.eval_path}")
     return Fact(subject, f"{', '.join(parts)}{warning}", is_warning=bool(warning))
-
-
-def _check_answer_column(config: RunConfig, where: str, prompt: Prompt) -> None:
-    """The rewards that ship read columns; a function gets them all. A row may name the rewards that judge it."""
-    reward = config.reward
-    for name in chosen_rewards(reward, prompt, where):
-        part, section = reward.by_name[name], reward.section_of(name)
-        for option, column in part.columns.items():
-            if column not in prompt.fields:
-                raise DataError(
-                    f"{where}: no column {column!r} for {section}.kind={part.kind}; its other columns are "
-                    f"{listed(prompt.fields)}; set {section}.{option}, or data.columns.{column}=COLUMN"
-                )
 
 
 def _answers_out_of_reach(config: RunConfig, prompts: Sequence[Prompt], encoder: RowEncoder) -> str:

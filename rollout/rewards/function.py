@@ -13,7 +13,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from conf.schema import RewardPart
 from rollout.errors import RewardError
 from rollout.rewards.code_tests import code_reward
 from rollout.rewards.exact_match import exact_match
-from rollout.rewards.regex import regex_match
+from rollout.rewards.regex import compile_pattern, regex_match
 
 FINISH_REASON = "finish_reason"
 """Field that holds the rollout's finish_reason, "stop" or "length"; a list of them for a reward of a whole group."""
@@ -45,21 +44,22 @@ class Reward:
     """Path of the file that defines it; "" if no file does."""
 
 
-def load_reward(config: RewardPart, section: str = "reward") -> Reward:
+def load_reward(config: RewardPart, section: str = "reward", folder: Path | None = None) -> Reward:
     """The reward that `config` names.
 
     Args:
         config: Which one.
         section: How error messages name the configuration.
+        folder: The run folder, for what the reward keeps; None: there is none.
 
     Raises:
         RewardError: The pattern does not compile or has no group; the function cannot be imported or called.
     """
-    function = _shipped(config, section) if ":" not in config.kind else import_function(config.kind, section)
+    function = _shipped(config, section, folder) if ":" not in config.kind else import_function(config.kind, section)
     return Reward(function, inspect.iscoroutinefunction(function), _is_of_group(function), _source_file(function))
 
 
-def _shipped(config: RewardPart, section: str) -> Callable[..., Any]:
+def _shipped(config: RewardPart, section: str, folder: Path | None) -> Callable[..., Any]:
     if config.kind == "exact_match":
         match = functools.partial(exact_match, answer_key=config.answer_key)
         return lambda prompt, response, fields: match(response, fields)
@@ -69,12 +69,11 @@ def _shipped(config: RewardPart, section: str) -> Callable[..., Any]:
         return math_reward(answer_key=config.answer_key, timeout_s=config.timeout_s)
     if config.kind == "code":
         return code_reward(config.code, section=section, timeout_s=config.timeout_s)
-    try:
-        pattern = re.compile(config.pattern)
-    except re.error as e:
-        raise RewardError(f"{section}.pattern={config.pattern!r} is not a regular expression: {e}") from e
-    if pattern.groups < 1:
-        raise RewardError(f"{section}.pattern={config.pattern!r} has no group; put parentheses around the answer")
+    if config.kind == "judge":
+        from rollout.rewards.judge import Judge  # imports httpx
+
+        return Judge(config, section, folder).judge
+    pattern = compile_pattern(config.pattern, f"{section}.pattern")
     match = functools.partial(regex_match, pattern=pattern, answer_key=config.answer_key)
     return lambda prompt, response, fields: match(response, fields)
 

@@ -175,7 +175,8 @@ class _RewardProcess:
         """
         self._connection, self._keeper = self._spawn()
         self._reader = asyncio.create_task(self._read(self._connection, self._keeper))
-        message = [asdict(self._config), self._section]
+        folder = None if self._log_path is None else str(self._log_path.parent.absolute())
+        message = [asdict(self._config), self._section, folder]
         answer = await self._exchange(message, 0, START_TIMEOUT_S)
         match answer:
             case ["ready", bool() as is_async, bool() as is_of_group, str() as source]:
@@ -299,15 +300,22 @@ def reward_environment(config: RewardPart, environ: Mapping[str, str], section: 
     """The environment of a reward process: the variables of PASSED_ON and reward.env, and PYTHONPATH.
 
     Raises:
-        RewardError: reward.env names a variable that is not set.
+        RewardError: reward.env or reward.judge.api_key_env names a variable that is not set.
     """
     if missing := [name for name in config.env if name not in environ]:
         raise RewardError(
             f"{section}.env names {', '.join(missing)}, which is not set where the run starts; export it, or remove it "
             f"from {section}.env"
         )
+    key = config.judge.api_key_env if config.kind == "judge" else None
+    if key is not None and key not in environ:
+        raise RewardError(
+            f"{section}.judge.api_key_env names {key}, which is not set where the run starts; export it, or set it to "
+            "null for a judge that takes no key"
+        )
+    names = (*PASSED_ON, *config.env, *([key] if key is not None else []))
     path = os.pathsep.join([*(entry for entry in sys.path if entry), os.getcwd()])
-    return {name: environ[name] for name in (*PASSED_ON, *config.env) if name in environ} | {"PYTHONPATH": path}
+    return {name: environ[name] for name in names if name in environ} | {"PYTHONPATH": path}
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int | None:

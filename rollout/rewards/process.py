@@ -4,7 +4,7 @@ Owns the loop and the report of a failure. Speaks to `rollout.rewards.pool` over
 JSON (`frames.py`), so that what a reward prints cannot disturb the exchange. Every answer repeats its sample's number:
 if a reward writes an answer itself, the real one follows as one too many, which the run notices. No torch, no vLLM.
 
-    run -> [RewardPart's fields, section]            process -> [0, "ready", is_async, is_of_group, source file]
+    run -> [RewardPart's fields, section, folder]    process -> [0, "ready", is_async, is_of_group, source file]
                                                               | [0, "refused", reason]
     run -> [number, prompt, [response...], fields]   process -> [number, [outcome...], counts]     one outcome for all
                                                                                                    responses, or each
@@ -23,6 +23,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from conf.errors import SlipstreamError
@@ -44,10 +45,10 @@ def main() -> None:
     """Serve until the run closes the connection."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
-    options, section = _received(connection)
+    options, section, folder = _received(connection)
     try:
         config = reward_part(section, options)
-        reward = load_reward(config, section)
+        reward = load_reward(config, section, Path(folder) if folder else None)
     except SlipstreamError as e:
         connection.sendall(frames.framed([0, "refused", str(e)[:MAX_REASON]]))
         return

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from rollout.errors import RewardError
+
 
 def regex_match(response: str, fields: dict[str, Any], *, pattern: re.Pattern[str], answer_key: str) -> float:
     """1.0 if the first group of the pattern's first match equals the answer; white space around both is ignored.
@@ -16,3 +18,18 @@ def regex_match(response: str, fields: dict[str, Any], *, pattern: re.Pattern[st
     """
     found = pattern.search(response)
     return float(found is not None and (found.group(1) or "").strip() == str(fields[answer_key]).strip())
+
+
+def compile_pattern(pattern: str, option: str) -> re.Pattern[str]:
+    """A regular expression with a group.
+
+    Raises:
+        RewardError: It is not one.
+    """
+    try:
+        compiled = re.compile(pattern)
+    except re.error as e:
+        raise RewardError(f"{option}={pattern!r} is not a regular expression: {e}") from e
+    if compiled.groups < 1:
+        raise RewardError(f"{option}={pattern!r} has no group; put parentheses around the answer")
+    return compiled

@@ -1,0 +1,261 @@
+"""The reward `judge`: what it asks, when it asks again, what it counts, and what a bad answer costs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fakes.judge_server import JudgeServer, judge_server
+
+from conf.errors import ConfigError
+from conf.load import load_run_config
+from conf.schema import JudgeConfig, RewardConfig
+from rollout.errors import RewardError
+from rollout.rewards.judge import Rate, retry_after_s
+from rollout.rewards.judge_prompt import columns_needed, fill
+from rollout.rewards.runner import RewardRunner, check_reward
+from rollout.types import Prompt, Rollout
+
+PROMPT = Prompt(0, (1,), "2 + 2 = {{answer}}", {"answer": "four"})
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    path = tmp_path / "prompt.txt"
+    path.write_text("Is {response} right? {{ prompt }} is {{answer}}: <<{{response}}>>")
+    return path
+
+
+@asynccontextmanager
+async def judging(
+    template: Path, *, log_path: Path | None = None, options: dict[str, Any] | None = None, **judge: Any
+) -> AsyncIterator[tuple[JudgeServer, RewardRunner]]:
+    async with judge_server() as server:
+        section = JudgeConfig(base_url=server.url, model="grader", prompt_file=str(template), **judge)
+        runner = RewardRunner(RewardConfig(kind="judge", judge=section, **(options or {})), log_path=log_path)
+        await runner.start()
+        try:
+            yield server, runner
+        finally:
+            await runner.close()
+
+
+def rollouts(*texts: str) -> list[Rollout]:
+    return [Rollout([5], [0.0], [0], text, "stop") for text in texts]
+
+
+async def rewards_of(runner: RewardRunner, *texts: str) -> list[float | None]:
+    return [judgement.reward for judgement in await runner.score_group(PROMPT, rollouts(*texts))]
+
+
+async def test_a_verdict_becomes_a_share_of_its_range_and_its_tokens_are_counted(template: Path):
+    async with judging(template, extra={"reasoning_effort": "low"}, max_tokens=None) as (server, runner):
+        assert await rewards_of(runner, "good") == [0.7]
+        assert runner.take_counts() == {
+            "judge_requests": 1, "judge_prompt_tokens": 100, "judge_completion_tokens": 5,
+        }  # fmt: skip
+        assert runner.take_counts() == {}
+    question = "Is {response} right? 2 + 2 = {{answer}} is four: <<good>>"
+    assert server.bodies == [
+        {
+            "model": "grader",
+            "messages": [{"role": "user", "content": question}],
+            "temperature": 0.0,
+            "reasoning_effort": "low",
+        }
+    ]
+    assert server.keys == {""}
+
+
+async def test_what_may_pass_is_asked_again_and_counted(template: Path):
+    async with judging(template, options={"timeout_s": 60}) as (server, runner):
+        texts = ("busy twice", "broken once", "hangs up once", "no usage")
+        assert await rewards_of(runner, *texts) == [0.7, 0.7, 0.7, 1.0]
+        assert server.asked == {"busy twice": 3, "broken once": 2, "hangs up once": 2, "no usage": 1}
+        assert runner.take_counts() == {
+            "judge_requests": 8, "judge_retries": 4, "judge_prompt_tokens": 300, "judge_completion_tokens": 15,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "told", "num_requests"),
+    [
+        ("always broken", "gave no answer in 2 tries; the last one: status 503", 2),
+        ("busy for an hour", "gave no answer in 1 tries; the last one: status 429", 1),
+        ("silent", "gave no answer in 2 tries; the last one: TimeoutError", 2),
+        ("forbidden", "the judge refused the request with status 401: b'no such key'", 1),
+        ("elsewhere", "the judge refused the request with status 302", 1),
+        ("not JSON", "the judge's answer is no chat completion: b'<html>", 1),
+        ("not a completion", "the judge's answer is no chat completion", 1),
+        ("no text", "the judge's answer has no text", 1),
+        ("no number", "no number in the judge's verdict: 'I cannot say.'", 1),
+        ("out of range", "11 is not from 0 to 10 in the verdict", 1),
+        ("endless", "the judge answered more than 1048576 bytes", 1),
+    ],
+)
+async def test_no_verdict_leaves_the_sample_out_and_says_why(template, text, told, num_requests, caplog):
+    async with judging(template, options={"timeout_s": 60}, max_tries=2, try_timeout_s=1.0) as (server, runner):
+        assert await rewards_of(runner, text) == [None]
+        assert server.asked[text] == num_requests
+        assert runner.take_counts()["judge_requests"] == num_requests
+    assert told in caplog.text
+    assert "reward judge failed (raised) on prompt 0" in caplog.text
+
+
+async def test_a_judge_that_asks_for_patience_is_left_alone_by_all_samples(template: Path, caplog):
+    """After one answer that names an hour, no other request leaves: each says at once that there is no time for it."""
+    async with judging(template, options={"timeout_s": 60}) as (server, runner):
+        assert await rewards_of(runner, "busy for an hour") == [None]
+        assert await rewards_of(runner, "good", "fine") == [None, None]
+        assert server.asked == {"busy for an hour": 1}
+    assert "no request may leave before reward.timeout_s is over" in caplog.text
+
+
+async def test_equal_questions_are_asked_once_and_remembered_by_later_runs(template: Path, tmp_path: Path):
+    cache = str(tmp_path / "verdicts.sqlite")
+    async with judging(template, cache_path=cache) as (server, runner):
+        assert await rewards_of(runner, "slow", "slow", "slow #2") == [0.7] * 3
+        assert server.asked == {"slow": 1, "slow #2": 1}
+        assert runner.take_counts()["judge_cached"] == 1
+        assert await rewards_of(runner, "no number", "no number") == [None, None]
+        assert server.asked["no number"] == 2  # what is no verdict is not kept
+        url = server.url
+    section = JudgeConfig(base_url=url, model="grader", prompt_file=str(template), cache_path=cache)
+    later = RewardRunner(RewardConfig(kind="judge", judge=section))  # nobody listens there any more
+    await later.start()
+    try:
+        assert await rewards_of(later, "slow", "slow #2") == [0.7] * 2
+        assert later.take_counts() == {"judge_cached": 2}
+    finally:
+        await later.close()
+
+
+async def test_the_cache_is_in_the_run_folder_unless_told_otherwise(template: Path, tmp_path: Path):
+    async with judging(template, log_path=tmp_path / "rewards.log") as (_, runner):
+        assert await rewards_of(runner, "good") == [0.7]
+        assert (tmp_path / "judge_cache.sqlite").stat().st_size > 0
+
+
+async def test_no_more_requests_at_once_than_allowed(template: Path):
+    texts = [f"slow #{number}" for number in range(12)]
+    async with judging(template, options={"max_concurrent": 3}) as (server, runner):
+        assert await rewards_of(runner, *texts) == [0.7] * 12
+        assert server.num_most <= 3
+
+
+def test_turns_are_even_and_rest_while_the_judge_asks_for_patience():
+    rate = Rate(2.0)
+    assert [rate.take_turn(100.0) for _ in range(3)] == [100.0, 102.0, 104.0]
+    assert rate.take_turn(110.0) == 110.0  # turns that nobody took are not saved up
+    rate.rest_until(200.0)
+    assert rate.next_turn(111.0) == 200.0
+    assert [rate.take_turn(111.0), rate.take_turn(201.0)] == [200.0, 202.0]
+    rate.rest_until(150.0)
+    assert rate.next_turn(203.0) == 204.0
+    assert [Rate(0.0).take_turn(5.0)] * 2 == [5.0, 5.0]
+
+
+async def test_a_rate_delays_requests_and_loses_none(template: Path):
+    texts = [f"good #{number}" for number in range(5)]
+    options = {"max_concurrent": 8, "timeout_s": 60}
+    async with judging(template, options=options, requests_per_minute=1200) as (_, runner):
+        assert await rewards_of(runner, *texts) == [0.7] * 5
+
+
+async def test_the_key_is_sent_and_written_nowhere(template: Path, tmp_path: Path, monkeypatch, caplog):
+    monkeypatch.setenv("MY_JUDGE_KEY", "sesame")
+    log = tmp_path / "run" / "rewards.log"
+    log.parent.mkdir()
+    async with judging(template, api_key_env="MY_JUDGE_KEY", log_path=log) as (server, runner):
+        assert await rewards_of(runner, "good", "forbidden", "no number") == [0.7, None, None]
+        assert server.keys == {"Bearer sesame"}
+    assert "sesame" not in caplog.text
+    for file in log.parent.iterdir():
+        assert b"sesame" not in file.read_bytes()
+
+
+def test_what_fills_a_place_is_not_read_again():
+    filled = fill("{{prompt}}|{{response}}|{{note}}", "{{note}}", "{{prompt}}", {"note": 3})
+    assert filled == "{{note}}|{{prompt}}|3"
+
+
+def test_columns_of_a_prompt_file_are_needed(template: Path):
+    config = RewardConfig(
+        kind="judge", judge=JudgeConfig(base_url="http://localhost/v1", model="m", prompt_file=str(template))
+    )
+    assert columns_needed(config, "reward") == [("judge.prompt_file", "answer")]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("3", 3.0),
+        ("0", 0.0),
+        ("1.5", 1.5),
+        ("-3", 0.0),
+        ("soon", 0.0),
+        ("", 0.0),
+        ("Tue, 1 Jan 2019 00:00:00 GMT", 0.0),
+    ],
+)
+def test_retry_after_has_seconds(value: str, expected: float):
+    assert retry_after_s(httpx.Headers({"retry-after": value})) == expected
+
+
+def test_retry_after_may_be_a_date():
+    later = format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)
+    assert 3500 < retry_after_s(httpx.Headers({"retry-after": later})) <= 3600
+    assert retry_after_s(httpx.Headers()) == 0.0
+
+
+GIVEN = ["experiment=quickstart", "reward=judge", "reward.judge.base_url=http://localhost/v1", "reward.judge.model=m"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (GIVEN[:2], r"reward\.judge\.base_url must be the address of an OpenAI endpoint, .*, got ''"),
+        (GIVEN[:3], r"reward\.judge\.model must be the name of a model at http://localhost/v1, got nothing"),
+        ([*GIVEN, "reward.judge.base_url=localhost:8000"], r"reward\.judge\.base_url must be .*, got 'localhost:8000'"),
+        ([*GIVEN, "reward.judge.lowest=10"], r"reward\.judge\.lowest=10 must be less than reward\.judge\.highest=10"),
+        ([*GIVEN, "reward.judge.max_tries=0"], r"reward\.judge\.max_tries must be >= 1, got 0"),
+        (
+            [*GIVEN, "reward.judge.requests_per_minute=20"],
+            r"lets the last of .* wait 192 s, and reward\.timeout",
+        ),
+        (["experiment=quickstart", "reward.judge.model=m"], r"reward\.judge\.model has no effect with reward\.kind="),
+        (["experiment=quickstart", "reward.parts.a.kind=judge"], r"reward\.parts\.a\.judge\.base_url must be"),
+    ],
+)
+def test_wrong_options_are_refused(words: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        load_run_config(words)
+
+
+@pytest.mark.parametrize(
+    ("judge", "message"),
+    [
+        ({"api_key_env": "NO_SUCH_KEY"}, r"reward\.judge\.api_key_env names NO_SUCH_KEY, which is not set"),
+        ({"prompt_file": "nowhere.txt"}, r"reward\.judge\.prompt_file=nowhere\.txt cannot be read: .*No such file"),
+        ({"prompt_file": "TMP/empty.txt"}, r"has no place for the response; write \{\{response\}\} where it goes"),
+        ({"prompt_file": "TMP/bytes.txt"}, r"cannot be read: 'utf-8' codec"),
+        ({"verdict_pattern": "("}, r"reward\.judge\.verdict_pattern='\(' is not a regular expression"),
+        ({"verdict_pattern": "a"}, r"reward\.judge\.verdict_pattern='a' has no group"),
+        ({"cache_path": "TMP/empty.txt/x"}, r"reward\.judge\.cache_path=.* cannot be used: unable to open"),
+        ({"cache_path": "TMP/text.txt"}, r"reward\.judge\.cache_path=.* cannot be used: file is not a database"),
+    ],
+)
+def test_a_judge_that_cannot_be_set_up_is_refused_before_the_run(tmp_path: Path, judge: dict[str, str], message: str):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xff")
+    (tmp_path / "text.txt").write_text("a text of some length that is no database" * 100)
+    options = {name: value.replace("TMP", str(tmp_path)) for name, value in judge.items()}
+    section = JudgeConfig(base_url="http://localhost/v1", model="m", **options)
+    with pytest.raises(RewardError, match=message):
+        check_reward(RewardConfig(kind="judge", judge=section))
