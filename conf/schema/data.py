@@ -41,7 +41,7 @@ class DataConfig:
     `stream_buffer_rows` are checked when they are read: a wrong one then ends the run, its state saved.
     """
     stream_buffer_rows: int = 1000
-    """Rows of each source that are in memory at once; they are shuffled among each other."""
+    """Rows of each source that are shuffled among each other; as many more are read ahead meanwhile."""
     curriculum: Curriculum = Curriculum.none
     """middling: prompts that are solved now and then come more often than those that are always or never solved.
     Rewards count as success rates, those below 0 as 0 and those above 1 as 1.

@@ -16,8 +16,10 @@ import hashlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple
+from concurrent.futures import Future
+from dataclasses import astuple, dataclass
 from itertools import islice
+from threading import Thread
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -144,16 +146,32 @@ class Shuffled(Stream[Item]):
         return _order(len(self.items), (self._seed, epoch), self._shuffle)
 
 
-class Streamed(Stream[Item]):
-    """Rows as they come, `buffer_rows` of them in memory. How many there are need not be known.
+@dataclass(frozen=True, slots=True)
+class _Buffer(Generic[Item]):
+    """Consecutive rows' items, in the order in which they are used."""
 
-    A full buffer is shuffled, used up, and filled with the rows that follow. So a row moves by less than `buffer_rows`
-    places, and the cursor is the buffer's first row and a number. At the end of the rows the first ones come again.
+    items: Sequence[Item]
+    epoch: int
+    first: Position
+    """Before the first of the rows."""
+    end: Position
+    """After the last of them."""
+    ahead: Iterator[Row]
+    """The rows that follow."""
+
+
+class Streamed(Stream[Item]):
+    """Rows as they come, twice `buffer_rows` of them in memory at most. How many there are need not be known.
+
+    A full buffer is shuffled and used up, while a thread fills the next one: the event loop does not wait for a file or
+    for the network. So a row moves by less than `buffer_rows` places, and the cursor is the buffer's first row and a
+    number. At the end of the rows the first ones come again.
 
     Args:
         name: The source, for messages.
         rows: Rows from a position on.
-        read: Makes an item of a row and its number. Raises DataError for a row that cannot be one.
+        read: Makes an item of a row and its number. Raises DataError for a row that cannot be one; the stream raises it
+            when the items before that row's buffer are used up.
         seed: Together with the pass and the buffer's first row, it decides the buffer's order.
     """
 
@@ -174,52 +192,65 @@ class Streamed(Stream[Item]):
         self._seed = seed
         self._shuffle = shuffle
         self._buffer_rows = buffer_rows
-        self._pass = 0
-        self._taken = 0
-        self._ahead = rows(START)
-        """Rows after the buffer's."""
-        self._fill(START)
+        self._begin(0, START)
 
     @property
     def epoch(self) -> int:
         """Complete passes over the source."""
-        return self._pass
+        return self._buffer.epoch
 
     def __next__(self) -> Item:
-        if self._taken == len(self._buffer):
-            self._fill(self._end)
-        item = self._buffer[self._order[self._taken]]
+        if self._taken == len(self._buffer.items):
+            following, before = self._following.result(), self._buffer
+            if following.epoch > before.epoch:
+                logger.info(
+                    "%s: all of its %d rows were drawn; pass %d begins",
+                    self._name, before.end.num_rows, following.epoch + 1,
+                )  # fmt: skip
+            self._use(following)
+        item = self._buffer.items[self._taken]
         self._taken += 1
         return item
 
     def state_dict(self) -> dict[str, Any]:
         """Pass, the buffer's first row, how many of its items were taken, and their digest."""
-        place = {"pass": self._pass, "first": astuple(self._first), "taken": self._taken}
-        return {**place, "digest": digest(self._buffer), **self._facts}
+        buffer = self._buffer
+        place = {"pass": buffer.epoch, "first": astuple(buffer.first), "taken": self._taken}
+        return {**place, "digest": digest(buffer.items), **self._facts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Fill the buffer again with the rows that it had; see Stream."""
         options = {"seed": "run.seed", "shuffle": "data.shuffle", "buffer_rows": "data.stream_buffer_rows"}
         check_cursor(state, self._facts, options)
-        self._pass, first = int(state["pass"]), Position(*state["first"])
-        self._ahead = self._rows(first)
-        self._fill(first)
-        check_cursor(state, {"digest": digest(self._buffer)}, {"digest": "data.path"})
+        self._begin(int(state["pass"]), Position(*state["first"]))
+        check_cursor(state, {"digest": digest(self._buffer.items)}, {"digest": "data.path"})
         self._taken = int(state["taken"])
 
-    def _fill(self, first: Position) -> None:
-        rows = list(islice(self._ahead, self._buffer_rows))
+    def _begin(self, epoch: int, first: Position) -> None:
+        self._use(self._fill(self._rows(first), epoch, first))
+
+    def _use(self, buffer: _Buffer[Item]) -> None:
+        """Take items from this buffer, and let a thread fill the one that follows."""
+        self._buffer, self._taken = buffer, 0
+        self._following: Future[_Buffer[Item]] = Future()
+        # A daemon: a run that ends does not wait for rows that nobody will use.
+        Thread(target=self._fill_ahead, args=(self._following, buffer), name="rows", daemon=True).start()
+
+    def _fill_ahead(self, result: Future[_Buffer[Item]], before: _Buffer[Item]) -> None:
+        try:
+            result.set_result(self._fill(before.ahead, before.epoch, before.end))
+        except Exception as error:  # noqa: BLE001 - whoever waits for the buffer raises it
+            result.set_exception(error)
+
+    def _fill(self, ahead: Iterator[Row], epoch: int, first: Position) -> _Buffer[Item]:
+        rows = list(islice(ahead, self._buffer_rows))
         if not rows and first == START:
             raise DataError(f"{self._name} has no rows")
         if not rows:
-            self._pass += 1
-            logger.info("%s: all of its %d rows were drawn; pass %d begins", self._name, first.num_rows, self._pass + 1)
-            self._ahead = self._rows(START)
-            return self._fill(START)
-        self._buffer = [self._read(row, row.after.num_rows - 1) for row in rows]
-        self._order = _order(len(rows), (self._seed, self._pass, first.num_rows), self._shuffle)
-        self._first, self._end, self._taken = first, rows[-1].after, 0
-        return None
+            return self._fill(self._rows(START), epoch + 1, START)
+        items = [self._read(row, row.after.num_rows - 1) for row in rows]
+        order = _order(len(rows), (self._seed, epoch, first.num_rows), self._shuffle)
+        return _Buffer([items[place] for place in order], epoch, first, rows[-1].after, ahead)
 
 
 class Mixed(Stream[Item]):

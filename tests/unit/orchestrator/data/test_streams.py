@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from threading import Event
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +28,7 @@ def prompt(number: int) -> Prompt:
 
 
 class Rows:
-    """A source of `count` rows; `num_ahead` is the most that were read before the first of them was used."""
+    """A source of `count` rows."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -69,14 +70,27 @@ def test_passes_differ_and_seeds_too() -> None:
     assert ids(streamed(5, shuffle=False), 12) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
 
 
-def test_no_more_rows_are_read_than_the_buffer_holds() -> None:
+def test_no_more_rows_are_read_than_two_buffers_hold() -> None:
+    """One that is used up, and one that is filled meanwhile."""
     rows = Rows(10**9)
     stream = Streamed("rows", rows, lambda row, number: prompt(number), seed=1, buffer_rows=8)
-    assert rows.num_read == 8
-    ids(stream, 8)
-    assert rows.num_read == 8
-    next(stream)
-    assert rows.num_read == 16
+    for num_drawn in range(1, 50):
+        next(stream)
+        first_of_buffer = (num_drawn - 1) // 8 * 8
+        assert first_of_buffer + 8 <= rows.num_read <= first_of_buffer + 16
+
+
+def test_the_next_buffer_is_filled_while_this_one_is_used() -> None:
+    reached = Event()
+
+    def read(row: Row, number: int) -> Prompt:
+        if number == 7:
+            reached.set()
+        return prompt(number)
+
+    stream = Streamed("rows", Rows(100), read, seed=1, buffer_rows=4)
+    assert reached.wait(timeout=60), "nothing was drawn, and rows 4 to 7 are read"
+    assert sorted(ids(stream, 4)) == [0, 1, 2, 3]
 
 
 def test_the_end_of_the_rows_is_told_and_they_begin_again(caplog: pytest.LogCaptureFixture) -> None:
