@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 _CHOICES = 0x4D49
 """Keeps the draws of sources apart from the orders within them, which have the same seed."""
-LOG_EVERY_ITEMS = 1000
-"""How often the sources' shares are logged."""
+FIRST_LOG_ITEMS, LOG_EVERY_ITEMS = 100, 1000
+"""After how many items the sources' shares are logged for the first time, and how often then."""
 
 
 class Tokenized(Protocol):
@@ -282,7 +282,7 @@ class Mixed(Stream[Item]):
         index = min(int(np.searchsorted(self._bounds, draw, side="right")), len(self._streams) - 1)
         item = next(self._streams[index])
         self._counts[index] += 1
-        if sum(self._counts) % LOG_EVERY_ITEMS == 0:
+        if number + 1 == FIRST_LOG_ITEMS or (number + 1) % LOG_EVERY_ITEMS == 0:
             logger.info("%s", self.shares())
         return item
 

@@ -4,8 +4,9 @@
 
 Owns: checks of packages, model, adapter, tokenizer, reward and run folder, and the order of all checks. Does not own:
 rules between options (conf/checks.py), rows of data files (prompt_rows.py), the machine (machine_checks.py).
-Invariant: nothing is written, and neither torch nor Ray is loaded. It takes seconds, unless a large checkpoint is to be
-resumed, which is read whole. Every problem is found in one go, so that nobody repairs one to meet the next.
+Invariant: nothing is written but what `datasets` downloads into its cache, and neither torch nor Ray is loaded. It
+takes seconds, unless data is downloaded, or a large checkpoint is to be resumed, which is read whole. Every problem is
+found in one go, so that nobody repairs one to meet the next.
 """
 
 from __future__ import annotations

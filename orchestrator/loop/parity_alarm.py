@@ -19,8 +19,7 @@ REPEAT_STEPS = 20
 CAUSES = {
     "parity/k3": (
         "these tokens were sampled from the version that is trained, so the two compute it differently: weights that "
-        "did not reach the engine whole, log-probabilities of another distribution (rollout.sampling.top_p below 1), "
-        "a rounded KV cache, or other experts at near-ties (model families that route)"
+        "did not reach the engine whole, a rounded KV cache, or other experts at near-ties (model families that route)"
     ),
     "parity/k3_stale": (
         "these tokens were sampled from older versions: the policy moved far in a step (lower trainer.optim.lr, or "

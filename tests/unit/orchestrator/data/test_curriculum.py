@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.data.curriculum import Middling, learnability
-from orchestrator.data.streams import Shuffled, Stream
+from orchestrator.data.streams import Mixed, Shuffled, Stream
 from rollout.errors import DataError
 from rollout.types import Prompt
 
@@ -143,3 +143,18 @@ def test_the_curriculum_teaches_a_simulated_learner_faster_than_chance_does() ->
     assert worst > 1.1 * max(results["shuffled"]), results
     assert worst > 1.1 * max(results["floor 1"]), results
     assert np.mean(results["floor 1"]) == pytest.approx(np.mean(results["shuffled"]), rel=0.05), results
+
+
+def test_each_of_several_sources_has_success_rates_of_its_own() -> None:
+    """Ids as data.sources gives them: of three sources, the i-th has i modulo 3."""
+    sources = {
+        name: [Prompt(3 * row + index, (row + 5,), name) for row in range(4)] for index, name in enumerate("abc")
+    }
+    streams = {name: Middling(found, seed=1, floor=0.1) for name, found in sources.items()}
+    mixed = Mixed(streams, [1, 1, 1], seed=2)
+    for prompt in islice(mixed, 200):
+        mixed.observe(prompt.prompt_id, [float(prompt.text == "a"), float(prompt.text != "c")])
+    rates = {name: stream.metrics()["data/success_rate"] for name, stream in streams.items()}
+    assert rates == {"a": 1.0, "b": 0.5, "c": 0.0}
+    assert mixed.metrics()["data/success_rate"] == pytest.approx(0.5)
+    assert mixed.metrics()["data/middling_fraction"] == pytest.approx(1 / 3)

@@ -1,0 +1,74 @@
+"""The prompts of a run follow its data options, and every row is checked where it is read."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from conf.load import load_run_config
+from orchestrator.data.curriculum import Middling
+from orchestrator.data.streams import Mixed, Shuffled, Streamed
+from orchestrator.inputs.prompt_rows import PromptRows, RowEncoder
+from rollout.errors import DataError
+
+
+def write(path: Path, count: int, bad_row: int | None = None) -> str:
+    """Rows "0a=", "1a=", ...; one of them may have no answer."""
+    rows = [{"prompt": f"{number % 10}a=", "target": {"text": "a"}} for number in range(count)]
+    if bad_row is not None:
+        del rows[bad_row]["target"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def rows_of(*words: str) -> PromptRows:
+    """The quick start's prompts with these options."""
+    config = load_run_config(
+        ["experiment=quickstart", "data=files", "data.columns.answer=target.text", "data.max_prompt_tokens=8", *words]
+    )
+    return PromptRows(config, RowEncoder(config))
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ([], Shuffled),
+        (["data.stream=true", "data.stream_buffer_rows=3"], Streamed),
+        (["data.curriculum=middling"], Middling),
+    ],
+)
+def test_options_choose_the_order(tmp_path: Path, words: list[str], kind: type) -> None:
+    a, b = write(tmp_path / "a.jsonl", 7), write(tmp_path / "b.jsonl", 5)
+    one = rows_of(f"data.path={a}", *words).stream()
+    assert type(one) is kind
+    assert {prompt.prompt_id for prompt in islice(one, 7)} == set(range(7))
+    both = rows_of(f"data.sources=[{a},{b}]", "data.weights=[1,3]", *words).stream()
+    assert type(both) is Mixed
+    drawn = [next(both) for _ in range(200)]
+    assert {prompt.prompt_id for prompt in drawn} == {2 * row for row in range(7)} | {2 * row + 1 for row in range(5)}
+    assert all(prompt.fields["answer"] == "a" for prompt in drawn)
+
+
+def test_a_row_beyond_the_first_buffer_is_checked_when_its_buffer_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", 9, bad_row=7)
+    rows = rows_of(f"data.path={path}", "data.stream=true", "data.stream_buffer_rows=3", "reward=exact_match")
+    assert len(rows.training()) == 3
+    stream = rows.stream()
+    list(islice(stream, 6))
+    with pytest.raises(DataError, match=r"a\.jsonl:8: no column 'target\.text' \(data\.columns\.answer\)"):
+        next(stream)
+    with pytest.raises(DataError, match=r"a\.jsonl:8"):
+        rows_of(f"data.path={path}", "reward=exact_match").stream()
+
+
+def test_held_out_rows_come_from_any_source(tmp_path: Path) -> None:
+    training, held_out = write(tmp_path / "a.jsonl", 3), write(tmp_path / "b.jsonl", 4)
+    rows = rows_of(f"data.path={training}", f"data.eval_path={held_out}", "data.stream=true")
+    assert [prompt.prompt_id for prompt in rows.held_out()] == [0, 1, 2, 3]
+    assert rows_of(f"data.path={training}").held_out() == []
+    (tmp_path / "b.jsonl").write_text("\n")
+    with pytest.raises(DataError, match=r"b\.jsonl has no rows"):
+        rows.held_out()
