@@ -8,19 +8,27 @@ import psutil
 import pytest
 from system.conftest import FinishedRun, train
 
+from conf.load import load_resolved_yaml
 from orchestrator.files.startup import read_starts
+
+DATA = [
+    "data=files", "data.sources=[pkg://letters_train.jsonl,pkg://letters_heldout.jsonl]", "data.weights=[3,1]",
+    "data.curriculum=middling", "data.eval_path=pkg://letters_heldout.jsonl", "data.max_prompt_tokens=16",
+    "rollout.sampling.seed=1", "rollout.sampling.stop=[xy]", "rollout.eval_top_k=8", "rollout.eval_seed=2",
+]  # fmt: skip
+"""Orders of prompts and ways of sampling that a first run need not name."""
 
 
 @pytest.fixture(scope="module")
 def on_policy(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """Three strictly on-policy steps."""
-    return train(["run.num_steps=3", "run.eval_every_steps=0"], tmp_path_factory.mktemp("on_policy"))
+    return train(["run.num_steps=3", "run.eval_every_steps=0", *DATA], tmp_path_factory.mktemp("on_policy"))
 
 
 @pytest.fixture(scope="module")
 def resumed(on_policy: FinishedRun) -> FinishedRun:
     """Two more steps of the same run, with one engine."""
-    words = ["run.num_steps=5", "run.eval_every_steps=0", "rollout.num_workers=1", "cluster.dashboard=false"]
+    words = ["run.num_steps=5", "run.eval_every_steps=0", "rollout.num_workers=1", "cluster.dashboard=false", *DATA]
     return train([*words, f"run.resume={on_policy.folder}"], on_policy.folder.parent)
 
 
@@ -62,3 +70,16 @@ def test_a_resumed_run_goes_on_where_it_stopped(on_policy: FinishedRun, resumed:
     assert [row["step"] for row in resumed.rows] == [0, 1, 2, 3, 4, 5]
     assert [row["policy_version"] for row in resumed.rows] == [0, 1, 2, 3, 4, 5]
     assert all(row["parity/k3"] < 1e-3 for row in resumed.rows[1:])
+
+
+def test_a_resumed_run_draws_prompts_on_from_where_it_stopped(resumed: FinishedRun) -> None:
+    """Each step draws its groups once: none is drawn again, and none is lost, where the run was stopped."""
+    shares = [row["data/share_error"] for row in resumed.rows[1:]]
+    assert all(0 <= error <= 0.25 for error in shares)
+    seen = [row["data/seen_fraction"] for row in resumed.rows[1:]]
+    assert seen == sorted(seen) and seen[2] < seen[3], "what was seen before the stop is known after it"
+    newest = max((resumed.folder / "checkpoints").glob("step-*"))
+    cursor = json.loads((newest / "state.json").read_text())["prompts"]
+    groups_per_step = load_resolved_yaml((resumed.folder / "config.yaml").read_text()).algorithm.groups_per_step
+    assert sum(cursor["counts"]) == 5 * groups_per_step
+    assert [part["num_drawn"] for part in cursor["cursors"]] == cursor["counts"]

@@ -134,11 +134,11 @@ def test_an_id_without_a_split_is_refused(source: str) -> None:
 READ = "import sys; from orchestrator.data.sources import *; print([r.columns for r in read_rows(*sys.argv[1:])])"
 
 
-def read_elsewhere(source: str, cache: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def read_elsewhere(source: str, cache: Path, *, code: str = READ, **variables: str) -> subprocess.CompletedProcess[str]:
     """What a process with this cache of datasets, and no network, makes of a source."""
     environment = {**os.environ, "HF_DATASETS_CACHE": str(cache), "HF_HUB_OFFLINE": "1", **variables}
     return subprocess.run(
-        [sys.executable, "-c", READ, source], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, source], env=environment, capture_output=True, text=True, timeout=120
     )
 
 
@@ -151,6 +151,28 @@ def test_a_dataset_by_id_comes_from_the_cache_when_offline(tmp_path: Path) -> No
     (cache / "gsm8k").rename(cache / "openai___gsm8k")
     done = read_elsewhere("hf:openai/gsm8k:default:train", cache)
     assert done.stdout.strip() == str(ROWS), done.stderr
+
+
+STREAM = """
+import sys
+from orchestrator.data.sources import *
+rows = list(read_rows(sys.argv[1], stream=True))
+rest = list(read_rows(sys.argv[1], rows[49].after, stream=True))
+print(len(rows), rest == rows[50:])
+"""
+
+
+def test_a_dataset_is_streamed_and_streaming_goes_on_after_any_row(tmp_path: Path) -> None:
+    """Three files in a folder stand for a repository: the library reads both with the same code."""
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for part in range(3):
+        rows = [{"prompt": f"{part} {number}"} for number in range(30)]
+        (folder / f"train-{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = f"hf:{folder}:default:train"
+    done = read_elsewhere(source, tmp_path / "cache", code=STREAM, HF_HUB_OFFLINE="0")
+    assert done.stdout.strip() == "90 True", done.stderr
+    assert not list((tmp_path / "cache").rglob("*.arrow")), "nothing is stored"
 
 
 def test_a_dataset_that_is_not_there_is_told_in_one_message(tmp_path: Path) -> None:
