@@ -28,7 +28,7 @@ from orchestrator.files.run_checkpoint import CheckpointStore, complete_checkpoi
 from orchestrator.files.run_folder import RunFolder, changed_options, open_run_folder, write_description
 from orchestrator.files.run_log import ProgressLine, RunLog
 from orchestrator.files.startup import RUN, Startup
-from orchestrator.files.telemetry import Telemetry
+from orchestrator.files.telemetry import RewardNames, Telemetry
 from orchestrator.fleet.control_folder import alive, answer_requests
 from orchestrator.fleet.fleet_log import FleetLog, count_tokens
 from orchestrator.fleet.router import Router
@@ -234,10 +234,16 @@ def _telemetry(config: RunConfig, folder: RunFolder, progress: ProgressLine, fir
         first_step=first_step,
         tensorboard=config.run.tensorboard,
         progress=progress,
-        reward_names=()
-        if config.algorithm.objective is Objective.sft
-        else (*config.reward.names, *config.reward.shapings),
+        rewards=_reward_names(config),
     )
+
+
+def _reward_names(config: RunConfig) -> RewardNames:
+    if config.algorithm.objective is Objective.sft:
+        return RewardNames()
+    reward = config.reward
+    judges = [name for name, part in reward.by_name.items() if part.kind == "judge"]
+    return RewardNames((*reward.names, *reward.shapings), judges)
 
 
 async def _export(cluster: Cluster, config: RunConfig, folder: RunFolder) -> Path:

@@ -5,9 +5,9 @@
                         |---> Ray gauges         ray_slipstream_<area>_<name>, on the dashboard's Prometheus endpoint
                         +---> one progress line  with the time left
 
-Owns: the catalogue of metrics (`METRICS` and `REWARD_METRICS`: name -> meaning), how a step's measurements become one
-row, and where rows go. Does not own: the format of events and gauges (metric_sinks), of the log (run_log), the picture
-at the end (curves).
+Owns: the catalogue of metrics (`METRICS`, `REWARD_METRICS` and `JUDGE_METRICS`: name -> meaning), how a step's
+measurements become one row, and where rows go. Does not own: the format of events and gauges (metric_sinks), of the log
+(run_log), the picture at the end (curves).
 Invariants: a row has every name of the catalogue, null where the step has no such number; a name outside of it cannot
 be emitted; rows are in step order, one each. Tests and plots read metrics.jsonl, never stdout.
 """
@@ -152,22 +152,39 @@ METRICS: dict[str, str] = {
 REWARD_METRICS: dict[str, str] = {
     "reward/<name>_mean": "mean of what one reward gave to the batch's rollouts, before its weight",
     "reward/<name>_failures": "rollouts for which that reward raised or timed out",
+    "eval/<name>_mean": "mean of what that reward gave to held-out rollouts",
+}
+"""Metrics of every reward of a run; <name> is its name in reward.parts, or its kind."""
+
+JUDGE_METRICS: dict[str, str] = {
     "reward/<name>_requests": "requests that a judge was sent since the last step",
     "reward/<name>_retries": "requests among them that repeated one that failed",
     "reward/<name>_cached": "verdicts that the judge's cache gave since the last step",
     "reward/<name>_prompt_tokens": "tokens that the judge read since the last step, by its own count",
     "reward/<name>_completion_tokens": "tokens that it wrote",
-    "eval/<name>_mean": "mean of what that reward gave to held-out rollouts",
 }
-"""Metrics of every reward of a run; <name> is its name in reward.parts, or its kind."""
+"""Metrics of every reward that is a judge, in addition."""
 
 
-def catalogue(reward_names: Sequence[str]) -> dict[str, str]:
+@dataclass(frozen=True, slots=True)
+class RewardNames:
+    """A run's rewards, each of which has metrics of its own. Example: RewardNames(("right", "style"), ("style",))."""
+
+    all: Sequence[str] = ()
+    """Rewards, and what the length of a response adds to them."""
+    judges: Sequence[str] = ()
+    """Rewards among them that ask another model."""
+
+
+NO_REWARDS = RewardNames()
+
+
+def catalogue(rewards: RewardNames) -> dict[str, str]:
     """Name -> meaning of every metric of a run with these rewards."""
-    parts = {
-        metric.replace("<name>", name): meaning for name in reward_names for metric, meaning in REWARD_METRICS.items()
-    }
-    return METRICS | parts
+    found = dict(METRICS)
+    for names, metrics in ((rewards.all, REWARD_METRICS), (rewards.judges, JUDGE_METRICS)):
+        found |= {metric.replace("<name>", name): meaning for name in names for metric, meaning in metrics.items()}
+    return found
 
 
 @dataclass(slots=True)
@@ -189,17 +206,17 @@ class StepRecord:
     """Whether some of `groups` go to samples.jsonl, as some of `eval_groups` always do."""
 
 
-def row_of(record: StepRecord, reward_names: Sequence[str] = ()) -> dict[str, Value]:
+def row_of(record: StepRecord, rewards: RewardNames = NO_REWARDS) -> dict[str, Value]:
     """One row: every name of the catalogue. How samples were split over ranks and microbatches makes no difference."""
-    row: dict[str, Value] = dict.fromkeys(catalogue(reward_names))
+    row: dict[str, Value] = dict.fromkeys(catalogue(rewards))
     for part in (
         {"step": record.step, "policy_version": record.policy_version},
         _rollout_metrics(record),
         loss_metrics(record.loss) if record.loss else {},
         _sync_metrics(record.sync) if record.sync else {},
         _eval_metrics(record.eval_groups) if record.eval_groups else {},
-        _part_metrics(record.groups, reward_names, "reward"),
-        _part_metrics(record.eval_groups, reward_names, "eval"),
+        _part_metrics(record.groups, rewards.all, "reward"),
+        _part_metrics(record.eval_groups, rewards.all, "eval"),
         record.extra,
     ):
         unknown = part.keys() - row.keys()
@@ -222,7 +239,7 @@ class Telemetry:
         num_steps: steps of the whole run, for the time left.
         first_step: what was emitted after this step is removed: it belongs to work that a resumed run redoes.
         progress: the line on the terminal.
-        reward_names: rewards of the run, each of which has metrics of its own.
+        rewards: names of the run's rewards.
     """
 
     def __init__(
@@ -233,10 +250,10 @@ class Telemetry:
         first_step: int,
         tensorboard: bool,
         progress: ProgressLine,
-        reward_names: Sequence[str] = (),
+        rewards: RewardNames = NO_REWARDS,
     ) -> None:
         self._folder = folder
-        self._reward_names = reward_names
+        self._rewards = rewards
         self._num_steps = num_steps
         self._progress = progress
         truncate_rows(folder.metrics, after_step=first_step)
@@ -244,7 +261,7 @@ class Telemetry:
         self._file: TextIO = folder.metrics.open("a")
         self._samples: TextIO = folder.samples.open("a")
         self._events = TensorBoardEvents(folder.tensorboard, after_step=first_step) if tensorboard else None
-        self._gauges = RayGauges(catalogue(reward_names))
+        self._gauges = RayGauges(catalogue(rewards))
         self._recent_s: deque[float] | None = None
         self.last_eval_reward: Value = None
 
@@ -259,7 +276,7 @@ class Telemetry:
 
     def step(self, record: StepRecord) -> dict[str, Value]:
         """Emit one row everywhere and return it."""
-        row = row_of(record, self._reward_names)
+        row = row_of(record, self._rewards)
         with naming_a_full_disk(self._folder.metrics):
             self._file.write(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n")
             self._file.flush()

@@ -165,6 +165,32 @@ def test_row_without_the_column_that_the_reward_needs(refuse: Refuse, tmp_path: 
     assert "solution" in message
 
 
+GRADER = ["reward=judge", "reward.judge.base_url=http://localhost/v1", "reward.judge.model=m"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["reward.parts.a.kind=regx"], "reward.parts.a.kind must be exact_match, regex, math, judge, code, FILE.py:"),
+        (["reward.parts.a.weigth=2"], "unknown option reward.parts.a.weigth. Did you mean weight?"),
+        (["reward.parts.a.kind=code"], "prompts.jsonl:1: no column 'tests' for reward.parts.a.kind=code"),
+        (
+            ["reward.parts.a.kind=regex", "reward.parts.b.kind=regex", "reward.choice_key=judges"],
+            "prompts.jsonl:1: column 'judges' is 'c', which must name one of reward.parts (a, b)",
+        ),
+        (["reward=judge"], "reward.judge.base_url must be the address of an OpenAI endpoint"),
+        ([*GRADER, "reward.judge.api_key_env=NO_SUCH_KEY"], "api_key_env names NO_SUCH_KEY, which is not set where"),
+        ([*GRADER, "reward.judge.prompt_file=absent.txt"], "reward.judge.prompt_file=absent.txt cannot be read"),
+        ([*GRADER, "reward.judge.prompt_file=grade.txt"], "prompts.jsonl:1: no column 'rubric' for reward.kind=judge"),
+        (["reward.overlong_tokens=500"], "reward.overlong_tokens=500 exceeds rollout.sampling.max_tokens="),
+    ],
+)
+def test_rewards_that_cannot_judge(refuse: Refuse, tmp_path: Path, words: list[str], message: str) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1a=", "answer": "a", "judges": "c"}\n')
+    (tmp_path / "grade.txt").write_text("{{response}} by {{rubric}}")
+    assert message in refuse("data.path=prompts.jsonl", *words)
+
+
 def test_a_column_that_no_row_has(refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1a=", "target": {"value": "a"}}\n')
     message = refuse("data.path=prompts.jsonl", "data.columns.answer=target.text")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchestrator.files.telemetry import METRICS, REWARD_METRICS
+from orchestrator.files.telemetry import JUDGE_METRICS, METRICS, REWARD_METRICS
 from orchestrator.fleet.fleet_log import FleetEvent
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "metrics.md"
@@ -18,7 +18,8 @@ def rows_of(part: int) -> list[str]:
 
 def test_the_page_lists_every_metric() -> None:
     listed = rows_of(0)
-    in_a_table = {name: meaning.replace("|", "\\|") for name, meaning in (METRICS | REWARD_METRICS).items()}
+    metrics = METRICS | REWARD_METRICS | JUDGE_METRICS
+    in_a_table = {name: meaning.replace("|", "\\|") for name, meaning in metrics.items()}
     assert listed == [f"| `{name}` | {meaning} |" for name, meaning in in_a_table.items()]
 
 

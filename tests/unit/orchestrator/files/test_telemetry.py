@@ -20,8 +20,10 @@ from orchestrator.files.loss_metrics import loss_metrics
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine, RunLog, format_s
 from orchestrator.files.telemetry import (
+    JUDGE_METRICS,
     METRICS,
     REWARD_METRICS,
+    RewardNames,
     StepRecord,
     Telemetry,
     read_rows,
@@ -83,12 +85,16 @@ def test_each_reward_has_metrics_of_its_own() -> None:
         Prompt(0, (1,), "p"), rollouts, [1.0, None], [{"right": 1.0, "short": 0.5}, {"right": 0.0, "short": None}]
     )
     other = Group(Prompt(1, (1,), "p"), rollouts[:1], [1.0], [{"right": 1.0}])
-    row = row_of(record(3, groups=[group, other], staleness_steps=[1, 1], eval_groups=[other]), ("right", "short"))
+    row = row_of(
+        record(3, groups=[group, other], staleness_steps=[1, 1], eval_groups=[other]),
+        RewardNames(("right", "short"), ["short"]),
+    )
     assert row["reward/right_mean"] == pytest.approx(2 / 3)
     assert (row["reward/right_failures"], row["reward/short_failures"], row["reward/short_mean"]) == (0, 1, 0.5)
     assert (row["eval/right_mean"], row["eval/short_mean"]) == (1.0, None)
     assert row.keys() == METRICS.keys() | {
-        name.replace("<name>", reward) for name in REWARD_METRICS for reward in ("right", "short")
+        *(name.replace("<name>", reward) for name in REWARD_METRICS for reward in ("right", "short")),
+        *(name.replace("<name>", "short") for name in JUDGE_METRICS),
     }
 
 
