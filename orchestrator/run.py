@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.schema import Objective, RunConfig, SyncMode, TrainMode
-from orchestrator.data.training_stream import training_stream
+from orchestrator.data.training_stream import held_out_items, training_stream
 from orchestrator.errors import DiskFull
 from orchestrator.files.curves import SFT_PANELS, draw_curves
 from orchestrator.files.disk_space import naming_a_full_disk
@@ -202,7 +202,8 @@ async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRes
     model = prepare_model(config.model, folder.model)
     encoder = TextEncoder(folder.model)
     reader = ConversationReader(config.data, encoder)
-    training, held_out = training_stream(config.data, reader.read, seed=config.run.seed), reader.held_out()
+    training = training_stream(config.data, reader.read, seed=config.run.seed)
+    held_out = held_out_items(config.data, reader.read).found
     checkpoints = CheckpointStore(folder.checkpoints, keep=config.run.keep_checkpoints, options=fingerprint(config))
     resume_from = checkpoints.to_resume(config.run.resume)
 

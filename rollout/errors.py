@@ -29,6 +29,10 @@ class DataError(RolloutError, ValueError):
     """A prompt file is missing, malformed or does not fit the model. Names the file and the line."""
 
 
+class RowTooLong(DataError):
+    """A row has more tokens than an option allows; data.drop_too_long leaves such rows out."""
+
+
 class RewardError(RolloutError, ConfigError):
     """The configured reward cannot run at all. (One sample's failure is counted instead, never raised.)"""
 

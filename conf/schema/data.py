@@ -57,12 +57,14 @@ class DataConfig:
     turns.
     """
     max_sequence_tokens: int | None = None
-    """algorithm=sft: longest conversation. A longer one is refused before the run starts, with its line number. null:
-    any length.
-    """
+    """algorithm=sft: longest conversation. A longer one is refused, with its line number. null: any length."""
     max_prompt_tokens: int | None = None
-    """Longest prompt. A longer one is refused before the run starts, with its line number. null:
-    rollout.max_model_len - rollout.sampling.max_tokens.
+    """Longest prompt. A longer one is refused, with its line number. null: rollout.max_model_len -
+    rollout.sampling.max_tokens.
+    """
+    drop_too_long: bool = False
+    """Leave out rows that are longer than these two allow, instead of refusing them. The start of a run tells how many
+    (with `stream`: how many of the first ones).
     """
     shuffle: bool = True
     """Take prompts in a random order, seeded by run.seed and new in each epoch. false: in the file's order."""

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from orchestrator.data.sources import Row, listed, read_rows, renamed
-from rollout.errors import DataError
+from rollout.errors import DataError, RowTooLong
 from rollout.types import Prompt
 
 _HEAD_CHARACTERS_PER_TOKEN = 16
@@ -65,9 +65,9 @@ class PromptReader:
         token_ids, is_whole = encode_up_to(limit, text, partial(self.encoder.encode, add_special_tokens=add_special))
         if len(token_ids) > limit:
             count = f"{len(token_ids)}" if is_whole else f"{len(text)} characters, more than {limit}"
-            raise DataError(
-                f"{where}: the prompt has {count} tokens, data.max_prompt_tokens allows {limit}; shorten it, or raise "
-                "data.max_prompt_tokens (and rollout.max_model_len with it)"
+            raise RowTooLong(
+                f"{where}: the prompt has {count} tokens, data.max_prompt_tokens allows {limit}; shorten it, raise "
+                "data.max_prompt_tokens (and rollout.max_model_len with it), or set data.drop_too_long=true"
             )
         if not token_ids:
             raise DataError(f"{where}: the prompt has no tokens")

@@ -170,8 +170,8 @@ class Streamed(Stream[Item]):
     Args:
         name: The source, for messages.
         rows: Rows from a position on.
-        read: Makes an item of a row and its number. Raises DataError for a row that cannot be one; the stream raises it
-            when the items before that row's buffer are used up.
+        read: Makes an item of a row and its number; None leaves the row out. Raises DataError for a row that cannot be
+            one; the stream raises it when the items before that row's buffer are used up.
         seed: Together with the pass and the buffer's first row, it decides the buffer's order.
     """
 
@@ -179,7 +179,7 @@ class Streamed(Stream[Item]):
         self,
         name: str,
         rows: Callable[[Position], Iterator[Row]],
-        read: Callable[[Row, int], Item],
+        read: Callable[[Row, int], Item | None],
         *,
         seed: int,
         buffer_rows: int,
@@ -243,14 +243,17 @@ class Streamed(Stream[Item]):
             result.set_exception(error)
 
     def _fill(self, ahead: Iterator[Row], epoch: int, first: Position) -> _Buffer[Item]:
-        rows = list(islice(ahead, self._buffer_rows))
-        if not rows and first == START:
-            raise DataError(f"{self._name} has no rows")
-        if not rows:
-            return self._fill(self._rows(START), epoch + 1, START)
-        items = [self._read(row, row.after.num_rows - 1) for row in rows]
-        order = _order(len(rows), (self._seed, epoch, first.num_rows), self._shuffle)
-        return _Buffer([items[place] for place in order], epoch, first, rows[-1].after, ahead)
+        """Items of the next rows; of the rows after them while all are left out."""
+        end = first
+        while rows := list(islice(ahead, self._buffer_rows)):
+            end = rows[-1].after
+            items = [item for row in rows if (item := self._read(row, row.after.num_rows - 1)) is not None]
+            if items:
+                order = _order(len(items), (self._seed, epoch, first.num_rows), self._shuffle)
+                return _Buffer([items[place] for place in order], epoch, first, end, ahead)
+        if first == START:
+            raise DataError(f"{self._name} has no rows{'' if end == START else ' that are short enough'}")
+        return self._fill(self._rows(START), epoch + 1, START)
 
 
 class Mixed(Stream[Item]):

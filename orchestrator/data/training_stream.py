@@ -1,4 +1,4 @@
-"""The training items of a run, from its `data` options: which sources, mixed how, in which order.
+"""The items of a run, from its `data` options: which sources, mixed how, in which order, with or without long rows.
 
 Owns: what the options mean. Does not own the orders themselves (streams.py, curriculum.py) nor what an item is: `read`
 makes one of a row and its id. The id of row r of source i, of k sources, is r k + i.
@@ -6,20 +6,37 @@ makes one of a row and its id. The id of row r of source i, of k sources, is r k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import Generic
 
 from conf.schema import DataConfig
 from orchestrator.data.sources import START, Position, Row, read_rows
 from orchestrator.data.streams import Item, Mixed, Shuffled, Stream, Streamed
-from rollout.errors import DataError
+from rollout.errors import DataError, RowTooLong
 
 _SEEDS_APART = 1_000_003
 """Between the seeds of two sources, so that sources of equal length have different orders."""
 
 Read = Callable[[Row, int], Item]
+ReadSome = Callable[[Row, int], Item | None]
 Order = Callable[[Sequence[Item], int], Stream[Item]]
+
+
+@dataclass(frozen=True, slots=True)
+class Items(Generic[Item]):
+    """What a source gives."""
+
+    found: list[Item]
+    """At least one, in the source's order."""
+    num_too_long: int
+    """Rows that data.drop_too_long left out."""
+
+    def __str__(self) -> str:
+        left_out = f" ({self.num_too_long} too long and left out)" if self.num_too_long else ""
+        return f"{len(self.found)}{left_out}"
 
 
 def training_stream(data: DataConfig, read: Read[Item], *, seed: int, order: Order[Item] | None = None) -> Stream[Item]:
@@ -39,35 +56,60 @@ def training_stream(data: DataConfig, read: Read[Item], *, seed: int, order: Ord
             streams[source] = Streamed(
                 source,
                 partial(_rows_from, source),
-                _with_ids(data, index, read),
+                _reader(data, index, read),
                 seed=own_seed,
                 buffer_rows=data.stream_buffer_rows,
                 shuffle=data.shuffle,
             )
         else:
-            streams[source] = order(items_of(data, index, read), own_seed)
+            streams[source] = order(training_items(data, index, read).found, own_seed)
     if len(streams) == 1:
         return next(iter(streams.values()))
     return Mixed(streams, data.weights or [1.0] * len(streams), seed=seed)
 
 
-def items_of(data: DataConfig, index: int, read: Read[Item]) -> list[Item]:
-    """The items of data.training_sources[index], in its order; with data.stream those that the first buffer holds.
+def training_items(data: DataConfig, index: int, read: Read[Item]) -> Items[Item]:
+    """The items of data.training_sources[index]; with data.stream those of its first rows.
 
     Raises: as training_stream.
     """
-    source, read_one = data.training_sources[index], _with_ids(data, index, read)
+    source = data.training_sources[index]
     rows = islice(read_rows(source, stream=data.stream), data.stream_buffer_rows if data.stream else None)
-    items = [read_one(row, row.after.num_rows - 1) for row in rows]
-    if not items:
-        raise DataError(f"{source} has no rows")
-    return items
+    return _items(source, rows, _reader(data, index, read))
+
+
+def held_out_items(data: DataConfig, read: Read[Item]) -> Items[Item]:
+    """The items of data.eval_path, whose ids are the numbers of their rows; none without it.
+
+    Raises: as training_stream.
+    """
+    if data.eval_path is None:
+        return Items([], 0)
+    return _items(data.eval_path, read_rows(data.eval_path), partial(_unless_too_long, data, read))
+
+
+def _items(source: str, rows: Iterable[Row], read: ReadSome[Item]) -> Items[Item]:
+    items = [read(row, row.after.num_rows - 1) for row in rows]
+    found = [item for item in items if item is not None]
+    if not found:
+        raise DataError(f"{source} has no rows{' that are short enough (data.drop_too_long)' if items else ''}")
+    return Items(found, len(items) - len(found))
 
 
 def _rows_from(source: str, start: Position = START) -> Iterator[Row]:
     return read_rows(source, start, stream=True)
 
 
-def _with_ids(data: DataConfig, index: int, read: Read[Item]) -> Read[Item]:
+def _reader(data: DataConfig, index: int, read: Read[Item]) -> ReadSome[Item]:
+    """`read` for rows of data.training_sources[index]."""
     num_sources = len(data.training_sources)
-    return lambda row, number: read(row, number * num_sources + index)
+    return lambda row, number: _unless_too_long(data, read, row, number * num_sources + index)
+
+
+def _unless_too_long(data: DataConfig, read: Read[Item], row: Row, item_id: int) -> Item | None:
+    try:
+        return read(row, item_id)
+    except RowTooLong:
+        if not data.drop_too_long:
+            raise
+        return None

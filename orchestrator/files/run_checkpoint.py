@@ -90,6 +90,7 @@ def fingerprint(config: RunConfig) -> dict[str, Any]:
             "data.weights": list(config.data.weights) or None,
             "data.columns": dict(config.data.columns) or None,
             "data.stream": config.data.stream or None,
+            "data.drop_too_long": config.data.drop_too_long or None,
             "data.curriculum": config.data.curriculum if config.data.curriculum != "none" else None,
             "run.seed": config.run.seed,
             "weight_sync.enabled": config.weight_sync.enabled,

@@ -23,8 +23,8 @@ import numpy as np
 
 from conf.schema import DataConfig
 from orchestrator.data.prompts import check_text
-from orchestrator.data.sources import Row, listed, read_rows, renamed
-from rollout.errors import DataError
+from orchestrator.data.sources import Row, listed, renamed
+from rollout.errors import DataError, RowTooLong
 from trainer.types import Sample
 
 
@@ -88,28 +88,14 @@ class ConversationReader:
         conversation = _tokenize(renamed(row, self._config.columns), where, self._encoder, self._config)
         num_tokens = len(conversation.token_ids)
         if limit is not None and num_tokens > limit:
-            raise DataError(
+            raise RowTooLong(
                 f"{where}: the conversation has {num_tokens} tokens, data.max_sequence_tokens allows {limit}; shorten "
-                "it, or raise data.max_sequence_tokens"
+                "it, raise data.max_sequence_tokens, or set data.drop_too_long=true"
             )
         if not any(conversation.is_taught):
             raise DataError(f"{where}: no token of an assistant: there is nothing to learn from this row")
         self._check(where, conversation.token_ids)
         return conversation
-
-    def held_out(self) -> list[Conversation]:
-        """Held-out conversations; none without data.eval_path.
-
-        Raises:
-            DataError: the source is missing, empty or malformed, or a row is no conversation.
-        """
-        source = self._config.eval_path
-        if source is None:
-            return []
-        found = [self.read(row, 0) for row in read_rows(source)]
-        if not found:
-            raise DataError(f"{source} has no rows")
-        return found
 
 
 def _tokenize(row: dict[str, Any], where: str, encoder: ConversationEncoder, config: DataConfig) -> Conversation:

@@ -18,9 +18,9 @@ from conf.errors import ConfigError
 from conf.schema import Curriculum, Objective, RunConfig
 from orchestrator.data.curriculum import Middling
 from orchestrator.data.prompts import Encoder, PromptReader, encode_up_to
-from orchestrator.data.sources import Row, listed, read_rows
+from orchestrator.data.sources import Row, listed
 from orchestrator.data.streams import Stream
-from orchestrator.data.training_stream import items_of, training_stream
+from orchestrator.data.training_stream import held_out_items, training_items, training_stream
 from orchestrator.inputs.character_tokenizer import (
     ALPHABET,
     CHARACTERS,
@@ -82,17 +82,12 @@ class PromptRows:
     def training(self) -> list[Prompt]:
         """Training prompts, source after source; with data.stream the first ones of each."""
         data = self._config.data
-        return [prompt for index in range(len(data.training_sources)) for prompt in items_of(data, index, self.read)]
+        sources = [training_items(data, index, self.read) for index in range(len(data.training_sources))]
+        return [prompt for items in sources for prompt in items.found]
 
     def held_out(self) -> list[Prompt]:
         """Held-out prompts; none without data.eval_path."""
-        source = self._config.data.eval_path
-        if source is None:
-            return []
-        prompts = [self.read(row, row.after.num_rows - 1) for row in read_rows(source)]
-        if not prompts:
-            raise DataError(f"{source} has no rows")
-        return prompts
+        return held_out_items(self._config.data, self.read).found
 
     def stream(self) -> Stream[Prompt]:
         """Training prompts in the order in which the run draws them."""
@@ -122,17 +117,17 @@ def check_data(config: RunConfig) -> Fact:
         reader = ConversationReader(
             data, encoder, lambda where, token_ids: check_vocabulary(config, vocab_size, where, token_ids)
         )
-        counts = [len(items_of(data, index, reader.read)) for index in range(len(data.training_sources))]
-        num_held_out = len(reader.held_out())
+        training = [str(training_items(data, index, reader.read)) for index in range(len(data.training_sources))]
+        held_out = held_out_items(data, reader.read)
     else:
         rows = PromptRows(config, encoder)
-        prompts = [items_of(data, index, rows.read) for index in range(len(data.training_sources))]
-        counts, num_held_out = [len(found) for found in prompts], len(rows.held_out())
-        warning = _answers_out_of_reach(config, [prompt for found in prompts for prompt in found], encoder)
+        prompts = [training_items(data, index, rows.read) for index in range(len(data.training_sources))]
+        training, held_out = [str(items) for items in prompts], held_out_items(data, rows.read)
+        warning = _answers_out_of_reach(config, [prompt for items in prompts for prompt in items.found], encoder)
     what = "the first " if data.stream else ""
-    parts = [f"{what}{count} in {source}" for count, source in zip(counts, data.training_sources, strict=True)]
+    parts = [f"{what}{items} in {source}" for items, source in zip(training, data.training_sources, strict=True)]
     if data.eval_path is not None:
-        parts.append(f"held-out {num_held_out} in {data.eval_path}")
+        parts.append(f"held-out {held_out} in {data.eval_path}")
     return Fact(subject, f"{', '.join(parts)}{warning}", is_warning=bool(warning))
 
 

@@ -153,6 +153,7 @@ OPTIONS = [
     "data.messages_key",
     "data.max_sequence_tokens",
     "data.max_prompt_tokens",
+    "data.drop_too_long",
     "data.shuffle",
     "data.add_special_tokens",
     "reward.kind",

@@ -124,6 +124,29 @@ def test_a_row_that_is_wrong_ends_the_stream_and_its_cursor_is_that_of_the_last_
     assert ids(resumed, 20) == ids(whole, 20)
 
 
+@given(kept=st.sets(st.integers(0, 19), min_size=1), buffer_rows=st.integers(1, 7), taken=st.integers(0, 30))
+def test_rows_that_are_left_out_leave_no_gap_and_no_trace_in_a_cursor(
+    kept: set[int], buffer_rows: int, taken: int
+) -> None:
+    def make() -> Streamed[Prompt]:
+        def read(row: Row, number: int) -> Prompt | None:
+            return prompt(number) if number in kept else None
+
+        return Streamed("rows", Rows(20), read, seed=1, buffer_rows=buffer_rows)
+
+    stream = make()
+    assert all(sorted(ids(stream, len(kept))) == sorted(kept) for _ in range(3))
+    ids(stream, taken)
+    resumed = make()
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    assert ids(resumed, 40) == ids(stream, 40)
+
+
+def test_a_source_without_a_row_that_is_short_enough_is_refused() -> None:
+    with pytest.raises(DataError, match="rows has no rows that are short enough"):
+        Streamed("rows", Rows(20), lambda row, number: None, seed=1, buffer_rows=4)
+
+
 Make = Callable[[], Stream[Prompt]]
 
 

@@ -11,7 +11,7 @@ import pytest
 from conf.load import load_run_config
 from orchestrator.data.curriculum import Middling
 from orchestrator.data.streams import Mixed, Shuffled, Streamed
-from orchestrator.inputs.prompt_rows import PromptRows, RowEncoder
+from orchestrator.inputs.prompt_rows import PromptRows, RowEncoder, check_data
 from rollout.errors import DataError
 
 
@@ -72,3 +72,33 @@ def test_held_out_rows_come_from_any_source(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("\n")
     with pytest.raises(DataError, match=r"b\.jsonl has no rows"):
         rows.held_out()
+
+
+@pytest.mark.parametrize("stream", [[], ["data.stream=true", "data.stream_buffer_rows=4"]])
+def test_rows_that_are_too_long_are_left_out_where_that_is_asked_for(tmp_path: Path, stream: list[str]) -> None:
+    path = tmp_path / "a.jsonl"
+    rows = [{"prompt": "1a=" * (1 + 3 * (number in (1, 4))), "target": {"text": "a"}} for number in range(6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the prompt has 13 tokens.*or set data\.drop_too_long=true"):
+        rows_of(f"data.path={path}", *stream).stream()
+    words = [f"data.path={path}", f"data.eval_path={path}", "data.drop_too_long=true", *stream]
+    kept = rows_of(*words)
+    assert {prompt.prompt_id for prompt in islice(kept.stream(), 4)} == {0, 2, 3, 5}
+    assert [prompt.prompt_id for prompt in kept.held_out()] == [0, 2, 3, 5]
+    config = load_run_config(["experiment=quickstart", "data=files", "data.max_prompt_tokens=8", *words])
+    finding = check_data(config).finding
+    first = "the first 3 (1 too long and left out)" if stream else "4 (2 too long and left out)"
+    assert finding == f"{first} in {path}, held-out 4 (2 too long and left out) in {path}"
+    with pytest.raises(DataError, match=r"a\.jsonl has no rows that are short enough"):
+        rows_of("data.max_prompt_tokens=2", *words).stream()
+
+
+def test_conversations_that_are_too_long_are_left_out_too(tmp_path: Path) -> None:
+    path = tmp_path / "talks.jsonl"
+    rows = [{"prompt": "1a=", "answer": "a" * length} for length in (1, 30, 2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["experiment=sft_quickstart", "data=files", f"data.path={path}", "data.max_sequence_tokens=10"]
+    with pytest.raises(DataError, match=r"talks\.jsonl:2: the conversation has 34 tokens.*data\.drop_too_long=true"):
+        check_data(load_run_config(words))
+    fact = check_data(load_run_config([*words, "data.drop_too_long=true"]))
+    assert fact.finding == f"2 (1 too long and left out) in {path}"
