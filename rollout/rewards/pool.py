@@ -10,7 +10,8 @@ is treated as data: JSON of a bounded size, which runs nothing.
                                   +- timeout, died, garbled:  the process is killed and replaced by the next call;
                                                               what else it was judging has died
 
-Every wait has a deadline: reward.timeout_s for what is sent and received, END_TIMEOUT_S for the end of a process.
+Every wait has a deadline: reward.timeout_s for what is sent and received, LATE_S more if coroutines judge,
+END_TIMEOUT_S for the end of a process.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0
 """Longest import of a reward's module, in seconds; some import a whole framework."""
 END_TIMEOUT_S = 1.0
-"""How long a process may take to end after its connection closed, before it is killed; and again after the kill. Also
-how much later than the coroutine's own deadline its answer may come."""
+"""How long a process may take to end after its connection closed, before it is killed; and again after the kill."""
+LATE_S = 3.0
+"""How much later than its own deadline a coroutine's answer may come, before its process is taken to be blocked."""
 MAX_ANSWER_BYTES = 1 << 16
 """Largest answer that is read. Reports of failures are the largest (rollout.rewards.process)."""
 MAX_REASON = 4000
@@ -180,7 +182,7 @@ class _RewardProcess:
         answer = await self._exchange(message, 0, START_TIMEOUT_S)
         match answer:
             case ["ready", bool() as is_async, bool() as is_of_group, str() as source]:
-                self._grace_s = END_TIMEOUT_S if is_async else 0.0
+                self._grace_s = LATE_S if is_async else 0.0
                 return Ready(is_async, is_of_group, source)
             case ["refused", str() as reason]:
                 await self.end()

@@ -310,6 +310,7 @@ def _be_program(order: dict[str, Any], streams: tuple[int, int, int], to_tell: i
     ):
         resource.setrlimit(name, (value, value))
     os.nice(5)  # init, which counts, comes first
+    Path("/proc/self/oom_score_adj").write_text("1000")  # and where memory is short, this goes before all else
     filter_program = syscalls.program()
     for number in range(NUM_CAPABILITIES):
         libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0)

@@ -213,6 +213,10 @@ def test_the_program_has_no_rights_and_cannot_gain_any():
         assert (has["NoNewPrivs"], has["Seccomp"]) == ("1", "2")
 
 
+def test_where_memory_is_short_the_program_goes_first():
+    assert found("print(int(open('/proc/self/oom_score_adj').read()))") in (1000, None)
+
+
 def test_disk_is_bounded_and_nothing_but_tmp_can_be_written():
     outcomes = found(
         """
