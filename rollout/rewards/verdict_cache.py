@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from pathlib import Path
 
 from rollout.errors import RewardError
+
+logger = logging.getLogger(__name__)
 
 WAIT_S = 2.0
 """How long another process may hold the file."""
@@ -43,4 +46,4 @@ class VerdictCache:
         try:
             self._file.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (asked, verdict))
         except sqlite3.Error as e:
-            print(f"a verdict was not kept: {e}", flush=True)  # noqa: T201 - goes to rewards.log
+            logger.warning("a verdict was not kept: %s", e)  # into rewards.log

@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-VERDICT = "Fine work. Score: 7"
+VERDICT = "Of 3 claims 2 hold. Score: 7"
 USAGE = {"prompt_tokens": 100, "completion_tokens": 5, "total_tokens": 105}
 
 
