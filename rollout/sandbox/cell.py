@@ -176,6 +176,7 @@ def _write_ids(mason: int) -> None:
 
 def _build(order: dict[str, Any], to_ask: int, granted: int, to_tell: int, output: int, errors: int) -> None:
     """The mason: makes the namespaces, starts init in them, and ends after it."""
+    Path("/proc/self/oom_score_adj").write_text("1000")  # where memory is short, the cell goes before all else
     if os.geteuid() == 0:
         os.setgroups([])
     _call("unshare", CLONE_FLAGS)
@@ -310,7 +311,6 @@ def _be_program(order: dict[str, Any], streams: tuple[int, int, int], to_tell: i
     ):
         resource.setrlimit(name, (value, value))
     os.nice(5)  # init, which counts, comes first
-    Path("/proc/self/oom_score_adj").write_text("1000")  # and where memory is short, this goes before all else
     filter_program = syscalls.program()
     for number in range(NUM_CAPABILITIES):
         libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0)
