@@ -14,10 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollout.errors import AgentError
+
 logger = logging.getLogger(__name__)
 
 NOT_CALLED_ALONE = frozenset({"openai"})
-"""Parsers that vLLM runs within another one that reads tokens instead of text (gpt-oss)."""
+"""Parsers that vLLM's table has for others, which read tokens instead of text (gpt-oss)."""
 
 
 def parser_names() -> list[str]:
@@ -40,6 +42,9 @@ class ToolCallParser:
     Args:
         name: One of parser_names().
         tokenizer: The model's, in transformers' class.
+
+    Raises:
+        AgentError: The parser needs tokens that the tokenizer lacks, or reads no text.
     """
 
     def __init__(self, name: str, tokenizer: Any) -> None:
@@ -47,6 +52,14 @@ class ToolCallParser:
 
         self._class = ToolParserManager.get_tool_parser(name)
         self._tokenizer = tokenizer
+        try:
+            request = self._request([{"type": "function", "function": {"name": "f", "parameters": {}}}])
+            self._made(request).extract_tool_calls("", request=request)
+        except Exception as e:  # the edge to vLLM's parsers, which look for their own tokens
+            raise AgentError(
+                f"rollout.episodes.tool_parser={name} is not for this model: {type(e).__name__}: {e}; give the parser "
+                f"of the model's family, one of {', '.join(parser_names())}"
+            ) from e
 
     def skips_special_tokens(self, tools: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the parser wants the text without special tokens."""

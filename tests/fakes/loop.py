@@ -26,7 +26,8 @@ from orchestrator.fleet.router import Router
 from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.loop.controller import Controller
 from orchestrator.loop.ports import LoopServices
-from rollout.types import Judgement, Progress, Prompt, Rollout
+from rollout.agents.episode_runner import FinishedEpisode
+from rollout.types import Judgement, Progress, Prompt, Rollout, Turn
 from trainer.step.mismatch_bins import NUM_K3_BINS, POSITION_STARTS
 from trainer.types import Denominators, LossStats, OptimStats, Sample
 from weight_sync.errors import PlanMismatch
@@ -305,6 +306,33 @@ class FakePrompts:
         return {}
 
 
+class FakeEpisodes:
+    """Two turns and a third that begins a branch, by the version that worker 0 has committed. Of four episodes, the
+    first is worth 1, the second 0; the third has no reward of its own, and its last response is right; the fourth
+    failed.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.num_groups = 0
+
+    async def run_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> list[FinishedEpisode]:
+        version = self.world.committed[0]
+        self.num_groups += 1
+        await asyncio.sleep(0)
+        turns = (Turn(None, [1, 7], 2, "start"), Turn(0, [8], 1, ""), Turn(None, [1, 9], 1, "edited"))
+        episodes: list[FinishedEpisode] = []
+        for index in range(n):
+            failure = "raised" if index % 4 == 3 else ""
+            rollout = Rollout(
+                [5, 2, 6, 3], [-1.0, -0.5, -0.25, -0.75], [version] * 4, "right", "stop",
+                turns=turns, failure=failure, seconds=0.5,
+            )  # fmt: skip
+            reward = [1.0, 0.0, None, None][index % 4]
+            episodes.append(FinishedEpisode(rollout, reward))
+        return episodes
+
+
 class Loop:
     """A controller on fakes, in a run folder of its own."""
 
@@ -316,6 +344,7 @@ class Loop:
         self.workers = [FakeWorker(self.world, i) for i in range(num_workers)]
         self.prompts = FakePrompts()
         self.rewards = FakeRewards()
+        self.episodes: FakeEpisodes | None = None
         self.checkpoints = CheckpointStore(self.folder.checkpoints, keep=2, options=fingerprint(config))
         self.resume_step = resume_step
         self.max_restarts = 0
@@ -347,6 +376,7 @@ class Loop:
                 prompts=self.prompts,
                 eval_prompts=[Prompt(1000, (1,), "held out"), Prompt(1001, (1,), "held out")],
                 rewards=self.rewards,
+                episodes=self.episodes,
                 telemetry=telemetry,
                 checkpoints=self.checkpoints,
                 traces=Path("traces"),

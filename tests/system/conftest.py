@@ -45,7 +45,9 @@ def free_port() -> int:
 
 
 def command(words: list[str], folder: Path) -> list[str]:
-    """The command line of a small quick start under `folder`, on a Ray cluster of its own unless a word names one."""
+    """The command line of a small run under `folder`: of the quick start unless a word names another experiment, and on
+    a Ray cluster of its own unless a word names one.
+    """
     if not any(word.startswith(("cluster.ray_address=", "cluster.dashboard=")) for word in words):
         words = [f"cluster.dashboard_port={free_port()}", *words]
     return [
@@ -53,7 +55,7 @@ def command(words: list[str], folder: Path) -> list[str]:
         "-m",
         "orchestrator.cli.main",
         "train",
-        "experiment=quickstart",
+        *([] if any(word.startswith("experiment=") for word in words) else ["experiment=quickstart"]),
         f"run.dir={folder}",
         *words,
     ]

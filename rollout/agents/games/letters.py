@@ -1,10 +1,10 @@
 """A game to start from: rollout.agent=rollout.agents.games.letters:play, or copy it into a file of your own.
 
-    user: 4g7=    assistant: g    user: d01=    assistant: x    user: d01=    assistant: d      2 of 3 were right: 0.67
+    user: 4b7=    assistant: b    user: d01=    assistant: x    user: d01=    assistant: d      2 of 3 were right: 0.67
 
 Every line hides one letter among digits. A right answer brings the next line, a wrong one the same line again. Rows
-have the column `lines`, and `prompt`, which is the first of them. Whoever always answers the same one of the eight
-letters gets 1/8.
+have the column `lines`, and `prompt`, which is the first of them. Whoever always answers the same one of the four letters
+gets 1/4.
 """
 
 from __future__ import annotations

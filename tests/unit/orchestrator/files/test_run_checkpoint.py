@@ -11,7 +11,7 @@ import pytest
 from conf.schema import RunConfig, RunSection
 from orchestrator.errors import CheckpointError
 from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint, step_of
-from rollout.types import Group, Prompt, Rollout, Routes
+from rollout.types import Group, Prompt, Rollout, Routes, Turn
 
 
 def make_state(step: int = 7) -> RunState:
@@ -45,6 +45,24 @@ def test_state_comes_back_exactly(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     rng.bit_generator.state = state.shuffle_rng
     assert rng.random() == np.random.default_rng(5).random()
+
+
+def test_episodes_come_back_exactly(tmp_path: Path) -> None:
+    routes = Routes(np.arange(8, dtype=np.uint8).reshape(2, 2, 2), np.array([True, False]))
+    turns = (Turn(None, [1, 2], 1, "start", "given", "said", routes), Turn(0, [9], 1, "fork", "more", "so"))
+    episode = Rollout([5, 6], [-0.1, -0.2], [3, 4], "so", "stop", 1, None, turns, "raised", 2.5)
+    prompt = Prompt(3, (1, 2), "k =", {"lines": ["a"]}, [{"role": "user", "content": "k ="}])
+    state, store = make_state(), make_store(tmp_path)
+    state.buffer.groups[32] = Group(prompt, [episode], [None])
+    found = store.read(store.finish(store.begin(7), state)).buffer.groups[32]
+    assert found.prompt == prompt
+    (back,) = found.rollouts
+    plain = [replace(rollout, turns=tuple(replace(turn, routes=None) for turn in rollout.turns)) for rollout in
+             (back, episode)]  # fmt: skip
+    assert plain[0] == plain[1]
+    assert back.turns[0].routes is not None
+    assert np.array_equal(back.turns[0].routes.experts, routes.experts)
+    assert np.array_equal(back.turns[0].routes.is_recorded, routes.is_recorded)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])

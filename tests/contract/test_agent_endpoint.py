@@ -1,0 +1,202 @@
+"""Locks: OpenAI's own Python client gets what the protocol promises, with tool calls found by vLLM's parsers.
+
+The endpoint, its episodes and vLLM's parsers are real; a script stands in for the engine. tests/system/test_agents.py
+has the same client in a run with a real engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from rollout.agents.chat_text import FolderChatText
+from rollout.agents.endpoint import Endpoint
+from rollout.agents.episode import EngineFailed, Episode, Limits, Sampled
+from rollout.agents.tool_calls import ToolCallParser, parser_names
+from rollout.chat_template import ChatTemplate
+from rollout.errors import AgentError
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    }
+]
+CALL = 'so <tool_call>{"name":"add","arguments":{"b":2,"a":1}}</tool_call>'
+
+
+class Script:
+    """Samples the next text of a list; remembers what it was given after the parent's tokens."""
+
+    def __init__(self, chat: FolderChatText) -> None:
+        self.chat = chat
+        self.texts: list[str] = []
+        self.given: list[tuple[int | None, str]] = []
+        self.error: Exception | None = None
+
+    async def generate(self, parent: int | None, token_ids: list[int], max_tokens: int) -> Sampled:
+        if self.error is not None:
+            raise self.error
+        self.given.append((parent, self.chat.decode(token_ids)))
+        tokens = self.chat.encode(self.texts.pop(0))[:max_tokens]
+        reason = "stop" if tokens[-1] == 2 else "length"
+        return Sampled(len(self.given) - 1, tokens, [-0.5] * len(tokens), reason)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> FolderChatText:
+    folder = tmp_path_factory.mktemp("model")
+    save_character_tokenizer(folder, vocab_size=200)
+    description = json.loads((folder / "tokenizer_config.json").read_text())
+    # As in the shipped template, and with tool calls as Hermes and Qwen models write them.
+    description["chat_template"] = (
+        "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
+        "{{ message.role + ': ' + (message.content or '') }}{% for call in message.tool_calls or [] %}"
+        "{{ '<tool_call>' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson"
+        " + '</tool_call>' }}{% endfor %}{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(description))
+    return FolderChatText(folder, [2], "hermes")
+
+
+@pytest.fixture
+async def served(chat: FolderChatText) -> AsyncIterator[tuple[openai.AsyncOpenAI, Script, Episode]]:
+    script = Script(chat)
+    limits = Limits(max_turns=6, max_tokens=400, max_turn_tokens=80, max_model_len=2000)
+    episode = Episode(0, "sesame", chat, limits, script.generate)
+    endpoint = Endpoint({"sesame": episode})
+    base_url = await endpoint.start("127.0.0.1", 0)
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="sesame", max_retries=0) as client:
+        yield client, script, episode
+    await endpoint.close()
+
+
+Served = tuple[openai.AsyncOpenAI, Script, Episode]
+
+
+async def test_a_tool_call_keeps_its_tokens_and_its_result_comes_after_them(served: Served) -> None:
+    client, script, episode = served
+    script.texts = [f"{CALL}<eos>", "3<eos>"]
+    messages: list[Any] = [{"role": "user", "content": "1 + 2?"}]
+    asked = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+    assert asked.choices[0].finish_reason == "tool_calls"
+    (call,) = asked.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": 2})
+    messages += [asked.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+    answer = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+    assert answer.choices[0].message.content == "3"
+    assert answer.choices[0].finish_reason == "stop"
+    assert script.given[1] == (0, "\ntool: 3\nassistant: "), "only what is new, after the call as it was sampled"
+    assert [turn.reason for turn in episode.turns] == ["start", ""]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(
+        script.chat.encode(script.given[0][1] + CALL + "<eos>" + script.given[1][1])
+    )
+
+
+async def test_a_stream_has_the_same_answer(served: Served) -> None:
+    client, script, _ = served
+    script.texts = [f"{CALL}<eos>", "done<eos>"]
+    messages: list[Any] = [{"role": "user", "content": "1 + 2?"}]
+    calls: dict[int, tuple[str, str]] = {}
+    reasons: list[str | None] = []
+    usage = None
+    stream = await client.chat.completions.create(
+        model="policy", messages=messages, tools=TOOLS, stream=True, stream_options={"include_usage": True}
+    )
+    async for event in stream:
+        usage = event.usage or usage
+        for choice in event.choices:
+            reasons.append(choice.finish_reason)
+            for call in choice.delta.tool_calls or []:
+                assert call.function is not None
+                calls[call.index] = (call.function.name or "", call.function.arguments or "")
+    assert reasons[-1] == "tool_calls"
+    assert calls[0][0] == "add"
+    assert usage is not None
+    assert usage.completion_tokens == len(CALL) + 1
+    texts = [event.choices[0].text async for event in await client.completions.create(
+        model="policy", prompt="go", stream=True)]  # fmt: skip
+    assert "".join(texts) == "done"
+
+
+async def test_several_choices_and_log_probabilities(served: Served) -> None:
+    client, script, episode = served
+    script.texts = ["a<eos>", "bc<eos>"]
+    messages: list[Any] = [{"role": "user", "content": "go"}]
+    answer = await client.chat.completions.create(model="policy", messages=messages, n=2, logprobs=True)
+    assert {choice.message.content for choice in answer.choices} == {"a", "bc"}
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert [one.logprob for one in choice.logprobs.content or []] == [-0.5] * (
+            len(choice.message.content or "") + 1
+        )
+    assert [turn.reason for turn in episode.turns] == ["start", "fork"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stop": ["x"]}, "rollout.sampling.stop"),
+        ({"response_format": {"type": "json_object"}}, "constrained decoding"),
+        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
+        ({"n": 0}, "n must be a whole number"),
+        ({"messages": []}, "messages must be a non-empty list"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only parts of type text"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"max_tokens": 0}, "max_tokens must be"),
+    ],
+)
+async def test_what_would_not_be_done_is_refused(served: Served, fields: dict[str, Any], message: str) -> None:
+    client, _, episode = served
+    body = {"messages": [{"role": "user", "content": "go"}], **fields}
+    with pytest.raises(openai.BadRequestError, match=message):
+        await client.post("/chat/completions", body={"model": "policy", **body}, cast_to=object)
+    assert not episode.turns
+
+
+async def test_limits_keys_and_ends_have_codes(served: Served) -> None:
+    client, script, episode = served
+    script.texts = ["x" * 80] * 9
+    messages: list[Any] = [{"role": "user", "content": "go"}]
+    for _ in range(5):
+        await client.chat.completions.create(model="policy", messages=messages)
+    with pytest.raises(openai.BadRequestError, match="400 tokens") as spent:
+        await client.chat.completions.create(model="policy", messages=messages)
+    assert spent.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match=r"rollout\.max_model_len") as long:
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "go" * 1000}])
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.AuthenticationError):
+        await client.with_options(api_key="another").chat.completions.create(model="policy", messages=messages)
+    script.error = EngineFailed("no engine is left")
+    episode.end()
+    with pytest.raises(openai.PermissionDeniedError, match="this episode is over"):
+        await client.chat.completions.create(model="policy", messages=messages)
+
+
+@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"\xff", b'{"messages": 7}', b"[" * 100_000])
+async def test_a_body_that_is_no_request_gets_a_message(served: Served, body: bytes) -> None:
+    client, _, _ = served
+    async with httpx.AsyncClient() as plain:
+        answer = await plain.post(
+            f"{client.base_url}chat/completions", content=body, headers={"Authorization": "Bearer sesame"}
+        )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+
+
+def test_parsers_of_other_models_are_refused_with_the_list(chat: FolderChatText, tmp_path: Path) -> None:
+    save_character_tokenizer(tmp_path, vocab_size=200)
+    assert {"hermes", "llama3_json", "qwen3_coder", "glm45", "deepseek_v31"} <= set(parser_names())
+    with pytest.raises(AgentError, match=r"deepseek_v31 is not for this model.*hermes"):
+        ToolCallParser("deepseek_v31", ChatTemplate(tmp_path).tokenizer)

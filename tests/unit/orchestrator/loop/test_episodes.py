@@ -1,0 +1,73 @@
+"""Locks: episodes are judged, compared, buffered, counted and resumed as single responses are; a branch is a sample."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes.loop import FakeEpisodes, Loop, make_config
+
+
+def a_loop(folder: Path, num_steps: int = 3, **more: int) -> Loop:
+    config = make_config(num_steps=num_steps, groups_per_step=2)
+    config = replace(config, algorithm=replace(config.algorithm, group_size=4))
+    loop = Loop(folder, config, **more)
+    loop.episodes = FakeEpisodes(loop.world)
+    return loop
+
+
+async def test_a_branch_is_a_sample_with_the_advantage_of_its_episode(tmp_path: Path) -> None:
+    loop = a_loop(tmp_path)
+    await loop.run()
+    rewards = [1.0, 0.0, 1.0]  # the third is the run's reward, of the last response; the fourth failed
+    mean, std = sum(rewards) / 3, (2 / 9) ** 0.5
+    for version, samples in loop.trainer.trained:
+        assert len(samples) == 2 * 3 * 2, "groups, episodes without a failure, branches"
+        assert {sample.oldest_version for sample in samples} == {version}
+        found = sorted(
+            (
+                sample.token_ids.tolist(),
+                sample.loss_mask.tolist(),
+                round(float(sample.advantages[sample.loss_mask][0]), 2),
+            )
+            for sample in samples
+        )
+        talk = ([1, 7, 5, 2, 8, 6], [False, False, True, True, False, True])
+        edited = ([1, 9, 3], [False, False, True])
+        advantages = [round((reward - mean) / std, 2) for reward in rewards]
+        assert found == sorted((*branch, advantage) for branch in (talk, edited) for advantage in 2 * advantages)
+        for sample in samples:
+            assert len(set(sample.advantages[sample.loss_mask].tolist())) == 1
+            assert not sample.advantages[~sample.loss_mask].any()
+
+
+async def test_a_row_counts_turns_branches_and_failures(tmp_path: Path) -> None:
+    loop = a_loop(tmp_path)
+    await loop.run()
+    for row in loop.rows[1:]:
+        assert row["rollout/turns_mean"] == 3
+        assert row["rollout/branches_mean"] == 2
+        assert row["rollout/branches_edited"] == 8
+        assert row["rollout/branches_fork"] == 0
+        assert row["rollout/failed_raised"] == row["reward/failures"] == 2
+        assert row["rollout/response_tokens_mean"] == 4
+        assert row["rollout/episode_s_max"] == 0.5
+        assert row["reward/mean"] == pytest.approx(2 / 3)
+
+
+async def test_without_an_agent_a_row_has_no_figures_of_episodes(tmp_path: Path) -> None:
+    loop = a_loop(tmp_path)
+    loop.episodes = None
+    await loop.run()
+    assert {row["rollout/turns_mean"] for row in loop.rows} == {None}
+    assert {row["rollout/failed_raised"] for row in loop.rows} == {None}
+
+
+async def test_a_resumed_run_goes_on_with_whole_episodes(tmp_path: Path) -> None:
+    first = a_loop(tmp_path, num_steps=2)
+    await first.run()
+    again = a_loop(tmp_path, num_steps=4, resume_step=2)
+    await again.run()
+    assert [row["step"] for row in again.rows] == [0, 1, 2, 3, 4]
+    assert all(len(samples) == 12 for _, samples in again.trainer.trained)
