@@ -22,15 +22,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollout.agents.agent_process import ALIVE_EVERY_S
 from rollout.agents.channel import Disconnected
-from rollout.agents.endpoint import MODEL
+from rollout.agents.episode import MODEL
 from rollout.agents.failures import BLOCKED, DIED, NOT_A_NUMBER, RAISED
 from rollout.agents.kept_process import KeptProcess
 from rollout.errors import AgentError
 
 logger = logging.getLogger(__name__)
 
+ALIVE_EVERY_S = 1.0
+"""How often the event loop of an agent process says that it turns."""
 START_TIMEOUT_S = 120.0
 """Longest import of an agent's module; some import a whole framework."""
 MAX_MESSAGE_BYTES = 1 << 20

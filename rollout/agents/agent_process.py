@@ -30,13 +30,13 @@ from typing import Any
 
 import aiohttp
 
+from rollout.agents.agent_pool import ALIVE_EVERY_S
 from rollout.agents.channel import Channel, Disconnected
 from rollout.agents.failures import NOT_A_NUMBER, RAISED
 from rollout.agents.session import Session
 from rollout.errors import AgentError
 
 Agent = Callable[[dict[str, Any], Session], Awaitable[Any]]
-ALIVE_EVERY_S = 1.0
 MAX_REPORT = 4000
 """Longest report of a failure, in characters; its end is kept."""
 

@@ -24,11 +24,10 @@ from typing import Any
 
 from aiohttp import web
 
-from rollout.agents.episode import Answer, EngineFailed, Episode, EpisodeOver, LimitReached
+from rollout.agents.episode import MODEL, Answer, EngineFailed, Episode, EpisodeOver, LimitReached
 
 logger = logging.getLogger(__name__)
 
-MODEL = "policy"
 MAX_BODY_BYTES = 64 << 20
 MAX_CHOICES = 64
 _REFUSED = {

@@ -20,6 +20,9 @@ from rollout.agents.chat_text import FolderChatText, Reply
 from rollout.agents.failures import TOKENS, TURNS
 from rollout.agents.token_tree import Planned, TokenTree
 
+MODEL = "policy"
+"""The one model of the endpoint."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

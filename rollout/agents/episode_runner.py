@@ -30,7 +30,7 @@ from rollout.agents.agent_pool import AgentPool
 from rollout.agents.channel import Channel, Disconnected
 from rollout.agents.episode import Limits
 from rollout.agents.kept_process import KeptProcess
-from rollout.agents.service import ServiceOptions
+from rollout.agents.service_options import ServiceOptions
 from rollout.branches import context_of
 from rollout.engine.engine_options import stop_token_ids
 from rollout.errors import AgentError, EngineDied

@@ -27,7 +27,7 @@ import secrets
 import socket
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,29 +38,8 @@ from rollout.agents.chat_text import FolderChatText
 from rollout.agents.endpoint import Endpoint
 from rollout.agents.episode import EngineFailed, Episode, Limits, Sampled
 from rollout.agents.failures import ENGINE, RAISED, TIMEOUT
+from rollout.agents.service_options import ServiceOptions
 from rollout.errors import AgentError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceOptions:
-    """What the service is told at its start. Plain values: it crosses a process boundary."""
-
-    agent: str
-    folder: str
-    """Model folder: tokenizer and chat template."""
-    stop_token_ids: list[int]
-    tool_parser: str | None
-    host: str
-    port: int
-    limits: dict[str, int]
-    """Fields of episode.Limits."""
-    timeout_s: float
-    blocked_s: float
-    num_processes: int
-    environment: dict[str, str]
-    """Of the agents' processes."""
-    log_path: str | None
-    max_log_bytes: int
 
 
 class Service:

@@ -23,16 +23,16 @@ TALK = [
     *GAME, "rollout.agent=tests.fakes.openai_agent:talk", "rollout.sampling.max_tokens=3", "rollout.max_model_len=256",
     "rollout.sampling.stop_at_eos=true", "rollout.episodes.max_turns=8", "data.eval_path=null",
     "algorithm.groups_per_step=4", "algorithm.group_size=4", "algorithm.max_staleness_steps=1",
-    "run.checkpoint_every_steps=2", "trainer.optim.lr=1.0e-6", "parity.replay_routing=true",
+    "run.checkpoint_every_steps=2", "trainer.optim.lr=1.0e-6",
 ]  # fmt: skip
 
 
 def test_the_game_is_learned(tmp_path: Path) -> None:
-    """A policy that always answers the same letter scores 1/8. Seen at 80 steps: 0.96."""
-    run = train([*GAME, "run.eval_every_steps=0", "run.checkpoint_every_steps=0"], tmp_path)
+    """A policy that always answers the same letter scores 1/8. Seen at 60 steps: 0.85."""
+    run = train([*GAME, "run.num_steps=60", "run.eval_every_steps=0", "run.checkpoint_every_steps=0"], tmp_path)
     assert run.exit_code == 0, run.stderr
     assert run.rows[0]["eval/reward"] < 0.15
-    assert run.rows[-1]["eval/reward"] > 0.8
+    assert run.rows[-1]["eval/reward"] > 0.5
     for row in run.rows[1:]:
         assert row["rollout/turns_mean"] == 3
         assert row["rollout/branches_mean"] == 1
@@ -64,6 +64,5 @@ def test_openais_client_edited_histories_failures_stale_episodes_and_a_resumed_r
         assert row["reward/failures"] == row["rollout/failed_raised"]
         for mismatch in (row["parity/k3"], row["parity/k3_stale"]):
             assert mismatch is None or mismatch < 1e-6
-        assert row["parity/tokens_without_route"] == 0
     assert sum(row["rollout/failed_raised"] for row in rows[1:]) > 0
     assert max(row["staleness/max"] for row in rows[1:]) == 1

@@ -2,9 +2,9 @@
 
     user: 4b7=    assistant: b    user: d01=    assistant: x    user: d01=    assistant: d      2 of 3 were right: 0.67
 
-Every line hides one letter among digits. A right answer brings the next line, a wrong one the same line again. Rows
-have the column `lines`, and `prompt`, which is the first of them. Whoever always answers the same one of the four letters
-gets 1/4.
+Every line hides one of eight letters among digits. A right answer brings the next line, a wrong one the same line
+again. Rows have the column `lines`, and `prompt`, which is the first of them. Whoever always answers the same letter
+gets 1/8.
 """
 
 from __future__ import annotations

@@ -173,32 +173,27 @@ async def play(runner: EpisodeRunner, *behaviours: str, column: str = "what") ->
 
 
 async def test_what_an_agent_does_costs_its_own_episode(config: Callable[..., RunConfig], tmp_path: Path) -> None:
-    behaviours = [
-        "raise",
-        "sys.exit",
-        "nan",
-        "text",
-        "nothing",
-        "print",
-        "turns",
-        "fork",
-        "hang",
-        "hang for ever",
-        "wait",
-    ]
-    async with running(config("behave", max_turns=4, timeout_s=4), tmp_path) as (runner, _):
-        episodes = dict(zip(behaviours, await play(runner, *behaviours), strict=True))
-        again = (await play(runner, "wait"))[0]
-    failures = {what: episode.rollout.failure for what, episode in episodes.items()}
-    assert failures == {
+    expected = {
         "raise": "raised", "sys.exit": "raised", "nan": "not_a_number", "text": "not_a_number", "nothing": "",
-        "print": "", "turns": "turns", "fork": "", "hang": "timeout", "hang for ever": "timeout", "wait": "",
+        "print": "", "turns": "turns", "fork": "", "wait": "",
     }  # fmt: skip
+    async with running(config("behave", max_turns=4), tmp_path) as (runner, _):
+        episodes = dict(zip(expected, await play(runner, *expected), strict=True))
+        again = (await play(runner, "wait"))[0]
+    assert {what: episode.rollout.failure for what, episode in episodes.items()} == expected
     assert episodes["nothing"].reward is None
     assert episodes["print"].reward == episodes["wait"].reward == again.reward == 0.5
     assert len(episodes["turns"].rollout.turns) == 4
     assert [turn.reason for turn in episodes["fork"].rollout.turns] == ["start", "fork", "fork", "fork"]
     assert all(episode.rollout.token_ids for episode in episodes.values()), "what was sampled is known all the same"
+
+
+async def test_an_episode_that_hangs_is_ended_even_if_it_refuses_to_be(
+    config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    async with running(config("behave", timeout_s=2), tmp_path) as (runner, _):
+        episodes = await play(runner, "hang", "hang for ever")
+    assert [(episode.rollout.failure, episode.reward) for episode in episodes] == [("timeout", None)] * 2
 
 
 @pytest.mark.parametrize(("what", "failure"), [("exit", "died"), ("block", "blocked"), ("garbage", "died")])

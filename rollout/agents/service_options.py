@@ -1,0 +1,27 @@
+"""What the agents' service is told at its start. Plain values, for both ends of the connection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOptions:
+    """See the module's docstring."""
+
+    agent: str
+    folder: str
+    """Model folder: tokenizer and chat template."""
+    stop_token_ids: list[int]
+    tool_parser: str | None
+    host: str
+    port: int
+    limits: dict[str, int]
+    """Fields of episode.Limits."""
+    timeout_s: float
+    blocked_s: float
+    num_processes: int
+    environment: dict[str, str]
+    """Of the agents' processes."""
+    log_path: str | None
+    max_log_bytes: int
