@@ -20,6 +20,8 @@ from rollout.agents.chat_text import FolderChatText, Reply
 from rollout.agents.failures import TOKENS, TURNS
 from rollout.agents.token_tree import Planned, TokenTree
 
+MAX_CHARACTERS_PER_TOKEN = 64
+"""A conversation with more characters per allowed token is refused without being tokenized."""
 MODEL = "policy"
 """The one model of the endpoint."""
 
@@ -133,10 +135,12 @@ class Episode:
             EngineFailed: See there.
             Exception: The template refuses the messages.
         """
+        self._check_size(sum(len(str(value)) for message in messages for value in message.values()))
         return await self._turn(self._tree.plan(messages, tools), max_tokens, tools, is_chat=True)
 
     async def complete(self, prompt: str | Sequence[int], *, max_tokens: int | None = None) -> Answer:
         """One turn after a plain prompt. Raises: as chat()."""
+        self._check_size(len(prompt))
         return await self._turn(self._tree.plan_text(prompt), max_tokens, (), is_chat=False)
 
     def end(self) -> None:
@@ -175,6 +179,17 @@ class Episode:
         self.last_reply, self.last_finish_reason = reply.content, sampled.finish_reason
         tokens = [self._chat.decode([token]) for token in sampled.token_ids]
         return Answer(reply, sampled, planned.num_tokens, tokens)
+
+    def _check_size(self, num_characters: int) -> None:
+        """Refuse a conversation that cannot fit before it is tokenized: megabytes take seconds, in which all wait."""
+        most = MAX_CHARACTERS_PER_TOKEN * self._limits.max_model_len
+        if num_characters > most:
+            self.reached = TOKENS
+            raise LimitReached(
+                f"the conversation has {num_characters} characters, which is more than rollout.max_model_len="
+                f"{self._limits.max_model_len} tokens can be",
+                TOKENS,
+            )
 
     def _most_tokens(self, planned: Planned, asked: int | None) -> int:
         """How many tokens the turn may sample."""

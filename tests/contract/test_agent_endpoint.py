@@ -176,6 +176,9 @@ async def test_limits_keys_and_ends_have_codes(served: Served) -> None:
     with pytest.raises(openai.BadRequestError, match=r"rollout\.max_model_len") as long:
         await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "go" * 1000}])
     assert long.value.code == "context_length_exceeded"
+    huge: list[Any] = [{"role": "user", "content": "x" * 10_000_000}]
+    with pytest.raises(openai.BadRequestError, match="10000004 characters"):
+        await client.chat.completions.create(model="policy", messages=huge)
     with pytest.raises(openai.AuthenticationError):
         await client.with_options(api_key="another").chat.completions.create(model="policy", messages=messages)
     script.error = EngineFailed("no engine is left")

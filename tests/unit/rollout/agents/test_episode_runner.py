@@ -13,10 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from fakes.loop import FakeWorker, World, outcome
 from tokenizers import Tokenizer
 
 from conf.schema import EpisodesConfig, RewardConfig, RolloutConfig, RunConfig, SamplingConfig
+from orchestrator.fleet.router import Router
+from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.agents.episode_runner import EpisodeRunner, FinishedEpisode, check_agent
 from rollout.branches import branches_of
@@ -225,6 +229,36 @@ async def test_lost_engines_end_the_group_with_their_error(config: Callable[...,
         engine.error = EngineDied("all of them")
         with pytest.raises(EngineDied, match="all of them"):
             await runner.run_group(PROMPT, 2)
+
+
+async def test_an_engine_that_dies_in_the_middle_of_an_episode_costs_the_turn_that_it_sampled(
+    config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    world = World(committed=[0, 0])
+    workers = [FakeWorker(world, 0), FakeWorker(world, 1)]
+    workers[0].fails_after = 2
+    supervisor = Supervisor(workers)
+    await supervisor.hold()
+    await supervisor.settle([outcome(True), outcome(True)])
+    router = Router(supervisor, request_timeout_s=60)
+    async with running(config(), tmp_path) as (runner, _):
+        runner.sample_with(router.generate)
+        episodes = await runner.run_group(PROMPT, 3)
+    assert router.num_failed_groups >= 1
+    assert [episode.rollout.failure for episode in episodes] == [""] * 3
+    assert [len(episode.rollout.turns) for episode in episodes] == [3] * 3
+
+
+async def test_a_lost_service_ends_the_group_with_an_error(config: Callable[..., RunConfig], tmp_path: Path) -> None:
+    async with running(config("behave"), tmp_path) as (runner, _):
+        group = asyncio.create_task(play(runner, "hang"))
+        service = next(
+            child for child in psutil.Process().children(recursive=True) if "rollout.agents.service" in child.cmdline()
+            and "-P" in child.cmdline()[:2]
+        )  # fmt: skip
+        service.kill()
+        with pytest.raises(EngineDied, match=r"agents\.log"):
+            await group
 
 
 @pytest.mark.parametrize(
