@@ -2,8 +2,9 @@
 
 Real Ray, vLLM, Mooncake, FSDP2, endpoint and agents' processes; all is asserted on metrics.jsonl and samples.jsonl. The
 trainer computes the log-probability of every sampled token from the sequence that it is given, and the engine from what
-it was given: if one token of an episode were another one, parity/k3 would be far from 0. In the third run the steps are
-so small that this holds for tokens of the version before, too.
+it was given: if one token of an episode were another one, parity/k3 would be near 1. It is 1e-13, and up to 1e-5 in
+steps in which a single token's experts differ. In the third run the steps are so small that this holds for tokens of
+the version before, too.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def test_the_game_is_learned(tmp_path: Path) -> None:
     for row in run.rows[1:]:
         assert row["rollout/turns_mean"] == 3
         assert row["rollout/branches_mean"] == 1
-        assert row["parity/k3"] < 1e-6
+        assert row["parity/k3"] < 1e-3
     (sample, *_) = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
     assert [bool(turn["given"] and turn["said"]) for turn in sample["turns"]] == [True] * 3
 
@@ -63,6 +64,6 @@ def test_openais_client_edited_histories_failures_stale_episodes_and_a_resumed_r
         assert row["rollout/branches_edited"] == row["rollout/branches_new"] == 16
         assert row["reward/failures"] == row["rollout/failed_raised"]
         for mismatch in (row["parity/k3"], row["parity/k3_stale"]):
-            assert mismatch is None or mismatch < 1e-6
+            assert mismatch is None or mismatch < 1e-3
     assert sum(row["rollout/failed_raised"] for row in rows[1:]) > 0
     assert max(row["staleness/max"] for row in rows[1:]) == 1
