@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
 
-from orchestrator.data.sources import Row, listed, read_rows, renamed
+from orchestrator.data.sources import Row, listed, renamed
 from rollout.errors import DataError, RowTooLong
 from rollout.types import Prompt
 
@@ -75,18 +75,6 @@ class PromptReader:
         _check_plain(fields, where)
         messages = _messages(columns[self.prompt_key]) or None
         return Prompt(prompt_id, tuple(token_ids), text, fields, messages)
-
-
-def read_prompts(source: str, reader: PromptReader) -> list[Prompt]:
-    """Every row of a source, in its order; a prompt's id is the number of its row.
-
-    Raises:
-        DataError: The source is missing, empty or malformed, or a row cannot be a prompt.
-    """
-    prompts = [reader.prompt(row, row.after.num_rows - 1) for row in read_rows(source)]
-    if not prompts:
-        raise DataError(f"{source} has no rows")
-    return prompts
 
 
 def encode_up_to(limit: int, text: str, encode: Callable[[str], list[int]]) -> tuple[list[int], bool]:

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from orchestrator.data.prompts import PromptReader
-from orchestrator.data.prompts import read_prompts as read_source
-from orchestrator.data.sources import resolve_path
+from orchestrator.data.sources import read_rows, resolve_path
 from orchestrator.data.streams import Shuffled
 from rollout.errors import DataError
 from rollout.types import Prompt
 
 
 def read_prompts(source: str, encoder: object, **options: object) -> list[Prompt]:
-    return read_source(source, PromptReader(encoder=encoder, **options))
+    reader = PromptReader(encoder=encoder, **options)
+    return [reader.prompt(row, row.after.num_rows - 1) for row in read_rows(source)]
 
 
 def write(path: Path, *lines: str) -> str:
@@ -105,11 +105,10 @@ def test_an_empty_prompt_is_refused(tmp_path, encoder):
         read_prompts(path, encoder, max_prompt_tokens=8, add_special_tokens=False)
 
 
-def test_missing_empty_and_unknown_files_are_refused(tmp_path, encoder):
+def test_missing_and_unknown_files_are_refused(tmp_path, encoder):
     with pytest.raises(DataError, match=r"does not exist; set data\.path"):
         read_prompts(str(tmp_path / "no.jsonl"), encoder, max_prompt_tokens=8)
-    with pytest.raises(DataError, match="has no rows"):
-        read_prompts(write(tmp_path / "empty.jsonl", ""), encoder, max_prompt_tokens=8)
+    assert read_prompts(write(tmp_path / "empty.jsonl", ""), encoder, max_prompt_tokens=8) == []
     with pytest.raises(DataError, match=r"must end in \.jsonl or \.parquet"):
         read_prompts(write(tmp_path / "a.csv", "prompt"), encoder, max_prompt_tokens=8)
     (tmp_path / "a.parquet").write_bytes(b"not parquet")

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from orchestrator.data.prompts import PromptReader, read_prompts
+from orchestrator.data.prompts import PromptReader
 from orchestrator.data.sources import START, Position, Row, parse_hub_source, read_rows, renamed
 from rollout.errors import DataError
 
@@ -71,7 +71,7 @@ def test_verls_parquet_is_read_with_one_column_renamed(tmp_path: Path, encoder: 
     path = tmp_path / "train.parquet"
     pq.write_table(pa.Table.from_pylist([VERL]), path)
     reader = PromptReader(encoder=encoder, max_prompt_tokens=20, columns={"answer": "reward_model.ground_truth"})
-    (prompt,) = read_prompts(str(path), reader)
+    (prompt,) = [reader.prompt(row, 0) for row in read_rows(str(path))]
     assert prompt.text == "user:2 + 2?|"
     assert prompt.fields["answer"] == "4"
     assert prompt.fields["data_source"] == "openai/gsm8k"

@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes.loop import FakeWorker, Loop, make_config
+from fakes.loop import FakePrompts, FakeWorker, Loop, make_config
 
 from conf.schema import SamplingConfig
 from orchestrator.errors import TrainingStopped
+from rollout.errors import DataError
 from rollout.types import Prompt, Rollout
 
 
@@ -108,3 +109,20 @@ async def test_prompts_that_tell_nothing_end_the_run_with_its_state_saved(tmp_pa
     with pytest.raises(TrainingStopped, match=r"15 groups in a row had equal rewards \(1 in the last one\)"):
         await loop.run()
     assert loop.checkpoints.read(loop.checkpoints.newest()).step == 2
+
+
+async def test_a_row_that_cannot_be_a_prompt_ends_the_run_with_its_state_saved(tmp_path: Path) -> None:
+    """As with data.stream, where a row is read when it is needed."""
+
+    class Streamed(FakePrompts):
+        def __next__(self) -> Prompt:
+            if self.cursor == 8:
+                raise DataError("train.jsonl:9: the prompt is empty")
+            return super().__next__()
+
+    loop = Loop(tmp_path, make_config(num_steps=9))
+    loop.prompts = Streamed()
+    with pytest.raises(DataError, match=r"train\.jsonl:9: the prompt is empty"):
+        await loop.run()
+    state = loop.checkpoints.read(loop.checkpoints.newest())
+    assert state.step >= 1 and state.prompts == {"cursor": 8}
