@@ -224,7 +224,7 @@ def _make_root(order: dict[str, Any]) -> None:
     os.symlink("/tmp", "/dev/shm")
     Path("/etc/passwd").write_text(f"program:x:{INSIDE_ID}:{INSIDE_ID}::/tmp:/bin/sh\n")
     for name, text in order["files"].items():
-        Path("/tmp", name).write_text(text)
+        Path("/tmp", name).write_text(text, encoding="utf-8", errors="replace")
     _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)  # only while the machine's is in sight
     _call("umount2", f"/{OLD}".encode(), MNT_DETACH)
     os.rmdir(f"/{OLD}")
@@ -247,7 +247,7 @@ def _be_init(order: dict[str, Any], to_tell: int, output: int, errors: int) -> N
     _make_root(order)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     stdin = os.memfd_create("stdin")
-    os.write(stdin, order["stdin"].encode())
+    os.write(stdin, order["stdin"].encode(errors="replace"))
     os.lseek(stdin, 0, os.SEEK_SET)
     program = os.fork()
     if program == 0:

@@ -21,7 +21,7 @@ from conf.schema import AlgorithmConfig, RolloutConfig, RunConfig, RunSection, S
 from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine
-from orchestrator.files.telemetry import Telemetry, read_rows
+from orchestrator.files.telemetry import RewardNames, Telemetry, read_rows
 from orchestrator.fleet.router import Router
 from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.loop.controller import Controller
@@ -271,14 +271,21 @@ class FakeRewards:
     def __init__(self) -> None:
         self.fails: Callable[[], bool] = lambda: False
         self.is_flat: Callable[[Prompt], bool] = lambda prompt: False
+        self.requests: int | None = None
+        """How often a judge named style was asked since its cost was taken; None: there is no judge."""
 
     async def score_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Judgement]:
         if self.fails():
             return [Judgement(None)] * len(rollouts)
-        return [Judgement(float(rollout.text == "right" or self.is_flat(prompt))) for rollout in rollouts]
+        values = [float(rollout.text == "right" or self.is_flat(prompt)) for rollout in rollouts]
+        if self.requests is None:
+            return [Judgement(value) for value in values]
+        self.requests += len(values)
+        return [Judgement(value, {"style": value / 2}) for value in values]
 
     def take_counts(self) -> dict[str, float]:
-        return {}
+        taken, self.requests = self.requests, None if self.requests is None else 0
+        return {} if taken is None else {"style_requests": taken}
 
 
 class FakePrompts:
@@ -366,6 +373,7 @@ class Loop:
             first_step=self.resume_step,
             tensorboard=False,
             progress=ProgressLine(Console(file=StringIO())),
+            rewards=RewardNames() if self.rewards.requests is None else RewardNames(("style",), ("style",)),
         )
         with telemetry:
             supervisor = Supervisor(self.workers, restart=self.restart, max_restarts=self.max_restarts, backoff_s=0)

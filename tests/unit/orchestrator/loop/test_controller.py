@@ -168,6 +168,25 @@ async def test_workers_lost_during_an_evaluation_leave_its_steps_row_and_checkpo
     assert [row["step"] for row in loop.rows] == [0, 1, 2]
 
 
+async def test_what_a_reward_gave_and_what_its_judge_cost_is_in_the_rows(tmp_path: Path) -> None:
+    """Two steps of 3 groups of 2, of which one is right: the reward style is half of 0 or 1. Two held-out prompts are
+    judged before the first step.
+    """
+    config = make_config(num_steps=2)
+    loop = Loop(tmp_path, replace(config, run=replace(config.run, eval_every_steps=1)))
+    loop.rewards.requests = 0
+    await loop.run()
+    assert [row["reward/style_mean"] for row in loop.rows] == [None, 0.25, 0.25]
+    assert [row["reward/style_failures"] for row in loop.rows] == [None, 0, 0]
+    assert [row["eval/style_mean"] for row in loop.rows] == [0.0, 0.0, 0.0]
+    asked = [row["reward/style_requests"] for row in loop.rows]
+    assert asked[0] is None
+    assert sum(asked[1:]) <= loop.controller.sampler.num_generated * 2
+    assert asked[1] >= 3 * 2 + 2
+    shown = [json.loads(line)["parts"] for line in loop.folder.samples.read_text().splitlines()]
+    assert {"style": 0.0} in shown
+
+
 async def test_reward_that_always_fails_ends_the_run_with_its_name_and_a_checkpoint(tmp_path: Path) -> None:
     """8 groups in a row are too many; until then steps without a single sample pass, and leave nulls in their rows."""
     loop = Loop(tmp_path, make_config(num_steps=9))

@@ -78,6 +78,7 @@ JUDGED = [
     ("while True:\n    pass", ASSERTS, 0.0),
     ("import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass", ASSERTS, 0.0),
     ("while True:\n    print('x' * 100_000)", ASSERTS, 0.0),
+    (f"{DOUBLE}\n# \ud800 is no character", ASSERTS, 1.0),
     # cheats
     ("import os\nos._exit(0)", ASSERTS, 0.0),
     ("raise SystemExit(0)", ASSERTS, 0.0),
