@@ -93,6 +93,9 @@ TEMPLATES: dict[str, tuple[str, str]] = {
 }
 """Name -> (template, text that ends an answer)."""
 
+SAMPLED_END = "<|return|>"
+"""What gpt-oss samples at the end of a last answer. Its template writes <|end|> there once the conversation goes on."""
+
 _SPECIAL = re.compile(r"<\|[a-zA-Z_]+\|>")
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
@@ -106,7 +109,8 @@ class FakeChatText:
         environment.filters["tojson"] = json.dumps
         self._template = environment.from_string(template)
         self._specials: dict[str, int] = {}
-        self.stop_texts = {self._id(self.end): self.end} if self.end else {}
+        ends = [self.end, *([SAMPLED_END] if name == "gpt_oss" else [])]
+        self.stop_texts = {self._id(end): end for end in ends if end}
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, is_open: bool
@@ -135,8 +139,8 @@ class FakeChatText:
     def reply(self, sampled: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The message that a client gets of sampled tokens."""
         text = self.decode(sampled)
-        if self.end:
-            text = text.removesuffix(self.end)
+        for end in self.stop_texts.values():
+            text = text.removesuffix(end)
         values = [value for call in _CALL.findall(text) if tools and (value := _value(call))]
         if not values:
             return {"role": "assistant", "content": text}

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from fakes.chat_templates import TEMPLATES, FakeChatText
+from fakes.chat_templates import SAMPLED_END, TEMPLATES, FakeChatText
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,6 +86,14 @@ def test_thinking_that_the_template_keeps_goes_on() -> None:
     _, reason = talk.ask([user("one"), reply, {"role": "tool", "content": "4"}], "second<|im_end|>")
     assert reason == CONTINUED
     assert "hm" in talk.text()
+
+
+def test_an_end_that_the_template_writes_in_another_way_begins_a_branch() -> None:
+    talk = Conversation("gpt_oss")
+    reply, _ = talk.ask([user("one")], f"first{SAMPLED_END}")
+    _, reason = talk.ask([user("one"), reply, user("two")], "second<|end|>")
+    assert reason == TEMPLATE
+    assert SAMPLED_END not in talk.text()
 
 
 def test_a_tool_call_in_the_models_own_spelling_is_kept() -> None:
