@@ -7,6 +7,7 @@ where they are from). The engine is random: it samples any text, cuts responses 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -136,6 +137,10 @@ def test_plain_prompts_go_on_by_text_and_by_tokens() -> None:
     assert tree.plan_text("twice upon").parent is None
 
 
+def specials_of(text: str) -> list[str]:
+    return re.findall(r"<\|\w+\|>", text)
+
+
 texts = st.text("ab {}\n<é", max_size=6)
 said = st.one_of(
     texts,
@@ -179,6 +184,7 @@ def test_a_turn_continues_exactly_or_is_what_the_template_renders(
         else:
             assert prompt.startswith(talk.text(parent)), "what the engine sampled came first"
             assert talk.chat.meaning(prompt, tools) == talk.chat.meaning(rendered, tools)
+            assert specials_of(prompt) == specials_of(rendered), "no end of a turn is missing, or there twice"
         if what == "edit":
             messages = [*messages, {**reply, "content": "edited"}, user(text)]
         elif what == "cut":
