@@ -29,11 +29,11 @@ TALK = [
 
 
 def test_the_game_is_learned(tmp_path: Path) -> None:
-    """A policy that always answers the same letter scores 1/8. Seen at 60 steps: 0.85."""
+    """A policy that always answers the same letter scores 1/8. Seen at 50 steps: 0.87."""
     run = train([*GAME, "run.num_steps=60", "run.eval_every_steps=0", "run.checkpoint_every_steps=0"], tmp_path)
     assert run.exit_code == 0, run.stderr
     assert run.rows[0]["eval/reward"] < 0.15
-    assert run.rows[-1]["eval/reward"] > 0.5
+    assert run.rows[-1]["eval/reward"] > 0.6
     for row in run.rows[1:]:
         assert row["rollout/turns_mean"] == 3
         assert row["rollout/branches_mean"] == 1
@@ -47,7 +47,7 @@ def test_with_shuffled_advantages_the_game_is_not_learned(tmp_path: Path) -> Non
     run = train([*GAME, *words, "algorithm.shuffle_advantages=true"], tmp_path)
     assert run.exit_code == 0, run.stderr
     assert all(row["optim/grad_norm"] > 0 for row in run.rows[1:6])
-    assert run.rows[-1]["eval/reward"] < 0.25
+    assert run.rows[-1]["eval/reward"] < 0.3
 
 
 def test_openais_client_edited_histories_failures_stale_episodes_and_a_resumed_run(tmp_path: Path) -> None:
