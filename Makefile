@@ -38,7 +38,8 @@ test: setup       ## Everything CI runs: unit, contract, system; fails at the en
 unit: setup       ## No GPU, network or Ray; 2 to 2.5 min on two cores
 	@$(TEST_ENV) $(CPU_$(PERSONALITY)) $(PY) -m pytest tests/unit -q $(SHARED)
 
-contract: setup   ## Real Mooncake, real vLLM loaders, real processes
+contract: setup   ## Real Mooncake, real vLLM loaders, real processes, a real browser
+	@requirements/browser.sh
 	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(PY) -m pytest tests/contract -q $(SHARED) --durations=10
 
 system: setup     ## Real Ray, vLLM, Mooncake and FSDP2 together
