@@ -8,7 +8,7 @@
 
 Rows, one after the other, each in processes of its own:
 
-    bare      vLLM alone (LLM.generate, the run's engine options), at each of --concurrency: what an engine can do
+    bare      vLLM alone (LLM.generate, the run's engine options), with each of --concurrency requests at once
     merged    `slipstream train`, engines with merged weights
     adapter   the same, engines with the base and adapters in slots
     trl       TRL's GRPOTrainer with PEFT, if it is installed (bench/loops/trl_row.py), vLLM colocated on one GPU
@@ -37,6 +37,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,15 +140,19 @@ def job_of(args: argparse.Namespace, model: Path) -> Job:
     )
 
 
-def measure_bare(args: argparse.Namespace, model: Path, concurrency: int) -> dict[str, Any]:
-    """An engine of its own."""
+def measure_bare(args: argparse.Namespace, model: Path) -> dict[str, Any]:
+    """An engine of its own, by concurrency."""
     job = replace(
         job_of(args, model),
-        responses=concurrency,
+        concurrency=tuple(args.concurrency),
         steps=args.repeats,
         kv_cache_bytes=(64 << 20) if args.tiny else None,
     )
-    return measure("bench.loops.bare_row", job, os.environ | {"PYTHONPATH": python_path()})
+    found = measure("bench.loops.bare_row", job, os.environ | {"PYTHONPATH": python_path()})
+    if "failed" in found:
+        return {"all": found}
+    told = {"up_s": found["up_s"], "gpus": found["gpus"]}
+    return {num: told | {"engine_tokens_per_s": rate} for num, rate in found["engine_tokens_per_s"].items()}
 
 
 def measure_peer(args: argparse.Namespace, row: str, model: Path) -> dict[str, Any]:
@@ -301,6 +306,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--verl", type=Path, help="folder with verl and what it needs in versions of its own")
     parser.add_argument("--set", nargs="*", default=[], help="further options of every run")
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
+    parser.add_argument("--folder", type=Path, help="keep the model and the runs there")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     args = parser.parse_args()
@@ -330,17 +336,18 @@ def main() -> None:
     out: Path = args.out or ROOT / "bench" / "results" / f"loop-{'tiny' if args.tiny else args.shape}-{device}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     keep_former_rows(report, out)
-    with tempfile.TemporaryDirectory(prefix="loop-") as made:
-        model = Path(made) / "model"
-        model.mkdir()
+    with ExitStack() as stack:
+        made = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loop-")))
+        model = made / "model"
+        model.mkdir(parents=True, exist_ok=True)
         (model / "config.json").write_text(json.dumps(model_of(args)))
         for row in args.rows:
-            for concurrency in args.concurrency if row == "bare" else ():
-                report["bare"][str(concurrency)] = measure_bare(args, model, concurrency)
-            if row in PEERS:
+            if row == "bare":
+                report["bare"] = measure_bare(args, model)
+            elif row in PEERS:
                 report["runs"][row] = measure_peer(args, row, model)
-            elif row != "bare":
-                report["runs"][row] = measure_run(args, row, model, Path(made))
+            else:
+                report["runs"][row] = measure_run(args, row, model, made)
             out.write_text(json.dumps(report, indent=1) + "\n")
     print_tables(report)
     draw(report, out.with_suffix(".png"))

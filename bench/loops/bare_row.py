@@ -1,6 +1,8 @@
-"""vLLM alone as a row of bench/loop.py, with the options of a run's engines: two waves of requests after a short one.
+"""vLLM alone as a row of bench/loop.py, with the options of a run's engines.
 
-Its KV cache is what vLLM finds free, also where other rows share the GPU.
+For each number of requests at once: waves of so many requests. Responses of several lengths are measured at the largest
+number alone, in waves of WAVES times as many, so that the next request takes the place of an ended one. Its KV cache is
+what vLLM finds free, also where other rows share the GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import Any
 from bench.loops.lengths import FIXED, lengths
 from bench.loops.row_process import Job, answer
 
+WAVES = 4
+
 
 def run(job: Job) -> dict[str, Any]:
     """Start the engine, and sample."""
@@ -26,8 +30,8 @@ def run(job: Job) -> dict[str, Any]:
         os.environ.setdefault(name, value)
     config = RolloutConfig(
         max_model_len=job.max_model_len,
-        max_num_seqs=job.responses,
-        max_num_batched_tokens=max(8192, job.responses),
+        max_num_seqs=max(job.concurrency),
+        max_num_batched_tokens=max(8192, *job.concurrency),
         sampling=SamplingConfig(max_tokens=job.length, stop_at_eos=False),
         kv_cache_bytes=job.kv_cache_bytes,
     )
@@ -41,6 +45,7 @@ def run(job: Job) -> dict[str, Any]:
     up_s = time.monotonic() - started
 
     def sample(num: int, of_each: Iterator[int]) -> float:
+        """Tokens/s of so many requests, given to the engine at once."""
         began = time.perf_counter()
         prompts: list[Any] = [
             {"prompt_token_ids": [1 + (request + place) % 60 for place in range(job.prompt_tokens)]}
@@ -50,10 +55,14 @@ def run(job: Job) -> dict[str, Any]:
         outputs = engine.generate(prompts, own, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs) / (time.perf_counter() - began)
 
-    sample(job.responses, lengths(FIXED, 8))
+    sample(max(job.concurrency), lengths(FIXED, 8))
     of_each = lengths(job.lengths, job.length)
-    rates = [sample(2 * job.responses, of_each) for _ in range(job.steps)]
-    return {"up_s": up_s, "engine_tokens_per_s": statistics.median(rates), "all": rates}
+    num_requests = {num: num for num in job.concurrency}
+    if job.lengths != FIXED:
+        num_requests = {max(job.concurrency): WAVES * max(job.concurrency)}
+    rates = {at_once: [sample(num, of_each) for _ in range(job.steps)] for at_once, num in num_requests.items()}
+    medians = {at_once: statistics.median(own) for at_once, own in rates.items()}
+    return {"up_s": up_s, "engine_tokens_per_s": medians, "all": rates}
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ class Job:
     device: str
     """cuda, or cpu for a small model in float32."""
     responses: int
-    """Of a step; of a bare engine: requests at once."""
+    """Of a step."""
     group: int
     prompt_tokens: int
     length: int
@@ -47,6 +47,8 @@ class Job:
     lr: float
     kv_cache_bytes: int | None
     """None: what the engine finds free."""
+    concurrency: Sequence[int] = ()
+    """Of a bare engine: requests at once, one figure each."""
     sleeps: bool = False
     """The engine gives its memory back while the trainer works."""
     has_server: bool = False
