@@ -32,6 +32,7 @@ from orchestrator.files.telemetry import RewardNames, Telemetry
 from orchestrator.fleet.control_folder import alive, answer_requests
 from orchestrator.fleet.fleet_log import FleetLog, count_tokens
 from orchestrator.fleet.router import Router
+from orchestrator.fleet.stop_request import end_when_asked
 from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.inputs.conversations import ConversationReader
 from orchestrator.inputs.model_folder import complete_export, prepare_model
@@ -97,7 +98,7 @@ def run(config: RunConfig, overrides: list[str]) -> RunResult:
         try:
             with naming_a_full_disk(folder.root):
                 write_description(folder, config, overrides)  # under the lock: they may be another process's
-                result = asyncio.run(_interruptible(train(config, folder, log)))
+                result = asyncio.run(_interruptible(train(config, folder, log), folder))
         except BaseException as error:
             logger.debug("the run has ended early", exc_info=True)  # run.log alone: the caller tells people
             if isinstance(error, DiskFull):
@@ -109,9 +110,14 @@ def run(config: RunConfig, overrides: list[str]) -> RunResult:
     return result
 
 
-async def _interruptible(run: Coroutine[Any, Any, RunResult]) -> RunResult:
+async def _interruptible(run: Coroutine[Any, Any, RunResult], folder: RunFolder) -> RunResult:
+    """The run, which Ctrl-C, SIGTERM and `slipstream stop` wind down."""
     with second_interrupt_ends_at_once():
-        return await run
+        listening = asyncio.create_task(end_when_asked(folder.root))
+        try:
+            return await run
+        finally:
+            listening.cancel()
 
 
 async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunResult:

@@ -98,6 +98,18 @@ def resume() -> Parser:
     return parser
 
 
+def stop() -> Parser:
+    """Flags of `slipstream stop`."""
+    from orchestrator.fleet.stop_request import STOP_TIMEOUT_S
+
+    parser = Parser(texts.STOP)
+    parser.add_argument("run", type=Path, nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument_group("flags").add_argument(
+        "--timeout-s", type=float, default=STOP_TIMEOUT_S, metavar="S", help="longest wait for the end; %(default)g"
+    )
+    return parser
+
+
 def _start_nothing(add: Callable[..., object]) -> None:
     add("--cfg", choices=["job"], help="print every option of this run with its value, as YAML; starts nothing")
     add("--dry-run", action="store_true", help="check options, machine and files; starts nothing")

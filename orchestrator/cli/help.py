@@ -47,6 +47,7 @@ carries the policy's new weights from one to the other after every step.
 commands
   train     start a run; its options are the words that follow
   resume    go on with a run that ended, from its newest checkpoint
+  stop      let a run finish its step, save its state and end
   plan      say what a publish of a run would move, hold and take, on any cluster; starts nothing
   parity    say how well trainer and engine agree about a model, and at which operation they part
   push      bring a checkpoint on disk into vLLM engines, started here or running
@@ -99,6 +100,24 @@ Relative paths among the options (data.path, model.path) start at the working di
 it from the same place.""",
     end="""\
 exit code: as of slipstream train; 2 when RUN is no run folder or has no whole checkpoint""",
+)
+
+STOP = CommandText(
+    command="stop",
+    usage="""\
+slipstream stop RUN [--timeout-s S]""",
+    about="""\
+Asks the run that goes on in the folder RUN to end, and waits until it has: it finishes its present step (for at most a
+minute), saves its state and ends all its processes, as with Ctrl-C in its terminal. Works from any machine that mounts
+the folder, also while the run still starts. A run that has ended already is left as it is.
+
+examples
+  slipstream stop runs/latest
+  slipstream stop runs/latest && slipstream resume runs/latest trainer.optim.lr=1e-5
+      go on with another learning rate""",
+    end="""\
+exit code: 0 when the run has ended, 2 when there is no such run or it still goes on after --timeout-s. The run itself
+ends with 143, as with SIGTERM""",
 )
 
 PLAN = CommandText(

@@ -68,6 +68,7 @@ def _dispatch(words: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
         "resume": _resume,
+        "stop": _stop,
         "plan": _plan,
         "push": _push,
         "parity": _parity,
@@ -335,6 +336,22 @@ def _status(words: list[str]) -> int:
     if flags.curves:
         with _names_missing_packages():
             print(f"curves: {status_command.draw(flags.run)}", file=sys.stderr)
+    return EXIT_OK
+
+
+def _stop(words: list[str]) -> int:
+    parser = cli_flags.stop()
+    flags = parser.parse_args(words)
+    if flags.help:
+        print(parser.format_help(), end="")
+        return EXIT_OK
+    if flags.run is None:
+        raise ConfigError("slipstream stop needs a run folder, e.g. slipstream stop runs/latest")
+    if not flags.timeout_s > 0:
+        raise ConfigError(f"--timeout-s must be > 0, got {flags.timeout_s:g}")
+    from orchestrator.fleet.stop_request import stop
+
+    print("\n".join(stop(flags.run, timeout_s=flags.timeout_s, say=tell)))
     return EXIT_OK
 
 

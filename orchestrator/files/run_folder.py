@@ -18,7 +18,7 @@
       rewards.log        whatever rewards print
       reward_source.py   the file that defines the reward, where that is a function
       ray/               logs of workers
-      control/           requests to the run while it goes on (slipstream recover)
+      control/           requests to the run while it goes on (slipstream recover, slipstream stop)
 
 Owns: names and creation of these. Does not own: their content (telemetry, checkpoint, prepare write it).
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from system.conftest import ENDLESS, RUN_TIMEOUT_S, RunUnderWay, assert_workers_
 
 from conf.schema import SyncMode
 from orchestrator.files.startup import read_starts
+from orchestrator.fleet.stop_request import stop
 
 
 @pytest.mark.timeout(3 * RUN_TIMEOUT_S)
@@ -42,7 +44,8 @@ def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_st
         assert said.startswith(f"rollout-{recalled}")
         assert said.endswith((" was serving and is being restarted\n", " was updating and is being restarted\n"))
         run.wait_for_returns(2)
-        run.stop()
+        stop(run.folder, timeout_s=60)
+        assert run.exit_code() == 128 + signal.SIGTERM
     assert_workers_came_back(run.rows, times=2)
     starts = [row["start"] for row in read_starts(run.folder / "startup.jsonl")]
     assert starts == ["run", f"rollout-{1 - recalled}.1", f"rollout-{recalled}.1"]

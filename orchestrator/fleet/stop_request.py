@@ -1,0 +1,106 @@
+# pyright: strict
+"""`slipstream stop`: asks a run that goes on to end, and waits until it has.
+
+    slipstream stop --writes--> runs/NAME/control/stop.json --read by--> the controller, which sends itself SIGTERM
+                    <--the lock of runs/NAME/control/alive is free: every process of the run has ended--
+
+Owns: both ends of the request. Does not own: what SIGTERM does (signals.py, the loops: finish the step, save, end), the
+lock (control_folder.py). A file is used rather than a signal, so that a run can be stopped from any machine that mounts
+its folder. Invariant: a run hears the request from its first moment on, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from conf.errors import ConfigError
+from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
+from orchestrator.files.run_folder import RunFolder, saved_options
+from orchestrator.fleet.control_folder import is_alive
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.5
+STOP_TIMEOUT_S = 300.0
+"""The present step may go on for a minute; then the state is saved and processes end."""
+_SAY_EVERY_S = 30.0
+
+
+def stop(run: Path, *, timeout_s: float = STOP_TIMEOUT_S, say: Callable[[str], None] = logger.info) -> list[str]:
+    """Ask the run to end and wait until it has. A run that has ended already is left as it is.
+
+    Args:
+        run: its folder.
+        timeout_s: longest wait for its end.
+        say: told what is waited for.
+
+    Returns:
+        What is left of the run, line by line: how it ended, and how to go on.
+
+    Raises:
+        ConfigError: this is no run folder, the run is another user's, or it still goes on after timeout_s.
+    """
+    folder = RunFolder(run.resolve())
+    saved_options(folder.root)  # is it a run folder?
+    is_running = is_alive(folder.root)
+    if is_running is None:
+        raise ConfigError(f"the run in {folder.root} belongs to another user, who alone may stop it; ask as that user")
+    if not is_running:
+        return [f"the run in {folder.root} had ended already", *_how_to_go_on(folder)]
+    request = _request(folder.root)
+    began_s = said_s = time.monotonic()
+    say(f"waiting for {folder.root.name} to finish its step and to save its state")
+    while is_alive(folder.root):
+        if not request.exists():  # a run that has just started removes what was asked of the one before it
+            _write(request)
+        now_s = time.monotonic()
+        if now_s - began_s > timeout_s:
+            raise ConfigError(
+                f"the run in {folder.root} still goes on {timeout_s:.0f} s after it was asked to end; it ends as soon "
+                f"as it can. Wait longer with --timeout-s, or see {folder.log}"
+            )
+        if now_s - said_s > _SAY_EVERY_S:
+            said_s = now_s
+            say(f"waited {now_s - began_s:.0f} s for {folder.root.name} to end")
+        time.sleep(0.1)
+    request.unlink(missing_ok=True)
+    return [f"the run in {folder.root} has ended", *_how_to_go_on(folder)]
+
+
+async def end_when_asked(run: Path) -> None:
+    """Send this process SIGTERM when `slipstream stop` asks for it. Runs until then, or until cancelled."""
+    request = _request(run)
+    while not request.exists():
+        await asyncio.sleep(LOOK_EVERY_S)
+    try:
+        who = json.loads(request.read_text())["who"]
+    except (OSError, ValueError, KeyError, TypeError):  # whoever could write it may stop the run, whatever it says
+        who = "somebody"
+    logger.warning("%s asks the run to end (slipstream stop): it finishes its step and saves its state", who)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _request(run: Path) -> Path:
+    return run / "control" / "stop.json"
+
+
+def _write(request: Path) -> None:
+    """Whole or not at all."""
+    partial = request.with_name(f"stop.{os.getpid()}.partial")
+    partial.write_text(json.dumps({"who": f"process {os.getpid()} on {socket.gethostname()}"}))
+    partial.replace(request)
+
+
+def _how_to_go_on(folder: RunFolder) -> list[str]:
+    complete = complete_checkpoints(folder.checkpoints)
+    if not complete:
+        return ["no state of it is saved"]
+    return [f"step {step_of(complete[-1])} is saved; go on with: {folder.how_to_resume}"]

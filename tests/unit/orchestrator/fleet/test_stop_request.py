@@ -1,0 +1,88 @@
+"""Locks: a run asked to end gets SIGTERM, whoever asks waits until its lock is free, and nothing else is hurt."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conf.errors import ConfigError
+from orchestrator.cli.main import main
+from orchestrator.fleet.control_folder import alive
+from orchestrator.fleet.stop_request import stop
+
+RUN = """
+import asyncio, sys
+from pathlib import Path
+from orchestrator.fleet.control_folder import alive
+from orchestrator.fleet.stop_request import end_when_asked
+from orchestrator.signals import wound_down_by_signals
+
+async def run(folder):
+    listening = asyncio.create_task(end_when_asked(folder))
+    try:
+        await asyncio.sleep(60)
+    finally:
+        checkpoint = folder / "checkpoints" / "step-000007"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").touch()
+
+with wound_down_by_signals() as received, alive(folder := Path(sys.argv[1])):
+    print("up", flush=True)
+    try:
+        asyncio.run(run(folder))
+    except KeyboardInterrupt:
+        sys.exit(128 + received[0])
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.yaml").write_text("run: {num_steps: 9}")
+    return tmp_path
+
+
+def test_a_run_saves_and_ends_when_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with subprocess.Popen([sys.executable, "-c", RUN, str(folder)], stdout=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        run.stdout.readline()
+        assert main(["stop", str(folder)]) == 0
+        assert run.wait(30) == 128 + 15
+    out = capsys.readouterr().out
+    assert out.startswith(f"the run in {folder} has ended\nstep 7 is saved; go on with: slipstream resume {folder}")
+    assert {path.name for path in (folder / "control").iterdir()} == {"alive"}
+    assert main(["stop", str(folder)]) == 0
+    assert "had ended already\nstep 7 is saved" in capsys.readouterr().out
+
+
+def test_one_that_does_not_end_in_time_is_named(folder: Path) -> None:
+    with alive(folder), pytest.raises(ConfigError, match=r"still goes on 0 s after it was asked.*--timeout-s"):
+        stop(folder, timeout_s=0.01)
+    assert (folder / "control" / "stop.json").exists(), "the request stands"
+    with alive(folder):
+        assert not (folder / "control" / "stop.json").exists(), "the next run is not asked to end"
+
+
+def test_a_request_that_a_start_removes_is_made_again(folder: Path) -> None:
+    def forget(_: str) -> None:
+        (folder / "control" / "stop.json").unlink(missing_ok=True)
+
+    with alive(folder), pytest.raises(ConfigError, match="still goes on"):
+        stop(folder, timeout_s=0.3, say=forget)
+    assert (folder / "control" / "stop.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "slipstream stop needs a run folder, e.g. slipstream stop runs/latest"),
+        (["nowhere"], "nowhere is not a run folder; give one like runs/latest"),
+        (["nowhere", "--timeout-s=-1"], "--timeout-s must be > 0, got -1"),
+        (["nowhere", "--timeout"], "Did you mean --timeout-s?"),
+    ],
+)
+def test_mistakes(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stop", *words]) == 2
+    assert message in capsys.readouterr().err
