@@ -18,10 +18,10 @@ ENGINE_CPU_old = $(filter-out DNNL_% ATEN_%,$(CPU_old))
 
 LOCKED := -q --generate-hashes --no-header --no-annotate
 
-.PHONY: help setup quickstart test unit contract system lint lock tensorboard
+.PHONY: help setup quickstart test unit contract system lint lock tensorboard docs docs-serve
 
 help:            ## This list
-	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | column -t -s "$$(printf '\t')"
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | column -t -s "$$(printf '\t')"
 
 setup:           ## Make .venv for this machine (CPU or GPU packages)
 	@requirements/setup.sh
@@ -55,3 +55,9 @@ lock: setup       ## Resolve requirements/*.in again, with the hashes of every f
 
 tensorboard: setup ## Curves of all runs in RUN_DIR (runs) on http://127.0.0.1:6006
 	@.venv/bin/tensorboard --logdir "$(RUN_DIR)" --host 127.0.0.1
+
+docs: setup       ## The documentation as a site in build/site; a link that leads nowhere is an error
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q
+
+docs-serve: setup ## The same on http://127.0.0.1:8000, built again when a page changes
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs serve --no-strict -a 127.0.0.1:8000

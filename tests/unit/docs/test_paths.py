@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 HISTORY = {"LOG.md"}
 """Pages that also speak of files that are gone."""
-PATH = re.compile(r"(?<![\w/.])((?:conf|weight_sync|trainer|rollout|orchestrator|tests|bench|docker|requirements)/[\w/-]+\.\w+)")
+FOLDERS = "conf|weight_sync|trainer|rollout|orchestrator|tests|bench|docker|requirements"
+PATH = re.compile(rf"(?<![\w/.])((?:{FOLDERS})/[\w/-]+\.\w+)")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in HISTORY], ids=lambda page: page.name)

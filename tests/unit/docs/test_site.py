@@ -1,0 +1,101 @@
+"""The documentation builds as a site without a warning: every link and anchor leads somewhere, README.md's too."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from mkdocs.exceptions import Abort
+
+ROOT = Path(__file__).resolve().parents[3]
+LOADS = {"script": "src", "img": "src", "iframe": "src", "link": "href"}
+
+
+def build_site(site: Path, docs: Path = ROOT / "docs") -> None:
+    build(load_config(str(ROOT / "mkdocs.yml"), docs_dir=str(docs), site_dir=str(site)))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_MKDOCS_2_WARNING", "1")
+        folder = tmp_path_factory.mktemp("site")
+        build_site(folder)
+    return folder
+
+
+class Resources(HTMLParser):
+    """What a browser loads to show a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.paragraphs: list[str] = []
+        self._in_paragraph = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if (tag in LOADS and given.get("rel") != "canonical") and (address := given.get(LOADS[tag])):
+            self.addresses.append(address)
+        if tag == "p":
+            self.paragraphs.append("")
+        self._in_paragraph = tag == "p" or self._in_paragraph
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_paragraph = self._in_paragraph and tag != "p"
+
+    def handle_data(self, data: str) -> None:
+        if self._in_paragraph:
+            self.paragraphs[-1] += data
+
+
+def read(page: Path) -> Resources:
+    parser = Resources()
+    parser.feed(page.read_text(encoding="utf-8"))
+    return parser
+
+
+def test_every_page_and_the_readme_are_on_the_site_and_can_be_searched(site: Path) -> None:
+    pages = {path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    pages = {page.replace("README", "index") for page in pages} | {"index.html"}
+    assert [page for page in sorted(pages) if not (site / page).is_file()] == []
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    assert pages <= {entry["location"].partition("#")[0] for entry in index["docs"]}
+
+
+def test_pages_load_nothing_from_other_servers(site: Path) -> None:
+    pages = {page: read(page).addresses for page in site.rglob("*.html")}
+    assert pages
+    assert {page.name: a for page, loaded in pages.items() for a in loaded if re.match(r"(https?:)?//", a)} == {}
+    styles = [style for style in site.rglob("*.css") if re.search(r"url\(['\"]?(https?:)?//", style.read_text())]
+    assert styles == []
+
+
+def test_lists_are_lists(site: Path) -> None:
+    """Python-Markdown wants an empty line before a list; without it the items stand in one paragraph."""
+    broken = [
+        (page.name, text[:60])
+        for page in site.rglob("*.html")
+        for text in read(page).paragraphs
+        if re.search(r"^(\*|-|\d\.) ", text, re.MULTILINE)
+    ]
+    assert broken == []
+
+
+def test_a_link_that_leads_nowhere_fails_the_build(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    wrong = ["missing.md", "other.md#nowhere", "#nowhere", "../bench/missing.py", "missing.png", "/page.md"]
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (tmp_path / "README.md").write_text("# Start\n\n[right](docs/other.md#here), [wrong](docs/moved.md)\n")
+    (docs / "other.md").write_text("# Other\n\n## Here\n")
+    (docs / "page.md").write_text("# Page\n\n[right](other.md#here)\n\n" + "\n\n".join(f"[wrong]({w})" for w in wrong))
+    with pytest.raises(Abort):
+        build_site(tmp_path / "site", docs)
+    found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [link for link in [*wrong, "docs/moved.md"] if not any(f"'{link}'" in message for message in found)] == []
+    assert not any("other.md#here" in message for message in found)
