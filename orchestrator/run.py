@@ -24,11 +24,12 @@ from orchestrator.data.training_stream import held_out_items, training_stream
 from orchestrator.errors import DiskFull
 from orchestrator.files.curves import SFT_PANELS, draw_curves
 from orchestrator.files.disk_space import naming_a_full_disk
+from orchestrator.files.metrics_catalogue import RewardNames
 from orchestrator.files.run_checkpoint import CheckpointStore, complete_checkpoints, fingerprint, step_of
 from orchestrator.files.run_folder import RunFolder, changed_options, open_run_folder, write_description
 from orchestrator.files.run_log import ProgressLine, RunLog
 from orchestrator.files.startup import RUN, Startup
-from orchestrator.files.telemetry import RewardNames, Telemetry
+from orchestrator.files.telemetry import Telemetry
 from orchestrator.fleet.control_folder import alive, answer_requests
 from orchestrator.fleet.fleet_log import FleetLog, count_tokens
 from orchestrator.fleet.router import Router

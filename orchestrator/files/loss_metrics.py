@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from orchestrator.files.metric_sinks import Value
+from orchestrator.files.metrics_catalogue import Value
 from trainer.step.mismatch_bins import POSITION_STARTS, quantile
 from trainer.types import LossStats
 

@@ -1,6 +1,6 @@
 """Where a row of metrics goes beside metrics.jsonl: TensorBoard's events and Ray's gauges.
 
-Owns: the format of both. Does not own: what is in a row (telemetry). Needs no torch.
+Owns: the format of both. Does not own: what is in a row (step_rows). Needs no torch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-Value = float | int | None
-"""A number of a row; None where the step has no such number."""
+from orchestrator.files.metrics_catalogue import Value
 
 
 class TensorBoardEvents:

@@ -43,8 +43,9 @@ import numpy as np
 
 from conf.schema import RunConfig
 from orchestrator.errors import NoReplicasLeft
+from orchestrator.files.metrics_catalogue import Value
 from orchestrator.files.run_checkpoint import RunState
-from orchestrator.files.telemetry import StepRecord, Value
+from orchestrator.files.step_rows import StepRecord
 from orchestrator.loop.advantages import build_samples, denominators_of
 from orchestrator.loop.buffer import Batch, GroupBuffer
 from orchestrator.loop.floor import measure_floor

@@ -16,8 +16,10 @@ from pathlib import Path
 
 from conf.schema import RunConfig
 from orchestrator.data.streams import Stream
+from orchestrator.files.metrics_catalogue import Value
 from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState
-from orchestrator.files.telemetry import StepRecord, Telemetry, Value
+from orchestrator.files.step_rows import StepRecord
+from orchestrator.files.telemetry import Telemetry
 from orchestrator.inputs.conversations import Conversation
 from orchestrator.loop.advantages import denominators_of
 from orchestrator.loop.ports import Stopwatch, TaughtTrainer

@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Sequence
 
-from orchestrator.files.telemetry import Value
+from orchestrator.files.metrics_catalogue import Value
 from orchestrator.fleet.router import Router
 from rollout.branches import branches_of
 from rollout.types import Group

@@ -1,7 +1,7 @@
 """Compares the mismatch of each step with the thresholds of section `parity`.
 
 Owns: when a warning is logged, and what a warning or the end of the run says. Does not own: the figures
-(trainer/step/loss.py measures them, files/telemetry.py makes them a row), saving and ending (step_loop).
+(trainer/step/loss.py measures them, files/step_rows.py makes them a row), saving and ending (step_loop).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 
 from conf.schema import ParityConfig
-from orchestrator.files.telemetry import Value
+from orchestrator.files.metrics_catalogue import Value
 
 logger = logging.getLogger(__name__)
 

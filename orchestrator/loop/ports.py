@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from orchestrator.files.metrics_catalogue import Value
 from orchestrator.files.run_checkpoint import CheckpointStore
-from orchestrator.files.telemetry import Telemetry, Value
+from orchestrator.files.telemetry import Telemetry
 from orchestrator.fleet.router import Router
 from orchestrator.fleet.supervisor import Supervisor
 from rollout.types import Judgement, Prompt, Rollout

@@ -21,8 +21,10 @@ from pathlib import Path
 from conf.schema import RunConfig, TrainMode
 from orchestrator.errors import OrchestratorError, TrainingStopped
 from orchestrator.files.disk_space import naming_a_full_disk
+from orchestrator.files.metrics_catalogue import Value
 from orchestrator.files.run_checkpoint import CheckpointStore, RunState
-from orchestrator.files.telemetry import StepRecord, Telemetry, Value
+from orchestrator.files.step_rows import StepRecord
+from orchestrator.files.telemetry import Telemetry
 from orchestrator.loop.parity_alarm import ParityAlarm
 from orchestrator.loop.ports import StepTrainer, Stopwatch
 from orchestrator.waiting import finish_first, last_attempt

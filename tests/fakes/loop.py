@@ -18,10 +18,11 @@ from typing import Any
 from rich.console import Console
 
 from conf.schema import AlgorithmConfig, RolloutConfig, RunConfig, RunSection, SamplingConfig
+from orchestrator.files.metrics_catalogue import RewardNames
 from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine
-from orchestrator.files.telemetry import RewardNames, Telemetry, read_rows
+from orchestrator.files.telemetry import Telemetry, read_rows
 from orchestrator.fleet.router import Router
 from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.loop.controller import Controller

@@ -12,8 +12,8 @@ import yaml
 from conf.load import load_run_config
 from orchestrator.cli.main import main
 from orchestrator.cli.status import NUM_RECENT, status_of
+from orchestrator.files.metrics_catalogue import METRICS
 from orchestrator.files.run_folder import to_plain
-from orchestrator.files.telemetry import METRICS
 from orchestrator.fleet.control_folder import alive
 
 

@@ -1,10 +1,10 @@
-"""docs/metrics.md lists the catalogue of orchestrator.telemetry, word for word, and every event of fleet.jsonl."""
+"""docs/metrics.md lists the catalogue of metrics, word for word, and every event of fleet.jsonl."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from orchestrator.files.telemetry import JUDGE_METRICS, METRICS, REWARD_METRICS
+from orchestrator.files.metrics_catalogue import JUDGE_METRICS, METRICS, REWARD_METRICS
 from orchestrator.fleet.fleet_log import FleetEvent
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "metrics.md"

@@ -17,19 +17,11 @@ from rich.console import Console
 
 from orchestrator.files.curves import draw_curves
 from orchestrator.files.loss_metrics import loss_metrics
+from orchestrator.files.metrics_catalogue import JUDGE_METRICS, METRICS, REWARD_METRICS, RewardNames
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine, RunLog, format_s
-from orchestrator.files.telemetry import (
-    JUDGE_METRICS,
-    METRICS,
-    REWARD_METRICS,
-    RewardNames,
-    StepRecord,
-    Telemetry,
-    read_rows,
-    row_of,
-    truncate_rows,
-)
+from orchestrator.files.step_rows import StepRecord, row_of
+from orchestrator.files.telemetry import Telemetry, read_rows, truncate_rows
 from rollout.types import Group, Prompt, Rollout, Routes
 from trainer.types import LossStats, OptimStats
 

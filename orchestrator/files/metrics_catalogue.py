@@ -1,0 +1,160 @@
+"""The catalogue of metrics: every name that a row may have, with its meaning.
+
+Owns: names and meanings (`METRICS`, `REWARD_METRICS` and `JUDGE_METRICS`), which docs/metrics.md repeats. Does not own:
+how they are computed (step_rows.py), where rows go (telemetry.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollout.agents.failures import FAILURES
+from rollout.agents.token_tree import REASONS
+
+Value = float | int | None
+"""A number of a row; None where the step has no such number."""
+
+METRICS: dict[str, str] = {
+    "step": "optimizer steps done",
+    "policy_version": "version that the step produced",
+    "reward/mean": "mean reward of the batch's rollouts",
+    "reward/std": "standard deviation of the same",
+    "reward/failures": "rollouts whose reward raised or timed out; they are left out",
+    "eval/reward": "mean reward on held-out prompts, under policy_version",
+    "eval/failures": "held-out rollouts whose reward raised or timed out",
+    "eval/total_s": "seconds of the evaluation",
+    "sync/total_s": "seconds of the whole publish",
+    "sync/publish_s": "the same number, under a second name",
+    "sync/pause_s": "longest time in which a replica decoded nothing",
+    "sync/begin_s": "pause engines, mark them dirty, collect their answers",
+    "sync/idle_s": "part of begin_s: until the slowest engine stood still, its step in flight included",
+    "sync/mark_s": "part of begin_s: from then until the ranks of all engines were marked dirty",
+    "sync/prepare_s": "merge, cast and pack, on the slowest rank; overlaps with write_s",
+    "sync/write_s": "one-sided writes, on the slowest rank",
+    "sync/verify_s": "hashes compared at the receivers",
+    "sync/wave_s": "longest wave of the publish (weight_sync.publish_waves); total_s when there is one",
+    "sync/commit_s": "repack, recompute, adopt the version, resume",
+    "sync/bytes": "bytes written over the link, all ranks",
+    "sync/peak_bytes": "most temporary device memory on one rank",
+    "sync/watermark_bytes": "the declared bound on it",
+    "sync/changed_params": "engine parameters whose bytes differ from the last publish's; null at the first one",
+    "sync/replicas_committed": "replicas that adopted the version",
+    "sync/replicas_relayed": "replicas among them that read it from another one of their node (weight_sync.relay)",
+    "sync/relay_s": "part of total_s: those reads",
+    "sync/relay_bytes": "bytes of those reads; not in sync/bytes",
+    "parity/k3": "mismatch KL(rollout || trainer) of tokens at staleness 0: numerics alone",
+    "parity/k3_p99": "99 % of those tokens have a k3 below it; read from bins, so up to 15.5 % too large",
+    "parity/k3_max": "largest k3 of one of those tokens",
+    "parity/prob_diff": "mean |trainer - rollout probability| of those tokens",
+    "parity/prob_diff_max": "largest of the same",
+    "parity/log_ratio_max": "largest |trainer - rollout log-probability| of the same",
+    "parity/num_tokens": "tokens behind these figures",
+    "parity/floor_k3": "k3 between an engine's decoding and its own prefill of some of those tokens",
+    "parity/floor_log_ratio_max": "largest |prefill - decoding log-probability| of the same",
+    "parity/k3_over_floor": "parity/k3 over parity/floor_k3",
+    "parity/k3_stale": "parity/k3 of tokens of older versions: numerics and drift",
+    "parity/k3_p99_stale": "parity/k3_p99 of those",
+    "parity/k3_max_stale": "parity/k3_max of those",
+    "parity/prob_diff_stale": "parity/prob_diff of those",
+    "parity/prob_diff_max_stale": "parity/prob_diff_max of those",
+    "parity/log_ratio_max_stale": "parity/log_ratio_max of those",
+    "parity/num_tokens_stale": "tokens behind these figures",
+    "parity/k3_from_0": "parity/k3 of the tokens 0 to 15 of their responses",
+    "parity/k3_from_16": "parity/k3 of the tokens 16 to 63",
+    "parity/k3_from_64": "parity/k3 of the tokens 64 to 255",
+    "parity/k3_from_256": "parity/k3 of the tokens 256 to 1023",
+    "parity/k3_from_1024": "parity/k3 of the tokens 1024 to 4095",
+    "parity/k3_from_4096": "parity/k3 of the tokens 4096 to 16383",
+    "parity/k3_from_16384": "parity/k3 of the tokens from 16384 on",
+    "parity/flipped_routings": "share of the replayed choices of experts that the trainer would not have made",
+    "parity/tokens_without_route": "response tokens outside of the loss because their route is missing",
+    "parity/route_bytes_per_token": "bytes of recorded routes (parity.replay_routing), per prompt and response token",
+    "policy/entropy": "mean entropy of the policy, in nats per token",
+    "loss/total": "loss that was differentiated",
+    "loss/policy": "its policy term",
+    "loss/kl": "mean k3 to the reference policy per token, whatever the normalization (0 when kl_coef=0)",
+    "loss/clip_fraction": "tokens whose ratio was clipped",
+    "loss/ratio_mean": "mean exp(trainer - rollout log-probability)",
+    "correction/weight_mean": "mean importance weight of the tokens; 1 with algorithm.correction=none",
+    "correction/ess_fraction": "effective sample size of those weights over the number of tokens; 1 when all are equal",
+    "correction/truncated_fraction": "tokens whose weight was cut to algorithm.correction_max",
+    "correction/masked_fraction": "tokens left out by algorithm.correction or parity.mask_log_ratio",
+    "correction/truncated_sequence_fraction": "responses with a token whose weight was cut",
+    "correction/masked_sequence_fraction": "responses with a token that was left out",
+    "sft/nll": "algorithm=sft: mean negative log-likelihood of the taught tokens, in nats",
+    "sft/epoch": "algorithm=sft: passes over data.path that are complete",
+    "eval/nll": "algorithm=sft: the same mean over the held-out conversations, under policy_version",
+    "optim/grad_norm": "global gradient norm before clipping",
+    "optim/lr": "learning rate of the step",
+    "optim/skipped": "1 when loss or norm was not finite: nothing updated, nothing published",
+    "staleness/mean": "mean over groups, in steps, at consumption",
+    "staleness/max": "largest of the same",
+    "staleness/dropped_groups": "groups that were too old at consumption and sampled again",
+    "rollout/wait_s": "seconds the trainer waited for this batch",
+    "rollout/tokens_per_s": "response tokens of the batch over seconds of the step",
+    "rollout/response_tokens_mean": "mean response length",
+    "rollout/truncated_fraction": "responses that ended by length",
+    "rollout/turns_mean": "rollout.agent: mean turns of an episode",
+    "rollout/branches_mean": "rollout.agent: mean sequences that the trainer makes of an episode",
+    **{f"rollout/branches_{reason}": f"rollout.agent: branches because {why}" for reason, why in REASONS.items()},
+    "rollout/episode_s_mean": "rollout.agent: mean seconds of an episode",
+    "rollout/episode_s_max": "rollout.agent: the longest of them",
+    **{f"rollout/failed_{kind}": f"rollout.agent: {what}; they are left out" for kind, what in FAILURES.items()},
+    "rollout/evictions": "requests of these responses that a publish ended for their slot (weight_sync.on_busy_slot)",
+    "rollout/groups_failed": "groups sampled again since the last step because their worker failed",
+    "rollout/groups_uninformative": "groups replaced since the last step because their rewards were all equal",
+    "rollout/replicas_serving": "replicas in service",
+    "rollout/restarts": "rollout workers started again since the last step",
+    "rollout/recoveries": "rollout workers that came back into service since the last step",
+    "rollout/down_s": "longest time that one of those was out of service",
+    "rollout/recovery_read_s": "seconds it read its weights from a peer; null when a publish brought them",
+    "data/epoch": "passes over the training prompts that are complete; of several sources, of the slowest",
+    "data/share_error": "largest difference between a source's share of the prompts and its weight (data.sources)",
+    "data/seen_fraction": "data.curriculum=middling: prompts that were sampled at least once",
+    "data/success_rate": "data.curriculum=middling: mean success rate of those, newer groups counting more",
+    "data/middling_fraction": "data.curriculum=middling: those among them that are neither always nor never solved",
+    "trainer/forward_backward_s": "seconds of forward and backward, slowest rank",
+    "trainer/optimizer_s": "seconds of the optimizer step",
+    "trainer/tokens_per_s_per_rank": "prompt and response tokens over those seconds and ranks",
+    "trainer/num_microbatches": "microbatches of one rank",
+    "trainer/peak_device_bytes": "most GPU memory of one rank in forward and backward; null on CPUs",
+    "step/total_s": "seconds of the step, waits included",
+}
+
+REWARD_METRICS: dict[str, str] = {
+    "reward/<name>_mean": "mean of what one reward gave to the batch's rollouts, before its weight",
+    "reward/<name>_failures": "rollouts for which that reward raised or timed out",
+    "eval/<name>_mean": "mean of what that reward gave to held-out rollouts",
+}
+"""Metrics of every reward of a run; <name> is its name in reward.parts, or its kind."""
+
+JUDGE_METRICS: dict[str, str] = {
+    "reward/<name>_requests": "requests that a judge was sent since the last step",
+    "reward/<name>_retries": "requests among them that repeated one that failed",
+    "reward/<name>_cached": "verdicts that the judge's cache gave since the last step",
+    "reward/<name>_prompt_tokens": "tokens that the judge read since the last step, by its own count",
+    "reward/<name>_completion_tokens": "tokens that it wrote",
+}
+"""Metrics of every reward that is a judge, in addition."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardNames:
+    """A run's rewards, each of which has metrics of its own. Example: RewardNames(("right", "style"), ("style",))."""
+
+    all: Sequence[str] = ()
+    """Rewards, and what the length of a response adds to them."""
+    judges: Sequence[str] = ()
+    """Rewards among them that ask another model."""
+
+
+NO_REWARDS = RewardNames()
+
+
+def catalogue(rewards: RewardNames) -> dict[str, str]:
+    """Name -> meaning of every metric of a run with these rewards."""
+    found = dict(METRICS)
+    for names, metrics in ((rewards.all, REWARD_METRICS), (rewards.judges, JUDGE_METRICS)):
+        found |= {metric.replace("<name>", name): meaning for name in names for metric, meaning in metrics.items()}
+    return found

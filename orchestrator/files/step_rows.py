@@ -1,0 +1,173 @@
+"""How a step's measurements become one row of metrics. Pure.
+
+    StepRecord (what the parts of the run reported) --> row_of --> {name of the catalogue: number, or None}
+
+Owns: the arithmetic. Does not own: names and meanings (metrics_catalogue.py), sums of the loss (loss_metrics.py), where
+a row goes (telemetry.py). Invariants: a row has every name of the catalogue, None where the step has no such number; a
+name outside of it is refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from orchestrator.files.loss_metrics import loss_metrics
+from orchestrator.files.metrics_catalogue import NO_REWARDS, RewardNames, Value, catalogue
+from rollout.agents.failures import FAILURES
+from rollout.agents.token_tree import REASONS
+from rollout.branches import branches_of
+from rollout.types import Group, Rollout
+from trainer.types import LossStats, OptimStats
+
+if TYPE_CHECKING:
+    from weight_sync.publish.report import PublishReport
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What happened in one step, as the parts of the run reported it. Unset parts become nulls in the row."""
+
+    step: int
+    policy_version: int
+    groups: Sequence[Group] = ()
+    staleness_steps: Sequence[int] = ()
+    loss: Sequence[LossStats] = ()
+    optim: OptimStats | None = None
+    sync: PublishReport | None = None
+    eval_groups: Sequence[Group] = ()
+    num_ranks: int = 1
+    extra: dict[str, Value] = field(default_factory=dict[str, Value])
+    """Single numbers by their catalogue name: seconds, counts."""
+    shows_groups: bool = False
+    """Whether some of `groups` go to samples.jsonl, as some of `eval_groups` always do."""
+
+
+def row_of(record: StepRecord, rewards: RewardNames = NO_REWARDS) -> dict[str, Value]:
+    """One row: every name of the catalogue. How samples were split over ranks and microbatches makes no difference."""
+    row: dict[str, Value] = dict.fromkeys(catalogue(rewards))
+    for part in (
+        {"step": record.step, "policy_version": record.policy_version},
+        _rollout_metrics(record),
+        loss_metrics(record.loss) if record.loss else {},
+        _sync_metrics(record.sync) if record.sync else {},
+        _eval_metrics(record.eval_groups) if record.eval_groups else {},
+        _part_metrics(record.groups, rewards.all, "reward"),
+        _part_metrics(record.eval_groups, rewards.all, "eval"),
+        record.extra,
+    ):
+        unknown = part.keys() - row.keys()
+        if unknown:
+            raise AssertionError(f"metrics outside of the catalogue: {sorted(unknown)}")
+        row.update(part)
+    k3, floor = row["parity/k3"], row["parity/floor_k3"]
+    row["parity/k3_over_floor"] = k3 / floor if k3 is not None and floor else None
+    if record.optim is not None:
+        row["optim/grad_norm"], row["optim/lr"] = record.optim.grad_norm, record.optim.lr
+        row["optim/skipped"] = int(not record.optim.is_finite)
+    return row
+
+
+def _known(rewards: Sequence[Sequence[float | None]]) -> list[float]:
+    return [reward for group in rewards for reward in group if reward is not None]
+
+
+def _rollout_metrics(record: StepRecord) -> dict[str, Value]:
+    if not record.groups:
+        return {}
+    rollouts = [rollout for group in record.groups for rollout in group.rollouts]
+    rewards = _known([group.rewards for group in record.groups])
+    num_response_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    lengths = [
+        len(branch.token_ids)
+        for group in record.groups
+        for rollout in group.rollouts
+        for branch in branches_of(group.prompt, rollout)
+    ]
+    num_tokens = sum(lengths)
+    extra = record.extra
+    train_s = float(extra.get("trainer/forward_backward_s") or 0) + float(extra.get("trainer/optimizer_s") or 0)
+    step_s = extra.get("step/total_s")
+    return {
+        "reward/mean": float(np.mean(rewards)) if rewards else None,
+        "reward/std": float(np.std(rewards)) if rewards else None,
+        "reward/failures": len(rollouts) - len(rewards),
+        "staleness/mean": float(np.mean(record.staleness_steps)),
+        "staleness/max": max(record.staleness_steps),
+        "rollout/tokens_per_s": num_response_tokens / step_s if step_s else None,
+        "rollout/response_tokens_mean": num_response_tokens / len(rollouts),
+        "rollout/truncated_fraction": float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),
+        "rollout/evictions": sum(rollout.num_evictions for rollout in rollouts),
+        **_route_metrics(rollouts, num_tokens),
+        **_episode_metrics(rollouts, len(lengths)),
+        "trainer/tokens_per_s_per_rank": num_tokens / train_s / record.num_ranks if train_s else None,
+    }
+
+
+def _episode_metrics(rollouts: Sequence[Rollout], num_branches: int) -> dict[str, Value]:
+    seconds = [rollout.seconds for rollout in rollouts if rollout.seconds is not None]
+    if not seconds:
+        return {}
+    reasons = Counter(turn.reason for rollout in rollouts for turn in rollout.turns)
+    failures = Counter(rollout.failure for rollout in rollouts)
+    return {
+        "rollout/turns_mean": sum(len(rollout.turns) for rollout in rollouts) / len(rollouts),
+        "rollout/branches_mean": num_branches / len(rollouts),
+        **{f"rollout/branches_{reason}": reasons[reason] for reason in REASONS},
+        "rollout/episode_s_mean": sum(seconds) / len(seconds),
+        "rollout/episode_s_max": max(seconds),
+        **{f"rollout/failed_{kind}": failures[kind] for kind in FAILURES},
+    }
+
+
+def _route_metrics(rollouts: Sequence[Rollout], num_tokens: int) -> dict[str, Value]:
+    routes = [routes for rollout in rollouts for routes, _ in rollout.all_routes]
+    if not routes:
+        return {}
+    return {
+        "parity/tokens_without_route": sum(rollout.num_tokens_without_route for rollout in rollouts),
+        "parity/route_bytes_per_token": sum(r.experts.nbytes + r.is_recorded.nbytes for r in routes) / num_tokens,
+    }
+
+
+def _sync_metrics(report: PublishReport) -> dict[str, Value]:
+    parts = ("pause_s", "begin_s", "idle_s", "mark_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s")
+    seconds: dict[str, Value] = {f"sync/{name}": getattr(report, name) for name in parts}
+    return {
+        **seconds,
+        "sync/publish_s": report.total_s,
+        "sync/wave_s": max(report.wave_s, default=report.total_s),
+        "sync/bytes": report.num_bytes,
+        "sync/peak_bytes": report.peak_bytes,
+        "sync/watermark_bytes": report.watermark_bytes,
+        "sync/changed_params": report.num_changed_params,
+        "sync/replicas_committed": report.num_committed,
+        "sync/replicas_relayed": report.num_relayed,
+        "sync/relay_s": report.relay_s,
+        "sync/relay_bytes": report.relay_bytes,
+    }
+
+
+def _eval_metrics(groups: Sequence[Group]) -> dict[str, Value]:
+    rewards = _known([group.rewards for group in groups])
+    num_rollouts = sum(len(group.rollouts) for group in groups)
+    return {
+        "eval/reward": float(np.mean(rewards)) if rewards else None,
+        "eval/failures": num_rollouts - len(rewards),
+    }
+
+
+def _part_metrics(groups: Sequence[Group], names: Sequence[str], area: str) -> dict[str, Value]:
+    """What each reward gave, and in training how often it failed. A row that it does not judge counts in neither."""
+    metrics: dict[str, Value] = {}
+    for name in names if groups else ():
+        given = [parts[name] for group in groups for parts in group.parts if name in parts]
+        known = [value for value in given if value is not None]
+        metrics[f"{area}/{name}_mean"] = float(np.mean(known)) if known else None
+        if area == "reward":
+            metrics[f"reward/{name}_failures"] = len(given) - len(known)
+    return metrics
