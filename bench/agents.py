@@ -40,12 +40,12 @@ async def talk(task: dict[str, Any], session: Any) -> float:
     return (time.monotonic() - began) / task["turns"]
 
 
-def _usage(process: psutil.Process) -> dict[str, float]:
+def usage(process: psutil.Process) -> dict[str, float]:
     times = process.cpu_times()
     return {"cpu_s": times.user + times.system, "unique_mb": process.memory_full_info().uss / 1e6}
 
 
-def _processes() -> dict[str, psutil.Process]:
+def processes_of() -> dict[str, psutil.Process]:
     """This one, the service and the agents' process, by their command lines."""
     found = {"controller": psutil.Process()}
     for child in psutil.Process().children(recursive=True):
@@ -79,12 +79,12 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         runner.sample_with(generate)
         prompt = Prompt(0, (1, 5), "x" * args.prompt_characters, {"turns": args.turns})
         await runner.run_group(prompt, 1)  # loads the chat template
-        processes = _processes()
-        before = {name: _usage(process) for name, process in processes.items()}
+        processes = processes_of()
+        before = {name: usage(process) for name, process in processes.items()}
         began = time.monotonic()
         episodes = await runner.run_group(prompt, args.episodes)
         wall_s = time.monotonic() - began
-        after = {name: _usage(process) for name, process in processes.items()}
+        after = {name: usage(process) for name, process in processes.items()}
     finally:
         await runner.close()
     failed = [episode.rollout.failure for episode in episodes if episode.rollout.failure]

@@ -55,6 +55,10 @@ class FolderChatText:
         )
         self._parser = None if tool_parser is None else ToolCallParser(tool_parser, self._template.tokenizer)
 
+    def load(self) -> None:
+        """Load what render() needs. Without this, its first call does."""
+        _ = self._template.tokenizer
+
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, is_open: bool
     ) -> str:

@@ -79,7 +79,9 @@ class Service:
                 f"rollout.episodes.host={options.host} and rollout.episodes.port={options.port}: {e.strerror or e}; "
                 "give an address of this machine and a free port, or port 0 for any"
             ) from e
-        return self._base_url, await self._pool.start()
+        # A template's first use imports transformers: seconds, in which no request would be answered.
+        source, _ = await asyncio.gather(self._pool.start(), asyncio.to_thread(self._chat.load))
+        return self._base_url, source
 
     async def serve(self) -> None:
         """Do what the controller says until it closes the connection. Raises: Disconnected."""
