@@ -38,6 +38,8 @@ READ_BY_POLICY_ALONE = (
     "data.curriculum",
     "data.curriculum_floor",
     "run.eval_samples_per_prompt",
+    "run.samples_per_step",
+    "run.max_sample_bytes_per_step",
     *(
         f"algorithm.{item.name}"
         for item in fields(AlgorithmConfig)

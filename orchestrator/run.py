@@ -30,6 +30,7 @@ from orchestrator.files.run_folder import RunFolder, changed_options, open_run_f
 from orchestrator.files.run_log import ProgressLine, RunLog
 from orchestrator.files.startup import RUN, Startup
 from orchestrator.files.telemetry import Telemetry
+from orchestrator.files.timeline import Activities
 from orchestrator.fleet.control_folder import alive, answer_requests
 from orchestrator.fleet.fleet_log import FleetLog, count_tokens
 from orchestrator.fleet.router import Router
@@ -163,7 +164,8 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
             note=fleet_log.write,
         )
         stack.push_async_callback(supervisor.close)
-        router = Router(supervisor, request_timeout_s=config.rollout.request_timeout_s)
+        activities = Activities()
+        router = Router(supervisor, request_timeout_s=config.rollout.request_timeout_s, activities=activities)
         if episodes is not None:
             episodes.sample_with(router.generate)
         services = LoopServices(
@@ -173,6 +175,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
             prompts=prompts,
             eval_prompts=eval_prompts,
             rewards=rewards,
+            activities=activities,
             episodes=episodes,
             telemetry=telemetry,
             checkpoints=checkpoints,
@@ -243,6 +246,8 @@ def _telemetry(config: RunConfig, folder: RunFolder, progress: ProgressLine, fir
         tensorboard=config.run.tensorboard,
         progress=progress,
         rewards=_reward_names(config),
+        samples_per_step=config.run.samples_per_step,
+        max_sample_bytes_per_step=config.run.max_sample_bytes_per_step,
     )
 
 

@@ -33,6 +33,8 @@ class Branch:
     """The engine's log-probability of each token that counts, 0 of others."""
     policy_versions: list[int]
     """Of the tokens that count, in order."""
+    places: Sequence[int]
+    """Of the tokens that count, in order: their places in the rollout's lists."""
     routes: Routes | None = None
 
     @property
@@ -57,6 +59,7 @@ def branches_of(prompt: Prompt, rollout: Rollout) -> list[Branch]:
                 [False] * num_prompt + [True] * len(rollout.token_ids),
                 [0.0] * num_prompt + rollout.logprobs,
                 rollout.policy_versions,
+                range(len(rollout.token_ids)),
                 rollout.routes,
             )
         ]
@@ -87,7 +90,7 @@ def _branch(rollout: Rollout, leaf: int, counted: set[int]) -> Branch:
     while number is not None:
         path.append(number)
         number = rollout.turns[number].parent
-    branch = Branch([], [], [], [])
+    branch, places = Branch([], [], [], [], []), list[int]()
     for number in reversed(path):
         turn = rollout.turns[number]
         sampled = slice(ends[number] - turn.num_tokens, ends[number])
@@ -98,11 +101,13 @@ def _branch(rollout: Rollout, leaf: int, counted: set[int]) -> Branch:
         logprobs = rollout.logprobs[sampled] if is_new else [0.0] * turn.num_tokens
         branch.logprobs.extend([0.0] * len(turn.given_token_ids) + logprobs)
         branch.policy_versions.extend(rollout.policy_versions[sampled] if is_new else [])
+        places.extend(range(sampled.start, sampled.stop) if is_new else [])
     return Branch(
         branch.token_ids,
         branch.counts,
         branch.logprobs,
         branch.policy_versions,
+        places,
         _routes([rollout.turns[number].routes for number in reversed(path)]),
     )
 

@@ -258,17 +258,20 @@ class TrainerRank:
         accumulator = LossAccumulator()
         for samples in microbatches:
             micro = collate(samples, denominators.policy_version)
-            part = self._microbatch_loss(decoder, micro, denominators)
+            part, logprobs_N = self._microbatch_loss(decoder, micro, denominators)
             if learn:
                 part.loss.backward()
             accumulator.add(part)
+            accumulator.show(samples, logprobs_N)
         stats = accumulator.result()
         if self._device.type == "cuda":
             stats.maxima["memory/peak_device_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
         return stats
 
-    def _microbatch_loss(self, decoder: Decoder, micro: Microbatch, denominators: Denominators) -> PolicyLoss:
-        """Forward and loss. The reference runs first, while no activations are held."""
+    def _microbatch_loss(
+        self, decoder: Decoder, micro: Microbatch, denominators: Denominators
+    ) -> tuple[PolicyLoss, Tensor]:
+        """Forward and loss, with the log-probabilities. The reference runs first, while no activations are held."""
         ref_logprobs_N = None
         if self._reference is not None:
             with self._reference.active():
@@ -288,7 +291,7 @@ class TrainerRank:
         if routes is not None:
             part.sums["parity/num_flipped"] = torch.stack(routes.flipped).sum().double()
             part.sums["parity/num_routings"] = routes.num_routings.double()
-        return part
+        return part, logprobs_N.detach()
 
     def _routes(self, micro: Microbatch) -> RecordedRoutes | None:
         """What the engine recorded for one forward pass. The reference replays it too: its distance from the policy is

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+Origin = tuple[int, int, int]
+"""Numbers of a sequence's group in the batch, of its rollout in the group, and of its branch in the rollout."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -27,6 +30,10 @@ class Sample:
     has_route: np.ndarray | None = None
     """[T] bool, given with routed_experts; False: the trainer chooses for token t. Always False for the last token,
     which the engine never computed."""
+    origin: Origin | None = None
+    """Which sequence of its batch this is; None: of no rollout (fine-tuning)."""
+    is_shown: bool = False
+    """Whether the trainer returns its log-probabilities of this sample (LossStats.logprobs)."""
 
     @property
     def num_tokens(self) -> int:
@@ -62,6 +69,8 @@ class LossStats:
     maxima: dict[str, float]
     vectors: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     """Sums by bin, for example of the tokens by their k3; they add up bin by bin."""
+    logprobs: dict[Origin, np.ndarray] = field(default_factory=dict[Origin, np.ndarray])
+    """[N] float32; trainer_logprobs of the tokens that count in the loss, of each sample with `is_shown`."""
 
 
 @dataclass(frozen=True, slots=True)

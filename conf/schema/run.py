@@ -41,10 +41,14 @@ class RunSection:
     """How many of the newest checkpoints to keep; older ones are removed."""
     eval_every_steps: int = 20
     """Evaluate on data.eval_path before the first step, after every this many steps, and at the end. 0: only before the
-    first step and at the end. Responses of training are written to samples.jsonl as often, also without data.eval_path.
-    """
+    first step and at the end."""
     eval_samples_per_prompt: int = 1
     """Responses per held-out prompt."""
+    samples_per_step: int = 16
+    """Responses of every step, and of every evaluation, that samples.jsonl shows token by token. 0: none."""
+    max_sample_bytes_per_step: int = 262_144
+    """The most bytes that one step adds to samples.jsonl, where a sampled token takes about 30. Responses that are too
+    long for it lose their middle."""
     tensorboard: bool = True
     """Write TensorBoard events beside metrics.jsonl."""
 
@@ -61,6 +65,8 @@ class RunSection:
             seed=self.seed,
             num_steps=self.num_steps,
             checkpoint_every_steps=self.checkpoint_every_steps,
+            samples_per_step=self.samples_per_step,
+            max_sample_bytes_per_step=self.max_sample_bytes_per_step,
         )
         require(self.seed < 1 << 63, f"run.seed must be < 2**63, got {self.seed}")
         at_least(1, "run", keep_checkpoints=self.keep_checkpoints, eval_samples_per_prompt=self.eval_samples_per_prompt)

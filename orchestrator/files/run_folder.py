@@ -8,7 +8,9 @@
       metrics.jsonl      one row per step
       fleet.jsonl        what happened to each rollout worker, and when; its tokens every two seconds
       startup.jsonl      one row per start: who did what, from when to when
-      samples.jsonl      a few responses, held out and of training, to be read by people
+      samples.jsonl      a few responses of every step, token by token, and of every evaluation
+      samples.index      where each of its rows is, and what they are sorted by
+      timeline.jsonl     one row per step: who did what, from when to when
       curves.png         reward, evaluation, mismatch KL, entropy, sync seconds
       tensorboard/       the same numbers as events
       model/             config.json and tokenizer, as engines read them
@@ -105,6 +107,16 @@ class RunFolder:
     def samples(self) -> Path:
         """Rollouts to read."""
         return self.root / "samples.jsonl"
+
+    @property
+    def samples_index(self) -> Path:
+        """Where the rows of `samples` are."""
+        return self.root / "samples.index"
+
+    @property
+    def timeline(self) -> Path:
+        """Who did what in each step."""
+        return self.root / "timeline.jsonl"
 
     @property
     def log(self) -> Path:

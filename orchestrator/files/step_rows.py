@@ -10,7 +10,7 @@ name outside of it is refused.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,8 @@ import numpy as np
 
 from orchestrator.files.loss_metrics import loss_metrics
 from orchestrator.files.metrics_catalogue import NO_REWARDS, RewardNames, Value, catalogue
+from orchestrator.files.samples import TrainedRollout
+from orchestrator.files.timeline import StepTimeline
 from rollout.agents.failures import FAILURES
 from rollout.agents.token_tree import REASONS
 from rollout.branches import branches_of
@@ -43,8 +45,9 @@ class StepRecord:
     num_ranks: int = 1
     extra: dict[str, Value] = field(default_factory=dict[str, Value])
     """Single numbers by their catalogue name: seconds, counts."""
-    shows_groups: bool = False
-    """Whether some of `groups` go to samples.jsonl, as some of `eval_groups` always do."""
+    trained: Mapping[tuple[int, int], TrainedRollout] = field(default_factory=dict[tuple[int, int], TrainedRollout])
+    """What the trainer made of those of `groups` that are shown (samples.shown_rollouts)."""
+    timeline: StepTimeline | None = None
 
 
 def row_of(record: StepRecord, rewards: RewardNames = NO_REWARDS) -> dict[str, Value]:

@@ -1,12 +1,12 @@
-"""The one place that emits metrics, progress and samples. Every other part of a run returns measurements.
+"""The one place that emits metrics, progress, samples and timelines. Every other part of a run returns measurements.
 
     StepRecord --> step_rows.row_of --> metrics.jsonl    one row per step; step 0 is the state before training
                                     |-> tensorboard/     the same numbers (written without torch)
                                     |-> Ray gauges       ray_slipstream_<area>_<name>, for Prometheus
                                     +-> a progress line  with the time left
 
-Owns: where rows go, and samples.jsonl. Does not own: what is in a row (step_rows.py, metrics_catalogue.py), the format
-of events and gauges (metric_sinks), of the log (run_log), the picture at the end (curves).
+Owns: where rows go. Does not own: what is in a row (step_rows.py, metrics_catalogue.py, samples.py, timeline.py), the
+format of events and gauges (metric_sinks), of the log (run_log), the picture at the end (curves).
 Invariant: rows are in step order, one each. Tests and plots read metrics.jsonl, never stdout.
 """
 
@@ -28,7 +28,9 @@ from orchestrator.files.metric_sinks import RayGauges, TensorBoardEvents
 from orchestrator.files.metrics_catalogue import NO_REWARDS, RewardNames, Value, catalogue
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine
+from orchestrator.files.samples import SampleLog
 from orchestrator.files.step_rows import StepRecord, row_of
+from orchestrator.files.timeline import row_of_step, write_row
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ class Telemetry:
         first_step: what was emitted after this step is removed: it belongs to work that a resumed run redoes.
         progress: the line on the terminal.
         rewards: names of the run's rewards.
+        samples_per_step: run.samples_per_step.
+        max_sample_bytes_per_step: run.max_sample_bytes_per_step.
     """
 
     def __init__(
@@ -53,15 +57,19 @@ class Telemetry:
         tensorboard: bool,
         progress: ProgressLine,
         rewards: RewardNames = NO_REWARDS,
+        samples_per_step: int = 0,
+        max_sample_bytes_per_step: int = 0,
     ) -> None:
         self._folder = folder
         self._rewards = rewards
         self._num_steps = num_steps
         self._progress = progress
         truncate_rows(folder.metrics, after_step=first_step)
-        truncate_rows(folder.samples, after_step=first_step)
+        truncate_rows(folder.timeline, after_step=first_step)
         self._file: TextIO = folder.metrics.open("a")
-        self._samples: TextIO = folder.samples.open("a")
+        self._samples = SampleLog(
+            folder, after_step=first_step, most=samples_per_step, most_bytes=max_sample_bytes_per_step
+        )
         self._events = TensorBoardEvents(folder.tensorboard, after_step=first_step) if tensorboard else None
         self._gauges = RayGauges(catalogue(rewards))
         self._recent_s: deque[float] | None = None
@@ -89,7 +97,10 @@ class Telemetry:
         if record.eval_groups:
             self.last_eval_reward = row["eval/reward"]
         with naming_a_full_disk(self._folder.samples):
-            self._write_samples(record)
+            self._samples.write(record.step, record.policy_version, record.groups, record.eval_groups, record.trained)
+        if record.timeline is not None:
+            with naming_a_full_disk(self._folder.timeline):
+                write_row(self._folder.timeline, row_of_step(record.step, record.timeline, record.sync))
         seconds = row["step/total_s"]
         if record.optim is not None and seconds is not None:
             if self._recent_s is None:
@@ -120,27 +131,6 @@ class Telemetry:
         text = [f"{name} {format(value, spec)}{'s' if name in ('wait', 'sync', 'step') else ''}"
                 for name, value, spec in shown if value is not None]  # fmt: skip
         return "  ".join(text)
-
-    def _write_samples(self, record: StepRecord, num_shown: int = 8) -> None:
-        """The first response of each of the first groups."""
-        training = record.groups[:num_shown] if record.shows_groups else ()
-        held_out = record.eval_groups[:num_shown]
-        for kind, group in [*(("training", group) for group in training), *(("held-out", group) for group in held_out)]:
-            row: dict[str, Any] = {
-                "step": record.step,
-                "policy_version": record.policy_version,
-                "kind": kind,
-                "prompt": group.prompt.text,
-                "response": group.rollouts[0].text,
-                "reward": group.rewards[0],
-                "parts": group.parts[0] if group.parts else {},
-                "finish_reason": group.rollouts[0].finish_reason,
-            }
-            if group.rollouts[0].turns:
-                row["turns"] = [{"given": turn.given, "said": turn.said} for turn in group.rollouts[0].turns]
-                row["failure"] = group.rollouts[0].failure
-            self._samples.write(json.dumps(row) + "\n")
-        self._samples.flush()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from orchestrator.errors import WaitTimeout
+from orchestrator.files.timeline import Activities
 from orchestrator.fleet.replicas import Replica, ReplicaState
 from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.waiting import wait_for
@@ -31,13 +33,17 @@ class Router:
 
     Args:
         request_timeout_s: a group that takes longer is given up, and its worker with it.
+        activities: told which worker sampled what, and when.
     """
 
-    def __init__(self, supervisor: Supervisor, *, request_timeout_s: float) -> None:
+    def __init__(
+        self, supervisor: Supervisor, *, request_timeout_s: float, activities: Activities | None = None
+    ) -> None:
         self.num_failed_groups = 0
         """Groups that had to be sampled again because their worker failed."""
         self._supervisor = supervisor
         self._request_timeout_s = request_timeout_s
+        self._activities = activities or Activities()
 
     async def generate_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> list[Rollout]:
         """Sample a group on the least loaded serving replica; on another one when that fails.
@@ -53,6 +59,7 @@ class Router:
             replica = await self._supervisor.least_loaded()
             worker, num_updates = replica.worker, replica.num_updates
             replica.num_in_flight += 1
+            began = time.time()
             try:
                 return await self._generate_on(replica, prompt, n, sampling)
             except ReplicaDirty as error:
@@ -68,6 +75,7 @@ class Router:
                     await self._supervisor.fail(replica, f"{type(error).__name__}: {error}")
             finally:
                 replica.num_in_flight -= 1
+                self._activities.note(f"rollout-{replica.index}", "sample", began, prompt.prompt_id)
 
     async def generate(self, prompt: Prompt, sampling: SamplingConfig) -> Rollout:
         """Sample one response, in the same way. Raises: as generate_group()."""

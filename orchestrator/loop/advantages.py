@@ -14,7 +14,7 @@ import numpy as np
 from conf.schema import AdvantageScale, AlgorithmConfig
 from rollout.branches import Branch, branches_of
 from rollout.types import Group
-from trainer.types import Denominators, Sample
+from trainer.types import Denominators, Origin, Sample
 
 _STD_EPS = 1e-6
 
@@ -57,7 +57,7 @@ def build_samples(groups: Sequence[Group], config: AlgorithmConfig, shuffle_rng:
     among the siblings of each group: same rewards, same lengths, same loss scale, and nothing to learn from.
     """
     samples: list[Sample] = []
-    for group in groups:
+    for number, group in enumerate(groups):
         advantages = group_advantages(group.rewards, config.advantage_scale)
         kept = [
             i
@@ -70,7 +70,8 @@ def build_samples(groups: Sequence[Group], config: AlgorithmConfig, shuffle_rng:
         if config.shuffle_advantages:
             values = shuffle_rng.permutation(values)
         for i, value in zip(kept, values, strict=True):
-            samples += [_build_sample(branch, value) for branch in branches_of(group.prompt, group.rollouts[i])]
+            branches = enumerate(branches_of(group.prompt, group.rollouts[i]))
+            samples += [_build_sample(branch, value, (number, i, which)) for which, branch in branches]
     return [sample for sample in samples if sample.num_valid_tokens]
 
 
@@ -90,7 +91,7 @@ def denominators_of(samples: Sequence[Sample], policy_version: int, max_response
     )
 
 
-def _build_sample(branch: Branch, advantage: float) -> Sample:
+def _build_sample(branch: Branch, advantage: float, origin: Origin) -> Sample:
     """Masks and per-token values are zero on tokens that the engine was given."""
     loss_mask = np.array(branch.counts, dtype=bool)
     experts = has_route = None
@@ -106,4 +107,5 @@ def _build_sample(branch: Branch, advantage: float) -> Sample:
         oldest_version=min(branch.policy_versions),
         routed_experts=experts,
         has_route=has_route,
+        origin=origin,
     )

@@ -45,13 +45,16 @@ from conf.schema import RunConfig
 from orchestrator.errors import NoReplicasLeft
 from orchestrator.files.metrics_catalogue import Value
 from orchestrator.files.run_checkpoint import RunState
+from orchestrator.files.samples import shown_rollouts
 from orchestrator.files.step_rows import StepRecord
+from orchestrator.files.timeline import TRAINER, StepTimeline
 from orchestrator.loop.advantages import build_samples, denominators_of
 from orchestrator.loop.buffer import Batch, GroupBuffer
 from orchestrator.loop.floor import measure_floor
 from orchestrator.loop.ports import LoopServices, Stopwatch
 from orchestrator.loop.publication import Publication
 from orchestrator.loop.sampler import Sampler
+from orchestrator.loop.shown import join, mark
 from orchestrator.loop.step_loop import StepLoop
 from orchestrator.waiting import wait_for
 from trainer.step.microbatches import pack
@@ -68,7 +71,9 @@ class Controller(StepLoop):
     """See the module's docstring. `await controller.train()` runs to the last step."""
 
     def __init__(self, config: RunConfig, services: LoopServices) -> None:
-        super().__init__(config, services.trainer, services.telemetry, services.checkpoints, services.on_clock)
+        super().__init__(
+            config, services.trainer, services.telemetry, services.checkpoints, services.on_clock, services.activities
+        )
         self.services = services
         self.buffer = GroupBuffer(
             config.algorithm.groups_per_step,
@@ -94,7 +99,7 @@ class Controller(StepLoop):
         is_synced = self._config.weight_sync.enabled
         if resume_from is not None and is_synced:
             await self._load(resume_from)
-        started = time.monotonic()
+        started, began = time.monotonic(), time.time()
         report = await self.publish()
         if report.num_committed == 0:  # restarts repair workers, not a set-up in which none ever served
             reasons = "; ".join(f"{replica.endpoint}: {replica.error}" for replica in report.replicas)
@@ -105,6 +110,7 @@ class Controller(StepLoop):
             record = StepRecord(self.step, self.policy_version, sync=report)
             await self._fed(self._evaluate_into(record))
             record.extra["step/total_s"] = time.monotonic() - started
+            record.timeline = StepTimeline(began, time.time(), self._activities.take())
             self.services.telemetry.step(record)
 
     async def _next_step(self) -> None:
@@ -112,7 +118,7 @@ class Controller(StepLoop):
 
         consumes: a batch     waits for: a batch, the trainer, the publish     unblocked by: Sampler.run, deadlines
         """
-        clock = Stopwatch()
+        clock = Stopwatch(self._activities)
         batch = await self._or_save(self._fed(self._next_batch()))
         clock.lap("rollout/wait_s")
         await self._finish_step(self._train_on(batch, clock))
@@ -128,7 +134,8 @@ class Controller(StepLoop):
             self.step + 1, self.policy_version, batch.groups, batch.staleness_steps, num_ranks=num_ranks
         )
         record.extra["staleness/dropped_groups"] = batch.num_dropped
-        samples = build_samples(batch.groups, config.algorithm, self._shuffle_rng)
+        places = shown_rollouts(batch.groups, config.run.samples_per_step)
+        samples = mark(build_samples(batch.groups, config.algorithm, self._shuffle_rng), places)
         if samples:
             floor = asyncio.create_task(self._floor_of(batch, record.step))
             try:
@@ -145,14 +152,12 @@ class Controller(StepLoop):
                 self._check_that_weights_moved(record.optim, record.sync)
             await self.buffer.open_next_batch()  # after the commit: what is sampled next comes from the new version
             self._is_whole = True
-            is_due = config.run.is_due(config.run.eval_every_steps, self.step)
-            record.shows_groups = is_due or self.step == 1
-            if is_due:
+            if config.run.is_due(config.run.eval_every_steps, self.step):
                 await self._or_save(self._fed(self._evaluate_into(record)))
 
     async def _update(self, samples: list[Sample], record: StepRecord, clock: Stopwatch) -> None:
         """Gradients of a batch, and the optimizer's step."""
-        trainer, config = self.services.trainer, self._config
+        trainer, config, trained_version = self.services.trainer, self._config, self.policy_version
         denominators = denominators_of(samples, self.policy_version, config.max_response_tokens)
         plan = pack([s.num_tokens for s in samples], trainer.num_ranks, config.trainer.max_microbatch_tokens)
         record.loss = await trainer.forward_backward(
@@ -161,6 +166,7 @@ class Controller(StepLoop):
         clock.lap("trainer/forward_backward_s")
         record.optim = await trainer.optimizer_step()  # refuses a loss or norm that is not finite
         clock.lap("trainer/optimizer_s")
+        record.trained = join(record.groups, samples, record.loss, trained_version)
         record.extra["trainer/num_microbatches"] = len(plan[0])
 
     async def _floor_of(self, batch: Batch, step: int) -> dict[str, Value]:
@@ -181,7 +187,10 @@ class Controller(StepLoop):
 
     async def publish(self) -> PublishReport:
         """Send the trainer's version to every replica. A replica that fails is restarted, or out; the others go on."""
-        return await Publication(self._config.weight_sync, self.services, self.policy_version).run()
+        began = time.time()
+        report = await Publication(self._config.weight_sync, self.services, self.policy_version).run()
+        self._activities.note(TRAINER, "publish", began)
+        return report
 
     async def _fed(self, sampling: Awaitable[T]) -> T:
         """Await what depends on rollout workers. When none serves, publish at once to a worker that comes back."""
@@ -229,9 +238,10 @@ class Controller(StepLoop):
 
     async def _evaluate_into(self, record: StepRecord) -> None:
         if self.services.eval_prompts:
-            started = time.monotonic()
+            started, began = time.monotonic(), time.time()
             record.eval_groups = await self.sampler.evaluate()
             record.extra["eval/total_s"] = time.monotonic() - started
+            self._activities.note(TRAINER, "wait for the evaluation", began)
 
     async def _or_save(self, sampling: Awaitable[T]) -> T:
         """Await what depends on workers and rewards. When they fail, the trainer is well: save before the run ends."""

@@ -62,7 +62,7 @@ class Finetuner(StepLoop):
         await self._finish_step(self._train_on_next())
 
     async def _train_on_next(self) -> None:
-        trainer, clock = self._trainer, Stopwatch()
+        trainer, clock = self._trainer, Stopwatch(self._activities)
         batch = [next(self._stream) for _ in range(self._config.algorithm.sequences_per_step)]
         samples = [conversation.sample(self.policy_version) for conversation in batch]
         microbatches = self._pack(samples)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from orchestrator.files.metrics_catalogue import Value
 from orchestrator.files.run_checkpoint import CheckpointStore
 from orchestrator.files.telemetry import Telemetry
+from orchestrator.files.timeline import TRAINER, Activities
 from orchestrator.fleet.router import Router
 from orchestrator.fleet.supervisor import Supervisor
 from rollout.types import Judgement, Prompt, Rollout
@@ -96,23 +97,43 @@ class LoopServices:
     checkpoints: CheckpointStore
     traces: Path
     """Where the timelines of publishes are written."""
+    activities: Activities = field(default_factory=Activities)
+    """Where router, sampler and controller note what they do."""
     episodes: Episodes | None = None
     """None: one response to each prompt (rollout.agent=null)."""
     on_clock: Callable[[int, int], None] = lambda step, policy_version: None
     """Called with step and policy version whenever one changes; logs carry them."""
 
 
-class Stopwatch:
-    """Seconds of a step's parts, by metric name."""
+_WORDS = {
+    "rollout/wait_s": "wait for rollouts",
+    "trainer/forward_backward_s": "forward and backward",
+    "trainer/optimizer_s": "optimizer",
+}
+"""What a timeline calls the parts of a step."""
 
-    def __init__(self) -> None:
+
+class Stopwatch:
+    """Seconds of a step's parts, by metric name.
+
+    Args:
+        activities: gets the same parts as what the trainer does; None: nobody does.
+    """
+
+    def __init__(self, activities: Activities | None = None) -> None:
         self._started = self._last = time.monotonic()
+        self.began_at = time.time()
+        """The start, in seconds since 1970."""
+        self._activities = activities
         self.laps: dict[str, Value] = {}
 
     def lap(self, name: str) -> None:
         """Note the seconds of the part that ends now."""
         now = time.monotonic()
-        self.laps[name], self._last = now - self._last, now
+        seconds, self._last = now - self._last, now
+        self.laps[name] = seconds
+        if self._activities is not None:
+            self._activities.note(TRAINER, _WORDS[name], time.time() - seconds)
 
     @property
     def total_s(self) -> float:

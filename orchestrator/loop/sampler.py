@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from conf.schema import RunConfig, SamplingConfig
 from orchestrator.errors import TrainingStopped
+from orchestrator.files.timeline import REWARDS
 from orchestrator.loop.advantages import is_informative
 from orchestrator.loop.buffer import GroupBuffer, Ticket
 from orchestrator.loop.ports import LoopServices
@@ -110,11 +112,14 @@ class Sampler:
         services = self._services
         if services.episodes is None:
             rollouts = await services.router.generate_group(prompt, n, sampling)
+            sampled_at = time.time()
             judgements = await services.rewards.score_group(prompt, rollouts)
         else:
             episodes = await services.episodes.run_group(prompt, n, sampling)
+            sampled_at = time.time()
             rollouts = [episode.rollout for episode in episodes]
             judgements = await self._judge(prompt, episodes)
+        services.activities.note(REWARDS, "judge", sampled_at, prompt.prompt_id)
         self.num_generated += 1
         return Group(prompt, rollouts, [one.reward for one in judgements], [one.parts for one in judgements])
 

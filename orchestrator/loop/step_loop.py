@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from orchestrator.files.metrics_catalogue import Value
 from orchestrator.files.run_checkpoint import CheckpointStore, RunState
 from orchestrator.files.step_rows import StepRecord
 from orchestrator.files.telemetry import Telemetry
+from orchestrator.files.timeline import Activities, StepTimeline
 from orchestrator.loop.parity_alarm import ParityAlarm
 from orchestrator.loop.ports import StepTrainer, Stopwatch
 from orchestrator.waiting import finish_first, last_attempt
@@ -44,6 +46,7 @@ class StepLoop(ABC):
 
     Args:
         on_clock: told of every change of step and policy version; logs carry them.
+        activities: where others note what they do, for the step's timeline.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class StepLoop(ABC):
         telemetry: Telemetry,
         checkpoints: CheckpointStore,
         on_clock: Callable[[int, int], None],
+        activities: Activities | None = None,
     ) -> None:
         self.step = 0
         self.policy_version = 0
@@ -61,6 +65,7 @@ class StepLoop(ABC):
         self._telemetry = telemetry
         self._checkpoints = checkpoints
         self._on_clock = on_clock
+        self._activities = activities or Activities()
         self._is_whole = True
         """Whether trainer, clock and data agree."""
         self._num_refused_in_a_row = 0
@@ -159,6 +164,7 @@ class StepLoop(ABC):
 
     def _write_row(self, record: StepRecord, clock: Stopwatch) -> None:
         record.extra |= clock.laps | self._counts() | {"step/total_s": clock.total_s}
+        record.timeline = StepTimeline(clock.began_at, time.time(), self._activities.take())
         row = self._telemetry.step(record)
         self._alarm_raised = self._alarm.reason_to_stop(record.step, row)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine
 from orchestrator.files.telemetry import Telemetry, read_rows
+from orchestrator.files.timeline import Activities
 from orchestrator.fleet.router import Router
 from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.loop.controller import Controller
@@ -132,6 +133,8 @@ class FakeTrainer(Watched):
         """Per publish: its version, and the replicas it was told to leave out."""
         self.num_changed_params: int | None = 5
         self.refuses_reconnect: set[int] = set()
+        self.log_ratio = 0.125
+        """Its log-probabilities minus those of the engines."""
         self.extra_sums: dict[str, float] = {}
         """Sums of every step's loss, over those of a trainer that agrees with its engines."""
         world.committed = [-1] * num_workers
@@ -149,7 +152,9 @@ class FakeTrainer(Watched):
         await asyncio.sleep(0)
         tokens = float(denominators.num_valid_tokens)
         sums = {"policy/num_tokens": tokens, "policy/entropy_sum": 2.0 * tokens}
-        return [measured(sums | self.extra_sums), measured()]
+        shown = [sample for sample in samples if sample.is_shown]
+        logprobs = {sample.origin: sample.rollout_logprobs[sample.loss_mask] + self.log_ratio for sample in shown}
+        return [measured(sums | self.extra_sums), replace(measured(), logprobs=logprobs)]
 
     async def optimizer_step(self) -> OptimStats:
         await self._reached("optimizer_step")
@@ -375,13 +380,17 @@ class Loop:
             tensorboard=False,
             progress=ProgressLine(Console(file=StringIO())),
             rewards=RewardNames() if self.rewards.requests is None else RewardNames(("style",), ("style",)),
+            samples_per_step=self.config.run.samples_per_step,
+            max_sample_bytes_per_step=self.config.run.max_sample_bytes_per_step,
         )
         with telemetry:
             supervisor = Supervisor(self.workers, restart=self.restart, max_restarts=self.max_restarts, backoff_s=0)
+            activities = Activities()
             services = LoopServices(
                 trainer=self.trainer,
                 supervisor=supervisor,
-                router=Router(supervisor, request_timeout_s=5),
+                router=Router(supervisor, request_timeout_s=5, activities=activities),
+                activities=activities,
                 prompts=self.prompts,
                 eval_prompts=[Prompt(1000, (1,), "held out"), Prompt(1001, (1,), "held out")],
                 rewards=self.rewards,

@@ -26,16 +26,18 @@ before `exp`. Shapes: N counted tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from conf.schema import AlgorithmConfig, Normalization, RatioBaseline
 from trainer.step.corrections import LOG_RATIO_BOUND, correction_sums, importance_weights
 from trainer.step.mismatch import k3, measure_mismatch
-from trainer.types import Denominators, LossStats
+from trainer.types import Denominators, LossStats, Origin, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +174,22 @@ def _token_shares(sequence_lengths_N: Tensor, normalization: Normalization, deno
 
 
 class LossAccumulator:
-    """Adds up the sums, vectors and maxima of a call's microbatches on the device; one copy to the host at the end."""
+    """Adds up the sums, vectors and maxima of a call's microbatches on the device; one copy to the host at the end, and
+    one more of log-probabilities that are to be shown."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
         self._vectors: dict[str, Tensor] = {}
+        self._shown: dict[Origin, Tensor] = {}
+
+    def show(self, samples: Sequence[Sample], logprobs_N: Tensor) -> None:
+        """Keep the log-probabilities of those samples of one microbatch that are to be shown."""
+        if any(sample.is_shown for sample in samples):
+            of_samples = logprobs_N.detach().float().split([sample.num_valid_tokens for sample in samples])
+            for sample, own_N in zip(samples, of_samples, strict=True):
+                if sample.is_shown and sample.origin is not None:
+                    self._shown[sample.origin] = own_N
 
     def add(self, part: PolicyLoss) -> None:
         """Add one microbatch."""
@@ -198,4 +210,12 @@ class LossAccumulator:
             {name: next(values) for name in self._sums},
             {name: next(values) for name in self._maxima},
             {name: list(islice(values, vector.numel())) for name, vector in self._vectors.items()},
+            self._logprobs(),
         )
+
+    def _logprobs(self) -> dict[Origin, np.ndarray]:
+        if not self._shown:
+            return {}
+        on_host = torch.cat(list(self._shown.values())).cpu().numpy()
+        ends = np.cumsum([own_N.numel() for own_N in self._shown.values()])
+        return dict(zip(self._shown, np.split(on_host, ends[:-1]), strict=True))

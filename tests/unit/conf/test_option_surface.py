@@ -16,6 +16,8 @@ OPTIONS = [
     "run.keep_checkpoints",
     "run.eval_every_steps",
     "run.eval_samples_per_prompt",
+    "run.samples_per_step",
+    "run.max_sample_bytes_per_step",
     "run.tensorboard",
     "model.path",
     "model.init",

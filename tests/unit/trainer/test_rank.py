@@ -278,6 +278,23 @@ def test_values_of_tokens_that_do_not_count_are_never_read():
     assert all(torch.equal(grad, dirty[name]) for name, grad in clean.items())
 
 
+def test_log_probabilities_of_shown_samples_give_the_same_mismatch_as_the_sums():
+    """All are shown: k3 of each token by hand, added up, is the sum that the loss made on the device."""
+    rank = make_rank()
+    fill_adapters(rank, 1)
+    samples = [replace(s, origin=(i, 0, 0), is_shown=True) for i, s in enumerate(make_samples())]
+    stats = rank.forward_backward([[samples[1], samples[0]], samples[2:]], count(samples))
+    assert stats.logprobs.keys() == {sample.origin for sample in samples}
+    ratios = [stats.logprobs[s.origin].astype(np.float64) - s.rollout_logprobs[s.loss_mask] for s in samples]
+    k3 = sum((np.expm1(ratio) - ratio).sum() for ratio in ratios)
+    assert k3 == pytest.approx(stats.sums["parity/k3_sum"], rel=1e-6)
+
+    hidden = [replace(sample, is_shown=sample.origin == (3, 0, 0)) for sample in samples]
+    alone = rank.forward_backward([hidden], count(hidden)).logprobs
+    assert alone.keys() == {(3, 0, 0)}
+    assert np.abs(alone[3, 0, 0] - stats.logprobs[3, 0, 0]).max() < 1e-4
+
+
 def test_a_batch_without_a_sample_changes_no_weight():
     """Every reward of a batch may fail: the ranks get no microbatch, and the step is one of zero gradient."""
     rank = make_rank()

@@ -11,8 +11,8 @@ PAGE = Path(__file__).resolve().parents[4] / "docs" / "metrics.md"
 
 
 def rows_of(part: int) -> list[str]:
-    """Rows of the tables before (0) and after (1) the heading of fleet.jsonl."""
-    text = PAGE.read_text(encoding="utf-8").split("## fleet.jsonl")[part]
+    """Rows of the tables before the first heading (0) and below it, fleet.jsonl (1)."""
+    text = PAGE.read_text(encoding="utf-8").split("\n## ")[part]
     return [line for line in text.splitlines() if line.startswith("| `")]
 
 

@@ -18,6 +18,7 @@ from fakes.loop import FakeWorker, Loop, make_config
 
 from conf.schema import Relay, WeightSyncConfig
 from orchestrator.errors import NoReplicasLeft, TrainingStopped
+from orchestrator.files.telemetry import read_rows
 from rollout.types import Prompt, Rollout
 
 
@@ -66,7 +67,32 @@ async def test_every_step_has_one_row_and_all_prompts_are_used_once(tmp_path: Pa
     assert sampled == list(range(12))
     samples = [json.loads(line) for line in loop.folder.samples.read_text().splitlines()]
     assert {row["step"] for row in samples if row["kind"] == "held-out"} == {0, 4}
-    assert {row["step"] for row in samples if row["kind"] == "training"} == {1, 4}
+    training = [row for row in samples if row["kind"] == "training"]
+    assert [(row["step"], row["group"], row["sibling"]) for row in training] == [
+        (step, group, sibling) for step in (1, 2, 3, 4) for sibling in (0, 1) for group in (0, 1, 2)
+    ]
+    assert {tuple(row["log_ratios"]) for row in training} == {(0.125, 0.125)}, "what the trainer returned, less theirs"
+    assert {(row["reward"], *row["advantages"]) for row in training} == {(0.0, -1.0), (1.0, 1.0)}
+    assert {row["staleness"] for row in training} == {0}
+
+
+async def test_every_step_has_a_timeline_of_trainer_workers_and_rewards(tmp_path: Path) -> None:
+    """Each of 4 batches is 3 groups, and the evaluations are 2 groups each, of which step 0 has one."""
+    loop = Loop(tmp_path, make_config(num_steps=4))
+    await loop.run()
+    rows = read_rows(loop.folder.timeline)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    for row in rows[1:]:
+        of_trainer = [what for who, what, *_ in row["spans"] if who == "trainer"]
+        assert of_trainer[:4] == ["wait for rollouts", "forward and backward", "optimizer", "publish"]
+        assert of_trainer[4:] == (["wait for the evaluation"] if row["step"] == 4 else [])
+        assert (row["publish"]["version"], len(row["publish"]["replicas"])) == (row["step"], 2)
+        assert all(begin <= end <= row["to"] - row["from"] + 0.01 for _, _, begin, end, _ in row["spans"])
+    sampled = [span for row in rows for span in row["spans"] if span[1] == "sample"]
+    judged = [span for row in rows for span in row["spans"] if span[1] == "judge"]
+    assert len(sampled) == len(judged) == 4 * 3 + 2 * 2
+    assert {who for who, *_ in sampled} == {"rollout-0", "rollout-1"}
+    assert sorted(prompt for *_, prompt in sampled) == sorted([*range(12), 1000, 1001, 1000, 1001])
 
 
 @pytest.mark.parametrize("num_ranks", [4, 9])

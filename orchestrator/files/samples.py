@@ -1,0 +1,219 @@
+"""samples.jsonl: responses of training and of evaluations, token by token, for people and for `slipstream view`.
+
+    groups --shown_rollouts--> a few of them --sample_row--> --fitted--> samples.jsonl, samples.index
+
+Owns: which rollouts of a step are shown, the form of a row, and its size. Does not own: the index's form
+(sample_index.py), how the trainer's figures reach their rollouts (loop/shown.py).
+Invariants: the rows of one step take run.max_sample_bytes_per_step at most: what is too long loses its middle, and says
+how much. A resumed run has the rows of a step once. Rows are in step order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from orchestrator.files.run_folder import RunFolder
+from orchestrator.files.sample_index import entry_of, read_index
+from rollout.types import Group, Rollout
+
+SHORTEST_TEXT = 200
+"""Characters of a text that are always kept."""
+FEWEST_TOKENS = 16
+"""Tokens whose figures are always kept."""
+_TOKEN_LISTS = ("token_ids", "rollout_logprobs", "log_ratios", "advantages")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedRollout:
+    """What the trainer made of one rollout. The lists have one entry per sampled token, None outside of the loss."""
+
+    staleness_steps: int
+    advantages: list[float | None]
+    trainer_logprobs: list[float | None]
+
+
+def shown_rollouts(groups: Sequence[Group], most: int) -> list[tuple[int, int]]:
+    """(number of its group, number in the group) of the rollouts to show: the first of each group, then the second of
+    each, until there are `most`. Which ones does not depend on what they are worth.
+    """
+    longest = max((len(group.rollouts) for group in groups), default=0)
+    every = [(g, r) for r in range(longest) for g, group in enumerate(groups) if r < len(group.rollouts)]
+    return every[:most]
+
+
+class SampleLog:
+    """Writes both files of one run.
+
+    Args:
+        after_step: rows of later steps are removed: they belong to work that a resumed run redoes.
+        most: run.samples_per_step.
+        most_bytes: run.max_sample_bytes_per_step.
+    """
+
+    def __init__(self, folder: RunFolder, *, after_step: int, most: int, most_bytes: int) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        entries = read_index(folder.samples, folder.samples_index)
+        kept = entries[: int(np.searchsorted(entries["step"], after_step, side="right"))]
+        end = int(kept["offset"][-1] + kept["length"][-1]) if len(kept) else 0
+        self._rows = folder.samples.open("ab")
+        self._rows.truncate(end)
+        self._offset = end
+        folder.samples_index.write_bytes(kept.tobytes())
+        self._entries = folder.samples_index.open("ab")
+
+    def close(self) -> None:
+        """Close both files."""
+        self._rows.close()
+        self._entries.close()
+
+    def write(
+        self,
+        step: int,
+        policy_version: int,
+        training: Sequence[Group],
+        held_out: Sequence[Group],
+        trained: Mapping[tuple[int, int], TrainedRollout],
+    ) -> None:
+        """Add the rows of one step, as many and as long as the options allow."""
+        untrained: Mapping[tuple[int, int], TrainedRollout] = {}
+        rows = [
+            sample_row(step, policy_version, kind, place, groups[place[0]], of_trainer.get(place))
+            for kind, groups, of_trainer in (("training", training, trained), ("held-out", held_out, untrained))
+            for place in shown_rollouts(groups, self._most)
+        ]
+        left = self._most_bytes
+        lines: list[bytes] = []
+        entries: list[np.ndarray[Any, Any]] = []
+        for number, row in enumerate(rows):
+            line = fitted(row, left // (len(rows) - number))
+            if line is not None:
+                entries.append(entry_of(row, self._offset, len(line)))
+                lines.append(line)
+                left -= len(line)
+                self._offset += len(line)
+        self._rows.write(b"".join(lines))
+        self._rows.flush()
+        self._entries.write(b"".join(entry.tobytes() for entry in entries))
+        self._entries.flush()
+
+
+def sample_row(
+    step: int, policy_version: int, kind: str, place: tuple[int, int], group: Group, trained: TrainedRollout | None
+) -> dict[str, Any]:
+    """One row; docs/metrics.md has the meaning of each field."""
+    number, which = place
+    rollout = group.rollouts[which]
+    row: dict[str, Any] = {
+        "step": step,
+        "policy_version": policy_version,
+        "kind": kind,
+        "group": number,
+        "sibling": which,
+        "prompt_id": group.prompt.prompt_id,
+        "reward": _rounded(group.rewards[which]),
+        "parts": group.parts[which] if group.parts else {},
+        "finish_reason": rollout.finish_reason,
+        "num_tokens": len(rollout.token_ids),
+        **(_figures(rollout, trained) if trained is not None else {}),
+        "prompt": group.prompt.text,
+        "response": rollout.text,
+        "versions": [[version, len(list(same))] for version, same in groupby(rollout.policy_versions)],
+        "token_ids": list(rollout.token_ids),
+        "rollout_logprobs": [_rounded(value) for value in rollout.logprobs],
+    }
+    if trained is not None:
+        pairs = zip(trained.trainer_logprobs, rollout.logprobs, strict=True)
+        row["log_ratios"] = [None if own is None else _rounded(own - engine) for own, engine in pairs]
+        advantages = [_rounded(value) for value in trained.advantages]
+        row["advantages"] = advantages[:1] if len(set(advantages)) == 1 else advantages
+    if rollout.turns:
+        row["turns"] = [
+            {
+                "parent": turn.parent,
+                "reason": turn.reason,
+                "num_tokens": turn.num_tokens,
+                "given": turn.given,
+                "said": turn.said,
+            }
+            for turn in rollout.turns
+        ]
+        row["failure"] = rollout.failure
+    return row
+
+
+def fitted(row: dict[str, Any], most_bytes: int) -> bytes | None:
+    """The row as a line of at most `most_bytes`. Texts and lists of tokens that are too long lose their middle; None
+    when that is not enough.
+
+    A token list that was cut has `cut`: [first, end) of the tokens that are left out of all lists.
+    """
+    line = _line(row)
+    num_chars = max((len(text) for _, _, text in _texts(row)), default=0)
+    num_tokens = len(row["token_ids"])
+    while len(line) > most_bytes:
+        if num_chars <= SHORTEST_TEXT and num_tokens <= FEWEST_TOKENS:
+            return None
+        num_chars, num_tokens = max(num_chars // 2, SHORTEST_TEXT), max(num_tokens // 2, FEWEST_TOKENS)
+        line = _line(_shortened(row, num_chars, num_tokens))
+    return line
+
+
+def _figures(rollout: Rollout, trained: TrainedRollout) -> dict[str, Any]:
+    """What rows are sorted by."""
+    advantages = [value for value in trained.advantages if value is not None]
+    pairs = zip(trained.trainer_logprobs, rollout.logprobs, strict=True)
+    ratios = [min(max(own - engine, -20.0), 20.0) for own, engine in pairs if own is not None]
+    k3 = [math.expm1(ratio) - ratio for ratio in ratios]
+    return {
+        "staleness": trained.staleness_steps,
+        "mean_advantage": _rounded(math.fsum(advantages) / len(advantages)) if advantages else None,
+        "k3": _rounded(math.fsum(k3) / len(k3)) if k3 else None,
+        "k3_max": _rounded(max(k3)) if k3 else None,
+    }
+
+
+def _shortened(row: dict[str, Any], num_chars: int, num_tokens: int) -> dict[str, Any]:
+    short = {**row, "turns": [dict(turn) for turn in row["turns"]]} if "turns" in row else dict(row)
+    for name, turn, text in _texts(short):
+        holder = short if turn is None else short["turns"][turn]
+        holder[name] = _cut_text(text, num_chars)
+    total = len(row["token_ids"])
+    if total > num_tokens:
+        first, end = num_tokens // 2, total - (num_tokens - num_tokens // 2)
+        short["cut"] = [first, end]
+        for name in _TOKEN_LISTS:
+            if len(short.get(name, ())) == total:
+                short[name] = [*short[name][:first], *short[name][end:]]
+    return short
+
+
+def _texts(row: dict[str, Any]) -> list[tuple[str, int | None, str]]:
+    """(field, number of its turn, text)."""
+    turns = row.get("turns", [])
+    return [
+        *((name, None, row[name]) for name in ("prompt", "response")),
+        *((name, number, turn[name]) for number, turn in enumerate(turns) for name in ("given", "said")),
+    ]
+
+
+def _cut_text(text: str, num_chars: int) -> str:
+    if len(text) <= num_chars:
+        return text
+    half = num_chars // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters are left out here ...]\n{text[-half:]}"
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return json.dumps(row, separators=(",", ":")).encode() + b"\n"
+
+
+def _rounded(value: float | None) -> float | None:
+    """Four significant digits are more than a page shows, and half the bytes. JSON has neither NaN nor infinity."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
