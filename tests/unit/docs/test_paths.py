@@ -1,4 +1,4 @@
-"""The documents name files that exist."""
+"""The documents name files and options that exist."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from conf.options import options_by_name
+
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 HISTORY = {"LOG.md"}
 """Pages that also speak of files that are gone."""
 FOLDERS = "conf|weight_sync|trainer|rollout|orchestrator|tests|bench|docker|requirements"
 PATH = re.compile(rf"(?<![\w/.])((?:{FOLDERS})/[\w/-]+\.\w+)")
+
+SECTIONS = "|".join(sorted({name.split(".")[0] for name in options_by_name()}))
+OPTION = re.compile(rf"`((?:{SECTIONS})\.[a-z_.]+[a-z])(?:=[^`]*)?`")
+NO_OPTIONS = re.compile(r"\.(py|log|json|png)$|^weight_sync\.api\b|^data\.columns\.|^reward\.parts\.")
+"""Files and modules; and options whose last part is a name that the user chooses."""
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in HISTORY], ids=lambda page: page.name)
@@ -30,3 +37,10 @@ def test_every_room_is_on_the_map() -> None:
         if (folder / "__init__.py").exists()
     ]
     assert [room for room in rooms if f"{room}/" not in page] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in HISTORY], ids=lambda page: page.name)
+def test_every_option_that_a_page_names_exists(page: Path) -> None:
+    options = options_by_name()
+    named = {name for name in OPTION.findall(page.read_text()) if not NO_OPTIONS.search(name)}
+    assert [name for name in sorted(named) if not any(f"{option}.".startswith(f"{name}.") for option in options)] == []
