@@ -41,6 +41,9 @@ def test_every_room_is_on_the_map() -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in HISTORY], ids=lambda page: page.name)
 def test_every_option_that_a_page_names_exists(page: Path) -> None:
+    text = page.read_text()
+    if page.name == "coming_from.md":  # of its tables, the column that is ours
+        text = "\n".join(line.split("|")[2] if line.startswith("|") else line for line in text.splitlines())
+    named = {name for name in OPTION.findall(text) if not NO_OPTIONS.search(name)}
     options = options_by_name()
-    named = {name for name in OPTION.findall(page.read_text()) if not NO_OPTIONS.search(name)}
     assert [name for name in sorted(named) if not any(f"{option}.".startswith(f"{name}.") for option in options)] == []
