@@ -27,7 +27,7 @@ from conf.schema import (
     SyncMode,
     TrainMode,
 )
-from conf.tensor_parallel import has_dense_layers, num_experts_of
+from conf.tensor_parallel import has_dense_layers, has_shared_experts, num_experts_of
 
 READ_BY_POLICY_ALONE = (
     "rollout.",
@@ -57,7 +57,7 @@ READ_BY_SFT_ALONE = (
 
 DRAWN_WITH = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "seed")
 """Options of evaluations, rollout.eval_*, beside the temperature."""
-SOFTMAX_ROUTERS = ("qwen3_moe", "gpt_oss")
+SOFTMAX_ROUTERS = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """model_type of models whose router's weights are a softmax; all others' are sigmoids, in float32."""
 
 
@@ -369,7 +369,7 @@ def _reasons_of_model(hf_config: Mapping[str, Any], *, is_known: bool) -> tuple[
         ),
         Ignored(
             "trainer.numerics.dense_activation",
-            is_known and not has_dense_layers(hf_config) and not hf_config.get("n_shared_experts"),
+            is_known and not has_dense_layers(hf_config) and not has_shared_experts(hf_config),
             f"model_type={kind}, whose layers have routed experts alone",
             "remove it",
         ),

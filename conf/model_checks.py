@@ -26,6 +26,7 @@ from conf.tensor_parallel import (
     check_tp_size_fits_model,
     fp8_skipped,
     has_dense_layers,
+    has_shared_experts,
     head_dim_of,
     num_experts_of,
     one_of,
@@ -61,6 +62,7 @@ def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
         check_fp8_engine_computes_in_two_bytes(config, hf_config)
         check_adapters_beside_experts_have_gpu_engines(config, hf_config)
         check_slots_of_experts_have_kernels(config, hf_config)
+        check_slots_of_experts_have_names(config, hf_config)
         check_engine_forward_knows_the_model(config, hf_config)
         check_engine_records_routes(config, hf_config)
 
@@ -95,6 +97,16 @@ def check_slots_of_experts_have_kernels(config: RunConfig, hf_config: Mapping[st
             f"slots of all modules have the largest rank, which is {lora.slot_rank} here; set trainer.lora.rank, "
             f"attention_rank and expert_rank to {MAX_EXPERT_SLOT_RANK} at most, trainer.lora.experts=false, or "
             "weight_sync.mode=merged"
+        )
+
+
+def check_slots_of_experts_have_names(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Mixtral's checkpoints call the projections of experts w1, w2 and w3, which no adapter file does."""
+    is_adapted = config.weight_sync.mode is SyncMode.adapter and config.trainer.lora.experts
+    if is_adapted and hf_config.get("model_type") == "mixtral":
+        raise ConfigError(
+            "weight_sync.mode=adapter: the slots of mixtral's experts have no names that adapters have; set "
+            "trainer.lora.experts=false, or weight_sync.mode=merged"
         )
 
 
@@ -302,7 +314,7 @@ def check_lora_adapts_something(config: RunConfig, hf_config: Mapping[str, Any])
     lora, is_moe = config.trainer.lora, num_experts_of(hf_config) > 0
     if config.trainer.mode is TrainMode.full or lora.attention:
         return
-    has_mlp = has_dense_layers(hf_config) or hf_config.get("n_shared_experts")
+    has_mlp = has_dense_layers(hf_config) or has_shared_experts(hf_config)
     if not (lora.experts and is_moe) and not (lora.mlp and has_mlp):
         raise ConfigError(
             "trainer.lora.attention=false leaves nothing to adapt: this model has "

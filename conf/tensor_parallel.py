@@ -147,6 +147,11 @@ def has_dense_layers(hf_config: Mapping[str, Any]) -> bool:
     )
 
 
+def has_shared_experts(hf_config: Mapping[str, Any]) -> bool:
+    """Whether tokens pass a feed-forward in addition to their routed experts."""
+    return bool(hf_config.get("n_shared_experts") or hf_config.get("shared_expert_intermediate_size"))
+
+
 def _feed_forwards(hf_config: Mapping[str, Any], tp_size: int, *, is_expert_parallel: bool) -> Iterator[Width]:
     dense, width = _size(hf_config, "intermediate_size"), _size(hf_config, "moe_intermediate_size")
     if hf_config.get("model_type") == "gpt_oss":  # its only width is the experts', which is always cut
@@ -156,14 +161,22 @@ def _feed_forwards(hf_config: Mapping[str, Any], tp_size: int, *, is_expert_para
     if dense is not None and has_dense_layers(hf_config):
         names = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
         yield Width(f"the dense feed-forward's intermediate_size={dense}", dense, tp_size, names)
-    if width is None or not num_experts_of(hf_config):
+    name = "moe_intermediate_size"
+    if hf_config.get("model_type") in ("mixtral", "olmoe"):  # whose only width is the experts'
+        name, width = "intermediate_size", dense
+    if not num_experts_of(hf_config):
+        return
+    if (shared := _size(hf_config, "shared_expert_intermediate_size")) is not None:
+        names = ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj")
+        yield Width(f"the shared expert's shared_expert_intermediate_size={shared}", shared, tp_size, names)
+    if width is None:
         return
     if num_shared := _size(hf_config, "n_shared_experts"):
         names = ("shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj")
         what = f"the shared experts' {num_shared} * moe_intermediate_size={width}"
         yield Width(what, num_shared * width, tp_size, names)
     parts = 1 if is_expert_parallel else tp_size
-    yield Width(f"the routed experts' moe_intermediate_size={width}", width, parts, (".experts",))
+    yield Width(f"the routed experts' {name}={width}", width, parts, (".experts",))
 
 
 def _projections(hf_config: Mapping[str, Any], tp_size: int) -> Iterator[Width]:

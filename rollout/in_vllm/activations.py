@@ -32,6 +32,9 @@ import torch
 from torch import Tensor, nn
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
+MLP = re.compile(r"^block_sparse_moe(?=\.|$)")
+"""Mixtral's name for it."""
+SHARED = ("mlp.shared_experts", "mlp.shared_expert")
 LINEARS = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 NORMS = ("q_norm", "k_norm", "q_a_layernorm", "kv_a_layernorm")
 
@@ -69,11 +72,12 @@ class ActivationRecorder:
             record = self._recorder_of(prefix, path, module)
             if record is not None:
                 self._watch(module, record)
-            if path == "mlp.experts" and hasattr(module, "routed_experts"):
+            if MLP.sub("mlp", path) == "mlp.experts" and hasattr(module, "routed_experts"):
                 self._watch_experts(f"{prefix}mlp.", module)
 
     def _recorder_of(self, prefix: str, path: str, module: nn.Module) -> Callable[[tuple[Any, ...], Any], None] | None:
         """What to do with the arguments and the result of one module of a layer; None where it is not watched."""
+        path = MLP.sub("mlp", path)
         attention, leaf = f"{prefix}self_attn.", path.rpartition(".")[2]
         if path == "input_layernorm":
             return lambda args, out: self._norm(prefix + path, f"{prefix}stream", args, out)
@@ -81,8 +85,10 @@ class ActivationRecorder:
             return lambda args, out: self._norm(prefix + path, f"{prefix}stream_mid", args, out)
         if leaf in NORMS:
             return lambda _, out: self._keep(attention + leaf, _first(out))
-        if path in ("mlp", "mlp.shared_experts"):
+        if path == "mlp":
             return lambda _, out: self._keep(prefix + path, _first(out))
+        if path in SHARED:
+            return lambda _, out: self._keep(prefix + SHARED[0], _first(out))
         if path.startswith("mlp"):
             return None
         if leaf in ("qkv_proj", "fused_qkv_a_proj"):

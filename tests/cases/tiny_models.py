@@ -56,6 +56,40 @@ MOE = {
 MIXED = {**MOE, "num_hidden_layers": 3, "mlp_only_layers": [1]}
 """A Qwen3-MoE whose middle layer is dense."""
 
+QWEN2 = {**COMMON, "model_type": "qwen2", "rms_norm_eps": 1e-5}
+MISTRAL = {**COMMON, "model_type": "mistral", "head_dim": 20, "sliding_window": 4, "rms_norm_eps": 1e-5}
+"""A window shorter than most sequences, and heads that are not hidden_size / num_attention_heads."""
+MIXTRAL = {
+    **{key: value for key, value in COMMON.items() if key != "rope_theta"},
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "rms_norm_eps": 3e-5,
+}
+"""A checkpoint with names of its own. The base of RoPE is the family's."""
+QWEN2_MOE = {
+    **COMMON,
+    "model_type": "qwen2_moe",
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [1],
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "norm_topk_prob": False,
+}
+"""A dense layer, and a shared expert with a gate."""
+OLMOE = {
+    **COMMON,
+    "model_type": "olmoe",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 32,
+    "norm_topk_prob": False,
+    "rms_norm_eps": 1e-5,
+}
+"""Norms over all heads of q and of k."""
+
 LLAMA = {
     **{key: value for key, value in COMMON.items() if key != "rope_theta"},
     "model_type": "llama",
@@ -319,10 +353,14 @@ def hf_model(hf_config: dict[str, Any], *, attention: str = "eager", reader: Ten
     return model.eval()
 
 
+MIXTRAL_NAMES = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
 def stack_experts(whole: dict[str, Tensor]) -> dict[str, Tensor]:
     """Per-expert checkpoint tensors -> the stacked names that transformers 5 and our decoder use."""
     stacked: dict[str, Any] = {}
-    for name, tensor in whole.items():
+    for checkpoint_name, tensor in whole.items():
+        name = ".".join(MIXTRAL_NAMES.get(part, part) for part in checkpoint_name.split("."))
         head, found, tail = name.partition(".mlp.experts.")
         if not found or "." not in tail:
             stacked[name] = tensor

@@ -44,6 +44,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **COMMON, **_MIXTURE, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8,
         "decoder_sparse_step": 1, "mlp_only_layers": [],
     },
+    "qwen2": {  # vLLM's model of it knows no other head_dim than hidden_size / num_attention_heads
+        **COMMON, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "head_dim": 32, "hidden_size": 128,
+    },
+    "mistral": {
+        **COMMON, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 6,
+    },
+    "mixtral": {
+        **COMMON, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+    },
+    "qwen2_moe": {
+        **COMMON, **_MIXTURE, "model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "hidden_size": 128,
+        "num_experts": 8, "norm_topk_prob": False, "shared_expert_intermediate_size": 96, "mlp_only_layers": [1],
+    },
+    "olmoe": {
+        **COMMON, "model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "hidden_size": 128, "num_experts": 8,
+        "num_experts_per_tok": 3, "norm_topk_prob": False, "rms_norm_eps": 1e-5,
+    },
     "llama": {**COMMON, "model_type": "llama", "architectures": ["LlamaForCausalLM"]},
     "glm4_moe": {
         **COMMON, **_GROUPED, "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "use_qk_norm": True,

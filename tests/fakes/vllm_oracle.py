@@ -9,8 +9,32 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 ONLY_THE_LIKELIEST = 1e-6
 """top_p that makes sampling greedy, for requests that must have a temperature."""
+
+
+@contextmanager
+def models_inspected_here() -> Iterator[None]:
+    """vLLM asks a process of its own, which imports vLLM anew, what a class of model can do, lest CUDA be initialized
+    too early, and keeps the answer in its cache. A CPU has no such worry."""
+    from vllm.model_executor.models import registry
+
+    if torch.cuda.is_available():
+        yield
+        return
+    with mock.patch.object(registry, "_run_in_subprocess", lambda ask: ask()):
+        yield
+
+
+def inspect_model(architecture: str) -> None:
+    """Fill that cache for engines in processes of their own."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    model: Any = ModelRegistry.models[architecture]
+    with models_inspected_here():
+        model.inspect_model_cls()
 
 
 @contextmanager
@@ -20,7 +44,7 @@ def engine_of(**arguments: Any) -> Iterator[Any]:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    with mock.patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0"):
+    with mock.patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0"), models_inspected_here():
         engine = LLM(**arguments)
     try:
         yield engine

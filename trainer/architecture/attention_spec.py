@@ -88,6 +88,8 @@ class GqaSpec:
     """o_proj has a bias."""
     qk_norm: bool
     """RMSNorm over head_dim on queries and keys, before RoPE."""
+    norms_all_heads: bool = False
+    """That norm is one over all heads of q, and one over all of k (OLMoE)."""
     sinks: bool = False
     """Every head has a logit of its own in the softmax that attends to nothing: the parameter `sinks`."""
     windows: tuple[int | None, ...] = ()
@@ -124,8 +126,10 @@ class GqaSpec:
     def vectors(self) -> dict[str, int]:
         """Other parameters: name -> size."""
         sinks = {"sinks": self.num_heads} if self.sinks else {}
-        norms = {"q_norm.weight": self.head_dim, "k_norm.weight": self.head_dim} if self.qk_norm else {}
-        return sinks | norms
+        if not self.qk_norm:
+            return sinks
+        q_heads, kv_heads = (self.num_heads, self.num_kv_heads) if self.norms_all_heads else (1, 1)
+        return sinks | {"q_norm.weight": q_heads * self.head_dim, "k_norm.weight": kv_heads * self.head_dim}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

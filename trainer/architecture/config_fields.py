@@ -47,8 +47,8 @@ def grouped_queries(
     )
 
 
-def expert_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """num_experts, top_k and intermediate_size, under any of the names in use."""
+def expert_sizes(config: dict[str, Any], *, width: str = "moe_intermediate_size") -> dict[str, Any]:
+    """num_experts, top_k and intermediate_size, under any of the names in use; `width` is the field of the last."""
     # transformers writes a family's own name, or num_local_experts (its attribute map), into config.json
     names = ("num_experts", "n_routed_experts", "num_local_experts")
     num_experts = size(config, next((name for name in names if name in config), names[0]))
@@ -58,15 +58,26 @@ def expert_sizes(config: dict[str, Any]) -> dict[str, Any]:
     return {
         "num_experts": num_experts,
         "top_k": top_k,
-        "intermediate_size": size(config, "moe_intermediate_size"),
+        "intermediate_size": size(config, width),
     }
 
 
-def rope_spec(config: dict[str, Any], head_dim: int, *, interleaved: bool = False, partial: float = 1.0) -> RopeSpec:
+def rope_spec(
+    config: dict[str, Any],
+    head_dim: int,
+    *,
+    interleaved: bool = False,
+    partial: float = 1.0,
+    theta: float = 10000.0,
+) -> RopeSpec:
     """Read `rope_parameters` (transformers 5), or `rope_scaling`, `rope_theta` and `partial_rotary_factor` (before).
 
     Args:
+        config: as in config.json.
+        head_dim: elements of a head.
+        interleaved: as RopeSpec.interleaved.
         partial: the part of each head that turns, where the config does not say.
+        theta: RoPE's base, where the config does not say.
     """
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -80,7 +91,7 @@ def rope_spec(config: dict[str, Any], head_dim: int, *, interleaved: bool = Fals
         raise ConfigError(f"model.hf_config: RoPE must turn an even number of at most {head_dim} dims, got {dim}")
     return RopeSpec(
         dim=dim,
-        theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+        theta=float(rope.get("rope_theta", config.get("rope_theta", theta))),
         interleaved=interleaved,
         scaling=_ROPE_SCALINGS[kind](config, rope),
     )

@@ -1,8 +1,8 @@
 """From a Hugging Face config to a ModelSpec: one function per family. Pure data, no torch.
 
-Owns the reading and the refusals. If a config asks for what the decoder cannot do (sliding windows, vision towers,
-quantized weights, other activations), an error here names it before anything starts. A new architecture is one entry
-of `_FAMILIES`; see docs/new_architecture.md.
+Owns the list of families, the reading of those with a latent attention, a sigmoid router or sinks, and the refusals. If
+a config asks for what the decoder cannot do (vision towers, quantized weights, other activations), an error here names
+it before anything starts. A new architecture is one entry of `_FAMILIES`; see docs/new_architecture.md.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from conf.errors import ConfigError
 from conf.schema import MlaNormEps
+from trainer.architecture import llama_like
 from trainer.architecture.activation import ExpertActivation
 from trainer.architecture.attention_spec import MlaSpec, YarnScaling
 from trainer.architecture.config_fields import (
@@ -117,45 +118,6 @@ class _Asked(dict[str, Any]):
         return super().__getitem__(key)
 
 
-def _llama(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
-    """Llama 2 and 3 (transformers models/llama): GQA, SwiGLU, RMSNorm, no norms on q and k."""
-    refuse(config, "mlp_bias", (False,))
-    head_dim = size(config, "head_dim", hidden_per_head(config))
-    bias = bool(config.get("attention_bias", False))
-    return ModelSpec(
-        **common_fields(config, "LlamaForCausalLM"),
-        attention=grouped_queries(config, head_dim, qkv_bias=bias, output_bias=bias, qk_norm=False),
-        rope=rope_spec(config, head_dim),
-    )
-
-
-def _qwen3(config: dict[str, Any], mla_norm_eps: MlaNormEps, *, moe: MoeSpec | None = None) -> ModelSpec:
-    """Qwen3 (transformers models/qwen3): GQA with q/k norms, SwiGLU, RMSNorm."""
-    refuse(config, "use_sliding_window", (False, None))
-    # Only the dense family has a default head_dim of its own.
-    head_dim = size(config, "head_dim", 128 if moe is None else hidden_per_head(config))
-    bias = bool(config.get("attention_bias", False))
-    return ModelSpec(
-        **common_fields(config, "Qwen3ForCausalLM" if moe is None else "Qwen3MoeForCausalLM"),
-        attention=grouped_queries(config, head_dim, qkv_bias=bias, output_bias=bias, qk_norm=True),
-        rope=rope_spec(config, head_dim),
-        moe=moe,
-    )
-
-
-def _qwen3_moe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
-    """Qwen3-MoE (transformers models/qwen3_moe): Qwen3 whose feed-forwards are experts without a shared one."""
-    sparse_step, dense_layers = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
-    moe = MoeSpec(
-        **expert_sizes(config),
-        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
-        layers=tuple(
-            i not in dense_layers and (i + 1) % sparse_step == 0 for i in range(size(config, "num_hidden_layers"))
-        ),
-    )
-    return _qwen3(config, mla_norm_eps, moe=moe)
-
-
 def _deepseek_v3(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     """DeepSeek-V3 (transformers models/deepseek_v3; https://arxiv.org/abs/2412.19437) and Kimi-K2: latent attention,
     sigmoid router, a shared expert."""
@@ -227,7 +189,7 @@ def _gpt_oss(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     attention = grouped_queries(config, head_dim, qkv_bias=bias, output_bias=bias, qk_norm=False)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {"rope_type": "yarn", **_GPT_OSS_YARN}
     moe = MoeSpec(
-        **expert_sizes({"moe_intermediate_size": config.get("intermediate_size"), **config}),
+        **expert_sizes(config, width="intermediate_size"),
         norm_topk_prob=True,
         layers=(True,) * num_layers,
         has_router_bias=True,
@@ -277,12 +239,17 @@ def _sigmoid_moe(config: dict[str, Any], *, engine_rounds_logits: bool) -> MoeSp
 
 
 _FAMILIES: dict[str, Callable[[dict[str, Any], MlaNormEps], ModelSpec]] = {
-    "qwen3": _qwen3,
-    "qwen3_moe": _qwen3_moe,
     "deepseek_v3": _deepseek_v3,
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
     "kimi_k2": _deepseek_v3,
-    "llama": _llama,
+    "llama": llama_like.llama,
+    "mistral": llama_like.mistral,
+    "mixtral": llama_like.mixtral,
+    "olmoe": llama_like.olmoe,
+    "qwen2": llama_like.qwen2,
+    "qwen2_moe": llama_like.qwen2_moe,
+    "qwen3": llama_like.qwen3,
+    "qwen3_moe": llama_like.qwen3_moe,
 }
 """model_type -> how to read its config."""

@@ -40,6 +40,24 @@ class ExpertFormat(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointNames:
+    """What a checkpoint calls the parts of a mixture of experts, where families differ."""
+
+    block: str = "mlp"
+    """The router's and the experts' module in a layer; the trainer's own is `mlp`, as transformers'."""
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Gate, up and down of an expert."""
+    shared: str = "shared_experts"
+    """The feed-forward that every token passes, beside its experts."""
+
+    def of_block(self, module: str) -> str:
+        """A module below a block, by its name in the trainer. Example, Mixtral: "model.layers.0.mlp.experts" ->
+        "model.layers.0.block_sparse_moe.experts"."""
+        layer, _, rest = module.rpartition(".mlp.")
+        return f"{layer}.{self.block}.{rest}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
     """The mixture-of-experts layers."""
 
@@ -62,8 +80,11 @@ class MoeSpec:
     """Multiplies the routing weights."""
     shared_intermediate_size: int = 0
     """Width of the feed-forward that every token passes in addition to its experts; 0: there is none."""
+    has_shared_gate: bool = False
+    """What that feed-forward gives is multiplied by a sigmoid of one more projection, `shared_expert_gate` (1, H)."""
     expert_format: ExpertFormat = ExpertFormat.plain
     activation: ExpertActivation = SWIGLU
+    names: CheckpointNames = CheckpointNames()
     is_fused: bool = False
     """The checkpoint stores all experts of a layer in one tensor per projection, transposed, gate and up columns
     alternating, with biases (gpt-oss): gate_up_proj (E, H, 2I), gate_up_proj_bias (E, 2I), down_proj (E, I, H),
@@ -132,7 +153,7 @@ class ModelSpec:
             shapes[prefix + "input_layernorm.weight"] = (hidden,)
             shapes |= {prefix + "self_attn." + name: shape for name, shape in self._attention_shapes().items()}
             shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-            shapes |= {prefix + "mlp." + name: shape for name, shape in self._mlp_shapes(layer).items()}
+            shapes |= {prefix + name: shape for name, shape in self._feed_forward_shapes(layer).items()}
         shapes["model.norm.weight"] = (hidden,)
         if not self.tie_embeddings:
             shapes["lm_head.weight"] = (vocab, hidden)
@@ -152,25 +173,34 @@ class ModelSpec:
                 shapes[f"{linear.name}.bias"] = (linear.out_features,)
         return shapes | {name: (size,) for name, size in self.attention.vectors().items()}
 
-    def _mlp_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+    def _feed_forward_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         if self.moe is None or not self.moe.layers[layer]:
-            return _swiglu_shapes("", self.hidden_size, self.intermediate_size)
-        router = self.moe.router_name
-        shapes: dict[str, tuple[int, ...]] = {f"{router}.weight": (self.moe.num_experts, self.hidden_size)}
-        if self.moe.has_router_bias:
-            shapes[f"{router}.bias"] = (self.moe.num_experts,)
-        if self.moe.is_fused:
-            fused = _fused_shapes(self.moe.num_experts, self.hidden_size, self.moe.intermediate_size)
-            return shapes | (_mxfp4_shapes(fused) if self.moe.expert_format is ExpertFormat.mxfp4 else fused)
-        if self.moe.score is RouterScore.sigmoid:
-            shapes[f"gate.{CORRECTION_BIAS}"] = (self.moe.num_experts,)
-        for expert in range(self.moe.num_experts):
-            weights = _swiglu_shapes(f"experts.{expert}.", self.hidden_size, self.moe.intermediate_size)
-            shapes |= weights if self.moe.expert_format is ExpertFormat.plain else _int4_shapes(weights)
-        if self.moe.shared_intermediate_size:
-            shapes |= _swiglu_shapes("shared_experts.", self.hidden_size, self.moe.shared_intermediate_size)
+            return _swiglu_shapes("mlp.", self.hidden_size, self.intermediate_size)
+        block = self.moe.names.block
+        return {f"{block}.{name}": shape for name, shape in self._moe_shapes(self.moe).items()}
+
+    def _moe_shapes(self, moe: MoeSpec) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {f"{moe.router_name}.weight": (moe.num_experts, self.hidden_size)}
+        if moe.has_router_bias:
+            shapes[f"{moe.router_name}.bias"] = (moe.num_experts,)
+        if moe.is_fused:
+            fused = _fused_shapes(moe.num_experts, self.hidden_size, moe.intermediate_size)
+            return shapes | (_mxfp4_shapes(fused) if moe.expert_format is ExpertFormat.mxfp4 else fused)
+        if moe.score is RouterScore.sigmoid:
+            shapes[f"gate.{CORRECTION_BIAS}"] = (moe.num_experts,)
+        for expert in range(moe.num_experts):
+            prefix = f"experts.{expert}."
+            weights = _swiglu_shapes(prefix, self.hidden_size, moe.intermediate_size, moe.names.projections)
+            shapes |= weights if moe.expert_format is ExpertFormat.plain else _int4_shapes(weights)
+        if moe.shared_intermediate_size:
+            shapes |= _swiglu_shapes(f"{moe.names.shared}.", self.hidden_size, moe.shared_intermediate_size)
+        if moe.has_shared_gate:
+            shapes[f"{SHARED_GATE}.weight"] = (1, self.hidden_size)
         return shapes
 
+
+SHARED_GATE = "shared_expert_gate"
+"""Module of a shared expert's gate, in the checkpoint and in the trainer."""
 
 CORRECTION_BIAS = "e_score_correction_bias"
 """Float32 leaf of a sigmoid router; the trainer never changes it."""
@@ -193,11 +223,14 @@ def _checkpoint_tensors(spec: ModelSpec, dtype: str) -> tuple[TensorMeta, ...]:
     )
 
 
-def _swiglu_shapes(prefix: str, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
+def _swiglu_shapes(
+    prefix: str, hidden: int, intermediate: int, names: tuple[str, str, str] = CheckpointNames().projections
+) -> dict[str, tuple[int, ...]]:
+    gate, up, down = names
     return {
-        f"{prefix}gate_proj.weight": (intermediate, hidden),
-        f"{prefix}up_proj.weight": (intermediate, hidden),
-        f"{prefix}down_proj.weight": (hidden, intermediate),
+        f"{prefix}{gate}.weight": (intermediate, hidden),
+        f"{prefix}{up}.weight": (intermediate, hidden),
+        f"{prefix}{down}.weight": (hidden, intermediate),
     }
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from conf.errors import ConfigError
-from trainer.architecture.model_spec import INT4_GROUP, ExpertFormat, ModelSpec
+from trainer.architecture.model_spec import INT4_GROUP, CheckpointNames, ExpertFormat, ModelSpec
 
 FP8_BLOCK = [128, 128]
 """Rows and columns under one scale, as DeepSeek-V3 is published."""
@@ -44,6 +44,11 @@ def with_quantization(spec: ModelSpec, quantization: dict[str, Any]) -> ModelSpe
 
 def _packed(spec: ModelSpec, expert_format: ExpertFormat) -> ModelSpec:
     assert spec.moe is not None
+    if spec.moe.names != CheckpointNames():
+        raise ConfigError(
+            f"model.hf_config.quantization_config: packed experts of {spec.family} are not supported, because its "
+            "checkpoints have names of their own; give a float checkpoint"
+        )
     if spec.hidden_size % INT4_GROUP or spec.moe.intermediate_size % INT4_GROUP:
         raise ConfigError(
             f"model.hf_config: hidden_size and moe_intermediate_size must be multiples of {INT4_GROUP} for packed "

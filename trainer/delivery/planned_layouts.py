@@ -39,6 +39,7 @@ from weight_sync.layout import DTYPE_BYTES, Region, SourceLayout, SourceShard, T
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj(_bias|_blocks|_scales)?$")
+_ROUTER = (".mlp.gate.weight", ".mlp.router.weight", ".mlp.router.bias", ".block_sparse_moe.gate.weight")
 _PACKED = re.compile(r"\.experts\..*(weight_packed|weight_scale|_proj_blocks|_proj_scales)$")
 
 
@@ -327,5 +328,5 @@ def _rows(num_rows: int, num_ranks: int) -> Iterator[tuple[int, int]]:
 
 def _frozen_elements(meta: TensorMeta, train_router: bool) -> int:
     """Elements that full training does not change."""
-    is_router = meta.name.endswith((".mlp.gate.weight", ".mlp.router.weight", ".mlp.router.bias")) and not train_router
+    is_router = meta.name.endswith(_ROUTER) and not train_router
     return prod(meta.shape) if is_router or meta.name.endswith(CORRECTION_BIAS) else 0

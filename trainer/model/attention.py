@@ -76,10 +76,14 @@ class GroupedQueryAttention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(gqa.num_heads, dtype=weight_dtype)) if gqa.sinks else None
         self.eps, self.q_norm, self.k_norm = spec.rms_norm_eps, None, None
         self.rotates_once = numerics.rotation is Rounding.once
+        self.norms_all_heads = gqa.norms_all_heads
+        """The norms are of whole queries and keys, and thus rounded before the rotation, as any norm is."""
         if gqa.qk_norm:
+            rounding = numerics.norm if gqa.norms_all_heads else numerics.rotation
             self.q_norm, self.k_norm = (
-                RMSNorm(gqa.head_dim, eps=spec.rms_norm_eps, weight_dtype=weight_dtype, rounding=numerics.rotation)
-                for _ in range(2)
+                RMSNorm(size, eps=spec.rms_norm_eps, weight_dtype=weight_dtype, rounding=rounding)
+                for name, size in gqa.vectors().items()
+                if name.endswith("norm.weight")
             )
 
     def forward(
@@ -92,8 +96,11 @@ class GroupedQueryAttention(nn.Module):
         """[T, H] -> [T, N * V], what o_proj takes. With `kept`, a second call for the same inputs does not compute the
         attention again."""
         q_TO, k_TO, v_TO = apply_together([self.q_proj, self.k_proj, self.v_proj], x_TH)
+        norms = (self.q_norm, self.k_norm)
+        if self.norms_all_heads and self.q_norm is not None and self.k_norm is not None:
+            q_TO, k_TO, norms = self.q_norm(q_TO), self.k_norm(k_TO), (None, None)
         q_TND, k_TGD, v_TGD = (x.unflatten(1, h) for x, h in zip((q_TO, k_TO, v_TO), self.heads, strict=True))
-        q_weight, k_weight = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
+        q_weight, k_weight = (None if norm is None else norm.weight for norm in norms)
         q_TND, k_TGD = norm_rotate(q_TND, k_TGD, q_weight, k_weight, self.eps, *rope, once=self.rotates_once)
         out_TND = attend(
             q_TND, k_TGD, v_TGD, sequences, self.backend, self.scale,

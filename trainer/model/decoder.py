@@ -376,11 +376,14 @@ def _moe_block(build: Build, layer: int) -> MoeBlock:
     )
     router = Router(moe, spec.hidden_size, weight_dtype=build.weight_dtype, numerics=build.numerics)
     shared = DenseMlp(build, moe.shared_intermediate_size) if moe.shared_intermediate_size else None
+    gate = Linear(spec.hidden_size, 1, weight_dtype=build.weight_dtype, lora=None) if moe.has_shared_gate else None
     return MoeBlock(
         router,
         experts,
         num_experts=moe.num_experts,
         ep_group=layout.ep_group,
         shares=[len(share) for share in shares],
-        shared_experts=shared,
+        shared=shared,
+        shared_gate=gate,
+        shared_name=moe.names.shared,
     )

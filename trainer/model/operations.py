@@ -147,9 +147,13 @@ def _grouped_query(prefix: str, normed: str, own: GroupedQueryAttention, place: 
         f"{prefix}qkv_proj", (normed,), (q, k, v), lambda x: apply_together([own.q_proj, own.k_proj, own.v_proj], x)
     )
     heads = dict(zip("qkv", own.heads, strict=True))
+    rounds_norm = own.norms_all_heads or not own.rotates_once
+    """Whether the rotation sees the norm rounded."""
 
     def normed_heads(q_TO: Tensor, k_TO: Tensor) -> tuple[Tensor, ...]:
         assert own.q_norm is not None and own.k_norm is not None
+        if own.norms_all_heads:
+            return own.q_norm(q_TO), own.k_norm(k_TO)
         still = torch.ones_like(place.rope[0]), torch.zeros_like(place.rope[1])
         both = (q_TO.unflatten(1, heads["q"]), k_TO.unflatten(1, heads["k"]))
         return tuple(
@@ -160,11 +164,11 @@ def _grouped_query(prefix: str, normed: str, own: GroupedQueryAttention, place: 
     if own.q_norm is not None:
         names = f"{prefix}q_norm", f"{prefix}k_norm"
         yield Operation(f"{prefix}qk_norm", (q, k), names, normed_heads)
-        q, k = names if not own.rotates_once else (q, k)  # else the rotation does not see the rounded norm
+        q, k = names if rounds_norm else (q, k)
 
     def rotated(q_TO: Tensor, k_TO: Tensor) -> tuple[Tensor, ...]:
         both = (q_TO.unflatten(1, heads["q"]), k_TO.unflatten(1, heads["k"]))
-        norms = (own.q_norm, own.k_norm) if own.rotates_once else (None, None)
+        norms = (None, None) if rounds_norm else (own.q_norm, own.k_norm)
         q_weight, k_weight = (None if norm is None else norm.weight for norm in norms)
         turned = norm_rotate(*both, q_weight, k_weight, own.eps, *place.rope, own.rotates_once)
         return tuple(x.flatten(1) for x in turned)
@@ -235,10 +239,9 @@ def _feed_forward(prefix: str, normed: str, layer: DecoderLayer) -> Iterator[Ope
 
     yield Operation(f"{out}.gate", (normed,), (weights, ids), choose)
     yield Operation(routed, (normed, weights, ids), (routed,), compute)
-    shared = block.shared_experts
-    if shared is None:
+    if not block.has_shared:
         yield Operation(out, (routed,), (out,), lambda x: (x,))
         return
     name = f"{out}.shared_experts"
-    yield Operation(name, (normed,), (name,), lambda x: (shared(x),))
+    yield Operation(name, (normed,), (name,), lambda x: (block.shared(x),))
     yield Operation(out, (routed, name), (out,), lambda x, y: (x + y if is_rounded else x.float() + y.float(),))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.architecture.model_spec import SHARED_GATE
 from trainer.moe.dispatch import plan_dispatch
 from trainer.moe.experts import Experts
 from trainer.moe.replay import LayerRoutes
@@ -19,7 +20,8 @@ from trainer.recompute import recomputation
 
 
 class MoeBlock(nn.Module):
-    """Parameters: gate.* (the router), experts.* (this rank's experts), shared_experts.* where the family has them."""
+    """Parameters: gate.* (the router), experts.* (this rank's experts), and where the family has them shared_experts.*
+    (or shared_expert.*) and shared_expert_gate.*."""
 
     def __init__(
         self,
@@ -29,20 +31,36 @@ class MoeBlock(nn.Module):
         num_experts: int,
         ep_group: dist.ProcessGroup | None,
         shares: Sequence[int] | None = None,
-        shared_experts: nn.Module | None = None,
+        shared: nn.Module | None = None,
+        shared_gate: nn.Module | None = None,
+        shared_name: str = "shared_experts",
     ) -> None:
+        """Args: `shared` is what every token passes, named `shared_name`, and `shared_gate` its gate; None: none."""
         super().__init__()
         self.gate = gate
         self.experts = experts
         self.num_experts = num_experts
         self.ep_group = ep_group
         self.shares = shares
-        self.shared_experts = shared_experts
+        present = {name: one for name, one in ((shared_name, shared), (SHARED_GATE, shared_gate)) if one is not None}
+        self._shared_names = list(present)
+        for name, module in present.items():
+            self.add_module(name, module)
 
     @property
     def owners_of_start(self) -> list[nn.Module]:
         """Modules whose parameters `start` reads."""
-        return [self.gate] if self.shared_experts is None else [self.gate, self.shared_experts]
+        return [self.gate, *map(self.get_submodule, self._shared_names)]
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether every token passes some experts."""
+        return bool(self._shared_names)
+
+    def shared(self, x_TH: Tensor) -> Tensor:
+        """What the shared experts give, every step rounded."""
+        fed_TH, *factors = (self.get_submodule(name)(x_TH) for name in self._shared_names)
+        return factors[0].sigmoid() * fed_TH if factors else fed_TH
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
@@ -55,7 +73,7 @@ class MoeBlock(nn.Module):
         """The part that a layer may recompute: tokens, their weights and experts, the shared experts' output; and with
         recorded routes, how many of them the router would not have chosen."""
         routing = self.gate(x_TH, recorded)
-        shared_TH = None if self.shared_experts is None else self.shared_experts(x_TH)
+        shared_TH = self.shared(x_TH) if self.has_shared else None
         return x_TH, routing.weights_TK, routing.experts_TK, shared_TH, routing.num_flipped
 
     def finish(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ rank, rounded up to one that engines have kernels for. The elements beyond the t
 too, so that every byte of a slot is counted and hashed.
 
 Owns: which checkpoint matrices have an adapter that engines can serve. Those of latent attention are missing: vLLM
-folds kv_b_proj into other matrices, so no adapter can be applied to it. Invariant: `trainer/delivery/adapter_source.py`
-writes exactly these.
+folds kv_b_proj into other matrices, so no adapter can be applied to it. So are Mixtral's experts, whose names differ.
+Invariant: `trainer/delivery/adapter_source.py` writes exactly these.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weight_sync.layout import TensorMeta
 PREFIX = "base_model.model."
 _LEAF = r"(?P<leaf>{})_proj\.weight"
 _ATTENTION = re.compile(r"\.self_attn\." + _LEAF.format("q|k|v|o") + "$")
-_MLP = re.compile(r"\.mlp\.(?:shared_experts\.)?" + _LEAF.format("gate|up|down") + "$")
+_MLP = re.compile(r"\.mlp\.(?:shared_experts?\.)?" + _LEAF.format("gate|up|down") + "$")
 _EXPERTS = re.compile(r"\.mlp\.experts\.\d+\." + _LEAF.format("gate|up|down") + "$")
 
 

@@ -145,4 +145,5 @@ def scratch_bytes(num_blocks: Iterable[int], device: str) -> int:
 
 
 def _is_router(module: str) -> bool:
-    return module.endswith(".mlp.gate")
+    """Of a mixture of experts, or the gate of its shared expert."""
+    return module.endswith((".mlp.gate", ".block_sparse_moe.gate", ".shared_expert_gate"))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.architecture.model_spec import CORRECTION_BIAS
+from trainer.architecture.model_spec import CORRECTION_BIAS, CheckpointNames
 from trainer.lora import Linear
 from trainer.moe.experts import Experts
 from trainer.moe.router import Router
@@ -83,13 +83,15 @@ def local_shards(decoder: Decoder) -> list[HeldTensor | FusedTensor]:
     Views are live: they see the optimizer's updates.
     """
     held: list[HeldTensor | FusedTensor] = []
+    names = CheckpointNames() if decoder.spec.moe is None else decoder.spec.moe.names
     for name, module in decoder.named_modules():
         if isinstance(module, Experts):
-            held.extend(_held_experts(name, module))
+            held.extend(_held_experts(names.of_block(name), module, names.projections))
         elif isinstance(module, Router):
-            checkpoint_name = f"{name.rpartition('.')[0]}.{module.moe.router_name}"
+            own_name = names.of_block(name)
+            checkpoint_name = f"{own_name.rpartition('.')[0]}.{module.moe.router_name}"
             for leaf, p in module.named_parameters(recurse=False):
-                owner = name if leaf == CORRECTION_BIAS else checkpoint_name
+                owner = own_name if leaf == CORRECTION_BIAS else checkpoint_name
                 held.append(_held_rows(f"{owner}.{leaf}", p))
         elif isinstance(module, Linear):
             held.append(_held_rows(f"{name}.weight", module.weight, _linear_delta(name, module)))
@@ -141,9 +143,11 @@ def _linear_delta(name: str, module: Linear) -> LoraDelta | None:
     )
 
 
-def _held_experts(name: str, bank: Experts) -> Iterator[HeldTensor | FusedTensor]:
+def _held_experts(name: str, bank: Experts, projections: tuple[str, str, str]) -> Iterator[HeldTensor | FusedTensor]:
+    """Args: the bank's name in the checkpoint, the bank, and the names there of gate, up and down."""
     width = bank.intermediate_size
-    parts = (("gate_proj", "gate_up", 0, width), ("up_proj", "gate_up", width, width), ("down_proj", "down", 0, None))
+    gate, up, down = projections
+    parts = ((gate, "gate_up", 0, width), (up, "gate_up", width, width), (down, "down", 0, None))
     # A rank holds an expert whole, with its A and B, so nothing is gathered.
     deltas = {stack: _stack_delta(name, bank, stack) for stack in ("gate_up", "down")}
     if bank.gate_up_bias is not None:  # every family whose experts have biases fuses them

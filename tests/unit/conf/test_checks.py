@@ -147,6 +147,10 @@ CASES = [
     (["weight_sync.mode=adapter", "trainer=full"], "weight_sync.mode=adapter contradicts trainer.mode=full"),
     (["weight_sync.mode=adapter", "trainer.lora.rank=600"], "rank 512 at most, got trainer.lora.rank=600"),
     (
+        ["cluster.device=cuda", "weight_sync.mode=adapter", "model.hf_config.model_type=mixtral"],
+        "slots of mixtral's experts have no names.*trainer.lora.experts=false",
+    ),
+    (
         ["cluster.device=cuda", "weight_sync.mode=adapter", "trainer.lora.attention_rank=200"],
         "adapters of experts up to rank 128.*which is 256 here.*trainer.lora.experts=false",
     ),

@@ -44,6 +44,16 @@ REFUSED = [
         4,
         r"the shared experts' 2 \* moe_intermediate_size=11; it can be 1; with expert parallelism it can be 1, 2",
     ),
+    (
+        {**MOE, "model_type": "qwen2_moe", "moe_intermediate_size": 96, "shared_expert_intermediate_size": 100},
+        3,
+        "the shared expert's shared_expert_intermediate_size=100; it can be 1, 2, 4",
+    ),
+    (
+        {**GQA, "model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 100},
+        3,
+        "the routed experts' intermediate_size=100; it can be 1, 2, 4; with expert parallelism it can be 1, 2, 3,",
+    ),
     # Padded to 128 rows, which 3 does not divide.
     ({**GQA, "vocab_size": 100}, 3, r"the vocabulary's 128 rows \(vocab_size=100, padded\); it can be 1, 2, 4"),
     # 1536 columns are 12 blocks, which any of the sizes divides; 12 heads of 32 are 3.

@@ -14,8 +14,13 @@ from cases.tiny_models import (
     GLM,
     GPT_OSS,
     LLAMA,
+    MISTRAL,
     MIXED,
+    MIXTRAL,
     MOE,
+    OLMOE,
+    QWEN2,
+    QWEN2_MOE,
     hf_logits,
     hf_model,
     logits_of,
@@ -32,6 +37,10 @@ from trainer.adapter_io import load_adapter, save_adapter, save_merged
 from trainer.errors import CheckpointError
 
 TIED = {**DENSE, "tie_word_embeddings": True}
+FAMILIES = {
+    "moe": MIXED, "dense_tied": TIED, "deepseek": DEEPSEEK, "glm": GLM, "llama": LLAMA, "gpt_oss": GPT_OSS,
+    "qwen2": QWEN2, "mistral": MISTRAL, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
+}  # fmt: skip
 
 
 def peft_logits(hf_config, folder, batch):
@@ -41,11 +50,7 @@ def peft_logits(hf_config, folder, batch):
     return hf_logits(PeftModel.from_pretrained(hf_model(hf_config), folder).eval(), batch)
 
 
-@pytest.mark.parametrize(
-    "hf_config",
-    [MIXED, TIED, DEEPSEEK, GLM, LLAMA, GPT_OSS],
-    ids=["moe", "dense_tied", "deepseek", "glm", "llama", "gpt_oss"],
-)
+@pytest.mark.parametrize("hf_config", FAMILIES.values(), ids=FAMILIES)
 def test_peft_reproduces_our_logits_from_the_saved_adapter(hf_config, tmp_path):
     decoder, batch = make_decoder(hf_config, mla_norm_eps=MlaNormEps.hf), packed()
     save_adapter(decoder, tmp_path)
@@ -109,11 +114,7 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [TrainMode.lora, TrainMode.full])
-@pytest.mark.parametrize(
-    "hf_config",
-    [MIXED, TIED, DEEPSEEK, GLM, LLAMA, GPT_OSS],
-    ids=["moe", "dense_tied", "deepseek", "glm", "llama", "gpt_oss"],
-)
+@pytest.mark.parametrize("hf_config", FAMILIES.values(), ids=FAMILIES)
 def test_transformers_reproduces_our_logits_from_the_merged_model(hf_config, mode, tmp_path):
     from transformers import AutoModelForCausalLM
 

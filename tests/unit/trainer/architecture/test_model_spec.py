@@ -13,9 +13,14 @@ from cases.tiny_models import (
     GPT_OSS,
     KIMI_INT4,
     LLAMA,
+    MISTRAL,
     MIXED,
+    MIXTRAL,
     MOE,
+    OLMOE,
     PACKED,
+    QWEN2,
+    QWEN2_MOE,
     make_decoder,
     trainer_config,
 )
@@ -31,7 +36,21 @@ from trainer.weights.shards import local_shards
 
 @pytest.mark.parametrize(
     "hf_config",
-    [DENSE, MOE, MIXED, DEEPSEEK, LLAMA, GLM, GPT_OSS, {**DENSE, "tie_word_embeddings": True, "attention_bias": True}],
+    [
+        DENSE,
+        MOE,
+        MIXED,
+        DEEPSEEK,
+        LLAMA,
+        GLM,
+        GPT_OSS,
+        QWEN2,
+        MISTRAL,
+        MIXTRAL,
+        QWEN2_MOE,
+        OLMOE,
+        {**DENSE, "tie_word_embeddings": True, "attention_bias": True},
+    ],
 )
 def test_the_model_holds_exactly_the_checkpoints_tensors(hf_config):
     spec = read_config(hf_config)
@@ -87,6 +106,43 @@ def test_what_the_decoder_cannot_do_is_refused_by_name(changes, message):
 def test_a_latent_attention_model_out_of_range_is_refused_by_name(changes, message):
     with pytest.raises(ConfigError, match=message):
         read_config({**DEEPSEEK, **changes})
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "changes", "message"),
+    [
+        (QWEN2, {"use_sliding_window": True}, "use_sliding_window=True is not supported for qwen2"),
+        (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* is not supported for qwen2"),
+        (QWEN2, {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config=.* is not supported"),
+        (QWEN2, {"head_dim": 32}, "head_dim=32 is not supported for qwen2; supported: 16, None"),
+        (QWEN2, {"is_causal": False}, "is_causal=False is not supported"),
+        (MISTRAL, {"layer_types": ["full_attention"] * 2}, "layer_types is not supported for mistral"),
+        (MISTRAL, {"attention_bias": True}, "attention_bias=True is not supported for mistral"),
+        (MISTRAL, {"sliding_window": 0}, "sliding_window must be a positive whole number, got 0"),
+        (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported for mixtral"),
+        (MIXTRAL, {"quantization_config": PACKED}, "packed experts of mixtral are not supported"),
+        (QWEN2_MOE, {"qkv_bias": False}, "qkv_bias=False is not supported for qwen2_moe"),
+        (QWEN2_MOE, {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size must be a positive"),
+        (OLMOE, {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported for olmoe; supported: None"),
+        (OLMOE, {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06 is not supported for olmoe; supported: 1e-05"),
+        (OLMOE, {"norm_topk_prob": True}, "norm_topk_prob=True is not supported for olmoe"),
+        (OLMOE, {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported for olmoe"),
+    ],
+)
+def test_what_an_engine_would_compute_otherwise_is_refused_by_name(hf_config, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        read_config({**hf_config, **changes})
+
+
+def test_a_window_that_the_config_does_not_say_is_the_familys():
+    mistral, mixtral = (
+        read_config({key: value for key, value in config.items() if key != "sliding_window"}).attention
+        for config in (MISTRAL, MIXTRAL)
+    )
+    assert isinstance(mistral, GqaSpec)
+    assert mistral.windows == (4096, 4096)  # transformers' MistralConfig
+    assert isinstance(mixtral, GqaSpec)
+    assert mixtral.windows == ()
 
 
 def test_kimi_k2_is_deepseek_v3_with_its_own_numbers():
@@ -184,7 +240,21 @@ def test_an_expert_parallel_size_that_does_not_fit_is_refused():
         make_decoder(DENSE, trainer_config(), layout=layout)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "llama",
+        "qwen3",
+        "qwen3_moe",
+        "deepseek_v3",
+        "gpt_oss",
+        "qwen2",
+        "mistral",
+        "mixtral",
+        "qwen2_moe",
+        "olmoe",
+    ],
+)
 def test_no_field_that_transformers_writes_is_taken_for_a_misspelt_one(model_type):
     hf_config = {**AutoConfig.for_model(model_type).to_dict(), "model_type": model_type}
     check_spelling(hf_config, hf_config)

@@ -18,7 +18,9 @@ from cases.tiny_models import (
     GPT_OSS_MXFP4,
     KIMI_INT4,
     MIXED,
+    MIXTRAL,
     MOE,
+    QWEN2_MOE,
     make_decoder,
     trainer_config,
 )
@@ -56,6 +58,8 @@ MODELS = {
     "seven": SEVEN,
     "deepseek": DEEPSEEK,
     "gpt_oss": GPT_OSS,
+    "mixtral": MIXTRAL,
+    "qwen2_moe": QWEN2_MOE,
 }
 
 
@@ -74,7 +78,7 @@ def report(rank: int, layout: ParallelLayout, model: str, trainer: TrainerConfig
     decoder = make_decoder(MODELS[model], trainer, dtype=torch.bfloat16, layout=layout, nonzero_b=False)
     source = TrainerWeightSource(decoder, rank)
     sizes = (held_bytes(decoder, trained=False), held_bytes(decoder, trained=True))
-    has_names = trainer.mode is TrainMode.lora and model not in ("deepseek", "gpt_oss")
+    has_names = trainer.mode is TrainMode.lora and model not in ("deepseek", "gpt_oss", "mixtral")
     adapter = AdapterSource(decoder, rank, trainer.lora).layout() if has_names else None
     return source.layout(), source.temporary_bytes, *sizes, adapter
 
@@ -96,6 +100,10 @@ CASES = [
     ("odd", trainer_config(num_ranks=2)),
     ("seven", trainer_config(num_ranks=2, ep_size=2)),
     ("deepseek", trainer_config(num_ranks=2, ep_size=2)),
+    ("mixtral", trainer_config(num_ranks=2, ep_size=2)),
+    ("mixtral", trainer_config(TrainMode.full, num_ranks=2)),
+    ("qwen2_moe", trainer_config(num_ranks=2, ep_size=2)),
+    ("qwen2_moe", trainer_config(TrainMode.full, num_ranks=2)),
     ("gpt_oss", trainer_config(num_ranks=2, ep_size=2)),
     ("gpt_oss", trainer_config(TrainMode.full, num_ranks=2)),
 ]

@@ -10,7 +10,12 @@ from cases.tiny_models import (
     GLM,
     GPT_OSS,
     LLAMA,
+    MISTRAL,
     MIXED,
+    MIXTRAL,
+    OLMOE,
+    QWEN2,
+    QWEN2_MOE,
     TRANSFORMERS_NUMERICS,
     hf_logits,
     hf_model,
@@ -29,7 +34,10 @@ from trainer.model.decoder import Decoder
 from trainer.step.optim import ShardedAdamW, TrainableShard
 from trainer.weights.fused_experts import interleave
 
-MODELS = {"dense": DENSE, "moe": MIXED, "llama": LLAMA, "glm": GLM, "deepseek": DEEPSEEK, "gpt_oss": GPT_OSS}
+MODELS = {
+    "dense": DENSE, "moe": MIXED, "llama": LLAMA, "glm": GLM, "deepseek": DEEPSEEK, "gpt_oss": GPT_OSS,
+    "qwen2": QWEN2, "mistral": MISTRAL, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
+}  # fmt: skip
 LR = 0.01
 
 

@@ -14,8 +14,13 @@ from cases.tiny_models import (
     GPT_OSS,
     LENGTHS,
     LLAMA,
+    MISTRAL,
     MIXED,
+    MIXTRAL,
     MOE,
+    OLMOE,
+    QWEN2,
+    QWEN2_MOE,
     gradients_under_checkpoint_names,
     hf_logits,
     hf_model,
@@ -64,6 +69,14 @@ CONFIGS = {
     "glm_without_norms_and_bias": {**GLM, "use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": 1.0},
     "gpt_oss": GPT_OSS,
     "gpt_oss_all_full_attention": {**GPT_OSS, "layer_types": ["full_attention"] * 2, "attention_bias": False},
+    "qwen2": QWEN2,
+    "qwen2_tied": {**QWEN2, "tie_word_embeddings": True},
+    "mistral": MISTRAL,
+    "mistral_without_window": {**MISTRAL, "sliding_window": None},
+    "mixtral": MIXTRAL,
+    "qwen2_moe": QWEN2_MOE,
+    "qwen2_moe_normalized": {**QWEN2_MOE, "norm_topk_prob": True},
+    "olmoe": OLMOE,
     "deepseek_bias_two_shared_half_rope": {
         **DEEPSEEK,
         "attention_bias": True,
@@ -92,7 +105,9 @@ def test_logits_and_every_gradient_match_transformers(name):
 
 
 @pytest.mark.parametrize(
-    "hf_config", [DENSE, MOE, DEEPSEEK, GLM, GPT_OSS], ids=["dense", "moe", "deepseek", "glm", "gpt_oss"]
+    "hf_config",
+    [DENSE, MOE, DEEPSEEK, GLM, GPT_OSS, MISTRAL, QWEN2_MOE, OLMOE],
+    ids=["dense", "moe", "deepseek", "glm", "gpt_oss", "mistral", "qwen2_moe", "olmoe"],
 )
 def test_packed_equals_unpacked(hf_config):
     decoder = make_decoder(hf_config)
@@ -120,7 +135,11 @@ def test_recomputation_changes_no_bit(mode):
     assert all(torch.equal(grads_on[name], grads_off[name]) for name in grads_on)
 
 
-@pytest.mark.parametrize("hf_config", [DENSE, MIXED, DEEPSEEK, GPT_OSS], ids=["dense", "moe", "deepseek", "gpt_oss"])
+@pytest.mark.parametrize(
+    "hf_config",
+    [DENSE, MIXED, DEEPSEEK, GPT_OSS, QWEN2_MOE, OLMOE],
+    ids=["dense", "moe", "deepseek", "gpt_oss", "qwen2_moe", "olmoe"],
+)
 def test_a_microbatch_without_tokens_gives_gradients_of_zeros(hf_config):
     for mode in (TrainMode.lora, TrainMode.full):
         decoder = make_decoder(hf_config, trainer_config(mode))
@@ -161,6 +180,11 @@ def test_each_deepseek_mistake_is_seen_by_the_oracle(mistake):
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
+        (MISTRAL, {"sliding_window": 5}),
+        (MISTRAL, {"sliding_window": None}),
+        (MIXTRAL, {"rope_theta": 10000.0}),
+        (QWEN2_MOE, {"norm_topk_prob": True}),
+        (QWEN2_MOE, {"mlp_only_layers": [2]}),
         (LLAMA, {"rope_scaling": None}),
         (LLAMA, {"rope_scaling": {**LLAMA["rope_scaling"], "low_freq_factor": 2.0}}),
         (GLM, {"partial_rotary_factor": 1.0}),

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases.tiny_models import DEEPSEEK, DENSE, GLM, GPT_OSS, LLAMA, MIXED, make_decoder, packed
+from cases.tiny_models import (
+    DEEPSEEK,
+    DENSE,
+    GLM,
+    GPT_OSS,
+    LLAMA,
+    MISTRAL,
+    MIXED,
+    OLMOE,
+    QWEN2_MOE,
+    make_decoder,
+    packed,
+)
 
 from trainer.model.operations import decoder_operations, run_chained, run_isolated
 
-FAMILIES = {"llama": LLAMA, "qwen3": DENSE, "qwen3_moe": MIXED, "glm4_moe": GLM, "gpt_oss": GPT_OSS, "mla": DEEPSEEK}
+FAMILIES = {
+    "llama": LLAMA, "qwen3": DENSE, "qwen3_moe": MIXED, "glm4_moe": GLM, "gpt_oss": GPT_OSS, "mla": DEEPSEEK,
+    "mistral": MISTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

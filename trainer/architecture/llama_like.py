@@ -1,0 +1,192 @@
+"""Families of Llama's shape: grouped queries, RMSNorm, SwiGLU, and experts that a softmax chooses, if any. Pure data.
+
+Owns how each of their configs is read, and refuses what the decoder cannot do, or what vLLM's model of the family would
+ignore: an engine that computes another model than the trainer is worse than no run. families.py lists them by
+model_type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from conf.errors import ConfigError
+from conf.schema import MlaNormEps
+from trainer.architecture.attention_spec import GqaSpec
+from trainer.architecture.config_fields import (
+    common_fields,
+    expert_sizes,
+    grouped_queries,
+    hidden_per_head,
+    refuse,
+    rope_spec,
+    size,
+)
+from trainer.architecture.model_spec import CheckpointNames, ModelSpec, MoeSpec
+
+
+def llama(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+    """Llama 2 and 3 (transformers models/llama): no norms on q and k."""
+    refuse(config, "mlp_bias", (False,))
+    head_dim = size(config, "head_dim", hidden_per_head(config))
+    bias = bool(config.get("attention_bias", False))
+    return ModelSpec(
+        **common_fields(config, "LlamaForCausalLM"),
+        attention=grouped_queries(config, head_dim, qkv_bias=bias, output_bias=bias, qk_norm=False),
+        rope=rope_spec(config, head_dim),
+    )
+
+
+def mistral(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+    """Mistral (transformers models/mistral): Llama whose layers may all have a sliding window."""
+    for key in ("attention_bias", "mlp_bias"):
+        refuse(config, key, (False, None))
+    refuse(config, "llama_4_scaling", (None,))
+    return _mistral_like(config, "MistralForCausalLM", default_window=4096)
+
+
+def mixtral(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+    """Mixtral (transformers models/mixtral): Mistral's attention, every feed-forward a mixture of experts."""
+    refuse(config, "router_jitter_noise", (0.0, None))
+    moe = MoeSpec(
+        **expert_sizes(config, width="intermediate_size"),
+        norm_topk_prob=True,
+        layers=(True,) * size(config, "num_hidden_layers"),
+        names=CheckpointNames(block="block_sparse_moe", projections=("w1", "w3", "w2")),
+    )
+    return _mistral_like(
+        config, "MixtralForCausalLM", default_window=None, rms_norm_eps=1e-5, default_theta=1e6, moe=moe
+    )
+
+
+def qwen2(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+    """Qwen2 and Qwen2.5 (transformers models/qwen2): biases on q, k and v."""
+    return _qwen2_like(config, "Qwen2ForCausalLM")
+
+
+def qwen2_moe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+    """Qwen1.5-MoE and Qwen2-MoE (transformers models/qwen2_moe): Qwen2 with routed experts and one that every token
+    passes, weighed by a gate of its own."""
+    refuse(config, "qkv_bias", (True,))
+    moe = replace(
+        _sparse_layers(config),
+        shared_intermediate_size=size(config, "shared_expert_intermediate_size"),
+        has_shared_gate=True,
+        names=CheckpointNames(shared="shared_expert"),
+    )
+    return _qwen2_like(config, "Qwen2MoeForCausalLM", moe)
+
+
+def qwen3(config: dict[str, Any], mla_norm_eps: MlaNormEps, *, moe: MoeSpec | None = None) -> ModelSpec:
+    """Qwen3 (transformers models/qwen3): norms on the heads of q and k."""
+    refuse(config, "use_sliding_window", (False, None))
+    # Only the dense family has a default head_dim of its own.
+    head_dim = size(config, "head_dim", 128 if moe is None else hidden_per_head(config))
+    bias = bool(config.get("attention_bias", False))
+    return ModelSpec(
+        **common_fields(config, "Qwen3ForCausalLM" if moe is None else "Qwen3MoeForCausalLM"),
+        attention=grouped_queries(config, head_dim, qkv_bias=bias, output_bias=bias, qk_norm=True),
+        rope=rope_spec(config, head_dim),
+        moe=moe,
+    )
+
+
+def qwen3_moe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+    """Qwen3-MoE (transformers models/qwen3_moe): Qwen3 whose feed-forwards are experts without a shared one."""
+    return qwen3(config, mla_norm_eps, moe=_sparse_layers(config))
+
+
+def olmoe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+    """OLMoE (transformers models/olmoe): norms over all of q and of k, weights of experts that are not normalized.
+
+    vLLM's model has its eps, its norms' size, its untied head and its unnormalized weights written down, and clips
+    nothing (0.32, `olmoe.py`).
+    """
+    refuse(config, "clip_qkv", (None,))
+    refuse(config, "rms_norm_eps", (1e-5,))
+    for key in ("norm_topk_prob", "attention_bias", "tie_word_embeddings"):
+        refuse(config, key, (False, None))
+    head_dim = _engine_head_dim(config)
+    attention = grouped_queries(config, head_dim, qkv_bias=False, output_bias=False, qk_norm=True)
+    return ModelSpec(
+        **common_fields(config, "OlmoeForCausalLM", rms_norm_eps=1e-5),
+        attention=replace(attention, norms_all_heads=True),
+        rope=rope_spec(config, head_dim),
+        moe=MoeSpec(
+            **expert_sizes(config, width="intermediate_size"),
+            norm_topk_prob=False,
+            layers=(True,) * size(config, "num_hidden_layers"),
+        ),
+    )
+
+
+def _mistral_like(
+    config: dict[str, Any],
+    architecture: str,
+    *,
+    default_window: int | None,
+    rms_norm_eps: float = 1e-6,
+    default_theta: float = 10000.0,
+    moe: MoeSpec | None = None,
+) -> ModelSpec:
+    """Attention without biases and norms.
+
+    Args:
+        config: As in config.json.
+        architecture: Class of transformers and vLLM.
+        default_window: Keys that a query sees, if the config does not say.
+        rms_norm_eps: eps, if the config does not say.
+        default_theta: RoPE's base, if the config does not say.
+        moe: The layers with experts; None: there are none.
+    """
+    if config.get("layer_types"):
+        raise ConfigError(
+            f"model.hf_config.layer_types is not supported for {config['model_type']}: neither transformers nor vLLM "
+            "reads it there; sliding_window is the window of every layer"
+        )
+    window = config.get("sliding_window", default_window)
+    head_dim = size(config, "head_dim", hidden_per_head(config))
+    attention = grouped_queries(config, head_dim, qkv_bias=False, output_bias=False, qk_norm=False)
+    if window is not None:
+        windows = (size(config, "sliding_window", default_window),) * size(config, "num_hidden_layers")
+        attention = replace(attention, windows=windows)
+    return ModelSpec(
+        **common_fields(config, architecture, rms_norm_eps=rms_norm_eps),
+        attention=attention,
+        rope=rope_spec(config, head_dim, theta=default_theta),
+        moe=moe,
+    )
+
+
+def _qwen2_like(config: dict[str, Any], architecture: str, moe: MoeSpec | None = None) -> ModelSpec:
+    refuse(config, "use_sliding_window", (False, None))
+    for key in ("dual_chunk_attention_config", "layer_types"):
+        given = config.get(key)
+        if given and (key != "layer_types" or set(given) != {"full_attention"}):
+            raise ConfigError(f"model.hf_config.{key}={given!r} is not supported for {config['model_type']}; remove it")
+    refuse(config, "qk_norm", (False, None))
+    refuse(config, "is_causal", (True, None))
+    head_dim = _engine_head_dim(config)
+    attention: GqaSpec = grouped_queries(config, head_dim, qkv_bias=True, output_bias=False, qk_norm=False)
+    return ModelSpec(
+        **common_fields(config, architecture), attention=attention, rope=rope_spec(config, head_dim), moe=moe
+    )
+
+
+def _sparse_layers(config: dict[str, Any]) -> MoeSpec:
+    """Qwen's experts: some layers, by number, stay dense."""
+    sparse_step, dense_layers = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    return MoeSpec(
+        **expert_sizes(config),
+        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+        layers=tuple(
+            i not in dense_layers and (i + 1) % sparse_step == 0 for i in range(size(config, "num_hidden_layers"))
+        ),
+    )
+
+
+def _engine_head_dim(config: dict[str, Any]) -> int:
+    """hidden_size / num_attention_heads; vLLM's model of the family knows no other."""
+    head_dim = hidden_per_head(config)
+    refuse(config, "head_dim", (head_dim, None))
+    return head_dim
