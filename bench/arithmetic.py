@@ -61,7 +61,7 @@ TABLE = {
     "staleness, mean": "staleness_mean",
     "publish, s": "publish_s",
 }
-QUIET = ["cluster.dashboard=false", "run.tensorboard=false"]
+QUIET = ["cluster.dashboard=false", "run.loggers=[]"]
 NUM_SAMPLES = 4
 
 

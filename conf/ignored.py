@@ -109,6 +109,15 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
     model, algorithm, reward = config.model, config.algorithm, config.reward
     is_sft = algorithm.objective is Objective.sft
     return (
+        *(
+            Ignored(
+                f"run.{name}.",
+                name not in config.run.loggers,
+                f"run.loggers=[{','.join(config.run.loggers)}]",
+                f"remove it, or add {name} to run.loggers",
+            )
+            for name in ("wandb", "mlflow")
+        ),
         Ignored(
             "trainer.lora.",
             config.trainer.mode is TrainMode.full,

@@ -24,7 +24,8 @@ from orchestrator.data.training_stream import held_out_items, training_stream
 from orchestrator.errors import DiskFull
 from orchestrator.files.curves import SFT_PANELS, draw_curves
 from orchestrator.files.disk_space import naming_a_full_disk
-from orchestrator.files.metrics_catalogue import RewardNames
+from orchestrator.files.loggers.logger import open_loggers
+from orchestrator.files.metrics_catalogue import RewardNames, catalogue
 from orchestrator.files.run_checkpoint import CheckpointStore, complete_checkpoints, fingerprint, step_of
 from orchestrator.files.run_folder import RunFolder, changed_options, open_run_folder, write_description
 from orchestrator.files.run_log import ProgressLine, RunLog
@@ -239,13 +240,14 @@ def _what_is_saved(folder: RunFolder) -> str:
 
 
 def _telemetry(config: RunConfig, folder: RunFolder, progress: ProgressLine, first_step: int) -> Telemetry:
+    rewards = _reward_names(config)
     return Telemetry(
         folder,
         num_steps=config.run.num_steps,
         first_step=first_step,
-        tensorboard=config.run.tensorboard,
         progress=progress,
-        rewards=_reward_names(config),
+        loggers=open_loggers(config, folder, after_step=first_step, meanings=catalogue(rewards)),
+        rewards=rewards,
         samples_per_step=config.run.samples_per_step,
         max_sample_bytes_per_step=config.run.max_sample_bytes_per_step,
     )

@@ -18,6 +18,7 @@ from conf.schema.algorithm import (
 )
 from conf.schema.cluster import ClusterConfig, Device
 from conf.schema.data import Curriculum, DataConfig
+from conf.schema.loggers import MlflowConfig, WandbConfig, WandbMode
 from conf.schema.model import DType, EngineFormat, Init, MlaNormEps, ModelConfig
 from conf.schema.numerics import (
     AdapterValues,
@@ -76,6 +77,7 @@ __all__ = [
     "JudgeConfig",
     "LoraConfig",
     "MlaNormEps",
+    "MlflowConfig",
     "ModelConfig",
     "Normalization",
     "NumericsConfig",
@@ -100,6 +102,8 @@ __all__ = [
     "TrainMode",
     "TrainerConfig",
     "TransportKind",
+    "WandbConfig",
+    "WandbMode",
     "WeightSyncConfig",
     "reward_part",
 ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from conf.schema.algorithm import AlgorithmConfig
 from conf.schema.cluster import ClusterConfig
 from conf.schema.data import DataConfig
+from conf.schema.loggers import LOGGERS, MlflowConfig, WandbConfig
 from conf.schema.model import Init, ModelConfig
 from conf.schema.parity import ParityConfig
 from conf.schema.reward import RewardConfig
@@ -49,8 +50,10 @@ class RunSection:
     max_sample_bytes_per_step: int = 262_144
     """The most bytes that one step adds to samples.jsonl, where a sampled token takes about 30. Responses that are too
     long for it lose their middle."""
-    tensorboard: bool = True
-    """Write TensorBoard events beside metrics.jsonl."""
+    loggers: tuple[str, ...] = ("tensorboard",)
+    """Where the rows of metrics.jsonl go, too: tensorboard (events in the run folder), wandb, mlflow. []: nowhere."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
 
     def __post_init__(self) -> None:
         require(
@@ -68,6 +71,9 @@ class RunSection:
             samples_per_step=self.samples_per_step,
             max_sample_bytes_per_step=self.max_sample_bytes_per_step,
         )
+        for name in self.loggers:
+            require(name in LOGGERS, f"run.loggers must be a list of {', '.join(LOGGERS)}, got {name!r}")
+        require(len(set(self.loggers)) == len(self.loggers), f"run.loggers names one twice: {list(self.loggers)}")
         require(self.seed < 1 << 63, f"run.seed must be < 2**63, got {self.seed}")
         at_least(1, "run", keep_checkpoints=self.keep_checkpoints, eval_samples_per_prompt=self.eval_samples_per_prompt)
 

@@ -1,22 +1,20 @@
 """The one place that emits metrics, progress, samples and timelines. Every other part of a run returns measurements.
 
     StepRecord --> step_rows.row_of --> metrics.jsonl    one row per step; step 0 is the state before training
-                                    |-> tensorboard/     the same numbers (written without torch)
-                                    |-> Ray gauges       ray_slipstream_<area>_<name>, for Prometheus
+                                    |-> loggers          the same numbers: TensorBoard, W&B, MLflow, Ray's gauges
                                     +-> a progress line  with the time left
 
-Owns: where rows go. Does not own: what is in a row (step_rows.py, metrics_catalogue.py, samples.py, timeline.py), the
-format of events and gauges (metric_sinks), of the log (run_log), the picture at the end (curves).
+Owns: where rows go. Does not own: what is in a row (step_rows.py, metrics_catalogue.py, samples.py, timeline.py), how
+rows are sent elsewhere (loggers/), the log (run_log), the picture at the end (curves).
 Invariant: rows are in step order, one each. Tests and plots read metrics.jsonl, never stdout.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,15 +22,13 @@ from typing import Any, TextIO
 import numpy as np
 
 from orchestrator.files.disk_space import naming_a_full_disk
-from orchestrator.files.metric_sinks import RayGauges, TensorBoardEvents
-from orchestrator.files.metrics_catalogue import NO_REWARDS, RewardNames, Value, catalogue
+from orchestrator.files.loggers.logger import Logger
+from orchestrator.files.metrics_catalogue import NO_REWARDS, RewardNames, Value
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine
 from orchestrator.files.samples import SampleLog
 from orchestrator.files.step_rows import StepRecord, row_of
 from orchestrator.files.timeline import row_of_step, write_row
-
-logger = logging.getLogger(__name__)
 
 
 class Telemetry:
@@ -42,6 +38,7 @@ class Telemetry:
         folder: the run folder.
         num_steps: steps of the whole run, for the time left.
         first_step: what was emitted after this step is removed: it belongs to work that a resumed run redoes.
+        loggers: where rows go beside metrics.jsonl; closed with this.
         progress: the line on the terminal.
         rewards: names of the run's rewards.
         samples_per_step: run.samples_per_step.
@@ -54,8 +51,8 @@ class Telemetry:
         *,
         num_steps: int,
         first_step: int,
-        tensorboard: bool,
         progress: ProgressLine,
+        loggers: Sequence[Logger] = (),
         rewards: RewardNames = NO_REWARDS,
         samples_per_step: int = 0,
         max_sample_bytes_per_step: int = 0,
@@ -70,8 +67,7 @@ class Telemetry:
         self._samples = SampleLog(
             folder, after_step=first_step, most=samples_per_step, most_bytes=max_sample_bytes_per_step
         )
-        self._events = TensorBoardEvents(folder.tensorboard, after_step=first_step) if tensorboard else None
-        self._gauges = RayGauges(catalogue(rewards))
+        self._loggers = loggers
         self._recent_s: deque[float] | None = None
         self.last_eval_reward: Value = None
 
@@ -79,21 +75,21 @@ class Telemetry:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for sink in (self._file, self._samples, self._events):
-            if sink is not None:
-                with suppress(OSError):  # what a full disk left in a buffer: the run has said why it ends
-                    sink.close()
+        for sink in (self._file, self._samples, *self._loggers):
+            with suppress(OSError):  # what a full disk left in a buffer: the run has said why it ends
+                sink.close()
 
     def step(self, record: StepRecord) -> dict[str, Value]:
         """Emit one row everywhere and return it."""
         row = row_of(record, self._rewards)
+        finite = {name: _finite(value) for name, value in row.items()}
         with naming_a_full_disk(self._folder.metrics):
-            self._file.write(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n")
+            self._file.write(json.dumps(finite) + "\n")
             self._file.flush()
-        if self._events:
-            with naming_a_full_disk(self._folder.tensorboard):
-                self._events.write(record.step, row)
-        self._gauges.set(row)
+        numbers = {name: value for name, value in finite.items() if value is not None}
+        with naming_a_full_disk(self._folder.tensorboard):
+            for logger in self._loggers:
+                logger.write(record.step, numbers)
         if record.eval_groups:
             self.last_eval_reward = row["eval/reward"]
         with naming_a_full_disk(self._folder.samples):

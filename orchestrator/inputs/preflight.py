@@ -30,6 +30,7 @@ from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
 from orchestrator.files.run_folder import RunFolder, follow_latest
 from orchestrator.inputs.character_tokenizer import CHARACTERS, check_character_vocabulary
 from orchestrator.inputs.facts import Fact
+from orchestrator.inputs.logger_checks import check_loggers
 from orchestrator.inputs.machine_checks import (
     check_dashboard_port,
     check_devices,
@@ -295,6 +296,7 @@ OPTION_CHECKS = (
     check_routes,
     check_reward_loads,
     check_agent_loads,
+    check_loggers,
 )
 MACHINE_CHECKS = (
     check_devices,

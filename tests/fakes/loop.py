@@ -377,7 +377,6 @@ class Loop:
             self.folder,
             num_steps=self.config.run.num_steps,
             first_step=self.resume_step,
-            tensorboard=False,
             progress=ProgressLine(Console(file=StringIO())),
             rewards=RewardNames() if self.rewards.requests is None else RewardNames(("style",), ("style",)),
             samples_per_step=self.config.run.samples_per_step,

@@ -24,7 +24,7 @@ from system.conftest import ONE_OF_EACH, RUN_TIMEOUT_S, FinishedRun, Nodes, trai
 
 pytestmark = pytest.mark.timeout(2 * RUN_TIMEOUT_S)
 
-SMALL = [*ONE_OF_EACH, "run.checkpoint_every_steps=0", "run.tensorboard=false"]
+SMALL = [*ONE_OF_EACH, "run.checkpoint_every_steps=0", "run.loggers=[]"]
 NUM_STEPS = 20
 LETTERS = [
     *SMALL, f"run.num_steps={NUM_STEPS}", "run.eval_every_steps=0", "run.eval_samples_per_prompt=4",

@@ -130,7 +130,7 @@ def test_later_words_win_and_interpolation_works() -> None:
         ("run.num_steps=1.5", ["run.num_steps must be an integer", "'1.5'"]),
         ("run.seed=", ["run.seed must be an integer", "nothing after the '='"]),
         ("trainer.optim.lr=fast", ["trainer.optim.lr must be a number", "'fast'"]),
-        ("run.tensorboard=maybe", ["run.tensorboard must be true or false", "'maybe'"]),
+        ("cluster.dashboard=maybe", ["cluster.dashboard must be true or false", "'maybe'"]),
         ("trainer.lora.rank=null", ["trainer.lora.rank must be an integer", "'null'"]),
         ("model.hf_config=3", ["model.hf_config must be a mapping"]),
         ("weight_sync.transport=nvlnk", ["must be one of auto, tcp, nvlink, rdma", "'nvlnk'", "Did you mean nvlink?"]),

@@ -15,7 +15,7 @@ def test_options_say_type_default_and_choices() -> None:
     assert options["trainer.optim.betas"].type_label == "list of 2 numbers"
     assert options["weight_sync.transport"].choices == ("auto", "tcp", "nvlink", "rdma")
     assert show(options["weight_sync.transport"].default) == "auto"
-    assert show(options["run.tensorboard"].default) == "true"
+    assert show(options["cluster.dashboard"].default) == "true"
     assert options["trainer.ep_size"].doc.startswith("Expert-parallel group size")
 
 

@@ -67,9 +67,7 @@ class Tuning:
     async def run(self, resume_step: int = 0) -> Finetuner:
         progress = ProgressLine(Console(file=StringIO()))
         num_steps = self.config.run.num_steps
-        with Telemetry(
-            self.folder, num_steps=num_steps, first_step=resume_step, tensorboard=False, progress=progress
-        ) as telemetry:
+        with Telemetry(self.folder, num_steps=num_steps, first_step=resume_step, progress=progress) as telemetry:
             training = Shuffled(CONVERSATIONS, seed=self.config.run.seed)
             tuner = Finetuner(self.config, self.trainer, training, CONVERSATIONS[:1], telemetry, self.checkpoints)
             await tuner.train(self.checkpoints.newest() if resume_step else None)

@@ -1,20 +1,17 @@
-"""Where a row of metrics goes beside metrics.jsonl: TensorBoard's events and Ray's gauges.
+"""Rows of metrics as TensorBoard's events, beside metrics.jsonl.
 
-Owns: the format of both. Does not own: what is in a row (step_rows). Needs no torch.
+Owns: their format. Does not own: what is in a row (step_rows). Needs no torch.
 """
 
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from orchestrator.files.metrics_catalogue import Value
 
 
 class TensorBoardEvents:
@@ -38,13 +35,9 @@ class TensorBoardEvents:
         if is_resumed:
             self._add(step=after_step + 1, session_log=events.SessionLog(status=events.SessionLog.START))
 
-    def write(self, step: int, row: Mapping[str, Value]) -> None:
-        """Add every finite number of a row."""
-        values = [
-            self._Summary.Value(tag=name, simple_value=value)
-            for name, value in row.items()
-            if value is not None and math.isfinite(value)
-        ]
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Add a row."""
+        values = [self._Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         self._add(step=step, summary=self._Summary(value=values))
 
     def close(self) -> None:
@@ -53,31 +46,3 @@ class TensorBoardEvents:
 
     def _add(self, **fields: Any) -> None:
         self._writer.write(self._Event(wall_time=time.time(), **fields).SerializeToString())
-
-
-class RayGauges:
-    """The newest row as Ray gauges. Does nothing when this process is not part of a Ray cluster.
-
-    Args:
-        meanings: what each metric means, by name.
-    """
-
-    def __init__(self, meanings: Mapping[str, str]) -> None:
-        self._meanings = meanings
-        self._gauges: dict[str, Any] = {}
-
-    def set(self, row: Mapping[str, Value]) -> None:
-        """Show every finite number of a row."""
-        try:
-            import ray
-            from ray.util.metrics import Gauge
-        except ImportError:
-            return
-        if not ray.is_initialized():
-            return
-        for name, value in row.items():
-            if value is None or not math.isfinite(value):
-                continue
-            if name not in self._gauges:
-                self._gauges[name] = Gauge("slipstream_" + name.replace("/", "_"), description=self._meanings[name])
-            self._gauges[name].set(float(value))

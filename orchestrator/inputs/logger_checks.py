@@ -1,0 +1,58 @@
+# pyright: strict
+"""Checks of run.loggers before anything starts: the packages are there, and W&B has a key.
+
+Owns: what a user can repair here. Does not own: values of single options (conf/schema/loggers.py), services that are
+away (orchestrator/files/loggers/background.py). Nothing is asked over the network.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from conf.errors import ConfigError
+from conf.schema import RunConfig, WandbMode
+from orchestrator.inputs.facts import Fact
+
+_WITHOUT_A_DATABASE = ("", "file", "http", "https", "databricks")
+_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+
+
+def check_loggers(config: RunConfig) -> Fact:
+    """Every logger of the run can be opened."""
+    loggers = config.run.loggers
+    for name in loggers:
+        if importlib.util.find_spec(name) is None:
+            how = "pip install tensorboard" if name == "tensorboard" else f"pip install 'slipstream-rl[{name}]'"
+            raise ConfigError(f"run.loggers names {name}, which is not installed: {how}, or remove it from run.loggers")
+    if "wandb" in loggers and config.run.wandb.mode is WandbMode.online and not _has_key():
+        raise ConfigError(
+            "run.loggers names wandb, which has no key here: call `wandb login`, set WANDB_API_KEY, or set "
+            "run.wandb.mode=offline"
+        )
+    if "mlflow" in loggers:
+        place = config.run.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or ""
+        scheme = urlsplit(place).scheme
+        if scheme not in _WITHOUT_A_DATABASE and importlib.util.find_spec("sqlalchemy") is None:
+            raise ConfigError(
+                f"MLflow's client alone reaches no {scheme} database: give run.mlflow.tracking_uri (or "
+                "MLFLOW_TRACKING_URI) a server's address or a folder, or pip install mlflow"
+            )
+    return Fact("loggers", ", ".join(["metrics.jsonl", *loggers]))
+
+
+def _has_key() -> bool:
+    """Whether wandb finds a key: in the environment, in ~/.netrc, or maybe on a server of its own settings."""
+    if any(os.environ.get(name) for name in _KEYS) or (Path.home() / ".config" / "wandb" / "settings").exists():
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    for path in (os.environ.get("NETRC"), Path.home() / ".netrc", Path.home() / "_netrc"):
+        if path and Path(path).is_file():
+            try:
+                return netrc.netrc(path).authenticators(host) is not None
+            except (netrc.NetrcParseError, OSError):
+                continue
+    return False
