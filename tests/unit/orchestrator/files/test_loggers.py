@@ -4,6 +4,7 @@ stay out of the run folder; a service that fails costs the run nothing and gets 
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 from collections.abc import Iterator, Mapping
@@ -114,8 +115,7 @@ def test_wandb_holds_the_rows(runs: Path) -> None:
 
 def wandb_records(path: Path) -> Iterator[Any]:
     """Records of a .wandb file: after 7 bytes, LevelDB's log format, in blocks of 32 KiB."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
+    Record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
     data, at, whole = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
         if (left := 32768 - at % 32768) < 7:
