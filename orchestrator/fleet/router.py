@@ -103,6 +103,7 @@ class Router:
                 asyncio.wait({call, left}, return_when=asyncio.FIRST_COMPLETED),
                 f"a group of {n} on {replica.worker.name} (prompt {prompt.prompt_id})",
                 timeout_s=self._request_timeout_s,
+                say_every_s=self._request_timeout_s / 2,  # the wait for a batch says more, and once for all groups
             )
             if not call.done():
                 raise WaitTimeout(f"{replica.worker.name} went out of service meanwhile")

@@ -102,6 +102,9 @@ def engine_arguments(
         "worker_extension_cls": "rollout.in_vllm.engine_process.WeightReceiver",
         "disable_log_stats": True,
     }
+    if not arguments["enforce_eager"]:
+        # vLLM by itself captures no graph for more than 512 requests; 768 then decode at 40 % of the speed of 512.
+        arguments["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(arguments["max_num_seqs"])}
     if is_cpu and _has_latent_attention(folder):
         # With the AMX kernels vLLM would move kv_b_proj into private packed copies, and its own rotation for CPUs turns
         # latent heads wrongly (0.32).
@@ -111,7 +114,8 @@ def engine_arguments(
         # torch.compile would make other kernels of norms and activations than those that the trainer calls; CUDA graphs
         # replay the same ones.
         arguments["attention_backend"] = "FLASH_ATTN_MLA" if _has_latent_attention(folder) else "FLASH_ATTN"
-        arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        without_compile = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        arguments["compilation_config"] = arguments.get("compilation_config", {}) | without_compile
     if records_routes:
         # 0.25.1 keeps a byte (two with more than 256 experts) per layer and chosen expert for each token of the KV
         # cache, in the host memory of the engine's process.
@@ -145,6 +149,15 @@ def stop_token_ids(folder: Path) -> list[int]:
         if value is not None:
             return [value] if isinstance(value, int) else list(value)
     return []
+
+
+def capture_sizes(num_seqs: int) -> list[int]:
+    """Batch sizes for which an engine captures CUDA graphs: a smaller batch is padded to the next of them. Up to that
+    many requests, in steps of at most a third, and of 64 from 256 on: about half as many as vLLM's own sizes, and as
+    much less time to capture them.
+    """
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, 256, 32), *range(256, num_seqs, 64)]
+    return [*(size for size in sizes if size < num_seqs), num_seqs]
 
 
 def warm_up_lengths(captured: int, largest: int) -> list[int]:

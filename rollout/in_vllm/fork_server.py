@@ -2,13 +2,15 @@
 
     rollout worker        begin()   imports vLLM      builds the config   fork_engine(): EngineCore ----+
                              |                                                                         |
-    fork server              +----> preload.py: imports vLLM, then waits ------------------------------+--> forks it
+    fork server              +----> preload.py: imports vLLM, then waits --> forks what looks at the   +--> forks it
+                                                                             model's class
 
 Without this, vLLM spawns the EngineCore process after the worker's own import, and it imports all of it again: 16 s of
-a start on a host with GPUs, one after the other. The fork server is multiprocessing's; it runs no kernel and never
+a start on a host with GPUs, one after the other; and so does the process that imports the class of a model which vLLM
+meets for the first time on this node. The fork server is multiprocessing's; it runs no kernel and never
 opens a GPU, so that what is forked from it may.
 
-Owns: that server, and the context that vLLM gets for its EngineCore. Does not own: the workers of an engine with
+Owns: that server, and the processes that vLLM gets from it. Does not own: the workers of an engine with
 tp_size > 1, which their EngineCore spawns (process_imports.py).
 Invariant: the EngineCore has the environment that a spawned one would have, as it was when vLLM asked for it.
 """
@@ -19,18 +21,25 @@ import contextlib
 import logging
 import multiprocessing
 import os
-from collections.abc import Generator
+import sys
+from collections.abc import Callable, Generator
 from importlib import import_module
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from typing import Any
+from typing import Any, TypeVar
 
-from rollout.in_vllm.vllm_patches import make_processes_in
+from rollout.in_vllm.vllm_patches import inspect_models_by, make_processes_in
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 PRELOAD = "rollout.in_vllm.preload"
+PRELOAD_TIMEOUT_S = 300.0
+"""Longest wait until the server has imported vLLM."""
 _UNUSED, _BEGUN, _USED = range(3)
+_CLEAN, _NOT_IMPORTED, _GPU_IS_OPEN = range(3)
+"""What the server's children find in it."""
 _state = _UNUSED
 
 
@@ -48,19 +57,73 @@ def begin() -> None:
 @contextlib.contextmanager
 def fork_engine() -> Generator[None]:
     """While the block runs, vLLM forks its EngineCore from the server. Without begin(), for a second engine of this
-    process, and where the import of vLLM has opened a GPU, the block changes nothing: vLLM spawns it.
+    process, and where the server cannot be used, the block changes nothing: vLLM spawns it.
     """
     global _state
     is_begun, _state = _state == _BEGUN, _USED
     if not is_begun:
         yield
         return
-    if import_module("torch").cuda.is_initialized():
-        logger.warning("an import opened a GPU: vLLM is imported once more, in the engine's process")
+    context = EngineContext()
+    found = _state_of_server(context)
+    if found != _CLEAN:
+        why = {_NOT_IMPORTED: "it has not imported vLLM", _GPU_IS_OPEN: "an import opened a GPU"}
+        logger.warning("no fork server (%s): vLLM is imported once more", why.get(found, f"it ended with {found}"))
         yield
         return
-    with make_processes_in(EngineContext()):
+    with make_processes_in(context), inspect_models_by(call_in_fork):
         yield
+
+
+def _state_of_server(context: EngineContext) -> int:
+    """Fork a process that looks. It waits until the server has imported vLLM."""
+    process = context.Process(target=_look)
+    process.start()
+    process.join(PRELOAD_TIMEOUT_S)
+    return _NOT_IMPORTED if process.exitcode is None else process.exitcode
+
+
+def _look() -> None:
+    """In the forked process."""
+    if PRELOAD not in sys.modules:
+        sys.exit(_NOT_IMPORTED)
+    # PyTorch marks children of a process that has used a GPU; they cannot use one.
+    sys.exit(_GPU_IS_OPEN if import_module("torch").cuda._is_in_bad_fork() else _CLEAN)
+
+
+def call_in_fork(function: Callable[[], T]) -> T:
+    """Call a function, which cloudpickle can pickle, in a process forked from the server.
+
+    Raises:
+        RuntimeError: The function raised there, or its process ended without a result.
+    """
+    cloudpickle = import_module("cloudpickle")
+    context = EngineContext()
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_call, args=(cloudpickle.dumps(function), sender))
+    process.start()
+    sender.close()
+    try:
+        result, error = cloudpickle.loads(receiver.recv_bytes())
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"a process of the fork server ended with exit code {process.exitcode}") from None
+    finally:
+        receiver.close()
+    process.join()
+    if error is not None:
+        raise RuntimeError(f"in a process of the fork server: {error}")
+    return result
+
+
+def _call(pickled: bytes, sender: Connection) -> None:
+    """In the forked process."""
+    cloudpickle = import_module("cloudpickle")
+    try:
+        answer = (cloudpickle.loads(pickled)(), None)
+    except Exception as error:  # noqa: BLE001 - raised by call_in_fork()
+        answer = (None, f"{type(error).__name__}: {error}")
+    sender.send_bytes(cloudpickle.dumps(answer))
 
 
 class _Process(ForkServerProcess):

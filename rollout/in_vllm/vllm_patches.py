@@ -13,6 +13,8 @@
                                           Until torchao asks when it needs the answer.
     make_processes_in              both   One engine's EngineCore is forked from a server that has imported vLLM.
                                           Until VLLM_WORKER_MULTIPROC_METHOD may be forkserver.
+    inspect_models_by              both   What a model's class says of itself is found in a process of that server.
+                                          Until vLLM can be told where.
     end_for_good                   both   One engine is shut down once. Until AsyncLLM.shutdown() may be called twice.
     adapters_from_memory           both   While slots are recorded, a LoRA manager reads tensors instead of a file.
                                           Until add_adapter() takes tensors.
@@ -22,7 +24,7 @@
 
 "Both" means 0.25.1 (GPUs) and 0.32 (CPUs); the last sentence of each entry says when the patch can go. The first
 patch acts on every engine on a CPU, the next two on every batch-invariant one, detect_triton_without_a_gpu on imports,
-the next four on the objects of one engine; the last two run in a process that computes nothing
+the next five on the objects of one engine; the last two run in a process that computes nothing
 (rollout/layouts/meta_engine.py). While a layout is recorded, two more modules swap attributes of a model and put them
 back: load_time.py (parameters as they were at load time) and adapter_slots.py (layers without LoRA wrappers).
 
@@ -35,12 +37,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout.errors import EngineError
 
@@ -48,6 +51,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def keep_linear_weights_in_place() -> None:
@@ -143,6 +149,26 @@ def make_processes_in(context: BaseContext) -> Iterator[None]:
         return context
 
     with _replaced(utils, {"get_mp_context": chosen}):
+        yield
+
+
+@contextlib.contextmanager
+def inspect_models_by(call: Callable[[Callable[[], T]], T]) -> Iterator[None]:
+    """While the block runs, vLLM asks a model's class what it can do by `call`, and if that fails by its own way: in a
+    process that imports all of vLLM first. (vLLM keeps the answers in its cache folder.)
+    """
+    from vllm.model_executor.models import registry
+
+    own = registry._run_in_subprocess
+
+    def asked(function: Callable[[], T]) -> T:
+        try:
+            return call(function)
+        except RuntimeError as error:
+            logger.warning("a model's class was not inspected in a forked process: %s", error)
+            return own(function)
+
+    with _replaced(registry, {"_run_in_subprocess": asked}):
         yield
 
 

@@ -9,14 +9,16 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 from cases.tiny_models import DENSE
 from cases.vllm_process import import_path
 
-from rollout.in_vllm.fork_server import EngineContext
+from rollout.in_vllm.fork_server import EngineContext, call_in_fork
 
 TIMEOUT_S = 240.0
 WORKER = """
 import asyncio, os, sys, time
+os.environ["VLLM_CACHE_ROOT"] = sys.argv[1] + "/cache"  # vLLM keeps there what it found out about a model's class
 from pathlib import Path
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
@@ -26,6 +28,8 @@ async def started():
     config = RolloutConfig(max_model_len=64, kv_cache_bytes=64 << 20, sampling=SamplingConfig(max_tokens=8))
     engine = Engine(Path(sys.argv[1]), config, dtype=DType.float32, device=Device.cpu, seed=0)
     await engine.prepare()
+    from vllm.model_executor.models import registry
+    registry._SUBPROCESS_COMMAND = ["false"]  # vLLM's own way to ask the class
     await engine.start()
     return engine
 
@@ -45,6 +49,18 @@ if __name__ == "__main__":
 
 def environment_of_a_child(file: Path) -> None:
     file.write_text(json.dumps(dict(os.environ)))
+
+
+def one() -> int:
+    return 1
+
+
+def fail() -> None:
+    raise ValueError("no such class")
+
+
+def end() -> None:
+    os._exit(3)
 
 
 def test_the_first_engine_is_forked_a_second_one_spawned_and_all_end_with_the_worker(tmp_path: Path) -> None:
@@ -86,3 +102,11 @@ def test_a_forked_process_has_the_environment_in_which_it_was_made(tmp_path: Pat
     assert json.loads((tmp_path / "first").read_text())["SET_BEFORE"] == "1"
     seen = json.loads((tmp_path / "second").read_text())
     assert (seen.get("SET_BEFORE"), seen.get("SET_LATER")) == (None, "1")
+
+
+def test_a_call_in_a_forked_process_returns_or_raises_or_says_how_the_process_ended() -> None:
+    assert call_in_fork(one) == 1
+    with pytest.raises(RuntimeError, match="ValueError: no such class"):
+        call_in_fork(fail)
+    with pytest.raises(RuntimeError, match="exit code 3"):
+        call_in_fork(end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -16,7 +17,13 @@ import pytest
 from conf.errors import ConfigError
 from conf.schema import Device, DType, RolloutConfig
 from rollout.engine.engine import Engine
-from rollout.engine.engine_options import engine_arguments, engine_environment, stop_token_ids, warm_up_lengths
+from rollout.engine.engine_options import (
+    capture_sizes,
+    engine_arguments,
+    engine_environment,
+    stop_token_ids,
+    warm_up_lengths,
+)
 from rollout.errors import EngineError, UnsupportedWeights, error_class
 from rollout.types import AdapterSlotsSpec
 from weight_sync.errors import IntegrityError
@@ -65,6 +72,24 @@ def test_a_cpu_engine_is_eager_in_two_processes_with_a_fixed_cache():
     assert arguments["kv_cache_memory_bytes"] == 256 << 20
     assert engine_environment(Device.cpu)["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in engine_environment(Device.cuda)
+
+
+def test_there_is_a_graph_for_every_number_of_requests_that_an_engine_may_have():
+    for num_seqs in (1, 2, 7, 8, 40, 255, 256, 257, 768, 1024):
+        sizes = capture_sizes(num_seqs)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == num_seqs
+        assert all(after <= max(2 * before, 8) and after - before <= 64 for before, after in itertools.pairwise(sizes))
+        for config in (
+            RolloutConfig(max_num_seqs=num_seqs),
+            RolloutConfig(max_num_seqs=num_seqs, batch_invariant=True),
+        ):
+            arguments = engine_arguments(Path("m"), config, dtype=DType.bfloat16, device=Device.cuda, seed=1)
+            assert arguments["compilation_config"]["cudagraph_capture_sizes"] == sizes
+    eager = RolloutConfig(enforce_eager=True)
+    assert "compilation_config" not in engine_arguments(
+        Path("m"), eager, dtype=DType.bfloat16, device=Device.cuda, seed=1
+    )
 
 
 def test_a_warm_up_meets_every_batch_size_between_the_captured_and_the_largest():
