@@ -211,10 +211,10 @@ def measure(
             say(f"worker {repeat % args.workers} killed", report["recoveries"][-1])
             report["fleet"] = [row for row in job.rows if row["event"] != "tokens"]
             keep()
-        if args.workers > 1:
+        if args.workers > 1 and args.plain_repeats:
             put_out(job, 0, args)
             plain(job.folder)
-    if args.workers == 1:
+    if args.workers == 1 and args.plain_repeats:
         plain(job.folder)
 
 
@@ -260,7 +260,8 @@ def show(report: dict[str, Any]) -> None:
     num_back = sum(way["returned_s"] is not None for way in report["recoveries"])
     print(f"{num_back} of {len(report['recoveries'])} kills: {SHARE:.0%} of the former tokens/s within the limit")
     print("cpu_s: user and system of the new process and its engine's, until it serves")
-    print(f"the plain restart's engine start contains the reading of {report['checkpoint_bytes'] / 1e9:.3f} GB")
+    if report["plain"]:
+        print(f"the plain restart's engine start contains the reading of {report['checkpoint_bytes'] / 1e9:.3f} GB")
 
 
 def plot(report: dict[str, Any], file: Path) -> None:
@@ -308,7 +309,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="cpu")
     parser.add_argument("--workers", type=int, default=2, help="engines; 1: the trainer sends the weights")
     parser.add_argument("--repeats", type=int, default=3, help="kills")
-    parser.add_argument("--plain-repeats", type=int, default=3)
+    parser.add_argument("--plain-repeats", type=int, default=3, help="plain restarts; 0: none")
     parser.add_argument("--settle-s", type=float, default=4.0, help="after a first token, before the steady state")
     parser.add_argument("--steady-s", type=float, default=16.0, help="before a kill: the former throughput")
     parser.add_argument("--window-s", type=float, default=8.0, help=f"in which {SHARE:.0%}% of it must be reached")
