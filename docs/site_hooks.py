@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
+CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
 LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?P<anchor>#[^)\s]*)?(?=\))")
 SHOWN_BY_BROWSERS = {".json", ".png", ".svg", ".html"}
 
@@ -78,6 +81,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return os.path.relpath(_site_uri(target, docs), here) + (link["anchor"] or "") if target.is_file() else link[0]
 
     return LINK.sub(rewritten, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let a browser break long names in tables after a dot, a slash, an underscore or an equals sign."""
+    breakable = partial(CODE.sub, lambda code: re.sub(r"(?<=[./_=])(?=[^./_=])", "<wbr>", code[0]))
+    return CELL.sub(lambda cell: breakable(cell[0]), html)
 
 
 def _site_uri(target: Path, docs: Path) -> str:
