@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import re
 import sys
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -161,7 +162,8 @@ def render_markdown() -> str:
         lines += [f"| {group} | `{choice.name}` | {_cell(choice.doc)} |" for choice in group_choices(group)]
     for section, doc in section_docs().items():
         own = [option for option in flat_options() if option.name.rpartition(".")[0] == section]
-        lines += ["", f"## {section}", "", doc, "", "| option | type | default | meaning |", "|---|---|---|---|"]
+        lines += ["", f"## {section}", "", _linked(doc), ""]
+        lines += ["| option | type | default | meaning |", "|---|---|---|---|"]
         for option in own:
             default = f"`{show(option.default)}`"
             lines.append(f"| `{option.name}` | {_cell(option.type_label)} | {_cell(default)} | {_cell(option.doc)} |")
@@ -169,7 +171,12 @@ def render_markdown() -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return _linked(text.replace("|", "\\|"))
+
+
+def _linked(text: str) -> str:
+    """`docs/NAME.md` as a link from the page, which lies in docs/ itself."""
+    return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
 
 
 def _walk(cls: type, prefix: str) -> Iterable[Option]:
