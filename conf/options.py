@@ -171,7 +171,9 @@ def render_markdown() -> str:
 
 
 def _cell(text: str) -> str:
-    return _linked(text.replace("|", "\\|"))
+    """A cell of a table. Outside of code spans a `<` would begin an HTML tag."""
+    parts = text.replace("|", "\\|").split("`")
+    return _linked("`".join(part if number % 2 else part.replace("<", "&lt;") for number, part in enumerate(parts)))
 
 
 def _linked(text: str) -> str:

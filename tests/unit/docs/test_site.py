@@ -87,6 +87,12 @@ def test_lists_are_lists(site: Path) -> None:
     assert broken == []
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_no_text_is_taken_for_a_tag_of_html(page: Path) -> None:
+    text = re.sub(r"^```.*?^```|`[^`]*`|^    .*?$|<!--.*?-->", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"</?[a-zA-Z][^>]*>", text) == []
+
+
 def test_a_link_that_leads_nowhere_fails_the_build(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     wrong = ["missing.md", "other.md#nowhere", "#nowhere", "../bench/missing.py", "missing.png", "/page.md"]
     docs = tmp_path / "docs"
