@@ -18,6 +18,7 @@ place; `template` the template writes the history in another way than it was sam
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -237,13 +238,29 @@ def _digests(messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
 
 
 def _canonical(message: Message) -> str:
-    """The message as text, the same however a client writes it: without empty fields, text parts joined."""
+    """The message as text, the same however a client writes it: without empty fields, text parts joined. Frameworks
+    write answers anew: an answer is also the same with other blanks around it and other spaces in a call's arguments.
+    """
     content = message.get("content")
     if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
         content = "".join(str(part.get("text", "")) for part in content)
     fields = {**message, "content": content}
+    if message.get("role") == "assistant":
+        fields["content"] = content.strip() if isinstance(content, str) else content
+        fields["tool_calls"] = [_call(call) for call in message.get("tool_calls") or []]
     kept = {key: value for key, value in fields.items() if value not in (None, "", [], {})}
     return json.dumps(kept, sort_keys=True, default=str)
+
+
+def _call(call: Any) -> Any:
+    """What a tool call says, its arguments as a value where they are one."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+        arguments = json.loads(arguments)  # pyright: ignore[reportArgumentType]
+    return [call.get("id"), function.get("name"), arguments]
 
 
 def _digest(before: bytes, text: str) -> bytes:

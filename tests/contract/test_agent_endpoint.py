@@ -1,4 +1,5 @@
-"""Locks: OpenAI's own Python client gets what the protocol promises, with tool calls found by vLLM's parsers.
+"""Locks: OpenAI's own Python client, and a framework on top of it, get what the protocol promises, with tool calls found
+by vLLM's parsers.
 
 The endpoint, its episodes and vLLM's parsers are real; a script stands in for the engine. tests/system/test_agents.py
 has the same client in a run with a real engine.
@@ -14,6 +15,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic_ai import Agent
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
 
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.agents.chat_text import FolderChatText
@@ -101,6 +105,35 @@ async def test_a_tool_call_keeps_its_tokens_and_its_result_comes_after_them(serv
     assert answer.usage.prompt_tokens == len(
         script.chat.encode(script.given[0][1] + CALL + "<eos>" + script.given[1][1])
     )
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_an_agent_framework_runs_unmodified_and_its_history_keeps_the_tokens(
+    served: Served, streams: bool
+) -> None:
+    client, script, episode = served
+    call = CALL.removeprefix("so ") if streams else CALL  # a stream's first text would be the framework's last answer
+    script.texts = [f"{call}<eos>", "3<eos>", "4<eos>"]
+    agent = Agent(OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=client)), instructions="Add.")
+
+    @agent.tool_plain
+    def add(a: int, b: int) -> int:
+        return a + b
+
+    if streams:
+        async with agent.run_stream("1 + 2?") as asked:
+            assert await asked.get_output() == "3"
+        messages = asked.all_messages()
+    else:
+        answer = await agent.run("1 + 2?")
+        assert answer.output == "3"
+        messages = answer.all_messages()
+    again = await agent.run("And 1?", message_history=messages)
+    assert again.output == "4"
+    assert [turn.reason for turn in episode.turns] == ["start", "", ""]
+    assert [parent for parent, _ in script.given] == [None, 0, 1]
+    assert script.given[1][1] == "\ntool: 3\nassistant: "
+    assert script.given[2][1] == "\nuser: And 1?\nassistant: "
 
 
 async def test_a_stream_has_the_same_answer(served: Served) -> None:

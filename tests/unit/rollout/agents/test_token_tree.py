@@ -111,6 +111,22 @@ def test_a_tool_call_in_the_models_own_spelling_is_kept() -> None:
     assert reason == EDITED
 
 
+def test_an_answer_that_a_framework_writes_anew_is_the_same() -> None:
+    talk = Conversation("qwen3")
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    call = 'well \n<tool_call>{"name":"add","arguments":{"b": 2, "a": [1, "x y"]}}</tool_call><|im_end|>'
+    reply, _ = talk.ask([user("one")], call, tools)
+    (made,) = reply["tool_calls"]
+    function = {"name": "add", "arguments": '{"a":[1,"x y"],"b":2}'}
+    again = {"role": "assistant", "content": "well", "refusal": None, "tool_calls": [{**made, "function": function}]}
+    result = {"role": "tool", "content": "3"}
+    assert talk.ask([user("one"), again, result], "3 <|im_end|>", tools)[1] == CONTINUED
+    three = {"role": "assistant", "content": "3"}
+    assert talk.ask([user("one"), again, result, three, user("two")], "4<|im_end|>", tools)[1] == CONTINUED
+    other = {**again, "tool_calls": [{**made, "function": {**function, "arguments": '{"a":[1,"xy"],"b":2}'}}]}
+    assert talk.ask([user("one"), other, result], "3<|im_end|>", tools)[1] == EDITED
+
+
 def test_edits_forks_tools_and_new_conversations_are_told_apart() -> None:
     talk = Conversation("llama3")
     reply, reason = talk.ask([user("one")], "first" + talk.chat.end)
