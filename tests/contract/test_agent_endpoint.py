@@ -1,4 +1,4 @@
-"""Locks: OpenAI's own Python client, and a framework on top of it, get what the protocol promises, with tool calls found
+"""Locks: OpenAI's own Python client, and a framework on top of it, get what the protocol promises; tool calls are found
 by vLLM's parsers.
 
 The endpoint, its episodes and vLLM's parsers are real; a script stands in for the engine. tests/system/test_agents.py
