@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,12 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
-CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
+NARROW_COLUMNS = 5
+"""A table of so many columns has room for short words only."""
+MAX_NAME = 36
+"""In other tables names of this length stay whole."""
 LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?P<anchor>#[^)\s]*)?(?=\))")
 SHOWN_BY_BROWSERS = {".json", ".png", ".svg", ".html"}
 
@@ -47,6 +50,7 @@ def _existing(entries: list[Any], pages: set[str], named: set[str]) -> list[Any]
                 kept.append({title: section})
         elif target.endswith("/"):
             inside = sorted(page for page in pages if page.startswith(target))
+            inside.sort(key=lambda page: not page.endswith("/README.md"))  # the folder's own page first
             named.update(inside)
             kept.append({title or target.rstrip("/").capitalize(): inside})
         elif target in pages:
@@ -85,8 +89,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Let a browser break long names in tables after a dot, a slash, an underscore or an equals sign."""
-    breakable = partial(CODE.sub, lambda code: re.sub(r"(?<=[./_=])(?=[^./_=])", "<wbr>", code[0]))
-    return CELL.sub(lambda cell: breakable(cell[0]), html)
+
+    def with_breaks(table: re.Match[str]) -> str:
+        longest = 0 if table[0].count("</th>") >= NARROW_COLUMNS else MAX_NAME
+        return CODE.sub(lambda code: _code_of_a_cell(code[0], longest), table[0])
+
+    return TABLE.sub(with_breaks, html)
+
+
+def _code_of_a_cell(code: str, longest: int) -> str:
+    r"""A code span of a table. Markdown asks for `\|` there, and Python-Markdown leaves the backslash."""
+    code = code.replace("\\|", "|")
+    return code if len(code) <= longest else re.sub(r"(?<=[./_=|])(?=[^./_=|])", "<wbr>", code)
 
 
 def _site_uri(target: Path, docs: Path) -> str:
