@@ -1,7 +1,8 @@
 """Architectures and parallel layouts of a real engine: after a publish its bytes are what vLLM's own loader makes.
 
 Everything but the weights' origin is the product: worker, recording, plan, Mooncake over TCP, commit. The checkpoints
-are transformers' own, so weight_sync and rollout meet every architecture without a line for it.
+are transformers' own, so weight_sync and rollout meet every architecture without a line for it. For some families the
+trainer's decoder is the origin.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.tiny_models import make_decoder
 from fakes.checkpoints import CONFIGS, GPT_OSS, CheckpointSource, write_checkpoint
 from fakes.vllm_oracle import engine_of, vllm_loads_and_samples
 from fakes.vllm_publish import NUM_TOKENS, PROMPTS, Seen, check, prompts_for, publish_twice
@@ -19,15 +21,20 @@ from safetensors.torch import load_file
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from rollout.engine.engine_options import engine_arguments
+from trainer.adapter_io import save_merged
+from trainer.architecture.families import read_config
+from trainer.delivery.merged_source import TrainerWeightSource
+from trainer.weights.loading import CheckpointReader
+from weight_sync.source import WeightSource
 
 
-def publish(folder: Path, *, num_workers: int = 1, **parallel: Any) -> list[Seen]:
-    """The whole checkpoint of a folder, to CPU engines."""
+def publish(folder: Path, *, source: WeightSource | None = None, num_workers: int = 1, **parallel: Any) -> list[Seen]:
+    """What a source has, by default the whole checkpoint of a folder, to CPU engines of the folder's config.json."""
     config = RolloutConfig(
         max_model_len=256, max_num_seqs=8, kv_cache_bytes=16 << 20, sampling=SamplingConfig(max_tokens=NUM_TOKENS),
         **parallel,
     )  # fmt: skip
-    source = CheckpointSource(load_file(folder / "model.safetensors"))
+    source = source or CheckpointSource(load_file(folder / "model.safetensors"))
     return asyncio.run(publish_twice(folder, source, config, device=Device.cpu, num_workers=num_workers))
 
 
@@ -55,6 +62,18 @@ def test_a_publish_leaves_what_vllms_loader_makes(
     check(seen, *vllm_loads_and_samples(folder, "bfloat16", prompts=prompts, max_tokens=NUM_TOKENS, **arguments))
     if model == "deepseek_v3":
         assert any(name.endswith("W_UK_T") for name in seen.first[0])
+
+
+@pytest.mark.parametrize("model", ["qwen2", "mixtral", "qwen2_moe"])
+def test_what_the_trainer_publishes_is_what_vllms_loader_makes_of_its_export(model: str, tmp_path: Path) -> None:
+    """The trainer's own decoder, with adapters that do something, read from transformers' checkpoint."""
+    config = CONFIGS[model]
+    base = write_checkpoint(config, tmp_path / "base", seed=3)
+    reader = CheckpointReader(base, read_config(config))
+    decoder = make_decoder(config, dtype=torch.bfloat16, reader=reader)
+    save_merged(decoder, tmp_path / "merged", config)
+    (seen,) = publish(base, source=TrainerWeightSource(decoder, 0))
+    check(seen, *vllm_loads_and_samples(tmp_path / "merged", "bfloat16", prompts=PROMPTS, max_tokens=NUM_TOKENS))
 
 
 def test_a_bias_that_one_rank_adds_is_zero_on_the_others(tmp_path: Path) -> None:

@@ -28,15 +28,6 @@ def models_inspected_here() -> Iterator[None]:
         yield
 
 
-def inspect_model(architecture: str) -> None:
-    """Fill that cache for engines in processes of their own."""
-    from vllm.model_executor.models.registry import ModelRegistry
-
-    model: Any = ModelRegistry.models[architecture]
-    with models_inspected_here():
-        model.inspect_model_cls()
-
-
 @contextmanager
 def engine_of(**arguments: Any) -> Iterator[Any]:
     """A vLLM engine of these arguments. It lies in this process, which imports vLLM once for all of them, but for the

@@ -54,6 +54,11 @@ def read_config(config: dict[str, Any], mla_norm_eps: MlaNormEps = MlaNormEps.ro
         ConfigError: unknown model_type, a missing size, or a feature that the decoder lacks.
     """
     model_type = config.get("model_type")
+    if model_type in _LEFT_OUT:
+        raise ConfigError(
+            f"model.hf_config.model_type={model_type} is not supported: {_LEFT_OUT[model_type]}; supported: "
+            f"{', '.join(sorted(_FAMILIES))} (docs/families.md)"
+        )
     if model_type not in _FAMILIES:
         raise ConfigError(
             f"model.hf_config.model_type must be one of {', '.join(sorted(_FAMILIES))}, got {model_type!r}; "
@@ -253,3 +258,19 @@ _FAMILIES: dict[str, Callable[[dict[str, Any], MlaNormEps], ModelSpec]] = {
     "qwen3_moe": llama_like.qwen3_moe,
 }
 """model_type -> how to read its config."""
+
+_DELTA_NET = "the decoder has no linear attention (Gated DeltaNet)"
+_SPARSE = "the decoder has no attention over keys that an indexer chooses"
+_NORMS_AFTER = "the decoder's norms are before attention and feed-forward, this family's after them"
+_LEFT_OUT = {
+    "deepseek_v32": _SPARSE,
+    "glm_moe_dsa": _SPARSE,
+    "olmo2": _NORMS_AFTER,
+    "olmo3": _NORMS_AFTER,
+    "qwen3_5": _DELTA_NET,
+    "qwen3_5_moe": _DELTA_NET,
+    "qwen3_5_moe_text": _DELTA_NET,
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_next": _DELTA_NET,
+}
+"""model_type -> why there is no entry for a family that people ask for."""

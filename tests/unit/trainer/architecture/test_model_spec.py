@@ -74,6 +74,8 @@ def test_a_config_written_by_transformers_reads_the_same():
             {"model_type": "bert"},
             r"must be one of deepseek_v3, .*, qwen3_moe, got 'bert'",
         ),
+        ({"model_type": "qwen3_next"}, r"qwen3_next is not supported: .*linear attention.*; supported: deepseek_v3, "),
+        ({"model_type": "deepseek_v32"}, r"deepseek_v32 is not supported: .* an indexer chooses; supported: "),
         ({"hidden_size": None}, "hidden_size must be a positive whole number, got None"),
         ({"num_key_value_heads": 3}, "num_key_value_heads must divide"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
@@ -143,6 +145,46 @@ def test_a_window_that_the_config_does_not_say_is_the_familys():
     assert mistral.windows == (4096, 4096)  # transformers' MistralConfig
     assert isinstance(mixtral, GqaSpec)
     assert mixtral.windows == ()
+
+
+PUBLISHED = {
+    "Qwen2.5-7B": (
+        {"model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
+         "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "use_sliding_window": False},
+        7_615_616_512,
+    ),
+    "Mistral-7B-v0.3": (
+        {"model_type": "mistral", "vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336,
+         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": None},
+        7_248_023_552,
+    ),
+    "Mixtral-8x7B": (
+        {"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+         "num_experts_per_tok": 2},
+        46_702_792_704,
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        {"model_type": "qwen2_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632,
+         "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_hidden_layers": 24,
+         "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4},
+        14_315_784_192,
+    ),
+    "OLMoE-1B-7B": (
+        {"model_type": "olmoe", "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 1024,
+         "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 64,
+         "num_experts_per_tok": 8, "clip_qkv": None, "rms_norm_eps": 1e-5},
+        6_919_161_856,
+    ),
+}  # fmt: skip
+"""The sizes in a published config.json, and the elements of that checkpoint's files."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_checkpoint_has_this_many_elements(name):
+    config, num_elements = PUBLISHED[name]
+    tensors = read_config(config).checkpoint_tensors("bfloat16")
+    assert sum(math.prod(meta.shape) for meta in tensors) == num_elements
 
 
 def test_kimi_k2_is_deepseek_v3_with_its_own_numbers():

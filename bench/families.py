@@ -1,0 +1,89 @@
+"""A short run of each family that the trainer has: does it learn, and do trainer and engine agree?
+
+    python bench/families.py                     the families of docs/families.md
+    python bench/families.py mixtral olmoe
+
+Each is the quick start with a tiny random model of that family, one engine, and two trainer ranks that share the
+experts, if there are any. Reward is held-out, before the first step and after the last one; k3 is the largest of all
+steps but the first two. Prints its environment and a table; writes bench/results/families-cpu.json, and keeps the rows
+there that are of the same environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+from bench.environment import environment  # noqa: E402
+from bench.runs import figures, read_rows, train  # noqa: E402
+
+NUM_STEPS = 60
+EXPERTS = ["model=tiny_qwen3_moe", "trainer.num_ranks=2", "trainer.ep_size=2"]
+DENSE = ["model=tiny_qwen3", "trainer.num_ranks=1", "trainer.ep_size=1"]
+SQUARE = {"hidden_size": 128}
+"""Four heads of 32: some engines know no other width of heads than hidden_size / num_attention_heads."""
+FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
+    "qwen2": ("Qwen2ForCausalLM", DENSE, SQUARE),
+    "mistral": ("MistralForCausalLM", DENSE, {"sliding_window": 4}),
+    "mixtral": ("MixtralForCausalLM", EXPERTS, {"num_local_experts": 8, "intermediate_size": 64}),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", EXPERTS, {**SQUARE, "shared_expert_intermediate_size": 64}),
+    "olmoe": (
+        "OlmoeForCausalLM",
+        EXPERTS,
+        {**SQUARE, "intermediate_size": 64, "norm_topk_prob": "false", "rms_norm_eps": 1e-5},
+    ),
+    "llama": ("LlamaForCausalLM", DENSE, {}),
+}
+"""model_type -> its class, the preset that it changes, and the fields of config.json that it needs."""
+SHOWN = ("eval_reward_first", "eval_reward_last", "k3_max", "publish_bytes", "wall_s")
+
+
+def words_of(family: str) -> list[str]:
+    """Options of a family's run."""
+    architecture, preset, fields = FAMILIES[family]
+    fields = {"model_type": family, "architectures": f"[{architecture}]", **fields}
+    return [
+        "experiment=quickstart",
+        *preset,
+        *(f"++model.hf_config.{name}={value}" for name, value in fields.items()),
+        "rollout.num_workers=1",
+        f"run.num_steps={NUM_STEPS}",
+        f"run.eval_every_steps={NUM_STEPS}",
+        "run.checkpoint_every_steps=0",
+    ]
+
+
+def main() -> None:
+    """Run the named families one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; default: all")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "families-cpu.json")
+    args = parser.parse_args()
+    unknown = set(args.families) - set(FAMILIES)
+    if unknown:
+        parser.error(f"families must be of {', '.join(FAMILIES)}, got {', '.join(sorted(unknown))}")
+    report: dict[str, Any] = {"environment": environment(), "runs": {}}
+    print(json.dumps(report["environment"], indent=2))
+    if args.out.exists():
+        before = json.loads(args.out.read_text())
+        if before["environment"] == report["environment"]:
+            report["runs"] = before["runs"]
+    for family in args.families or FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            run_folder, wall_s = train(family, words_of(family), Path(folder))
+            report["runs"][family] = {"wall_s": wall_s, **figures(read_rows(run_folder))}
+        args.out.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"{'':12}" + "".join(f"{name:>20}" for name in SHOWN))
+    for family, row in report["runs"].items():
+        print(f"{family:12}" + "".join(f"{row[name]:>20.3g}" for name in SHOWN))
+
+
+if __name__ == "__main__":
+    main()
