@@ -29,6 +29,14 @@ from conf.schema import (
 )
 from conf.tensor_parallel import has_dense_layers, has_shared_experts, num_experts_of
 
+EVALUATED_WITH = (
+    "run.eval_samples_per_prompt",
+    "run.eval_pass_at",
+    "run.eval_right_from",
+    "run.eval_beside",
+    "run.eval_share",
+)
+"""Options of evaluations that sample."""
 READ_BY_POLICY_ALONE = (
     "rollout.",
     "weight_sync.",
@@ -37,7 +45,7 @@ READ_BY_POLICY_ALONE = (
     "data.max_prompt_tokens",
     "data.curriculum",
     "data.curriculum_floor",
-    "run.eval_samples_per_prompt",
+    *EVALUATED_WITH,
     "run.samples_per_step",
     "run.max_sample_bytes_per_step",
     *(
@@ -236,11 +244,12 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
             "remove it, or set data.curriculum=middling",
         ),
         Ignored(
-            ("run.eval_samples_per_prompt", *(f"rollout.eval_{name}" for name in ("temperature", *DRAWN_WITH))),
-            config.data.eval_path is None,
-            "data.eval_path=null",
+            (*EVALUATED_WITH, "run.keep_best", *(f"rollout.eval_{name}" for name in ("temperature", *DRAWN_WITH))),
+            not config.data.held_out_sources,
+            "data.eval_path=null and data.eval_sets={}",
             "give data.eval_path",
         ),
+        Ignored("run.eval_share", not config.run.eval_beside, "run.eval_beside=false", "set that to true"),
         Ignored(
             [f"rollout.eval_{name}" for name in DRAWN_WITH if not name.endswith("penalty")],
             config.rollout.eval_temperature == 0,

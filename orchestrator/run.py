@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from conf.schema import Objective, RunConfig, SyncMode, TrainMode
 from orchestrator.data.training_stream import held_out_items, training_stream
 from orchestrator.errors import DiskFull
+from orchestrator.figures.held_out import eval_names
 from orchestrator.files.curves import SFT_PANELS, draw_curves
 from orchestrator.files.disk_space import naming_a_full_disk
 from orchestrator.files.loggers.logger import open_loggers
@@ -80,6 +81,7 @@ class RunResult:
             ("metrics", self.folder.metrics),
             *([("samples", self.folder.samples)] if self.folder.samples.stat().st_size else []),
             ("adapter" if self.export == self.folder.adapter else "model", self.export),
+            *([("best checkpoint", self.folder.best)] if self.folder.best.exists() else []),
             ("checkpoint", self.checkpoint or "none (run.checkpoint_every_steps)"),
         ]
         return "\n".join(f"  {name:<16} {value}" for name, value in lines)
@@ -129,7 +131,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
 
     model = prepare_model(config.model, folder.model)
     rows = PromptRows(config, TextEncoder(folder.model))
-    prompts, eval_prompts = rows.stream(), rows.held_out()
+    prompts, eval_sets = rows.stream(), rows.held_out()
     checkpoints = CheckpointStore(folder.checkpoints, keep=config.run.keep_checkpoints, options=fingerprint(config))
     resume_from = checkpoints.to_resume(config.run.resume)
     is_adapter_mode = config.weight_sync.mode is SyncMode.adapter
@@ -174,7 +176,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
             supervisor=supervisor,
             router=router,
             prompts=prompts,
-            eval_prompts=eval_prompts,
+            eval_sets=eval_sets,
             rewards=rewards,
             activities=activities,
             episodes=episodes,
@@ -214,7 +216,7 @@ async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRes
     encoder = TextEncoder(folder.model)
     reader = ConversationReader(config.data, encoder)
     training = training_stream(config.data, reader.read, seed=config.run.seed)
-    held_out = held_out_items(config.data, reader.read).found
+    held_out = {name: items.found for name, items in held_out_items(config.data, reader.read).items()}
     checkpoints = CheckpointStore(folder.checkpoints, keep=config.run.keep_checkpoints, options=fingerprint(config))
     resume_from = checkpoints.to_resume(config.run.resume)
 
@@ -240,14 +242,15 @@ def _what_is_saved(folder: RunFolder) -> str:
 
 
 def _telemetry(config: RunConfig, folder: RunFolder, progress: ProgressLine, first_step: int) -> Telemetry:
-    rewards = _reward_names(config)
+    rewards, evals = _reward_names(config), eval_names(config)
     return Telemetry(
         folder,
         num_steps=config.run.num_steps,
         first_step=first_step,
         progress=progress,
-        loggers=open_loggers(config, folder, after_step=first_step, meanings=catalogue(rewards)),
+        loggers=open_loggers(config, folder, after_step=first_step, meanings=catalogue(rewards, evals)),
         rewards=rewards,
+        evals=evals,
         samples_per_step=config.run.samples_per_step,
         max_sample_bytes_per_step=config.run.max_sample_bytes_per_step,
     )

@@ -176,6 +176,8 @@ class Judgement:
     """What the advantage is computed from. None if a part failed, and then the sample is left out."""
     parts: dict[str, float | None] = field(default_factory=dict)
     """What each reward gave, before its weight, by its name; None for one that raised or timed out."""
+    answer: str | None = None
+    """The response's answer, for majority votes; None: the rewards tell none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,8 @@ class Group:
     """One per rollout (Judgement.reward)."""
     parts: list[dict[str, float | None]] = field(default_factory=list)
     """One per rollout (Judgement.parts)."""
+    answers: list[str | None] = field(default_factory=list)
+    """One per rollout (Judgement.answer); empty: none has one."""
 
     def staleness_steps(self, policy_version: int) -> int:
         """`policy_version` minus the oldest version in any token of the group; 0 of a group whose episodes all failed

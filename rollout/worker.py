@@ -210,7 +210,13 @@ class RolloutWorker:
         return self._endpoint.address
 
     async def generate_group(
-        self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None, *, seed: int | None = None
+        self,
+        prompt: Prompt,
+        n: int,
+        sampling: SamplingConfig | None = None,
+        version: int | None = None,
+        *,
+        seed: int | None = None,
     ) -> list[Rollout]:
         """Sample `n` responses to one prompt. A publish meanwhile freezes and resumes them or, depending on the pause
         mode, starts them anew.
@@ -219,6 +225,8 @@ class RolloutWorker:
             prompt: The prompt.
             n: Number of responses.
             sampling: Used instead of rollout.sampling, for evaluation.
+            version: With adapter slots, the version to sample from, if keep_version() keeps it. Otherwise, and without
+                slots, the newest one samples.
             seed: Makes the responses repeatable. None: sampling.seed, or else the engine's own random numbers.
 
         Raises:
@@ -233,7 +241,7 @@ class RolloutWorker:
         sampling = sampling or self._sampling
         seed = sampling.seed if seed is None else seed
         if self.adapter_replica is not None:
-            rollouts = await self.adapter_replica.sample(prompt.token_ids, n, sampling, seed=seed)
+            rollouts = await self.adapter_replica.sample(prompt.token_ids, n, sampling, seed=seed, version=version)
             return [replace(rollout, text=self._decode(rollout)) for rollout in rollouts]
         while True:
             rollouts = await self.engine.generate_group(prompt.token_ids, n, sampling, seed=seed)
@@ -245,6 +253,14 @@ class RolloutWorker:
                 )
             # pause_mode=abort ended the group. Siblings should have one version, so all of them start anew.
             await self._serving.wait()
+
+    async def keep_version(self, version: int | None) -> bool:
+        """Keep the newest version in its adapter slot while others are published; None: no longer.
+
+        Returns:
+            Whether it is kept: false without slots, whose weights a publish overwrites, and if another one is newer.
+        """
+        return self.adapter_replica is not None and self.adapter_replica.keep(version)
 
     async def progress(self) -> Progress:
         """How many tokens it has sampled."""

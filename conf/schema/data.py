@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -32,6 +33,10 @@ class DataConfig:
     """How much of the training each of `sources` gives, such as [3, 1]; the sum does not matter. []: all the same."""
     eval_path: str | None = None
     """Held-out rows, one source of the same forms. null: no evaluation."""
+    eval_sets: dict[str, str] = field(default_factory=dict[str, str])
+    """Several held-out sets instead of `eval_path`, by names of your own: `data.eval_sets.aime=aime.jsonl` is the set
+    `aime`, whose figures are eval/aime/reward and so on. docs/evaluation.md.
+    """
     columns: dict[str, str] = field(default_factory=dict[str, str])
     """Columns under other names: `data.columns.answer=reward_model.ground_truth` adds a column `answer` with a field of
     a struct; of `question|problem` the first that a row has is taken.
@@ -94,6 +99,18 @@ class DataConfig:
         )
         for weight in self.weights:
             above(0, "data", weights=weight)
+        require(
+            self.eval_path is None or not self.eval_sets,
+            f"data.eval_path={self.eval_path} and data.eval_sets ({', '.join(self.eval_sets)}) are both set; give all "
+            "of them in data.eval_sets, and data.eval_path=null",
+        )
+        for name, source in self.eval_sets.items():
+            require(
+                re.fullmatch("[A-Za-z][A-Za-z0-9_]*", name) is not None,
+                f"data.eval_sets.{name}: the name of a set is part of metrics' names: letters, digits and _, a letter "
+                "first",
+            )
+            require(bool(source), f"data.eval_sets.{name} must name a source of rows, got nothing")
         at_least(1, "data", stream_buffer_rows=self.stream_buffer_rows)
         for name, column in self.columns.items():
             require(bool(column), f"data.columns.{name} must name a column, got nothing")
@@ -107,6 +124,11 @@ class DataConfig:
             "data.curriculum=middling contradicts data.stream=true: it draws from all prompts by their success rates; "
             "set data.stream=false, or data.curriculum=none",
         )
+
+    @property
+    def held_out_sources(self) -> dict[str, str]:
+        """Name -> source of every held-out set; the name of `eval_path` is empty."""
+        return dict(self.eval_sets) if self.eval_path is None else {"": self.eval_path}
 
     @property
     def training_sources(self) -> tuple[str, ...]:

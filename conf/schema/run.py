@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
-from conf.schema.algorithm import AlgorithmConfig
+from conf.schema.algorithm import AlgorithmConfig, Objective
 from conf.schema.cluster import ClusterConfig
 from conf.schema.data import DataConfig
 from conf.schema.loggers import LOGGERS, MlflowConfig, WandbConfig
@@ -40,11 +41,31 @@ class RunSection:
     """Save the run's state after every this many steps, and at the end. 0: only at the end."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints to keep; older ones are removed."""
+    keep_best: str | None = None
+    """A figure of evaluations, such as eval/reward or eval/aime/pass_at_4: the checkpoint of the step with the best one
+    stays, too, as checkpoints/best. Every evaluated step is then saved. null: none is kept for that.
+    """
     eval_every_steps: int = 20
-    """Evaluate on data.eval_path before the first step, after every this many steps, and at the end. 0: only before the
-    first step and at the end."""
+    """Evaluate on data.eval_path or data.eval_sets before the first step, after every this many steps, and at the end.
+    0: only before the first step and at the end.
+    """
     eval_samples_per_prompt: int = 1
     """Responses per held-out prompt."""
+    eval_pass_at: tuple[int, ...] = ()
+    """Every k of pass@k, such as [1, 4, 16]; none may exceed `eval_samples_per_prompt`. []: 1 and
+    `eval_samples_per_prompt`.
+    """
+    eval_right_from: float = 1.0
+    """A response with this reward or a larger one counts as right, for pass@k and majority votes."""
+    eval_beside: bool = False
+    """Evaluate while training goes on, instead of waiting for the evaluation. Its figures are in the row of the step
+    during which it ends; eval/step says whose they are. With weight_sync.mode=adapter engines keep its version in a
+    slot of its own. Merged weights change under it: eval/version_spread tells how far.
+    """
+    eval_share: float = 0.25
+    """With `eval_beside`: how many responses an evaluation has in flight at most, as a share of the requests that the
+    engines decode for training; engines get as much more room.
+    """
     samples_per_step: int = 16
     """Responses of every step, and of every evaluation, that samples.jsonl shows token by token. 0: none."""
     max_sample_bytes_per_step: int = 262_144
@@ -76,6 +97,23 @@ class RunSection:
         require(len(set(self.loggers)) == len(self.loggers), f"run.loggers names one twice: {list(self.loggers)}")
         require(self.seed < 1 << 63, f"run.seed must be < 2**63, got {self.seed}")
         at_least(1, "run", keep_checkpoints=self.keep_checkpoints, eval_samples_per_prompt=self.eval_samples_per_prompt)
+        for k in self.eval_pass_at:
+            require(
+                1 <= k <= self.eval_samples_per_prompt,
+                f"run.eval_pass_at has {k}: pass@k needs 1 <= k <= run.eval_samples_per_prompt, which is "
+                f"{self.eval_samples_per_prompt}; raise that, or remove {k}",
+            )
+        require(
+            len(set(self.eval_pass_at)) == len(self.eval_pass_at),
+            f"run.eval_pass_at has a number twice: {list(self.eval_pass_at)}",
+        )
+        require(math.isfinite(self.eval_right_from), f"run.eval_right_from must be finite, got {self.eval_right_from}")
+        require(0 < self.eval_share <= 1, f"run.eval_share must lie in (0, 1], got {self.eval_share}")
+
+    @property
+    def pass_ks(self) -> tuple[int, ...]:
+        """Every k of pass@k, ascending."""
+        return tuple(sorted(self.eval_pass_at)) or tuple(sorted({1, self.eval_samples_per_prompt}))
 
     def is_due(self, every_steps: int, step: int) -> bool:
         """Whether `step` is the last one or a multiple of every_steps. With every_steps=0: only the last one."""
@@ -117,15 +155,43 @@ class RunConfig:
     def engine_num_seqs(self) -> int:
         """rollout.max_num_seqs, or an engine's share of the requests that the loop lets be in flight.
 
-        A share is rounded up to a size that has a CUDA graph of its own.
+        A share is rounded up to a size that has a CUDA graph of its own. An evaluation beside training comes on top.
         """
         rollout, algorithm = self.rollout, self.algorithm
         if rollout.max_num_seqs is not None:
             return rollout.max_num_seqs
         num_groups = (algorithm.max_staleness_steps + 1) * algorithm.groups_per_step
         num_groups = -(-min(num_groups, rollout.max_concurrent_groups) // rollout.num_workers)
-        num_seqs = -(-num_groups * algorithm.group_size // SEQS_OF_A_GRAPH) * SEQS_OF_A_GRAPH
+        wanted = num_groups * algorithm.group_size
+        if self.evaluates_beside:
+            wanted += math.ceil(wanted * self.run.eval_share)
+        num_seqs = -(-wanted // SEQS_OF_A_GRAPH) * SEQS_OF_A_GRAPH
         return min(num_seqs, MOST_SEQS, rollout.max_num_batched_tokens)
+
+    @property
+    def evaluates_beside(self) -> bool:
+        """Whether evaluations take place while training goes on."""
+        return (
+            self.run.eval_beside and bool(self.data.held_out_sources) and self.algorithm.objective is Objective.policy
+        )
+
+    @property
+    def num_evaluated_groups(self) -> int:
+        """Held-out prompts that are sampled at the same time: as many as training's groups, or run.eval_share of the
+        requests that engines decode for training.
+        """
+        rollout, run = self.rollout, self.run
+        if not self.evaluates_beside:
+            return rollout.max_concurrent_groups
+        num_seqs = self.engine_num_seqs * rollout.num_workers * run.eval_share / (1 + run.eval_share)
+        return max(1, int(num_seqs) // run.eval_samples_per_prompt)
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """Versions of an adapter that an engine holds: one serves, one is written, requests may be
+        algorithm.max_staleness_steps older, and an evaluation beside training keeps its own.
+        """
+        return self.algorithm.max_staleness_steps + 2 + self.evaluates_beside
 
     @property
     def max_response_tokens(self) -> int:

@@ -66,9 +66,10 @@ class WeightSyncConfig:
     experts, GPU engines.
     """
     on_busy_slot: BusySlot = BusySlot.wait
-    """What to do when requests of older versions read every slot (there are algorithm.max_staleness_steps + 2 slots).
-    wait: until they end, at most half of timeout_s. requeue: end them; they start anew under the newest version, a
-    group at most twice. re_prefill: end them; they go on under the newest version. Ignored when mode=merged.
+    """What to do when requests of older versions read every slot (there are algorithm.max_staleness_steps + 2 slots,
+    and one more with run.eval_beside). wait: until they end, at most half of timeout_s. requeue: end them; they start
+    anew under the newest version, a group at most twice. re_prefill: end them; they go on under the newest version.
+    Ignored when mode=merged.
     """
     transport: TransportKind = TransportKind.auto
     """Link that must carry the weights. If the connection turns out to be another one, that is an error; there is no

@@ -165,7 +165,7 @@ def _recent_mean(rows: Sequence[dict[str, Any]], metric: str) -> float | None:
 def _held_out(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """The first evaluation and the newest one."""
     found = [
-        (f"{metric} at step {row['step']}", float(row[metric]))
+        (f"{metric} at step {row['step'] if row.get('eval/step') is None else row['eval/step']}", float(row[metric]))
         for row in rows
         for metric in ("eval/reward", "eval/nll")
         if row.get(metric) is not None

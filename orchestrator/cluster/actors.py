@@ -276,9 +276,16 @@ class RolloutActor:
         return await self._worker.adapter_endpoint()
 
     @ray.method
-    async def generate_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None) -> list[Rollout]:
+    async def generate_group(
+        self, prompt: Prompt, n: int, sampling: SamplingConfig | None, version: int | None
+    ) -> list[Rollout]:
         """RolloutWorker.generate_group."""
-        return await self._worker.generate_group(prompt, n, sampling)
+        return await self._worker.generate_group(prompt, n, sampling, version)
+
+    @ray.method
+    async def keep_version(self, version: int | None) -> bool:
+        """RolloutWorker.keep_version."""
+        return await self._worker.keep_version(version)
 
     @ray.method
     async def progress(self) -> Progress:

@@ -162,9 +162,15 @@ class RayRolloutWorker:
         self.pid = self._processes[0].pid
         self.started_at = started_at
 
-    async def generate_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> list[Rollout]:
+    async def generate_group(
+        self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None, version: int | None = None
+    ) -> list[Rollout]:
         """Sample `n` responses to one prompt, by rollout.sampling unless told otherwise."""
-        return await self._result(self._actor.generate_group.remote(prompt, n, sampling))
+        return await self._result(self._actor.generate_group.remote(prompt, n, sampling, version))
+
+    async def keep_version(self, version: int | None) -> bool:
+        """Keep the newest version in its adapter slot; None: no longer."""
+        return await self._result(self._actor.keep_version.remote(version))
 
     async def progress(self) -> Progress:
         """How many tokens it has sampled."""

@@ -179,17 +179,14 @@ class RolloutWorkers:
 
 
 def adapter_slots(config: RunConfig, hf_config: dict[str, Any]) -> AdapterSlotsSpec | None:
-    """The slots that engines need in adapter mode; None when adapters are merged.
-
-    One serves, one is written, and requests may be `max_staleness_steps` versions old.
-    """
+    """The slots that engines need in adapter mode; None when adapters are merged."""
     if config.weight_sync.mode is SyncMode.merged:
         return None
     lora = config.trainer.lora
     # Factors are in the engine's dtype, whatever the matrices beside them are quantized to.
     tensors = read_config(hf_config).unpacked().checkpoint_tensors(config.model.dtype.value)
     return AdapterSlotsSpec(
-        num_slots=config.algorithm.max_staleness_steps + 2,
+        num_slots=config.num_adapter_slots,
         rank=lora.slot_rank,
         target_modules=tuple(target_modules(tensors, lora)),
         tensors=tuple(adapter_tensors(tensors, lora)),

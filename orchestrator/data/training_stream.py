@@ -78,14 +78,15 @@ def training_items(data: DataConfig, index: int, read: Read[Item]) -> Items[Item
     return _items(source, rows, _reader(data, index, read))
 
 
-def held_out_items(data: DataConfig, read: Read[Item]) -> Items[Item]:
-    """The items of data.eval_path, whose ids are the numbers of their rows; none without it.
+def held_out_items(data: DataConfig, read: Read[Item]) -> dict[str, Items[Item]]:
+    """The items of every held-out set, by its name (DataConfig.held_out_sources); ids are the numbers of rows.
 
     Raises: as training_stream.
     """
-    if data.eval_path is None:
-        return Items([], 0)
-    return _items(data.eval_path, read_rows(data.eval_path), partial(_unless_too_long, data, read))
+    return {
+        name: _items(source, read_rows(source), partial(_unless_too_long, data, read))
+        for name, source in data.held_out_sources.items()
+    }
 
 
 def _items(source: str, rows: Iterable[Row], read: ReadSome[Item]) -> Items[Item]:

@@ -40,6 +40,12 @@ SFT_PANELS: Panels = (
 )
 
 
+def _step_of(row: dict[str, Any], name: str) -> int:
+    """The step that a figure is about: an evaluation beside training is of an earlier one than its row."""
+    step = row.get("eval/step") if name.startswith("eval/") else None
+    return row["step"] if step is None else step
+
+
 def draw_curves(metrics: Path, picture: Path, panels: Panels = RL_PANELS) -> None:
     """Write one PNG with two rows of panels. A metric with no number in any row gets no line."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -50,7 +56,7 @@ def draw_curves(metrics: Path, picture: Path, panels: Panels = RL_PANELS) -> Non
     FigureCanvasAgg(figure)
     for panel, (title, names, scale) in zip(figure.subplots(2, len(panels) // 2).flat, panels, strict=True):
         for name in names:
-            points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+            points = [(_step_of(row, name), row[name]) for row in rows if row.get(name) is not None]
             if points:
                 is_sparse = len(points) < len(rows) / 2
                 panel.plot(*zip(*points, strict=True), label=name, marker="o" if is_sparse else "", linewidth=1.3)

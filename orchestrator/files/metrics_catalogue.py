@@ -1,7 +1,7 @@
 """The catalogue of metrics: every name that a row may have, with its meaning.
 
 Owns: names and meanings (`METRICS`, `REWARD_METRICS` and `JUDGE_METRICS`), which docs/metrics.md repeats. Does not own:
-how they are computed (step_rows.py), where rows go (telemetry.py).
+names of evaluations' figures (figures/held_out.py), how rows are computed (step_rows.py), where they go (telemetry.py).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from orchestrator.figures.held_out import EVAL_METRICS, EvalNames
 from rollout.agents.failures import FAILURES
 from rollout.agents.token_tree import REASONS
 
@@ -21,9 +22,7 @@ METRICS: dict[str, str] = {
     "reward/mean": "mean reward of the batch's rollouts",
     "reward/std": "standard deviation of the same",
     "reward/failures": "rollouts whose reward raised or timed out; they are left out",
-    "eval/reward": "mean reward on held-out prompts, under policy_version",
-    "eval/failures": "held-out rollouts whose reward raised or timed out",
-    "eval/total_s": "seconds of the evaluation",
+    **EVAL_METRICS,
     "sync/total_s": "seconds of the whole publish",
     "sync/publish_s": "the same number, under a second name",
     "sync/pause_s": "longest time in which a replica decoded nothing",
@@ -150,11 +149,12 @@ class RewardNames:
 
 
 NO_REWARDS = RewardNames()
+NO_EVALS = EvalNames()
 
 
-def catalogue(rewards: RewardNames) -> dict[str, str]:
-    """Name -> meaning of every metric of a run with these rewards."""
-    found = dict(METRICS)
+def catalogue(rewards: RewardNames, evals: EvalNames = NO_EVALS) -> dict[str, str]:
+    """Name -> meaning of every metric of a run with these rewards and evaluations."""
+    found = METRICS | evals.metrics
     for names, metrics in ((rewards.all, REWARD_METRICS), (rewards.judges, JUDGE_METRICS)):
         found |= {metric.replace("<name>", name): meaning for name in names for metric, meaning in metrics.items()}
     return found

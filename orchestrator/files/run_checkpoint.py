@@ -119,19 +119,21 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: Path, *, keep: int, options: dict[str, Any]) -> None:
-        self._folder = folder
+        self.folder = folder
+        self.spared: set[int] = set()
+        """Steps whose checkpoints stay, however old they are."""
         self._keep = keep
         self._options = options
         self._verified: Path | None = None
 
     def newest(self) -> Path | None:
         """The complete checkpoint with the highest step."""
-        complete = complete_checkpoints(self._folder)
+        complete = complete_checkpoints(self.folder)
         return complete[-1] if complete else None
 
     def of_step(self, step: int) -> Path | None:
         """The complete checkpoint of a step, if there is one."""
-        return next((path for path in complete_checkpoints(self._folder) if step_of(path) == step), None)
+        return next((path for path in complete_checkpoints(self.folder) if step_of(path) == step), None)
 
     def to_resume(self, resume: str | None) -> Path | None:
         """The newest whole checkpoint of the run that run.resume names; None when it is not set. Damaged ones that are
@@ -154,7 +156,7 @@ class CheckpointStore:
             CheckpointError: there is none.
         """
         damaged: dict[Path, str] = {}
-        for path in reversed(complete_checkpoints(self._folder)):
+        for path in reversed(complete_checkpoints(self.folder)):
             try:
                 _verify(path)
             except CheckpointError as error:
@@ -171,7 +173,7 @@ class CheckpointStore:
 
     def begin(self, step: int) -> Path:
         """An empty folder under a temporary name; the trainer's ranks write into its `trainer/`."""
-        partial = self._folder / f".step-{step:06d}.partial"
+        partial = self.folder / f".step-{step:06d}.partial"
         if partial.exists():
             shutil.rmtree(partial)
         (partial / "trainer").mkdir(parents=True)
@@ -201,14 +203,19 @@ class CheckpointStore:
         (partial / "manifest.json").write_text(json.dumps({"format": _FORMAT, "files": files}, indent=2))
         for path in [*_files(partial), *[p for p in partial.rglob("*") if p.is_dir()], partial]:
             _fsync(path)
-        final = self._folder / f"step-{state.step:06d}"
+        final = self.folder / f"step-{state.step:06d}"
         if final.exists():  # of_step() did not find it complete: somebody took files out of it
             shutil.rmtree(final)
         partial.replace(final)
-        _fsync(self._folder)
-        for old in complete_checkpoints(self._folder)[: -self._keep]:
-            shutil.rmtree(old)
+        _fsync(self.folder)
+        self.prune()
         return final
+
+    def prune(self) -> None:
+        """Remove all but the newest, and those that are spared."""
+        for old in complete_checkpoints(self.folder)[: -self._keep]:
+            if step_of(old) not in self.spared:
+                shutil.rmtree(old)
 
     def discard(self, partial: Path) -> None:
         """Remove what `begin` made and `finish` did not complete."""
@@ -233,7 +240,11 @@ class CheckpointStore:
                 if "rollouts" in row:
                     rollouts = [_to_rollout(rollout) for rollout in row["rollouts"]]
                     groups[row["ticket"]] = Group(
-                        _to_prompt(row["prompt"]), rollouts, row["rewards"], row.get("parts", [])
+                        _to_prompt(row["prompt"]),
+                        rollouts,
+                        row["rewards"],
+                        row.get("parts", []),
+                        row.get("answers", []),
                     )
                 else:
                     in_flight[row["ticket"]] = _to_prompt(row["prompt"])

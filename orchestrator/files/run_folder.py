@@ -6,6 +6,7 @@
       environment.json   git commit, versions, machine
       run.log            every log line of the controller
       metrics.jsonl      one row per step
+      evaluations.jsonl  one row per evaluation: its figures, and the step whose policy it began with
       fleet.jsonl        what happened to each rollout worker, and when; its tokens every two seconds
       startup.jsonl      one row per start: who did what, from when to when
       samples.jsonl      a few responses of every step, token by token, and of every evaluation
@@ -95,6 +96,11 @@ class RunFolder:
         return self.root / "metrics.jsonl"
 
     @property
+    def evaluations(self) -> Path:
+        """One row per evaluation."""
+        return self.root / "evaluations.jsonl"
+
+    @property
     def fleet(self) -> Path:
         """Events of rollout workers."""
         return self.root / "fleet.jsonl"
@@ -148,6 +154,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Run states."""
         return self.root / "checkpoints"
+
+    @property
+    def best(self) -> Path:
+        """Link to the best checkpoint (run.keep_best)."""
+        return self.checkpoints / "best"
 
     @property
     def adapter(self) -> Path:

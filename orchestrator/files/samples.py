@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.figures.held_out import Evaluation
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.sample_index import entry_of, read_index
 from rollout.types import Group, Rollout
@@ -78,16 +79,21 @@ class SampleLog:
         step: int,
         policy_version: int,
         training: Sequence[Group],
-        held_out: Sequence[Group],
+        evaluations: Sequence[Evaluation],
         trained: Mapping[tuple[int, int], TrainedRollout],
     ) -> None:
-        """Add the rows of one step, as many and as long as the options allow."""
-        untrained: Mapping[tuple[int, int], TrainedRollout] = {}
+        """Add the rows of one step, as many and as long as the options allow, of each held-out set."""
         rows = [
-            sample_row(step, policy_version, kind, place, groups[place[0]], of_trainer.get(place))
-            for kind, groups, of_trainer in (("training", training, trained), ("held-out", held_out, untrained))
-            for place in shown_rollouts(groups, self._most)
+            sample_row(step, policy_version, "training", place, training[place[0]], trained.get(place))
+            for place in shown_rollouts(training, self._most)
         ]
+        for one in evaluations:
+            for name, groups in one.groups.items():
+                about = {"set": name} if name else {}
+                rows += [
+                    sample_row(step, one.policy_version, "held-out", place, groups[place[0]], None) | about
+                    for place in shown_rollouts(groups, self._most)
+                ]
         left = self._most_bytes
         lines: list[bytes] = []
         entries: list[np.ndarray[Any, Any]] = []

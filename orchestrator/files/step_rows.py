@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from orchestrator.figures.held_out import EvalNames, Evaluation
 from orchestrator.files.loss_metrics import loss_metrics
-from orchestrator.files.metrics_catalogue import NO_REWARDS, RewardNames, Value, catalogue
+from orchestrator.files.metrics_catalogue import NO_EVALS, NO_REWARDS, RewardNames, Value, catalogue
 from orchestrator.files.samples import TrainedRollout
 from orchestrator.files.timeline import StepTimeline
 from rollout.agents.failures import FAILURES
@@ -41,26 +42,28 @@ class StepRecord:
     loss: Sequence[LossStats] = ()
     optim: OptimStats | None = None
     sync: PublishReport | None = None
-    eval_groups: Sequence[Group] = ()
     num_ranks: int = 1
     extra: dict[str, Value] = field(default_factory=dict[str, Value])
     """Single numbers by their catalogue name: seconds, counts."""
+    evaluations: list[Evaluation] = field(default_factory=list[Evaluation])
+    """Those that ended in this step; the row has the figures of the last one."""
     trained: Mapping[tuple[int, int], TrainedRollout] = field(default_factory=dict[tuple[int, int], TrainedRollout])
     """What the trainer made of those of `groups` that are shown (samples.shown_rollouts)."""
     timeline: StepTimeline | None = None
 
 
-def row_of(record: StepRecord, rewards: RewardNames = NO_REWARDS) -> dict[str, Value]:
+def row_of(record: StepRecord, rewards: RewardNames = NO_REWARDS, evals: EvalNames = NO_EVALS) -> dict[str, Value]:
     """One row: every name of the catalogue. How samples were split over ranks and microbatches makes no difference."""
-    row: dict[str, Value] = dict.fromkeys(catalogue(rewards))
+    row: dict[str, Value] = dict.fromkeys(catalogue(rewards, evals))
+    evaluated = record.evaluations[-1] if record.evaluations else None
     for part in (
         {"step": record.step, "policy_version": record.policy_version},
         _rollout_metrics(record),
         loss_metrics(record.loss) if record.loss else {},
         _sync_metrics(record.sync) if record.sync else {},
-        _eval_metrics(record.eval_groups) if record.eval_groups else {},
+        evaluated.figures if evaluated is not None else {},
         _part_metrics(record.groups, rewards.all, "reward"),
-        _part_metrics(record.eval_groups, rewards.all, "eval"),
+        _part_metrics([] if evaluated is None else evaluated.all_groups, rewards.all, "eval"),
         record.extra,
     ):
         unknown = part.keys() - row.keys()
@@ -152,15 +155,6 @@ def _sync_metrics(report: PublishReport) -> dict[str, Value]:
         "sync/replicas_relayed": report.num_relayed,
         "sync/relay_s": report.relay_s,
         "sync/relay_bytes": report.relay_bytes,
-    }
-
-
-def _eval_metrics(groups: Sequence[Group]) -> dict[str, Value]:
-    rewards = _known([group.rewards for group in groups])
-    num_rollouts = sum(len(group.rollouts) for group in groups)
-    return {
-        "eval/reward": float(np.mean(rewards)) if rewards else None,
-        "eval/failures": num_rollouts - len(rewards),
     }
 
 

@@ -21,9 +21,10 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from orchestrator.figures.held_out import EvalNames
 from orchestrator.files.disk_space import naming_a_full_disk
 from orchestrator.files.loggers.logger import Logger
-from orchestrator.files.metrics_catalogue import NO_REWARDS, RewardNames, Value
+from orchestrator.files.metrics_catalogue import NO_EVALS, NO_REWARDS, RewardNames, Value
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine
 from orchestrator.files.samples import SampleLog
@@ -41,6 +42,7 @@ class Telemetry:
         loggers: where rows go beside metrics.jsonl; closed with this.
         progress: the line on the terminal.
         rewards: names of the run's rewards.
+        evals: names of its held-out sets, and of pass@k.
         samples_per_step: run.samples_per_step.
         max_sample_bytes_per_step: run.max_sample_bytes_per_step.
     """
@@ -54,16 +56,20 @@ class Telemetry:
         progress: ProgressLine,
         loggers: Sequence[Logger] = (),
         rewards: RewardNames = NO_REWARDS,
+        evals: EvalNames = NO_EVALS,
         samples_per_step: int = 0,
         max_sample_bytes_per_step: int = 0,
     ) -> None:
         self._folder = folder
         self._rewards = rewards
+        self._evals = evals
         self._num_steps = num_steps
         self._progress = progress
         truncate_rows(folder.metrics, after_step=first_step)
         truncate_rows(folder.timeline, after_step=first_step)
+        truncate_rows(folder.evaluations, after_step=first_step)
         self._file: TextIO = folder.metrics.open("a")
+        self._evaluations: TextIO = folder.evaluations.open("a")
         self._samples = SampleLog(
             folder, after_step=first_step, most=samples_per_step, most_bytes=max_sample_bytes_per_step
         )
@@ -75,13 +81,13 @@ class Telemetry:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for sink in (self._file, self._samples, *self._loggers):
+        for sink in (self._file, self._samples, self._evaluations, *self._loggers):
             with suppress(OSError):  # what a full disk left in a buffer: the run has said why it ends
                 sink.close()
 
     def step(self, record: StepRecord) -> dict[str, Value]:
         """Emit one row everywhere and return it."""
-        row = row_of(record, self._rewards)
+        row = row_of(record, self._rewards, self._evals)
         finite = {name: _finite(value) for name, value in row.items()}
         with naming_a_full_disk(self._folder.metrics):
             self._file.write(json.dumps(finite) + "\n")
@@ -90,10 +96,15 @@ class Telemetry:
         with naming_a_full_disk(self._folder.tensorboard):
             for logger in self._loggers:
                 logger.write(record.step, numbers)
-        if record.eval_groups:
-            self.last_eval_reward = row["eval/reward"]
+        for evaluation in record.evaluations:
+            self.last_eval_reward = evaluation.figures.get("eval/reward")
+            figures = {name: _finite(value) for name, value in evaluation.figures.items()}
+            line = {"step": evaluation.step, "policy_version": evaluation.policy_version, **figures}
+            with naming_a_full_disk(self._folder.evaluations):
+                self._evaluations.write(json.dumps(line) + "\n")
+                self._evaluations.flush()
         with naming_a_full_disk(self._folder.samples):
-            self._samples.write(record.step, record.policy_version, record.groups, record.eval_groups, record.trained)
+            self._samples.write(record.step, record.policy_version, record.groups, record.evaluations, record.trained)
         if record.timeline is not None:
             with naming_a_full_disk(self._folder.timeline):
                 write_row(self._folder.timeline, row_of_step(record.step, record.timeline, record.sync))

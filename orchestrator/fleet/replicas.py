@@ -33,8 +33,16 @@ class RolloutHandle(Protocol):
     started_at: Mapping[str, float]
     """Name of an event (fleet_log.py) -> when its start had come so far, in seconds since 1970."""
 
-    async def generate_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> list[Rollout]:
-        """Sample `n` responses to one prompt, by rollout.sampling unless told otherwise."""
+    async def generate_group(
+        self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None, version: int | None = None
+    ) -> list[Rollout]:
+        """Sample `n` responses to one prompt, by rollout.sampling unless told otherwise, from `version` where it is
+        kept.
+        """
+        ...
+
+    async def keep_version(self, version: int | None) -> bool:
+        """Keep the newest version in its adapter slot; None: no longer. Returns whether it is kept."""
         ...
 
     async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+KEEP_S = 10.0
+"""Longest wait for a worker to say whether it keeps a version."""
+
 
 class Router:
     """See the module's docstring.
@@ -45,11 +48,14 @@ class Router:
         self._request_timeout_s = request_timeout_s
         self._activities = activities or Activities()
 
-    async def generate_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> list[Rollout]:
+    async def generate_group(
+        self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None, version: int | None = None
+    ) -> list[Rollout]:
         """Sample a group on the least loaded serving replica; on another one when that fails.
 
         Args:
             sampling: used instead of rollout.sampling, for evaluations.
+            version: sample from this one where keep_version() has kept it.
 
         Raises:
             NoReplicasLeft: every replica is out. It comes at last, because each failure takes a replica out of service
@@ -61,7 +67,7 @@ class Router:
             replica.num_in_flight += 1
             began = time.time()
             try:
-                return await self._generate_on(replica, prompt, n, sampling)
+                return await self._generate_on(replica, prompt, n, sampling, version)
             except ReplicaDirty as error:
                 # A publish's Begin, which goes over ZMQ, overtook this request, which went over Ray. Nothing was
                 # sampled and the worker is well. When no publish explains it, the worker really is dirty.
@@ -82,6 +88,22 @@ class Router:
         (rollout,) = await self.generate_group(prompt, 1, sampling)
         return rollout
 
+    async def keep_version(self, version: int | None) -> int:
+        """Let every serving replica keep its newest version, if it is this one; None: let them keep nothing.
+
+        Returns:
+            How many keep it. Those with merged weights cannot. One that fails here stays in service: sampling will
+            tell.
+        """
+        serving = [one for one in self._supervisor.replicas if one.state is ReplicaState.serving]
+        kept = await asyncio.gather(
+            *(asyncio.wait_for(one.worker.keep_version(version), KEEP_S) for one in serving), return_exceptions=True
+        )
+        for replica, answer in zip(serving, kept, strict=True):
+            if isinstance(answer, BaseException):
+                logger.warning("%s did not answer about version %s: %r", replica.worker.name, version, answer)
+        return sum(answer is True for answer in kept)
+
     async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
         """Score one sequence on the least loaded serving replica; None when none serves, or another version.
 
@@ -93,10 +115,10 @@ class Router:
         return await replica.worker.score(token_ids, version)
 
     async def _generate_on(
-        self, replica: Replica, prompt: Prompt, n: int, sampling: SamplingConfig | None
+        self, replica: Replica, prompt: Prompt, n: int, sampling: SamplingConfig | None, version: int | None
     ) -> list[Rollout]:
         """Try once. Ends early when the replica fails: a frozen engine would hold the group until its deadline."""
-        call = asyncio.ensure_future(replica.worker.generate_group(prompt, n, sampling))
+        call = asyncio.ensure_future(replica.worker.generate_group(prompt, n, sampling, version))
         left = asyncio.ensure_future(replica.left.wait())
         try:
             await wait_for(

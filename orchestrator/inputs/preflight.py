@@ -23,9 +23,11 @@ from typing import Any, cast
 
 from conf.errors import ConfigError, SlipstreamError
 from conf.model_checks import check_architecture, check_packed_base_reaches_engines
+from conf.options import did_you_mean
 from conf.schema import Device, Init, Objective, RunConfig, TrainMode
 from orchestrator.environment import resolve_device
 from orchestrator.errors import PreflightError
+from orchestrator.figures.held_out import choosing_metrics
 from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
 from orchestrator.files.run_folder import RunFolder, follow_latest
 from orchestrator.inputs.character_tokenizer import CHARACTERS, check_character_vocabulary
@@ -194,6 +196,24 @@ def check_sampling(config: RunConfig) -> Fact:
     return Fact("responses", f"temperature {sampling.temperature:g}, at most {sampling.max_tokens} tokens{stops}")
 
 
+def check_evaluation(config: RunConfig) -> Fact:
+    """The figure that chooses the best checkpoint is one that evaluations have."""
+    run, sets = config.run, config.data.held_out_sources
+    if not sets:
+        return Fact("evaluation", "none: data.eval_path=null")
+    known = choosing_metrics(config)
+    if run.keep_best is not None and run.keep_best not in known:
+        hint = did_you_mean(run.keep_best, known)
+        raise ConfigError(
+            f"run.keep_best={run.keep_best} is no figure of this run's evaluations. {hint}{' ' if hint else ''}There "
+            f"are {', '.join(known)}"
+        )
+    how = f"beside training, {config.num_evaluated_groups} prompts at a time" if config.evaluates_beside else "awaited"
+    kept = f", best by {run.keep_best}" if run.keep_best is not None else ""
+    named = f" ({', '.join(name for name in sets if name)})" if "" not in sets else ""
+    return Fact("evaluation", f"{len(sets)} held-out {'set' if len(sets) == 1 else 'sets'}{named}, {how}{kept}")
+
+
 def check_routes(config: RunConfig) -> Fact:
     """What recorded routes take of Ray's object store, through which they pass twice: to the buffer, which holds the
     batches that may be waiting, and to the trainer."""
@@ -293,6 +313,7 @@ OPTION_CHECKS = (
     check_tokenizer,
     check_data,
     check_sampling,
+    check_evaluation,
     check_routes,
     check_reward_loads,
     check_agent_loads,

@@ -1,4 +1,4 @@
-"""Rows of data.path (or data.sources) and data.eval_path: read as the run will read them, and checked before it starts.
+"""Rows of data.path (or data.sources) and of held-out sets: read as the run will read them, checked before it starts.
 
     row --data.prompts / conversations--> token ids --checks--> one Fact, or one DataError that names the row
 
@@ -85,9 +85,9 @@ class PromptRows:
         sources = [training_items(data, index, self.read) for index in range(len(data.training_sources))]
         return [prompt for items in sources for prompt in items.found]
 
-    def held_out(self) -> list[Prompt]:
-        """Held-out prompts; none without data.eval_path."""
-        return held_out_items(self._config.data, self.read).found
+    def held_out(self) -> dict[str, list[Prompt]]:
+        """Held-out prompts of every set, by its name; "" is data.eval_path's."""
+        return {name: items.found for name, items in held_out_items(self._config.data, self.read).items()}
 
     def stream(self) -> Stream[Prompt]:
         """Training prompts in the order in which the run draws them."""
@@ -126,8 +126,8 @@ def check_data(config: RunConfig) -> Fact:
         warning = _answers_out_of_reach(config, [prompt for items in prompts for prompt in items.found], encoder)
     what = "the first " if data.stream else ""
     parts = [f"{what}{items} in {source}" for items, source in zip(training, data.training_sources, strict=True)]
-    if data.eval_path is not None:
-        parts.append(f"held-out {held_out} in {data.eval_path}")
+    for name, source in data.held_out_sources.items():
+        parts.append(f"held-out {held_out[name]} in {source}")
     return Fact(subject, f"{', '.join(parts)}{warning}", is_warning=bool(warning))
 
 

@@ -19,6 +19,8 @@ tickets of its batch are open to the sampler (that and the staleness bound: orch
 docs/staleness.md). A restarted worker that has no peer to read from would wait for a publish while the step waits
 for its groups: wherever a step waits for groups, such a worker is published to at once (`_fed`).
 
+With run.eval_beside an evaluation goes on while steps do (evaluations.py); a step takes its figures when it has ended.
+
 Owns: the order of things; when to publish, evaluate and stop. Does not own: what it shares with fine-tuning (step_loop:
 the clock, rows, checkpoints, the end), how groups are sampled and judged (sampler), what a publish does (publication),
 what is started and ended around it (run), where processes live (placement), who serves (supervisor), any mathematics
@@ -50,6 +52,7 @@ from orchestrator.files.step_rows import StepRecord
 from orchestrator.files.timeline import TRAINER, StepTimeline
 from orchestrator.loop.advantages import build_samples, denominators_of
 from orchestrator.loop.buffer import Batch, GroupBuffer
+from orchestrator.loop.evaluations import Evaluations
 from orchestrator.loop.floor import measure_floor
 from orchestrator.loop.ports import LoopServices, Stopwatch
 from orchestrator.loop.publication import Publication
@@ -82,6 +85,7 @@ class Controller(StepLoop):
             enforce_bound=config.weight_sync.enabled,
         )
         self.sampler = Sampler(config, services, self.buffer)
+        self._evaluations = Evaluations(config, services, self.sampler)
         self._shuffle_rng = np.random.default_rng([config.run.seed, 0x5A])
         self._num_reported = (0, 0, 0, 0)
 
@@ -91,6 +95,7 @@ class Controller(StepLoop):
         try:
             await self.run_steps()
         finally:
+            self._evaluations.cancel()
             sampling.cancel()
             await asyncio.gather(sampling, return_exceptions=True)
 
@@ -108,7 +113,7 @@ class Controller(StepLoop):
             await self._load(resume_from)
         if resume_from is None:
             record = StepRecord(self.step, self.policy_version, sync=report)
-            await self._fed(self._evaluate_into(record))
+            await self._fed(self._evaluate_into(record, is_due=True))
             record.extra["step/total_s"] = time.monotonic() - started
             record.timeline = StepTimeline(began, time.time(), self._activities.take())
             self.services.telemetry.step(record)
@@ -152,8 +157,8 @@ class Controller(StepLoop):
                 self._check_that_weights_moved(record.optim, record.sync)
             await self.buffer.open_next_batch()  # after the commit: what is sampled next comes from the new version
             self._is_whole = True
-            if config.run.is_due(config.run.eval_every_steps, self.step):
-                await self._or_save(self._fed(self._evaluate_into(record)))
+            is_due = config.run.is_due(config.run.eval_every_steps, self.step)
+            await self._or_save(self._fed(self._evaluate_into(record, is_due=is_due)))
 
     async def _update(self, samples: list[Sample], record: StepRecord, clock: Stopwatch) -> None:
         """Gradients of a batch, and the optimizer's step."""
@@ -236,12 +241,20 @@ class Controller(StepLoop):
             progress=lambda: self.sampler.num_generated,
         )
 
-    async def _evaluate_into(self, record: StepRecord) -> None:
-        if self.services.eval_prompts:
-            started, began = time.monotonic(), time.time()
-            record.eval_groups = await self.sampler.evaluate()
-            record.extra["eval/total_s"] = time.monotonic() - started
-            self._activities.note(TRAINER, "wait for the evaluation", began)
+    async def _evaluate_into(self, record: StepRecord, *, is_due: bool) -> None:
+        """Take the evaluation that has ended. Where one is due, begin it, once the one before it has ended. Wait for it
+        unless it goes on beside training; of the last step it is always awaited.
+        """
+        evaluations, began, began_at = self._evaluations, time.monotonic(), time.time()
+        if evaluations.has_ended or (is_due and evaluations.is_running):
+            await self._note(await evaluations.finish(), record)
+        if is_due and self.services.eval_sets:
+            await self._save_to_judge()
+            await evaluations.begin(self.step, self.policy_version)
+            if not self._config.evaluates_beside or self.step == self._config.run.num_steps:
+                await self._note(await evaluations.finish(), record)
+            record.extra["eval/wait_s"] = time.monotonic() - began
+            self._activities.note(TRAINER, "wait for the evaluation", began_at)
 
     async def _or_save(self, sampling: Awaitable[T]) -> T:
         """Await what depends on workers and rewards. When they fail, the trainer is well: save before the run ends."""

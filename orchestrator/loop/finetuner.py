@@ -11,12 +11,12 @@ Invariant: a resumed run continues with the next conversation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from conf.schema import RunConfig
 from orchestrator.data.streams import Stream
-from orchestrator.files.metrics_catalogue import Value
+from orchestrator.figures.held_out import Evaluation, Figures
 from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState
 from orchestrator.files.step_rows import StepRecord
 from orchestrator.files.telemetry import Telemetry
@@ -36,7 +36,7 @@ class Finetuner(StepLoop):
         config: RunConfig,
         trainer: TaughtTrainer,
         training: Stream[Conversation],
-        held_out: Sequence[Conversation],
+        held_out: Mapping[str, Sequence[Conversation]],
         telemetry: Telemetry,
         checkpoints: CheckpointStore,
         on_clock: Callable[[int, int], None] = lambda step, policy_version: None,
@@ -54,7 +54,7 @@ class Finetuner(StepLoop):
             await self._load(resume_from)
         else:
             record = StepRecord(0, 0)
-            record.extra |= await self._evaluate()
+            await self._evaluate_into(record)
             self._telemetry.step(record)
         await self.run_steps()
 
@@ -80,17 +80,25 @@ class Finetuner(StepLoop):
         with self._row_of(record, clock):
             self._is_whole = True
             if self._config.run.is_due(self._config.run.eval_every_steps, self.step):
-                record.extra |= await self._evaluate()
+                await self._evaluate_into(record)
 
-    async def _evaluate(self) -> dict[str, Value]:
-        """Mean negative log-likelihood of the held-out conversations' taught tokens."""
+    async def _evaluate_into(self, record: StepRecord) -> None:
+        """Mean negative log-likelihood of the held-out conversations' taught tokens, of each set and of all."""
         if not self._held_out:
-            return {}
-        clock = Stopwatch()
-        samples = [conversation.sample(self.policy_version) for conversation in self._held_out]
-        stats = await self._trainer.evaluate(self._pack(samples), denominators_of(samples, self.policy_version))
-        self.held_out_nll = _sum(stats, "sft/nll_sum") / _sum(stats, "policy/num_tokens")
-        return {"eval/nll": self.held_out_nll, "eval/total_s": clock.total_s}
+            return
+        await self._save_to_judge()
+        clock, figures = Stopwatch(), Figures()
+        nll_sum, num_tokens = 0.0, 0.0
+        for name, conversations in self._held_out.items():
+            samples = [conversation.sample(self.policy_version) for conversation in conversations]
+            stats = await self._trainer.evaluate(self._pack(samples), denominators_of(samples, self.policy_version))
+            of_set, tokens = _sum(stats, "sft/nll_sum"), _sum(stats, "policy/num_tokens")
+            nll_sum, num_tokens = nll_sum + of_set, num_tokens + tokens
+            if name:
+                figures[f"eval/{name}/nll"] = of_set / tokens
+        self.held_out_nll = nll_sum / num_tokens
+        figures |= {"eval/step": self.step, "eval/nll": self.held_out_nll, "eval/total_s": clock.total_s}
+        await self._note(Evaluation(self.step, self.policy_version, {}, figures), record)
 
     def _pack(self, samples: Sequence[Sample]) -> list[list[list[Sample]]]:
         limit = self._config.trainer.max_microbatch_tokens

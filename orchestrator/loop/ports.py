@@ -7,7 +7,7 @@ worker (replicas.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -91,7 +91,8 @@ class LoopServices:
     supervisor: Supervisor
     router: Router
     prompts: Prompts
-    eval_prompts: Sequence[Prompt]
+    eval_sets: Mapping[str, Sequence[Prompt]]
+    """Held-out prompts by the name of their set, "" for data.eval_path."""
     rewards: Rewards
     telemetry: Telemetry
     checkpoints: CheckpointStore

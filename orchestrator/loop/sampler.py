@@ -66,21 +66,31 @@ class Sampler:
         except* Exception as errors:  # noqa: BLE001 - nobody awaits this task: the train loop raises it instead
             await self._buffer.fail(errors.exceptions[0])
 
-    async def evaluate(self) -> list[Group]:
-        """Sample and judge every held-out prompt under the version that replicas serve."""
-        prompts, sampling = self._services.eval_prompts, self._config.rollout.eval_sampling
+    async def evaluate(self, version: int | None = None) -> dict[str, list[Group]]:
+        """Sample and judge every prompt of every held-out set.
+
+        Args:
+            version: the version to sample from, where replicas keep it; None: the one that they serve.
+        """
+        config, sets, sampling = self._config, self._services.eval_sets, self._config.rollout.eval_sampling
+        # Awaited, it takes the places that training leaves it; beside training it has its own, a share of the engines.
+        places = asyncio.Semaphore(config.num_evaluated_groups) if config.evaluates_beside else self._places
 
         async def one(prompt: Prompt) -> Group:
-            async with self._places:
+            async with places:
                 own = seeded(sampling, prompt.prompt_id)
-                return await self._sample(prompt, self._config.run.eval_samples_per_prompt, own)
+                return await self._sample(prompt, config.run.eval_samples_per_prompt, own, version)
 
-        return await wait_for(
-            together(*(one(prompt) for prompt in prompts)),
-            f"the evaluation of {len(prompts)} prompts",
-            timeout_s=self.patience_s,
-            progress=lambda: self.num_generated,
+        prompts = [prompt for of_set in sets.values() for prompt in of_set]
+        groups = iter(
+            await wait_for(
+                together(*(one(prompt) for prompt in prompts)),
+                f"the evaluation of {len(prompts)} prompts",
+                timeout_s=self.patience_s,
+                progress=lambda: self.num_generated,
+            )
         )
+        return {name: [next(groups) for _ in of_set] for name, of_set in sets.items()}
 
     @property
     def patience_s(self) -> float:
@@ -108,10 +118,12 @@ class Sampler:
         finally:
             self._places.release()
 
-    async def _sample(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> Group:
+    async def _sample(
+        self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None, version: int | None = None
+    ) -> Group:
         services = self._services
         if services.episodes is None:
-            rollouts = await services.router.generate_group(prompt, n, sampling)
+            rollouts = await services.router.generate_group(prompt, n, sampling, version)
             sampled_at = time.time()
             judgements = await services.rewards.score_group(prompt, rollouts)
         else:
@@ -121,7 +133,13 @@ class Sampler:
             judgements = await self._judge(prompt, episodes)
         services.activities.note(REWARDS, "judge", sampled_at, prompt.prompt_id)
         self.num_generated += 1
-        return Group(prompt, rollouts, [one.reward for one in judgements], [one.parts for one in judgements])
+        return Group(
+            prompt,
+            rollouts,
+            [one.reward for one in judgements],
+            [one.parts for one in judgements],
+            [one.answer for one in judgements],
+        )
 
     async def _judge(self, prompt: Prompt, episodes: Sequence[FinishedEpisode]) -> list[Judgement]:
         """What agents returned; the run's reward judges the last response of the others, unless they failed."""

@@ -21,9 +21,11 @@ from pathlib import Path
 
 from conf.schema import RunConfig, TrainMode
 from orchestrator.errors import OrchestratorError, TrainingStopped
+from orchestrator.figures.held_out import Evaluation
+from orchestrator.files.best_checkpoint import BestCheckpoint
 from orchestrator.files.disk_space import naming_a_full_disk
 from orchestrator.files.metrics_catalogue import Value
-from orchestrator.files.run_checkpoint import CheckpointStore, RunState
+from orchestrator.files.run_checkpoint import CheckpointStore, RunState, step_of
 from orchestrator.files.step_rows import StepRecord
 from orchestrator.files.telemetry import Telemetry
 from orchestrator.files.timeline import Activities, StepTimeline
@@ -66,6 +68,10 @@ class StepLoop(ABC):
         self._checkpoints = checkpoints
         self._on_clock = on_clock
         self._activities = activities or Activities()
+        self._best: BestCheckpoint | None = None
+        if (metric := config.run.keep_best) is not None:
+            first_step = step_of(checkpoints.newest()) if config.run.resume is not None else 0
+            self._best = BestCheckpoint(checkpoints, metric, up_to_step=first_step)
         self._is_whole = True
         """Whether trainer, clock and data agree."""
         self._num_refused_in_a_row = 0
@@ -125,6 +131,19 @@ class StepLoop(ABC):
             raise
         logger.info("checkpoint: %s", path)
         return path
+
+    async def _save_to_judge(self) -> None:
+        """Save a step that is about to be evaluated, for its checkpoint may be the best one (run.keep_best)."""
+        if self._best is not None and self.step > 0:
+            self._best.evaluating(self.step)
+            await self.save()
+
+    async def _note(self, evaluation: Evaluation, record: StepRecord) -> None:
+        """Put an evaluation into a row, and keep its step's checkpoint if it is the best one."""
+        record.evaluations.append(evaluation)
+        if self._best is not None and evaluation.step > 0:
+            value = evaluation.figures.get(str(self._config.run.keep_best))
+            await asyncio.to_thread(self._best.judge, evaluation.step, value)
 
     async def _load(self, path: Path) -> None:
         state = await asyncio.to_thread(self._checkpoints.read, path)

@@ -101,7 +101,7 @@ class RolloutMemory:
     slots: int
     """Bytes of adapter slots; 0 where adapters are merged."""
     num_slots: int
-    """algorithm.max_staleness_steps + 2 in adapter mode."""
+    """RunConfig.num_adapter_slots in adapter mode."""
 
     @property
     def formula(self) -> str:
@@ -110,7 +110,8 @@ class RolloutMemory:
             return "weights: bytes of all parameters in the recorded layout; a publish stages nothing here"
         return (
             "weights: checkpoint / tp_size; what ranks hold alike comes on top; "
-            f"slots: {self.num_slots}, algorithm.max_staleness_steps + 2; a publish stages nothing here"
+            f"slots: {self.num_slots}, algorithm.max_staleness_steps + 2 (+ 1 with run.eval_beside); a publish stages "
+            "nothing here"
         )
 
 
@@ -213,7 +214,7 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
     held = tensors if packing is None else stored.checkpoint_tensors(dtype.value)
     num_bytes = sum(prod(meta.shape) * DTYPE_BYTES[meta.dtype] for meta in held)
     fullest = max(_weight_bytes(layout) for layout in engine)
-    num_slots = config.algorithm.max_staleness_steps + 2 if is_adapter else 0
+    num_slots = config.num_adapter_slots if is_adapter else 0
     return PlanReport(
         config=config,
         hardware=hardware,

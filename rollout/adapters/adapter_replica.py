@@ -88,9 +88,15 @@ class AdapterReplica:
     # -- sampling ----------------------------------------------------------------------------------------------------
 
     async def sample(
-        self, token_ids: Sequence[int], n: int, sampling: SamplingConfig, *, seed: int | None
+        self,
+        token_ids: Sequence[int],
+        n: int,
+        sampling: SamplingConfig,
+        *,
+        seed: int | None,
+        version: int | None = None,
     ) -> list[Rollout]:
-        """`n` responses under the newest committed version.
+        """`n` responses under `version`, if it is kept, or else under the newest committed version.
 
         Raises:
             ReplicaNotServing: No version was committed yet.
@@ -99,7 +105,7 @@ class AdapterReplica:
             raise ReplicaNotServing("this rollout worker has no adapter yet: it samples only from a committed version")
         num_evictions, rollouts = [0] * n, []
         for _ in range(1 if self.config.on_busy_slot is BusySlot.re_prefill else 1 + MAX_RESTARTS):
-            with self._table.lease() as adapter:
+            with self._table.lease(version) as adapter:
                 rollouts = await self._engine.generate_group(token_ids, n, sampling, seed=seed, adapter=adapter)
             is_evicted = [rollout.finish_reason == ABORTED for rollout in rollouts]
             self._count_evicted(sum(is_evicted))
@@ -111,6 +117,10 @@ class AdapterReplica:
         seeds = [None if seed is None else seed + index for index in range(n)]
         calls = [self._continue(token_ids, sampling, own, part) for own, part in zip(seeds, parts, strict=True)]
         return list(await asyncio.gather(*calls))
+
+    def keep(self, version: int | None) -> bool:
+        """SlotTable.keep."""
+        return self._table.keep(version)
 
     async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
         """Engine.score under `version`; None when it is not the newest one."""

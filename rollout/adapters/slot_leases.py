@@ -4,9 +4,11 @@
       ^                 |
       +---- failed -----+            the newest slot is never written, whether or not anybody reads it
 
+An evaluation beside training keeps one slot for its duration, with or without readers.
+
 Owns: leases, and the choice. Does not own: the slots' memory (adapter_slots.py) nor the policy when none is free
-(adapter_replica.py). Invariant: a slot with a reader, and the newest slot, are never chosen. All methods run on one
-event loop; wait_changed() alone awaits.
+(adapter_replica.py). Invariant: a slot with a reader, the newest slot and the one that is kept are never chosen. All
+methods run on one event loop; wait_changed() alone awaits.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ class SlotTable:
         self._order: list[int] = []
         """Slots that hold a version, in the order of their commits, not of their versions: a version may be older than
         the one before it."""
+        self._kept: int | None = None
+        """Slot that keeps its version whether or not anybody reads it."""
         self._changed = asyncio.Event()
 
     @property
@@ -46,31 +50,48 @@ class SlotTable:
         return {held.version: n for held, n in zip(self._held, self._readers, strict=True) if held is not None and n}
 
     @contextmanager
-    def lease(self) -> Iterator[Adapter]:
-        """Read the newest slot: it keeps its version until the block ends."""
-        newest = self.newest
-        if newest is None:
+    def lease(self, version: int | None = None) -> Iterator[Adapter]:
+        """Read the slot that is kept, if it holds `version`, or else the newest one: it keeps its version until the
+        block ends.
+        """
+        kept = None if self._kept is None else self._held[self._kept]
+        chosen = kept if kept is not None and kept.version == version else self.newest
+        if chosen is None:
             raise LookupError("no version was committed yet")
-        self._readers[newest.slot] += 1
+        self._readers[chosen.slot] += 1
         try:
-            yield newest
+            yield chosen
         finally:
-            self._readers[newest.slot] -= 1
+            self._readers[chosen.slot] -= 1
             self._changed.set()
+
+    def keep(self, version: int | None) -> bool:
+        """Keep the newest slot's version from now on, in place of what was kept before. None: keep nothing.
+
+        Returns:
+            Whether `version` is the newest one, and kept. If it is not, nothing is kept.
+        """
+        newest = self.newest
+        self._kept = newest.slot if newest is not None and newest.version == version else None
+        self._changed.set()
+        return self._kept is not None
 
     def free(self) -> int | None:
         """A slot that may be written: an empty one, or else, of the slots without readers, the one committed first."""
         empty = [slot for slot, held in enumerate(self._held) if held is None]
-        older = [slot for slot in self._order[:-1] if not self._readers[slot]]
+        older = [slot for slot in self._order[:-1] if not self._readers[slot] and slot != self._kept]
         return next(iter([*empty, *older]), None)
 
     def oldest_read(self) -> Adapter | None:
-        """The earliest committed of the older versions that requests still read; None if there is none."""
-        return next((self._held[slot] for slot in self._order[:-1] if self._readers[slot]), None)
+        """The earliest committed of the older versions that requests still read, other than the one that is kept; None
+        if there is none.
+        """
+        older = [slot for slot in self._order[:-1] if slot != self._kept]
+        return next((self._held[slot] for slot in older if self._readers[slot]), None)
 
     def write(self, slot: int) -> None:
         """Note that a publish overwrites the slot, which then holds no version."""
-        if self._readers[slot] or (self._order and self._order[-1] == slot):
+        if self._readers[slot] or slot == self._kept or (self._order and self._order[-1] == slot):
             raise AssertionError(f"slot {slot} is read")
         self._held[slot] = None
         if slot in self._order:

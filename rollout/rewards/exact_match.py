@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 
-def exact_match(response: str, fields: dict[str, Any], *, answer_key: str) -> float:
-    """1.0 if the response and the answer are equal once white space around them is gone; case counts.
+def exact_match(response: str, fields: dict[str, Any], *, answer_key: str) -> tuple[float, str]:
+    """(1.0 if the response and the answer are equal once white space around them is gone; case counts, the response).
 
     Raises:
         KeyError: The row has no answer column.
     """
-    return float(response.strip() == str(fields[answer_key]).strip())
+    given = response.strip()
+    return float(given == str(fields[answer_key]).strip()), given

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -17,13 +17,16 @@ from math_verify import parse, verify
 
 MAX_MEMORY_BYTES = 4 << 30
 """Address space of the process; an expression that needs more is not equal to the answer."""
+LONGEST_TO_READ = 64
+"""Characters of an expression up to which equal ones written in two ways are one answer of a majority vote."""
 CALLS_PER_SAMPLE = 6
 """Calls of math-verify that have a time limit of their own: the answer, the response, and two readings of each."""
 
 
-def math_reward(*, answer_key: str, timeout_s: float) -> Callable[[str, str, dict[str, Any]], float]:
-    """(prompt, response, fields) -> 1.0 if the last boxed expression of the response, or else its last expression,
-    equals the answer; 0.0 if not, if there is none, or if comparing them takes too long. Limits this process's memory.
+def math_reward(*, answer_key: str, timeout_s: float) -> Callable[[str, str, dict[str, Any]], tuple[float, str | None]]:
+    """(prompt, response, fields) -> (1.0 if the last boxed expression of the response, or else its last expression,
+    equals the answer; 0.0 if not, if there is none, or if comparing them takes too long; that expression). Limits this
+    process's memory.
 
     Args:
         answer_key: The column with the answer: a number, an expression, or LaTeX.
@@ -41,11 +44,26 @@ def math_reward(*, answer_key: str, timeout_s: float) -> Callable[[str, str, dic
         is_marked = any(mark in answer for mark in ("\\boxed", "$", "\\(", "\\["))
         return tuple(parse(answer if is_marked else f"\\boxed{{{answer}}}", parsing_timeout=limit_s))
 
-    def judge(prompt: str, response: str, fields: dict[str, Any]) -> float:
+    def judge(prompt: str, response: str, fields: dict[str, Any]) -> tuple[float, str | None]:
         answer = expected(str(fields[answer_key]).strip())
         if not answer:
             raise ValueError(f"math-verify finds no expression in the answer {fields[answer_key]!r}")
         found = parse(response, parsing_timeout=limit_s)
-        return float(verify(list(answer), found, timeout_seconds=limit_s))
+        return float(verify(list(answer), found, timeout_seconds=limit_s)), _in_words(found)
 
     return judge
+
+
+def _in_words(found: Sequence[Any]) -> str | None:
+    """One text for an expression, however it is written; None if there is none. A long one stays as it is written,
+    because SymPy may take minutes for it.
+    """
+    if not found:
+        return None
+    written = str(found[-1]) if isinstance(found[-1], str) else ""
+    if len(written) > LONGEST_TO_READ:
+        return written
+    try:
+        return str(found[0])
+    except Exception:  # noqa: BLE001 - the edge to SymPy: an integer of thousands of digits, for one
+        return written

@@ -5,6 +5,7 @@ Owns the kinds of failure and the check of an answer: a reward process may have 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ NOT_A_NUMBER = "not_a_number"
 TIMEOUT = "timeout"
 DIED = "died"
 GARBLED = "garbled"
+MAX_ANSWER = 200
+"""Longest answer that is kept as it is, in characters; of a longer one the beginning and a hash."""
 TOLD = (RAISED, NOT_A_NUMBER, TIMEOUT)
 """Kinds of failure after which a reward process goes on: it reports them itself."""
 
@@ -29,11 +32,15 @@ class Outcome:
     report: str = ""
     place: str = ""
     """Class of an exception and where it was raised, without its message, which may contain the response."""
+    answer: str | None = None
+    """What the response answers, for majority votes."""
 
     @property
     def as_message(self) -> list[object]:
         """The outcome as a reward process writes it."""
-        return [SCORE, self.value] if self.kind == SCORE else [self.kind, self.report, self.place]
+        if self.kind != SCORE:
+            return [self.kind, self.report, self.place]
+        return [SCORE, self.value] if self.answer is None else [SCORE, self.value, shortened(self.answer)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,14 @@ class Answer:
     """One per response."""
     counts: dict[str, float]
     """What the reward counted, such as the tokens that a judge read."""
+
+
+def shortened(answer: str) -> str:
+    """The answer without white space around it, or what stands for a long one."""
+    answer = answer.strip()
+    if len(answer) <= MAX_ANSWER:
+        return answer
+    return f"{answer[: MAX_ANSWER - 17]} {hashlib.sha256(answer.encode(errors='replace')).hexdigest()[:16]}"
 
 
 def failed(kind: str, report: str, num_responses: int) -> Answer:
@@ -66,6 +81,8 @@ def _outcome(message: object) -> Outcome | None:
     match message:
         case ["score", float() as value] if math.isfinite(value):
             return Outcome(SCORE, value)
+        case ["score", float() as value, str() as answer] if math.isfinite(value) and len(answer) <= MAX_ANSWER:
+            return Outcome(SCORE, value, answer=answer)
         case [str() as kind, str() as report, str() as place] if kind in TOLD:
             return Outcome(kind, report=report, place=place)
         case _:

@@ -24,7 +24,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from conf.errors import SlipstreamError
 from conf.schema import reward_part
@@ -129,10 +129,15 @@ def _outcomes(reward: Reward, value: Any, num_responses: int) -> list[Outcome]:
 
 
 def _outcome(value: Any) -> Outcome:
+    answer: str | None = None
+    if isinstance(value, tuple) and len(cast("tuple[Any, ...]", value)) == 2:  # with the answer, for majority votes
+        number, given = cast("tuple[Any, Any]", value)
+        if given is None or isinstance(given, str):
+            value, answer = number, given
     if isinstance(value, numbers.Real):
         try:
             if math.isfinite(value):
-                return Outcome(SCORE, float(value))
+                return Outcome(SCORE, float(value), answer=answer)
         except OverflowError as e:  # an integer of hundreds of digits
             return _raised(e)
     report = f"a reward must be a finite number, got {type(value).__name__}: {reprlib.repr(value)}"

@@ -8,8 +8,11 @@ from typing import Any
 from rollout.errors import RewardError
 
 
-def regex_match(response: str, fields: dict[str, Any], *, pattern: re.Pattern[str], answer_key: str) -> float:
-    """1.0 if the first group of the pattern's first match equals the answer; white space around both is ignored.
+def regex_match(
+    response: str, fields: dict[str, Any], *, pattern: re.Pattern[str], answer_key: str
+) -> tuple[float, str | None]:
+    """(1.0 if the first group of the pattern's first match equals the answer, that group); white space around both is
+    ignored.
 
     Example: pattern `answer: (\\d+)`, response "so the answer: 42." and answer 42 give 1.0.
 
@@ -17,7 +20,8 @@ def regex_match(response: str, fields: dict[str, Any], *, pattern: re.Pattern[st
         KeyError: The row has no answer column.
     """
     found = pattern.search(response)
-    return float(found is not None and (found.group(1) or "").strip() == str(fields[answer_key]).strip())
+    given = None if found is None else (found.group(1) or "").strip()
+    return float(given == str(fields[answer_key]).strip()), given
 
 
 def compile_pattern(pattern: str, option: str) -> re.Pattern[str]:

@@ -144,7 +144,8 @@ class RewardRunner:
         parts = {name: outcome.value for name, outcome in outcomes.items()}
         weighted = [None if value is None else self._parts[name].weight * value for name, value in parts.items()]
         known = [value for value in (*weighted, *added.values()) if value is not None]
-        return Judgement(None if None in weighted else sum(known), parts | added)
+        answer = next((outcome.answer for outcome in outcomes.values() if outcome.answer is not None), None)
+        return Judgement(None if None in weighted else sum(known), parts | added, answer)
 
     def _report_once(self, name: str, outcome: Outcome, prompt: Prompt) -> None:
         """Log the first failure of each kind in full (for exceptions: of each class and place). Count the others."""

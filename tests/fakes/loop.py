@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from conf.schema import AlgorithmConfig, RolloutConfig, RunConfig, RunSection, SamplingConfig
+from orchestrator.figures.held_out import eval_names
 from orchestrator.files.metrics_catalogue import RewardNames
 from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
 from orchestrator.files.run_folder import RunFolder
@@ -225,7 +226,12 @@ class FakeWorker(Watched):
         self.wants_base_at = ""
         self.scores_fail = False
 
-    async def generate_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> list[Rollout]:
+    async def keep_version(self, version: int | None) -> bool:
+        return False
+
+    async def generate_group(
+        self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None, version: int | None = None
+    ) -> list[Rollout]:
         await self._reached("generate_group")
         if self.fails_after is not None and self.num_groups >= self.fails_after:
             raise ConnectionError(f"{self.name} died")
@@ -354,7 +360,7 @@ class Loop:
         self.config = config
         self.world = World()
         self.trainer = FakeTrainer(self.world, num_workers)
-        self.workers = [FakeWorker(self.world, i) for i in range(num_workers)]
+        self.workers: list[FakeWorker] = [FakeWorker(self.world, i) for i in range(num_workers)]
         self.prompts = FakePrompts()
         self.rewards = FakeRewards()
         self.episodes: FakeEpisodes | None = None
@@ -381,6 +387,7 @@ class Loop:
             rewards=RewardNames() if self.rewards.requests is None else RewardNames(("style",), ("style",)),
             samples_per_step=self.config.run.samples_per_step,
             max_sample_bytes_per_step=self.config.run.max_sample_bytes_per_step,
+            evals=eval_names(self.config),
         )
         with telemetry:
             supervisor = Supervisor(self.workers, restart=self.restart, max_restarts=self.max_restarts, backoff_s=0)
@@ -391,7 +398,7 @@ class Loop:
                 router=Router(supervisor, request_timeout_s=5, activities=activities),
                 activities=activities,
                 prompts=self.prompts,
-                eval_prompts=[Prompt(1000, (1,), "held out"), Prompt(1001, (1,), "held out")],
+                eval_sets={"": [Prompt(1000, (1,), "held out"), Prompt(1001, (1,), "held out")]},
                 rewards=self.rewards,
                 episodes=self.episodes,
                 telemetry=telemetry,

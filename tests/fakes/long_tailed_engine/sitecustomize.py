@@ -20,13 +20,15 @@ def patch(module: ModuleType) -> None:
     worker: Any = module.RolloutWorker
     plain = worker.generate_group
 
-    async def generate_group(self: Any, prompt: Any, n: int, sampling: Any = None, *, seed: int | None = None) -> Any:
+    async def generate_group(
+        self: Any, prompt: Any, n: int, sampling: Any = None, version: int | None = None, *, seed: int | None = None
+    ) -> Any:
         sampling = sampling or self._sampling
         if not hasattr(self, "drawn"):
             self.drawn = lengths(LONG_TAILED, sampling.max_tokens)
         own = [replace(sampling, max_tokens=next(self.drawn)) for _ in range(n)]
         seeds = [None if seed is None else seed + index for index in range(n)]
-        calls = [plain(self, prompt, 1, one, seed=its) for one, its in zip(own, seeds, strict=True)]
+        calls = [plain(self, prompt, 1, one, version, seed=its) for one, its in zip(own, seeds, strict=True)]
         return [rollout for group in await asyncio.gather(*calls) for rollout in group]
 
     worker.generate_group = generate_group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from orchestrator.figures.held_out import PASS_METRICS, SET_METRICS
 from orchestrator.files.metrics_catalogue import JUDGE_METRICS, METRICS, REWARD_METRICS
 from orchestrator.fleet.fleet_log import FleetEvent
 
@@ -18,7 +19,7 @@ def rows_of(part: int) -> list[str]:
 
 def test_the_page_lists_every_metric() -> None:
     listed = rows_of(0)
-    metrics = METRICS | REWARD_METRICS | JUDGE_METRICS
+    metrics = METRICS | REWARD_METRICS | JUDGE_METRICS | PASS_METRICS | SET_METRICS
     in_a_table = {name: meaning.replace("|", "\\|") for name, meaning in metrics.items()}
     assert listed == [f"| `{name}` | {meaning} |" for name, meaning in in_a_table.items()]
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.figures.held_out import Evaluation
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.sample_index import ENTRY, FAILED, TRUNCATED, read_index
 from orchestrator.files.samples import SampleLog, TrainedRollout, fitted, sample_row, shown_rollouts
@@ -87,7 +88,7 @@ def test_a_row_is_never_longer_than_its_share(num_tokens: int, num_chars: int, n
 def test_a_step_takes_its_bytes_at_most(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     log = SampleLog(folder, after_step=0, most=3, most_bytes=8000)
-    log.write(1, 1, [group(num_tokens=4000)] * 9, [group()] * 9, {})
+    log.write(1, 1, [group(num_tokens=4000)] * 9, [Evaluation(1, 1, {"": [group()] * 9})], {})
     log.close()
     assert 4000 < folder.samples.stat().st_size <= 8000
     assert [row["kind"] for row in rows_of(folder)] == ["training"] * 3 + ["held-out"] * 3
@@ -98,7 +99,7 @@ def test_the_index_has_what_rows_are_sorted_by(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     log = SampleLog(folder, after_step=0, most=9, most_bytes=100_000)
     trained = {(1, 0): TrainedRollout(2, [0.5] * 3, [-1.5] * 3)}
-    log.write(4, 4, [group(7, reward=None), group(8, reward=0.5)], [group(9)], trained)
+    log.write(4, 4, [group(7, reward=None), group(8, reward=0.5)], [Evaluation(3, 3, {"hard": [group(9)]})], trained)
     log.close()
     entries = np.fromfile(folder.samples_index, ENTRY)
     assert entries["prompt_id"].tolist() == [7, 8, 9] and entries["kind"].tolist() == [0, 0, 1]

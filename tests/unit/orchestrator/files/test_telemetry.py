@@ -15,6 +15,7 @@ import pytest
 from fakes.loop import measured, outcome, publish_report
 from rich.console import Console
 
+from orchestrator.figures.held_out import EvalNames, Evaluation, evaluate_groups
 from orchestrator.files.curves import draw_curves
 from orchestrator.files.loggers.tensorboard_events import TensorBoardEvents
 from orchestrator.files.loss_metrics import loss_metrics
@@ -78,14 +79,17 @@ def test_each_reward_has_metrics_of_its_own() -> None:
         Prompt(0, (1,), "p"), rollouts, [1.0, None], [{"right": 1.0, "short": 0.5}, {"right": 0.0, "short": None}]
     )
     other = Group(Prompt(1, (1,), "p"), rollouts[:1], [1.0], [{"right": 1.0}])
+    rewards = RewardNames(("right", "short"), ["short"])
+    evaluation = Evaluation(2, 2, {"": [other]}, evaluate_groups({"": [other]}, 2, EvalNames((), (1,)), 1.0))
     row = row_of(
-        record(3, groups=[group, other], staleness_steps=[1, 1], eval_groups=[other]),
-        RewardNames(("right", "short"), ["short"]),
+        record(3, groups=[group, other], staleness_steps=[1, 1], evaluations=[evaluation]), rewards, EvalNames((), (1,))
     )
     assert row["reward/right_mean"] == pytest.approx(2 / 3)
     assert (row["reward/right_failures"], row["reward/short_failures"], row["reward/short_mean"]) == (0, 1, 0.5)
     assert (row["eval/right_mean"], row["eval/short_mean"]) == (1.0, None)
+    assert (row["eval/pass_at_1"], row["eval/pass_at_1_se"], row["eval/version_spread"]) == (1.0, None, 0)
     assert row.keys() == METRICS.keys() | {
+        *("eval/pass_at_1", "eval/pass_at_1_se"),
         *(name.replace("<name>", reward) for name in REWARD_METRICS for reward in ("right", "short")),
         *(name.replace("<name>", "short") for name in JUDGE_METRICS),
     }

@@ -106,7 +106,7 @@ async def test_wrong_number_of_responses_is_a_failure() -> None:
     router = Router(supervisor, request_timeout_s=5)
     await serve(supervisor)
 
-    async def one_too_few(prompt: Prompt, n: int, sampling: object = None) -> list[Rollout]:
+    async def one_too_few(prompt: Prompt, n: int, sampling: object = None, version: object = None) -> list[Rollout]:
         return [Rollout([1], [0.0], [0], "x", "stop")] * (n - 1)
 
     worker.generate_group = one_too_few  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from orchestrator.environment import resolve_device
 from orchestrator.errors import PreflightError
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from orchestrator.inputs.model_files import check_checkpoint_files
-from orchestrator.inputs.preflight import check_routes, run_preflight
+from orchestrator.inputs.preflight import check_evaluation, check_routes, run_preflight
 from orchestrator.machine import Machine
 from trainer.architecture.families import read_config
 from weight_sync.disk.safetensors_files import INDEX_NAME, read_header
@@ -313,3 +313,12 @@ def test_chat_prompts_need_no_transformers_here(checkpoint: Path) -> None:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     report = run_preflight(load_run_config(words_for(checkpoint, f"data.path={data}", "data.eval_path=null")))
     assert f"1 in {data}" in {fact.finding for fact in report.facts}
+
+
+def test_the_figure_that_chooses_the_best_checkpoint_is_one_of_the_runs() -> None:
+    words = ["experiment=quickstart", "data.eval_path=null", "data.eval_sets.hard=pkg://letters_heldout.jsonl"]
+    config = load_run_config([*words, "run.keep_best=eval/hard/pass_at_1"])
+    assert check_evaluation(config).finding == "1 held-out set (hard), awaited, best by eval/hard/pass_at_1"
+    wrong = load_run_config([*words, "run.keep_best=eval/hard/pass_at_2"])
+    with pytest.raises(ConfigError, match=r"pass_at_2 is no figure of this run's evaluations. Did you mean eval/hard"):
+        check_evaluation(wrong)

@@ -67,8 +67,8 @@ def test_a_row_beyond_the_first_buffer_is_checked_when_its_buffer_is_read(tmp_pa
 def test_held_out_rows_come_from_any_source(tmp_path: Path) -> None:
     training, held_out = write(tmp_path / "a.jsonl", 3), write(tmp_path / "b.jsonl", 4)
     rows = rows_of(f"data.path={training}", f"data.eval_path={held_out}", "data.stream=true")
-    assert [prompt.prompt_id for prompt in rows.held_out()] == [0, 1, 2, 3]
-    assert rows_of(f"data.path={training}").held_out() == []
+    assert [prompt.prompt_id for prompt in rows.held_out()[""]] == [0, 1, 2, 3]
+    assert rows_of(f"data.path={training}").held_out() == {}
     (tmp_path / "b.jsonl").write_text("\n")
     with pytest.raises(DataError, match=r"b\.jsonl has no rows"):
         rows.held_out()
@@ -84,7 +84,7 @@ def test_rows_that_are_too_long_are_left_out_where_that_is_asked_for(tmp_path: P
     words = [f"data.path={path}", f"data.eval_path={path}", "data.drop_too_long=true", *stream]
     kept = rows_of(*words)
     assert {prompt.prompt_id for prompt in islice(kept.stream(), 4)} == {0, 2, 3, 5}
-    assert [prompt.prompt_id for prompt in kept.held_out()] == [0, 2, 3, 5]
+    assert [prompt.prompt_id for prompt in kept.held_out()[""]] == [0, 2, 3, 5]
     config = load_run_config(["experiment=quickstart", "data=files", "data.max_prompt_tokens=8", *words])
     finding = check_data(config).finding
     first = "the first 3 (1 too long and left out)" if stream else "4 (2 too long and left out)"

@@ -69,7 +69,7 @@ class Tuning:
         num_steps = self.config.run.num_steps
         with Telemetry(self.folder, num_steps=num_steps, first_step=resume_step, progress=progress) as telemetry:
             training = Shuffled(CONVERSATIONS, seed=self.config.run.seed)
-            tuner = Finetuner(self.config, self.trainer, training, CONVERSATIONS[:1], telemetry, self.checkpoints)
+            tuner = Finetuner(self.config, self.trainer, training, {"": CONVERSATIONS[:1]}, telemetry, self.checkpoints)
             await tuner.train(self.checkpoints.newest() if resume_step else None)
         return tuner
 

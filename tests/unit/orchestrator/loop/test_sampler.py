@@ -24,7 +24,9 @@ class Noting(FakeWorker):
         self.asked: dict[bool, list[tuple[int, SamplingConfig | None]]] = {True: [], False: []}
         """Prompt and options of every group, by whether the prompt is held out; None: as rollout.sampling."""
 
-    async def generate_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> list[Rollout]:
+    async def generate_group(
+        self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None, version: int | None = None
+    ) -> list[Rollout]:
         self.asked[prompt.prompt_id >= 1000].append((prompt.prompt_id, sampling))
         self.num_now += 1
         self.num_most = max(self.num_most, self.num_now)

@@ -91,11 +91,28 @@ async def test_the_end_of_a_lease_wakes_who_waits():
     assert table.free() == 0
 
 
+def test_a_version_that_is_kept_is_read_beside_newer_ones_and_never_written():
+    table = SlotTable(3)
+    publish(table, 0)
+    assert table.keep(0) and not SlotTable(2).keep(0)
+    for version in range(1, 6):
+        assert publish(table, version) != 0
+        with table.lease(0) as kept, table.lease() as newest, table.lease(9) as unknown:
+            assert (kept.version, newest.version, unknown.version) == (0, version, version)
+            assert table.oldest_read() is None  # a publish must not end the requests of the kept version
+    with pytest.raises(AssertionError, match="slot 0 is read"):
+        table.write(0)
+    assert not table.keep(4)  # no longer the newest: nothing is kept
+    with table.lease(0) as newest:
+        assert newest.version == 5
+    assert publish(table, 6) == 0
+
+
 @settings(deadline=None)
-@given(st.integers(2, 5), st.lists(st.sampled_from(["publish", "fail", "lease", "release"]), max_size=60))
+@given(st.integers(2, 5), st.lists(st.sampled_from(["publish", "fail", "lease", "release", "keep"]), max_size=60))
 def test_a_lease_sees_one_version_whatever_is_published_meanwhile(num_slots: int, steps: list[str]):
     table, leases, content = SlotTable(num_slots), [], [-1] * num_slots
-    version = 0
+    version, kept = 0, None
     for step in steps:
         if step in ("publish", "fail") and (slot := table.free()) is not None:
             table.write(slot)
@@ -107,8 +124,13 @@ def test_a_lease_sees_one_version_whatever_is_published_meanwhile(num_slots: int
         elif step == "lease" and table.newest is not None:
             stack = ExitStack()
             leases.append((stack, stack.enter_context(table.lease())))
+        elif step == "keep" and num_slots > 2:
+            kept = table.newest if table.newest is not None and table.keep(table.newest.version) else None
         elif step == "release" and leases:
             leases.pop(0)[0].close()
+        if kept is not None:
+            with table.lease(kept.version) as again:
+                assert again == kept and content[kept.slot] == kept.version
         for _, adapter in leases:
             assert content[adapter.slot] == adapter.version
         if table.newest is not None:

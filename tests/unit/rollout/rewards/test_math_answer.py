@@ -41,6 +41,9 @@ async def test_answers_are_compared_by_what_they_mean():
         for answer, response, expected in CASES:
             (judgement,) = await runner.score_group(prompt(answer), [rollout(response)])
             assert (answer, response, judgement.reward) == (answer, response, expected)
+        written = [rollout("\\boxed{\\frac{1}{2}}"), rollout("so it is 1/2"), rollout("I do not know")]
+        votes = [judgement.answer for judgement in await runner.score_group(prompt("2"), written)]
+        assert votes == ["1/2", "1/2", None]
     finally:
         await runner.close()
 

@@ -16,6 +16,7 @@ import pytest
 from conf.schema import RewardConfig
 from rollout.errors import RewardError
 from rollout.rewards.function import load_reward
+from rollout.rewards.outcomes import MAX_ANSWER
 from rollout.rewards.runner import RewardRunner, check_reward
 from rollout.types import Prompt, Rollout
 
@@ -50,6 +51,9 @@ REWARDS = """
             print("x" * (1 << 22))
             print("y" * (1 << 22), file=sys.stderr)
         return 0.5
+
+    def voted(prompt, response, fields):
+        return (0.5, " " + response) if response != "none" else (0.25, None)
 
     def is_complete(prompt, response, fields):
         return float(fields["finish_reason"] == "stop" and fields["answer"] == "a")
@@ -86,15 +90,16 @@ PROMPT = Prompt(0, (1,), "p", {"answer": "a"})
 
 @pytest.mark.parametrize(("response", "expected"), [("a", 1.0), (" a\n", 1.0), ("A", 0.0), ("ab", 0.0), ("", 0.0)])
 def test_exact_match_ignores_outer_white_space_and_keeps_case(response, expected):
-    assert load_reward(RewardConfig()).function("p", response, {"answer": " a"}) == expected
+    assert load_reward(RewardConfig()).function("p", response, {"answer": " a"}) == (expected, response.strip())
 
 
 def test_exact_match_compares_numbers_as_text():
-    assert load_reward(RewardConfig(answer_key="n")).function("p", "42", {"n": 42}) == 1.0
+    assert load_reward(RewardConfig(answer_key="n")).function("p", "42", {"n": 42}) == (1.0, "42")
 
 
 @pytest.mark.parametrize(
-    ("response", "expected"), [("so the answer: 42.", 1.0), ("answer: 41, answer: 42", 0.0), ("42", 0.0)]
+    ("response", "expected"),
+    [("so the answer: 42.", (1.0, "42")), ("answer: 41, answer: 42", (0.0, "41")), ("42", (0.0, None))],
 )
 def test_regex_compares_the_first_group_of_the_first_match(response, expected):
     reward = load_reward(RewardConfig(kind="regex", pattern=r"answer: (\d+)")).function
@@ -266,3 +271,16 @@ async def test_a_reward_in_a_file_works_from_any_folder_and_its_source_is_kept(t
 
 def test_a_good_reward_passes_the_check(rewards_module):
     check_reward(RewardConfig(kind=f"{rewards_module}:length"))
+
+
+async def test_a_reward_may_tell_the_answer_that_a_majority_vote_counts(rewards_module):
+    runner = RewardRunner(RewardConfig(kind=f"{rewards_module}:voted"))
+    await runner.start()
+    try:
+        judged = await runner.score_group(PROMPT, rollouts("a", "none", "b" * 5000))
+        assert [(one.reward, one.answer) for one in judged[:2]] == [(0.5, "a"), (0.25, None)]
+        assert judged[2].reward == 0.5 and len(judged[2].answer or "") == MAX_ANSWER
+        again, other = await runner.score_group(PROMPT, rollouts("b" * 5000, "b" * 5001))
+        assert again.answer == judged[2].answer != other.answer
+    finally:
+        await runner.close()

@@ -1,0 +1,157 @@
+"""Figures of an evaluation: of each held-out set, and of all of them together.
+
+    groups of a set --> one value per prompt --estimators.py--> mean and standard error --> eval/reward, eval/reward_se
+                                                                                          eval/NAME/reward, ...
+
+Owns: the names of these figures and what they mean; which of them can choose the best checkpoint. Does not own: the
+formulas, when an evaluation takes place (loop/evaluations.py), where figures go (files/telemetry.py). Pure.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from conf.schema import Objective, RunConfig
+from orchestrator.figures.estimators import Estimate, estimate, majority_vote, pass_at_k
+from rollout.types import Group
+
+Figures = dict[str, float | int | None]
+
+EVAL_METRICS: dict[str, str] = {
+    "eval/step": "step whose policy the row's evaluation began with (run.eval_beside: an earlier one than the row's)",
+    "eval/reward": "mean reward on held-out prompts",
+    "eval/reward_se": "its standard error, over prompts",
+    "eval/majority": "share of held-out prompts whose most frequent answer is right; null if rewards tell no answers",
+    "eval/majority_se": "its standard error",
+    "eval/failures": "held-out rollouts whose reward raised or timed out",
+    "eval/total_s": "seconds of the evaluation",
+    "eval/wait_s": "part of the step: seconds that training waited for an evaluation",
+    "eval/version_spread": "newest version that sampled a token of the evaluation minus the one that it began with",
+    "eval/other_version_fraction": "share of the evaluation's tokens that another version than that one sampled",
+}
+"""Figures of every evaluation of a run with rewards."""
+
+PASS_METRICS: dict[str, str] = {
+    "eval/pass_at_<k>": "unbiased estimate of pass@k on held-out prompts, for every k of run.eval_pass_at",
+    "eval/pass_at_<k>_se": "its standard error, over prompts",
+}
+
+SET_METRICS: dict[str, str] = {
+    "eval/<set>/reward": "eval/reward of one of data.eval_sets",
+    "eval/<set>/reward_se": "its standard error",
+    "eval/<set>/majority": "eval/majority of that set",
+    "eval/<set>/majority_se": "its standard error",
+    "eval/<set>/pass_at_<k>": "the same estimate of that set",
+    "eval/<set>/pass_at_<k>_se": "its standard error",
+    "eval/<set>/nll": "algorithm=sft: eval/nll of that set",
+}
+"""Figures of every named set."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalNames:
+    """What a run's evaluations have names for. Example: EvalNames(("gsm8k", "aime"), (1, 8))."""
+
+    sets: Sequence[str] = ()
+    """Names of data.eval_sets; none of data.eval_path."""
+    ks: Sequence[int] = ()
+    """Every k of pass@k."""
+
+    @property
+    def metrics(self) -> dict[str, str]:
+        """Name -> meaning of the figures that depend on these names."""
+        found: dict[str, str] = {}
+        for part, of in [(PASS_METRICS, [""]), (SET_METRICS, list(self.sets))]:
+            for (name, meaning), one in itertools.product(part.items(), of):
+                for k in self.ks if "<k>" in name else [0]:
+                    found[name.replace("<set>", one).replace("<k>", str(k))] = meaning
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation, finished."""
+
+    step: int
+    policy_version: int
+    """The version that it began with."""
+    groups: Mapping[str, Sequence[Group]]
+    """By the set's name; "" for data.eval_path."""
+    figures: Figures = field(default_factory=Figures)
+
+    @property
+    def all_groups(self) -> list[Group]:
+        """Those of all sets."""
+        return [group for groups in self.groups.values() for group in groups]
+
+
+def eval_names(config: RunConfig) -> EvalNames:
+    """The names of a run's evaluations."""
+    sets = tuple(name for name in config.data.held_out_sources if name)
+    return EvalNames(sets, () if config.algorithm.objective is not Objective.policy else config.run.pass_ks)
+
+
+def choosing_metrics(config: RunConfig) -> list[str]:
+    """Figures by which run.keep_best may choose; all of them but eval/nll are better the larger they are."""
+    names = eval_names(config)
+    if config.algorithm.objective is not Objective.policy:
+        return ["eval/nll", *(f"eval/{name}/nll" for name in names.sets)]
+    found = ["reward", "majority", *(f"pass_at_{k}" for k in names.ks)]
+    return [f"eval/{one}" for one in found] + [f"eval/{name}/{one}" for name in names.sets for one in found]
+
+
+def is_better(metric: str, value: float, best: float) -> bool:
+    """Whether an evaluation's value is better than the best one so far. An equal one is not: the earlier step stays."""
+    return value < best if metric.endswith("nll") else value > best
+
+
+def evaluate_groups(
+    groups: Mapping[str, Sequence[Group]], version: int, names: EvalNames, right_from: float
+) -> Figures:
+    """All figures of an evaluation but its seconds.
+
+    Args:
+        groups: By the set's name.
+        version: The one that the evaluation began with.
+        names: Sets and ks.
+        right_from: A response with this reward or a larger one is right.
+    """
+    everything = [group for of_set in groups.values() for group in of_set]
+    figures = _figures_of(everything, "eval", names.ks, right_from)
+    for name in names.sets:
+        figures |= _figures_of(groups.get(name, ()), f"eval/{name}", names.ks, right_from)
+    known = [reward for group in everything for reward in group.rewards if reward is not None]
+    figures["eval/failures"] = sum(len(group.rewards) for group in everything) - len(known)
+    versions = [v for group in everything for rollout in group.rollouts for v in rollout.policy_versions]
+    if versions:
+        figures["eval/version_spread"] = max(versions) - version
+        figures["eval/other_version_fraction"] = sum(one != version for one in versions) / len(versions)
+    return figures
+
+
+def _figures_of(groups: Sequence[Group], prefix: str, ks: Sequence[int], right_from: float) -> Figures:
+    """Of one set. Responses without a reward count nowhere; a prompt with fewer than k others is not in pass@k."""
+    judged = [_judged(group) for group in groups]
+    judged = [samples for samples in judged if samples]
+    means = [sum(reward for reward, _ in samples) / len(samples) for samples in judged]
+    right = [[reward >= right_from for reward, _ in samples] for samples in judged]
+    figures = _named(f"{prefix}/reward", estimate(means))
+    for k in ks:
+        values = [pass_at_k(len(of_one), sum(of_one), k) for of_one in right if len(of_one) >= k]
+        figures |= _named(f"{prefix}/pass_at_{k}", estimate(values))
+    answers = [[answer for _, answer in samples] for samples in judged]
+    has_answers = any(answer is not None for of_one in answers for answer in of_one)
+    votes = [majority_vote(given, of_one) for given, of_one in zip(answers, right, strict=True)]
+    return figures | _named(f"{prefix}/majority", estimate(votes) if has_answers else None)
+
+
+def _judged(group: Group) -> list[tuple[float, str | None]]:
+    """(reward, answer) of the responses that have a reward."""
+    answers = group.answers or [None] * len(group.rewards)
+    return [(reward, answer) for reward, answer in zip(group.rewards, answers, strict=True) if reward is not None]
+
+
+def _named(name: str, found: Estimate | None) -> Figures:
+    return {name: None if found is None else found.mean, f"{name}_se": None if found is None else found.error}

@@ -1,0 +1,79 @@
+"""Which evaluated checkpoint is the best one (run.keep_best), on disk and while verdicts are out.
+
+    checkpoints/best.json                {"metric": "eval/reward", "value": 0.62, "step": 40}
+    checkpoints/best -> step-000040/
+
+Owns: that choice, and that the best checkpoint, and those whose evaluation goes on, are not removed as old ones. Does
+not own: which figure is better (figures/held_out.py), the checkpoints (run_checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any, cast
+
+from orchestrator.figures.held_out import is_better
+from orchestrator.files.run_checkpoint import CheckpointStore
+
+logger = logging.getLogger(__name__)
+
+
+class BestCheckpoint:
+    """See the module's docstring.
+
+    Args:
+        store: the run's checkpoints.
+        metric: run.keep_best.
+        up_to_step: a best one of a later step is forgotten: a resumed run redoes its work.
+    """
+
+    def __init__(self, store: CheckpointStore, metric: str, *, up_to_step: int) -> None:
+        self._store = store
+        self._metric = metric
+        self._file = store.folder / "best.json"
+        self._value: float | None = None
+        self._step: int | None = None
+        known = self._read()
+        if known.get("metric") == metric and known.get("step", up_to_step + 1) <= up_to_step:
+            step = int(known["step"])
+            if store.of_step(step) is not None:
+                self._step, self._value = step, float(known["value"])
+                store.spared.add(step)
+
+    def evaluating(self, step: int) -> None:
+        """The step's checkpoint stays until judge()."""
+        self._store.spared.add(step)
+
+    def judge(self, step: int, value: float | None) -> None:
+        """Keep the step's checkpoint if its figure is better than the best one so far."""
+        path = self._store.of_step(step)
+        is_best = (
+            path is not None
+            and value is not None
+            and (self._value is None or is_better(self._metric, value, self._value))
+        )
+        if path is not None and value is not None and is_best:
+            self._store.spared.discard(-1 if self._step is None else self._step)
+            self._step, self._value = step, value
+            self._write(path.name)
+            logger.info("best checkpoint: %s, with %s %.4g", path, self._metric, value)
+        elif step != self._step:
+            self._store.spared.discard(step)
+        self._store.prune()
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self._file.read_text())
+        except (OSError, ValueError):
+            return {}
+        return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+
+    def _write(self, name: str) -> None:
+        partial = self._file.with_name(".best.partial")
+        partial.write_text(json.dumps({"metric": self._metric, "value": self._value, "step": self._step}) + "\n")
+        partial.replace(self._file)
+        link = self._file.with_name(".best-link.partial")
+        link.unlink(missing_ok=True)
+        link.symlink_to(name)
+        link.replace(self._file.with_name("best"))

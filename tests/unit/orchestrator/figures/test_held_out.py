@@ -1,0 +1,60 @@
+"""Figures of an evaluation by hand, and which of them may choose the best checkpoint."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from conf.schema import AlgorithmConfig, DataConfig, Objective, RunConfig, RunSection
+from orchestrator.figures.held_out import EvalNames, choosing_metrics, eval_names, evaluate_groups, is_better
+from rollout.types import Group, Prompt, Rollout
+
+PROMPT = Prompt(0, (1,), "p")
+
+
+def a_group(rewards: list[float | None], answers: list[str | None] | None = None, version: int = 3) -> Group:
+    rollouts = [Rollout([5, 2], [-1.0, -0.5], [version, version], "", "stop") for _ in rewards]
+    return Group(PROMPT, rollouts, rewards, [], answers or [])
+
+
+def test_figures_by_hand() -> None:
+    easy = [a_group([1.0, 1.0, 0.0], ["7", "7", "3"]), a_group([0.0, 1.0, None], ["4", "9", None])]
+    hard = [a_group([0.5, 0.0, 0.0], ["1", "2", "2"], version=4)]
+    found = evaluate_groups({"easy": easy, "hard": hard}, 3, EvalNames(("easy", "hard"), (1, 3)), 1.0)
+    assert found["eval/easy/reward"] == pytest.approx((2 / 3 + 1 / 2) / 2)
+    assert found["eval/reward"] == pytest.approx((2 / 3 + 1 / 2 + 1 / 6) / 3)
+    assert found["eval/easy/reward_se"] == pytest.approx((2 / 3 - 1 / 2) / 2)  # of two values: half of their distance
+    assert found["eval/easy/pass_at_1"] == pytest.approx((2 / 3 + 1 / 2) / 2)
+    assert found["eval/easy/pass_at_3"] == 1.0  # of the prompt whose three responses were judged
+    assert (found["eval/hard/pass_at_1"], found["eval/hard/reward_se"]) == (0.0, None)  # 0.5 is not right
+    assert (found["eval/easy/majority"], found["eval/hard/majority"]) == (0.75, 0.0)  # 1, and one of two
+    assert found["eval/failures"] == 1
+    assert (found["eval/version_spread"], found["eval/other_version_fraction"]) == (1, pytest.approx(6 / 18))
+
+
+def test_a_reward_that_tells_no_answers_has_no_majority_and_one_that_failed_no_mean() -> None:
+    names = EvalNames((), (1,))
+    found = evaluate_groups({"": [a_group([1.0, 0.0]), a_group([0.0, 0.0])]}, 3, names, 1.0)
+    assert (found["eval/majority"], found["eval/reward"], found["eval/pass_at_1"]) == (None, 0.25, 0.25)
+    failed = evaluate_groups({"": [a_group([None, None])]}, 3, names, 1.0)
+    assert (failed["eval/reward"], failed["eval/pass_at_1"], failed["eval/failures"]) == (None, None, 2)
+
+
+def test_figures_have_the_names_of_the_runs_sets() -> None:
+    run = RunSection(eval_samples_per_prompt=8, eval_pass_at=(4, 1))
+    config = RunConfig(run=run, data=DataConfig(eval_sets={"aime": "a.jsonl"}))
+    names = eval_names(config)
+    assert (names.sets, names.ks) == (("aime",), (1, 4))
+    assert "eval/aime/pass_at_4_se" in names.metrics and "eval/aime/nll" in names.metrics
+    assert choosing_metrics(config)[:4] == ["eval/reward", "eval/majority", "eval/pass_at_1", "eval/pass_at_4"]
+    sft = replace(config, algorithm=AlgorithmConfig(objective=Objective.sft))
+    assert choosing_metrics(sft) == ["eval/nll", "eval/aime/nll"]
+    found = evaluate_groups({"aime": [a_group([1.0] * 8)]}, 3, names, 1.0)
+    assert {name for name in found if name.startswith("eval/aime") or "pass" in name} <= names.metrics.keys()
+
+
+def test_better_is_larger_but_for_negative_log_likelihoods() -> None:
+    assert is_better("eval/reward", 0.6, 0.5) and not is_better("eval/reward", 0.5, 0.5)
+    assert is_better("eval/aime/nll", 0.5, 0.6) and not is_better("eval/nll", math.inf, 0.6)

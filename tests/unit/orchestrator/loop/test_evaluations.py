@@ -1,0 +1,159 @@
+"""Locks: evaluations beside training delay no step, have their figures in the row in which they end, and are of the
+version with which they began where engines keep it; the best evaluated checkpoint stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes.loop import FakeWorker, Loop, World, make_config
+
+from conf.schema import RunConfig, SyncMode, WeightSyncConfig
+from orchestrator.errors import NoReplicasLeft
+from orchestrator.files.best_checkpoint import BestCheckpoint
+from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
+from orchestrator.files.telemetry import read_rows
+from rollout.types import Prompt, Rollout
+
+
+def beside(num_steps: int = 6, every: int = 2, **run: object) -> RunConfig:
+    config = make_config(num_steps=num_steps)
+    section = replace(config.run, eval_every_steps=every, eval_beside=True, checkpoint_every_steps=0, **run)
+    return replace(config, run=section, data=replace(config.data, eval_path="held_out.jsonl"))
+
+
+class SlowWorker(FakeWorker):
+    """Held-out prompts (1000 and up) wait for `gate`, if there is one, and note which version they ask for."""
+
+    def __init__(self, world: World, index: int) -> None:
+        super().__init__(world, index)
+        self.held_out_gate: asyncio.Event | None = None
+        self.asked: list[int | None] = []
+        self.kept: int | None = None
+
+    async def keep_version(self, version: int | None) -> bool:
+        self.kept = version
+        return version is not None
+
+    async def generate_group(
+        self, prompt: Prompt, n: int, sampling: object = None, version: int | None = None
+    ) -> list[Rollout]:
+        if prompt.prompt_id >= 1000:
+            self.asked.append(version)
+            if self.held_out_gate is not None:
+                await self.held_out_gate.wait()
+            assert version == self.kept
+        return await super().generate_group(prompt, n, None, version)
+
+
+def slow_loop(folder: Path, config: RunConfig) -> Loop:
+    loop = Loop(folder, config)
+    loop.workers[:] = [SlowWorker(loop.world, i) for i in range(2)]
+    return loop
+
+
+def slow_workers(loop: Loop) -> list[SlowWorker]:
+    return [worker for worker in loop.workers if isinstance(worker, SlowWorker)]
+
+
+def opens_at(loop: Loop, version: int) -> asyncio.Event:
+    """A gate for held-out prompts that opens when the trainer makes this version."""
+    gate = asyncio.Event()
+
+    async def publish() -> None:
+        if loop.world.version >= version:
+            gate.set()
+
+    loop.trainer.before["publish"] = publish
+    for worker in slow_workers(loop):
+        worker.held_out_gate = gate
+    return gate
+
+
+async def test_steps_go_on_while_an_evaluation_does_and_the_row_says_whose_it_is(tmp_path: Path) -> None:
+    loop = slow_loop(tmp_path, beside(num_steps=7, every=4))
+    opens_at(loop, 3)
+    await loop.run()
+    evaluated = {row["step"]: row["eval/step"] for row in loop.rows if row["eval/step"] is not None}
+    found = read_rows(loop.folder.evaluations)
+    assert [row["step"] for row in found] == [0, 4, 7]  # that of the last step is awaited
+    assert min(step for step, whose in evaluated.items() if whose == 0) >= 3, "three steps were done meanwhile"
+    assert loop.rows[-1]["eval/step"] == 7
+    assert [row["eval/pass_at_1"] for row in found] == [0.0] * 3
+
+
+async def test_the_next_evaluation_waits_for_the_one_before_it(tmp_path: Path) -> None:
+    loop = slow_loop(tmp_path, beside(num_steps=4, every=1))
+    gate = opens_at(loop, 99)
+    asyncio.get_running_loop().call_later(0.05, gate.set)
+    await loop.run()
+    assert [row["step"] for row in read_rows(loop.folder.evaluations)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("mode", [SyncMode.adapter, SyncMode.merged])
+async def test_engines_keep_the_version_of_an_evaluation_where_they_can(tmp_path: Path, mode: SyncMode) -> None:
+    config = replace(beside(), weight_sync=WeightSyncConfig(mode=mode))
+    loop = slow_loop(tmp_path, config)
+    await loop.run()
+    versions = [version for worker in slow_workers(loop) for version in worker.asked]
+    assert sorted(set(versions), key=str) == ([0, 2, 4, 6] if mode is SyncMode.adapter else [None])
+    assert {worker.kept for worker in slow_workers(loop)} == {None}
+    assert config.num_adapter_slots == 3 and beside().evaluates_beside
+
+
+async def test_tokens_of_other_versions_are_told(tmp_path: Path) -> None:
+    """With merged weights, the held-out prompts that begin at version 0 are answered at version 3 (as fakes do)."""
+    loop = slow_loop(tmp_path, beside(num_steps=6, every=6))
+    opens_at(loop, 3)
+    await loop.run()
+    first, last = read_rows(loop.folder.evaluations)
+    assert first["eval/version_spread"] >= 2 and first["eval/other_version_fraction"] == 1.0
+    assert (last["eval/version_spread"], last["eval/other_version_fraction"]) == (0, 0.0)
+
+
+async def test_an_evaluation_that_fails_beside_training_ends_the_run_with_its_state_saved(tmp_path: Path) -> None:
+    loop = slow_loop(tmp_path, beside(num_steps=50, every=2))
+
+    async def gone() -> None:
+        if loop.world.version >= 3:
+            raise ConnectionError("gone")
+
+    for worker in loop.workers:
+        worker.before["generate_group"] = gone
+    with pytest.raises(NoReplicasLeft, match="gone"):
+        await loop.run()
+    assert loop.checkpoints.read(loop.checkpoints.newest()).step == loop.rows[-1]["step"]
+
+
+async def test_the_best_checkpoint_stays_and_old_ones_do_not(tmp_path: Path) -> None:
+    config = beside(num_steps=6, every=1, keep_best="eval/reward", eval_samples_per_prompt=2)
+    config = replace(config, run=replace(config.run, eval_beside=False))
+    loop = Loop(tmp_path, config)
+    loop.rewards.is_flat = lambda prompt: prompt.prompt_id >= 1000 and loop.world.version == 2
+    await loop.run()
+    folder = loop.folder.checkpoints
+    assert [step_of(path) for path in complete_checkpoints(folder)] == [2, 5, 6]
+    assert json.loads((folder / "best.json").read_text()) == {"metric": "eval/reward", "value": 1.0, "step": 2}
+    assert loop.folder.best.resolve() == folder / "step-000002"
+
+    again = BestCheckpoint(loop.checkpoints, "eval/reward", up_to_step=6)
+    again.judge(6, 1.0)  # no better, and the first one stays
+    assert loop.folder.best.resolve().name == "step-000002"
+    again.judge(6, 2.0)
+    assert loop.folder.best.resolve().name == "step-000006"
+    assert [step_of(path) for path in complete_checkpoints(folder)] == [5, 6]
+    forgotten = BestCheckpoint(loop.checkpoints, "eval/reward", up_to_step=5)  # a run that redoes step 6
+    forgotten.judge(5, 0.1)
+    assert loop.folder.best.resolve().name == "step-000005"
+
+
+async def test_checkpoints_wait_for_the_evaluation_beside_training(tmp_path: Path) -> None:
+    loop = slow_loop(tmp_path, beside(num_steps=6, every=3, keep_best="eval/pass_at_1"))
+    await loop.run()
+    best = json.loads((loop.folder.checkpoints / "best.json").read_text())
+    assert best == {"metric": "eval/pass_at_1", "value": 0.0, "step": 3}
+    assert [step_of(path) for path in complete_checkpoints(loop.folder.checkpoints)] == [3, 6]
