@@ -25,6 +25,7 @@ NARROW_COLUMNS = 5
 MAX_NAME = 36
 """In other tables names of this length stay whole."""
 LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?P<anchor>#[^)\s]*)?(?=\))")
+HISTORY = ("decisions/", "LOG.md", "files/")
 SHOWN_BY_BROWSERS = {".json", ".png", ".svg", ".html"}
 
 
@@ -75,7 +76,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite links that are relative to the repository to links that are relative to the page on the site."""
+    """Rewrite links that are relative to the repository to links that are relative to the page on the site. A search shows
+    pages for users before those of the product's history.
+    """
+    if page.file.src_uri.startswith(HISTORY):
+        page.meta["search"] = {"boost": 0.2}
     docs = Path(config.docs_dir)
     folder = Path(page.file.abs_src_path or "").parent
     here = Path(page.file.src_uri).parent
