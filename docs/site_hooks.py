@@ -76,9 +76,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite links that are relative to the repository to links that are relative to the page on the site. A search shows
-    pages for users before those of the product's history.
-    """
+    """Rewrite links from paths of the repository to paths of the site; let a search show pages for users first."""
     if page.file.src_uri.startswith(HISTORY):
         page.meta["search"] = {"boost": 0.2}
     docs = Path(config.docs_dir)
