@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
 from conf.errors import ConfigError
@@ -113,6 +113,45 @@ def stop() -> Parser:
 def _start_nothing(add: Callable[..., object]) -> None:
     add("--cfg", choices=["job"], help="print every option of this run with its value, as YAML; starts nothing")
     add("--dry-run", action="store_true", help="check options, machine and files; starts nothing")
+
+
+def launch() -> Parser:
+    """Flags of `slipstream launch`; their destinations are the fields of LaunchOptions."""
+    from orchestrator.launch.launch_options import DEFAULT_IMAGE, LaunchOptions
+    from orchestrator.launch.skypilot import DEFAULT_GPU
+
+    parser = Parser(texts.LAUNCH)
+    parser.set_defaults(**_defaults(LaunchOptions))
+    parser.add_argument("target", nargs="?", help=argparse.SUPPRESS)
+    flags = parser.add_argument_group("flags: machines")
+    flags.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a machine; %(default)s")
+    flags.add_argument(
+        "--gpu-type",
+        metavar="NAME",
+        help=f"of GPU: SkyPilot's name ({DEFAULT_GPU}), SLURM's type of GPU, or the value of Kubernetes' label "
+        "nvidia.com/gpu.product",
+    )
+    flags.add_argument("--cpus-per-gpu", type=int, metavar="N", help="cores for each GPU; %(default)s")
+    flags.add_argument("--memory-gib-per-gpu", type=int, metavar="N", help="memory for each GPU; %(default)s")
+    flags = parser.add_argument_group("flags: SLURM")
+    flags.add_argument("--time-limit", metavar="[D-]HH:MM:SS", help="of one stretch of the job; the partition's")
+    flags.add_argument(
+        "--venv", type=Path, metavar="DIR", help="the environment with Slipstream, on every machine; this one"
+    )
+    flags = parser.add_argument_group("flags: KubeRay and SkyPilot")
+    flags.add_argument("--image", metavar="IMAGE", help=f"built from docker/gpu.Dockerfile; {DEFAULT_IMAGE}")
+    flags.add_argument(
+        "--volume",
+        metavar="NAME",
+        help="with models, data and run folders: a PersistentVolumeClaim, or a volume of SkyPilot",
+    )
+    flags.add_argument("--mount", type=PurePosixPath, metavar="DIR", help="where machines see it; %(default)s")
+    flags.add_argument("--namespace", metavar="NAME", help="KubeRay: of the job; kubectl's own")
+    flags = parser.add_argument_group("flags: what comes out")
+    flags.add_argument("--name", metavar="NAME", help="of the job; run.name")
+    flags.add_argument("--output", type=Path, metavar="FILE", help="where the file goes; the screen")
+    flags.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with YAML files of your own")
+    return parser
 
 
 def plan() -> Parser:

@@ -48,6 +48,7 @@ commands
   train     start a run; its options are the words that follow
   resume    go on with a run that ended, from its newest checkpoint
   stop      let a run finish its step, save its state and end
+  launch    write a job for SLURM, KubeRay or SkyPilot that starts a run; starts nothing
   plan      say what a publish of a run would move, hold and take, on any cluster; starts nothing
   parity    say how well trainer and engine agree about a model, and at which operation they part
   push      bring a checkpoint on disk into vLLM engines, started here or running
@@ -118,6 +119,26 @@ examples
     end="""\
 exit code: 0 when the run has ended, 2 when there is no such run or it still goes on after --timeout-s. The run itself
 ends with 143, as with SIGTERM""",
+)
+
+LAUNCH = CommandText(
+    command="launch",
+    usage="""\
+slipstream launch slurm|kuberay|skypilot [GROUP=CHOICE ...] [SECTION.OPTION=VALUE ...] [flags]""",
+    about="""\
+Writes the file with which a cluster starts the run that these options describe, as many machines as it needs: a batch
+script of SLURM, a RayJob of KubeRay (with its script), a task of SkyPilot. The options are those of `slipstream train`.
+A job that is started again, because it ran out of time or lost a machine, goes on from the run's newest checkpoint.
+
+examples
+  slipstream launch slurm experiment=qwen3_30b_a3b_8gpu model=checkpoint model.path=/models/Qwen3-30B-A3B \\
+      --time-limit 12:00:00 --output qwen3.sbatch && sbatch -p gpu qwen3.sbatch
+  slipstream launch kuberay experiment=qwen3_30b_a3b_8gpu model=checkpoint model.path=/shared/Qwen3-30B-A3B \\
+      --volume models --image registry.example.org/slipstream:gpu | kubectl apply -f -
+  slipstream launch skypilot experiment=kimi_k2_thinking_32gpu model=checkpoint model.path=/shared/Kimi-K2-Thinking \\
+      --volume models --gpu-type H200 --output kimi.yaml""",
+    end="""\
+exit code: 0, or 2 for a mistake. Nothing is started, and no model or data file is looked at""",
 )
 
 PLAN = CommandText(

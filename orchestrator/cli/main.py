@@ -69,6 +69,7 @@ def _dispatch(words: list[str]) -> int:
         "train": _train,
         "resume": _resume,
         "stop": _stop,
+        "launch": _launch,
         "plan": _plan,
         "push": _push,
         "parity": _parity,
@@ -160,6 +161,35 @@ def _start(config: RunConfig, overrides: list[str], flags: argparse.Namespace) -
             tell(f"warning: {fact.subject}: {fact.finding}")
     with wound_down_by_signals() as received:
         return run_to_an_exit_code(report.config, overrides, received)
+
+
+def _launch(words: list[str]) -> int:
+    parser = cli_flags.launch()
+    flags, overrides = parser.read_overrides(words)
+    if flags.help or not words:
+        print(parser.format_help(), end="")
+        return EXIT_OK
+    with _names_missing_packages():
+        from conf.load import load_run_config
+        from orchestrator.launch.command import launch
+        from orchestrator.launch.launch_options import LaunchOptions, Target
+
+    given: dict[str, Any] = dict(vars(flags))
+    output, config_dir, target, _ = (given.pop(name) for name in ("output", "config_dir", "target", "help"))
+    if target not in list(Target):
+        raise ConfigError(f"slipstream launch needs a target, one of {', '.join(Target)}, got {target!r}")
+    options = LaunchOptions(target=Target(target), **given)
+    text, what_to_do = launch(load_run_config(overrides, config_dir), overrides, options)
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        try:
+            output.write_text(text)
+        except OSError as error:
+            raise ConfigError(f"--output {output} cannot be written: {error.strerror}") from error
+        what_to_do = what_to_do.replace("FILE", str(output), 1)
+    tell(what_to_do)
+    return EXIT_OK
 
 
 def _plan(words: list[str]) -> int:
