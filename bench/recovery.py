@@ -277,13 +277,14 @@ def plot(report: dict[str, Any], file: Path) -> None:
     figure, (bars, lines) = pyplot.subplots(2, 1, figsize=(9, 5.2), height_ratios=(1, 1.4))
     colors = dict(zip(MARKS.values(), COLORS, strict=True))
     labels = {"recoveries": "recovery", "plain": "plain restart\n(weights from disk)"}
+    labels = {name: label for name, label in labels.items() if report[name]}
     for index, name in enumerate(labels):
         left = 0.0
         for phase, seconds in report["medians"][name]["phases"].items():
             bars.barh(index, seconds, left=left, color=colors[phase])
             left += seconds
         bars.text(left, index, f" {left:.1f} s", va="center", fontsize=8)
-    bars.set_yticks(range(2), list(labels.values()), fontsize=8)
+    bars.set_yticks(range(len(labels)), list(labels.values()), fontsize=8)
     bars.invert_yaxis()
     bars.margins(x=0.1)
     bars.set_xlabel("seconds from the kill; from the start of the process (plain)", fontsize=8)

@@ -49,6 +49,9 @@ def engine_environment(device: Device) -> dict[str, str]:
     }
     if device is Device.cuda:
         return common | {
+            # torch.cuda.is_available(), which imports of vLLM call, asks the driver's management library. Otherwise it
+            # opens the GPU, and no process that is forked later could use it (fork_server.py).
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             # PyTorch's own softmax computes the sampled log-probabilities, and flashinfer need not be installed.
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             # DeepGEMM would requantize block-FP8 weights to scales that are powers of two, after loading.

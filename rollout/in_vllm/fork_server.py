@@ -38,7 +38,7 @@ PRELOAD = "rollout.in_vllm.preload"
 PRELOAD_TIMEOUT_S = 300.0
 """Longest wait until the server has imported vLLM."""
 _UNUSED, _BEGUN, _USED = range(3)
-_CLEAN, _NOT_IMPORTED, _GPU_IS_OPEN = range(3)
+_USABLE, _NOT_IMPORTED, _NO_GPU = range(3)
 """What the server's children find in it."""
 _state = _UNUSED
 
@@ -66,8 +66,8 @@ def fork_engine() -> Generator[None]:
         return
     context = EngineContext()
     found = _state_of_server(context)
-    if found != _CLEAN:
-        why = {_NOT_IMPORTED: "it has not imported vLLM", _GPU_IS_OPEN: "an import opened a GPU"}
+    if found != _USABLE:
+        why = {_NOT_IMPORTED: "it has not imported vLLM", _NO_GPU: "what it forks cannot use the GPU"}
         logger.warning("no fork server (%s): vLLM is imported once more", why.get(found, f"it ended with {found}"))
         yield
         return
@@ -76,7 +76,7 @@ def fork_engine() -> Generator[None]:
 
 
 def _state_of_server(context: EngineContext) -> int:
-    """Fork a process that looks. It waits until the server has imported vLLM."""
+    """Fork a process that tries what an EngineCore will do. It waits until the server has imported vLLM."""
     process = context.Process(target=_look)
     process.start()
     process.join(PRELOAD_TIMEOUT_S)
@@ -87,8 +87,13 @@ def _look() -> None:
     """In the forked process."""
     if PRELOAD not in sys.modules:
         sys.exit(_NOT_IMPORTED)
-    # PyTorch marks children of a process that has used a GPU; they cannot use one.
-    sys.exit(_GPU_IS_OPEN if import_module("torch").cuda._is_in_bad_fork() else _CLEAN)
+    torch = import_module("torch")
+    try:
+        if torch.cuda.device_count():
+            torch.ones(1, device="cuda").item()
+    except RuntimeError:  # an import of the server has opened a GPU: CUDA cannot be used in what it forks
+        sys.exit(_NO_GPU)
+    sys.exit(_USABLE)
 
 
 def call_in_fork(function: Callable[[], T]) -> T:
