@@ -14,6 +14,7 @@ read, nothing is written, and the working directory does not change.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import re
@@ -63,17 +64,11 @@ def load_run_config(overrides: Sequence[str], config_dir: Path | None = None) ->
         ConfigError: An override, a YAML file or the resulting configuration cannot run.
     """
     parsed = [_read_override(text, config_dir) for text in overrides]
-    words = [_for_hydra(override) for override in parsed]
-    if config_dir is not None:
-        if not config_dir.is_dir():
-            raise ConfigError(
-                f"--config-dir {config_dir}: no such folder; give one laid out like conf/ (experiment/NAME.yaml)"
-            )
-        words.append(f"hydra.searchpath=['file://{config_dir.resolve()}']")
-    register_schema()
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR), job_name="slipstream"):
-            tree = compose(config_name="config", overrides=words)
+        if config_dir is None and all(o.type is not OverrideType.DEL and o.package is None for o in parsed):
+            tree = _composed_of_presets(parsed)
+        else:
+            tree = _compose([_for_hydra(override) for override in parsed], config_dir)
         config = OmegaConf.to_object(tree)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_explain_foreign(error)) from error
@@ -81,6 +76,37 @@ def load_run_config(overrides: Sequence[str], config_dir: Path | None = None) ->
         raise ConfigError(f"{_not_utf8(config_dir)} is not UTF-8 text; save the file as UTF-8") from error
     assert isinstance(config, RunConfig)
     return _checked(config, parsed)
+
+
+def _compose(words: Sequence[str], config_dir: Path | None = None) -> DictConfig:
+    """Hydra's part. Raises: ConfigError: there is no such folder; and what Hydra, OmegaConf and PyYAML raise."""
+    words = list(words)
+    if config_dir is not None:
+        if not config_dir.is_dir():
+            raise ConfigError(
+                f"--config-dir {config_dir}: no such folder; give one laid out like conf/ (experiment/NAME.yaml)"
+            )
+        words.append(f"hydra.searchpath=['file://{config_dir.resolve()}']")
+    register_schema()
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR), job_name="slipstream"):
+        return compose(config_name="config", overrides=words)
+
+
+@functools.lru_cache(maxsize=64)
+def _presets(words: tuple[str, ...]) -> DictConfig:
+    return _compose(words)
+
+
+def _composed_of_presets(parsed: Sequence[Override]) -> DictConfig:
+    """The same as `_compose`, without a user's folder, removals and packages. Choices of presets are composed once per
+    process, which takes most of the time; options are set afterwards, as Hydra does.
+    """
+    groups = [override for override in parsed if override.key_or_group in GROUPS]
+    tree = copy.deepcopy(_presets(tuple(map(_for_hydra, groups))))
+    for override in parsed:
+        if override.key_or_group not in GROUPS:
+            OmegaConf.update(tree, override.key_or_group, override.value(), merge=True, force_add=True)
+    return tree
 
 
 def check_model_reads_overrides(config: RunConfig, overrides: Sequence[str], hf_config: Mapping[str, Any]) -> None:

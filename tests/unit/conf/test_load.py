@@ -7,7 +7,9 @@ from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from conf import load
 from conf.errors import ConfigError
 from conf.load import load_resolved_yaml, load_run_config, resolved_yaml
 from conf.options import group_choices
@@ -95,6 +97,24 @@ def test_choosing_another_model_leaves_nothing_of_the_first_one() -> None:
     hf_config = load_run_config([QUICKSTART, "model=tiny_qwen3", "trainer.ep_size=1"]).model.hf_config
     assert hf_config["model_type"] == "qwen3"
     assert "num_experts" not in hf_config
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run.seed=3"],
+        ["run.seed=1", "experiment=sft_quickstart", "run.seed=2"],
+        ["algorithm=dapo", "+model.hf_config.added=3", "model.hf_config.vocab_size=500", "run.name='a b'"],
+        ["model.hf_config={a: {b: 1}}", "run.dir=${run.name}/here", "parity=standard"],
+        ["data.sources=[a.jsonl,b.jsonl]", "data.weights=[1,2]", "data.path=null"],
+    ],
+)
+def test_presets_that_are_kept_give_what_hydra_composes_at_once(words: list[str]) -> None:
+    """The last time too, when a run before has set options of the same presets."""
+    parsed = [load._read_override(word, None) for word in ["experiment=quickstart", *words]]
+    at_once = OmegaConf.to_yaml(load._compose([load._for_hydra(override) for override in parsed]))
+    for _ in range(2):
+        assert OmegaConf.to_yaml(load._composed_of_presets(parsed)) == at_once
 
 
 @pytest.mark.parametrize("word", ["+run.seed=3", "++run.seed=3", "run.seed=3"])
