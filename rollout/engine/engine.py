@@ -199,7 +199,8 @@ class Engine:
         if self._config.batch_invariant:
             os.environ[BATCH_INVARIANT_VARIABLE] = "1"  # an option of the run, whatever was set before
         os.environ[OWNER_VARIABLE] = str(os.getpid())
-        fork_server.begin()
+        if self._make_llm is make_llm:
+            fork_server.begin()
 
     def _build(self) -> AsyncLLM:
         own = SOCKETS_VARIABLE not in os.environ

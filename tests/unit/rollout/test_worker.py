@@ -23,6 +23,7 @@ from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig,
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.engine.engine import ABORTED, Engine
 from rollout.errors import EngineError, ReplicaNotServing
+from rollout.in_vllm import fork_server
 from rollout.types import AdapterSlotsSpec, Prompt, Rollout
 from rollout.worker import RolloutWorker
 from weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
@@ -327,6 +328,19 @@ async def test_requests_that_outlast_a_pause_for_them_do_not_end_the_engine(monk
     with pytest.raises(EngineError, match=r"requests in flight did not end within 0\.1 s"):
         await engine.pause(PauseMode.wait, timeout_s=0.1)
     assert engine.is_alive
+
+
+async def test_an_engine_that_is_made_otherwise_imports_no_vllm_beforehand(monkeypatch, tmp_path):
+    """A fork server that did would go on in this process, for all that starts processes in it."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    begun = []
+    monkeypatch.setattr(fork_server, "begin", lambda: begun.append(True))
+    other: Any = HangingLlm("pause")
+    options: Any = {"dtype": DType.float32, "device": Device.cpu, "seed": 0}
+    await Engine(tmp_path, RolloutConfig(), **options, make_llm=lambda _: other).start()
+    assert not begun
+    Engine(tmp_path, RolloutConfig(), **options)._begin()
+    assert begun
 
 
 @pytest.mark.parametrize(
