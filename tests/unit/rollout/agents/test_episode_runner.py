@@ -200,15 +200,16 @@ async def test_an_episode_that_hangs_is_ended_even_if_it_refuses_to_be(
     assert [(episode.rollout.failure, episode.reward) for episode in episodes] == [("timeout", None)] * 2
 
 
-@pytest.mark.parametrize(("what", "failure"), [("exit", "died"), ("block", "blocked"), ("garbage", "died")])
-async def test_an_agent_process_that_is_lost_is_replaced(
-    config: Callable[..., RunConfig], tmp_path: Path, what: str, failure: str
-) -> None:
+async def test_an_agent_process_that_is_lost_is_replaced(config: Callable[..., RunConfig], tmp_path: Path) -> None:
+    lost, fine = {}, []
     async with running(config("behave", blocked_s=4), tmp_path) as (runner, _):
-        (lost,) = await play(runner, what)
-        (fine,) = await play(runner, "wait")
-    assert (lost.rollout.failure, lost.reward) == (failure, None)
-    assert (fine.rollout.failure, fine.reward) == ("", 0.5)
+        for what in ("exit", "block", "garbage"):
+            (lost[what],) = await play(runner, what)
+            fine += await play(runner, "wait")
+    assert {what: (episode.rollout.failure, episode.reward) for what, episode in lost.items()} == {
+        "exit": ("died", None), "block": ("blocked", None), "garbage": ("died", None)
+    }  # fmt: skip
+    assert [(episode.rollout.failure, episode.reward) for episode in fine] == [("", 0.5)] * 3
 
 
 async def test_limits_on_tokens_are_kept_whatever_the_agent_asks_for(
