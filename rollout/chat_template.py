@@ -40,8 +40,10 @@ class ChatTemplate:
         """The template's text.
 
         Args:
-            messages: As OpenAI's protocol has them. Templates expect the arguments of a tool call as an object, and the
-                protocol sends them as text, so they are parsed here.
+            messages: As OpenAI's protocol has them. Most templates expect the arguments of a tool call as an object,
+                and the protocol sends them as text, so they are parsed here; a template that refuses that gets the
+                text. No content, which the protocol has beside tool calls, is an empty text for a template that does
+                not ask for it.
             is_open: Whether to add what precedes an assistant's answer.
             tools: What the assistant may call.
             options: Further variables of the template, such as enable_thinking.
@@ -49,9 +51,31 @@ class ChatTemplate:
         Raises:
             Exception: Of any class: the template's own refusal.
         """
+        with_objects = [_with_objects(message) for message in messages]
+        if "is none" not in str(self.tokenizer.chat_template):  # else the template tells no content from an empty one
+            with_objects = [{**one, "content": ""} if one.get("content", "") is None else one for one in with_objects]
+        try:
+            return self._render(with_objects, is_open=is_open, tools=tools, options=options)
+        except Exception:
+            if not any(message.get("tool_calls") for message in messages):
+                raise
+            try:  # DeepSeek's templates expect the text
+                return self._render([dict(one) for one in messages], is_open=is_open, tools=tools, options=options)
+            except Exception:  # noqa: BLE001 - the first refusal is the one to be told
+                pass
+            raise
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        is_open: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any] | None,
+    ) -> str:
         return str(
             self.tokenizer.apply_chat_template(
-                [_with_objects(message) for message in messages],
+                messages,
                 tools=list(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=is_open,

@@ -59,11 +59,9 @@ class FolderChatText:
         """Load what render() needs. Without this, its first call does."""
         _ = self._template.tokenizer
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, is_open: bool
-    ) -> str:
-        """The template's text."""
-        return self._template.render(messages, is_open=is_open, tools=tools)
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+        """The template's text, and what precedes an answer."""
+        return self._template.render(messages, is_open=True, tools=tools)
 
     def encode(self, text: str) -> list[int]:
         """Token ids; nothing is added."""

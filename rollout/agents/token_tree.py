@@ -55,8 +55,8 @@ class ChatText(Protocol):
         """Tokens that end a turn, with their texts."""
         ...
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool], *, is_open: bool) -> str:
-        """The template's text; `is_open` adds what precedes an answer. Raises what the template raises."""
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        """The template's text, and what precedes an answer. Raises what the template raises."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -121,7 +121,7 @@ class TokenTree:
 
         Raises: what the template raises.
         """
-        rendered = self._chat.render(messages, tools, is_open=True)
+        rendered = self._chat.render(messages, tools)
         digests = _digests(messages, tools)
         plain = _digests(messages, ())
         reason = self._reason_without_parent(messages, plain)
@@ -129,7 +129,7 @@ class TokenTree:
             number = self._of_history.get(digests[length])
             if number is None:
                 continue
-            added = self._added(number, rendered, messages[:length], tools)
+            added = self._added(number, rendered, tools)
             if added is not None:
                 return self._after(number, added, rendered, (digests[-1], plain[-1]), reason)
             reason = TEMPLATE
@@ -207,26 +207,23 @@ class TokenTree:
                 return whole[1:]
         return self._chat.encode(added)
 
-    def _added(self, number: int, rendered: str, history: Sequence[Message], tools: Sequence[Tool]) -> str | None:
+    def _added(self, number: int, rendered: str, tools: Sequence[Tool]) -> str | None:
         """The text that the template adds after a turn. None: it renders the turn in another way than it was."""
         turn = self._turns[number]
         if rendered.startswith(turn.rendered + turn.said):
             return rendered[len(turn.rendered) + len(turn.said) :]
-        try:
-            whole = self._chat.render(history, tools, is_open=False)
-        except Exception:  # noqa: BLE001 - a template may refuse a conversation that ends with an answer
+        if not rendered.startswith(turn.rendered):
             return None
-        if not (rendered.startswith(whole) and whole.startswith(turn.rendered)):
-            return None
-        reply = whole[len(turn.rendered) :]
+        # Up to the end of the turn, which for some models is the beginning of the next message.
         ends = [turn.stop_text] if turn.stop_text else list(self._chat.stop_texts.values())
-        at = max((reply.rfind(end) for end in ends if end), default=-1)
-        if at < 0:
+        found = [place for end in ends if end and (place := rendered.find(end, len(turn.rendered))) >= 0]
+        if not found:
             return None
+        reply = rendered[len(turn.rendered) : min(found)]
         said = turn.said.removesuffix(turn.stop_text) if turn.stop_text else turn.said
-        if self._chat.meaning(reply[:at], tools) != self._chat.meaning(said, tools):
+        if self._chat.meaning(reply, tools) != self._chat.meaning(said, tools):
             return None
-        return rendered[len(turn.rendered) + at + len(turn.stop_text) :]
+        return rendered[min(found) + len(turn.stop_text) :]
 
 
 def _digests(messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:

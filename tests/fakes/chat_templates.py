@@ -112,11 +112,9 @@ class FakeChatText:
         ends = [self.end, *([SAMPLED_END] if name == "gpt_oss" else [])]
         self.stop_texts = {self._id(end): end for end in ends if end}
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, is_open: bool
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
         parsed = [_with_objects(message) for message in messages]
-        return self._template.render(messages=parsed, tools=list(tools) or None, add_generation_prompt=is_open)
+        return self._template.render(messages=parsed, tools=list(tools) or None, add_generation_prompt=True)
 
     def encode(self, text: str) -> list[int]:
         token_ids: list[int] = []

@@ -60,7 +60,7 @@ def test_a_conversation_keeps_what_was_sampled(template: str) -> None:
         assert reason == (CONTINUED if len(talk.tokens) > 1 else START)
         messages += [reply, user("more")]
     assert talk.parents == [None, 0, 1]
-    assert talk.text() == talk.chat.render(messages[:5], (), is_open=True) + "third" + talk.chat.end
+    assert talk.text() == talk.chat.render(messages[:5], ()) + "third" + talk.chat.end
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -69,7 +69,7 @@ def test_the_end_of_a_response_that_was_cut_off_is_added(template: str) -> None:
     reply, _ = talk.ask([user("one")], "cut o")
     _, reason = talk.ask([user("one"), reply, user("go on")], "ff" + talk.chat.end)
     assert reason == CONTINUED
-    assert talk.text() == talk.chat.render([user("one"), reply, user("go on")], (), is_open=True) + "ff" + talk.chat.end
+    assert talk.text() == talk.chat.render([user("one"), reply, user("go on")], ()) + "ff" + talk.chat.end
 
 
 def test_thinking_that_the_template_removes_begins_a_branch() -> None:
@@ -187,7 +187,7 @@ def test_a_turn_continues_exactly_or_is_what_the_template_renders(
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}] if with_tools else []
     messages = [user("begin")]
     for said_text, is_cut, what, text in turns:
-        rendered = talk.chat.render(messages, tools, is_open=True)
+        rendered = talk.chat.render(messages, tools)
         whole = said_text if is_cut else said_text + talk.chat.end
         if not whole:
             continue
