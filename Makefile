@@ -18,7 +18,7 @@ ENGINE_CPU_old = $(filter-out DNNL_% ATEN_%,$(CPU_old))
 
 LOCKED := -q --generate-hashes --no-header --no-annotate
 
-.PHONY: help setup quickstart test unit contract system lint lock tensorboard docs docs-serve
+.PHONY: help setup quickstart test unit contract system lint lock oracles tensorboard docs docs-serve
 
 help:            ## This list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | column -t -s "$$(printf '\t')"
@@ -52,6 +52,11 @@ lock: setup       ## Resolve requirements/*.in again, with the hashes of every f
 	@.venv/bin/uv pip compile $(LOCKED) --python-version 3.11 $(foreach l,$(shell $(PY) -m pip config get global.find-links 2>/dev/null),--find-links $(l)) --no-emit-find-links --override requirements/overrides.txt requirements/cpu.in -o requirements/cpu.lock
 	@.venv/bin/uv pip compile $(LOCKED) --python-version 3.12 --python-platform x86_64-manylinux_2_28 requirements/gpu.in -o requirements/gpu.lock
 	@.venv/bin/uv pip compile $(LOCKED) --python-version 3.11 requirements/uv.in -o requirements/uv.lock
+	@.venv/bin/uv pip compile $(LOCKED) --no-deps --python-version 3.11 requirements/oracles.in -o requirements/oracles.lock
+
+oracles: setup   ## Losses and advantages against TRL's and verl's own functions, which are installed into .oracles
+	@.venv/bin/uv pip install -q --no-deps --require-hashes --target .oracles --python $(PY) -r requirements/oracles.lock
+	@$(PY) tests/oracles/record.py
 
 tensorboard: setup ## Curves of all runs in RUN_DIR (runs) on http://127.0.0.1:6006
 	@.venv/bin/tensorboard --logdir "$(RUN_DIR)" --host 127.0.0.1

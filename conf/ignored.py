@@ -21,7 +21,6 @@ from conf.schema import (
     Device,
     Init,
     Objective,
-    RatioBaseline,
     RewardPart,
     RunConfig,
     SyncMode,
@@ -256,12 +255,7 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
             "rollout.eval_temperature=0, which takes the likeliest token",
             "remove one of the two",
         ),
-        Ignored(
-            ("algorithm.clip_low", "algorithm.clip_high"),
-            algorithm.ratio_baseline is RatioBaseline.trainer,
-            "algorithm.ratio_baseline=trainer, whose ratio is 1 in the one update of a step",
-            "remove it, or set algorithm.ratio_baseline=rollout algorithm.correction=none",
-        ),
+        *_reasons_of_loss(algorithm),
         Ignored(
             ("algorithm.correction_min", "algorithm.correction_max"),
             algorithm.correction is Correction.none,
@@ -273,6 +267,50 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
             algorithm.correction in (Correction.tis, Correction.sequence_tis),
             f"algorithm.correction={algorithm.correction}, which cuts weights above alone",
             "remove it, or set algorithm.correction=icepop",
+        ),
+    )
+
+
+def _reasons_of_loss(algorithm: AlgorithmConfig) -> tuple[Ignored, ...]:
+    """Reasons about the loss of a token."""
+    return (
+        Ignored(
+            (
+                "algorithm.loss",
+                "algorithm.clip_low",
+                "algorithm.clip_high",
+                "algorithm.dual_clip",
+                "algorithm.sapo_tau_positive",
+                "algorithm.sapo_tau_negative",
+            ),
+            algorithm.ratio_is_one,
+            "algorithm.ratio_baseline=trainer, whose ratio is 1 in the one update of a step",
+            "remove it, or set algorithm.ratio_baseline=rollout algorithm.correction=none, or "
+            "algorithm.minibatches_per_step",
+        ),
+        Ignored(
+            ("algorithm.clip_low", "algorithm.clip_high"),
+            algorithm.loss == "sapo",
+            "algorithm.loss=sapo, which has a gate and no bounds",
+            "remove it, or set algorithm.sapo_tau_positive and sapo_tau_negative",
+        ),
+        Ignored(
+            "algorithm.dual_clip",
+            algorithm.loss != "clip",
+            f"algorithm.loss={algorithm.loss}",
+            "remove it, or set algorithm.loss=clip",
+        ),
+        Ignored(
+            ("algorithm.sapo_tau_positive", "algorithm.sapo_tau_negative"),
+            algorithm.loss != "sapo",
+            f"algorithm.loss={algorithm.loss}",
+            "remove it, or set algorithm.loss=sapo",
+        ),
+        Ignored(
+            ("algorithm.kl_estimator", "algorithm.kl_in"),
+            algorithm.kl_coef == 0,
+            "algorithm.kl_coef=0",
+            "remove it, or set algorithm.kl_coef",
         ),
     )
 

@@ -49,6 +49,7 @@ from conf.schema import Init, RunConfig
 REMOVED = {
     "algorithm.tis_max": "set algorithm.correction=tis and algorithm.correction_max, or algorithm.correction=none "
     "where it was 0",
+    "algorithm.advantage_scale": "set algorithm.advantage: group_std for std, group for none, or leave_one_out",
 }
 """Options of earlier releases -> what to set in their place."""
 

@@ -1,18 +1,19 @@
 """TrainerRank: one process of the trainer. Loads its part of the policy, trains it, publishes it, saves it.
 
-Owns the order of collectives inside one rank, and the policy version, which rises by one with every applied update.
-Does not own the way to engines (delivery.py), the loop (orchestrator/loop/controller.py), Ray, or metrics: it returns
-what it measures.
+Owns the order of collectives inside one rank, and the policy version, which rises by one with every step that changed
+the policy. Does not own forward passes (step/policy_forward.py), the way to engines (delivery.py), the loop
+(orchestrator/loop/controller.py), Ray, or metrics: it returns what it measures.
 
-    load -> ( forward_backward* -> optimizer_step -> publish )*      save_* and load_state between steps; then shutdown
+    load -> ( ( forward_backward* -> optimizer_step )+ -> publish )*     save_* and load_state between steps; shutdown
                     |                    |
-         gradients add up        drops them, also when it refuses the step
+         gradients add up        drops them, also when it refuses the update
+
+A step has one update, or several of one batch: `score` comes before them then, and the version rises with the last.
 
 Invariant: all ranks make the same calls in the same order, with equally many microbatches: every layer is a
 collective. Calls that take host-side arguments compare them over the control group first, so that a
 disagreement is an error and not a hang.
 
-Shapes: T packed tokens, N counted tokens, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -44,18 +45,17 @@ from trainer.engine_ops.choose_forward import choose_forward
 from trainer.errors import LayoutError, TrainerError
 from trainer.model.build_decoder import build_decoder
 from trainer.model.decoder import Decoder
-from trainer.model.logprobs import token_logprobs
 from trainer.model.reference import ReferencePolicy
 from trainer.model.shard_decoder import dense_trainable, expert_trainable
-from trainer.moe.replay import RecordedRoutes
 from trainer.parallel import ParallelLayout, sharded_rows, take_device
 from trainer.process_group import ControlGroup
 from trainer.step.checkpoint_state import read_rank_state, state_layout, write_rank_state
-from trainer.step.loss import CountedTokens, LossAccumulator, PolicyLoss, policy_loss, sft_loss
-from trainer.step.microbatches import Microbatch, collate
+from trainer.step.loss import LossAccumulator, policy_loss, sft_loss
+from trainer.step.microbatches import collate
 from trainer.step.optim import ShardedAdamW, TrainableShard
+from trainer.step.policy_forward import PolicyForward
 from trainer.step.warm_up import made_up_samples
-from trainer.types import Denominators, LossStats, OptimStats, Sample
+from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
 from trainer.weights.loading import load_weights, open_reader
 from trainer.weights.quantization import BlockFp8
 
@@ -93,7 +93,7 @@ class TrainerRank:
         Args:
             sampling_temperature: softmax temperature of the rollouts; log-probabilities here use the same. Fine-tuning
                 has none, and uses 1.
-            num_steps: optimizer steps of the run; the learning rate's schedule ends there.
+            num_steps: updates of the run; the learning rate's schedule ends there.
             rendezvous: "tcp://host:port" of rank 0. Unused with one rank.
             device: "cpu" or "cuda"; rank r takes the visible GPU r modulo their number.
             hf_config: the policy's Hugging Face config.
@@ -115,6 +115,8 @@ class TrainerRank:
         self._control = ControlGroup(rank, world_size, rendezvous, self._device)
         torch.manual_seed(seed)
         self._policy_version = 0
+        self._is_changed = False
+        """Whether an update was applied that no version counts yet."""
         self._local_loss = 0.0
         self._state_layout = state_layout(model, trainer, hf_config, self._device.type)
         self._decoder: Decoder | None = None
@@ -122,7 +124,7 @@ class TrainerRank:
 
     @property
     def policy_version(self) -> int:
-        """Updates that were applied since the run began."""
+        """Steps that changed the policy since the run began."""
         return self._policy_version
 
     @property
@@ -156,12 +158,16 @@ class TrainerRank:
             group=dist.group.WORLD if self._world_size > 1 else None,
             device=self._device,
         )
-        self._loss = sft_loss if self._algorithm.objective is Objective.sft else policy_loss
-        self._reference = (
+        reference = (
             ReferencePolicy(decoder, None if starts_from_base else [shard.values for shard in self._shards])
             if self._algorithm.kl_coef > 0
             else None
         )
+        self._forward = PolicyForward(
+            decoder, reference, sft_loss if self._algorithm.objective is Objective.sft else policy_loss,
+            self._algorithm, self._temperature, self._trainer.logprob_chunk_tokens, self._parity.mask_log_ratio,
+            self._device,
+        )  # fmt: skip
         self._delivery = Delivery(
             decoder, self._control, self._weight_sync, BlockFp8.from_hf_config(self._hf_config), lora,
             is_packed=bool(report.num_packed_bytes), key=self._sync_key, host=self._host, device=self._device,
@@ -248,17 +254,12 @@ class TrainerRank:
             return self._over(microbatches, denominators, learn=False)
 
     def _over(self, microbatches: list[list[Sample]], denominators: Denominators, *, learn: bool) -> LossStats:
-        decoder = self.decoder
+        self._loaded()
         self._control.agree("microbatches and denominators", (len(microbatches), denominators))
-        if denominators.policy_version != self._policy_version:
-            raise TrainerError(
-                f"rank {self._rank}: a batch for policy version {denominators.policy_version} "
-                f"came to version {self._policy_version}"
-            )
+        self._check_version(denominators.policy_version)
         accumulator = LossAccumulator()
         for samples in microbatches:
-            micro = collate(samples, denominators.policy_version)
-            part, logprobs_N = self._microbatch_loss(decoder, micro, denominators)
+            part, logprobs_N = self._forward.loss(collate(samples, denominators.policy_version), denominators)
             if learn:
                 part.loss.backward()
             accumulator.add(part)
@@ -268,62 +269,28 @@ class TrainerRank:
             stats.maxima["memory/peak_device_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
         return stats
 
-    def _microbatch_loss(
-        self, decoder: Decoder, micro: Microbatch, denominators: Denominators
-    ) -> tuple[PolicyLoss, Tensor]:
-        """Forward and loss, with the log-probabilities. The reference runs first, while no activations are held."""
-        ref_logprobs_N = None
-        if self._reference is not None:
-            with self._reference.active():
-                ref_logprobs_N, _ = self._logprobs(decoder, micro, self._routes(micro))
-        routes = self._routes(micro)
-        logprobs_N, entropy_N = self._logprobs(decoder, micro, routes)
-        tokens = CountedTokens(
-            rollout_logprobs_N=self._to_device(micro.rollout_logprobs),
-            advantages_N=self._to_device(micro.advantages),
-            sequence_lengths_N=self._to_device(micro.sequence_lengths),
-            sequence_index_N=self._to_device(micro.sequence_index),
-            positions_N=self._to_device(micro.response_positions),
-            staleness_N=self._to_device(micro.staleness),
-            ref_logprobs_N=ref_logprobs_N,
-        )
-        part = self._loss(logprobs_N, entropy_N, tokens, self._algorithm, denominators, self._parity.mask_log_ratio)
-        if routes is not None:
-            part.sums["parity/num_flipped"] = torch.stack(routes.flipped).sum().double()
-            part.sums["parity/num_routings"] = routes.num_routings.double()
-        return part, logprobs_N.detach()
+    def score(self, microbatches: list[list[Sample]], policy_version: int) -> list[list[Scores]]:
+        """Log-probabilities of these samples by the policy and its reference, by microbatch and sample; no gradient.
+        Microbatches as in forward_backward.
+        """
+        self._loaded()
+        self._control.agree("microbatches and version", (len(microbatches), policy_version))
+        self._check_version(policy_version)
+        return [self._forward.scores(samples, policy_version) for samples in microbatches]
 
-    def _routes(self, micro: Microbatch) -> RecordedRoutes | None:
-        """What the engine recorded for one forward pass. The reference replays it too: its distance from the policy is
-        one of weights, not of choices at near-ties."""
-        if micro.routed_experts is None or micro.has_route is None:
-            return None
-        return RecordedRoutes(self._to_device(micro.routed_experts), self._to_device(micro.has_route))
+    def _check_version(self, version: int) -> None:
+        if version != self._policy_version:
+            raise TrainerError(
+                f"rank {self._rank}: a batch for policy version {version} came to version {self._policy_version}"
+            )
 
-    def _logprobs(self, decoder: Decoder, micro: Microbatch, routes: RecordedRoutes | None) -> tuple[Tensor, Tensor]:
-        """(log-probability, entropy) of every counted token. The head runs only on the rows that predict one."""
-        hidden_TH = decoder(
-            self._to_device(micro.token_ids),
-            self._to_device(micro.positions),
-            torch.from_numpy(micro.cu_seqlens),  # stays on the host: it decides shapes
-            routes,
-        )
-        hidden_NH = hidden_TH.index_select(0, self._to_device(micro.predictor_rows))
-        targets_N = self._to_device(micro.targets)
-        return decoder.apply_head(
-            lambda rows_NH, weight_VH: token_logprobs(
-                rows_NH,
-                weight_VH,
-                targets_N,
-                temperature=self._temperature,
-                chunk_tokens=self._trainer.logprob_chunk_tokens,
-                head=decoder.head,
-            ),
-            hidden_NH,
-        )
+    def optimizer_step(self, *, ends_version: bool = True) -> OptimStats:
+        """Apply the gradients and drop them. If the norm or any rank's loss is not finite, no rank changes anything.
 
-    def optimizer_step(self) -> OptimStats:
-        """Apply the gradients and drop them. If the norm or any rank's loss is not finite, no rank changes anything."""
+        Args:
+            ends_version: whether this is the last update of a step. The policy version rises then, and only if an
+                update was applied since it last did.
+        """
         self._loaded()
         for (name, param), shard in zip(self._trainable, self._shards, strict=True):
             if sharded_rows(name, param).data_ptr() != shard.values.data_ptr():
@@ -333,12 +300,13 @@ class TrainerRank:
         gradients = [None if p.grad is None else sharded_rows(name, p.grad) for name, p in self._trainable]
         result = self._optimizer.step(gradients, self._local_loss)
         self._drop_gradients()
-        if result.is_finite:
-            self._policy_version += 1
-        else:
+        self._is_changed = self._is_changed or result.is_finite
+        if ends_version and self._is_changed:
+            self._policy_version, self._is_changed = self._policy_version + 1, False
+        if not result.is_finite:
             logger.warning(
-                "rank %d refused the step to version %d: gradient norm %s, or a loss, is not finite",
-                self._rank, self._policy_version + 1, result.grad_norm,
+                "rank %d refused an update at version %d: gradient norm %s, or a loss, is not finite",
+                self._rank, self._policy_version, result.grad_norm,
             )  # fmt: skip
         return OptimStats(self._policy_version, result.grad_norm, result.lr, result.is_finite)
 
@@ -427,6 +395,3 @@ class TrainerRank:
         for _, param in self._trainable:
             param.grad = None
         self._local_loss = 0.0
-
-    def _to_device(self, array: Any) -> Tensor:
-        return torch.from_numpy(array).to(self._device)

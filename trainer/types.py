@@ -34,6 +34,13 @@ class Sample:
     """Which sequence of its batch this is; None: of no rollout (fine-tuning)."""
     is_shown: bool = False
     """Whether the trainer returns its log-probabilities of this sample (LossStats.logprobs)."""
+    old_logprobs: np.ndarray | None = None
+    """[T] float32; log-probability of token t by the trainer before the step's first update; 0 where loss_mask is
+    False. None: it was not computed (AlgorithmConfig.scores_first)."""
+    ref_logprobs: np.ndarray | None = None
+    """[T] float32; the reference's. None: each update computes it, if it needs it."""
+    kl_estimates: np.ndarray | None = None
+    """[T] float32; estimate of KL(policy || reference), where it is part of the reward."""
 
     @property
     def num_tokens(self) -> int:
@@ -47,8 +54,20 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Scores:
+    """What the trainer computes of a sample before a step's first update: one entry per token that counts."""
+
+    logprobs: np.ndarray
+    """float32."""
+    ref_logprobs: np.ndarray | None
+    """float32; None without a reference."""
+    kl_estimates: np.ndarray | None
+    """float32; None where rewards are not penalized."""
+
+
+@dataclass(frozen=True, slots=True)
 class Denominators:
-    """Divisors of the loss: counts over the whole batch, the same on every rank and for every microbatch."""
+    """Divisors of the loss: counts over all samples of an update, the same on every rank and for every microbatch."""
 
     num_valid_tokens: int
     num_sequences: int

@@ -63,14 +63,27 @@ CORRECTION_BOUNDS = {
 arXiv:2510.18855, 1.001 is verl's for means (verl-project/verl #3984), with its inverse."""
 
 
-class AdvantageScale(StrEnum):
-    """How group advantages are scaled: by the group's standard deviation (GRPO), not at all (Dr. GRPO), or as rewards
-    against the mean of the others (RLOO).
-    """
+SHIPPED_LOSSES = ("clip", "gspo", "cispo", "sapo")
+"""Values of algorithm.loss that are not functions of the user's own."""
 
-    std = "std"
-    none = "none"
-    leave_one_out = "leave_one_out"
+
+class KlEstimator(StrEnum):
+    """How KL(policy || reference) is estimated from a sampled token; trainer/step/kl.py has the formulas."""
+
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+
+
+class KlPlace(StrEnum):
+    """Where the estimate of KL(policy || reference) is subtracted."""
+
+    loss = "loss"
+    reward = "reward"
+
+
+SHIPPED_ADVANTAGES = ("group_std", "group", "leave_one_out", "group_mean", "batch_std", "group_batch_std")
+"""Values of algorithm.advantage that are not functions of the user's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +104,22 @@ class AlgorithmConfig:
     """How many optimizer steps old a sample may be when the trainer uses it: the trainer's policy version minus the
     oldest version in the sample. 0 is strictly on-policy.
     """
-    advantage_scale: AdvantageScale = AdvantageScale.std
-    """std: (r - mean) / (std + 1e-6). none: r - mean (Dr. GRPO, arXiv:2503.20783). leave_one_out: r - the mean of the
-    group's other rewards (RLOO, arXiv:2402.14740), which is n / (n - 1) * (r - mean).
+    minibatches_per_step: int = 1
+    """Parts of a batch, each of whole groups and with an update of its own (PPO's minibatches). With several updates,
+    the trainer first computes the batch's log-probabilities once more, for the ratio; the step's one policy version is
+    what the last update leaves.
+    """
+    epochs_per_step: int = 1
+    """Times that a batch is used, its groups in another order each time (PPO's epochs)."""
+    advantage: str = "group_std"
+    """How a reward r becomes an advantage (docs/algorithms.md has the formulas). group_std: (r - mean) / (std + 1e-6)
+    of its group (GRPO). group: r - mean (Dr. GRPO). leave_one_out: r - the mean of the group's others (RLOO).
+    group_mean: (r - mean) / mean (MaxRL), for rewards that are never negative. batch_std: r, standardized over the
+    tokens of the batch (REINFORCE++). group_batch_std: r - the group's mean, standardized in the same way
+    (REINFORCE++ with baseline).
     """
     shuffle_advantages: bool = False
-    """Permute advantages within each group: a control that must not learn."""
+    """Permute the advantages of whole responses within each group: a control that must not learn."""
     normalization: Normalization = Normalization.token
     """token: every response token of the batch has the same weight (DAPO, arXiv:2503.14476). sequence: every response
     has the same weight. constant: as token, but divided by responses * rollout.sampling.max_tokens, so that short
@@ -106,10 +129,24 @@ class AlgorithmConfig:
     """Do not train on responses that end by length (DAPO's overlong filtering): the loss is not divided by their tokens
     either. Their rewards still count in the group's mean and deviation. Needs rollout.sampling.stop_at_eos.
     """
+    loss: str = "clip"
+    """What a token's ratio and advantage make of its loss (docs/algorithms.md has the formulas). clip: PPO's clipped
+    ratio. gspo: the same with the response's geometric mean of ratios. cispo: log-probability times clipped ratio, so
+    that every token keeps a gradient. sapo: a smooth gate in place of the clip. With ratio_baseline=trainer and one
+    update of a batch the ratio is 1, and all four have the same gradient.
+    """
     clip_low: float = 0.2
-    """Lower clip of the importance ratio: 1 - clip_low. Ignored when ratio_baseline=trainer, whose ratio is 1."""
+    """Lower clip of the importance ratio: 1 - clip_low; 1: none. Ignored where the ratio is 1, and with loss=sapo."""
     clip_high: float = 0.28
-    """Upper clip of the importance ratio: 1 + clip_high (clip-higher, DAPO). Ignored when ratio_baseline=trainer."""
+    """Upper clip of the importance ratio: 1 + clip_high (clip-higher, DAPO). Ignored like clip_low."""
+    dual_clip: float | None = None
+    """loss=clip: a token of negative advantage A costs at most -dual_clip * A, however large its ratio (Ye et al. 2020,
+    arXiv:1912.09729; they use 3). null: no bound.
+    """
+    sapo_tau_positive: float = 1.0
+    """loss=sapo: sharpness of the gate for tokens of positive advantage."""
+    sapo_tau_negative: float = 1.05
+    """loss=sapo: the same for the others; larger, so that less of them gets through (arXiv:2511.20347)."""
     ratio_baseline: RatioBaseline = RatioBaseline.trainer
     """trainer: the ratio is 1 at the start of each step, and `correction` corrects for the engine's mismatch. rollout:
     the ratio is taken to the engine's log-probabilities and clipped; `correction` must be none.
@@ -129,8 +166,20 @@ class AlgorithmConfig:
     else 2. Ignored with none.
     """
     kl_coef: float = 0.0
-    """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before training. 0 skips its
+    """Weight of the estimate of KL(policy || reference); the reference is the policy before training. 0 skips its
     forward pass.
+    """
+    kl_estimator: KlEstimator = KlEstimator.k3
+    """k1: the log-ratio; in the loss its expected gradient is 0. k2: half its square. k3: never negative and unbiased
+    (GRPO). Ignored when kl_coef=0.
+    """
+    kl_in: KlPlace = KlPlace.loss
+    """loss: the estimate is added to each token's loss. reward: it is subtracted from the reward, so that it counts in
+    the advantage; the trainer first computes the batch's log-probabilities once more. Ignored when kl_coef=0.
+    """
+    entropy_coef: float = 0.0
+    """Weight of the policy's mean entropy per token, which is added to what is maximized: the loss is lower, the less
+    certain the policy is. Negative: the opposite.
     """
     drop_zero_variance_groups: bool = False
     """Drop groups whose rewards are all equal and sample others in their place (dynamic sampling, DAPO)."""
@@ -144,7 +193,23 @@ class AlgorithmConfig:
             self.group_size >= 2,
             f"algorithm.group_size must be >= 2, got {self.group_size}: a group of one has no advantage",
         )
-        at_least(1, "algorithm", groups_per_step=self.groups_per_step, sequences_per_step=self.sequences_per_step)
+        at_least(
+            1,
+            "algorithm",
+            groups_per_step=self.groups_per_step,
+            sequences_per_step=self.sequences_per_step,
+            minibatches_per_step=self.minibatches_per_step,
+            epochs_per_step=self.epochs_per_step,
+        )
+        require(
+            self.minibatches_per_step <= self.groups_per_step,
+            f"algorithm.minibatches_per_step must be <= algorithm.groups_per_step={self.groups_per_step}, because "
+            f"groups are not divided; got {self.minibatches_per_step}",
+        )
+        require(
+            self.advantage in SHIPPED_ADVANTAGES,
+            f"algorithm.advantage must be one of {', '.join(SHIPPED_ADVANTAGES)}, got {self.advantage!r}",
+        )
         at_least(
             0,
             "algorithm",
@@ -157,8 +222,24 @@ class AlgorithmConfig:
             "algorithm.normalization=constant divides by rollout.sampling.max_tokens, and fine-tuning samples nothing; "
             "set algorithm.normalization=token or sequence",
         )
-        require(0 < self.clip_low < 1, f"algorithm.clip_low must lie in (0, 1), got {self.clip_low}")
-        above(0, "algorithm", clip_high=self.clip_high)
+        require(0 < self.clip_low <= 1, f"algorithm.clip_low must lie in (0, 1], got {self.clip_low}")
+        above(
+            0,
+            "algorithm",
+            clip_high=self.clip_high,
+            sapo_tau_positive=self.sapo_tau_positive,
+            sapo_tau_negative=self.sapo_tau_negative,
+        )
+        require(
+            self.loss in SHIPPED_LOSSES,
+            f"algorithm.loss must be one of {', '.join(SHIPPED_LOSSES)}, got {self.loss!r}",
+        )
+        require(
+            self.dual_clip is None or 1 < self.dual_clip < math.inf,
+            f"algorithm.dual_clip must be > 1 or null, got {self.dual_clip}: below 1 it would bound losses that are "
+            "not clipped",
+        )
+        require(math.isfinite(self.entropy_coef), f"algorithm.entropy_coef must be finite, got {self.entropy_coef}")
         low, high = self.correction_bounds
         require(0 <= low <= 1, f"algorithm.correction_min must lie in [0, 1], got {low}: a ratio of 1 is no mismatch")
         require(high >= 1, f"algorithm.correction_max must be >= 1, got {high}: a ratio of 1 is no mismatch")
@@ -172,6 +253,26 @@ class AlgorithmConfig:
     def is_corrected(self) -> bool:
         """Whether a token counts by the ratio of trainer and engine, as a weight or clipped."""
         return self.correction is not Correction.none or self.ratio_baseline is RatioBaseline.rollout
+
+    @property
+    def ratio_is_one(self) -> bool:
+        """Whether every ratio is 1, so that nothing is clipped and all losses have one gradient."""
+        return self.ratio_baseline is RatioBaseline.trainer and self.updates_per_step == 1
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates that one batch is used for."""
+        return self.minibatches_per_step * self.epochs_per_step if self.objective is Objective.policy else 1
+
+    @property
+    def penalizes_rewards(self) -> bool:
+        """Whether the estimate of KL is part of the reward."""
+        return self.kl_coef > 0 and self.kl_in is KlPlace.reward
+
+    @property
+    def scores_first(self) -> bool:
+        """Whether the trainer computes a batch's log-probabilities before its first update."""
+        return self.updates_per_step > 1 or self.penalizes_rewards
 
     @property
     def correction_bounds(self) -> tuple[float, float]:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from rollout.types import AdapterSlotsSpec, Progress, Prompt, Rollout, RoutingShape
     from rollout.worker import RolloutWorker
     from trainer.rank import TrainerRank
-    from trainer.types import Denominators, LossStats, OptimStats, Sample
+    from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
     from weight_sync.layout import TensorMeta
     from weight_sync.publish.report import PublishReport
     from weight_sync.replica.recovery import Offer, Pulled
@@ -53,7 +53,7 @@ class TrainerOptions:
     sampling_temperature: float
     weight_sync: WeightSyncConfig
     seed: int
-    num_steps: int
+    num_updates: int
     world_size: int
     rendezvous: str
     device: str
@@ -125,7 +125,7 @@ class TrainerActor:
             sampling_temperature=options.sampling_temperature,
             weight_sync=options.weight_sync,
             seed=options.seed,
-            num_steps=options.num_steps,
+            num_steps=options.num_updates,
             rank=rank,
             world_size=options.world_size,
             rendezvous=options.rendezvous,
@@ -161,9 +161,14 @@ class TrainerActor:
         return self._rank.evaluate(microbatches, denominators)
 
     @ray.method
-    def optimizer_step(self) -> OptimStats:
+    def score(self, microbatches: list[list[Sample]], policy_version: int) -> list[list[Scores]]:
+        """TrainerRank.score."""
+        return self._rank.score(microbatches, policy_version)
+
+    @ray.method
+    def optimizer_step(self, ends_version: bool) -> OptimStats:
         """TrainerRank.optimizer_step."""
-        return self._rank.optimizer_step()
+        return self._rank.optimizer_step(ends_version=ends_version)
 
     @ray.method
     def connect(self, endpoints: list[str], adapter_endpoints: list[str]) -> dict[str, Any]:

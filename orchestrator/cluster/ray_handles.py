@@ -20,7 +20,7 @@ from orchestrator.cluster.ray_cluster import STOP_TIMEOUT_S, RayCluster, kill_ac
 from orchestrator.errors import OrchestratorError, TrainingStopped
 from orchestrator.waiting import together, wait_for
 from rollout.types import Progress, Prompt, Rollout
-from trainer.types import Denominators, LossStats, OptimStats, Sample
+from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
 
 if TYPE_CHECKING:
     from conf.schema import SamplingConfig
@@ -69,11 +69,22 @@ class RayTrainerGroup:
             _STEP_TIMEOUT_S,
         )
 
-    async def optimizer_step(self) -> OptimStats:
+    async def score(
+        self, microbatches_by_rank: Sequence[list[list[Sample]]], policy_version: int
+    ) -> list[list[list[Scores]]]:
+        """Log-probabilities of these samples before the step's first update, by rank, microbatch and sample."""
+        return await self._on_all(
+            "score",
+            lambda actor, rank: actor.score.remote(microbatches_by_rank[rank], policy_version),
+            _STEP_TIMEOUT_S,
+        )
+
+    async def optimizer_step(self, *, ends_version: bool = True) -> OptimStats:
         """Apply the gradients; every rank returns the same."""
-        return (await self._on_all("optimizer_step", lambda actor, _: actor.optimizer_step.remote(), _STEP_TIMEOUT_S))[
-            0
-        ]
+        results = await self._on_all(
+            "optimizer_step", lambda actor, _: actor.optimizer_step.remote(ends_version), _STEP_TIMEOUT_S
+        )
+        return results[0]
 
     async def connect(self, endpoints: Sequence[str], timeout_s: float, adapter_endpoints: Sequence[str] = ()) -> None:
         """Fetch the replicas' layouts, build the plan, bind it to their addresses; in adapter mode, send the base."""

@@ -1,8 +1,23 @@
-"""Group advantages, and the trainable samples made from them. Pure numpy; randomness comes in as a generator.
+"""How much better a response is than others: rewards -> advantages. Pure numpy.
 
-Owns: rewards -> advantages -> `trainer.types.Sample`. Does not own: what a response is worth, or the loss.
-Invariants: a rollout without a reward never reaches the trainer. A group's advantages sum to zero (up to rounding);
-those of its samples may not, because algorithm.mask_truncated leaves some out.
+Owns the formulas below. Does not own: what a response is worth (rollout/rewards), the samples that are made of it
+(samples.py), or the loss. With r the reward of a response, S its group's rewards that are known, n their number:
+
+    group_std        (r - mean S) / (std S + 1e-6)      GRPO (Shao et al. 2024, arXiv:2402.03300, 4.1.2)
+    group            r - mean S                         Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)
+    leave_one_out    r - mean of the others = n / (n - 1) (r - mean S)
+                     RLOO (Ahmadian et al. 2024, arXiv:2402.14740)
+    group_mean       (r - mean S) / mean S, for rewards >= 0      MaxRL (Tajwar et al. 2026, arXiv:2602.02710): with
+                     rewards of 0 and 1 its expected gradient is that of log P(success), expanded up to order n
+    batch_std        (R_t - mean) / std over all tokens of the batch, R_t = r - the penalties of KL from token t on
+                     REINFORCE++ (Hu et al. 2025, arXiv:2501.03262)
+    group_batch_std  the same of r - mean S in place of R_t      REINFORCE++ with baseline, of the same paper
+
+std S is the population's; over tokens it is the sample's, as in verl, with 1e-8 added to the variance. Where rewards
+are penalized (algorithm.kl_in=reward), r is the reward minus the penalties of all its tokens.
+
+Invariants: a rollout without a reward has no advantage and counts in nothing. A group whose rewards are all equal has
+advantages of exactly 0 by every formula that compares within the group.
 """
 
 from __future__ import annotations
@@ -11,101 +26,91 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from conf.schema import AdvantageScale, AlgorithmConfig
-from rollout.branches import Branch, branches_of
-from rollout.types import Group
-from trainer.types import Denominators, Origin, Sample
+from orchestrator.errors import TrainingStopped
 
 _STD_EPS = 1e-6
+_VARIANCE_EPS = 1e-8
+
+Rewards = Sequence[float | None]
+"""Of a group's rollouts; None where the reward failed."""
 
 
-def group_advantages(rewards: Sequence[float | None], scale: AdvantageScale) -> list[float | None]:
-    """How much better each sibling is than its group (GRPO, arXiv:2402.03300, 4.1.2; Dr. GRPO, arXiv:2503.20783; RLOO,
-    arXiv:2402.14740).
+def is_informative(rewards: Rewards) -> bool:
+    """Whether the group has at least two different rewards, so that its gradient is not zero by construction."""
+    return len({reward for reward in rewards if reward is not None}) > 1
+
+
+def group_advantages(rewards: Rewards, kind: str) -> list[float | None]:
+    """One per rollout, None where the reward is None: a formula of the module's docstring within one group.
 
     Args:
-        rewards: one per rollout; None where the reward failed, which counts neither in the mean nor in the deviation.
-        scale: std divides by the group's (population) standard deviation + 1e-6; none does not; leave_one_out compares
-            with the mean of the others: r_i - (S - r_i) / (n - 1) = n / (n - 1) * (r_i - S / n), S the sum of all n.
+        rewards: of the group.
+        kind: group_std, group, leave_one_out or group_mean.
 
-    Returns:
-        One per rollout, None where the reward is None. All zeros when the rewards are equal: nothing to compare.
+    Raises:
+        TrainingStopped: group_mean, and the mean is not above 0.
     """
     known = np.array([reward for reward in rewards if reward is not None], dtype=np.float64)
     if not is_informative(rewards):
         return [None if reward is None else 0.0 for reward in rewards]
     mean = known.mean()
-    if scale is AdvantageScale.std:
-        divisor = known.std() + _STD_EPS
-    else:
-        divisor = (len(known) - 1) / len(known) if scale is AdvantageScale.leave_one_out else 1.0
+    if kind == "group_mean" and mean <= 0:
+        raise TrainingStopped(
+            f"algorithm.advantage=group_mean divides by a group's mean reward, and one has {mean:g}: it is for rewards "
+            "that are never negative; choose algorithm.advantage=group_std, or other rewards"
+        )
+    divisor = {
+        "group_std": known.std() + _STD_EPS,
+        "group": 1.0,
+        "leave_one_out": (len(known) - 1) / len(known),
+        "group_mean": mean,
+    }[kind]
     return [None if reward is None else float((reward - mean) / divisor) for reward in rewards]
 
 
-def is_informative(rewards: Sequence[float | None]) -> bool:
-    """Whether the group has at least two different rewards, so that its gradient is not zero by construction."""
-    return len({reward for reward in rewards if reward is not None}) > 1
+def whitened(values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """(values - mean) / sqrt(variance + 1e-8) over all of them together; zeros where there are fewer than two."""
+    flat = np.concatenate([np.zeros(0), *values])
+    if len(flat) < 2:
+        return [np.zeros_like(value) for value in values]
+    scale = 1.0 / np.sqrt(flat.var(ddof=1) + _VARIANCE_EPS)
+    return [(value - flat.mean()) * scale for value in values]
 
 
-def build_samples(groups: Sequence[Group], config: AlgorithmConfig, shuffle_rng: np.random.Generator) -> list[Sample]:
-    """Samples of one batch, in group order: one for each response, or for each branch of an agent's episode, which all
-    have the episode's advantage. Rollouts without a reward and empty responses are left out, and with
-    `algorithm.mask_truncated` those that ended by length, after they counted in their group's advantages. With
-    `parity.replay_routing`, tokens that were sampled at a position whose route is missing are left out in the same way.
-
-    `shuffle_rng` is used only by the control experiment `algorithm.shuffle_advantages`, which permutes the advantages
-    among the siblings of each group: same rewards, same lengths, same loss scale, and nothing to learn from.
-    """
-    samples: list[Sample] = []
-    for number, group in enumerate(groups):
-        advantages = group_advantages(group.rewards, config.advantage_scale)
-        kept = [
-            i
-            for i, (advantage, rollout) in enumerate(zip(advantages, group.rollouts, strict=True))
-            if advantage is not None
-            and rollout.token_ids
-            and not (config.mask_truncated and rollout.finish_reason == "length")
-        ]
-        values = np.array([advantages[i] for i in kept], dtype=np.float32)
-        if config.shuffle_advantages:
-            values = shuffle_rng.permutation(values)
-        for i, value in zip(kept, values, strict=True):
-            branches = enumerate(branches_of(group.prompt, group.rollouts[i]))
-            samples += [_build_sample(branch, value, (number, i, which)) for which, branch in branches]
-    return [sample for sample in samples if sample.num_valid_tokens]
-
-
-def denominators_of(samples: Sequence[Sample], policy_version: int, max_response_tokens: int = 0) -> Denominators:
-    """What every rank divides its losses by: counts over the batch, so that no layout weighs a token differently.
+def batch_advantages(
+    rewards: Sequence[Rewards],
+    num_tokens: Sequence[Sequence[int]],
+    kind: str,
+    penalties: Sequence[Sequence[np.ndarray]] | None = None,
+) -> list[list[np.ndarray | None]]:
+    """One number for each sampled token of each rollout of each group; None where the reward is None.
 
     Args:
-        samples: the whole batch.
-        policy_version: the version about to be trained.
-        max_response_tokens: RunConfig.max_response_tokens; fine-tuning has none.
+        rewards: by group and rollout.
+        num_tokens: the same of sampled tokens.
+        kind: any formula of the module's docstring.
+        penalties: the same of each token's penalty of KL, which is subtracted from the reward. None: there is none.
     """
-    return Denominators(
-        num_valid_tokens=sum(sample.num_valid_tokens for sample in samples),
-        num_sequences=len(samples),
-        policy_version=policy_version,
-        num_possible_tokens=len(samples) * max_response_tokens,
-    )
+    if penalties is None:
+        penalties = [[np.zeros(count) for count in counts] for counts in num_tokens]
+    if kind == "batch_std":
+        returns = [
+            [None if r is None else r - np.cumsum(kl[::-1])[::-1] for r, kl in zip(*group, strict=True)]
+            for group in zip(rewards, penalties, strict=True)
+        ]
+        return _whitened_groups(returns)
+    totals = [
+        [None if r is None else r - float(kl.sum()) for r, kl in zip(*group, strict=True)]
+        for group in zip(rewards, penalties, strict=True)
+    ]
+    inner = "group" if kind == "group_batch_std" else kind
+    spread = [
+        [None if a is None else np.full(n, a) for a, n in zip(group_advantages(rs, inner), counts, strict=True)]
+        for rs, counts in zip(totals, num_tokens, strict=True)
+    ]
+    return _whitened_groups(spread) if kind == "group_batch_std" else spread
 
 
-def _build_sample(branch: Branch, advantage: float, origin: Origin) -> Sample:
-    """Masks and per-token values are zero on tokens that the engine was given."""
-    loss_mask = np.array(branch.counts, dtype=bool)
-    experts = has_route = None
-    if branch.routes is not None:
-        experts = np.concatenate([branch.routes.experts, np.zeros_like(branch.routes.experts[:1])])
-        has_route = np.append(branch.routes.is_recorded, False)
-        loss_mask[1:] &= branch.routes.is_recorded  # token t was sampled at position t - 1
-    return Sample(
-        token_ids=np.array(branch.token_ids, dtype=np.int32),
-        loss_mask=loss_mask,
-        rollout_logprobs=np.array(branch.logprobs, dtype=np.float32),
-        advantages=np.where(loss_mask, np.float32(advantage), np.float32(0.0)),
-        oldest_version=min(branch.policy_versions),
-        routed_experts=experts,
-        has_route=has_route,
-        origin=origin,
-    )
+def _whitened_groups(values: Sequence[Sequence[np.ndarray | None]]) -> list[list[np.ndarray | None]]:
+    known = iter(whitened([value for group in values for value in group if value is not None]))
+    return [[None if value is None else next(known) for value in group] for group in values]

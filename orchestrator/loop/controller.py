@@ -50,18 +50,18 @@ from orchestrator.files.run_checkpoint import RunState
 from orchestrator.files.samples import shown_rollouts
 from orchestrator.files.step_rows import StepRecord
 from orchestrator.files.timeline import TRAINER, StepTimeline
-from orchestrator.loop.advantages import build_samples, denominators_of
 from orchestrator.loop.buffer import Batch, GroupBuffer
 from orchestrator.loop.evaluations import Evaluations
 from orchestrator.loop.floor import measure_floor
 from orchestrator.loop.ports import LoopServices, Stopwatch
 from orchestrator.loop.publication import Publication
 from orchestrator.loop.sampler import Sampler
+from orchestrator.loop.samples import Draft, draft_samples, filled
 from orchestrator.loop.shown import join, mark
 from orchestrator.loop.step_loop import StepLoop
+from orchestrator.loop.updates import score, update
 from orchestrator.waiting import wait_for
-from trainer.step.microbatches import pack
-from trainer.types import OptimStats, Sample
+from trainer.types import OptimStats
 
 if TYPE_CHECKING:
     from weight_sync.publish.report import PublishReport
@@ -139,18 +139,17 @@ class Controller(StepLoop):
             self.step + 1, self.policy_version, batch.groups, batch.staleness_steps, num_ranks=num_ranks
         )
         record.extra["staleness/dropped_groups"] = batch.num_dropped
-        places = shown_rollouts(batch.groups, config.run.samples_per_step)
-        samples = mark(build_samples(batch.groups, config.algorithm, self._shuffle_rng), places)
-        if samples:
+        drafts = draft_samples(batch.groups, config.algorithm)
+        if drafts:
             floor = asyncio.create_task(self._floor_of(batch, record.step))
             try:
-                await self._update(samples, record, clock)
+                await self._update(drafts, batch, record, clock)
                 record.extra |= await floor  # before a publish changes the weights that sampled
             finally:
                 floor.cancel()
         else:
             logger.warning("step %d: no response of its batch counts, so nothing is updated or published", record.step)
-            record.extra |= {"optim/skipped": 1, "trainer/num_microbatches": 0}
+            record.extra |= {"optim/skipped": 1, "optim/updates": 0, "trainer/num_microbatches": 0}
         with self._row_of(record, clock):
             if record.optim is not None and record.optim.is_finite and config.weight_sync.enabled:
                 record.sync = await self.publish()
@@ -160,19 +159,20 @@ class Controller(StepLoop):
             is_due = config.run.is_due(config.run.eval_every_steps, self.step)
             await self._or_save(self._fed(self._evaluate_into(record, is_due=is_due)))
 
-    async def _update(self, samples: list[Sample], record: StepRecord, clock: Stopwatch) -> None:
-        """Gradients of a batch, and the optimizer's step."""
-        trainer, config, trained_version = self.services.trainer, self._config, self.policy_version
-        denominators = denominators_of(samples, self.policy_version, config.max_response_tokens)
-        plan = pack([s.num_tokens for s in samples], trainer.num_ranks, config.trainer.max_microbatch_tokens)
-        record.loss = await trainer.forward_backward(
-            [[[samples[i] for i in indices] for indices in microbatches] for microbatches in plan], denominators
-        )
-        clock.lap("trainer/forward_backward_s")
-        record.optim = await trainer.optimizer_step()  # refuses a loss or norm that is not finite
-        clock.lap("trainer/optimizer_s")
+    async def _update(self, drafts: list[Draft], batch: Batch, record: StepRecord, clock: Stopwatch) -> None:
+        """Advantages of a batch, and every update that it is used for."""
+        config, trainer, trained_version = self._config, self.services.trainer, self.policy_version
+        if config.algorithm.scores_first:
+            drafts = await score(trainer, drafts, config, trained_version)
+            clock.lap("trainer/score_s")
+        groups = filled(drafts, batch.groups, config.algorithm, self._shuffle_rng)
+        places = shown_rollouts(batch.groups, config.run.samples_per_step)
+        groups = [mark(samples, places) for samples in groups]
+        done = await update(trainer, groups, config, trained_version, self._shuffle_rng, clock)
+        record.loss, record.optim = done.loss, done.optim
+        samples = [sample for group in groups for sample in group]
         record.trained = join(record.groups, samples, record.loss, trained_version)
-        record.extra["trainer/num_microbatches"] = len(plan[0])
+        record.extra |= {"trainer/num_microbatches": done.num_microbatches, "optim/updates": done.num_applied}
 
     async def _floor_of(self, batch: Batch, step: int) -> dict[str, Value]:
         """The engines' mismatch with themselves, where it is due. They have little else to do while gradients are

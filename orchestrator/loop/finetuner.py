@@ -21,8 +21,8 @@ from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunS
 from orchestrator.files.step_rows import StepRecord
 from orchestrator.files.telemetry import Telemetry
 from orchestrator.inputs.conversations import Conversation
-from orchestrator.loop.advantages import denominators_of
 from orchestrator.loop.ports import Stopwatch, TaughtTrainer
+from orchestrator.loop.samples import denominators_of
 from orchestrator.loop.step_loop import StepLoop
 from trainer.step.microbatches import pack
 from trainer.types import LossStats, Sample

@@ -19,7 +19,7 @@ from orchestrator.files.timeline import TRAINER, Activities
 from orchestrator.fleet.router import Router
 from orchestrator.fleet.supervisor import Supervisor
 from rollout.types import Judgement, Prompt, Rollout
-from trainer.types import Denominators, LossStats, OptimStats, Sample
+from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
 
 if TYPE_CHECKING:
     from conf.schema import SamplingConfig
@@ -35,7 +35,7 @@ class StepTrainer(Protocol):
     async def forward_backward(
         self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
     ) -> list[LossStats]: ...
-    async def optimizer_step(self) -> OptimStats: ...
+    async def optimizer_step(self, *, ends_version: bool = True) -> OptimStats: ...
     async def save_state(self, folder: Path) -> None: ...
     async def load_state(self, folder: Path) -> None: ...
     async def export(self, folder: Path) -> None: ...
@@ -44,6 +44,9 @@ class StepTrainer(Protocol):
 class PublishingTrainer(StepTrainer, Protocol):
     """The same, as reinforcement calls them."""
 
+    async def score(
+        self, microbatches_by_rank: Sequence[list[list[Sample]]], policy_version: int
+    ) -> list[list[list[Scores]]]: ...
     async def publish(
         self, timeout_s: float, exclude: Sequence[int] = (), trace: Path | None = None
     ) -> PublishReport: ...
@@ -108,6 +111,7 @@ class LoopServices:
 
 _WORDS = {
     "rollout/wait_s": "wait for rollouts",
+    "trainer/score_s": "log-probabilities",
     "trainer/forward_backward_s": "forward and backward",
     "trainer/optimizer_s": "optimizer",
 }
@@ -129,10 +133,10 @@ class Stopwatch:
         self.laps: dict[str, Value] = {}
 
     def lap(self, name: str) -> None:
-        """Note the seconds of the part that ends now."""
+        """Add the seconds of the part that ends now."""
         now = time.monotonic()
         seconds, self._last = now - self._last, now
-        self.laps[name] = seconds
+        self.laps[name] = (self.laps.get(name) or 0.0) + seconds
         if self._activities is not None:
             self._activities.note(TRAINER, _WORDS[name], time.time() - seconds)
 

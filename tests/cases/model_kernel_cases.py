@@ -169,6 +169,10 @@ def case_log_softmax(device: str) -> None:
                 wanted_grad = logits_gradient_torch(logits.clone(), targets, wanted[1], grads, temperature)
                 mine_grad = logits_gradient_triton(logits.clone(), targets, wanted[1], grads, temperature)
                 assert_near(mine_grad, wanted_grad, f"gradient {dtype}")
+                entropy = (wanted[2], draw(rows, device=device, seed=2))
+                wanted_grad = logits_gradient_torch(logits.clone(), targets, wanted[1], grads, temperature, entropy)
+                mine_grad = logits_gradient_triton(logits.clone(), targets, wanted[1], grads, temperature, entropy)
+                assert_near(mine_grad, wanted_grad, f"gradient with entropy {dtype}")
 
 
 def case_adamw(device: str) -> None:

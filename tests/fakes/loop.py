@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from conf.schema import AlgorithmConfig, RolloutConfig, RunConfig, RunSection, SamplingConfig
@@ -32,7 +33,7 @@ from orchestrator.loop.ports import LoopServices
 from rollout.agents.episode_runner import FinishedEpisode
 from rollout.types import Judgement, Progress, Prompt, Rollout, Turn
 from trainer.step.mismatch_bins import NUM_K3_BINS, POSITION_STARTS
-from trainer.types import Denominators, LossStats, OptimStats, Sample
+from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
 from weight_sync.errors import PlanMismatch
 from weight_sync.layout import Binding
 from weight_sync.publish.report import PublishReport, ReplicaReport
@@ -125,6 +126,7 @@ class FakeTrainer(Watched):
         self.world = world
         self.num_ranks = num_ranks
         self.num_steps = 0
+        self._is_changed = False
         self.not_finite: set[int] = set()
         self.failing_replicas: dict[int, set[int]] = {}
         """version -> replicas that do not commit it."""
@@ -157,11 +159,26 @@ class FakeTrainer(Watched):
         logprobs = {sample.origin: sample.rollout_logprobs[sample.loss_mask] + self.log_ratio for sample in shown}
         return [measured(sums | self.extra_sums), replace(measured(), logprobs=logprobs)]
 
-    async def optimizer_step(self) -> OptimStats:
+    async def score(
+        self, microbatches_by_rank: Sequence[list[list[Sample]]], policy_version: int
+    ) -> list[list[list[Scores]]]:
+        assert policy_version == self.world.version
+        self.world.diary.append(("score", policy_version))
+
+        def of(sample: Sample) -> Scores:
+            ones = np.ones(sample.num_valid_tokens, np.float32)
+            return Scores(-2 * ones, -3 * ones, ones)
+
+        return [[[of(s) for s in microbatch] for microbatch in rank] for rank in microbatches_by_rank]
+
+    async def optimizer_step(self, *, ends_version: bool = True) -> OptimStats:
         await self._reached("optimizer_step")
         is_finite = self.num_steps not in self.not_finite
         self.num_steps += 1
-        self.world.version += int(is_finite)
+        self._is_changed = self._is_changed or is_finite
+        if ends_version:
+            self.world.version += int(self._is_changed)
+            self._is_changed = False
         return OptimStats(self.world.version, 1.0 if is_finite else math.nan, 1e-3, is_finite)
 
     async def publish(self, timeout_s: float, exclude: Sequence[int] = (), trace: Path | None = None) -> PublishReport:

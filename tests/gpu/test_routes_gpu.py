@@ -24,7 +24,7 @@ from conf.load import load_run_config
 from conf.schema import Device, RunConfig, SamplingConfig, SyncMode
 from orchestrator.cluster.rollout_workers import adapter_slots, routing_shape
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from orchestrator.loop.advantages import build_samples, denominators_of
+from orchestrator.loop.samples import build_samples, denominators_of
 from rollout.types import Group, Prompt, Rollout
 from rollout.worker import RolloutWorker
 from trainer.architecture.families import read_config

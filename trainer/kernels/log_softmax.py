@@ -1,7 +1,9 @@
 """Log-probability of one column, log-normalizer and entropy of every row of logits, and the logits' gradient.
 
     logprob = x[target] - z      z = log sum exp x      entropy = z - sum p x      x = logits / temperature
-    gradient = (onehot(target) - exp(x - z)) * g / temperature
+    gradient = ((onehot(target) - p) * g - p (x - z + entropy) * h) / temperature      p = exp(x - z)
+
+g is the gradient of the log-probability, h that of the entropy.
 
 Invariant: 16-bit logits are never widened in memory. Forward reads them once; backward reads them once and overwrites
 them. Arithmetic is float32. The torch forms define the result, and run on devices other than CUDA.
@@ -33,12 +35,23 @@ def log_softmax_torch(logits_CV: Tensor, targets_C: Tensor, temperature: float) 
 
 
 def logits_gradient_torch(
-    logits_CV: Tensor, targets_C: Tensor, normalizers_C: Tensor, grads_C: Tensor, temperature: float
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    normalizers_C: Tensor,
+    grads_C: Tensor,
+    temperature: float,
+    entropy: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The definition of `logits_gradient`."""
     scale_C = (grads_C.float() / temperature).unsqueeze(-1)
     work_CV = _scaled(logits_CV, temperature)
-    work_CV.sub_(normalizers_C.unsqueeze(-1)).exp_().mul_(-scale_C)
+    work_CV.sub_(normalizers_C.unsqueeze(-1))
+    if entropy is None:
+        work_CV.exp_().mul_(-scale_C)
+    else:
+        entropy_C, entropy_grads_C = (one.float().unsqueeze(-1) for one in entropy)
+        factor_CV = (work_CV + entropy_C).mul_(entropy_grads_C / temperature).add_(scale_C)
+        work_CV.exp_().mul_(factor_CV.neg_())
     work_CV.scatter_add_(-1, targets_C.unsqueeze(-1), scale_C)
     return work_CV.to(logits_CV.dtype)
 
@@ -67,14 +80,20 @@ def gradient_grid(num_rows: int, num_columns: int) -> tuple[int, int]:
 
 
 def logits_gradient_triton(
-    logits_CV: Tensor, targets_C: Tensor, normalizers_C: Tensor, grads_C: Tensor, temperature: float
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    normalizers_C: Tensor,
+    grads_C: Tensor,
+    temperature: float,
+    entropy: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The same as logits_gradient_torch, by a kernel; writes over the logits."""
     num_rows, num_columns = logits_CV.shape
+    entropy_C, entropy_grads_C = (normalizers_C, normalizers_C) if entropy is None else entropy
     if num_rows:
         programs(_logits_gradient, gradient_grid(num_rows, num_columns))(
-            logits_CV, targets_C, normalizers_C, grads_C.contiguous(), num_columns, 1.0 / temperature,
-            BLOCK=BLOCK, num_warps=8,
+            logits_CV, targets_C, normalizers_C, grads_C.contiguous(), entropy_C, entropy_grads_C.contiguous(),
+            num_columns, 1.0 / temperature, HAS_ENTROPY=entropy is not None, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
     return logits_CV
 
@@ -91,7 +110,12 @@ def log_softmax(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tup
 
 
 def logits_gradient(
-    logits_CV: Tensor, targets_C: Tensor, normalizers_C: Tensor, grads_C: Tensor, temperature: float
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    normalizers_C: Tensor,
+    grads_C: Tensor,
+    temperature: float,
+    entropy: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The gradient of the logits, in their dtype, from that of the log-probabilities. May overwrite the logits.
 
@@ -99,9 +123,10 @@ def logits_gradient(
         logits_CV, targets_C, temperature: as in `log_softmax`.
         normalizers_C: as `log_softmax` returned them.
         grads_C: float32.
+        entropy: entropies, as `log_softmax` returned them, and their gradients, float32. None: they have no gradient.
     """
     implementation = logits_gradient_triton if logits_CV.is_cuda else logits_gradient_torch
-    return implementation(logits_CV, targets_C, normalizers_C, grads_C, temperature)
+    return implementation(logits_CV, targets_C, normalizers_C, grads_C, temperature, entropy)
 
 
 @triton.jit
@@ -134,13 +159,21 @@ def _log_softmax(
 
 
 @triton.jit
-def _logits_gradient(logits_ptr, targets_ptr, normalizers_ptr, grads_ptr, num_columns, sharpness, BLOCK: tl.constexpr):
+def _logits_gradient(
+    logits_ptr, targets_ptr, normalizers_ptr, grads_ptr, entropy_ptr, entropy_grads_ptr, num_columns, sharpness,
+    HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_columns
     at = logits_ptr + row * num_columns + columns
     scale = tl.load(grads_ptr + row) * sharpness
     x = tl.load(at, mask=inside, other=0.0).to(tl.float32) * sharpness
-    p = tl.exp(x - tl.load(normalizers_ptr + row))
+    log_p = x - tl.load(normalizers_ptr + row)
+    p = tl.exp(log_p)
     hit = (columns == tl.load(targets_ptr + row)).to(tl.float32)
-    tl.store(at, ((hit - p) * scale).to(logits_ptr.dtype.element_ty), mask=inside)
+    gradient = (hit - p) * scale
+    if HAS_ENTROPY:
+        slope = tl.load(entropy_grads_ptr + row) * sharpness
+        gradient -= p * (log_p + tl.load(entropy_ptr + row)) * slope
+    tl.store(at, gradient.to(logits_ptr.dtype.element_ty), mask=inside)

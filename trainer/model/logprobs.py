@@ -40,6 +40,7 @@ def token_logprobs(
     temperature: float,
     chunk_tokens: int,
     head: Head | None = None,
+    differentiate_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ head^T / temperature) at the targets, and the entropy of that distribution.
 
@@ -50,17 +51,20 @@ def token_logprobs(
         temperature: > 0, the sampling temperature.
         chunk_tokens: rows whose logits exist at once, >= 1.
         head: computes the values, at temperature 1.
+        differentiate_entropy: whether gradient flows through entropy_T, too.
 
     Returns:
         logprobs_T and entropy_T (nats), float32. Gradient flows from logprobs_T to hidden_TH, and to
-        head_weight_VH when that requires grad; none flows through entropy_T.
+        head_weight_VH when that requires grad.
     """
     if hidden_TH.dtype != head_weight_VH.dtype:
         raise ValueError(f"hidden states are {hidden_TH.dtype} but the head's weight is {head_weight_VH.dtype}")
     if temperature <= 0 or chunk_tokens < 1:
         raise ValueError(f"need temperature > 0 and chunk_tokens >= 1, got {temperature} and {chunk_tokens}")
     assert head is None or temperature == 1.0
-    return _TokenLogprobs.apply(hidden_TH, head_weight_VH, targets_T, temperature, chunk_tokens, head)
+    return _TokenLogprobs.apply(
+        hidden_TH, head_weight_VH, targets_T, temperature, chunk_tokens, head, differentiate_entropy
+    )
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -75,6 +79,7 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         head: Head | None,
+        differentiate_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         """Compute the logits of one chunk at a time."""
         num_rows = hidden_TH.shape[0]
@@ -92,15 +97,17 @@ class _TokenLogprobs(torch.autograd.Function):
             )
             logprobs_T[rows] = logprobs_C if values_C is None else values_C
             del logits_CV  # before the next chunk's exist
-        ctx.save_for_backward(hidden_TH, head_weight_VH, targets_T, log_normalizers_T)
+        kept = [entropy_T] if differentiate_entropy else []
+        ctx.save_for_backward(hidden_TH, head_weight_VH, targets_T, log_normalizers_T, *kept)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
-        ctx.mark_non_differentiable(entropy_T)
+        if not differentiate_entropy:
+            ctx.mark_non_differentiable(entropy_T)
         return logprobs_T, entropy_T
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
         """d logprob(target) / d logits = (onehot(target) - p) / temperature, with p recomputed chunk by chunk."""
-        hidden_TH, head_weight_VH, targets_T, log_normalizers_T = ctx.saved_tensors
+        hidden_TH, head_weight_VH, targets_T, log_normalizers_T, *kept = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden_TH = torch.empty_like(hidden_TH) if needs_hidden else None
         # float32 across chunks: a bfloat16 running sum would drop the small chunks.
@@ -109,7 +116,12 @@ class _TokenLogprobs(torch.autograd.Function):
             rows = slice(start, start + ctx.chunk_tokens)
             logits_CV = hidden_TH[rows] @ head_weight_VH.t()
             grad_logits_CV = logits_gradient(
-                logits_CV, targets_T[rows], log_normalizers_T[rows], grad_logprobs_T[rows].float(), ctx.temperature
+                logits_CV,
+                targets_T[rows],
+                log_normalizers_T[rows],
+                grad_logprobs_T[rows].float(),
+                ctx.temperature,
+                (kept[0][rows], grad_entropy_T[rows].float()) if kept else None,
             )
             del logits_CV
             if grad_hidden_TH is not None:
@@ -118,4 +130,4 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight_VH += grad_logits_CV.t() @ hidden_TH[rows]
             del grad_logits_CV
         grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(head_weight_VH.dtype)
-        return grad_hidden_TH, grad_weight, None, None, None, None
+        return grad_hidden_TH, grad_weight, None, None, None, None, None

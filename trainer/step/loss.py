@@ -1,27 +1,24 @@
 """The policy loss on one microbatch, and the sums from which every loss metric of a step is made.
 
-Owns the formulas below. Does not own advantages (orchestrator/loop/advantages.py), log-probabilities
-(trainer/model/logprobs.py), importance weights (corrections.py), the figures of the mismatch (mismatch.py) or
-reductions over ranks: it divides by counts of the *global* batch, so gradients and sums of ranks and microbatches
-simply add up.
+Owns the sum below. Does not own the loss of a token (surrogates.py), the estimate of KL (kl.py), advantages
+(orchestrator/loop/advantages.py), log-probabilities (trainer/model/logprobs.py), importance weights (corrections.py),
+the figures of the mismatch (mismatch.py) or reductions over ranks: it divides by counts of all that the update learns
+from, so gradients and sums of ranks and microbatches simply add up.
 
-With pi the trainer's policy, mu the engine's, A the advantage of token t, d = log pi - log mu (`log_ratio`),
-sg = stop-gradient:
+With pi the trainer's policy, mu the engine's, q the one in the denominator of a ratio pi / q:
 
-    ratio_baseline=trainer   L_t = - w_t * A * exp(log pi - sg(log pi))
-        PPO's old policy is the policy before this step. With one step per batch its ratio is 1 and no clip acts.
-        The importance weight w_t (corrections.py) corrects for staleness and for the engine's mismatch.
-    ratio_baseline=rollout   L_t = - min(r A, clip(r, 1 - clip_low, 1 + clip_high) A),   r = exp(d)
-        PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with DAPO's decoupled bounds (Yu et al. 2025,
-        arXiv:2503.14476, eq. 10).
-    + kl_coef * (exp(x) - x - 1),   x = log ref - log pi       GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4)
-    token normalization      sum_t L_t / (counted tokens of the batch)                      DAPO, eq. 8
-    sequence normalization   sum_i (1 / |o_i|) sum_t L_t / (sequences of the batch)         GRPO, eq. 3
-    constant normalization   sum_t L_t / (sequences of the batch * longest possible)        Dr. GRPO (Liu et al. 2025,
-                             arXiv:2503.20783)
+    ratio_baseline=trainer   q = pi before the step's first update. With one update of a batch the ratio is 1 and no
+        clip acts. The importance weight w_t = weight(q / mu) (corrections.py) corrects for staleness and the engine's
+        mismatch.
+    ratio_baseline=rollout   q = mu, and w_t = 1
+    L_t = w_t * (the loss of the token: surrogates.py) + kl_coef * (estimate of KL: kl.py) - entropy_coef * entropy
+    token normalization      sum_t L_t / (counted tokens)                     DAPO (arXiv:2503.14476, eq. 8)
+    sequence normalization   sum_i (1 / |o_i|) sum_t L_t / (sequences)        GRPO (arXiv:2402.03300, eq. 3)
+    constant normalization   sum_t L_t / (sequences * longest possible)       Dr. GRPO (arXiv:2503.20783)
 
-parity.mask_log_ratio leaves tokens out of L_t with either baseline. Every log-ratio is clamped to +-LOG_RATIO_BOUND
-before `exp`. Shapes: N counted tokens.
+With several updates of a batch, w_t and the figures of the mismatch are those of the policy before the first, in all of
+them. parity.mask_log_ratio sets w_t to 0 with either baseline. Every log-ratio is clamped to +-LOG_RATIO_BOUND before
+`exp`. Shapes: N counted tokens.
 """
 
 from __future__ import annotations
@@ -34,9 +31,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conf.schema import AlgorithmConfig, Normalization, RatioBaseline
+from conf.schema import AlgorithmConfig, KlEstimator, KlPlace, Normalization, RatioBaseline
 from trainer.step.corrections import LOG_RATIO_BOUND, correction_sums, importance_weights
-from trainer.step.mismatch import k3, measure_mismatch
+from trainer.step.kl import kl_estimates
+from trainer.step.mismatch import measure_mismatch
+from trainer.step.surrogates import LOSSES, LossTokens
 from trainer.types import Denominators, LossStats, Origin, Sample
 
 
@@ -58,6 +57,8 @@ class CountedTokens:
     """int64; steps."""
     ref_logprobs_N: Tensor | None = None
     """float32; log ref. Needed when kl_coef > 0."""
+    old_logprobs_N: Tensor | None = None
+    """float32; log-probability by the trainer before the step's first update. None: this is the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,54 +85,57 @@ def policy_loss(
 
     Args:
         logprobs_N: log pi, float32, differentiable. N may be 0: the loss is then a zero that still has a graph.
-        entropy_N: entropy of pi at those positions, in nats.
+        entropy_N: entropy of pi at those positions, in nats; differentiable where algorithm.entropy_coef is not 0.
         tokens: see CountedTokens.
-        algorithm: which ratio, bounds and normalization.
+        algorithm: which loss, ratio, bounds and normalization.
         denominators: counts over the whole batch, the same for every microbatch of every rank.
         mask_log_ratio: parity.mask_log_ratio; tokens beyond it have no policy term. 0: all have.
     """
-    log_ratio_N = (logprobs_N.detach() - tokens.rollout_logprobs_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    advantages_N = tokens.advantages_N
-    zeros_N = torch.zeros_like(log_ratio_N)
+    first_N = logprobs_N.detach() if tokens.old_logprobs_N is None else tokens.old_logprobs_N
+    log_ratio_N = (first_N - tokens.rollout_logprobs_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     weights = importance_weights(
         log_ratio_N, tokens.sequence_lengths_N, tokens.sequence_index_N, algorithm, mask_log_ratio
     )
-    clipped_low_N = clipped_high_N = zeros_N
-    if algorithm.ratio_baseline is RatioBaseline.rollout:
-        bounded_N = (logprobs_N - tokens.rollout_logprobs_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        ratio_N = bounded_N.exp()
-        clipped_ratio_N = ratio_N.clamp(1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high)
-        surrogate_N = torch.minimum(ratio_N * advantages_N, clipped_ratio_N * advantages_N)
-        clipped_low_N = (ratio_N.detach() < 1.0 - algorithm.clip_low) & (advantages_N < 0)
-        clipped_high_N = (ratio_N.detach() > 1.0 + algorithm.clip_high) & (advantages_N > 0)
-    else:
-        surrogate_N = (logprobs_N - logprobs_N.detach()).exp() * advantages_N
-    policy_N = -weights.weight_N * surrogate_N
-
+    is_from_rollout = algorithm.ratio_baseline is RatioBaseline.rollout
+    losses = LOSSES[algorithm.loss](
+        LossTokens(
+            logprobs_N=logprobs_N,
+            old_logprobs_N=tokens.rollout_logprobs_N if is_from_rollout else first_N,
+            rollout_logprobs_N=tokens.rollout_logprobs_N,
+            advantages_N=tokens.advantages_N,
+            weights_N=weights.weight_N,
+            entropy_N=entropy_N,
+            ref_logprobs_N=tokens.ref_logprobs_N,
+            sequence_index_N=tokens.sequence_index_N,
+            sequence_lengths_N=tokens.sequence_lengths_N,
+            positions_N=tokens.positions_N,
+            staleness_N=tokens.staleness_N,
+        ),
+        algorithm,
+    )
+    share_N = _token_shares(tokens.sequence_lengths_N, algorithm.normalization, denominators)
+    policy = (weights.weight_N * losses.loss_N * share_N).sum()
+    loss, ref_k3_N = policy, torch.zeros_like(log_ratio_N)
     if algorithm.kl_coef > 0:
         if tokens.ref_logprobs_N is None:
             raise ValueError(f"algorithm.kl_coef={algorithm.kl_coef} needs the reference policy's log-probabilities")
-        ref_log_ratio_N = (tokens.ref_logprobs_N - logprobs_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        kl_N = k3(ref_log_ratio_N)
-    else:
-        kl_N = zeros_N
+        kl_N = kl_estimates(logprobs_N, tokens.ref_logprobs_N, algorithm.kl_estimator)
+        ref_k3_N = kl_estimates(logprobs_N.detach(), tokens.ref_logprobs_N, KlEstimator.k3)
+        if algorithm.kl_in is KlPlace.loss:
+            loss = loss + algorithm.kl_coef * (kl_N * share_N).sum()
+    if algorithm.entropy_coef != 0:
+        loss = loss - algorithm.entropy_coef * (entropy_N * share_N).sum()
 
-    share_N = _token_shares(tokens.sequence_lengths_N, algorithm.normalization, denominators)
-    policy = (policy_N * share_N).sum()
-    loss = policy + algorithm.kl_coef * (kl_N * share_N).sum()
-
-    mismatch = measure_mismatch(
-        log_ratio_N, logprobs_N, tokens.rollout_logprobs_N, tokens.staleness_N, tokens.positions_N
-    )
+    mismatch = measure_mismatch(log_ratio_N, first_N, tokens.rollout_logprobs_N, tokens.staleness_N, tokens.positions_N)
     sums = {
         "loss/total_sum": loss,
         "loss/policy_sum": policy,
         "policy/num_tokens": torch.ones_like(log_ratio_N),
         "policy/entropy_sum": entropy_N,
         "policy/ratio_sum": log_ratio_N.double().exp(),
-        "policy/num_clipped_low": clipped_low_N,
-        "policy/num_clipped_high": clipped_high_N,
-        "kl/ref_k3_sum": kl_N,
+        "policy/num_clipped_low": losses.is_clipped_low_N,
+        "policy/num_clipped_high": losses.is_clipped_high_N,
+        "kl/ref_k3_sum": ref_k3_N,
         **correction_sums(weights, tokens.sequence_lengths_N, tokens.sequence_index_N),
         **mismatch.sums,
     }

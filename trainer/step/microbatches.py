@@ -159,6 +159,10 @@ class Microbatch:
     """[T, layers with experts, experts per token]; None: no sample has any."""
     has_route: np.ndarray | None = None
     """[T] bool, given with routed_experts."""
+    old_logprobs: np.ndarray | None = None
+    """[N] float32; None: some sample has none."""
+    ref_logprobs: np.ndarray | None = None
+    """[N] float32; None: some sample has none."""
 
 
 def collate(samples: Sequence[Sample], policy_version: int) -> Microbatch:
@@ -200,8 +204,18 @@ def collate(samples: Sequence[Sample], policy_version: int) -> Microbatch:
         sequence_index=np.repeat(np.arange(len(samples)), num_counted),
         response_positions=np.concatenate([rows - rows[:1] for rows in counted]).astype(np.int64),
         staleness=np.repeat(np.array([policy_version - sample.oldest_version for sample in samples]), num_counted),
+        old_logprobs=_gather_known([sample.old_logprobs for sample in samples], counted),
+        ref_logprobs=_gather_known([sample.ref_logprobs for sample in samples], counted),
         **_routes(samples),
     )
+
+
+def _gather_known(arrays: Sequence[np.ndarray | None], counted: Sequence[np.ndarray]) -> np.ndarray | None:
+    """Entries of the tokens that count; None if a sample has no such array."""
+    known = [array for array in arrays if array is not None]
+    if len(known) != len(arrays):
+        return None
+    return np.concatenate([array[rows] for array, rows in zip(known, counted, strict=True)]).astype(np.float32)
 
 
 def _routes(samples: Sequence[Sample]) -> dict[str, np.ndarray]:

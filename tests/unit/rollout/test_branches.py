@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conf.schema import AlgorithmConfig
-from orchestrator.loop.advantages import build_samples
+from orchestrator.loop.samples import build_samples
 from rollout.branches import branches_of
 from rollout.types import Group, Prompt, Rollout, Routes, Turn
 

@@ -217,6 +217,55 @@ def test_an_infinite_loss_refuses_the_step_and_the_next_one_is_clean():
     assert rank.optimizer_step().is_finite
 
 
+def test_several_updates_make_one_version_and_a_refused_one_changes_nothing():
+    """Applied, refused, applied: one version. All refused: none."""
+    rank, samples = make_rank(), make_samples()
+    bad = [replace(samples[0], advantages=np.full_like(samples[0].advantages, np.inf))]
+    versions = []
+    for part, ends_version in ((samples, False), (bad, False), (samples, True), (bad, False), (bad, True)):
+        rank.forward_backward([part], count(samples, rank.policy_version))
+        versions.append(rank.optimizer_step(ends_version=ends_version).policy_version)
+    assert versions == [0, 0, 1, 1, 1]
+    rank.forward_backward([samples], count(samples, 1))
+    rank.optimizer_step(ends_version=False)
+    rank.forward_backward([bad], count(samples, 1))
+    stats = rank.optimizer_step()  # refused, but the one before it changed the policy
+    assert (stats.is_finite, stats.policy_version) == (False, 2)
+
+
+def test_scores_are_the_policys_before_an_update_and_keep_the_ratio_at_one_until_then():
+    """With them the first update is that of a step of one update; after it the ratio, its clip and the metrics of the
+    mismatch go apart."""
+    one, several = make_rank(algorithm=KL), make_rank(algorithm=KL)
+    samples = make_samples()
+    for rank in (one, several):
+        fill_adapters(rank, 1)
+    scores = [score for part in several.score([samples[:2], samples[2:], []], 0) for score in part]
+    scored = [
+        replace(sample, old_logprobs=spread(sample, score.logprobs), ref_logprobs=spread(sample, score.ref_logprobs))
+        for sample, score in zip(samples, scores, strict=True)
+    ]
+    want = one.forward_backward([samples], count(samples)).sums
+    got = several.forward_backward([scored], count(samples)).sums
+    assert got == pytest.approx(want, rel=1e-4, abs=1e-6)
+    want_gradients = local_gradients(one)
+    for name, (_, gradient) in local_gradients(several).items():
+        torch.testing.assert_close(gradient, want_gradients[name][1], rtol=1e-4, atol=1e-6)
+    assert several.optimizer_step(ends_version=False).is_finite
+    later = several.forward_backward([scored], count(samples)).sums
+    assert later["parity/k3_sum"] == got["parity/k3_sum"]  # of the policy before the first update
+    assert later["loss/policy_sum"] != pytest.approx(got["loss/policy_sum"], rel=1e-3)
+    with pytest.raises(TrainerError, match="policy version 5 came to version 0"):
+        several.score([samples], 5)
+
+
+def spread(sample, values):
+    """[T]: values of the tokens that count."""
+    found = np.zeros(sample.num_tokens, np.float32)
+    found[sample.loss_mask] = values
+    return found
+
+
 def test_resume_continues_bitwise_in_a_new_rank(tmp_path):
     def step(rank: TrainerRank) -> None:
         samples = make_samples(version=rank.policy_version)

@@ -1,0 +1,160 @@
+"""Judged groups -> what the trainer learns from. Pure numpy; randomness comes in as a generator.
+
+    groups --draft_samples--> drafts --(log-probabilities: TrainerRank.score)--> filled --> samples, group by group
+
+Owns: which responses become samples, and where each token's advantage goes. Does not own: the advantages
+(advantages.py), the token sequences of an episode (rollout/branches.py), or the updates (updates.py).
+Invariants: a rollout without a reward never reaches the trainer. Per-token values are zero on tokens that the engine
+was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from conf.schema import AlgorithmConfig
+from orchestrator.loop.advantages import batch_advantages
+from rollout.branches import Branch, branches_of
+from rollout.types import Group
+from trainer.types import Denominators, Origin, Sample, Scores
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A sample whose advantages are still zeros."""
+
+    origin: Origin
+    sample: Sample
+    numbers: np.ndarray
+    """[T] int64; which of its rollout's sampled tokens each token is. -1: none that counts."""
+
+    @property
+    def group(self) -> int:
+        """Its number in the batch."""
+        return self.origin[0]
+
+    @property
+    def rollout(self) -> int:
+        """Its number in the group."""
+        return self.origin[1]
+
+
+def draft_samples(groups: Sequence[Group], config: AlgorithmConfig) -> list[Draft]:
+    """In group order: one for each response, or for each branch of an agent's episode. Rollouts without a reward and
+    empty responses are left out, and with `algorithm.mask_truncated` those that ended by length. With
+    `parity.replay_routing`, tokens that were sampled at a position whose route is missing are left out in the same way.
+    """
+    drafts: list[Draft] = []
+    for i, group in enumerate(groups):
+        for j, (reward, rollout) in enumerate(zip(group.rewards, group.rollouts, strict=True)):
+            if reward is None or (config.mask_truncated and rollout.finish_reason == "length"):
+                continue
+            branches = enumerate(branches_of(group.prompt, rollout))
+            drafts += [_draft(branch, (i, j, which)) for which, branch in branches]
+    return [draft for draft in drafts if draft.sample.num_valid_tokens]
+
+
+def filled(
+    drafts: Sequence[Draft], groups: Sequence[Group], config: AlgorithmConfig, shuffle_rng: np.random.Generator
+) -> list[list[Sample]]:
+    """The samples of each group, with advantages: all branches of an episode have the episode's.
+
+    `shuffle_rng` is used only by the control experiment `algorithm.shuffle_advantages`, which permutes the advantages
+    among the siblings of each group that are trained on: same rewards, same lengths, same loss scale, and nothing to
+    learn from.
+    """
+    num_tokens = [[len(rollout.token_ids) for rollout in group.rollouts] for group in groups]
+    penalties = _penalties(drafts, num_tokens, config) if config.penalizes_rewards else None
+    advantages = batch_advantages([group.rewards for group in groups], num_tokens, config.advantage, penalties)
+    if config.shuffle_advantages:
+        for i, of_group in enumerate(advantages):
+            trained = sorted({draft.rollout for draft in drafts if draft.group == i})
+            known = [np.zeros(0) if values is None else values for values in of_group]
+            means = np.array([known[j].mean() for j in trained])
+            for j, mean in zip(trained, shuffle_rng.permutation(means), strict=True):
+                of_group[j] = np.full(num_tokens[i][j], mean)
+    samples: list[list[Sample]] = [[] for _ in groups]
+    for draft in drafts:
+        values = advantages[draft.group][draft.rollout]
+        assert values is not None, "a rollout without a reward has no draft"
+        chosen = np.where(draft.sample.loss_mask, values[draft.numbers], 0.0).astype(np.float32)
+        samples[draft.group].append(replace(draft.sample, advantages=chosen))
+    return samples
+
+
+def build_samples(groups: Sequence[Group], config: AlgorithmConfig, shuffle_rng: np.random.Generator) -> list[Sample]:
+    """All samples of a batch whose log-probabilities are not needed first."""
+    return [sample for group in filled(draft_samples(groups, config), groups, config, shuffle_rng) for sample in group]
+
+
+def scored(draft: Draft, scores: Scores) -> Draft:
+    """The draft with what the trainer computed before the step's first update."""
+    mask = draft.sample.loss_mask
+
+    def spread(values: np.ndarray | None) -> np.ndarray | None:
+        if values is None:
+            return None
+        found = np.zeros(len(mask), np.float32)
+        found[mask] = values
+        return found
+
+    sample = replace(
+        draft.sample,
+        old_logprobs=spread(scores.logprobs),
+        ref_logprobs=spread(scores.ref_logprobs),
+        kl_estimates=spread(scores.kl_estimates),
+    )
+    return replace(draft, sample=sample)
+
+
+def denominators_of(samples: Sequence[Sample], policy_version: int, max_response_tokens: int = 0) -> Denominators:
+    """What every rank divides its losses by: counts over the batch, so that no layout weighs a token differently.
+
+    Args:
+        samples: all that one update learns from.
+        policy_version: the version about to be trained.
+        max_response_tokens: RunConfig.max_response_tokens; fine-tuning has none.
+    """
+    return Denominators(
+        num_valid_tokens=sum(sample.num_valid_tokens for sample in samples),
+        num_sequences=len(samples),
+        policy_version=policy_version,
+        num_possible_tokens=len(samples) * max_response_tokens,
+    )
+
+
+def _penalties(
+    drafts: Sequence[Draft], num_tokens: Sequence[Sequence[int]], config: AlgorithmConfig
+) -> list[list[np.ndarray]]:
+    """kl_coef times the estimate of each sampled token; 0 for tokens that are not trained on."""
+    found = [[np.zeros(count) for count in counts] for counts in num_tokens]
+    for draft in drafts:
+        mask, estimates = draft.sample.loss_mask, draft.sample.kl_estimates
+        assert estimates is not None, "rewards are penalized with what the trainer estimated before"
+        found[draft.group][draft.rollout][draft.numbers[mask]] = config.kl_coef * estimates[mask]
+    return found
+
+
+def _draft(branch: Branch, origin: Origin) -> Draft:
+    loss_mask = np.array(branch.counts, dtype=bool)
+    numbers = np.full(len(loss_mask), -1, dtype=np.int64)
+    numbers[loss_mask] = list(branch.places)
+    experts = has_route = None
+    if branch.routes is not None:
+        experts = np.concatenate([branch.routes.experts, np.zeros_like(branch.routes.experts[:1])])
+        has_route = np.append(branch.routes.is_recorded, False)
+        loss_mask[1:] &= branch.routes.is_recorded  # token t was sampled at position t - 1
+    sample = Sample(
+        token_ids=np.array(branch.token_ids, dtype=np.int32),
+        loss_mask=loss_mask,
+        rollout_logprobs=np.array(branch.logprobs, dtype=np.float32),
+        advantages=np.zeros(len(loss_mask), dtype=np.float32),
+        oldest_version=min(branch.policy_versions),
+        routed_experts=experts,
+        has_route=has_route,
+        origin=origin,
+    )
+    return Draft(origin, sample, numbers)

@@ -1,0 +1,109 @@
+"""Losses and penalties that TRL or verl compute too: what goes in, what ours gives, and how the peers are asked.
+
+Owns: the cases, and our side. `peers.py` is the other side, which needs TRL and verl; what it gave is recorded in
+recorded.json, so that unit tests need neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conf.schema import AlgorithmConfig, Correction, KlEstimator, Normalization, RatioBaseline
+from trainer.step.loss import CountedTokens, policy_loss
+from trainer.types import Denominators
+
+LENGTHS = (5, 2, 7, 1)
+LONGEST = 7
+TAU = {"sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison: which peer, which of its functions, and the options of ours."""
+
+    peer: str
+    function: str
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+CASES = {
+    "verl clip": Case("verl", "vanilla", {"normalization": Normalization.token}),
+    "verl clip by sequence": Case("verl", "vanilla", {"normalization": Normalization.sequence}),
+    "verl clip by longest": Case("verl", "vanilla", {"normalization": Normalization.constant}),
+    "verl dual clip": Case("verl", "vanilla", {"dual_clip": 1.15}),
+    "verl clip, later update, rollout weights": Case(
+        "verl",
+        "vanilla",
+        {"ratio_baseline": RatioBaseline.trainer, "correction": Correction.tis, "correction_max": 1.3},
+    ),
+    "verl gspo": Case("verl", "gspo", {"loss": "gspo", "normalization": Normalization.sequence, "clip_high": 0.1}),
+    "verl gspo by token": Case("verl", "gspo", {"loss": "gspo", "clip_low": 0.05}),
+    "verl cispo": Case("verl", "cispo", {"loss": "cispo"}),
+    "verl sapo": Case("verl", "sapo", {"loss": "sapo", "normalization": Normalization.sequence, **TAU}),
+    "verl entropy bonus": Case("verl", "vanilla", {"entropy_coef": 0.3, "normalization": Normalization.sequence}),
+    **{
+        f"verl {one} in the loss": Case("verl", "vanilla", {"kl_coef": 0.2, "kl_estimator": one}) for one in KlEstimator
+    },
+    "trl dapo": Case("trl", "dapo"),
+    "trl grpo": Case("trl", "grpo", {"normalization": Normalization.sequence, "kl_coef": 0.2}),
+    "trl dr_grpo": Case("trl", "dr_grpo", {"normalization": Normalization.constant}),
+    "trl gspo": Case("trl", "grpo", {"loss": "gspo", "normalization": Normalization.sequence, "clip_high": 0.1}),
+    "trl cispo": Case("trl", "cispo", {"loss": "cispo", "clip_low": 1.0}),
+    "trl sapo": Case("trl", "sapo", {"loss": "sapo", "normalization": Normalization.sequence, **TAU}),
+    "trl entropy bonus": Case("trl", "dapo", {"entropy_coef": 0.3}),
+}
+
+
+def inputs() -> dict[str, Tensor]:
+    """float64 values of the counted tokens, sequence after sequence. Advantages are those of whole responses, one of
+    them 0; ratios lie on both sides of every bound."""
+    generator = torch.Generator().manual_seed(20)
+    lengths = torch.tensor(LENGTHS)
+    n = int(lengths.sum())
+
+    def draw(scale: float) -> Tensor:
+        return scale * torch.randn(n, generator=generator, dtype=torch.float64)
+
+    old = -1.5 + draw(0.5)
+    return {
+        "logprobs": old + draw(0.4),
+        "old": old,
+        "rollout": old + draw(0.3),
+        "ref": old + draw(0.3),
+        "entropy": 1.0 + draw(0.2),
+        "advantages": torch.repeat_interleave(torch.tensor([1.3, -0.7, -1.1, 0.0], dtype=torch.float64), lengths),
+    }
+
+
+def padded(values: Tensor) -> Tensor:
+    """[sequences, longest], zeros behind each."""
+    return torch.nn.utils.rnn.pad_sequence(list(values.split(LENGTHS)), batch_first=True)
+
+
+def ours(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Our loss, and its gradient with respect to log-probabilities and entropies. `old` is the ratio's denominator: the
+    engine's, or with ratio_baseline=trainer the trainer's before the step's first update."""
+    given = inputs()
+    options = {"ratio_baseline": RatioBaseline.rollout, "correction": Correction.none} | case.options
+    is_from_rollout = options["ratio_baseline"] is RatioBaseline.rollout
+    lengths = torch.tensor(LENGTHS)
+    logprobs, entropy = given["logprobs"].requires_grad_(), given["entropy"].requires_grad_()
+    tokens = CountedTokens(
+        rollout_logprobs_N=given["old" if is_from_rollout else "rollout"],
+        advantages_N=given["advantages"],
+        sequence_lengths_N=torch.repeat_interleave(lengths, lengths),
+        sequence_index_N=torch.repeat_interleave(torch.arange(len(LENGTHS)), lengths),
+        positions_N=torch.cat([torch.arange(length) for length in LENGTHS]),
+        staleness_N=torch.zeros(int(lengths.sum()), dtype=torch.int64),
+        ref_logprobs_N=given["ref"],
+        old_logprobs_N=given["old"],
+    )
+    algorithm = AlgorithmConfig(**options)
+    counts = Denominators(int(lengths.sum()), len(LENGTHS), 0, num_possible_tokens=LONGEST * len(LENGTHS))
+    loss = policy_loss(logprobs, entropy, tokens, algorithm, counts).loss
+    by_logprobs, by_entropy = torch.autograd.grad(loss, (logprobs, entropy), allow_unused=True)
+    return loss.detach(), by_logprobs, torch.zeros_like(entropy) if by_entropy is None else by_entropy

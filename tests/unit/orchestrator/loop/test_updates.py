@@ -1,0 +1,141 @@
+"""Locks: what each of a step's updates learns from, what a version is then, and advantages over a batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes.loop import Loop, make_config
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles.advantages import ADVANTAGE_CASES, our_advantages
+
+from conf.schema import AlgorithmConfig, KlEstimator, KlPlace
+from orchestrator.errors import TrainingStopped
+from orchestrator.loop.advantages import batch_advantages, group_advantages
+from orchestrator.loop.samples import build_samples, draft_samples, filled, scored
+from orchestrator.loop.updates import combined, minibatches
+from rollout.types import Group, Prompt, Rollout, Turn
+from trainer.types import OptimStats, Scores
+
+RECORDED = json.loads((Path(__file__).parents[3] / "oracles" / "recorded.json").read_text())["cases"]
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 4), st.integers(0, 99))
+def test_every_group_is_in_one_update_of_every_epoch(groups: int, parts: int, epochs: int, seed: int) -> None:
+    parts = min(parts, groups)
+    found = minibatches(groups, parts, epochs, np.random.default_rng(seed))
+    assert len(found) == parts * epochs
+    for epoch in range(epochs):
+        of_epoch = found[epoch * parts : (epoch + 1) * parts]
+        assert sorted(number for part in of_epoch for number in part) == list(range(groups))
+        assert max(map(len, of_epoch)) - min(map(len, of_epoch)) <= 1
+    assert [number for part in found[:parts] for number in part] == list(range(groups))
+
+
+async def test_one_version_and_one_publish_for_all_updates_of_a_batch(tmp_path: Path) -> None:
+    config = make_config(num_steps=3, groups_per_step=4, minibatches_per_step=2, epochs_per_step=2)
+    loop = Loop(tmp_path, config)
+    controller = await loop.run()
+    assert (controller.step, controller.policy_version) == (3, 3)
+    kinds = [entry[:2] for entry in loop.world.diary if entry[0] != "sample"]
+    assert kinds == [
+        ("publish", 0),
+        *[one for v in range(3) for one in [("score", v), *[("train", v)] * 4, ("publish", v + 1)]],
+    ]
+    assert [len(samples) for _, samples in loop.trainer.trained] == [4] * 12  # two groups of two siblings
+    assert all(sample.old_logprobs is not None for _, samples in loop.trainer.trained for sample in samples)
+    assert [row["optim/updates"] for row in loop.rows] == [None, 4, 4, 4]
+    assert [row["staleness/max"] for row in loop.rows] == [None, 0, 0, 0]
+
+
+async def test_an_update_that_is_refused_costs_itself_alone(tmp_path: Path) -> None:
+    """Updates 0 and 1 make step 1, 2 and 3 step 2, 4 and 5 step 3. One of step 1 is refused, both of step 2."""
+    loop = Loop(tmp_path, make_config(num_steps=3, minibatches_per_step=2))
+    loop.trainer.not_finite = {1, 2, 3}
+    controller = await loop.run()
+    assert controller.policy_version == 2
+    assert [entry[1] for entry in loop.world.diary if entry[0] == "publish"] == [0, 1, 2]
+    assert [row["optim/updates"] for row in loop.rows[1:]] == [1, 0, 2]
+    assert [row["optim/skipped"] for row in loop.rows[1:]] == [0, 1, 0]
+    assert [row["optim/grad_norm"] for row in loop.rows[1:]] == [1.0, None, 1.0]
+
+
+async def test_rewards_are_penalized_by_what_the_trainer_estimates(tmp_path: Path) -> None:
+    """The fake estimates 1 for each of two tokens: 0.1 * 2 comes off both rewards, and off their difference nothing."""
+    config = make_config(num_steps=1, kl_coef=0.1, kl_in=KlPlace.reward, advantage="batch_std")
+    loop = Loop(tmp_path, config)
+    await loop.run()
+    # R_t of the right response: 0.8, 0.9; of the wrong one: -0.2, -0.1; mean 0.35
+    _, samples = loop.trainer.trained[0]
+    values = np.array([0.8, 0.9, -0.2, -0.1] * 3)
+    wanted = (values - 0.35) / values.std(ddof=1)
+    found = sorted(value for sample in samples for value in sample.advantages[sample.loss_mask])
+    assert found == pytest.approx(sorted(wanted), rel=1e-5)
+    assert all(sample.ref_logprobs is not None for sample in samples)
+
+
+def test_combined_speaks_for_the_updates_that_were_applied() -> None:
+    good, bad = OptimStats(4, 2.0, 0.1, is_finite=True), OptimStats(4, float("nan"), 0.1, is_finite=False)
+    last = OptimStats(5, 4.0, 0.05, is_finite=True)
+    assert combined([good, bad, last]) == OptimStats(5, 3.0, 0.05, is_finite=True)
+    assert combined([good, OptimStats(5, float("nan"), 0.05, is_finite=False)]) == OptimStats(5, 2.0, 0.05, True)
+    assert combined([bad]) is bad
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_CASES)
+def test_advantages_equal_those_of_verl(name: str) -> None:
+    assert our_advantages(ADVANTAGE_CASES[name]).tolist() == pytest.approx(RECORDED[name][0], rel=1e-6, abs=1e-7)
+
+
+def test_group_mean_weighs_by_how_rare_a_success_is() -> None:
+    """1 of 4 right, mean 1/4: 3 and -1. 3 of 4, mean 3/4: 1/3 and -1."""
+    assert group_advantages([1.0, 0.0, None, 0.0, 0.0], "group_mean") == [3.0, -1.0, None, -1.0, -1.0]
+    assert group_advantages([1.0, 1.0, 1.0, 0.0], "group_mean") == pytest.approx([1 / 3] * 3 + [-1])
+    assert group_advantages([0.0, 0.0], "group_mean") == [0.0, 0.0]
+    with pytest.raises(TrainingStopped, match="never negative"):
+        group_advantages([-1.0, 0.0], "group_mean")
+
+
+@given(st.lists(st.lists(st.one_of(st.none(), st.integers(0, 3).map(float)), min_size=2, max_size=4), max_size=4))
+def test_a_batch_is_standardized_over_its_tokens(rewards: list[list[float | None]]) -> None:
+    counts = [[1 + (i + j) % 3 for j in range(len(group))] for i, group in enumerate(rewards)]
+    for kind in ("batch_std", "group_batch_std"):
+        found = batch_advantages(rewards, counts, kind)
+        known = [value for group in found for value in group if value is not None]
+        assert [[a is None for a in group] for group in found] == [[r is None for r in group] for group in rewards]
+        flat = np.concatenate([np.zeros(0), *known])
+        if len(flat) > 1:
+            assert flat.mean() == pytest.approx(0, abs=1e-6)
+            assert flat.std(ddof=1) == pytest.approx(1, abs=1e-3) or not flat.any()
+
+
+def test_branches_of_an_episode_get_the_penalties_of_their_own_tokens() -> None:
+    """Turns 0 and 1 make one sequence, turn 2 goes on from turn 0 and makes another; tokens 5 6, 7, 8 are numbers 0 to
+    3. Each is penalized by its own estimate; what the rollout gets is the sum."""
+    turns = (Turn(None, [1], 2, "start"), Turn(0, [2], 1, ""), Turn(0, [3], 1, "edited"))
+    episode = Rollout([5, 6, 7, 8], [-1.0] * 4, [0] * 4, "t", "stop", turns=turns)
+    plain = Rollout([9], [-1.0], [0], "t", "stop")
+    groups = [Group(Prompt(0, (1,), "a"), [episode, plain], [1.0, 0.0])]
+    config = AlgorithmConfig(
+        advantage="group", kl_coef=0.5, kl_in=KlPlace.reward, kl_estimator=KlEstimator.k1, minibatches_per_step=1
+    )
+    drafts = draft_samples(groups, config)
+    assert [draft.numbers.tolist() for draft in drafts] == [[-1, 0, 1, -1, 2], [-1, -1, -1, -1, 3], [-1, 0]]
+    estimates = [[0.1, 0.2, 0.3], [0.4], [0.0]]
+    drafts = [
+        scored(draft, Scores(np.array(kl), None, np.array(kl))) for draft, kl in zip(drafts, estimates, strict=True)
+    ]
+    (samples,) = filled(drafts, groups, config, np.random.default_rng(0))
+    # 1 - 0.5 * (0.1 + 0.2 + 0.3 + 0.4) = 0.5 against 0: +-0.25
+    assert [set(sample.advantages[sample.loss_mask].tolist()) for sample in samples] == [{0.25}, {0.25}, {-0.25}]
+
+
+def test_equal_rewards_still_count_in_a_batch() -> None:
+    groups = [
+        Group(Prompt(0, (1,), "a"), [Rollout([9], [-0.5], [0], "t", "stop")] * 2, [reward] * 2) for reward in (1.0, 0.0)
+    ]
+    samples = build_samples(groups, AlgorithmConfig(advantage="batch_std"), np.random.default_rng(0))
+    assert [sample.advantages[-1] for sample in samples] == pytest.approx([0.866025, 0.866025, -0.866025, -0.866025])

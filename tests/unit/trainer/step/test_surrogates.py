@@ -1,0 +1,92 @@
+"""Promises of trainer/step/surrogates.py and kl.py: TRL's and verl's values, and formulas where nobody has them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from oracles.cases import CASES, inputs, ours
+
+from conf.schema import SHIPPED_LOSSES, AlgorithmConfig, KlEstimator
+from trainer.step.kl import kl_estimates
+from trainer.step.surrogates import LOSSES, LossTokens
+
+RECORDED = json.loads((Path(__file__).parents[3] / "oracles" / "recorded.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_gradients_equal_those_of_other_trainers(name):
+    """Recorded from TRL's and verl's own functions (`make oracles` computes them again)."""
+    for mine, theirs in zip(ours(CASES[name]), RECORDED[name], strict=True):
+        theirs = torch.tensor(theirs, dtype=torch.float64)
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6 * float(theirs.abs().max()))
+
+
+def tokens_of(logprobs, old, advantages, lengths):
+    n = len(logprobs)
+    zeros = torch.zeros(n, dtype=torch.float64)
+    sizes = torch.tensor(lengths)
+    return LossTokens(
+        logprobs_N=logprobs, old_logprobs_N=old, rollout_logprobs_N=old, advantages_N=advantages, weights_N=zeros + 1,
+        entropy_N=zeros, ref_logprobs_N=None,
+        sequence_index_N=torch.repeat_interleave(torch.arange(len(lengths)), sizes),
+        sequence_lengths_N=torch.repeat_interleave(sizes, sizes),
+        positions_N=torch.cat([torch.arange(size) for size in lengths]),
+        staleness_N=torch.zeros(n, dtype=torch.int64),
+    )  # fmt: skip
+
+
+def test_the_cases_reach_both_sides_of_every_bound():
+    given = inputs()
+    tokens = tokens_of(given["logprobs"], given["old"], given["advantages"], (5, 2, 7, 1))
+    for loss, bounds in (("clip", {"dual_clip": 1.15}), ("gspo", {"clip_high": 0.1, "clip_low": 0.05}), ("cispo", {})):
+        clipped = LOSSES[loss](tokens, AlgorithmConfig(loss=loss, **bounds))
+        assert clipped.is_clipped_high_N.any() and not clipped.is_clipped_high_N.all(), loss
+        assert clipped.is_clipped_low_N.any() or loss == "gspo", loss
+    dual = LOSSES["clip"](tokens, AlgorithmConfig(dual_clip=1.15))
+    plain = LOSSES["clip"](tokens, AlgorithmConfig())
+    assert (dual.loss_N < plain.loss_N).any() and (dual.loss_N <= plain.loss_N).all()
+
+
+@pytest.mark.parametrize("loss", SHIPPED_LOSSES)
+def test_where_the_ratio_is_one_every_loss_has_the_gradient_of_the_log_probability(loss):
+    given = inputs()
+    logprobs = given["logprobs"].requires_grad_()
+    tokens = tokens_of(logprobs, logprobs.detach(), given["advantages"], (5, 2, 7, 1))
+    (gradient,) = torch.autograd.grad(LOSSES[loss](tokens, AlgorithmConfig(loss=loss)).loss_N.sum(), logprobs)
+    torch.testing.assert_close(gradient, -given["advantages"])
+
+
+def test_gspo_clips_whole_responses():
+    """Ratios 1.2 and 1.25 of one response have the mean sqrt(1.5) = 1.2247; 1.0 of another is inside. A = 1."""
+    logprobs = torch.tensor([1.2, 1.25, 1.0], dtype=torch.float64).log().requires_grad_()
+    zeros = torch.zeros(3, dtype=torch.float64)
+    tokens = tokens_of(logprobs, zeros, zeros + 1, (2, 1))
+    found = LOSSES["gspo"](tokens, AlgorithmConfig(loss="gspo", clip_high=0.22))
+    (gradient,) = torch.autograd.grad(found.loss_N.sum(), logprobs)
+    assert found.is_clipped_high_N.tolist() == [True, True, False]
+    assert found.loss_N.tolist() == pytest.approx([-1.22, -1.22, -1.0])
+    assert gradient.tolist() == [0.0, 0.0, -1.0]
+
+
+@pytest.mark.parametrize("loss", SHIPPED_LOSSES)
+def test_wild_ratios_stay_finite(loss):
+    logprobs = torch.tensor([-0.1, -500.0, -0.1], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([-500.0, -0.1, -500.0], dtype=torch.float64)
+    tokens = tokens_of(logprobs, old, torch.tensor([1.0, -1.0, 0.0], dtype=torch.float64), (1, 1, 1))
+    found = LOSSES[loss](tokens, AlgorithmConfig(loss=loss)).loss_N
+    (gradient,) = torch.autograd.grad(found.sum(), logprobs)
+    assert torch.isfinite(found).all() and torch.isfinite(gradient).all()
+
+
+def test_estimates_of_kl_by_hand():
+    """pi = 2 ref: x = ln 2. k1 = ln 2, k2 = (ln 2)^2 / 2, k3 = 1/2 - 1 + ln 2. Gradients by log pi: 1, ln 2, 1/2."""
+    ln2 = torch.tensor([2.0], dtype=torch.float64).log()
+    values = {"k1": (ln2, 1.0), "k2": (ln2**2 / 2, ln2.item()), "k3": (ln2 - 0.5, 0.5)}
+    for name, (value, slope) in values.items():
+        logprobs = (ln2 - 3.0).requires_grad_()
+        found = kl_estimates(logprobs, torch.tensor([-3.0], dtype=torch.float64), KlEstimator(name))
+        torch.testing.assert_close(found, value)
+        assert torch.autograd.grad(found.sum(), logprobs)[0].item() == pytest.approx(slope)

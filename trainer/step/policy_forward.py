@@ -1,0 +1,138 @@
+"""Forward passes of the policy and its reference over one microbatch: log-probabilities, and the loss made of them.
+
+Owns the order of the two passes, and which arrays of a microbatch reach the loss. Does not own gradients, the optimizer
+or what ranks agree on (trainer/rank.py), the loss (loss.py), or how a decoder becomes the reference
+(trainer/model/reference.py). Invariant: every call runs the decoder equally often on all ranks, also for a microbatch
+without samples, because every layer is a collective. Shapes: N counted tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from conf.schema import AlgorithmConfig
+from trainer.model.decoder import Decoder
+from trainer.model.logprobs import token_logprobs
+from trainer.model.reference import ReferencePolicy
+from trainer.moe.replay import RecordedRoutes
+from trainer.step.kl import kl_estimates
+from trainer.step.loss import CountedTokens, PolicyLoss
+from trainer.step.microbatches import Microbatch, collate
+from trainer.types import Denominators, Sample, Scores
+
+
+class Loss(Protocol):
+    """policy_loss, sft_loss."""
+
+    def __call__(
+        self,
+        logprobs_N: Tensor,
+        entropy_N: Tensor,
+        tokens: CountedTokens,
+        algorithm: AlgorithmConfig,
+        denominators: Denominators,
+        mask_log_ratio: float = 0.0,
+    ) -> PolicyLoss: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyForward:
+    """See the module's docstring."""
+
+    decoder: Decoder
+    reference: ReferencePolicy | None
+    """None: the loss needs none."""
+    loss_of: Loss
+    algorithm: AlgorithmConfig
+    temperature: float
+    """Of the rollouts' softmax."""
+    chunk_tokens: int
+    """trainer.logprob_chunk_tokens."""
+    mask_log_ratio: float
+    """parity.mask_log_ratio."""
+    device: torch.device
+
+    def loss(self, micro: Microbatch, denominators: Denominators) -> tuple[PolicyLoss, Tensor]:
+        """The loss, and the log-probabilities of the policy before the step's first update. The reference runs first,
+        while no activations are held."""
+        ref_logprobs_N = None if micro.ref_logprobs is None else self._to_device(micro.ref_logprobs)
+        if ref_logprobs_N is None and self.reference is not None:
+            ref_logprobs_N = self._reference_logprobs(micro, self.reference)
+        routes = self._routes(micro)
+        logprobs_N, entropy_N = self._logprobs(micro, routes)
+        tokens = CountedTokens(
+            rollout_logprobs_N=self._to_device(micro.rollout_logprobs),
+            advantages_N=self._to_device(micro.advantages),
+            sequence_lengths_N=self._to_device(micro.sequence_lengths),
+            sequence_index_N=self._to_device(micro.sequence_index),
+            positions_N=self._to_device(micro.response_positions),
+            staleness_N=self._to_device(micro.staleness),
+            old_logprobs_N=None if micro.old_logprobs is None else self._to_device(micro.old_logprobs),
+            ref_logprobs_N=ref_logprobs_N,
+        )
+        part = self.loss_of(logprobs_N, entropy_N, tokens, self.algorithm, denominators, self.mask_log_ratio)
+        if routes is not None:
+            part.sums["parity/num_flipped"] = torch.stack(routes.flipped).sum().double()
+            part.sums["parity/num_routings"] = routes.num_routings.double()
+        return part, logprobs_N.detach() if tokens.old_logprobs_N is None else tokens.old_logprobs_N
+
+    @torch.no_grad()
+    def scores(self, samples: Sequence[Sample], policy_version: int) -> list[Scores]:
+        """What updates of these samples need to know of the policy before the first one."""
+        micro = collate(samples, policy_version)
+        ref_logprobs_N = None if self.reference is None else self._reference_logprobs(micro, self.reference)
+        logprobs_N, _ = self._logprobs(micro, self._routes(micro))
+        kl_N = None
+        if ref_logprobs_N is not None and self.algorithm.penalizes_rewards:
+            kl_N = kl_estimates(logprobs_N, ref_logprobs_N, self.algorithm.kl_estimator)
+        counts = [sample.num_valid_tokens for sample in samples]
+
+        def split(values_N: Tensor | None) -> list[Any]:
+            if values_N is None:
+                return [None] * len(counts)
+            return [one.numpy() for one in values_N.cpu().split(counts)] if counts else []
+
+        parts = zip(split(logprobs_N), split(ref_logprobs_N), split(kl_N), strict=True)
+        return [Scores(logprobs, ref_logprobs, kl) for logprobs, ref_logprobs, kl in parts]
+
+    def _reference_logprobs(self, micro: Microbatch, reference: ReferencePolicy) -> Tensor:
+        with reference.active():
+            return self._logprobs(micro, self._routes(micro))[0]
+
+    def _routes(self, micro: Microbatch) -> RecordedRoutes | None:
+        """What the engine recorded for one forward pass. The reference replays it too: its distance from the policy is
+        one of weights, not of choices at near-ties."""
+        if micro.routed_experts is None or micro.has_route is None:
+            return None
+        return RecordedRoutes(self._to_device(micro.routed_experts), self._to_device(micro.has_route))
+
+    def _logprobs(self, micro: Microbatch, routes: RecordedRoutes | None) -> tuple[Tensor, Tensor]:
+        """(log-probability, entropy) of every counted token. The head runs only on the rows that predict one."""
+        hidden_TH = self.decoder(
+            self._to_device(micro.token_ids),
+            self._to_device(micro.positions),
+            torch.from_numpy(micro.cu_seqlens),  # stays on the host: it decides shapes
+            routes,
+        )
+        hidden_NH = hidden_TH.index_select(0, self._to_device(micro.predictor_rows))
+        targets_N = self._to_device(micro.targets)
+        return self.decoder.apply_head(
+            lambda rows_NH, weight_VH: token_logprobs(
+                rows_NH,
+                weight_VH,
+                targets_N,
+                temperature=self.temperature,
+                chunk_tokens=self.chunk_tokens,
+                head=self.decoder.head,
+                differentiate_entropy=self.algorithm.entropy_coef != 0,
+            ),
+            hidden_NH,
+        )
+
+    def _to_device(self, array: Any) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
