@@ -5,7 +5,8 @@
 
 A control is the quick start without what is tested: `no_publish` never sends a trained version to the engines,
 `shuffled` permutes advantages within each group. Neither may learn. `flat_engine_none` and `flat_engine_tis` have a
-mismatch of trainer and engine, without and with a correction (docs/parity.md). `uneven_on_policy` and
+mismatch of trainer and engine, without and with a correction (docs/parity.md). `algorithm_<preset>` is the quick start
+with that preset (docs/algorithms.md). `uneven_on_policy` and
 `uneven_staleness_2` have engines whose groups take 0.5 s at the median and up to 4 s (docs/staleness.md). Figures are
 medians over the steps after the first two (warm-up). Prints its environment and a table; writes
 bench/results/runs-<device>.json.
@@ -29,12 +30,32 @@ sys.path[0] = str(ROOT)
 
 from bench.environment import environment  # noqa: E402
 
+STALE = ["algorithm.max_staleness_steps=1"]
+"""Without it the ratio to the engine is 1, so that no bound and no gate acts."""
+ALGORITHMS = {
+    "grpo": [],
+    "grpo_minibatches": [],
+    "dapo": STALE,
+    "dr_grpo": [],
+    "rloo": [],
+    "maxrl": [],
+    "reinforce_pp": [],
+    "reinforce_pp_baseline": [],
+    "gspo": STALE,
+    "cispo": STALE,
+    "sapo": STALE,
+}
+"""Presets of conf/algorithm, as they are but for the quick start's sizes."""
 SCENARIOS = {
     "quickstart": ["experiment=quickstart"],
     "no_publish": ["experiment=quickstart", "weight_sync.enabled=false"],
     "shuffled": ["experiment=quickstart", "algorithm.shuffle_advantages=true"],
     "flat_engine_none": ["experiment=quickstart", "rollout.eval_temperature=0", "algorithm.correction=none"],
     "flat_engine_tis": ["experiment=quickstart", "rollout.eval_temperature=0", "algorithm.correction=tis"],
+    **{
+        f"algorithm_{name}": ["experiment=quickstart", f"algorithm={name}", *words]
+        for name, words in ALGORITHMS.items()
+    },
     "async": ["experiment=quickstart", "algorithm.max_staleness_steps=2"],
     "uneven_on_policy": ["experiment=quickstart", "rollout.max_concurrent_groups=24"],
     "uneven_staleness_2": [
@@ -107,6 +128,8 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "watermark_bytes": median("sync/watermark_bytes"),
         "k3_max": max(values("parity/k3"), default=None),
         "k3_median": median("parity/k3"),
+        "clip_fraction": statistics.mean(values("loss/clip_fraction")) if values("loss/clip_fraction") else None,
+        "updates": median("optim/updates"),
         "entropy_first": steps[0].get("policy/entropy") if steps else None,
         "entropy_last": steps[-1].get("policy/entropy") if steps else None,
         "rollout_tokens_per_s": median("rollout/tokens_per_s"),

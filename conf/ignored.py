@@ -15,6 +15,7 @@ from conf.errors import ConfigError
 from conf.options import options_by_name
 from conf.schema import (
     READ_AN_ANSWER,
+    SHIPPED_LOSSES,
     AlgorithmConfig,
     Correction,
     Curriculum,
@@ -272,7 +273,8 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
 
 
 def _reasons_of_loss(algorithm: AlgorithmConfig) -> tuple[Ignored, ...]:
-    """Reasons about the loss of a token."""
+    """Reasons about the loss of a token. A function of the user's own may read every option."""
+    is_shipped = algorithm.loss in SHIPPED_LOSSES
     return (
         Ignored(
             (
@@ -283,7 +285,7 @@ def _reasons_of_loss(algorithm: AlgorithmConfig) -> tuple[Ignored, ...]:
                 "algorithm.sapo_tau_positive",
                 "algorithm.sapo_tau_negative",
             ),
-            algorithm.ratio_is_one,
+            algorithm.ratio_is_one and is_shipped,
             "algorithm.ratio_baseline=trainer, whose ratio is 1 in the one update of a step",
             "remove it, or set algorithm.ratio_baseline=rollout algorithm.correction=none, or "
             "algorithm.minibatches_per_step",
@@ -296,13 +298,13 @@ def _reasons_of_loss(algorithm: AlgorithmConfig) -> tuple[Ignored, ...]:
         ),
         Ignored(
             "algorithm.dual_clip",
-            algorithm.loss != "clip",
+            algorithm.loss != "clip" and is_shipped,
             f"algorithm.loss={algorithm.loss}",
             "remove it, or set algorithm.loss=clip",
         ),
         Ignored(
             ("algorithm.sapo_tau_positive", "algorithm.sapo_tau_negative"),
-            algorithm.loss != "sapo",
+            algorithm.loss != "sapo" and is_shipped,
             f"algorithm.loss={algorithm.loss}",
             "remove it, or set algorithm.loss=sapo",
         ),

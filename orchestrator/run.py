@@ -28,7 +28,7 @@ from orchestrator.files.disk_space import naming_a_full_disk
 from orchestrator.files.loggers.logger import open_loggers
 from orchestrator.files.metrics_catalogue import RewardNames, catalogue
 from orchestrator.files.run_checkpoint import CheckpointStore, complete_checkpoints, fingerprint, step_of
-from orchestrator.files.run_folder import RunFolder, changed_options, open_run_folder, write_description
+from orchestrator.files.run_folder import RunFolder, changed_options, keep_sources, open_run_folder, write_description
 from orchestrator.files.run_log import ProgressLine, RunLog
 from orchestrator.files.startup import RUN, Startup
 from orchestrator.files.telemetry import Telemetry
@@ -103,6 +103,7 @@ def run(config: RunConfig, overrides: list[str]) -> RunResult:
         try:
             with naming_a_full_disk(folder.root):
                 write_description(folder, config, overrides)  # under the lock: they may be another process's
+                keep_sources(folder, config)
                 result = asyncio.run(_interruptible(train(config, folder, log), folder))
         except BaseException as error:
             logger.debug("the run has ended early", exc_info=True)  # run.log alone: the caller tells people

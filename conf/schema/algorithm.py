@@ -116,7 +116,7 @@ class AlgorithmConfig:
     of its group (GRPO). group: r - mean (Dr. GRPO). leave_one_out: r - the mean of the group's others (RLOO).
     group_mean: (r - mean) / mean (MaxRL), for rewards that are never negative. batch_std: r, standardized over the
     tokens of the batch (REINFORCE++). group_batch_std: r - the group's mean, standardized in the same way
-    (REINFORCE++ with baseline).
+    (REINFORCE++ with baseline). Or a function of your own, FILE.py:function or package.module:function.
     """
     shuffle_advantages: bool = False
     """Permute the advantages of whole responses within each group: a control that must not learn."""
@@ -133,7 +133,8 @@ class AlgorithmConfig:
     """What a token's ratio and advantage make of its loss (docs/algorithms.md has the formulas). clip: PPO's clipped
     ratio. gspo: the same with the response's geometric mean of ratios. cispo: log-probability times clipped ratio, so
     that every token keeps a gradient. sapo: a smooth gate in place of the clip. With ratio_baseline=trainer and one
-    update of a batch the ratio is 1, and all four have the same gradient.
+    update of a batch the ratio is 1, and all four have the same gradient. Or a function of your own, FILE.py:function
+    or package.module:function.
     """
     clip_low: float = 0.2
     """Lower clip of the importance ratio: 1 - clip_low; 1: none. Ignored where the ratio is 1, and with loss=sapo."""
@@ -207,8 +208,9 @@ class AlgorithmConfig:
             f"groups are not divided; got {self.minibatches_per_step}",
         )
         require(
-            self.advantage in SHIPPED_ADVANTAGES,
-            f"algorithm.advantage must be one of {', '.join(SHIPPED_ADVANTAGES)}, got {self.advantage!r}",
+            self.advantage in SHIPPED_ADVANTAGES or _is_a_function(self.advantage),
+            f"algorithm.advantage must be one of {', '.join(SHIPPED_ADVANTAGES)}, FILE.py:function or "
+            f"package.module:function, got {self.advantage!r}",
         )
         at_least(
             0,
@@ -231,8 +233,9 @@ class AlgorithmConfig:
             sapo_tau_negative=self.sapo_tau_negative,
         )
         require(
-            self.loss in SHIPPED_LOSSES,
-            f"algorithm.loss must be one of {', '.join(SHIPPED_LOSSES)}, got {self.loss!r}",
+            self.loss in SHIPPED_LOSSES or _is_a_function(self.loss),
+            f"algorithm.loss must be one of {', '.join(SHIPPED_LOSSES)}, FILE.py:function or package.module:function, "
+            f"got {self.loss!r}",
         )
         require(
             self.dual_clip is None or 1 < self.dual_clip < math.inf,
@@ -282,3 +285,8 @@ class AlgorithmConfig:
             low if self.correction_min is None else self.correction_min,
             high if self.correction_max is None else self.correction_max,
         )
+
+
+def _is_a_function(value: str) -> bool:
+    place, _, name = value.rpartition(":")
+    return bool(place) and name.isidentifier()

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from conf.functions import absolute
 from conf.schema import Objective, RunConfig, TrainMode
 from orchestrator.cluster.actors import TrainerActor, TrainerOptions
 from orchestrator.cluster.ray_cluster import RayCluster
@@ -56,7 +58,7 @@ async def start_trainer_ranks(
     options = TrainerOptions(
         model=config.model,
         trainer=config.trainer,
-        algorithm=config.algorithm,
+        algorithm=replace(config.algorithm, loss=absolute(config.algorithm.loss)),
         sampling_temperature=config.rollout.sampling.temperature,
         weight_sync=config.weight_sync,
         seed=config.run.seed,

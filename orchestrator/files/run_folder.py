@@ -21,6 +21,7 @@
       adapter/           the trained adapter, in PEFT format (merged/ when trainer.mode=full)
       rewards.log        whatever rewards print
       reward_source.py   the file that defines the reward, where that is a function
+      loss_source.py, advantage_source.py    the same of algorithm.loss and algorithm.advantage
       ray/               logs of workers
       control/           requests to the run while it goes on (slipstream recover, slipstream stop)
 
@@ -31,6 +32,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import shlex
@@ -46,7 +48,10 @@ from typing import Any, cast
 import yaml
 
 from conf.errors import ConfigError
-from conf.schema import RunConfig, RunSection
+from conf.functions import is_function_path, source_of
+from conf.schema import Objective, RunConfig, RunSection
+
+logger = logging.getLogger(__name__)
 
 _PACKAGES = (
     "slipstream-rl",
@@ -215,6 +220,20 @@ def write_description(folder: RunFolder, config: RunConfig, overrides: list[str]
     """Write config.yaml and environment.json. Done before anything is started, so that a failed run explains itself."""
     _put(folder.config, yaml.safe_dump(to_plain(asdict(config)), sort_keys=False))
     _put(folder.environment, json.dumps(describe_environment(overrides), indent=2) + "\n")
+
+
+def keep_sources(folder: RunFolder, config: RunConfig) -> None:
+    """Copy the files of a loss and an advantage of the user's own into the run folder, and log their hashes."""
+    algorithm = config.algorithm
+    for name, value in (("loss", algorithm.loss), ("advantage", algorithm.advantage)):
+        if algorithm.objective is not Objective.policy or not is_function_path(value):
+            continue
+        source = source_of(value)
+        if source is None:
+            logger.warning("algorithm.%s=%s: its file was not copied into the run folder", name, value)
+            continue
+        (folder.root / f"{name}_source.py").write_bytes(source.content)
+        logger.info("algorithm.%s=%s: %s, sha256 %s", name, value, source.path, source.sha256)
 
 
 def saved_options(run: Path) -> dict[str, Any]:

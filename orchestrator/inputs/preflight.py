@@ -15,13 +15,17 @@ import importlib.util
 import json
 import math
 import os
+import pickle
 import socket
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from conf.errors import ConfigError, SlipstreamError
+from conf.functions import is_function_path
 from conf.model_checks import check_architecture, check_packed_base_reaches_engines
 from conf.options import did_you_mean
 from conf.schema import Device, Init, Objective, RunConfig, TrainMode
@@ -43,6 +47,7 @@ from orchestrator.inputs.machine_checks import (
 )
 from orchestrator.inputs.model_files import check_checkpoint_files
 from orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
+from orchestrator.inputs.own_advantage import try_advantage
 from orchestrator.inputs.prompt_rows import check_data
 from orchestrator.inputs.text_encoder import TextEncoder, check_holds_tokenizer, tokenizer_folder
 from orchestrator.machine import HERE, Machine, nearest_existing
@@ -54,6 +59,9 @@ from trainer.architecture.model_spec import ModelSpec
 
 MIN_FREE_BYTES = 256 << 20
 """Free space below which a run is refused: logs, metrics and the checkpoints of a tiny model."""
+
+TRY_S = 300.0
+"""Longest that a loss of the user's own may take to be tried, PyTorch's import included."""
 
 _PACKAGES = ("torch", "vllm", "ray", "mooncake", "transformers", "safetensors")
 
@@ -247,6 +255,29 @@ def check_reward_loads(config: RunConfig) -> Fact:
     return Fact("reward", ", ".join(f"{part.weight:g} x {name}" for name, part in parts) or config.reward.kind)
 
 
+def check_algorithm_loads(config: RunConfig) -> Fact:
+    """A loss and an advantage of the user's own can be imported and called; the loss in a process of its own."""
+    algorithm = config.algorithm
+    own = [value for value in (algorithm.loss, algorithm.advantage) if is_function_path(value)]
+    if algorithm.objective is not Objective.policy or not own:
+        return Fact("algorithm", "its functions ship")
+    problems: list[str] = []
+    if is_function_path(algorithm.advantage):
+        try:
+            try_advantage(algorithm.advantage)
+        except ConfigError as error:
+            problems.append(str(error))
+    if is_function_path(algorithm.loss):
+        command = [sys.executable, "-m", "trainer.step.own_loss"]
+        tried = subprocess.run(command, input=pickle.dumps(algorithm), capture_output=True, timeout=TRY_S, check=False)
+        if tried.returncode != 0:
+            said = tried.stderr.decode(errors="replace").strip().splitlines()
+            problems.append(said[-1] if said else f"algorithm.loss={algorithm.loss} ended its process")
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return Fact("algorithm", " and ".join(own))
+
+
 def check_agent_loads(config: RunConfig) -> Fact:
     """The agent can be imported, tried in a process of its own; its tool parser is known and its port is free."""
     name, episodes = config.rollout.agent, config.rollout.episodes
@@ -316,6 +347,7 @@ OPTION_CHECKS = (
     check_evaluation,
     check_routes,
     check_reward_loads,
+    check_algorithm_loads,
     check_agent_loads,
     check_loggers,
 )

@@ -56,7 +56,7 @@ from orchestrator.loop.floor import measure_floor
 from orchestrator.loop.ports import LoopServices, Stopwatch
 from orchestrator.loop.publication import Publication
 from orchestrator.loop.sampler import Sampler
-from orchestrator.loop.samples import Draft, draft_samples, filled
+from orchestrator.loop.samples import Draft, advantage_function, draft_samples, filled
 from orchestrator.loop.shown import join, mark
 from orchestrator.loop.step_loop import StepLoop
 from orchestrator.loop.updates import score, update
@@ -87,6 +87,7 @@ class Controller(StepLoop):
         self.sampler = Sampler(config, services, self.buffer)
         self._evaluations = Evaluations(config, services, self.sampler)
         self._shuffle_rng = np.random.default_rng([config.run.seed, 0x5A])
+        self._advantages_of = advantage_function(config.algorithm)
         self._num_reported = (0, 0, 0, 0)
 
     async def train(self) -> None:
@@ -165,7 +166,7 @@ class Controller(StepLoop):
         if config.algorithm.scores_first:
             drafts = await score(trainer, drafts, config, trained_version)
             clock.lap("trainer/score_s")
-        groups = filled(drafts, batch.groups, config.algorithm, self._shuffle_rng)
+        groups = filled(drafts, batch.groups, config.algorithm, self._shuffle_rng, self._advantages_of)
         places = shown_rollouts(batch.groups, config.run.samples_per_step)
         groups = [mark(samples, places) for samples in groups]
         done = await update(trainer, groups, config, trained_version, self._shuffle_rng, clock)

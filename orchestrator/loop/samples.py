@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from conf.functions import is_function_path
 from conf.schema import AlgorithmConfig
+from orchestrator.inputs.own_advantage import AdvantageFunction, own_advantage
 from orchestrator.loop.advantages import batch_advantages
 from rollout.branches import Branch, branches_of
 from rollout.types import Group
@@ -57,8 +59,25 @@ def draft_samples(groups: Sequence[Group], config: AlgorithmConfig) -> list[Draf
     return [draft for draft in drafts if draft.sample.num_valid_tokens]
 
 
+def advantage_function(config: AlgorithmConfig) -> AdvantageFunction:
+    """The advantage that algorithm.advantage names: one that ships, or a function of the user's own.
+
+    Raises:
+        ConfigError: The function cannot be imported, or takes other arguments.
+    """
+    if is_function_path(config.advantage):
+        return own_advantage(config.advantage)
+    return lambda groups, penalties: batch_advantages(
+        [group.rewards for group in groups], _num_tokens(groups), config.advantage, penalties
+    )
+
+
 def filled(
-    drafts: Sequence[Draft], groups: Sequence[Group], config: AlgorithmConfig, shuffle_rng: np.random.Generator
+    drafts: Sequence[Draft],
+    groups: Sequence[Group],
+    config: AlgorithmConfig,
+    shuffle_rng: np.random.Generator,
+    advantages_of: AdvantageFunction,
 ) -> list[list[Sample]]:
     """The samples of each group, with advantages: all branches of an episode have the episode's.
 
@@ -66,9 +85,9 @@ def filled(
     among the siblings of each group that are trained on: same rewards, same lengths, same loss scale, and nothing to
     learn from.
     """
-    num_tokens = [[len(rollout.token_ids) for rollout in group.rollouts] for group in groups]
+    num_tokens = _num_tokens(groups)
     penalties = _penalties(drafts, num_tokens, config) if config.penalizes_rewards else None
-    advantages = batch_advantages([group.rewards for group in groups], num_tokens, config.advantage, penalties)
+    advantages = advantages_of(groups, penalties)
     if config.shuffle_advantages:
         for i, of_group in enumerate(advantages):
             trained = sorted({draft.rollout for draft in drafts if draft.group == i})
@@ -87,7 +106,8 @@ def filled(
 
 def build_samples(groups: Sequence[Group], config: AlgorithmConfig, shuffle_rng: np.random.Generator) -> list[Sample]:
     """All samples of a batch whose log-probabilities are not needed first."""
-    return [sample for group in filled(draft_samples(groups, config), groups, config, shuffle_rng) for sample in group]
+    by_group = filled(draft_samples(groups, config), groups, config, shuffle_rng, advantage_function(config))
+    return [sample for group in by_group for sample in group]
 
 
 def scored(draft: Draft, scores: Scores) -> Draft:
@@ -124,6 +144,10 @@ def denominators_of(samples: Sequence[Sample], policy_version: int, max_response
         policy_version=policy_version,
         num_possible_tokens=len(samples) * max_response_tokens,
     )
+
+
+def _num_tokens(groups: Sequence[Group]) -> list[list[int]]:
+    return [[len(rollout.token_ids) for rollout in group.rollouts] for group in groups]
 
 
 def _penalties(

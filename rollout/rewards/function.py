@@ -10,16 +10,14 @@ Runs inside reward processes only: a user's module is never imported into the co
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from conf import functions
+from conf.errors import ConfigError
 from conf.schema import RewardPart
 from rollout.errors import RewardError
 from rollout.rewards.code_tests import code_reward
@@ -84,24 +82,11 @@ def import_function(kind: str, section: str) -> Callable[..., Any]:
     Raises:
         RewardError: The module does not import, has no such name, or it is not a function of three arguments.
     """
-    place, _, name = kind.rpartition(":")
-    is_file = place.endswith(".py")
-    if is_file and not Path(place).is_file():
-        raise RewardError(f"{section}.kind={kind}: there is no file {Path(place).absolute()}")
     try:
-        module = _load_file(Path(place)) if is_file else importlib.import_module(place)
-    except Exception as e:
-        is_missing = isinstance(e, ModuleNotFoundError) and e.name in (place, place.partition(".")[0])
-        cure = (
-            "; start the run in the folder that holds it, put that folder on PYTHONPATH, or name the file: "
-            f"{section}.kind=FOLDER/FILE.py:{name}"
-        )
-        raise RewardError(
-            f"{section}.kind={kind}: importing {place!r} failed: {type(e).__name__}: {e}{cure if is_missing else ''}"
-        ) from e
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise RewardError(f"{section}.kind={kind}: {place!r} has no function {name!r}")
+        function = functions.import_function(f"{section}.kind", kind)
+    except ConfigError as e:
+        raise RewardError(str(e)) from e
+    name = kind.rpartition(":")[2]
     try:
         inspect.signature(function).bind("prompt", "response", {})
     except TypeError as e:
@@ -127,14 +112,3 @@ def _source_file(function: Callable[..., Any]) -> str:
         return inspect.getsourcefile(inspect.unwrap(function)) or ""
     except TypeError:  # a built-in, or an object that can be called
         return ""
-
-
-def _load_file(file: Path) -> ModuleType:
-    """Import the file as a module. It can import files beside it, and does not hide an installed module."""
-    sys.path.append(str(file.absolute().parent))
-    spec = importlib.util.spec_from_file_location(file.stem, file.absolute())
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(file.stem, module)
-    spec.loader.exec_module(module)
-    return module

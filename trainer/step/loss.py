@@ -35,7 +35,8 @@ from conf.schema import AlgorithmConfig, KlEstimator, KlPlace, Normalization, Ra
 from trainer.step.corrections import LOG_RATIO_BOUND, correction_sums, importance_weights
 from trainer.step.kl import kl_estimates
 from trainer.step.mismatch import measure_mismatch
-from trainer.step.surrogates import LOSSES, LossTokens
+from trainer.step.own_loss import loss_function
+from trainer.step.surrogates import LossTokens
 from trainer.types import Denominators, LossStats, Origin, Sample
 
 
@@ -97,7 +98,7 @@ def policy_loss(
         log_ratio_N, tokens.sequence_lengths_N, tokens.sequence_index_N, algorithm, mask_log_ratio
     )
     is_from_rollout = algorithm.ratio_baseline is RatioBaseline.rollout
-    losses = LOSSES[algorithm.loss](
+    losses = loss_function(algorithm.loss)(
         LossTokens(
             logprobs_N=logprobs_N,
             old_logprobs_N=tokens.rollout_logprobs_N if is_from_rollout else first_N,

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes.loop import Loop, make_config
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.advantages import ADVANTAGE_CASES, our_advantages
 
 from conf.schema import AlgorithmConfig, KlEstimator, KlPlace
 from orchestrator.errors import TrainingStopped
 from orchestrator.loop.advantages import batch_advantages, group_advantages
-from orchestrator.loop.samples import build_samples, draft_samples, filled, scored
+from orchestrator.loop.samples import advantage_function, build_samples, draft_samples, filled, scored
 from orchestrator.loop.updates import combined, minibatches
 from rollout.types import Group, Prompt, Rollout, Turn
 from trainer.types import OptimStats, Scores
@@ -23,6 +23,7 @@ from trainer.types import OptimStats, Scores
 RECORDED = json.loads((Path(__file__).parents[3] / "oracles" / "recorded.json").read_text())["cases"]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 4), st.integers(0, 99))
 def test_every_group_is_in_one_update_of_every_epoch(groups: int, parts: int, epochs: int, seed: int) -> None:
     parts = min(parts, groups)
@@ -99,6 +100,7 @@ def test_group_mean_weighs_by_how_rare_a_success_is() -> None:
         group_advantages([-1.0, 0.0], "group_mean")
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.one_of(st.none(), st.integers(0, 3).map(float)), min_size=2, max_size=4), max_size=4))
 def test_a_batch_is_standardized_over_its_tokens(rewards: list[list[float | None]]) -> None:
     counts = [[1 + (i + j) % 3 for j in range(len(group))] for i, group in enumerate(rewards)]
@@ -128,7 +130,7 @@ def test_branches_of_an_episode_get_the_penalties_of_their_own_tokens() -> None:
     drafts = [
         scored(draft, Scores(np.array(kl), None, np.array(kl))) for draft, kl in zip(drafts, estimates, strict=True)
     ]
-    (samples,) = filled(drafts, groups, config, np.random.default_rng(0))
+    (samples,) = filled(drafts, groups, config, np.random.default_rng(0), advantage_function(config))
     # 1 - 0.5 * (0.1 + 0.2 + 0.3 + 0.4) = 0.5 against 0: +-0.25
     assert [set(sample.advantages[sample.loss_mask].tolist()) for sample in samples] == [{0.25}, {0.25}, {-0.25}]
 

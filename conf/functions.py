@@ -1,0 +1,100 @@
+"""A function that an option names: `FILE.py:function`, or `package.module:function`.
+
+Owns: finding, importing and describing it. Does not own: what it is called with, or in which process it runs. Whoever
+calls `import_function` runs code of the user's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from conf.errors import ConfigError
+
+
+def is_function_path(value: str) -> bool:
+    """Whether an option's value names a function rather than something that ships."""
+    return ":" in value
+
+
+def absolute(value: str) -> str:
+    """The same function, for processes that run in another folder."""
+    place, _, name = value.rpartition(":")
+    return f"{Path(place).absolute()}:{name}" if place.endswith(".py") else value
+
+
+def import_function(option: str, value: str) -> Callable[..., Any]:
+    """The function that `value` names.
+
+    Raises:
+        ConfigError: The module does not import, or has no such function; the message names the option and the cure.
+    """
+    place, _, name = value.rpartition(":")
+    is_file = place.endswith(".py")
+    if is_file and not Path(place).is_file():
+        raise ConfigError(f"{option}={value}: there is no file {Path(place).absolute()}")
+    try:
+        module = _load_file(Path(place)) if is_file else importlib.import_module(place)
+    except Exception as e:
+        is_missing = isinstance(e, ModuleNotFoundError) and e.name in (place, place.partition(".")[0])
+        cure = (
+            "; start the run in the folder that holds it, put that folder on PYTHONPATH, or name the file: "
+            f"{option}=FOLDER/FILE.py:{name}"
+        )
+        raise ConfigError(
+            f"{option}={value}: importing {place!r} failed: {type(e).__name__}: {e}{cure if is_missing else ''}"
+        ) from e
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{option}={value}: {place!r} has no function {name!r}")
+    return function
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The file that holds a function, as it is when it is read."""
+
+    path: Path
+    content: bytes
+
+    @property
+    def sha256(self) -> str:
+        """Of the content, in hexadecimal digits."""
+        return hashlib.sha256(self.content).hexdigest()
+
+
+def source_of(value: str) -> Source | None:
+    """The file that `value` names, without importing it; None where there is no such file."""
+    place = value.rpartition(":")[0]
+    if place.endswith(".py"):
+        path = Path(place).absolute()
+    else:
+        try:
+            spec = importlib.util.find_spec(place)
+        except (ImportError, ValueError):
+            return None
+        if spec is None or spec.origin is None:
+            return None
+        path = Path(spec.origin)
+    try:
+        return Source(path, path.read_bytes())
+    except OSError:
+        return None
+
+
+def _load_file(file: Path) -> ModuleType:
+    """Import the file as a module. It can import files beside it, and does not hide an installed module."""
+    sys.path.append(str(file.absolute().parent))
+    spec = importlib.util.spec_from_file_location(file.stem, file.absolute())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(file.stem, module)
+    spec.loader.exec_module(module)
+    return module

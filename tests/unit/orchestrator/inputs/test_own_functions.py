@@ -1,0 +1,106 @@
+"""Locks: a loss and an advantage of the user's own are called, copied and refused with one message each."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conf.errors import ConfigError
+from conf.functions import source_of
+from conf.schema import AlgorithmConfig, RunConfig
+from orchestrator.errors import TrainingStopped
+from orchestrator.files.run_folder import RunFolder, keep_sources
+from orchestrator.inputs.own_advantage import own_advantage, try_advantage
+from orchestrator.loop.samples import build_samples
+from rollout.types import Group, Prompt, Rollout
+
+OWN = """
+import numpy as np
+
+def centred(groups):
+    return [[None if r is None else r - 0.5 for r in group.rewards] for group in groups]
+
+def by_token(groups):
+    return [[np.arange(len(rollout.token_ids)) for rollout in group.rollouts] for group in groups]
+
+def short(groups):
+    return [[0.0] for group in groups]
+
+def flat(groups):
+    return 1.0
+
+def nan(groups):
+    return [[float("nan")] * len(group.rollouts) for group in groups]
+
+def text(groups):
+    return [["good"] * len(group.rollouts) for group in groups]
+
+def raises(groups):
+    return groups[0].rollouts[9]
+
+def two(groups, config):
+    return []
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path / "own.py"
+
+
+def a_group(rewards: list[float | None]) -> Group:
+    rollouts = [Rollout([9] * (i + 1), [-0.5] * (i + 1), [0] * (i + 1), "t", "stop") for i in range(len(rewards))]
+    return Group(Prompt(0, (1,), "a"), rollouts, rewards)
+
+
+def test_numbers_of_responses_and_of_tokens_reach_the_samples(path: Path) -> None:
+    groups = [a_group([1.0, None, 0.0])]
+    samples = build_samples(groups, AlgorithmConfig(advantage=f"{path}:centred"), np.random.default_rng(0))
+    assert [sample.advantages.tolist() for sample in samples] == [[0, 0.5], [0, -0.5, -0.5, -0.5]]
+    samples = build_samples(groups, AlgorithmConfig(advantage=f"{path}:by_token"), np.random.default_rng(0))
+    assert [sample.advantages.tolist() for sample in samples] == [[0, 0], [0, 0, 1, 2]]
+
+
+def test_penalties_come_off_the_rewards_that_it_sees(path: Path) -> None:
+    found = own_advantage(f"{path}:centred")([a_group([1.0, 0.0])], [[np.array([0.25]), np.array([0.5, 0.5])]])
+    assert [values.tolist() for values in found[0] if values is not None] == [[0.25], [-1.5, -1.5]]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("short", "group 0: it returned no list of 3 advantages"),
+        ("flat", "it returned no list of 2 lists, one for each group"),
+        ("nan", "group 0, response 0: it returned nan"),
+        ("text", "group 0, response 0: it returned 'good'"),
+        ("raises", "raised IndexError"),
+        ("two", r"it must be \(groups\) -> for each group"),
+        ("nothing", "has no function 'nothing'"),
+    ],
+)
+def test_what_is_wrong_with_an_advantage_is_one_message(path: Path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^algorithm\.advantage={path}:{name}.*{message}"):
+        try_advantage(f"{path}:{name}")
+
+
+def test_numbers_that_are_not_finite_end_the_run_with_the_response(path: Path) -> None:
+    with pytest.raises(TrainingStopped, match="group 0, response 0: it returned nan"):
+        own_advantage(f"{path}:nan")([a_group([1.0, 0.0])], None)
+
+
+def test_their_files_are_kept_with_their_hashes(path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = RunConfig()
+    own = replace(config.algorithm, loss=f"{path}:centred", advantage="orchestrator.loop.advantages:whitened")
+    (tmp_path / "run").mkdir()
+    with caplog.at_level(logging.INFO):
+        keep_sources(RunFolder(tmp_path / "run"), replace(config, algorithm=own))
+    assert (tmp_path / "run" / "loss_source.py").read_text() == OWN
+    assert "def whitened(" in (tmp_path / "run" / "advantage_source.py").read_text()
+    assert hashlib.sha256(OWN.encode()).hexdigest() in caplog.text
+    assert source_of("no_such_module_at_all.inside:f") is None

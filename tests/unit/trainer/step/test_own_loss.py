@@ -1,0 +1,94 @@
+"""Locks: what a loss of the user's own gets; whatever is wrong with it is one message that names the option."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from oracles.cases import Case, ours
+
+from conf.errors import ConfigError, SlipstreamError
+from conf.schema import AlgorithmConfig
+from trainer.step.own_loss import loss_function, try_loss
+
+OWN = '''
+import torch
+
+def clipped(tokens, algorithm):
+    """The loss that ships, written once more."""
+    ratio, a = tokens.log_ratio_N.exp(), tokens.advantages_N
+    return -torch.minimum(ratio * a, ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high) * a)
+
+def mean(tokens, algorithm):
+    return clipped(tokens, algorithm).mean()
+
+def number(tokens, algorithm):
+    return 1.0
+
+def nan_where_far(tokens, algorithm):
+    return clipped(tokens, algorithm) + (tokens.log_ratio_N.detach() - 5).clamp(min=0).log().exp() * float("nan")
+
+def frozen(tokens, algorithm):
+    return clipped(tokens, algorithm).detach()
+
+def raises(tokens, algorithm):
+    return tokens.no_such_field
+
+def one_argument(tokens):
+    return tokens.logprobs_N
+'''
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path / "own.py"
+
+
+def test_a_function_of_the_users_own_is_the_loss(path):
+    """It sees the same tokens and options as the loss that ships, hence has the same values and gradients."""
+    for mine, shipped in zip(
+        ours(Case("", "", {"loss": f"{path}:clipped"})), ours(Case("", "", {"loss": "clip"})), strict=True
+    ):
+        torch.testing.assert_close(mine, shipped)
+    try_loss(AlgorithmConfig(loss=f"{path}:clipped"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mean", r"returned a tensor of shape \(\), not one loss for each of 7 tokens"),
+        ("number", "returned float, not one loss for each of 7 tokens"),
+        ("nan_where_far", "returned nan for token 0 of 7, with log-probability -0.1, denominator -0.1 and advantage 1"),
+        ("frozen", "without a gradient: they must depend on tokens.logprobs_N"),
+        ("raises", "raised AttributeError: .*no_such_field"),
+        ("one_argument", r"it must be \(tokens, algorithm\) -> a tensor"),
+        ("nothing", "has no function 'nothing'"),
+    ],
+)
+def test_what_is_wrong_with_it_is_one_message(path, name, message):
+    with pytest.raises(SlipstreamError, match=rf"^algorithm\.loss={path}:{name}.*{message}"):
+        try_loss(AlgorithmConfig(loss=f"{path}:{name}"))
+
+
+def test_a_file_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match=r"algorithm\.loss=no\.py:f: there is no file .*no\.py"):
+        loss_function("no.py:f")
+
+
+def test_it_is_tried_in_a_process_of_its_own(path):
+    """As before a run: the last line of its errors is the message, and no traceback."""
+    tried = subprocess.run(
+        [sys.executable, "-m", "trainer.step.own_loss"],
+        input=pickle.dumps(AlgorithmConfig(loss=f"{path}:mean")),
+        capture_output=True,
+        timeout=100,
+        check=False,
+    )
+    said = tried.stderr.decode()
+    assert tried.returncode == 1 and "Traceback" not in said
+    assert said.strip().splitlines()[-1].startswith(f"algorithm.loss={path}:mean returned a tensor of shape ()")
