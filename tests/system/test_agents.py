@@ -18,7 +18,7 @@ from system.conftest import ONE_OF_EACH, RUN_TIMEOUT_S, train
 pytestmark = pytest.mark.timeout(RUN_TIMEOUT_S)
 
 GAME = [
-    "experiment=agent_game", *ONE_OF_EACH, "run.loggers=[]", "algorithm.group_size=16",
+    "experiment=agent_game", *ONE_OF_EACH, "cluster.dashboard=false", "run.loggers=[]", "algorithm.group_size=16",
 ]  # fmt: skip
 TALK = [
     *GAME, "rollout.agent=tests.fakes.openai_agent:talk", "rollout.sampling.max_tokens=3", "rollout.max_model_len=256",

@@ -19,7 +19,9 @@ def test_a_mismatch_is_measured_named_and_ends_the_run(tmp_path: Path, monkeypat
     engine is in docs/parity.md (bench/runs.py flat_engine_none flat_engine_tis): a minute and a half a run.
     """
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FLAT_ENGINE), os.environ["PYTHONPATH"]]))
-    run = train([*ONE_OF_EACH, "run.num_steps=9", "parity.stop_k3=0.2", "run.loggers=[]"], tmp_path)
+    run = train(
+        [*ONE_OF_EACH, "cluster.dashboard=false", "run.num_steps=9", "parity.stop_k3=0.2", "run.loggers=[]"], tmp_path
+    )
     assert run.exit_code == 1, run.stderr
     row = run.rows[-1]
     assert row["step"] == 1, "the first step is beyond the threshold, and is trained on, published and saved"

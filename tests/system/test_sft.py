@@ -9,14 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from system.conftest import ONE_OF_EACH, RUN_TIMEOUT_S, free_port
+from system.conftest import ONE_OF_EACH, RUN_TIMEOUT_S
 
 TRAIN = ("train", "experiment=sft_quickstart")
 
 
 def _run(folder: Path, *words: str) -> list[dict]:
     done = subprocess.run(
-        [sys.executable, "-m", "orchestrator.cli.main", *words, f"cluster.dashboard_port={free_port()}"],
+        [sys.executable, "-m", "orchestrator.cli.main", *words, "cluster.dashboard=false"],
         capture_output=True, text=True, timeout=RUN_TIMEOUT_S, env={**os.environ},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
