@@ -237,7 +237,7 @@ CASES = [
     (["algorithm.ratio_baseline=rollout"], "algorithm.correction=none"),
     (["algorithm.tis_max=3"], "no option algorithm.tis_max any more; set algorithm.correction=tis and"),
     (["algorithm.advantage_scale=none"], "no option algorithm.advantage_scale any more; set algorithm.advantage"),
-    (["algorithm.loss=ppo"], "algorithm.loss must be one of clip, gspo, cispo, sapo, got 'ppo'"),
+    (["algorithm.loss=ppo"], "algorithm.loss must be one of clip, gspo, cispo, sapo, FILE.py:function .*, got 'ppo'"),
     (["algorithm.advantage=std"], "algorithm.advantage must be one of group_std, .*, got 'std'"),
     (
         ["algorithm.loss=gspo"],

@@ -1,0 +1,204 @@
+"""Every preset of conf/algorithm on the quick start's task, in one process: does it learn?
+
+    python bench/algorithms.py            all presets, and a control whose advantages are shuffled
+    python bench/algorithms.py gspo sapo
+
+The trainer samples from its own weights in place of engines, so that a run takes tens of seconds and needs neither Ray
+nor vLLM: prompts, advantages, samples, updates, loss and optimizer are the product's. A batch is trained on one step
+after it was sampled, so that ratios to the policy that sampled it are not 1. `bench/runs.py algorithm_<preset>` is the
+same with engines. Prints its environment and a table; writes bench/results/algorithms-cpu.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+from bench.environment import environment  # noqa: E402
+from conf.load import load_run_config  # noqa: E402
+from conf.schema import RunConfig  # noqa: E402
+from orchestrator.files.loss_metrics import loss_metrics  # noqa: E402
+from orchestrator.inputs.character_tokenizer import ALPHABET, SPECIAL_TOKENS  # noqa: E402
+from orchestrator.inputs.model_folder import prepare_model  # noqa: E402
+from orchestrator.inputs.prompt_rows import PromptRows  # noqa: E402
+from orchestrator.inputs.text_encoder import TextEncoder  # noqa: E402
+from orchestrator.loop.ports import Stopwatch  # noqa: E402
+from orchestrator.loop.samples import advantage_function, draft_samples, filled  # noqa: E402
+from orchestrator.loop.updates import score, update  # noqa: E402
+from rollout.rewards.examples import share_of_answer  # noqa: E402
+from rollout.types import Group, Prompt, Rollout  # noqa: E402
+from trainer.rank import TrainerRank  # noqa: E402
+from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores  # noqa: E402
+
+PRESETS = (
+    "grpo", "grpo_minibatches", "dapo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gspo",
+    "cispo", "sapo",
+)  # fmt: skip
+CONTROL = "grpo, shuffled"
+
+
+class OneRank:
+    """A rank as the loop calls all of them."""
+
+    num_ranks = 1
+
+    def __init__(self, rank: TrainerRank) -> None:
+        self._rank = rank
+
+    async def forward_backward(self, batches: Sequence[list[list[Sample]]], counts: Denominators) -> list[LossStats]:
+        """TrainerRank.forward_backward."""
+        return [self._rank.forward_backward(batches[0], counts)]
+
+    async def score(self, batches: Sequence[list[list[Sample]]], policy_version: int) -> list[list[list[Scores]]]:
+        """TrainerRank.score."""
+        return [self._rank.score(batches[0], policy_version)]
+
+    async def optimizer_step(self, *, ends_version: bool = True) -> OptimStats:
+        """TrainerRank.optimizer_step."""
+        return self._rank.optimizer_step(ends_version=ends_version)
+
+
+@torch.no_grad()
+def sample(rank: TrainerRank, prompts: Sequence[Prompt], n: int, max_tokens: int) -> list[list[Rollout]]:
+    """`n` responses of `max_tokens` tokens to each prompt, from the rank's own weights at temperature 1."""
+    decoder, version = rank.decoder, rank.policy_version
+    rows = [list(prompt.token_ids) for prompt in prompts for _ in range(n)]
+    logprobs: list[list[float]] = [[] for _ in rows]
+    for _ in range(max_tokens):
+        lengths = torch.tensor([len(row) for row in rows])
+        ends = lengths.cumsum(0)
+        hidden_TH = decoder(
+            torch.tensor([token for row in rows for token in row]),
+            torch.cat([torch.arange(len(row)) for row in rows]),
+            torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32),
+        )
+        log_p = decoder.apply_head(lambda rows_NH, head_VH: rows_NH @ head_VH.t(), hidden_TH[ends - 1]).log_softmax(-1)
+        chosen = torch.multinomial(log_p.exp(), 1)
+        for row, own, token, value in zip(
+            rows, logprobs, chosen[:, 0].tolist(), log_p.gather(1, chosen)[:, 0].tolist(), strict=True
+        ):
+            row.append(token)
+            own.append(value)
+    rollouts = [
+        Rollout(row[-max_tokens:], own, [version] * max_tokens, "", "length")
+        for row, own in zip(rows, logprobs, strict=True)
+    ]
+    return [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    """By the character tokenizer; special tokens are no text."""
+    first = len(SPECIAL_TOKENS)
+    return "".join(ALPHABET[token - first] for token in token_ids if token >= first)
+
+
+def judged(prompts: Sequence[Prompt], sampled: Sequence[list[Rollout]]) -> list[Group]:
+    """Groups with the quick start's reward."""
+    return [
+        Group(
+            prompt,
+            rollouts,
+            [share_of_answer(prompt.text, text_of(rollout.token_ids), prompt.fields) for rollout in rollouts],
+        )
+        for prompt, rollouts in zip(prompts, sampled, strict=True)
+    ]
+
+
+def mean_reward(groups: Sequence[Group]) -> float:
+    """Of all responses."""
+    return float(np.mean([reward for group in groups for reward in group.rewards]))
+
+
+async def learn(config: RunConfig, folder: Path) -> dict[str, Any]:
+    """One run. Returns its figures."""
+    torch.manual_seed(config.run.seed)
+    model = prepare_model(config.model, folder)
+    rows = PromptRows(config, TextEncoder(folder))
+    prompts, held_out = rows.stream(), [prompt for part in rows.held_out().values() for prompt in part]
+    algorithm, max_tokens = config.algorithm, config.rollout.sampling.max_tokens
+    rank = TrainerRank(
+        model=config.model, trainer=config.trainer, algorithm=algorithm, sampling_temperature=1.0,
+        weight_sync=config.weight_sync, seed=config.run.seed,
+        num_steps=config.run.num_steps * algorithm.updates_per_step, rank=0, world_size=1, rendezvous="", device="cpu",
+        hf_config=model.hf_config, sync_key=b"nobody connects", parity=config.parity,
+    )  # fmt: skip
+    rank.load()
+    trainer, rng = OneRank(rank), np.random.default_rng(config.run.seed)
+    advantages_of = advantage_function(algorithm)
+
+    def evaluate() -> float:
+        sampled = sample(rank, held_out, config.run.eval_samples_per_prompt, max_tokens)
+        return mean_reward(judged(held_out, sampled))
+
+    def next_batch() -> list[Group]:
+        drawn = [next(prompts) for _ in range(algorithm.groups_per_step)]
+        return judged(drawn, sample(rank, drawn, algorithm.group_size, max_tokens))
+
+    first, started, clipped = evaluate(), time.monotonic(), []
+    waiting = next_batch()
+    for _ in range(config.run.num_steps):
+        groups, waiting = waiting, next_batch()  # of the version before, but for the first
+        drafts = draft_samples(groups, algorithm)
+        if algorithm.scores_first:
+            drafts = await score(trainer, drafts, config, rank.policy_version)  # pyright: ignore[reportArgumentType]
+        of_groups = filled(drafts, groups, algorithm, rng, advantages_of)
+        done = await update(
+            trainer,  # pyright: ignore[reportArgumentType]
+            of_groups, config, rank.policy_version, rng, Stopwatch(),
+        )  # fmt: skip
+        clipped.append(float(loss_metrics(done.loss)["loss/clip_fraction"] or 0))
+    seconds = time.monotonic() - started
+    result = {
+        "held_out_first": first,
+        "held_out_last": evaluate(),
+        "steps": config.run.num_steps,
+        "versions": rank.policy_version,
+        "updates_per_step": algorithm.updates_per_step,
+        "clip_fraction": float(np.mean(clipped)),
+        "seconds": seconds,
+    }
+    rank.shutdown()
+    return result
+
+
+def main() -> None:
+    """The named presets, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("presets", nargs="*", default=[*PRESETS, CONTROL], metavar="PRESET")
+    parser.add_argument("--steps", type=int, default=110, help="optimizer steps of each, as in the quick start")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "algorithms-cpu.json")
+    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
+    args = parser.parse_args()
+    report: dict[str, Any] = {"environment": environment(args.commit), "presets": {}}
+    print(json.dumps(report["environment"], indent=2))
+    for name in args.presets:
+        words = ["algorithm=grpo", "algorithm.shuffle_advantages=true"] if name == CONTROL else [f"algorithm={name}"]
+        fixed = ["experiment=quickstart", f"run.num_steps={args.steps}", "trainer.num_ranks=1", "trainer.ep_size=1"]
+        with tempfile.TemporaryDirectory() as folder:
+            found = asyncio.run(learn(load_run_config([*fixed, *words]), Path(folder) / "model"))
+        report["presets"][name] = found
+        args.out.write_text(json.dumps(report, indent=2) + "\n")
+        print(
+            f"{name:24} held out {found['held_out_first']:.3f} -> {found['held_out_last']:.3f}   "
+            f"{found['versions']} versions of {found['updates_per_step']} updates, clipped "
+            f"{found['clip_fraction']:.3%}, {found['seconds']:.0f} s",
+            flush=True,
+        )
+    print(f"written: {args.out}")
+
+
+if __name__ == "__main__":
+    main()
