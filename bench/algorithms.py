@@ -119,7 +119,7 @@ def judged(prompts: Sequence[Prompt], sampled: Sequence[list[Rollout]]) -> list[
 
 def mean_reward(groups: Sequence[Group]) -> float:
     """Of all responses."""
-    return float(np.mean([reward for group in groups for reward in group.rewards]))
+    return float(np.mean([reward for group in groups for reward in group.rewards if reward is not None]))
 
 
 async def learn(config: RunConfig, folder: Path) -> dict[str, Any]:
