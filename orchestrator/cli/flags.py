@@ -369,6 +369,18 @@ def status() -> Parser:
     return parser
 
 
+def view() -> Parser:
+    """Flags of `slipstream view`."""
+    parser = Parser(texts.VIEW)
+    parser.add_argument("runs", type=Path, nargs="*", help=argparse.SUPPRESS)
+    flags = parser.add_argument_group("flags")
+    flags.add_argument("--port", type=int, default=0, metavar="N", help="port on 127.0.0.1; any that is free")
+    flags.add_argument(
+        "--export", type=Path, metavar="FILE.html", help="write one file that any browser opens, and serve nothing"
+    )
+    return parser
+
+
 def recover() -> Parser:
     """Flags of `slipstream recover`."""
     parser = Parser(texts.RECOVER)

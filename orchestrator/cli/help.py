@@ -54,6 +54,7 @@ commands
   push      bring a checkpoint on disk into vLLM engines, started here or running
   record    write down how an engine lays out a model; needs no GPU and no weights
   doctor    look at this machine: versions, devices and links, limits, ports
+  view      show runs as a page in the browser: curves, timelines, fleet, responses token by token
   status    say where a run stands: its step, its last figures, its last warnings
   recover   restart a rollout worker of a run that goes on
 
@@ -256,6 +257,32 @@ examples
   watch -n 5 slipstream status            a view that stays""",
     end="""\
 exit code: 0, or 2 when RUN is no run folder""",
+)
+
+VIEW = CommandText(
+    command="view",
+    usage="""\
+slipstream view [RUN ...] [--port N] [--export FILE.html]""",
+    about="""\
+Serves a page about one or several runs (runs/latest) on this machine, and prints its address. It shows curves of all
+runs in the same charts; of each step who did what and who waited for whom; publishes against the watermark; rollout
+workers and the versions that they serve; prompts and responses with reward, advantage, version and, token by token, how
+far trainer and engine are apart; options that differ. A run that goes on is followed. Reads files alone: the run is
+asked nothing, and nothing is written.
+
+examples
+  slipstream view                              the newest run below ./runs
+  slipstream view runs/one runs/other          two runs side by side
+  slipstream view runs/latest --export run.html
+      one file to send to a colleague: all curves, the last timelines, the samples that people look for first
+  ssh -L 8800:127.0.0.1:8800 machine slipstream view runs/latest --port 8800
+      a run on another machine: open the printed address here
+
+The page listens on loopback alone and answers nobody without the token in its address. An exported file holds prompts
+and responses: whoever gets it can read them.""",
+    end="""\
+exit code: 0; 2 when a RUN is no run folder, the port is taken or the file cannot be written; 130 Ctrl-C, 143
+SIGTERM""",
 )
 
 RECOVER = CommandText(

@@ -76,6 +76,7 @@ def _dispatch(words: list[str]) -> int:
         "record": _record,
         "doctor": _doctor,
         "status": _status,
+        "view": _view,
         "recover": _recover,
     }
     if command not in commands:
@@ -366,6 +367,20 @@ def _status(words: list[str]) -> int:
     if flags.curves:
         with _names_missing_packages():
             print(f"curves: {status_command.draw(flags.run)}", file=sys.stderr)
+    return EXIT_OK
+
+
+def _view(words: list[str]) -> int:
+    parser = cli_flags.view()
+    flags = parser.parse_args(words)
+    if flags.help:
+        print(parser.format_help(), end="")
+        return EXIT_OK
+    with _names_missing_packages():
+        from orchestrator.view.command import ViewOptions, run_view
+
+    options = ViewOptions(runs=flags.runs or [Path("runs/latest")], port=flags.port, export=flags.export)
+    run_view(options, lambda line: print(line, flush=True))
     return EXIT_OK
 
 

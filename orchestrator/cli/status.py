@@ -24,7 +24,7 @@ from orchestrator.files.run_folder import RunFolder, saved_options
 from orchestrator.files.run_log import format_s
 from orchestrator.files.startup import RUN, describe, read_starts
 from orchestrator.files.telemetry import read_rows
-from orchestrator.fleet.control_folder import is_alive
+from orchestrator.fleet.run_state import state_of
 
 NUM_RECENT = 20
 """Means are taken over this many steps."""
@@ -122,9 +122,7 @@ def status_of(run: Path) -> Status:
         raise ConfigError(f"{folder.config} holds no run.num_steps: it is not the options of a run")
     rows = read_rows(folder.metrics)
     step = int(rows[-1]["step"]) if rows else None
-    is_finished = step is not None and step >= num_steps and (folder.adapter.is_dir() or folder.merged.is_dir())
-    is_running = is_alive(folder.root)
-    state = "running" if is_running else "finished" if is_finished else "stopped" if is_running is False else "unknown"
+    state = state_of(folder, step, num_steps)
     recent = {metric: mean for metric, _, _ in _SHOWN if (mean := _recent_mean(rows, metric)) is not None}
     seconds = [row["step/total_s"] for row in rows[2:][-NUM_RECENT:]]  # without the first step, which compiles kernels
     is_going_on = state == "running" and step is not None and seconds

@@ -70,14 +70,18 @@ def entry_of(row: Mapping[str, Any], offset: int, length: int) -> np.ndarray[Any
 
 def read_index(samples: Path, index: Path) -> np.ndarray[Any, Any]:
     """Entries of all whole rows. Never writes."""
+    return extended(samples, _stored(index))
+
+
+def extended(samples: Path, entries: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The entries that fit the file, and those of the whole rows behind them."""
     try:
-        size = samples.stat().st_size
+        with samples.open("rb") as file:
+            known = _believed(entries, samples.stat().st_size, file)
+            end = int(known["offset"][-1] + known["length"][-1]) if len(known) else 0
+            return np.concatenate([known, *scan(file, end)])
     except FileNotFoundError:
         return np.zeros(0, ENTRY)
-    with samples.open("rb") as file:
-        known = _believed(_stored(index), size, file)
-        end = int(known["offset"][-1] + known["length"][-1]) if len(known) else 0
-        return np.concatenate([known, *scan(file, end)])
 
 
 def scan(file: BinaryIO, start: int) -> Iterator[np.ndarray[Any, Any]]:

@@ -1,0 +1,57 @@
+"""`slipstream view`: checks what was asked for, then serves the page until it is interrupted, or writes one file.
+
+Owns: the order of things and what is printed. Does not own: addresses (server.py), the file (export.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from conf.errors import ConfigError
+from orchestrator.view.export import write_page
+from orchestrator.view.run_reader import RunReader
+from orchestrator.view.server import ViewServer
+
+MOST_RUNS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class ViewOptions:
+    """Flags of the command."""
+
+    runs: Sequence[Path]
+    port: int = 0
+    export: Path | None = None
+
+
+def run_view(options: ViewOptions, say: Callable[[str], None]) -> None:
+    """Serve until cancelled, or export.
+
+    Raises:
+        ConfigError: a RUN is no run folder, the port is taken, or the file cannot be written.
+    """
+    if len(options.runs) > MOST_RUNS:
+        raise ConfigError(f"slipstream view shows at most {MOST_RUNS} runs at once, got {len(options.runs)}")
+    if not 0 <= options.port < 1 << 16:
+        raise ConfigError(f"--port must be at most 65535, got {options.port}; 0 is any that is free")
+    unique = {run.resolve(): run for run in options.runs}
+    readers = [RunReader(run) for run in unique.values()]
+    if options.export is not None:
+        size = write_page(readers, options.export)
+        say(f"{options.export}: {size / 1e6:.1f} MB, to be opened in any browser; it holds prompts and responses")
+        return
+    asyncio.run(_serve(readers, options.port, say))
+
+
+async def _serve(readers: Sequence[RunReader], port: int, say: Callable[[str], None]) -> None:
+    server = ViewServer(readers, port)
+    await server.start()
+    try:
+        say(server.address)
+        say("Open this address in a browser of this machine. Ctrl-C ends it.")
+        await asyncio.Event().wait()
+    finally:
+        await server.stop()

@@ -1,0 +1,129 @@
+"""What became of each rollout worker, from fleet.jsonl, and the version that it serves, from timeline.jsonl. Pure.
+
+Owns: states, stretches of time in them, tokens per second, versions. Does not own: events (fleet/fleet_log.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+MOST_POINTS = 400
+MOST_EVENTS = 200
+_STATE_AFTER = {
+    "process_up": "starting",
+    "up": "up",
+    "serving": "serving",
+    "first_token": "serving",
+    "tokens": "serving",
+    "waiting": "waits for a publish",
+    "failed": "failed",
+    "restarting": "restarting",
+    "out": "out of service",
+}
+"""Event -> state of the worker from then on; other events change nothing."""
+
+
+@dataclass
+class WorkerHistory:
+    """One worker."""
+
+    name: str = ""
+    events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Without `tokens`."""
+    counts: list[tuple[float, str, int]] = field(default_factory=list[tuple[float, str, int]])
+    """(time, process, its tokens since its start)."""
+
+
+class FleetTable:
+    """All workers of a run. `add` takes rows as they are written, `plain` says what the page shows."""
+
+    def __init__(self) -> None:
+        self._workers: dict[int, WorkerHistory] = {}
+
+    def add(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Take further rows of fleet.jsonl."""
+        for row in rows:
+            worker, time, event = row.get("worker"), row.get("time"), row.get("event")
+            if not (isinstance(worker, int) and isinstance(time, (int, float)) and isinstance(event, str)):
+                continue
+            history = self._workers.setdefault(worker, WorkerHistory())
+            history.name = str(row.get("name", history.name))
+            if event == "tokens" and isinstance(row.get("tokens"), int):
+                history.counts.append((float(time), history.name, row["tokens"]))
+            else:
+                history.events.append(row)
+
+    def plain(self, publishes: list[tuple[float, int, list[bool]]]) -> dict[str, Any]:
+        """Everything, for the page.
+
+        Args:
+            publishes: (end, version, whether each replica committed it), in order.
+        """
+        return {
+            "workers": [self._plain(number, history, publishes) for number, history in sorted(self._workers.items())],
+            "trainer": _thinned([(at, version) for at, version, _ in publishes]),
+        }
+
+    def _plain(
+        self, number: int, history: WorkerHistory, publishes: list[tuple[float, int, list[bool]]]
+    ) -> dict[str, Any]:
+        events = sorted(history.events, key=lambda row: row["time"])
+        stretches = _stretches([*events, *_first_and_last(history.counts)])
+        versions = [
+            (at, version) for at, version, committed in publishes if number < len(committed) and committed[number]
+        ]
+        return {
+            "worker": number,
+            "name": history.name,
+            "state": stretches[-1][2] if stretches else "unknown",
+            "version": versions[-1][1] if versions else None,
+            "restarts": sum(row["event"] == "restarting" for row in events),
+            "tokens": _total(history.counts),
+            "stretches": stretches,
+            "rates": _thinned(_rates(history.counts)),
+            "versions": _thinned(versions),
+            "events": events[-MOST_EVENTS:],
+        }
+
+
+def _first_and_last(counts: list[tuple[float, str, int]]) -> list[dict[str, Any]]:
+    """A worker that samples serves, whether its row `serving` was written or not, as at the run's start."""
+    return [{"time": count[0], "event": "tokens"} for count in (counts[:1] + counts[-1:])]
+
+
+def _stretches(rows: list[dict[str, Any]]) -> list[tuple[float, float, str]]:
+    """(from, to, state), one after the other; the last one ends with the last row."""
+    found: list[tuple[float, float, str]] = []
+    began, state = 0.0, ""
+    for row in sorted(rows, key=lambda row: row["time"]):
+        after = _STATE_AFTER.get(row["event"], state)
+        if after != state:
+            if state:
+                found.append((began, row["time"], state))
+            began, state = row["time"], after
+    if state:
+        found.append((began, max(row["time"] for row in rows), state))
+    return found
+
+
+def _rates(counts: list[tuple[float, str, int]]) -> list[tuple[float, float]]:
+    """(time, tokens per second since the question before); a process that was started again counts from 0."""
+    return [
+        (at, (tokens - before) / (at - since))
+        for (since, name, before), (at, same, tokens) in pairwise(counts)
+        if name == same and at > since and tokens >= before
+    ]
+
+
+def _total(counts: list[tuple[float, str, int]]) -> int:
+    """Tokens of all of a worker's processes."""
+    return sum({name: tokens for _, name, tokens in counts}.values())
+
+
+def _thinned(points: list[tuple[float, Any]]) -> list[tuple[float, Any]]:
+    """At most MOST_POINTS of them, evenly, the last one among them."""
+    every = -(-len(points) // MOST_POINTS) or 1
+    return points[(len(points) - 1) % every :: every] if points else []

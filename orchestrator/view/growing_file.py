@@ -1,0 +1,65 @@
+"""Whole lines of a file that grows, each read once.
+
+Owns: what is a new line, a half-written one, and another file of the same name. Does not own: what lines say.
+Invariant: a line is given once it ends; when the file has become shorter or another one (a resumed run writes its files
+anew), all of its lines are given again, and `GrowingFile.news` says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """What has come since the last call."""
+
+    is_another_file: bool
+    """Whether the lines given before are void."""
+    lines: list[tuple[int, bytes]]
+    """(offset, line)."""
+
+
+class GrowingFile:
+    """See the module's docstring."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._identity: tuple[int, int] | None = None
+        self._end = 0
+
+    def news(self) -> Lines:
+        """Whole lines since the last call; none of a file that is not there."""
+        try:
+            with self.path.open("rb") as file:
+                stat = self.path.stat()
+                identity = (stat.st_dev, stat.st_ino)
+                is_another = self._identity is not None and (identity != self._identity or stat.st_size < self._end)
+                self._identity = identity
+                if is_another:
+                    self._end = 0
+                file.seek(self._end)
+                content = file.read()
+        except OSError:
+            was_there, self._identity, self._end = self._identity is not None, None, 0
+            return Lines(was_there, [])
+        lines: list[tuple[int, bytes]] = []
+        for line in content[: content.rfind(b"\n") + 1].splitlines(keepends=True):
+            lines.append((self._end, line))
+            self._end += len(line)
+        return Lines(is_another, lines)
+
+
+def objects(lines: Lines) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(offset, object) of each line that is a JSON object; others are left out."""
+    for offset, line in lines.lines:
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            yield offset, cast("dict[str, Any]", found)

@@ -1,0 +1,48 @@
+"""The text of each token of a response, with the run's own tokenizer.
+
+Owns: how a sequence of token ids becomes as many pieces of text. Does not own: where ids come from.
+A token that ends inside a character has an empty piece; the token that completes it has the whole character.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+
+class TokenText:
+    """Pieces of text. Without a tokenizer that can be read, a token's piece is its number in brackets.
+
+    Args:
+        folder: the run's model/ folder, with tokenizer.json.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "tokenizer.json"
+        self._tokenizer: Tokenizer | None = None
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """One per token."""
+        tokenizer = self._loaded()
+        if tokenizer is None:
+            return [f"[{token}]" for token in token_ids]
+        stream = DecodeStream(skip_special_tokens=False)
+        found: list[str] = []
+        for token in token_ids:
+            try:
+                found.append(stream.step(tokenizer, token) or "")
+            except Exception:  # noqa: BLE001 - the only class that `tokenizers` raises; an id of another vocabulary
+                found.append(f"[{token}]")
+                stream = DecodeStream(skip_special_tokens=False)
+        return found
+
+    def _loaded(self) -> Tokenizer | None:
+        if self._tokenizer is None and self._file.is_file():
+            try:
+                self._tokenizer = Tokenizer.from_file(str(self._file))
+            except Exception:  # noqa: BLE001 - the only class that `tokenizers` raises; numbers are shown instead
+                return None
+        return self._tokenizer
