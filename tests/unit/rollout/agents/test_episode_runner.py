@@ -64,6 +64,10 @@ AGENTS = """
             return None
         if what == "print":
             print("x" * (1 << 22))
+        if what == "leave":
+            await asyncio.create_subprocess_exec("sleep", "86413", start_new_session=True)
+        if what == "huge":
+            await session.chat([{"role": "user", "content": "x" * 10_000_000}])
         if what == "wait":
             await asyncio.sleep(1)
         if what == "turns":
@@ -176,14 +180,21 @@ async def play(runner: EpisodeRunner, *behaviours: str, column: str = "what") ->
     return [episode for group in await asyncio.gather(*groups) for episode in group]
 
 
+def left_behind() -> list[psutil.Process]:
+    """Processes that the agents of this run left."""
+    return [process for process in psutil.process_iter(["cmdline"]) if "86413" in (process.info["cmdline"] or [])]
+
+
 async def test_what_an_agent_does_costs_its_own_episode(config: Callable[..., RunConfig], tmp_path: Path) -> None:
     expected = {
         "raise": "raised", "sys.exit": "raised", "nan": "not_a_number", "text": "not_a_number", "nothing": "",
-        "print": "", "turns": "turns", "fork": "", "wait": "",
+        "print": "", "turns": "turns", "fork": "", "wait": "", "huge": "tokens", "leave": "",
     }  # fmt: skip
     async with running(config("behave", max_turns=4), tmp_path) as (runner, _):
         episodes = dict(zip(expected, await play(runner, *expected), strict=True))
         again = (await play(runner, "wait"))[0]
+        assert len(left_behind()) == 1
+    assert not left_behind(), "what an agent starts ends with the run"
     assert {what: episode.rollout.failure for what, episode in episodes.items()} == expected
     assert episodes["nothing"].reward is None
     assert episodes["print"].reward == episodes["wait"].reward == again.reward == 0.5
