@@ -32,7 +32,7 @@ from weight_sync.typed_msgpack import pack, unpack
 
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**CONFIGS["qwen3_tied"], "torch_dtype": "bfloat16"},
-    "qwen3_moe": {**CONFIGS["qwen3_moe"], "torch_dtype": "bfloat16"},
+    **{name: {**CONFIGS[name], "torch_dtype": "bfloat16"} for name in ("qwen3_moe", "mixtral", "qwen2_moe")},
 }
 
 ROUTERS = [f"model.layers.{layer}.mlp.gate" for layer in range(2)]
@@ -41,7 +41,12 @@ FP8 = {
     "modules_to_not_convert": ["lm_head", *ROUTERS],
 }  # fmt: skip
 
-LIVE = {"qwen3-1": ("qwen3", 1), "qwen3_moe-1": ("qwen3_moe", 1), "qwen3_moe-2": ("qwen3_moe", 2)}
+FAMILIES = ["mixtral", "qwen2_moe"]
+"""Whose layouts are recorded in the process of all live engines, after the last one: it can have none then."""
+LIVE = {
+    "qwen3-1": ("qwen3", 1), "qwen3_moe-1": ("qwen3_moe", 1), "qwen3_moe-2": ("qwen3_moe", 2),
+    **{f"{model}-1": (model, 1) for model in FAMILIES},
+}  # fmt: skip
 """Model and tp_size of live engines."""
 SIZES: dict[str, tuple[str, dict[str, Any], int, bool]] = {
     "shared_expert": ("glm4_moe", {"moe_intermediate_size": 62}, 4, True),  # which is cut in any case
@@ -66,7 +71,7 @@ def in_vllm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, s
     """What live engines said, a folder for each, and by case what failed in the one process of them all."""
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("live")
-    return folder, outcomes_of(__file__, folder, [*LIVE, *SIZES])
+    return folder, outcomes_of(__file__, folder, [*LIVE, *SIZES, *FAMILIES])
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +149,22 @@ def test_sizes_that_are_refused_are_those_that_the_engine_cannot_build(
     assert in_vllm[1][case] == "", in_vllm[1][case]
 
 
+@pytest.mark.parametrize("model", FAMILIES)
+def test_a_familys_layout_recorded_on_meta_is_its_engines(in_vllm: tuple[Path, dict[str, str]], model: str) -> None:
+    live = f"{model}-1"
+    assert in_vllm[1][live] == "", in_vllm[1][live]
+    assert in_vllm[1][model] == "", in_vllm[1][model]
+
+
+def request_of(config: dict[str, Any], *, expert_parallel: bool, device: Device) -> dict[str, Any]:
+    """What record_all takes, but for tp_size."""
+    return {
+        "hf_config": config, "enable_expert_parallel": expert_parallel, "dtype": "bfloat16", "device": device.value,
+        "every_layer": False,
+        "tensors": [[meta.name, meta.shape, meta.dtype] for meta in engine_checkpoint(config, DType.bfloat16)],
+    }  # fmt: skip
+
+
 def build_sizes(case: str) -> None:
     """The recording itself, in the process that has imported vLLM."""
     from rollout.layouts.meta_engine import record_all
@@ -152,11 +173,7 @@ def build_sizes(case: str) -> None:
     config = {**CONFIGS[model], **changes, "torch_dtype": "bfloat16"}
     assert tp_problem(tp_size, config, is_expert_parallel=expert_parallel) is not None
     sizes = [n for n in (1, 2, 3, 4, 6) if tp_problem(n, config, is_expert_parallel=expert_parallel) is None]
-    request: dict[str, Any] = {
-        "hf_config": config, "enable_expert_parallel": expert_parallel, "dtype": "bfloat16", "device": "cuda",
-        "every_layer": False,
-        "tensors": [[meta.name, meta.shape, meta.dtype] for meta in engine_checkpoint(config, DType.bfloat16)],
-    }  # fmt: skip
+    request = request_of(config, expert_parallel=expert_parallel, device=Device.cuda)
     with pytest.raises(Exception):  # noqa: B017 - whatever vLLM raises
         record_all({**request, "tp_size": tp_size})
     assert len(record_all({**request, "tp_size": sizes[-1]})) == sizes[-1]
@@ -199,10 +216,21 @@ def ask_live_engine(case: str, folder: Path) -> None:
         (folder / "plain").write_bytes(describe(engine, model))
 
 
+def record_family(model: str, live: Path) -> None:
+    """The layout without an engine is that which a live one said."""
+    from rollout.layouts.meta_engine import record_all
+
+    request = request_of(MODELS[model], expert_parallel=False, device=Device.cpu)
+    recorded = record_all({**request, "tp_size": 1, "every_layer": True})
+    assert recorded == unpack(tuple[DestLayout, ...], live.read_bytes())
+
+
 def compare(case: str, folder: Path) -> None:
     """One case, in the process that has imported vLLM."""
     if case in SIZES:
         build_sizes(case)
+    elif case in FAMILIES:
+        record_family(case, folder.parent / f"{case}-1" / "loaded")
     else:
         ask_live_engine(case, folder)
 

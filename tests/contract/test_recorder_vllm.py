@@ -14,7 +14,7 @@ import pytest
 from cases.recorded import replay_plan
 from cases.vllm_process import outcomes_of, run_cases
 
-MODELS = ["qwen3_tied", "qwen3", "qwen3_moe"]
+MODELS = ["qwen3_tied", "qwen3", "qwen3_moe", "qwen2", "mistral", "olmoe"]
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +37,14 @@ def compare(model_name: str, folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
 
     import torch
-    from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
+    from fakes.vllm_oracle import engine_of
 
     from rollout.in_vllm.vllm_patches import keep_linear_weights_in_place
     from weight_sync.layout import TensorMeta
     from weight_sync.record.recorder import record_layout
 
     keep_linear_weights_in_place()
-    llm = LLM(
+    with engine_of(
         model=str(folder),
         load_format="dummy",
         skip_tokenizer_init=True,
@@ -54,23 +53,22 @@ def compare(model_name: str, folder: Path) -> None:
         max_num_seqs=4,
         dtype="bfloat16",
         kv_cache_memory_bytes=16 << 20,
-    )
-    client: Any = llm.llm_engine.engine_core  # in this process, so it holds the engine
-    executor = client.engine_core.model_executor
-    model = executor.driver_worker.worker.model_runner.model
-    params = dict(model.named_parameters())
-    before = {name: param.detach().clone() for name, param in params.items()}
-    metas = tuple(TensorMeta(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items())
-    layout = record_layout(model.load_weights, params, metas, 0)
-    for name, param in params.items():
-        assert torch.equal(param.view(torch.uint8), before[name].view(torch.uint8)), f"recording changed {name}"
+    ) as llm:
+        client: Any = llm.llm_engine.engine_core  # in this process, so it holds the engine
+        executor = client.engine_core.model_executor
+        model = executor.driver_worker.worker.model_runner.model
+        params = dict(model.named_parameters())
+        before = {name: param.detach().clone() for name, param in params.items()}
+        metas = tuple(TensorMeta(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items())
+        layout = record_layout(model.load_weights, params, metas, 0)
+        for name, param in params.items():
+            assert torch.equal(param.view(torch.uint8), before[name].view(torch.uint8)), f"recording changed {name}"
 
-    model.load_weights(iter(tensors.items()))
-    memory = replay_plan(layout, metas, tensors)
-    assert set(memory) == set(params)
-    for name, param in params.items():
-        assert torch.equal(memory[name].view(param.shape), param), name
-    cleanup_dist_env_and_memory()
+        model.load_weights(iter(tensors.items()))
+        memory = replay_plan(layout, metas, tensors)
+        assert set(memory) == set(params)
+        for name, param in params.items():
+            assert torch.equal(memory[name].view(param.shape), param), name
 
 
 if __name__ == "__main__":

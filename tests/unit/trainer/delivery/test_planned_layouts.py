@@ -101,8 +101,6 @@ CASES = [
     ("seven", trainer_config(num_ranks=2, ep_size=2)),
     ("deepseek", trainer_config(num_ranks=2, ep_size=2)),
     ("mixtral", trainer_config(num_ranks=2, ep_size=2)),
-    ("mixtral", trainer_config(TrainMode.full, num_ranks=2)),
-    ("qwen2_moe", trainer_config(num_ranks=2, ep_size=2)),
     ("qwen2_moe", trainer_config(TrainMode.full, num_ranks=2)),
     ("gpt_oss", trainer_config(num_ranks=2, ep_size=2)),
     ("gpt_oss", trainer_config(TrainMode.full, num_ranks=2)),
