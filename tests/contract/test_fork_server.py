@@ -35,6 +35,8 @@ async def started():
 
 async def main():
     engines = [await started(), await started()]
+    os.environ["VLLM_LOGGING_PREFIX"] = "third: "
+    engines.append(await started())
     told = [os.getpid()]
     for engine in engines:
         (rollout,) = await engine.generate_group([1, 2, 3], 1, SamplingConfig(max_tokens=5, stop_at_eos=False))
@@ -63,7 +65,7 @@ def end() -> None:
     os._exit(3)
 
 
-def test_the_first_engine_is_forked_a_second_one_spawned_and_all_end_with_the_worker(tmp_path: Path) -> None:
+def test_engines_are_forked_but_one_in_another_environment_and_all_end_with_the_worker(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DENSE | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32}))
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
@@ -78,8 +80,8 @@ def test_the_first_engine_is_forked_a_second_one_spawned_and_all_end_with_the_wo
         engines = [process for process in tree if process.memory_info().rss > 200 << 20 and process not in servers]
         forked = [engine.ppid() == server.pid for engine in engines for server in servers]
         worker.kill()
-    assert told == [str(worker.pid), "5", "5"]
-    assert sorted(forked) == [False, True]
+    assert told == [str(worker.pid), "5", "5", "5"]
+    assert sorted(forked) == [False, True, True]
     _, alive = psutil.wait_procs(tree, timeout=TIMEOUT_S)
     assert not alive
 
