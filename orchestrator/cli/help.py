@@ -47,6 +47,7 @@ carries the policy's new weights from one to the other after every step.
 commands
   train     start a run; its options are the words that follow
   resume    go on with a run that ended, from its newest checkpoint
+  eval      evaluate a run's checkpoint, or an adapter alone; makes no step
   stop      let a run finish its step, save its state and end
   launch    write a job for SLURM, KubeRay or SkyPilot that starts a run; starts nothing
   plan      say what a publish of a run would move, hold and take, on any cluster; starts nothing
@@ -102,6 +103,25 @@ Relative paths among the options (data.path, model.path) start at the working di
 it from the same place.""",
     end="""\
 exit code: as of slipstream train; 2 when RUN is no run folder or has no whole checkpoint""",
+)
+
+EVAL = CommandText(
+    command="eval",
+    usage="""\
+slipstream eval RUN [SECTION.OPTION=VALUE ...] [flags]
+slipstream eval --adapter DIR [GROUP=CHOICE ...] [SECTION.OPTION=VALUE ...] [flags]""",
+    about="""\
+Samples and judges held-out prompts with the weights of a run's checkpoint, or of an adapter, and prints mean reward,
+pass@k and majority vote with standard errors. Options are the run's; others may follow. Writes a folder below RUN/evals
+with evaluation.json, samples.jsonl (every response) and logs.
+
+examples
+  slipstream eval runs/latest --checkpoint best run.eval_samples_per_prompt=16 run.eval_pass_at=[1,4,16]
+  slipstream eval runs/latest data.eval_path=null data.eval_sets.aime=aime.jsonl
+  slipstream eval --adapter DIR model=checkpoint model.path=FOLDER data=files data.path=X data.eval_path=X reward=math
+      rank and alpha are the adapter's; data.path is checked and not trained on""",
+    end="""\
+exit code: as of slipstream train; 2 when there are no such weights or nothing is held out""",
 )
 
 STOP = CommandText(

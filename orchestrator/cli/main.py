@@ -68,6 +68,7 @@ def _dispatch(words: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
         "resume": _resume,
+        "eval": _eval,
         "stop": _stop,
         "launch": _launch,
         "plan": _plan,
@@ -133,6 +134,26 @@ def _resume(words: list[str]) -> int:
         ) from error
     config = load_resolved_yaml(saved, overrides, subject=f"{folder.config}: ")
     return _start(replace(config, run=replace(config.run, resume=str(folder.root))), overrides, flags)
+
+
+def _eval(words: list[str]) -> int:
+    parser = cli_flags.evaluate()
+    flags, overrides = parser.read_overrides(words)
+    if flags.help or not words:
+        print(parser.format_help(), end="")
+        return EXIT_OK
+    with _names_missing_packages():
+        from orchestrator.cli import evaluate
+
+    run = None
+    if overrides and "=" not in overrides[0]:
+        run = Path(overrides.pop(0))
+    config, weights = evaluate.eval_config(run, flags.adapter, flags.checkpoint, overrides)
+    code = _start(config, overrides, flags)
+    if code == EXIT_OK and not flags.dry_run and flags.cfg is None:
+        report = evaluate.report_of(config, weights)
+        print(json.dumps(report, indent=2) if flags.json else evaluate.table_of(report))
+    return code
 
 
 def _start(config: RunConfig, overrides: list[str], flags: argparse.Namespace) -> int:

@@ -157,3 +157,12 @@ async def test_checkpoints_wait_for_the_evaluation_beside_training(tmp_path: Pat
     best = json.loads((loop.folder.checkpoints / "best.json").read_text())
     assert best == {"metric": "eval/pass_at_1", "value": 0.0, "step": 3}
     assert [step_of(path) for path in complete_checkpoints(loop.folder.checkpoints)] == [3, 6]
+
+
+async def test_a_run_of_no_step_publishes_and_evaluates_once(tmp_path: Path) -> None:
+    """What `slipstream eval` starts."""
+    loop = slow_loop(tmp_path, replace(beside(num_steps=0), run=replace(beside(num_steps=0).run, eval_beside=False)))
+    controller = await loop.run()
+    (row,) = read_rows(loop.folder.evaluations)
+    assert (controller.step, row["step"], row["eval/failures"], loop.trainer.trained) == (0, 0, 0, [])
+    assert [row["step"] for row in loop.rows] == [0]

@@ -1,0 +1,171 @@
+"""`slipstream eval`: the options of an evaluation alone, and its table.
+
+    RUN, or an adapter and options --eval_config--> RunConfig of no step --as any run--> evaluations.jsonl --> a table
+
+The trainer's ranks read base and adapter, and publish them to the engines over the same path as in training; no step is
+made. So what is evaluated is what a run would train on, with its rewards, sampling and engines.
+
+Owns: which weights are evaluated, which options are of no use then, the table. Does not own: the evaluation
+(loop/evaluations.py), the figures (figures/held_out.py). Invariant: importing this loads neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from conf.errors import ConfigError
+from conf.load import load_resolved_yaml, load_run_config
+from conf.schema import Init, Objective, RunConfig, TrainMode
+from orchestrator.figures.held_out import eval_names
+from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
+from orchestrator.files.run_folder import RunFolder
+from orchestrator.files.telemetry import read_rows
+
+NO_USE = ("run.num_steps", "run.resume", "run.keep_best", "run.eval_beside", "run.eval_share", "trainer.lora.init_from")
+"""Options that an evaluation sets itself."""
+EVERY_SAMPLE, EVERY_BYTE = 1 << 30, 1 << 40
+
+
+def eval_config(
+    run: Path | None, adapter: Path | None, checkpoint: str, overrides: Sequence[str]
+) -> tuple[RunConfig, str]:
+    """The options of an evaluation, and the folder of the weights that it is of.
+
+    Args:
+        run: A run's folder; None: all options are in `overrides`.
+        adapter: An adapter in PEFT's format; None: the one of `checkpoint`.
+        checkpoint: newest, best, or a step of `run`.
+        overrides: `section.option=value`.
+
+    Raises:
+        ConfigError: There are no such weights, nothing is held out, or an option is of no use.
+    """
+    for word in overrides:
+        if (name := word.partition("=")[0].lstrip("+")) in NO_USE:
+            raise ConfigError(f"{name} has no effect with slipstream eval, which makes no step; remove it")
+    if run is None:
+        if adapter is None:
+            raise ConfigError("slipstream eval needs a run folder, or --adapter FOLDER and the options of its model")
+        return _evaluated(load_run_config([*overrides, *_shape_of(adapter)]), adapter, "adapter")
+    folder = RunFolder(run.resolve())
+    try:
+        saved = folder.config.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{run} is not a run folder; give one like runs/latest") from error
+    config = load_resolved_yaml(saved, overrides, subject=f"{folder.config}: ")
+    config = replace(config, run=replace(config.run, dir=str(folder.root)))
+    if config.trainer.mode is TrainMode.full:
+        if adapter is not None or checkpoint != "newest":
+            raise ConfigError(f"{run} trains all weights (trainer.mode=full): only what it has exported is evaluated")
+        if not folder.merged.is_dir():
+            raise ConfigError(
+                f"{run} has no {folder.merged.name}/, which a run with trainer.mode=full writes at its end"
+            )
+        model = replace(config.model, path=str(folder.merged), init=Init.checkpoint, hf_config={})
+        return _evaluated(replace(config, model=model), folder.merged, folder.run_id)
+    return _evaluated(config, adapter or _adapter_of(folder, checkpoint), folder.run_id)
+
+
+def _evaluated(config: RunConfig, weights: Path, name: str) -> tuple[RunConfig, str]:
+    if config.algorithm.objective is not Objective.policy:
+        raise ConfigError(
+            f"slipstream eval samples responses, and algorithm.objective={config.algorithm.objective} judges none; its "
+            "held-out figures are in metrics.jsonl (eval/nll)"
+        )
+    if not config.data.held_out_sources:
+        raise ConfigError("slipstream eval needs held-out prompts: set data.eval_path, or data.eval_sets.NAME")
+    trainer = config.trainer
+    if trainer.mode is TrainMode.lora:
+        if not (weights / "adapter_config.json").is_file():
+            raise ConfigError(f"{weights} holds no adapter in PEFT's format (adapter_config.json)")
+        trainer = replace(trainer, lora=replace(trainer.lora, init_from=str(weights.resolve())))
+    run = replace(
+        config.run,
+        name=f"eval-{name}",
+        dir=str(Path(config.run.dir) / "evals"),
+        resume=None,
+        num_steps=0,
+        keep_best=None,
+        eval_beside=False,
+        samples_per_step=EVERY_SAMPLE,
+        max_sample_bytes_per_step=EVERY_BYTE,
+    )
+    return replace(config, run=run, trainer=trainer), str(weights)
+
+
+def _adapter_of(folder: RunFolder, checkpoint: str) -> Path:
+    complete = {step_of(path): path for path in complete_checkpoints(folder.checkpoints)}
+    steps = ", ".join(map(str, complete)) or "none"
+    if checkpoint == "best":
+        if not folder.best.exists():
+            raise ConfigError(f"{folder.root} has no best checkpoint (run.keep_best); its steps are {steps}")
+        return folder.best.resolve() / "adapter"
+    if checkpoint == "newest":
+        return max(complete.items())[1] / "adapter" if complete else folder.adapter
+    if not checkpoint.isdecimal() or int(checkpoint) not in complete:
+        raise ConfigError(f"--checkpoint {checkpoint}: give newest, best, or one of the steps {steps}")
+    return complete[int(checkpoint)] / "adapter"
+
+
+def _shape_of(adapter: Path) -> list[str]:
+    """The options that an adapter's file decides."""
+    try:
+        saved = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+        return [f"trainer.lora.rank={int(saved['r'])}", f"trainer.lora.alpha={float(saved['lora_alpha'])}"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--adapter {adapter} holds no adapter in PEFT's format: {error!r}") from error
+
+
+def report_of(config: RunConfig, weights: str) -> dict[str, Any]:
+    """What the evaluation found, from the folder that it wrote; also written there, as evaluation.json."""
+    folder = RunFolder((Path(config.run.dir) / "latest").resolve())
+    (row,) = read_rows(folder.evaluations)
+    names = eval_names(config)
+    figures = ["reward", *(f"pass_at_{k}" for k in names.ks), "majority"]
+    sets: dict[str, Any] = {}
+    for name in (*names.sets, ""):
+        prefix = f"eval/{name}/" if name else "eval/"
+        sets[name or "all"] = {one: {"mean": row[prefix + one], "se": row[f"{prefix}{one}_se"]} for one in figures}
+    report = {
+        "weights": weights,
+        "sets": sets,
+        "samples_per_prompt": config.run.eval_samples_per_prompt,
+        "failures": row["eval/failures"],
+        "seconds": row["eval/total_s"],
+        "samples": str(folder.samples),
+    }
+    (folder.root / "evaluation.json").write_text(json.dumps(report, indent=2) + "\n")
+    return report | {"json": str(folder.root / "evaluation.json")}
+
+
+def table_of(report: dict[str, Any]) -> str:
+    """For people: a line per set, each figure with its standard error."""
+    sets = cast("dict[str, dict[str, dict[str, float | None]]]", report["sets"])
+    names = list(next(iter(sets.values())))
+    rows = [["set", *(name.replace("pass_at_", "pass@") for name in names)]]
+    rows += [[name, *(_cell(figures[one]) for one in names)] for name, figures in sets.items()]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    told = f"{report['samples_per_prompt']} responses to each prompt, {report['failures']} without a reward"
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"weights: {report['weights']}",
+            told,
+            f"json:    {report['json']}",
+            f"samples: {report['samples']}",
+        ]
+    )
+
+
+def _cell(figure: dict[str, float | None]) -> str:
+    mean, error = figure["mean"], figure["se"]
+    if mean is None or not math.isfinite(mean):
+        return "-"
+    return f"{mean:.3f}" if error is None else f"{mean:.3f} +- {error:.3f}"

@@ -1,0 +1,109 @@
+"""`slipstream eval`: which weights and options are evaluated, bad input, and the table."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conf.errors import ConfigError
+from conf.load import load_run_config
+from orchestrator.cli.evaluate import eval_config, report_of, table_of
+from orchestrator.files.run_folder import to_plain
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder with checkpoints of steps 5 and 10, of which 5 is the best."""
+    root = tmp_path / "runs" / "mine"
+    for step in (5, 10):
+        checkpoint = root / "checkpoints" / f"step-{step:06d}"
+        (checkpoint / "adapter").mkdir(parents=True)
+        (checkpoint / "adapter" / "adapter_config.json").write_text('{"r": 16, "lora_alpha": 32.0}')
+        (checkpoint / "manifest.json").write_text("{}")
+    (root / "checkpoints" / "best").symlink_to("step-000005")
+    config = load_run_config(["experiment=quickstart", "run.eval_every_steps=5"])
+    (root / "config.yaml").write_text(yaml.safe_dump(to_plain(asdict(config))))
+    return root
+
+
+def test_a_checkpoint_is_evaluated_with_the_runs_options_and_no_step(run: Path) -> None:
+    config, weights = eval_config(run, None, "newest", ["run.eval_samples_per_prompt=4", "run.eval_pass_at=[1,2]"])
+    assert weights == str(run / "checkpoints" / "step-000010" / "adapter")
+    assert config.trainer.lora.init_from == weights and config.run.num_steps == 0
+    assert config.run.dir == str(run / "evals"), "runs/latest stays the run"
+    assert (config.run.name, config.run.pass_ks) == ("eval-mine", (1, 2))
+    assert config.reward == load_run_config(["experiment=quickstart"]).reward
+    for checkpoint in ("best", "5"):
+        assert eval_config(run, None, checkpoint, [])[1] == str(run / "checkpoints" / "step-000005" / "adapter")
+
+
+def test_an_adapter_alone_brings_its_rank(run: Path) -> None:
+    adapter = run / "checkpoints" / "step-000005" / "adapter"
+    (adapter / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 4}')
+    config, weights = eval_config(None, adapter, "newest", ["experiment=quickstart"])
+    assert (config.trainer.lora.rank, config.trainer.lora.alpha, weights) == (8, 4.0, str(adapter))
+    assert config.run.num_steps == 0 and config.run.dir.endswith("evals")
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "words", "message"),
+    [
+        ("7", [], "--checkpoint 7: give newest, best, or one of the steps 5, 10"),
+        ("newest", ["run.num_steps=5"], "run.num_steps has no effect with slipstream eval"),
+        ("newest", ["run.eval_beside=true"], "run.eval_beside has no effect with slipstream eval"),
+        ("newest", ["data.eval_path=null"], "slipstream eval needs held-out prompts: set data.eval_path"),
+        ("newest", ["run.eval_pass_at=[3]"], "pass@k needs 1 <= k <= run.eval_samples_per_prompt, which is 1"),
+        ("newest", ["trainer.mode=full"], "which a run with trainer.mode=full writes at its end"),
+        ("5", ["trainer.mode=full"], "trains all weights .* only what it has exported is evaluated"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(run: Path, checkpoint: str, words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        eval_config(run, None, checkpoint, words)
+
+
+def test_weights_that_are_not_there_are_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a run folder; give one like runs/latest"):
+        eval_config(tmp_path, None, "newest", [])
+    with pytest.raises(ConfigError, match="needs a run folder, or --adapter FOLDER"):
+        eval_config(None, None, "newest", ["experiment=quickstart"])
+    with pytest.raises(ConfigError, match="holds no adapter in PEFT's format"):
+        eval_config(None, tmp_path, "newest", ["experiment=quickstart"])
+    with pytest.raises(ConfigError, match="holds no adapter in PEFT's format"):
+        eval_config(run, tmp_path, "newest", [])
+    (run / "checkpoints" / "best").unlink()
+    with pytest.raises(ConfigError, match=r"has no best checkpoint \(run.keep_best\); its steps are 5, 10"):
+        eval_config(run, None, "best", [])
+
+
+def test_the_table_has_a_line_per_set_with_standard_errors(run: Path) -> None:
+    config, weights = eval_config(
+        run, None, "newest", ["data.eval_path=null", "data.eval_sets.hard=x.jsonl", "run.eval_samples_per_prompt=2"]
+    )
+    folder = run / "evals" / "one"
+    folder.mkdir(parents=True)
+    (run / "evals" / "latest").symlink_to("one")
+    row: dict[str, object] = {"step": 0, "policy_version": 0, "eval/failures": 1, "eval/total_s": 2.5}
+    for prefix in ("eval/", "eval/hard/"):
+        for name in ("reward", "pass_at_1", "pass_at_2"):
+            row |= {prefix + name: 0.5, f"{prefix}{name}_se": 0.125}
+        row |= {f"{prefix}majority": None, f"{prefix}majority_se": None}
+    (folder / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
+    report = report_of(config, weights)
+    assert json.loads((folder / "evaluation.json").read_text())["sets"]["hard"]["pass_at_2"] == {
+        "mean": 0.5,
+        "se": 0.125,
+    }
+    lines = table_of(report).splitlines()
+    assert lines[0].split() == ["set", "reward", "pass@1", "pass@2", "majority"]
+    assert lines[1] == "hard  0.500 +- 0.125  0.500 +- 0.125  0.500 +- 0.125  -"
+    assert "2 responses to each prompt, 1 without a reward" in lines
+
+
+def test_a_run_of_no_step_keeps_what_a_finished_run_had(run: Path) -> None:
+    config, _ = eval_config(run, None, "newest", [])
+    assert replace(config.run, num_steps=110).is_due(0, 110) and config.run.is_due(0, 0), "the evaluation is awaited"
