@@ -30,7 +30,7 @@ EVALUATED = ["run.eval_every_steps=8", f"run.eval_samples_per_prompt={SAMPLES}",
 SCENARIOS = {
     "none": ["data.eval_path=null"],
     "awaited": EVALUATED,
-    "beside": [*EVALUATED, "run.eval_beside=true", "run.keep_best=eval/reward"],
+    "beside": [*EVALUATED, "run.eval_beside=true"],
 }
 
 

@@ -47,6 +47,7 @@ def check_all(config: RunConfig) -> None:
         check_expert_parallel_engine_has_gpus(config)
         check_adapter_mode_has_an_adapter(config)
         check_relay_has_weights_to_pass_on(config)
+        check_best_checkpoint_was_evaluated(config)
         check_tokens_are_masked_by_one_rule(config)
         check_batch_invariant_engine_has_gpus(config)
         check_bitwise_parity_is_possible(config)
@@ -195,6 +196,16 @@ def check_adapter_mode_has_an_adapter(config: RunConfig) -> None:
         raise ConfigError(
             f"weight_sync.mode=adapter: engines serve adapters of rank {ENGINE_LORA_RANKS[-1]} at most, got "
             f"trainer.lora.rank={config.trainer.lora.rank}; set weight_sync.mode=merged, or a lower rank"
+        )
+
+
+def check_best_checkpoint_was_evaluated(config: RunConfig) -> None:
+    """Merged weights change under an evaluation beside training: its figure is of later versions than a checkpoint."""
+    run = config.run
+    if run.keep_best and run.eval_beside and config.weight_sync.mode is SyncMode.merged:
+        raise ConfigError(
+            f"run.keep_best={run.keep_best} contradicts run.eval_beside=true with weight_sync.mode=merged, where "
+            "publishes overwrite the weights that are evaluated; set run.eval_beside=false, or weight_sync.mode=adapter"
         )
 
 

@@ -82,6 +82,10 @@ CASES = [
     (["rollout.eval_seed=-1"], "rollout.eval_seed must be >= 0 or null, got -1"),
     (["rollout.eval_temperature=0", "rollout.eval_top_k=5"], "rollout.eval_top_k has no effect with.*likeliest token"),
     (["data.eval_path=null", "rollout.eval_seed=5"], "rollout.eval_seed has no effect with data.eval_path=null"),
+    (
+        ["run.keep_best=eval/reward", "run.eval_beside=true"],
+        "run.keep_best=eval/reward contradicts run.eval_beside=true",
+    ),
     (["data.eval_path=null", "run.keep_best=eval/reward"], "run.keep_best has no effect with data.eval_path=null"),
     (["run.eval_share=0.5"], "run.eval_share has no effect with run.eval_beside=false"),
     (["run.eval_beside=true", "run.eval_share=1.5"], r"run.eval_share must lie in \(0, 1\], got 1.5"),
