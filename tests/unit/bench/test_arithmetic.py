@@ -158,7 +158,8 @@ def test_the_longest_response_and_its_end_fit(suffix: str) -> None:
 )
 def test_the_reward_is_of_the_last_result_alone(suffix: str, response: str, reward: float) -> None:
     score = load_reward(load_run_config([f"experiment=arithmetic_grpo{suffix}"]).reward).function
-    assert score("3+4-2=", response, {"answer": "5", "response": "3+4=7;7-2=5;#5"}) == reward
+    found, _ = score("3+4-2=", response, {"answer": "5", "response": "3+4=7;7-2=5;#5"})
+    assert found == reward
 
 
 @pytest.mark.parametrize("row", arithmetic.ROWS)

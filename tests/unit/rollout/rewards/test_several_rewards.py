@@ -111,9 +111,9 @@ async def test_the_weighted_sum_is_what_trains_and_each_part_is_kept(file: Path,
         async with running(RewardConfig(parts=parts)) as runner:
             judged = await runner.score_group(PROMPT, rollouts("aaa", "b", "raise"))
     assert judged == [
-        Judgement(1.0 - 0.25 * 3, {"right": 1.0, "brevity": 3.0}),
-        Judgement(-0.25, {"right": 0.0, "brevity": 1.0}),
-        Judgement(None, {"right": 0.0, "brevity": None}),
+        Judgement(1.0 - 0.25 * 3, {"right": 1.0, "brevity": 3.0}, "aaa"),
+        Judgement(-0.25, {"right": 0.0, "brevity": 1.0}, "b"),
+        Judgement(None, {"right": 0.0, "brevity": None}, "raise"),
     ]
     assert "reward brevity failed (raised) on prompt 0" in caplog.text
 

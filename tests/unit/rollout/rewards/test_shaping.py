@@ -62,7 +62,7 @@ async def test_what_length_adds_is_a_part_of_the_judgement_and_of_the_sum():
     finally:
         await runner.close()
     assert judged == [
-        Judgement(1.0 + added, {"exact_match": 1.0, "overlong_penalty": added}) for added in (0.0, -0.25, -0.5)
+        Judgement(1.0 + added, {"exact_match": 1.0, "overlong_penalty": added}, "a") for added in (0.0, -0.25, -0.5)
     ]
 
 
