@@ -18,7 +18,7 @@ ENGINE_CPU_old = $(filter-out DNNL_% ATEN_%,$(CPU_old))
 
 LOCKED := -q --generate-hashes --no-header --no-annotate
 
-.PHONY: help setup quickstart test unit contract system lint lock oracles tensorboard docs docs-serve
+.PHONY: help setup quickstart test unit contract system lint style lock oracles tensorboard docs docs-serve
 
 help:            ## This list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | column -t -s "$$(printf '\t')"
@@ -45,8 +45,11 @@ contract: setup   ## Real Mooncake, real vLLM loaders, real processes, a real br
 system: setup     ## Real Ray, vLLM, Mooncake and FSDP2 together
 	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(PY) -m pytest tests/system -q $(SHARED) -o timeout=600 --durations=10
 
-lint: setup       ## What pre-commit and CI check
-	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/lint-imports && .venv/bin/codespell && .venv/bin/hadolint docker/*.Dockerfile && .venv/bin/basedpyright
+lint: style       ## What pre-commit checks: style, and types, which take two minutes of a core
+	@.venv/bin/basedpyright
+
+style: setup      ## What CI checks beside the tests: ruff, imports, spelling, Dockerfiles
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/lint-imports && .venv/bin/codespell && .venv/bin/hadolint docker/*.Dockerfile
 
 lock: setup       ## Resolve requirements/*.in again, with the hashes of every file that may be installed
 	@.venv/bin/uv pip compile $(LOCKED) --python-version 3.11 $(foreach l,$(shell $(PY) -m pip config get global.find-links 2>/dev/null),--find-links $(l)) --no-emit-find-links --override requirements/overrides.txt requirements/cpu.in -o requirements/cpu.lock

@@ -49,11 +49,11 @@ def test_gradients_through_the_entropy_equal_full_softmax(temperature):
     up, across = torch.linspace(-1, 1, T), torch.linspace(0.5, -2, T)
     mine = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     logprobs, entropy = token_logprobs(
-        *mine, targets, temperature=temperature, chunk_tokens=7, differentiate_entropy=True
+        mine[0], mine[1], targets, temperature=temperature, chunk_tokens=7, differentiate_entropy=True
     )
     (logprobs @ up + entropy @ across).backward()
     exact = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
-    exact_logprobs, exact_entropy = oracle(*exact, targets, temperature)
+    exact_logprobs, exact_entropy = oracle(exact[0], exact[1], targets, temperature)
     (exact_logprobs @ up.double() + exact_entropy @ across.double()).backward()
     for got, want in zip(mine, exact, strict=True):
         torch.testing.assert_close(got.grad.double(), want.grad, rtol=1e-5, atol=1e-5)
