@@ -30,7 +30,9 @@ def concluded(row: dict[str, Any]) -> dict[str, Any]:
     spans: list[Span] = [span for span in row.get("spans", []) if isinstance(span, list)]
     seconds = float(row.get("to", 0.0)) - float(row.get("from", 0.0))
     trainer = [span for span in spans if span[0] == "trainer"]
-    workers = sorted({str(span[0]) for span in spans if str(span[0]).startswith("rollout-")})
+    replicas = (row.get("publish") or {}).get("replicas", [])
+    workers = {f"rollout-{number}" for number in range(len(replicas))}  # one that sampled nothing is idle, too
+    workers = sorted(workers | {str(span[0]) for span in spans if str(span[0]).startswith("rollout-")})
     idle = {worker: _idle(spans, worker, trainer, seconds) for worker in workers}
     return {"seconds": seconds, "waits": [*_trainer_waits(spans, trainer), *_worker_waits(idle)], "idle": idle}
 

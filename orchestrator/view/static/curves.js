@@ -134,7 +134,7 @@ export class Curves {
       width: Math.max(holder.clientWidth, 300), height: HEIGHT,
       cursor: { sync: { key: "steps" }, drag: { x: true, y: false } },
       scales: { x: { time: false }, y: isLog ? { distr: 3 } : { range: (_, low, high) => bounds(low, high, panel.zero) } },
-      axes: [{ ...axis, size: 30 }, { ...axis, size: 62, values: (_, ticks) => ticks.map((value) => (value === null ? "" : unit(value))) }],
+      axes: [{ ...axis, size: 30 }, { ...axis, ...(isLog ? { filter: decades, grid: { ...axis.grid, filter: decades }, ticks: { ...axis.ticks, filter: decades } } : {}), size: 62, values: (_, ticks) => ticks.map((value) => (value === null ? "" : unit(value))) }],
       series: [{ label: "step" }, ...series.map((one) => ({
         label: visible(one.label), stroke: one.colour, dash: one.dash, width: 1.6, spanGaps: true,
         value: (_, value) => (value === null ? "\u2013" : unit(value)),
@@ -182,6 +182,13 @@ function bounds(low, high, fromZero) {
   const first = fromZero ? Math.min(low, 0) : low;
   const margin = (high - first) * 0.08 || Math.abs(high) * 0.1 || 1;
   return [fromZero && first === 0 ? 0 : first - margin, high + margin];
+}
+
+/** Of a logarithmic axis, the powers of ten, and of many of them every second, third, ... */
+function decades(_, ticks) {
+  const powers = ticks.map((value) => Math.log10(value)).map((power) => (Math.abs(power - Math.round(power)) < 1e-6 ? Math.round(power) : null));
+  const every = Math.ceil(powers.filter((power) => power !== null).length / 7);
+  return every === 0 ? ticks : ticks.map((value, at) => (powers[at] !== null && powers[at] % every === 0 ? value : null));
 }
 
 function isSparse(column) {

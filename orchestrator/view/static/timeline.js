@@ -69,6 +69,7 @@ export class Timeline {
       byWho.get(span[0]).push(bar(span[1], span[2], span[3], span[4] === null ? "" : `prompt ${span[4]}`));
     }
     for (const [worker, gaps] of Object.entries(found.idle)) {
+      if (!byWho.has(worker)) byWho.set(worker, []);
       byWho.get(worker).push(...gaps.map(([from, to, cause]) => bar("idle", from, to, `during ${cause}`)));
     }
     for (const [worker, pause] of pauses) {

@@ -127,6 +127,12 @@ def test_who_waited_for_whom_by_hand() -> None:
     ]
 
 
+def test_a_worker_that_sampled_nothing_in_a_step_was_idle_all_along() -> None:
+    spans = [["trainer", "forward and backward", 0.0, 2.0, None], ["rollout-0", "sample", 0.0, 2.0, 7]]
+    row = {"step": 1, "from": 100.0, "to": 102.0, "spans": spans, "publish": {"replicas": [{}, {}]}}
+    assert concluded(row)["idle"] == {"rollout-0": [], "rollout-1": [(0.0, 2.0, "the trainer's forward and backward")]}
+
+
 def test_a_fleet_by_hand() -> None:
     """Worker 0 fails at 10 s, its successor counts tokens from 0 again and adopts version 2."""
     events = [(1, "rollout-0", "process_up"), (2, "rollout-0", "up"), (10, "rollout-0", "failed"),
