@@ -212,6 +212,8 @@ def ask_live_engine(case: str, folder: Path) -> None:
     )  # fmt: skip
     with engine_of(**engine_arguments(folder, config, dtype=DType.bfloat16, device=Device.cpu, seed=0)) as engine:
         (folder / "loaded").write_bytes(describe(engine, model))
+        if model in FAMILIES:  # some have biases, which vLLM cannot load without their loaders
+            return
         assert all(num_params > 10 for num_params in engine.apply_model(forget_loaders))
         (folder / "plain").write_bytes(describe(engine, model))
 
