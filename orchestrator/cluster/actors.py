@@ -84,13 +84,8 @@ class TrainerActor:
 
     def __init__(self, name: str) -> None:
         _log_to_stderr(name)
-        self._name = name
         self._started: TrainerRank | None = None
         self._reserved: socket.socket | None = None
-
-    def __repr__(self) -> str:
-        """Role and rank, for Ray's page and its names of tasks. Ray asks once, when the actor has been made."""
-        return self._name
 
     @property
     def _rank(self) -> TrainerRank:
@@ -226,13 +221,8 @@ class RolloutActor:
 
     def __init__(self, name: str) -> None:
         _log_to_stderr(name)
-        self._name = name
         self._began_at = time.time()
         self._made: RolloutWorker | None = None
-
-    def __repr__(self) -> str:
-        """As TrainerActor.__repr__; `rollout-1.2` after the second restart of rollout-1."""
-        return self._name
 
     @property
     def _worker(self) -> RolloutWorker:
