@@ -118,7 +118,7 @@ def judged(prompts: Sequence[Prompt], sampled: Sequence[list[Rollout]]) -> list[
 
 
 def mean_reward(groups: Sequence[Group]) -> float:
-    """Of all responses."""
+    """The mean reward of all responses; those without a reward are left out."""
     return float(np.mean([reward for group in groups for reward in group.rewards if reward is not None]))
 
 
