@@ -201,8 +201,6 @@ def _for_hydra(override: Override) -> str:
 def _check_choice(text: str, group: str, value: Any, config_dir: Path | None) -> None:
     if isinstance(value, dict):
         raise ConfigError(f"{text}: {group} is a section; set its options one by one, as in {_example_of(group)}")
-    if value is None:
-        return
     names = [choice.name for choice in group_choices(group, config_dir)]
     if str(value) not in names:
         hint = did_you_mean(str(value), names)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from tokenizers import Tokenizer
 
 from bench.run_folders import MadeUpRun, make_run
@@ -280,10 +280,10 @@ def test_responses_are_text_whatever_they_hold(served: Served, number: int) -> N
     served.open("samples")
     served.choose("run", "1")
     served.choose("order", "oldest")
-    for kind, row in (("response", 2 * number + 1), ("episode", 2 * number)):
-        page.locator("#samples tbody tr").nth(row).click()
+    for kind, sample in (("response", 2 * number), ("episode", 2 * number + 1)):
+        page.click(f'#samples tbody tr[data-number="{sample}"]')
         detail = page.locator("#detail")
-        expect(detail).to_contain_text(f"step {number + 1},")
+        expect(detail).to_contain_text(f"Sample {sample}: step {number + 1},")
         expect(detail.locator(".given")).to_have_text(shown(attack), use_inner_text=False)
         expect(detail.locator(".figures")).to_contain_text(shown(attack).replace("\n", " ")[:10])
         assert ("Turn 1" in detail.inner_text()) == (kind == "episode")
@@ -291,6 +291,26 @@ def test_responses_are_text_whatever_they_hold(served: Served, number: int) -> N
         assert said.startswith("<img" if number == 0 else said[:4]) and len(said) >= min(len(attack), 10)
     assert page.title() == "Slipstream", "no script of a response has run"
     assert page.locator("main img, main script, main svg").count() == 0
+
+
+def test_the_sample_that_was_asked_for_last_is_shown_though_its_answer_came_first(served: Served) -> None:
+    page = served.page
+    page.reload()
+    served.open("samples")
+    served.choose("run", "1")
+    served.choose("order", "oldest")
+    held: list[Route] = []
+    is_first = re.compile(r"/runs/1/sample/0\b")
+    page.route(is_first, lambda route: held.append(route))
+    page.click('#samples tbody tr[data-number="0"]')
+    page.wait_for_timeout(50)
+    page.click('#samples tbody tr[data-number="3"]')
+    expect(page.locator("#detail")).to_contain_text("Sample 3:")
+    with page.expect_response(is_first):
+        held.pop().continue_()
+    page.wait_for_timeout(200)
+    expect(page.locator("#detail")).to_contain_text("Sample 3:")
+    page.unroute(is_first)
 
 
 def test_ten_megabytes_are_shown_a_part_at_a_time(served: Served) -> None:

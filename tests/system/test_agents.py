@@ -1,4 +1,4 @@
-"""Locks: an agent's episodes are trained token for token, the shipped game is learned and its control is not.
+"""Locks: an agent's episodes are trained token for token, a game and a tool are learned and their control is not.
 
 Real Ray, vLLM, Mooncake, FSDP2, endpoint and agents' processes; all is asserted on metrics.jsonl and samples.jsonl. The
 trainer computes the log-probability of every sampled token from the sequence that it is given, and the engine from what
@@ -10,50 +10,87 @@ the version before, too.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from system.conftest import ONE_OF_EACH, RUN_TIMEOUT_S, train
+from fakes.two_games import letter_rows, lookup_rows, write_rows
+from system.conftest import ONE_OF_EACH, RUN_TIMEOUT_S, Nodes, train
 
 pytestmark = pytest.mark.timeout(RUN_TIMEOUT_S)
 
-GAME = [
-    "experiment=agent_game", *ONE_OF_EACH, "cluster.dashboard=false", "run.loggers=[]", "algorithm.group_size=16",
+SMALL = ["experiment=agent_game", *ONE_OF_EACH, "run.loggers=[]"]
+GAMES = [
+    *SMALL, "rollout.agent=tests.fakes.two_games:play", "run.num_steps=50", "run.eval_every_steps=0",
+    "run.checkpoint_every_steps=0",
 ]  # fmt: skip
 TALK = [
-    *GAME, "rollout.agent=tests.fakes.openai_agent:talk", "rollout.sampling.max_tokens=3", "rollout.max_model_len=256",
+    *SMALL, "rollout.agent=tests.fakes.openai_agent:talk", "rollout.sampling.max_tokens=3", "rollout.max_model_len=256",
     "rollout.sampling.stop_at_eos=true", "rollout.episodes.max_turns=8", "data.eval_path=null",
     "algorithm.groups_per_step=4", "algorithm.group_size=4", "algorithm.max_staleness_steps=1",
     "run.checkpoint_every_steps=2", "trainer.optim.lr=1.0e-6",
 ]  # fmt: skip
 
 
-def test_the_game_is_learned(tmp_path: Path) -> None:
-    """A policy that always answers the same letter scores 1/8. Seen at 60 steps: 0.86 and 0.95."""
-    run = train([*GAME, "run.num_steps=60", "run.eval_every_steps=0", "run.checkpoint_every_steps=0"], tmp_path)
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[list[str]]:
+    """The option that names a Ray cluster for all runs."""
+    nodes = Nodes(2)
+    yield [f"cluster.ray_address={nodes.address}"]
+    nodes.close()
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options: as many rows of one game as of the other, each with held-out rows of its own."""
+    folder = tmp_path_factory.mktemp("rows")
+    tool = lookup_rows("train")
+    both = [row for pair in zip(letter_rows("train"), tool, strict=False) for row in pair]
+    paths = {
+        name: write_rows(folder / f"{name}.jsonl", content)
+        for name, content in {
+            "both": both, "letters": letter_rows("heldout"), "tool": lookup_rows("heldout"),
+        }.items()
+    }  # fmt: skip
+    return [
+        f"data.path={paths['both']}",
+        "data.eval_path=null",
+        f"data.eval_sets.letters={paths['letters']}",
+        f"data.eval_sets.tool={paths['tool']}",
+    ]
+
+
+def test_a_game_and_a_tool_are_learned(cluster: list[str], rows: list[str], tmp_path: Path) -> None:
+    """A policy that always answers the same letter scores 1/8, in either."""
+    run = train([*GAMES, *cluster, *rows], tmp_path)
     assert run.exit_code == 0, run.stderr
-    assert run.rows[0]["eval/reward"] < 0.15
-    assert run.rows[-1]["eval/reward"] > 0.6
+    for game in ("letters", "tool"):
+        assert run.rows[0][f"eval/{game}/reward"] < 0.15
+        assert run.rows[-1][f"eval/{game}/reward"] > 0.8
     for row in run.rows[1:]:
         assert row["rollout/turns_mean"] == 3
         assert row["rollout/branches_mean"] == 1
         assert row["parity/k3"] < 1e-3
-    (sample, *_) = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
-    assert [bool(turn["given"] and turn["said"]) for turn in sample["turns"]] == [True] * 3
+    samples = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
+    given = "".join(turn["given"] for sample in samples for turn in sample["turns"])
+    assert "tool: " in given and given.count("user: ") > 2 * len(samples)
+    assert all(bool(turn["given"] and turn["said"]) for turn in samples[0]["turns"])
 
 
-def test_with_shuffled_advantages_the_game_is_not_learned(tmp_path: Path) -> None:
-    words = ["run.num_steps=40", "run.eval_every_steps=0", "run.checkpoint_every_steps=0"]
-    run = train([*GAME, *words, "algorithm.shuffle_advantages=true"], tmp_path)
+def test_with_shuffled_advantages_neither_is_learned(cluster: list[str], rows: list[str], tmp_path: Path) -> None:
+    run = train([*GAMES, *cluster, *rows, "algorithm.shuffle_advantages=true"], tmp_path)
     assert run.exit_code == 0, run.stderr
     assert all(row["optim/grad_norm"] > 0 for row in run.rows[1:6])
-    assert run.rows[-1]["eval/reward"] < 0.3
+    for game in ("letters", "tool"):
+        assert run.rows[-1][f"eval/{game}/reward"] < 0.3
 
 
-def test_openais_client_edited_histories_failures_stale_episodes_and_a_resumed_run(tmp_path: Path) -> None:
-    run = train([*TALK, "run.num_steps=2"], tmp_path)
+def test_openais_client_edited_histories_failures_stale_episodes_and_a_resumed_run(
+    cluster: list[str], tmp_path: Path
+) -> None:
+    run = train([*TALK, *cluster, "run.num_steps=2"], tmp_path)
     assert run.exit_code == 0, run.stderr
-    resumed = train([*TALK, "run.num_steps=4", f"run.resume={run.folder}"], tmp_path)
+    resumed = train([*TALK, *cluster, "run.num_steps=4", f"run.resume={run.folder}"], tmp_path)
     assert resumed.exit_code == 0, resumed.stderr
     rows = resumed.rows
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]

@@ -17,9 +17,13 @@ export class Detail {
     return this.shown !== null && this.shown.run.number === run.number && this.shown.number === number;
   }
 
+  // What was asked for last is shown, whichever answer comes last.
   async open(holder, run, number, openSibling) {
+    const asked = { run, number };
+    this.asked = asked;
     const found = await this.page.source.sample(run.number, number);
-    this.shown = { run, number };
+    if (this.asked !== asked) return;
+    this.shown = asked;
     this.holder = holder;
     this.openSibling = openSibling;
     this.found = found;
@@ -41,13 +45,17 @@ export class Detail {
   }
 
   async more() {
-    const next = await this.page.source.sample(this.shown.run.number, this.shown.number, { first_token: this.tokens.length });
+    const shown = this.shown;
+    const next = await this.page.source.sample(shown.run.number, shown.number, { first_token: this.tokens.length });
+    if (this.shown !== shown) return;
     this.tokens = this.tokens.concat(columnsOf(next.tokens));
     this.draw();
   }
 
   async moreText(part, segment, name) {
-    const next = await this.page.source.sample(this.shown.run.number, this.shown.number, { first_char: part.from + part.text.length });
+    const shown = this.shown;
+    const next = await this.page.source.sample(shown.run.number, shown.number, { first_char: part.from + part.text.length });
+    if (this.shown !== shown) return;
     const place = this.found.segments.indexOf(segment);
     const further = next.segments[place][name];
     segment[name] = { from: part.from, total: part.total, text: part.text + further.text };

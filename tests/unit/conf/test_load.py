@@ -156,6 +156,8 @@ def test_later_words_win_and_interpolation_works() -> None:
         ("weight_sync.transport=nvlnk", ["must be one of auto, tcp, nvlink, rdma", "'nvlnk'", "Did you mean nvlink?"]),
         ("trainer.optim.betas=[0.9]", ["trainer.optim.betas must be two numbers", "[0.9]"]),
         ("experiment=quikstart", ["experiment has no such choice", "Did you mean quickstart", "qwen3_moe_2gpu"]),
+        ("experiment=null", ["experiment=null: experiment has no such choice", "quickstart"]),
+        ("data=null", ["data=null: data has no such choice", "letters"]),
         ("weight_sync=off", ["weight_sync has no such choice", "disabled, drained, standard"]),
         ("trainer={num_ranks: 2}", ["trainer is a section", "trainer.num_ranks=1"]),
         ("trainer.lora=8", ["trainer.lora is a section", "trainer.lora.rank=16"]),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollout.agents.games import calculator, letters
+from rollout.agents.games import calculator, letters, lookup
 from rollout.agents.session import ChatReply
 
 
@@ -44,6 +44,22 @@ async def test_letters_counts_right_answers_and_repeats_a_line(says: str, reward
     player = Player(*says)
     task = {"prompt": "4b7=", "lines": ["4b7=", "d01=", "88m="]}
     assert await letters.play(task, player) == pytest.approx(reward)  # type: ignore[arg-type]
+    assert player.heard == heard
+
+
+@pytest.mark.parametrize(
+    ("says", "reward", "heard"),
+    [
+        ("bdx", 1.0, ["4b7=", "d01=", "x88="]),
+        ("bdb", 2 / 3, ["4b7=", "d01=", "x88="]),
+        ("xbd", 2 / 3, ["4b7=", "4b7=", "d01="]),
+        ("dbx", 1 / 3, ["4b7=", "4b7=", "d01="]),
+    ],
+)
+async def test_lookup_answers_keys_in_their_order_alone(says: str, reward: float, heard: list[str]) -> None:
+    player = Player(*says)
+    task = {"prompt": "4b7=", "table": {"b": "d01=", "d": "x88="}, "answer": "x"}
+    assert await lookup.follow(task, player) == pytest.approx(reward)  # type: ignore[arg-type]
     assert player.heard == heard
 
 
