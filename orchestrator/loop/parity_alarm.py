@@ -35,8 +35,10 @@ CURE = (
     "`slipstream parity` names the operation at which trainer and "
     "engine part, and docs/parity.md says what else to look at"
 )
-FLOOR_SHARE = 0.5
-"""When the floor is more than this share of the mismatch, the cause is in the engine."""
+FLOOR_SHARE = 0.1
+"""When the floor is more than this share of the mismatch, the cause is in the engine. The floor may be the mean of few
+tokens, and so off by a factor; where the engine is not the cause it is orders of magnitude below.
+"""
 
 
 class ParityAlarm:
@@ -79,5 +81,8 @@ class ParityAlarm:
 def _what_the_floor_says(step: int, k3: float, floor: float) -> str:
     figures = f"parity/floor_k3 of step {step} is {floor:.3g}, where parity/k3 is {k3:.3g}: "
     if floor > FLOOR_SHARE * k3:
-        return figures + "the engine's prefill is as far from its decoding, so the cause is in how the engine samples. "
+        return (
+            figures
+            + "the engine's prefill is about as far from its decoding, so the cause is in how the engine samples. "
+        )
     return figures + "the engine agrees with itself, so the cause is in its weights or between trainer and engine. "

@@ -45,10 +45,10 @@ def test_warning_names_figure_threshold_causes_and_cure(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize(
-    ("floor", "where"), [(0.2, "in how the engine samples"), (0.1, "in its weights or between trainer and engine")]
+    ("floor", "where"), [(0.2, "in how the engine samples"), (0.02, "in its weights or between trainer and engine")]
 )
 def test_the_floor_says_on_which_side_the_cause_is(floor: float, where: str) -> None:
-    """The floor of step 3, at 2/3 and at 1/3 of that step's mismatch, tells of the alarm at step 5."""
+    """The floor of step 3, at 2/3 and at 1/15 of that step's mismatch, tells of the alarm at step 5."""
     alarm = ParityAlarm(ParityConfig(warn_k3=0, stop_k3=0.5), is_corrected=True)
     assert alarm.reason_to_stop(3, {"parity/k3": 0.3, "parity/floor_k3": floor}) == ""
     reason = alarm.reason_to_stop(5, {"parity/k3": 0.6, "parity/floor_k3": None})
