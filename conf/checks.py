@@ -11,6 +11,7 @@ from conf.errors import ConfigError
 from conf.model_checks import check_architecture
 from conf.schema import (
     ENGINE_LORA_RANKS,
+    SHIPPED_ADVANTAGES,
     AdapterValues,
     AttentionValues,
     BusySlot,
@@ -42,6 +43,7 @@ def check_all(config: RunConfig) -> None:
         check_trained_responses_are_the_policys(config)
         check_stop_texts_are_found(config)
         check_overlong_fits_the_response(config)
+        check_rewards_are_given_where_they_count(config)
         check_transport_fits_device(config)
         check_processes_can_share_a_gpu(config)
         check_expert_parallel_engine_has_gpus(config)
@@ -99,6 +101,16 @@ def check_overlong_fits_the_response(config: RunConfig) -> None:
         raise ConfigError(
             f"reward.overlong_tokens={overlong} exceeds rollout.sampling.max_tokens={longest}: it is how many of them "
             "are punished; lower it, or raise the other"
+        )
+
+
+def check_rewards_are_given_where_they_count(config: RunConfig) -> None:
+    """Equal rewards teach nothing."""
+    advantage, is_none = config.algorithm.advantage, all(one.kind == "none" for one in config.reward.by_name.values())
+    if is_none and advantage in SHIPPED_ADVANTAGES and advantage != "none":
+        raise ConfigError(
+            f"reward.kind=none contradicts algorithm.advantage={advantage}, which compares rewards; give a reward, or "
+            "choose algorithm=distill"
         )
 
 

@@ -48,6 +48,7 @@ READ_BY_POLICY_ALONE = (
     *EVALUATED_WITH,
     "run.samples_per_step",
     "run.max_sample_bytes_per_step",
+    "algorithm.teacher.",
     *(
         f"algorithm.{item.name}"
         for item in fields(AlgorithmConfig)
@@ -226,6 +227,12 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
             not algorithm.drop_zero_variance_groups,
             "algorithm.drop_zero_variance_groups=false, which drops none",
             "remove it, or choose algorithm=dapo",
+        ),
+        Ignored(
+            "algorithm.teacher.",
+            algorithm.distill_coef == 0,
+            "algorithm.distill_coef=0, which asks no teacher",
+            "remove it, or choose algorithm=distill",
         ),
         Ignored("data.weights", not config.data.sources, "data.sources=[]", "give data.sources, or remove it"),
         Ignored(

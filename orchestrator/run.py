@@ -50,6 +50,7 @@ from orchestrator.signals import second_interrupt_ends_at_once
 from orchestrator.waiting import together
 from rollout.agents.episode_runner import EpisodeRunner
 from rollout.rewards.runner import RewardRunner
+from rollout.teacher import Teacher
 
 if TYPE_CHECKING:
     from orchestrator.cluster.placement import Cluster
@@ -146,6 +147,10 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
             log_path=folder.root / "rewards.log",
         )
         stack.push_async_callback(rewards.close)
+        teacher = None
+        if config.algorithm.distill_coef > 0:
+            teacher = Teacher(config.algorithm.teacher)
+            stack.push_async_callback(teacher.close)
         episodes = None
         if config.rollout.agent is not None:
             episodes = EpisodeRunner(config, model.folder, log_path=folder.root / "agents.log")
@@ -181,6 +186,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
             rewards=rewards,
             activities=activities,
             episodes=episodes,
+            teacher=teacher,
             telemetry=telemetry,
             checkpoints=checkpoints,
             traces=folder.traces,

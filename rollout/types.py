@@ -139,6 +139,8 @@ class Rollout:
     """Why an episode has no reward: one of rollout.agents.failures; "": nothing failed."""
     seconds: float | None = None
     """An episode's duration; None: one response to the group's prompt."""
+    teacher_logprobs: list[float] | None = None
+    """The teacher's log-probability of each token (algorithm.distill_coef); None: none was asked, or it failed."""
 
     @property
     def all_routes(self) -> list[tuple[Routes, int]]:

@@ -44,6 +44,7 @@ from conf.schema.reward import (
 )
 from conf.schema.rollout import EpisodesConfig, RolloutConfig, SamplingConfig
 from conf.schema.run import RunConfig, RunSection
+from conf.schema.teacher import TeacherConfig
 from conf.schema.trainer import (
     ENGINE_LORA_RANKS,
     MAX_EXPERT_RANK,
@@ -105,6 +106,7 @@ __all__ = [
     "RunSection",
     "SamplingConfig",
     "SyncMode",
+    "TeacherConfig",
     "TrainMode",
     "TrainerConfig",
     "TransportKind",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from conf.schema.rules import above, at_least, require
+from conf.schema.teacher import TeacherConfig
 
 
 class Objective(StrEnum):
@@ -82,7 +83,7 @@ class KlPlace(StrEnum):
     reward = "reward"
 
 
-SHIPPED_ADVANTAGES = ("group_std", "group", "leave_one_out", "group_mean", "batch_std", "group_batch_std")
+SHIPPED_ADVANTAGES = ("group_std", "group", "leave_one_out", "group_mean", "batch_std", "group_batch_std", "none")
 """Values of algorithm.advantage that are not functions of the user's own."""
 
 
@@ -116,8 +117,15 @@ class AlgorithmConfig:
     of its group (GRPO). group: r - mean (Dr. GRPO). leave_one_out: r - the mean of the group's others (RLOO).
     group_mean: (r - mean) / mean (MaxRL), for rewards that are never negative. batch_std: r, standardized over the
     tokens of the batch (REINFORCE++). group_batch_std: r - the group's mean, standardized in the same way
-    (REINFORCE++ with baseline). Or a function of your own, FILE.py:function or package.module:function.
+    (REINFORCE++ with baseline). none: 0, so that the teacher's term alone counts (distill_coef). Or a function of your
+    own, FILE.py:function or package.module:function.
     """
+    distill_coef: float = 0.0
+    """Weight of log teacher - log mu, mu the policy that sampled, which is added to the advantage of each token:
+    on-policy distillation (docs/algorithms.md). 0 asks no teacher.
+    """
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    """Ignored when distill_coef=0."""
     shuffle_advantages: bool = False
     """Permute the advantages of whole responses within each group: a control that must not learn."""
     normalization: Normalization = Normalization.token
@@ -191,12 +199,13 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         require(
-            self.group_size >= 2,
+            self.group_size >= 2 or self.advantage == "none",
             f"algorithm.group_size must be >= 2, got {self.group_size}: a group of one has no advantage",
         )
         at_least(
             1,
             "algorithm",
+            group_size=self.group_size,
             groups_per_step=self.groups_per_step,
             sequences_per_step=self.sequences_per_step,
             minibatches_per_step=self.minibatches_per_step,
@@ -217,6 +226,7 @@ class AlgorithmConfig:
             "algorithm",
             max_staleness_steps=self.max_staleness_steps,
             kl_coef=self.kl_coef,
+            distill_coef=self.distill_coef,
             max_uninformative_batches=self.max_uninformative_batches,
         )
         require(
@@ -250,6 +260,32 @@ class AlgorithmConfig:
             self.ratio_baseline is RatioBaseline.trainer or self.correction is Correction.none,
             "algorithm.ratio_baseline=rollout already corrects for the engine's log-probabilities: set "
             "algorithm.correction=none with it",
+        )
+
+        self._check_distillation()
+
+    def _check_distillation(self) -> None:
+        teacher, is_rewarded = self.teacher, self.advantage != "none"
+        require(math.isfinite(self.distill_coef), f"algorithm.distill_coef must be finite, got {self.distill_coef}")
+        require(
+            self.distill_coef == 0 or bool(teacher.base_url and teacher.model),
+            f"algorithm.distill_coef={self.distill_coef:g} needs a teacher: give algorithm.teacher.base_url and "
+            f"algorithm.teacher.model, got {teacher.base_url!r} and {teacher.model!r}",
+        )
+        require(
+            is_rewarded or self.distill_coef > 0,
+            "algorithm.advantage=none leaves nothing to learn from: choose algorithm=distill, or set "
+            "algorithm.distill_coef, or another algorithm.advantage",
+        )
+        require(
+            is_rewarded or not self.drop_zero_variance_groups,
+            "algorithm.advantage=none contradicts algorithm.drop_zero_variance_groups=true: groups of equal rewards "
+            "teach as much as others; set one of the two otherwise",
+        )
+        require(
+            is_rewarded or not self.penalizes_rewards,
+            "algorithm.advantage=none contradicts algorithm.kl_in=reward: rewards count in nothing; set "
+            "algorithm.kl_in=loss",
         )
 
     @property

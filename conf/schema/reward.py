@@ -11,7 +11,7 @@ from typing import Any, cast
 from conf.errors import ConfigError
 from conf.schema.rules import above, at_least, at_least_or_null, require, section_of
 
-SHIPPED_REWARDS = ("exact_match", "regex", "math", "judge", "code")
+SHIPPED_REWARDS = ("exact_match", "regex", "math", "judge", "code", "none")
 """Values of reward.kind that are not functions of the user's own."""
 READ_AN_ANSWER = ("exact_match", "regex", "math")
 """Kinds that compare the response with the column reward.answer_key."""
@@ -92,9 +92,10 @@ class RewardPart:
     """One reward: the whole section if it is the only one, or a value of reward.parts."""
 
     kind: str = "exact_match"
-    """exact_match, regex, math, judge, code, or a function: `FILE.py:function`, `package.module:function`. It is
-    (prompt, response, fields) -> number, or (prompt, responses, fields) -> list of numbers for a whole group; both may
-    be async. Fields are the row's other columns, and `finish_reason`.
+    """exact_match, regex, math, judge, code, none (0 for every response: algorithm=distill needs no reward), or a
+    function: `FILE.py:function`, `package.module:function`. It is (prompt, response, fields) -> number, or (prompt,
+    responses, fields) -> list of numbers for a whole group; both may be async. Fields are the row's other columns, and
+    `finish_reason`.
     """
     weight: float = 1.0
     """What the reward is multiplied by before it is added to the others."""

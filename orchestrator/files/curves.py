@@ -18,7 +18,7 @@ RL_PANELS: Panels = (
     ("reward", ("reward/mean", "eval/reward"), "linear"),
     ("mismatch KL (k3)", ("parity/k3", "parity/floor_k3", "parity/k3_p99", "parity/k3_stale"), "log"),
     ("k3 by position in the response", tuple(f"parity/k3_from_{start}" for start in POSITION_STARTS), "log"),
-    ("policy entropy, nats", ("policy/entropy",), "linear"),
+    ("entropy and KL to the teacher, nats", ("policy/entropy", "distill/kl_mean"), "linear"),
     (
         "importance weights",
         ("correction/ess_fraction", "correction/truncated_fraction", "correction/masked_fraction"),

@@ -85,6 +85,7 @@ def fingerprint(config: RunConfig) -> dict[str, Any]:
             "algorithm.group_size": algorithm.group_size,
             "algorithm.groups_per_step": algorithm.groups_per_step,
             # None is what a checkpoint of a release without the option has.
+            "algorithm.distill_coef > 0": algorithm.distill_coef > 0 or None,  # waiting groups have the teacher's word
             "data.path": config.data.path,
             "data.sources": list(config.data.sources) or None,
             "data.weights": list(config.data.weights) or None,

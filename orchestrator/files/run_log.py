@@ -76,6 +76,7 @@ class RunLog:
         root.setLevel(logging.INFO)
         for package in ("orchestrator", "rollout", "trainer", "weight_sync", "conf"):
             logging.getLogger(package).setLevel(logging.DEBUG)
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO a line for every request
         for handler in self._handlers:
             root.addHandler(handler)
         return self

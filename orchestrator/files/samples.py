@@ -28,7 +28,7 @@ SHORTEST_TEXT = 200
 """Characters of a text that are always kept."""
 FEWEST_TOKENS = 16
 """Tokens whose figures are always kept."""
-_TOKEN_LISTS = ("token_ids", "rollout_logprobs", "log_ratios", "advantages")
+_TOKEN_LISTS = ("token_ids", "rollout_logprobs", "log_ratios", "advantages", "teacher_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +134,8 @@ def sample_row(
         "token_ids": list(rollout.token_ids),
         "rollout_logprobs": [_rounded(value) for value in rollout.logprobs],
     }
+    if rollout.teacher_logprobs is not None:
+        row["teacher_logprobs"] = [_rounded(value) for value in rollout.teacher_logprobs]
     if trained is not None:
         pairs = zip(trained.trainer_logprobs, rollout.logprobs, strict=True)
         row["log_ratios"] = [None if own is None else _rounded(own - engine) for own, engine in pairs]

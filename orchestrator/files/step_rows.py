@@ -95,6 +95,12 @@ def _rollout_metrics(record: StepRecord) -> dict[str, Value]:
         for branch in branches_of(group.prompt, rollout)
     ]
     num_tokens = sum(lengths)
+    log_ratios = [
+        own - teacher
+        for rollout in rollouts
+        if rollout.teacher_logprobs is not None
+        for own, teacher in zip(rollout.logprobs, rollout.teacher_logprobs, strict=True)
+    ]
     extra = record.extra
     train_s = float(extra.get("trainer/forward_backward_s") or 0) + float(extra.get("trainer/optimizer_s") or 0)
     step_s = extra.get("step/total_s")
@@ -102,6 +108,7 @@ def _rollout_metrics(record: StepRecord) -> dict[str, Value]:
         "reward/mean": float(np.mean(rewards)) if rewards else None,
         "reward/std": float(np.std(rewards)) if rewards else None,
         "reward/failures": len(rollouts) - len(rewards),
+        "distill/kl_mean": float(np.mean(log_ratios)) if log_ratios else None,
         "staleness/mean": float(np.mean(record.staleness_steps)),
         "staleness/max": max(record.staleness_steps),
         "rollout/tokens_per_s": num_response_tokens / step_s if step_s else None,

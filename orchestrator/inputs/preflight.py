@@ -278,6 +278,17 @@ def check_algorithm_loads(config: RunConfig) -> Fact:
     return Fact("algorithm", " and ".join(own))
 
 
+def check_teacher_answers(config: RunConfig) -> Fact:
+    """The teacher of distillation is there, and its tokens are the policy's."""
+    if config.algorithm.objective is not Objective.policy or config.algorithm.distill_coef == 0:
+        return Fact("teacher", "none: algorithm.distill_coef=0")
+    if config.run.num_steps == 0:
+        return Fact("teacher", "not asked: no step is made")
+    from orchestrator.inputs.teacher_check import check_teacher  # imports httpx
+
+    return Fact("teacher", check_teacher(config))
+
+
 def check_agent_loads(config: RunConfig) -> Fact:
     """The agent can be imported, tried in a process of its own; its tool parser is known and its port is free."""
     name, episodes = config.rollout.agent, config.rollout.episodes
@@ -348,6 +359,7 @@ OPTION_CHECKS = (
     check_routes,
     check_reward_loads,
     check_algorithm_loads,
+    check_teacher_answers,
     check_agent_loads,
     check_loggers,
 )

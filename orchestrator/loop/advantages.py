@@ -18,6 +18,11 @@ are penalized (algorithm.kl_in=reward), r is the reward minus the penalties of a
 
 Invariants: a rollout without a reward has no advantage and counts in nothing. A group whose rewards are all equal has
 advantages of exactly 0 by every formula that compares within the group.
+
+With a teacher, algorithm.distill_coef times log teacher - log mu is added to each token's advantage, mu being the
+policy that sampled it. Its mean over samples is minus the reverse KL(mu || teacher) at that position: on-policy
+distillation (Agarwal et al. 2023, GKD, arXiv:2306.13649, with its reverse KL and on-policy data alone; Gu et al. 2023,
+MiniLLM, arXiv:2306.08543). A token is not credited with later tokens' terms.
 """
 
 from __future__ import annotations
@@ -68,6 +73,16 @@ def group_advantages(rewards: Rewards, kind: str) -> list[float | None]:
     return [None if reward is None else float((reward - mean) / divisor) for reward in rewards]
 
 
+def teacher_term(logprobs: Sequence[float], teacher_logprobs: Sequence[float]) -> np.ndarray:
+    """log teacher - log mu of each sampled token, float64.
+
+    Args:
+        logprobs: of the policy that sampled them.
+        teacher_logprobs: of the teacher.
+    """
+    return np.asarray(teacher_logprobs, np.float64) - np.asarray(logprobs, np.float64)
+
+
 def whitened(values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """(values - mean) / sqrt(variance + 1e-8) over all of them together; zeros where there are fewer than two."""
     flat = np.concatenate([np.zeros(0), *values])
@@ -91,6 +106,9 @@ def batch_advantages(
         kind: any formula of the module's docstring.
         penalties: the same of each token's penalty of KL, which is subtracted from the reward. None: there is none.
     """
+    if kind == "none":
+        counted = (zip(*group, strict=True) for group in zip(rewards, num_tokens, strict=True))
+        return [[None if r is None else np.zeros(count) for r, count in group] for group in counted]
     if penalties is None:
         penalties = [[np.zeros(count) for count in counts] for counts in num_tokens]
     if kind == "batch_std":

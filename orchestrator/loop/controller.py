@@ -285,6 +285,7 @@ class Controller(StepLoop):
         )
         failed, uninformative, restarts, recoveries = map(int.__sub__, counts, self._num_reported)
         self._num_reported = counts
+        teacher = self.services.teacher
         recent = supervisor.recoveries[len(supervisor.recoveries) - recoveries :]
         return {
             **self.services.prompts.metrics(),
@@ -296,4 +297,5 @@ class Controller(StepLoop):
             "rollout/down_s": max((item.down_s for item in recent), default=None),
             "rollout/recovery_read_s": max((item.read_s for item in recent if item.read_s is not None), default=None),
             **{f"reward/{name}": number for name, number in self.services.rewards.take_counts().items()},
+            **({} if teacher is None else {f"distill/{name}": value for name, value in teacher.take_counts().items()}),
         }

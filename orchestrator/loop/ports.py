@@ -78,6 +78,13 @@ class Rewards(Protocol):
     def take_counts(self) -> dict[str, float]: ...
 
 
+class Teacher(Protocol):
+    """Gives log-probabilities of sampled tokens (rollout.teacher.Teacher)."""
+
+    async def group_logprobs(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[list[float] | None]: ...
+    def take_counts(self) -> dict[str, float | None]: ...
+
+
 class Episodes(Protocol):
     """Runs an agent's episodes (rollout.agents.episode_runner.EpisodeRunner)."""
 
@@ -105,6 +112,8 @@ class LoopServices:
     """Where router, sampler and controller note what they do."""
     episodes: Episodes | None = None
     """None: one response to each prompt (rollout.agent=null)."""
+    teacher: Teacher | None = None
+    """None: no distillation (algorithm.distill_coef=0)."""
     on_clock: Callable[[int, int], None] = lambda step, policy_version: None
     """Called with step and policy version whenever one changes; logs carry them."""
 

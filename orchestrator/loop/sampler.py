@@ -1,12 +1,12 @@
 """Prompts to judged groups: those that the train loop waits for, and those of an evaluation.
 
-    tickets, prompts --> a place --> least loaded replica --> reward --> informative? --> GroupBuffer
-                                                                 ^            | no: another prompt
-                                                                 +------------+
+    tickets, prompts --> a place --> least loaded replica --> reward --> informative? --> teacher? --> GroupBuffer
+                                              ^                               | no: another prompt
+                                              +-------------------------------+
 
 Owns: how many groups of both kinds are in flight (`rollout.max_concurrent_groups`), dynamic sampling, and when sampling
-has become pointless: the reward fails on every response, or all groups have equal rewards. Does not own: when an
-evaluation is due (controller), which group belongs to which batch (buffer), who serves (supervisor).
+has become pointless: the reward or the teacher fails on every response, or all groups have equal rewards. Does not own:
+when an evaluation is due (controller), which group belongs to which batch (buffer), who serves (supervisor).
 Invariant: a failure to sample ends `run`; the buffer raises it between two steps, and nothing else does.
 """
 
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from rollout.agents.episode_runner import FinishedEpisode
 
 MAX_UNJUDGED_GROUPS = 8
-"""Groups in a row (and at least a batch of them) without one reward after which the run stops: the reward is broken."""
+"""Groups in a row (and at least a batch of them) without one reward after which the run stops: the reward is broken.
+The same of a teacher."""
 
 
 class Sampler:
@@ -49,6 +50,7 @@ class Sampler:
         """Groups among them that were replaced because their rewards were all equal."""
         self._num_uninformative_in_a_row = 0
         self._num_unjudged_in_a_row = 0
+        self._num_untaught_in_a_row = 0
 
     async def run(self) -> None:
         """Keep as many groups in flight as tickets and places allow, until cancelled.
@@ -100,7 +102,10 @@ class Sampler:
         requests_s = rollout.request_timeout_s * (rollout.num_workers + 1)
         if rollout.agent is not None:
             requests_s = max(requests_s, rollout.episodes.timeout_s)
-        return requests_s + self._config.reward.longest_timeout_s * num_judged + restart_s + 60.0
+        judge_s = self._config.reward.longest_timeout_s
+        if self._services.teacher is not None:
+            judge_s += self._config.algorithm.teacher.timeout_s
+        return requests_s + judge_s * num_judged + restart_s + 60.0
 
     async def _sample_into(self, ticket: Ticket, prompt: Prompt) -> None:
         """Deliver one group for one ticket. Dynamic sampling goes on to further prompts until rewards differ."""
@@ -114,7 +119,7 @@ class Sampler:
                 if not algorithm.drop_zero_variance_groups or self._is_informative(group):
                     break
                 prompt, attempt = self._draw(ticket), attempt + 1
-            await self._buffer.deliver(ticket, group)
+            await self._buffer.deliver(ticket, await self._taught(group))
         finally:
             self._places.release()
 
@@ -151,6 +156,36 @@ class Sampler:
                 judgements[i] = judgement
         return judgements
 
+    async def _taught(self, group: Group) -> Group:
+        """The group with the teacher's log-probabilities. Where it gave none, the reward is None, so that the response
+        is left out. Raises TrainingStopped once it failed on every response of too many groups in a row.
+        """
+        teacher = self._services.teacher
+        judged = [i for i, reward in enumerate(group.rewards) if reward is not None]
+        if teacher is None or not judged:
+            return group
+        began = time.time()
+        found = await teacher.group_logprobs(group.prompt, [group.rollouts[i] for i in judged])
+        self._services.activities.note(REWARDS, "teacher", began, group.prompt.prompt_id)
+        rollouts, rewards = list(group.rollouts), list(group.rewards)
+        for i, logprobs in zip(judged, found, strict=True):
+            rollouts[i] = replace(rollouts[i], teacher_logprobs=logprobs)
+            rewards[i] = None if logprobs is None else rewards[i]
+        is_untaught = all(logprobs is None for logprobs in found)
+        self._num_untaught_in_a_row = self._num_untaught_in_a_row + 1 if is_untaught else 0
+        if self._num_untaught_in_a_row >= self._most_in_a_row:
+            raise TrainingStopped(
+                f"the teacher, algorithm.teacher.base_url={self._config.algorithm.teacher.base_url}, failed on every "
+                f"response of {self._num_untaught_in_a_row} groups in a row; run.log has the first failure of each "
+                "kind. Repair it and go on with slipstream resume"
+            )
+        return replace(group, rollouts=rollouts, rewards=rewards)
+
+    @property
+    def _most_in_a_row(self) -> int:
+        """Groups without one reward, or without one answer of the teacher, after which the run stops."""
+        return max(MAX_UNJUDGED_GROUPS, self._config.algorithm.groups_per_step)
+
     def _draw(self, ticket: Ticket) -> Prompt:
         prompt = next(self._services.prompts)
         self._buffer.assign_prompt(ticket, prompt)
@@ -179,7 +214,7 @@ class Sampler:
         """A reward that fails now and then costs samples. One that fails on a whole batch's groups is broken."""
         is_unjudged = all(reward is None for reward in group.rewards)
         self._num_unjudged_in_a_row = self._num_unjudged_in_a_row + 1 if is_unjudged else 0
-        if self._num_unjudged_in_a_row >= max(MAX_UNJUDGED_GROUPS, self._config.algorithm.groups_per_step):
+        if self._num_unjudged_in_a_row >= self._most_in_a_row:
             raise TrainingStopped(
                 f"reward {', '.join(self._config.reward.names)} failed on every response of "
                 f"{self._num_unjudged_in_a_row} groups in a row, so there is nothing to learn from; run.log has the "

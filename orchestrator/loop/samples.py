@@ -18,7 +18,7 @@ import numpy as np
 from conf.functions import is_function_path
 from conf.schema import AlgorithmConfig
 from orchestrator.inputs.own_advantage import AdvantageFunction, own_advantage
-from orchestrator.loop.advantages import batch_advantages
+from orchestrator.loop.advantages import batch_advantages, teacher_term
 from rollout.branches import Branch, branches_of
 from rollout.types import Group
 from trainer.types import Denominators, Origin, Sample, Scores
@@ -88,6 +88,8 @@ def filled(
     num_tokens = _num_tokens(groups)
     penalties = _penalties(drafts, num_tokens, config) if config.penalizes_rewards else None
     advantages = advantages_of(groups, penalties)
+    if config.distill_coef > 0:
+        advantages = [_taught(*one, config.distill_coef) for one in zip(advantages, groups, strict=True)]
     if config.shuffle_advantages:
         for i, of_group in enumerate(advantages):
             trained = sorted({draft.rollout for draft in drafts if draft.group == i})
@@ -144,6 +146,14 @@ def denominators_of(samples: Sequence[Sample], policy_version: int, max_response
         policy_version=policy_version,
         num_possible_tokens=len(samples) * max_response_tokens,
     )
+
+
+def _taught(advantages: Sequence[np.ndarray | None], group: Group, coef: float) -> list[np.ndarray | None]:
+    """Each token's advantage plus what the teacher makes of it; a rollout without the teacher's word has no reward."""
+    return [
+        None if values is None else values + coef * teacher_term(rollout.logprobs, rollout.teacher_logprobs or [])
+        for values, rollout in zip(advantages, group.rollouts, strict=True)
+    ]
 
 
 def _num_tokens(groups: Sequence[Group]) -> list[list[int]]:

@@ -71,6 +71,8 @@ def _shipped(config: RewardPart, section: str, folder: Path | None) -> Callable[
         from rollout.rewards.judge import Judge  # imports httpx
 
         return Judge(config, section, folder).judge
+    if config.kind == "none":
+        return lambda prompt, response, fields: 0.0
     pattern = compile_pattern(config.pattern, f"{section}.pattern")
     match = functools.partial(regex_match, pattern=pattern, answer_key=config.answer_key)
     return lambda prompt, response, fields: match(response, fields)

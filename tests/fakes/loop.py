@@ -317,6 +317,22 @@ class FakeRewards:
         return {} if taken is None else {"style_requests": taken}
 
 
+class FakeTeacher:
+    """-2 for the first token and -0.25 for the second; None for every response that `fails` picks, by its text."""
+
+    def __init__(self, fails: Callable[[str], bool] = lambda text: False) -> None:
+        self.fails = fails
+        self.num_asked = 0
+
+    async def group_logprobs(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[list[float] | None]:
+        assert prompt.prompt_id < 1000, "held-out prompts teach nothing"
+        self.num_asked += len(rollouts)
+        return [None if self.fails(rollout.text) else [-2.0, -0.25] for rollout in rollouts]
+
+    def take_counts(self) -> dict[str, float | None]:
+        return {"failures": 1, "retries": 2, "response_s": 0.5}
+
+
 class FakePrompts:
     """Prompt i is the i-th drawn; the cursor is a number."""
 
@@ -381,6 +397,7 @@ class Loop:
         self.prompts = FakePrompts()
         self.rewards = FakeRewards()
         self.episodes: FakeEpisodes | None = None
+        self.teacher: FakeTeacher | None = None
         self.checkpoints = CheckpointStore(self.folder.checkpoints, keep=2, options=fingerprint(config))
         self.resume_step = resume_step
         self.max_restarts = 0
@@ -418,6 +435,7 @@ class Loop:
                 eval_sets={"": [Prompt(1000, (1,), "held out"), Prompt(1001, (1,), "held out")]},
                 rewards=self.rewards,
                 episodes=self.episodes,
+                teacher=self.teacher,
                 telemetry=telemetry,
                 checkpoints=self.checkpoints,
                 traces=Path("traces"),

@@ -7,7 +7,7 @@ const PANELS = [
   { title: "Reward", metrics: ["reward/mean", "eval/reward"] },
   { title: "Negative log-likelihood", metrics: ["sft/nll", "eval/nll"] },
   { title: "Mismatch of trainer and engine, k3", metrics: ["parity/k3", "parity/k3_stale", "parity/floor_k3"], log: true },
-  { title: "Entropy, nats per token", metrics: ["policy/entropy"] },
+  { title: "Entropy, and KL to the teacher, nats per token", metrics: ["policy/entropy", "distill/kl_mean"] },
   { title: "Response tokens", metrics: ["rollout/response_tokens_mean"] },
   { title: "Truncated responses, clipped tokens (fraction)", metrics: ["rollout/truncated_fraction", "loss/clip_fraction"] },
   { title: "Turns of an episode", metrics: ["rollout/turns_mean", "rollout/branches_mean"] },

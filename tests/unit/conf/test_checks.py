@@ -10,6 +10,11 @@ from conf.errors import ConfigError
 from conf.load import check_model_reads_overrides, load_run_config
 
 BITWISE = ["parity=bitwise", "cluster.device=cuda", "trainer.num_ranks=1", "trainer.ep_size=1"]
+DISTILL = [
+    "algorithm=distill",
+    "algorithm.teacher.base_url=http://127.0.0.1:8000/v1",
+    "algorithm.teacher.model=big",
+]
 CASES = [
     (
         [*BITWISE, "model.dtype=bfloat16", "trainer.numerics.norm=each"],
@@ -321,6 +326,23 @@ CASES = [
         "weight_sync.keep_kv=true needs weight_sync.pause_mode=keep",
     ),
     (["algorithm.group_size=1"], "algorithm.group_size must be >= 2, got 1"),
+    ([*DISTILL, "algorithm.group_size=0"], "algorithm.group_size must be >= 1, got 0"),
+    (["algorithm=distill"], "algorithm.distill_coef=1 needs a teacher: give algorithm.teacher.base_url and .* got ''"),
+    ([*DISTILL, "algorithm.teacher.model=''"], "algorithm.distill_coef=1 needs a teacher: .*/v1' and ''"),
+    ([*DISTILL, "algorithm.distill_coef=-1"], "algorithm.distill_coef must be >= 0, got -1"),
+    ([*DISTILL, "algorithm.distill_coef=inf"], "algorithm.distill_coef must be finite, got inf"),
+    ([*DISTILL, "algorithm.teacher.base_url=box:8000"], "must be the address of an OpenAI endpoint.* got 'box:8000'"),
+    ([*DISTILL, "algorithm.teacher.max_concurrent=0"], "algorithm.teacher.max_concurrent must be >= 1, got 0"),
+    ([*DISTILL, "algorithm.teacher.max_tries=0"], "algorithm.teacher.max_tries must be >= 1, got 0"),
+    ([*DISTILL, "algorithm.teacher.timeout_s=0"], "algorithm.teacher.timeout_s must be > 0, got 0"),
+    ([*DISTILL, "algorithm.teacher.try_timeout_s=inf"], "algorithm.teacher.try_timeout_s must be finite, got inf"),
+    (["algorithm.advantage=none"], "algorithm.advantage=none leaves nothing to learn from: choose algorithm=distill"),
+    ([*DISTILL, "algorithm.drop_zero_variance_groups=true"], "contradicts algorithm.drop_zero_variance_groups=true"),
+    ([*DISTILL, "algorithm.kl_coef=1", "algorithm.kl_in=reward"], "contradicts algorithm.kl_in=reward"),
+    (["algorithm.teacher.max_tries=2"], "algorithm.teacher.max_tries has no effect with algorithm.distill_coef=0"),
+    (["algorithm=sft", "algorithm.teacher.model=big"], "algorithm.teacher.model has no effect with algorithm=sft"),
+    (["algorithm=sft", "algorithm.distill_coef=1"], "algorithm.distill_coef"),
+    (["reward=none"], "reward.kind=none contradicts algorithm.advantage=group_std.*choose algorithm=distill"),
 ]
 
 
@@ -369,6 +391,9 @@ def test_options_of_a_checkpoint_are_judged_once_its_config_is_read() -> None:
         [*BITWISE, "model.dtype=bfloat16", "model.hf_config.head_dim=128", "weight_sync.mode=adapter"],
         ["algorithm=dr_grpo"],
         ["algorithm=rloo"],
+        DISTILL,
+        [*DISTILL, "reward=none", "algorithm.group_size=1", "algorithm.teacher.api_key_env=TEACHER_KEY"],
+        [*DISTILL, "algorithm=dapo", "algorithm.distill_coef=0.1"],
         *([f"algorithm={name}"] for name in ("maxrl", "reinforce_pp", "reinforce_pp_baseline", "grpo_minibatches")),
         *([f"algorithm={name}"] for name in ("gspo", "cispo", "sapo")),
         ["algorithm.epochs_per_step=2", "algorithm.loss=gspo", "algorithm.clip_low=0.1"],

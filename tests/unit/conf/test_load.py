@@ -65,6 +65,8 @@ def test_every_choice_of_every_group_composes(group: str, choice: str) -> None:
     base = ["model=tiny_qwen3_moe", "data=letters", "rollout=small"]
     needed = {"checkpoint": ["model.path=/a/folder"], "files": ["data.path=a.jsonl"], "verl": ["data.path=a.parquet"]}
     needed |= {"judge": ["reward.judge.base_url=http://localhost/v1", "reward.judge.model=grader"]}
+    teacher = ["algorithm.teacher.base_url=http://localhost/v1", "algorithm.teacher.model=big"]
+    needed |= {"distill": teacher, "none": ["algorithm=distill", *teacher]}
     needed |= {"standard": ["model=qwen3_30b_a3b_4layers"]}  # whose longest sequence is more than the tiny models take
     needed |= {"kimi_k2_thinking": ["weight_sync.mode=adapter", "cluster.device=cuda"]}  # INT4 engines
     config = load_run_config([*base, *needed.get(choice, []), f"{group}={choice}"])

@@ -17,7 +17,7 @@ from conf.errors import ConfigError
 from conf.load import load_run_config
 from conf.schema import JudgeConfig, RewardConfig
 from rollout.errors import RewardError
-from rollout.rewards.judge import Rate, retry_after_s
+from rollout.openai_client import Rate, retry_after_s
 from rollout.rewards.judge_prompt import columns_needed, fill
 from rollout.rewards.runner import RewardRunner, check_reward
 from rollout.types import Prompt, Rollout

@@ -97,6 +97,17 @@ def test_exact_match_compares_numbers_as_text():
     assert load_reward(RewardConfig(answer_key="n")).function("p", "42", {"n": 42}) == (1.0, "42")
 
 
+async def test_the_reward_none_asks_for_no_column_and_is_0_for_every_response():
+    config = RewardConfig(kind="none")
+    assert config.by_name["none"].columns == {}
+    runner = RewardRunner(config)
+    await runner.start()
+    try:
+        assert await rewards_of(runner, Prompt(0, (1,), "p"), rollouts("a", "")) == [0.0, 0.0]
+    finally:
+        await runner.close()
+
+
 @pytest.mark.parametrize(
     ("response", "expected"),
     [("so the answer: 42.", (1.0, "42")), ("answer: 41, answer: 42", (0.0, "41")), ("42", (0.0, None))],

@@ -1,0 +1,42 @@
+"""Section `algorithm.teacher`: the model that distillation learns from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from conf.schema.rules import above, at_least, require
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherConfig:
+    """A server that gives the log-probabilities of given tokens, such as `vllm serve` on other GPUs. Its tokenizer must
+    be the policy's.
+    """
+
+    base_url: str = ""
+    """Where it answers, such as http://127.0.0.1:8000/v1; `/completions` is added."""
+    model: str = ""
+    """Its name there."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the key, such as TEACHER_API_KEY. The key is never written into the
+    run folder. null: none is sent.
+    """
+    max_concurrent: int = 64
+    """Responses that it is asked about at the same time."""
+    timeout_s: float = 120.0
+    """If it takes longer for one response, all tries together, the response is left out of training and counted."""
+    max_tries: int = 6
+    """Requests for one response: after 429, 5xx, a lost connection or a timeout it is asked again, after the time that
+    it names, or 0.5 s and twice as long each time.
+    """
+    try_timeout_s: float = 60.0
+    """Longest time of one request."""
+
+    def __post_init__(self) -> None:
+        require(
+            not self.base_url or self.base_url.startswith(("http://", "https://")),
+            "algorithm.teacher.base_url must be the address of an OpenAI endpoint, such as http://127.0.0.1:8000/v1, "
+            f"got {self.base_url!r}",
+        )
+        at_least(1, "algorithm.teacher", max_concurrent=self.max_concurrent, max_tries=self.max_tries)
+        above(0, "algorithm.teacher", timeout_s=self.timeout_s, try_timeout_s=self.try_timeout_s)
