@@ -67,6 +67,11 @@ def check_data_is_given(config: RunConfig) -> None:
             "data.path is required: give a .jsonl or .parquet file of conversations, one "
             '{"messages": [{"role": ..., "content": ...}, ...]} a row; to try it: experiment=sft_quickstart'
         )
+    if config.algorithm.objective is Objective.dpo:
+        raise ConfigError(
+            "data.path is required: give a .jsonl or .parquet file of pairs, one "
+            '{"prompt": ..., "chosen": ..., "rejected": ...} a row'
+        )
     raise ConfigError(
         "data.path is required: give a .jsonl or .parquet file of prompts, or choose data=letters, which ships with "
         "Slipstream"

@@ -52,17 +52,10 @@ READ_BY_POLICY_ALONE = (
     *(
         f"algorithm.{item.name}"
         for item in fields(AlgorithmConfig)
-        if item.name not in ("objective", "sequences_per_step", "normalization")
+        if item.name not in ("objective", "sequences_per_step", "normalization", "dpo_beta")
     ),
 )
-"""Options and sections that supervised fine-tuning does not read."""
-READ_BY_SFT_ALONE = (
-    "algorithm.sequences_per_step",
-    "data.response_key",
-    "data.messages_key",
-    "data.max_sequence_tokens",
-)
-"""Options that reinforcement learning does not read."""
+"""Options and sections that learning from given answers, sft or dpo, does not read."""
 
 DRAWN_WITH = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "seed")
 """Options of evaluations, rollout.eval_*, beside the temperature."""
@@ -116,7 +109,8 @@ def reasons_of(config: RunConfig, hf_config: Mapping[str, Any] | None) -> tuple[
 def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
     """Reasons about the algorithm, data and the trainer."""
     model, algorithm, reward = config.model, config.algorithm, config.reward
-    is_sft = algorithm.objective is Objective.sft
+    objective = algorithm.objective
+    is_given = objective is not Objective.policy
     return (
         *(
             Ignored(
@@ -147,15 +141,38 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
         ),
         Ignored(
             READ_BY_POLICY_ALONE,
-            is_sft,
-            "algorithm=sft, which starts no engines and judges no rollouts",
+            is_given,
+            f"algorithm={objective}, which starts no engines and judges no rollouts",
             "remove it, or choose algorithm=grpo",
         ),
-        Ignored(READ_BY_SFT_ALONE, not is_sft, "algorithm.objective=policy", "remove it, or choose algorithm=sft"),
+        Ignored(
+            ("algorithm.sequences_per_step", "data.max_sequence_tokens"),
+            not is_given,
+            "algorithm.objective=policy",
+            "remove it, or choose algorithm=sft or algorithm=dpo",
+        ),
+        Ignored(
+            ("data.response_key", "data.messages_key"),
+            objective is not Objective.sft,
+            f"algorithm.objective={objective}",
+            "remove it, or choose algorithm=sft",
+        ),
+        Ignored(
+            "algorithm.dpo_beta",
+            objective is not Objective.dpo,
+            f"algorithm.objective={objective}",
+            "remove it, or choose algorithm=dpo",
+        ),
+        Ignored(
+            "algorithm.normalization",
+            objective is Objective.dpo,
+            "algorithm=dpo, whose loss is the mean over pairs",
+            "remove it, or choose algorithm=sft",
+        ),
         Ignored(
             "trainer.engine_forward",
-            is_sft,
-            "algorithm=sft, which has no engine to agree with",
+            is_given,
+            f"algorithm={objective}, which has no engine to agree with",
             "remove it, or choose algorithm=grpo",
         ),
         Ignored(

@@ -183,9 +183,9 @@ def check_ep_size_fits_experts(config: RunConfig, hf_config: Mapping[str, Any]) 
 
 def check_sequence_fits_model(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
     """The longest sequence is at most the model's max_position_embeddings."""
-    is_sft = config.algorithm.objective is Objective.sft
-    option = "data.max_sequence_tokens" if is_sft else "rollout.max_model_len"
-    longest = config.data.max_sequence_tokens if is_sft else config.rollout.max_model_len
+    is_given = config.algorithm.objective is not Objective.policy
+    option = "data.max_sequence_tokens" if is_given else "rollout.max_model_len"
+    longest = config.data.max_sequence_tokens if is_given else config.rollout.max_model_len
     limit = hf_config.get("max_position_embeddings")
     if isinstance(limit, int) and longest is not None and longest > limit:
         raise ConfigError(

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from conf.schema import Objective, RunConfig, SyncMode, TrainMode
 from orchestrator.data.training_stream import held_out_items, training_stream
 from orchestrator.errors import DiskFull
-from orchestrator.figures.held_out import eval_names
-from orchestrator.files.curves import SFT_PANELS, draw_curves
+from orchestrator.figures.held_out import TAUGHT_FIGURES, eval_names
+from orchestrator.files.curves import PANELS, draw_curves
 from orchestrator.files.disk_space import naming_a_full_disk
 from orchestrator.files.loggers.logger import open_loggers
 from orchestrator.files.metrics_catalogue import RewardNames, catalogue
@@ -38,9 +38,8 @@ from orchestrator.fleet.fleet_log import FleetLog, count_tokens
 from orchestrator.fleet.router import Router
 from orchestrator.fleet.stop_request import end_when_asked
 from orchestrator.fleet.supervisor import Supervisor
-from orchestrator.inputs.conversations import ConversationReader
 from orchestrator.inputs.model_folder import complete_export, prepare_model
-from orchestrator.inputs.prompt_rows import PromptRows
+from orchestrator.inputs.prompt_rows import PromptRows, lesson_reader
 from orchestrator.inputs.text_encoder import TextEncoder
 from orchestrator.loop.controller import Controller
 from orchestrator.loop.finetuner import Finetuner
@@ -66,7 +65,7 @@ class RunResult:
     step: int
     policy_version: int
     metric: str
-    """What `held_out` is: reward, or nll (negative log-likelihood) of fine-tuning."""
+    """What `held_out` is: reward; nll (negative log-likelihood) of fine-tuning; dpo_loss."""
     held_out: float | None
     """Its mean on held-out rows after the last step; None without data.eval_path."""
     checkpoint: Path | None
@@ -89,14 +88,14 @@ class RunResult:
 
 
 def run(config: RunConfig, overrides: list[str]) -> RunResult:
-    """Train, by reinforcement or on conversations.
+    """Train, by reinforcement or on given answers.
 
     Args:
         config: complete and checked (orchestrator.inputs.preflight).
         overrides: the words of the command line, for the record.
     """
     folder = open_run_folder(config.run, datetime.now())
-    train = _finetune if config.algorithm.objective is Objective.sft else _reinforce
+    train = _reinforce if config.algorithm.objective is Objective.policy else _finetune
     with alive(folder.root), RunLog(folder.log) as log:
         log.say(f"run folder: {folder.root}")
         for option in changed_options(folder, config):
@@ -216,14 +215,14 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
 
 
 async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog) -> RunResult:
-    """The trainer alone, taught by conversations (orchestrator.loop.finetuner)."""
+    """The trainer alone, taught by given answers (orchestrator.loop.finetuner)."""
     from orchestrator.cluster.placement import Cluster  # imports Ray
 
     model = prepare_model(config.model, folder.model)
     encoder = TextEncoder(folder.model)
-    reader = ConversationReader(config.data, encoder)
-    training = training_stream(config.data, reader.read, seed=config.run.seed)
-    held_out = {name: items.found for name, items in held_out_items(config.data, reader.read).items()}
+    read = lesson_reader(config, encoder)
+    training = training_stream(config.data, read, seed=config.run.seed)
+    held_out = {name: items.found for name, items in held_out_items(config.data, read).items()}
     checkpoints = CheckpointStore(folder.checkpoints, keep=config.run.keep_checkpoints, options=fingerprint(config))
     resume_from = checkpoints.to_resume(config.run.resume)
 
@@ -239,8 +238,17 @@ async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRes
         tuner = Finetuner(config, cluster.trainer, training, held_out, telemetry, checkpoints, log.context.set)
         await tuner.train(resume_from)
         export = await _export(cluster, config, folder)
-    await asyncio.to_thread(draw_curves, folder.metrics, folder.curves, SFT_PANELS)
-    return RunResult(folder, tuner.step, tuner.policy_version, "nll", tuner.held_out_nll, checkpoints.newest(), export)
+    objective = config.algorithm.objective
+    await asyncio.to_thread(draw_curves, folder.metrics, folder.curves, PANELS[objective])
+    return RunResult(
+        folder,
+        tuner.step,
+        tuner.policy_version,
+        TAUGHT_FIGURES[objective][0][0],
+        tuner.held_out_figure,
+        checkpoints.newest(),
+        export,
+    )
 
 
 def _what_is_saved(folder: RunFolder) -> str:
@@ -264,7 +272,7 @@ def _telemetry(config: RunConfig, folder: RunFolder, progress: ProgressLine, fir
 
 
 def _reward_names(config: RunConfig) -> RewardNames:
-    if config.algorithm.objective is Objective.sft:
+    if config.algorithm.objective is not Objective.policy:
         return RewardNames()
     reward = config.reward
     judges = [name for name, part in reward.by_name.items() if part.kind == "judge"]

@@ -53,7 +53,8 @@ from trainer.step.checkpoint_state import read_rank_state, state_layout, write_r
 from trainer.step.loss import LossAccumulator, policy_loss, sft_loss
 from trainer.step.microbatches import collate
 from trainer.step.optim import ShardedAdamW, TrainableShard
-from trainer.step.policy_forward import PolicyForward
+from trainer.step.policy_forward import Loss, PolicyForward
+from trainer.step.preference_loss import dpo_loss
 from trainer.step.warm_up import made_up_samples
 from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
 from trainer.weights.loading import load_weights, open_reader
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
     pass
 
 logger = logging.getLogger(__name__)
+
+LOSSES: dict[Objective, Loss] = {Objective.policy: policy_loss, Objective.sft: sft_loss, Objective.dpo: dpo_loss}
 
 
 class TrainerRank:
@@ -106,7 +109,7 @@ class TrainerRank:
                 f"rank {rank}: started in a world of {world_size}, but trainer.num_ranks={trainer.num_ranks}"
             )
         self._model, self._trainer, self._algorithm, self._weight_sync = model, trainer, algorithm, weight_sync
-        self._temperature = 1.0 if algorithm.objective is Objective.sft else sampling_temperature
+        self._temperature = 1.0 if algorithm.objective is not Objective.policy else sampling_temperature
         self._seed, self._num_steps = seed, num_steps
         self._rank, self._world_size, self._hf_config, self._sync_key = rank, world_size, hf_config, sync_key
         self._host, self._engine_ranks = host, engine_ranks
@@ -160,13 +163,12 @@ class TrainerRank:
         )
         reference = (
             ReferencePolicy(decoder, None if starts_from_base else [shard.values for shard in self._shards])
-            if self._algorithm.kl_coef > 0
+            if self._algorithm.needs_reference
             else None
         )
         self._forward = PolicyForward(
-            decoder, reference, sft_loss if self._algorithm.objective is Objective.sft else policy_loss,
-            self._algorithm, self._temperature, self._trainer.logprob_chunk_tokens, self._parity.mask_log_ratio,
-            self._device,
+            decoder, reference, LOSSES[self._algorithm.objective], self._algorithm, self._temperature,
+            self._trainer.logprob_chunk_tokens, self._parity.mask_log_ratio, self._device,
         )  # fmt: skip
         self._delivery = Delivery(
             decoder, self._control, self._weight_sync, BlockFp8.from_hf_config(self._hf_config), lora,

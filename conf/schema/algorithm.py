@@ -11,12 +11,13 @@ from conf.schema.teacher import TeacherConfig
 
 
 class Objective(StrEnum):
-    """What the trainer minimizes: the policy-gradient loss of rollouts that were sampled and judged, or the negative
-    log-likelihood of given conversations.
+    """What the trainer minimizes: the policy-gradient loss of rollouts that were sampled and judged, the negative
+    log-likelihood of given conversations, or the loss of given pairs of answers of which one is preferred.
     """
 
     policy = "policy"
     sft = "sft"
+    dpo = "dpo"
 
 
 class Normalization(StrEnum):
@@ -89,14 +90,21 @@ SHIPPED_ADVANTAGES = ("group_std", "group", "leave_one_out", "group_mean", "batc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
-    """GRPO (Shao et al. 2024, arXiv:2402.03300) and its family; or supervised fine-tuning."""
+    """GRPO (Shao et al. 2024, arXiv:2402.03300) and its family; or learning from given answers."""
 
     objective: Objective = Objective.policy
     """policy: reinforcement learning. sft: learn the assistant's tokens of the conversations in data.path; no engine
-    is started, and of this section only `sequences_per_step` and `normalization` are read.
+    is started, and of this section only `sequences_per_step` and `normalization` are read. dpo: learn from the pairs in
+    data.path which of two answers is preferred (Rafailov et al. 2023, arXiv:2305.18290, eq. 7); as sft, with
+    `sequences_per_step` and `dpo_beta`.
     """
     sequences_per_step: int = 64
-    """Conversations that make one optimizer step. Ignored when objective=policy."""
+    """Conversations, with objective=dpo pairs of answers, that make one optimizer step. Ignored when objective=policy.
+    """
+    dpo_beta: float = 0.1
+    """objective=dpo: how much a pair's loss counts a log-ratio of the policy to the one before training. The larger,
+    the nearer the policy stays to that one.
+    """
     group_size: int = 16
     """Rollouts per prompt; the advantage compares them with each other."""
     groups_per_step: int = 16
@@ -238,6 +246,7 @@ class AlgorithmConfig:
         above(
             0,
             "algorithm",
+            dpo_beta=self.dpo_beta,
             clip_high=self.clip_high,
             sapo_tau_positive=self.sapo_tau_positive,
             sapo_tau_negative=self.sapo_tau_negative,
@@ -307,6 +316,11 @@ class AlgorithmConfig:
     def penalizes_rewards(self) -> bool:
         """Whether the estimate of KL is part of the reward."""
         return self.kl_coef > 0 and self.kl_in is KlPlace.reward
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with the policy before training."""
+        return self.kl_coef > 0 or self.objective is Objective.dpo
 
     @property
     def scores_first(self) -> bool:

@@ -1,4 +1,4 @@
-"""Section `data`: prompts or conversations."""
+"""Section `data`: prompts, conversations, or pairs of answers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ class DataConfig:
     turns.
     """
     max_sequence_tokens: int | None = None
-    """algorithm=sft: longest conversation. A longer one is refused, with its line number. null: any length."""
+    """algorithm=sft: longest conversation. algorithm=dpo: longest prompt with an answer. A longer one is refused, with
+    its line number. null: any length.
+    """
     max_prompt_tokens: int | None = None
     """Longest prompt. A longer one is refused, with its line number. null: rollout.max_model_len -
     rollout.sampling.max_tokens.

@@ -21,7 +21,7 @@ from typing import Any, cast
 from conf.errors import ConfigError
 from conf.load import load_resolved_yaml, load_run_config
 from conf.schema import Init, Objective, RunConfig, TrainMode
-from orchestrator.figures.held_out import eval_names
+from orchestrator.figures.held_out import choosing_metrics, eval_names
 from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.telemetry import read_rows
@@ -75,7 +75,7 @@ def _evaluated(config: RunConfig, weights: Path, name: str) -> tuple[RunConfig, 
     if config.algorithm.objective is not Objective.policy:
         raise ConfigError(
             f"slipstream eval samples responses, and algorithm.objective={config.algorithm.objective} judges none; its "
-            "held-out figures are in metrics.jsonl (eval/nll)"
+            f"held-out figures are in metrics.jsonl ({', '.join(choosing_metrics(config))})"
         )
     if not config.data.held_out_sources:
         raise ConfigError("slipstream eval needs held-out prompts: set data.eval_path, or data.eval_sets.NAME")

@@ -32,6 +32,9 @@ NUM_LOG_LINES = 5
 _SHOWN = (
     ("reward/mean", "reward", ".3f"),
     ("sft/nll", "nll", ".4f"),
+    ("dpo/loss", "preference loss", ".4f"),
+    ("dpo/accuracy", "pairs in the right order", ".3f"),
+    ("dpo/margin_mean", "margin", ".3f"),
     ("parity/k3", "k3", ".1e"),
     ("parity/floor_k3", "its floor", ".1e"),
     ("parity/k3_stale", "k3 of stale tokens", ".1e"),
@@ -71,7 +74,7 @@ class Status:
     recent: dict[str, float]
     """Metric -> its mean over the last NUM_RECENT steps that have it."""
     held_out: dict[str, float]
-    """eval/reward or eval/nll, by its step: "eval/reward at step 40"."""
+    """eval/reward, eval/nll or eval/dpo_loss, by its step: "eval/reward at step 40"."""
     counts: dict[str, int]
     """Metric -> its sum over the run."""
     replicas_serving: int | None
@@ -147,11 +150,10 @@ def status_of(run: Path) -> Status:
 
 def draw(run: Path) -> Path:
     """Draw curves.png of a run that goes on, as its end would. Returns the picture's path."""
-    from orchestrator.files.curves import RL_PANELS, SFT_PANELS, draw_curves
+    from orchestrator.files.curves import PANELS, draw_curves
 
     folder = RunFolder(run.resolve())
-    objective = saved_options(run)["algorithm"]["objective"]
-    draw_curves(folder.metrics, folder.curves, SFT_PANELS if objective == Objective.sft else RL_PANELS)
+    draw_curves(folder.metrics, folder.curves, PANELS[Objective(saved_options(run)["algorithm"]["objective"])])
     return folder.curves
 
 
@@ -165,7 +167,7 @@ def _held_out(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     found = [
         (f"{metric} at step {row['step'] if row.get('eval/step') is None else row['eval/step']}", float(row[metric]))
         for row in rows
-        for metric in ("eval/reward", "eval/nll")
+        for metric in ("eval/reward", "eval/nll", "eval/dpo_loss")
         if row.get(metric) is not None
     ]
     return dict([*found[:1], *found[-1:]])

@@ -55,7 +55,7 @@ class Cluster:
         self._folder = folder
         self._startup = startup
         self._device: RunDevice = resolve_device(config.cluster.device)
-        self._has_workers = config.algorithm.objective is not Objective.sft
+        self._has_workers = config.algorithm.objective is Objective.policy
         self._sync_key = secrets.token_bytes(32)
         """Authenticates the control messages of a publish; known to this run's processes alone."""
         self._ray: RayCluster | None = None

@@ -86,7 +86,7 @@ async def start_trainer_ranks(
     starts = [start(rank) for rank in range(len(actors))]
     _log_start(await all_started(starts, "trainer ranks", timeout_s=config.cluster.start_timeout_s))
     group = RayTrainerGroup(cluster, actors, is_lora=config.trainer.mode is TrainMode.lora)
-    if device == "cuda" and config.algorithm.objective is not Objective.sft:  # engines start meanwhile
+    if device == "cuda" and config.algorithm.objective is Objective.policy:  # engines start meanwhile
         for name in names:
             startup.enter(name, "trying a full microbatch")
         await _warm_up(config, group)

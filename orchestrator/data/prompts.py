@@ -73,7 +73,7 @@ class PromptReader:
             raise DataError(f"{where}: the prompt has no tokens")
         fields = {key: value for key, value in columns.items() if key != self.prompt_key}
         _check_plain(fields, where)
-        messages = _messages(columns[self.prompt_key]) or None
+        messages = messages_in(columns[self.prompt_key]) or None
         return Prompt(prompt_id, tuple(token_ids), text, fields, messages)
 
 
@@ -118,7 +118,7 @@ def _check_plain(fields: dict[str, Any], where: str) -> None:
             ) from e
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
+def messages_in(value: Any) -> list[dict[str, Any]]:
     """The chat messages of a column; empty when it holds something else."""
     found = cast("list[Any]", value) if isinstance(value, list) else []
     return found if all(isinstance(one, dict) and "role" in one and "content" in one for one in found) else []
@@ -132,7 +132,7 @@ def _text_of(row: dict[str, Any], where: str, encoder: Encoder, key: str, add_sp
     if isinstance(value, str):
         text = value
         is_empty = not value.strip()
-    elif messages := _messages(value):
+    elif messages := messages_in(value):
         try:
             text = encoder.render_chat(messages)
         except DataError as e:

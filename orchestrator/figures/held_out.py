@@ -46,8 +46,19 @@ SET_METRICS: dict[str, str] = {
     "eval/<set>/pass_at_<k>": "the same estimate of that set",
     "eval/<set>/pass_at_<k>_se": "its standard error",
     "eval/<set>/nll": "algorithm=sft: eval/nll of that set",
+    "eval/<set>/dpo_loss": "algorithm=dpo: eval/dpo_loss of that set",
+    "eval/<set>/dpo_accuracy": "algorithm=dpo: eval/dpo_accuracy of that set",
 }
 """Figures of every named set."""
+
+TAUGHT_FIGURES: dict[Objective, tuple[tuple[str, str, str], ...]] = {
+    Objective.sft: (("nll", "sft/nll_sum", "policy/num_tokens"),),
+    Objective.dpo: (
+        ("dpo_loss", "dpo/loss_sum", "dpo/num_pairs"),
+        ("dpo_accuracy", "dpo/num_preferred", "dpo/num_pairs"),
+    ),
+}
+"""Objective -> (name, sum, count by which it is divided) of the figures of its evaluations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +105,19 @@ def eval_names(config: RunConfig) -> EvalNames:
 
 
 def choosing_metrics(config: RunConfig) -> list[str]:
-    """Figures by which run.keep_best may choose; all of them but eval/nll are better the larger they are."""
+    """Figures by which run.keep_best may choose; those that is_better names aside, they are better the larger
+    they are."""
     names = eval_names(config)
     if config.algorithm.objective is not Objective.policy:
-        return ["eval/nll", *(f"eval/{name}/nll" for name in names.sets)]
-    found = ["reward", "majority", *(f"pass_at_{k}" for k in names.ks)]
+        found = [name for name, _, _ in TAUGHT_FIGURES[config.algorithm.objective]]
+    else:
+        found = ["reward", "majority", *(f"pass_at_{k}" for k in names.ks)]
     return [f"eval/{one}" for one in found] + [f"eval/{name}/{one}" for name in names.sets for one in found]
 
 
 def is_better(metric: str, value: float, best: float) -> bool:
     """Whether an evaluation's value is better than the best one so far. An equal one is not: the earlier step stays."""
-    return value < best if metric.endswith("nll") else value > best
+    return value < best if metric.endswith(("nll", "loss")) else value > best
 
 
 def evaluate_groups(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from conf.schema import Objective
 from orchestrator.files.telemetry import read_rows
 from trainer.step.mismatch_bins import POSITION_STARTS
 
@@ -30,14 +31,25 @@ RL_PANELS: Panels = (
 )
 
 
-SFT_PANELS: Panels = (
-    ("negative log-likelihood, nats", ("sft/nll", "eval/nll"), "linear"),
-    ("entropy, nats", ("policy/entropy",), "linear"),
+TAUGHT_PANELS: Panels = (
     ("gradient norm", ("optim/grad_norm",), "log"),
     ("learning rate", ("optim/lr",), "linear"),
     ("tokens per second per rank", ("trainer/tokens_per_s_per_rank",), "linear"),
     ("step, s", ("step/total_s", "trainer/forward_backward_s", "trainer/optimizer_s"), "linear"),
 )
+SFT_PANELS: Panels = (
+    ("negative log-likelihood, nats", ("sft/nll", "eval/nll"), "linear"),
+    ("entropy, nats", ("policy/entropy",), "linear"),
+    *TAUGHT_PANELS,
+)
+DPO_PANELS: Panels = (
+    ("loss of a pair", ("dpo/loss", "eval/dpo_loss"), "linear"),
+    ("pairs in the right order", ("dpo/accuracy", "eval/dpo_accuracy"), "linear"),
+    ("rewards", ("dpo/chosen_reward", "dpo/rejected_reward", "dpo/margin_mean"), "linear"),
+    ("entropy, nats", ("policy/entropy",), "linear"),
+    *TAUGHT_PANELS,
+)
+PANELS = {Objective.policy: RL_PANELS, Objective.sft: SFT_PANELS, Objective.dpo: DPO_PANELS}
 
 
 def _step_of(row: dict[str, Any], name: str) -> int:

@@ -32,6 +32,8 @@ class Panel(NamedTuple):
 PANELS = (
     Panel("Reward", "none", ("reward/mean", "eval/reward")),
     Panel("Loss of fine-tuning, nats per token", "none", ("sft/nll", "eval/nll")),
+    Panel("Loss of pairs", "none", ("dpo/loss", "eval/dpo_loss")),
+    Panel("Pairs in the right order", "percentunit", ("dpo/accuracy", "eval/dpo_accuracy")),
     Panel("Policy version, by step", "none", ("step", "policy_version")),
     Panel("Mismatch of trainer and engine (k3)", "none", ("parity/k3", "parity/floor_k3", "parity/k3_stale"), True),
     Panel("Entropy, nats per token", "none", ("policy/entropy",)),

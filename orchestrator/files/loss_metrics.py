@@ -33,19 +33,27 @@ def loss_metrics(stats: Sequence[LossStats]) -> dict[str, Value]:
 
     if not sums.get("policy/num_tokens"):
         return {}  # no response of the batch had a reward: there is no token to speak of
+    common: dict[str, Value] = {
+        "loss/total": sums["loss/total_sum"],  # already divided by the batch's denominators
+        "policy/entropy": mean("policy/entropy_sum"),
+        "trainer/peak_device_bytes": maxima.get("memory/peak_device_bytes"),
+    }
     if "sft/nll_sum" in sums:
+        return {**common, "sft/nll": mean("sft/nll_sum")}
+    if "dpo/num_pairs" in sums:
         return {
-            "loss/total": sums["loss/total_sum"],
-            "sft/nll": mean("sft/nll_sum"),
-            "policy/entropy": mean("policy/entropy_sum"),
-            "trainer/peak_device_bytes": maxima.get("memory/peak_device_bytes"),
+            **common,
+            "dpo/loss": mean("dpo/loss_sum", "dpo/num_pairs"),
+            "dpo/accuracy": mean("dpo/num_preferred", "dpo/num_pairs"),
+            "dpo/margin_mean": mean("dpo/margin_sum", "dpo/num_pairs"),
+            "dpo/chosen_reward": mean("dpo/chosen_reward_sum", "dpo/num_pairs"),
+            "dpo/rejected_reward": mean("dpo/rejected_reward_sum", "dpo/num_pairs"),
         }
     clipped = sums["policy/num_clipped_low"] + sums["policy/num_clipped_high"]
     return {
         **_parity_metrics(sums, maxima, vectors),
         "parity/flipped_routings": mean("parity/num_flipped", "parity/num_routings"),
-        "policy/entropy": mean("policy/entropy_sum"),
-        "loss/total": sums["loss/total_sum"],  # already divided by the batch's denominators
+        **common,
         "loss/policy": sums["loss/policy_sum"],
         "loss/kl": mean("kl/ref_k3_sum"),
         "loss/clip_fraction": clipped / sums["policy/num_tokens"],
@@ -56,7 +64,6 @@ def loss_metrics(stats: Sequence[LossStats]) -> dict[str, Value]:
         "correction/masked_fraction": mean("correction/num_masked"),
         "correction/truncated_sequence_fraction": mean("correction/num_truncated_sequences", "policy/num_sequences"),
         "correction/masked_sequence_fraction": mean("correction/num_masked_sequences", "policy/num_sequences"),
-        "trainer/peak_device_bytes": maxima.get("memory/peak_device_bytes"),
     }
 
 

@@ -114,8 +114,9 @@ def ask(run: Path, worker: int | None, *, timeout_s: float = ANSWER_TIMEOUT_S) -
         raise ConfigError(f"the run in {run} belongs to another user, who alone may ask it; ask as that user")
     if not is_running:
         raise ConfigError(f"the run in {run} is not alive; to go on with it: {RunFolder(run).how_to_resume}")
-    if options.get("algorithm", {}).get("objective") == Objective.sft:
-        raise ConfigError(f"the run in {run} is fine-tuning (algorithm=sft): it has no rollout workers to restart")
+    objective = options.get("algorithm", {}).get("objective", Objective.policy)
+    if objective != Objective.policy:
+        raise ConfigError(f"the run in {run} is of algorithm={objective}: it has no rollout workers to restart")
     name = secrets.token_hex(8)
     request, answer = (run / "control" / f"{name}.{kind}.json" for kind in ("request", "answer"))
     _write(request, {"worker": worker})

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 
 from conf.schema import DataConfig
-from orchestrator.data.prompts import check_text
+from orchestrator.data.prompts import check_text, messages_in
 from orchestrator.data.sources import Row, listed, renamed
+from orchestrator.data.streams import Tokenized
 from rollout.errors import DataError, RowTooLong
 from trainer.types import Sample
 
@@ -45,6 +46,14 @@ class ConversationEncoder(Protocol):
         ...
 
 
+class Lesson(Tokenized, Protocol):
+    """What one row teaches: a Conversation, or a Pair (preferences.py)."""
+
+    def samples(self, policy_version: int) -> list[Sample]:
+        """Token sequences, in the order in which the loss takes them."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """One row, tokenized. Example: Conversation((1, 9, 30, 9, 2), (False, False, False, True, True))."""
@@ -58,6 +67,10 @@ class Conversation:
         mask = np.asarray(self.is_taught, dtype=bool)
         zeros = np.zeros(len(mask), dtype=np.float32)
         return Sample(np.asarray(self.token_ids, dtype=np.int32), mask, zeros, zeros, policy_version)
+
+    def samples(self, policy_version: int) -> list[Sample]:
+        """See Lesson."""
+        return [self.sample(policy_version)]
 
 
 class ConversationReader:
@@ -84,44 +97,56 @@ class ConversationReader:
             DataError: the row is no conversation, teaches nothing, or is longer than data.max_sequence_tokens. Names
                 its place.
         """
-        limit, where = self._config.max_sequence_tokens, row.where
-        conversation = _tokenize(renamed(row, self._config.columns), where, self._encoder, self._config)
-        num_tokens = len(conversation.token_ids)
-        if limit is not None and num_tokens > limit:
-            raise RowTooLong(
-                f"{where}: the conversation has {num_tokens} tokens, data.max_sequence_tokens allows {limit}; shorten "
-                "it, raise data.max_sequence_tokens, or set data.drop_too_long=true"
-            )
-        if not any(conversation.is_taught):
-            raise DataError(f"{where}: no token of an assistant: there is nothing to learn from this row")
+        where, columns = row.where, renamed(row, self._config.columns)
+        conversation = self._tokenized(columns, where)
+        check_conversation(conversation, f"{where}: the conversation", self._config.max_sequence_tokens)
         self._check(where, conversation.token_ids)
         return conversation
 
+    def _tokenized(self, row: dict[str, Any], where: str) -> Conversation:
+        config, encoder = self._config, self._encoder
+        if config.messages_key not in row:
+            text, span = _plain(row, where, encoder.end_of_text, config)
+            return tokenized(text, [span], where, encoder, config.add_special_tokens)
+        turns = messages_in(row[config.messages_key])
+        if not turns:
+            raise DataError(f"{where}: messages must be a non-empty list of objects with role and content")
+        return chat_conversation(turns, where, encoder)
 
-def _tokenize(row: dict[str, Any], where: str, encoder: ConversationEncoder, config: DataConfig) -> Conversation:
-    is_chat = config.messages_key in row
-    text, spans = (
-        _chat(row[config.messages_key], where, encoder) if is_chat else _plain(row, where, encoder.end_of_text, config)
-    )
+
+def check_conversation(conversation: Conversation, what: str, limit: int | None) -> None:
+    """Refuse a conversation that is longer than data.max_sequence_tokens, which is `limit`, or teaches nothing."""
+    num_tokens = len(conversation.token_ids)
+    if limit is not None and num_tokens > limit:
+        raise RowTooLong(
+            f"{what} has {num_tokens} tokens, data.max_sequence_tokens allows {limit}; shorten "
+            "it, raise data.max_sequence_tokens, or set data.drop_too_long=true"
+        )
+    if not any(conversation.is_taught):
+        raise DataError(f"{what} has no token of an assistant: there is nothing to learn from this row")
+
+
+def tokenized(
+    text: str, spans: Sequence[tuple[int, int]], where: str, encoder: ConversationEncoder, add_special_tokens: bool
+) -> Conversation:
+    """A conversation of which the characters in `spans`, each (start, stop), are taught."""
     check_text(text, where)
-    # A chat template brings its own special tokens.
-    token_ids, places = encoder.encode_with_places(text, config.add_special_tokens and not is_chat)
+    token_ids, places = encoder.encode_with_places(text, add_special_tokens)
     taught = [any(first <= place < last for first, last in spans) for place in places]
     if taught:
         taught[0] = False  # nothing precedes it that could predict it
     return Conversation(tuple(token_ids), tuple(taught))
 
 
-def _chat(messages: Any, where: str, encoder: ConversationEncoder) -> tuple[str, list[tuple[int, int]]]:
-    """Text of the whole conversation, and the (start, stop) of every assistant's turn in it."""
-    turns = cast("list[Any]", messages) if isinstance(messages, list) else []
-    if not turns or not all(isinstance(m, dict) and "role" in m and "content" in m for m in turns):
-        raise DataError(f"{where}: messages must be a non-empty list of objects with role and content")
+def chat_conversation(
+    turns: Sequence[dict[str, Any]], where: str, encoder: ConversationEncoder, first_taught: int = 0
+) -> Conversation:
+    """Messages as the chat template writes them. Taught are the assistant's turns from number `first_taught` on."""
     try:
         whole = encoder.render_messages(turns, is_open=False)
         spans: list[tuple[int, int]] = []
         for number, message in enumerate(turns):
-            if message["role"] == "assistant":
+            if message["role"] == "assistant" and number >= first_taught:
                 before = encoder.render_messages(turns[:number], is_open=True)
                 after = encoder.render_messages(turns[: number + 1], is_open=False)
                 if not (whole.startswith(before) and whole.startswith(after)):
@@ -134,10 +159,11 @@ def _chat(messages: Any, where: str, encoder: ConversationEncoder) -> tuple[str,
         raise
     except Exception as error:  # the edge to a tokenizer's own template code
         raise DataError(f"{where}: the tokenizer's chat template refuses the messages: {error}") from error
-    return whole, spans
+    return tokenized(whole, spans, where, encoder, False)  # a chat template brings its own special tokens
 
 
-def _plain(row: dict[str, Any], where: str, end: str, config: DataConfig) -> tuple[str, list[tuple[int, int]]]:
+def _plain(row: dict[str, Any], where: str, end: str, config: DataConfig) -> tuple[str, tuple[int, int]]:
+    """Text of a row without messages, and the (start, stop) of the response in it."""
     for key, option in ((config.prompt_key, "data.prompt_key"), (config.response_key, "data.response_key")):
         if not isinstance(row.get(key), str):
             raise DataError(
@@ -145,4 +171,4 @@ def _plain(row: dict[str, Any], where: str, end: str, config: DataConfig) -> tup
                 f"({option}); the columns are {listed(row)}"
             )
     prompt, response = row[config.prompt_key], row[config.response_key] + end
-    return prompt + response, [(len(prompt), len(prompt) + len(response))]
+    return prompt + response, (len(prompt), len(prompt) + len(response))

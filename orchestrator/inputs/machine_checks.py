@@ -44,10 +44,10 @@ def check_devices(config: RunConfig, machine: Machine) -> Fact:
                 f"cluster.{name}={size} is for `slipstream plan` alone; set it to null, and size a run with "
                 "trainer.num_ranks, rollout.num_workers and rollout.tp_size"
             )
-    is_sft = config.algorithm.objective is Objective.sft
-    num_engine_ranks = 0 if is_sft else rollout.num_workers * rollout.tp_size
+    has_engines = config.algorithm.objective is Objective.policy
+    num_engine_ranks = rollout.num_workers * rollout.tp_size if has_engines else 0
     processes = f"{trainer.num_ranks} trainer ranks"
-    if not is_sft:
+    if has_engines:
         check_expert_parallel_engine_has_gpus(config)
         check_transport_fits_device(config)
         processes += f", {rollout.num_workers} engines of {rollout.tp_size}"
@@ -58,14 +58,14 @@ def check_devices(config: RunConfig, machine: Machine) -> Fact:
     present = machine.count_gpus()
     needed = 1 if config.cluster.share_gpu else trainer.num_ranks + num_engine_ranks
     if present == 0:
-        needs_gpus = not is_sft and config.weight_sync.transport is TransportKind.nvlink
+        needs_gpus = has_engines and config.weight_sync.transport is TransportKind.nvlink
         raise ConfigError(
             f"cluster.device=cuda, and this machine has no usable CUDA GPU{_hidden_gpus()}; set cluster.device=cpu"
             + (" weight_sync.transport=auto" if needs_gpus else "")
         )
     if needed > present:
         engines = f" + rollout.num_workers={rollout.num_workers} * rollout.tp_size={rollout.tp_size}"
-        ranks = f"trainer.num_ranks={trainer.num_ranks}{'' if is_sft else engines}"
+        ranks = f"trainer.num_ranks={trainer.num_ranks}{engines if has_engines else ''}"
         raise ConfigError(
             f"more GPUs than exist: {ranks} need {needed}, and this machine has {present}{_hidden_gpus()}; lower them "
             "to fit"
@@ -78,7 +78,7 @@ def check_memory(config: RunConfig, machine: Machine) -> Fact:
     if config.cluster.device is not Device.cpu or config.cluster.ray_address is not None:
         return Fact("memory", "not looked at: GPUs, or the machines of a Ray cluster")
     num_ranks, rollout = config.trainer.num_ranks, config.rollout
-    num_workers = 0 if config.algorithm.objective is Objective.sft else rollout.num_workers
+    num_workers = rollout.num_workers if config.algorithm.objective is Objective.policy else 0
     num_engine_ranks = num_workers * rollout.tp_size
     weights = _weight_bytes(config) * (1 + num_workers)
     cache = DEFAULT_CPU_CACHE_BYTES if rollout.kv_cache_bytes is None else rollout.kv_cache_bytes
@@ -134,7 +134,7 @@ def check_shared_memory(config: RunConfig, machine: Machine) -> Fact:
 
 def check_link(config: RunConfig, machine: Machine) -> Fact:
     """The requested link is possible here. When it is opened, it is checked that it is the one in use."""
-    if config.algorithm.objective is Objective.sft:
+    if config.algorithm.objective is not Objective.policy:
         return Fact("weights over", "nothing: no engine is started")
     transport = config.weight_sync.transport
     if transport is TransportKind.rdma and not machine.list_rdma_nics() and config.cluster.ray_address is None:

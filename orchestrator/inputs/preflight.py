@@ -189,8 +189,8 @@ def check_tokenizer(config: RunConfig) -> Fact:
 
 def check_sampling(config: RunConfig) -> Fact:
     """How responses are drawn and end."""
-    if config.algorithm.objective is Objective.sft:
-        return Fact("responses", "none: supervised fine-tuning")
+    if config.algorithm.objective is not Objective.policy:
+        return Fact("responses", f"none: algorithm={config.algorithm.objective}")
     sampling = config.rollout.sampling
     folder = config.model.path
     if sampling.stop_token_ids and (folder is None or Path(folder).is_dir()):  # else check_model reports the folder
@@ -248,8 +248,8 @@ def check_routes(config: RunConfig) -> Fact:
 
 def check_reward_loads(config: RunConfig) -> Fact:
     """The reward can be set up; tried in a process of its own, as in the run."""
-    if config.algorithm.objective is Objective.sft:
-        return Fact("reward", "none: supervised fine-tuning")
+    if config.algorithm.objective is not Objective.policy:
+        return Fact("reward", f"none: algorithm={config.algorithm.objective}")
     check_reward(config.reward)
     parts = config.reward.by_name.items() if config.reward.parts else ()
     return Fact("reward", ", ".join(f"{part.weight:g} x {name}" for name, part in parts) or config.reward.kind)
@@ -292,7 +292,7 @@ def check_teacher_answers(config: RunConfig) -> Fact:
 def check_agent_loads(config: RunConfig) -> Fact:
     """The agent can be imported, tried in a process of its own; its tool parser is known and its port is free."""
     name, episodes = config.rollout.agent, config.rollout.episodes
-    if name is None or config.algorithm.objective is Objective.sft:
+    if name is None or config.algorithm.objective is not Objective.policy:
         return Fact("agent", "none: one response to each prompt")
     known = parser_names()
     if episodes.tool_parser is not None and known and episodes.tool_parser not in known:

@@ -1,15 +1,16 @@
 """Rows of data.path (or data.sources) and of held-out sets: read as the run will read them, checked before it starts.
 
-    row --data.prompts / conversations--> token ids --checks--> one Fact, or one DataError that names the row
+    row --prompts / conversations / preferences--> token ids --checks--> one Fact, or one DataError that names the row
 
 Owns: rules between a row and the run's other options. Does not own: sources (data/sources.py), the order of rows
-(data/streams.py), which tokens of a conversation count (conversations.py). No transformers, no torch.
+(data/streams.py), which tokens of a conversation or a pair count
+(conversations.py, preferences.py). No transformers, no torch.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from orchestrator.data.curriculum import Middling
 from orchestrator.data.prompts import Encoder, PromptReader, encode_up_to
 from orchestrator.data.sources import Row, listed
 from orchestrator.data.streams import Stream
-from orchestrator.data.training_stream import held_out_items, training_items, training_stream
+from orchestrator.data.training_stream import Read, held_out_items, training_items, training_stream
 from orchestrator.inputs.character_tokenizer import (
     ALPHABET,
     CHARACTERS,
@@ -28,9 +29,10 @@ from orchestrator.inputs.character_tokenizer import (
     known_characters,
     save_character_tokenizer,
 )
-from orchestrator.inputs.conversations import ConversationReader
+from orchestrator.inputs.conversations import ConversationEncoder, ConversationReader, Lesson
 from orchestrator.inputs.facts import Fact
 from orchestrator.inputs.model_folder import resolve_hf_config
+from orchestrator.inputs.preferences import PreferenceReader
 from orchestrator.inputs.text_encoder import TextEncoder, has_chat_template, tokenizer_folder
 from rollout.errors import DataError
 from rollout.rewards.judge_prompt import columns_needed
@@ -105,20 +107,20 @@ def check_data(config: RunConfig) -> Fact:
     """Every row of all sources can be read and is short enough; prompts have the column that the reward reads. With
     data.stream only the first rows of the training sources are read.
     """
-    is_sft = config.algorithm.objective is Objective.sft
-    subject = "conversations" if is_sft else "prompts"
+    objective = config.algorithm.objective
+    subject = {Objective.policy: "prompts", Objective.sft: "conversations", Objective.dpo: "pairs"}[objective]
     try:
         encoder = RowEncoder(config)
     except ConfigError:
         return Fact(subject, "not read")  # other checks report what is wrong with the model or the tokenizer
     data, warning = config.data, ""
-    if is_sft:
+    if objective is not Objective.policy:
         vocab_size = int(resolve_hf_config(config.model)["vocab_size"])
-        reader = ConversationReader(
-            data, encoder, lambda where, token_ids: check_vocabulary(config, vocab_size, where, token_ids)
+        read = lesson_reader(
+            config, encoder, lambda where, token_ids: check_vocabulary(config, vocab_size, where, token_ids)
         )
-        training = [str(training_items(data, index, reader.read)) for index in range(len(data.training_sources))]
-        held_out = held_out_items(data, reader.read)
+        training = [str(training_items(data, index, read)) for index in range(len(data.training_sources))]
+        held_out = held_out_items(data, read)
     else:
         rows = PromptRows(config, encoder)
         prompts = [training_items(data, index, rows.read) for index in range(len(data.training_sources))]
@@ -129,6 +131,17 @@ def check_data(config: RunConfig) -> Fact:
     for name, source in data.held_out_sources.items():
         parts.append(f"held-out {held_out[name]} in {source}")
     return Fact(subject, f"{', '.join(parts)}{warning}", is_warning=bool(warning))
+
+
+def lesson_reader(
+    config: RunConfig,
+    encoder: ConversationEncoder,
+    check: Callable[[str, Sequence[int]], None] = lambda where, token_ids: None,
+) -> Read[Lesson]:
+    """Makes a lesson of a row and its number, for a run without engines. Arguments as those of ConversationReader."""
+    if config.algorithm.objective is Objective.dpo:
+        return PreferenceReader(config.data, encoder, check).read
+    return ConversationReader(config.data, encoder, check).read
 
 
 def _answers_out_of_reach(config: RunConfig, prompts: Sequence[Prompt], encoder: RowEncoder) -> str:

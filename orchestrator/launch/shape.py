@@ -35,7 +35,7 @@ def shape_of(config: RunConfig, gpus_per_node: int) -> Shape:
         ConfigError: an engine does not fit a machine, or CPUs would have to be shared by machines.
     """
     cluster, rollout = config.cluster, config.rollout
-    num_workers = 0 if config.algorithm.objective is Objective.sft else rollout.num_workers
+    num_workers = rollout.num_workers if config.algorithm.objective is Objective.policy else 0
     processes = config.trainer.num_ranks + num_workers
     for name, size in (("trainer_gpus", cluster.trainer_gpus), ("rollout_gpus", cluster.rollout_gpus)):
         if size is not None:

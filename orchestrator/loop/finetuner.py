@@ -1,11 +1,12 @@
-"""Supervised fine-tuning: the same trainer, taught by conversations instead of rewards. No engines, no weight sync.
+"""Learning from given answers: the same trainer, taught by conversations (sft) or by pairs of answers of which one is
+preferred (dpo), instead of rewards. No engines, no weight sync.
 
-    conversations --shuffled, epoch after epoch--> sequences_per_step of them --pack--> trainer ranks --> a row
+    lessons --shuffled, epoch after epoch--> sequences_per_step of them --pack--> trainer ranks --> a row
 
 Owns: what a step of such a run does. Does not own: what it shares with reinforcement (step_loop), the trainer
-(trainer/), where it lives (placement), which tokens count (conversations), rows (telemetry), what is started and ended
-around it.
-Invariant: a resumed run continues with the next conversation.
+(trainer/), where it lives (placement), which tokens count (conversations, preferences), rows (telemetry), what is
+started and ended around it.
+Invariants: a resumed run continues with the next lesson. All samples of a lesson are in one microbatch.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from conf.schema import RunConfig
+from conf.schema import Objective, RunConfig
 from orchestrator.data.streams import Stream
-from orchestrator.figures.held_out import Evaluation, Figures
+from orchestrator.figures.held_out import TAUGHT_FIGURES, Evaluation, Figures
 from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState
 from orchestrator.files.step_rows import StepRecord
 from orchestrator.files.telemetry import Telemetry
-from orchestrator.inputs.conversations import Conversation
+from orchestrator.inputs.conversations import Lesson
 from orchestrator.loop.ports import Stopwatch, TaughtTrainer
 from orchestrator.loop.samples import denominators_of
 from orchestrator.loop.step_loop import StepLoop
@@ -35,8 +36,8 @@ class Finetuner(StepLoop):
         self,
         config: RunConfig,
         trainer: TaughtTrainer,
-        training: Stream[Conversation],
-        held_out: Mapping[str, Sequence[Conversation]],
+        training: Stream[Lesson],
+        held_out: Mapping[str, Sequence[Lesson]],
         telemetry: Telemetry,
         checkpoints: CheckpointStore,
         on_clock: Callable[[int, int], None] = lambda step, policy_version: None,
@@ -45,8 +46,9 @@ class Finetuner(StepLoop):
         self._trainer = trainer
         self._stream = training
         self._held_out = held_out
-        self.held_out_nll: float | None = None
-        """The newest evaluation's; None without data.eval_path."""
+        self._objective = config.algorithm.objective
+        self.held_out_figure: float | None = None
+        """The first of figures.held_out.TAUGHT_FIGURES, of the newest evaluation; None without data.eval_path."""
 
     async def train(self, resume_from: Path | None) -> None:
         """All steps that are left. Cancelled, it finishes the step under way and saves."""
@@ -64,8 +66,7 @@ class Finetuner(StepLoop):
     async def _train_on_next(self) -> None:
         trainer, clock = self._trainer, Stopwatch(self._activities)
         batch = [next(self._stream) for _ in range(self._config.algorithm.sequences_per_step)]
-        samples = [conversation.sample(self.policy_version) for conversation in batch]
-        microbatches = self._pack(samples)
+        samples, microbatches = self._packed(batch)
         record = StepRecord(self.step + 1, self.policy_version, num_ranks=trainer.num_ranks)
         record.loss = await trainer.forward_backward(microbatches, denominators_of(samples, self.policy_version))
         clock.lap("trainer/forward_backward_s")
@@ -75,7 +76,7 @@ class Finetuner(StepLoop):
         record.extra |= {
             "trainer/num_microbatches": len(microbatches[0]),
             "trainer/tokens_per_s_per_rank": num_tokens / clock.total_s / trainer.num_ranks,
-            "sft/epoch": self._stream.epoch,
+            f"{self._objective}/epoch": self._stream.epoch,
         }
         with self._row_of(record, clock):
             self._is_whole = True
@@ -83,27 +84,29 @@ class Finetuner(StepLoop):
                 await self._evaluate_into(record)
 
     async def _evaluate_into(self, record: StepRecord) -> None:
-        """Mean negative log-likelihood of the held-out conversations' taught tokens, of each set and of all."""
+        """The objective's figures of the held-out rows, of each set and of all."""
         if not self._held_out:
             return
         await self._save_to_judge()
-        clock, figures = Stopwatch(), Figures()
-        nll_sum, num_tokens = 0.0, 0.0
-        for name, conversations in self._held_out.items():
-            samples = [conversation.sample(self.policy_version) for conversation in conversations]
-            stats = await self._trainer.evaluate(self._pack(samples), denominators_of(samples, self.policy_version))
-            of_set, tokens = _sum(stats, "sft/nll_sum"), _sum(stats, "policy/num_tokens")
-            nll_sum, num_tokens = nll_sum + of_set, num_tokens + tokens
+        clock, figures, everything = Stopwatch(), Figures(), list[LossStats]()
+        for name, lessons in self._held_out.items():
+            samples, microbatches = self._packed(lessons)
+            stats = await self._trainer.evaluate(microbatches, denominators_of(samples, self.policy_version))
+            everything += stats
             if name:
-                figures[f"eval/{name}/nll"] = of_set / tokens
-        self.held_out_nll = nll_sum / num_tokens
-        figures |= {"eval/step": self.step, "eval/nll": self.held_out_nll, "eval/total_s": clock.total_s}
+                figures |= _figures(stats, self._objective, f"eval/{name}")
+        of_all = _figures(everything, self._objective, "eval")
+        self.held_out_figure = next(iter(of_all.values()))
+        figures |= {"eval/step": self.step, **of_all, "eval/total_s": clock.total_s}
         await self._note(Evaluation(self.step, self.policy_version, {}, figures), record)
 
-    def _pack(self, samples: Sequence[Sample]) -> list[list[list[Sample]]]:
-        limit = self._config.trainer.max_microbatch_tokens
-        plan = pack([sample.num_tokens for sample in samples], self._trainer.num_ranks, limit)
-        return [[[samples[i] for i in indices] for indices in of_rank] for of_rank in plan]
+    def _packed(self, lessons: Sequence[Lesson]) -> tuple[list[Sample], list[list[list[Sample]]]]:
+        """(all samples, the microbatches of each rank)."""
+        parts = [lesson.samples(self.policy_version) for lesson in lessons]
+        lengths = [sum(sample.num_tokens for sample in part) for part in parts]
+        plan = pack(lengths, self._trainer.num_ranks, self._config.trainer.max_microbatch_tokens)
+        microbatches = [[[one for i in indices for one in parts[i]] for indices in of_rank] for of_rank in plan]
+        return [sample for part in parts for sample in part], microbatches
 
     def _state(self) -> RunState:
         return RunState(self.step, self.policy_version, self._stream.state_dict(), {}, BufferState())
@@ -112,5 +115,10 @@ class Finetuner(StepLoop):
         self._stream.load_state_dict(state.prompts)
 
 
-def _sum(stats: Sequence[LossStats], name: str) -> float:
-    return math.fsum(rank.sums[name] for rank in stats)
+def _figures(stats: Sequence[LossStats], objective: Objective, prefix: str) -> Figures:
+    """Means over all that these ranks and sets measured."""
+
+    def total(name: str) -> float:
+        return math.fsum(rank.sums[name] for rank in stats)
+
+    return {f"{prefix}/{name}": total(part) / total(count) for name, part, count in TAUGHT_FIGURES[objective]}

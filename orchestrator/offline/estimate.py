@@ -165,8 +165,11 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
     Raises:
         ConfigError: an option does not fit the model or the hardware, or the engine's layout cannot be recorded here.
     """
-    if config.algorithm.objective is Objective.sft:
-        raise ConfigError("algorithm=sft publishes nothing, so there is nothing to plan; choose a run with engines")
+    if config.algorithm.objective is not Objective.policy:
+        raise ConfigError(
+            f"algorithm={config.algorithm.objective} publishes nothing, so there is nothing to plan; choose a run "
+            "with engines"
+        )
     config = carried(config)
     if config.cluster.device is Device.auto:
         config = replace(config, cluster=replace(config.cluster, device=Device.cuda))

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conf.schema import AlgorithmConfig, Correction, KlEstimator, Normalization, RatioBaseline
+from conf.schema import AlgorithmConfig, Correction, KlEstimator, Normalization, Objective, RatioBaseline
 from trainer.step.loss import CountedTokens, policy_loss
+from trainer.step.preference_loss import dpo_loss
 from trainer.types import Denominators
 
 LENGTHS = (5, 2, 7, 1)
@@ -79,6 +80,20 @@ def inputs() -> dict[str, Tensor]:
     }
 
 
+def _tokens(given: dict[str, Tensor], rollout: str = "rollout") -> CountedTokens:
+    lengths = torch.tensor(LENGTHS)
+    return CountedTokens(
+        rollout_logprobs_N=given[rollout],
+        advantages_N=given["advantages"],
+        sequence_lengths_N=torch.repeat_interleave(lengths, lengths),
+        sequence_index_N=torch.repeat_interleave(torch.arange(len(LENGTHS)), lengths),
+        positions_N=torch.cat([torch.arange(length) for length in LENGTHS]),
+        staleness_N=torch.zeros(int(lengths.sum()), dtype=torch.int64),
+        ref_logprobs_N=given["ref"],
+        old_logprobs_N=given["old"],
+    )
+
+
 def padded(values: Tensor) -> Tensor:
     """[sequences, longest], zeros behind each."""
     return torch.nn.utils.rnn.pad_sequence(list(values.split(LENGTHS)), batch_first=True)
@@ -92,18 +107,24 @@ def ours(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     is_from_rollout = options["ratio_baseline"] is RatioBaseline.rollout
     lengths = torch.tensor(LENGTHS)
     logprobs, entropy = given["logprobs"].requires_grad_(), given["entropy"].requires_grad_()
-    tokens = CountedTokens(
-        rollout_logprobs_N=given["old" if is_from_rollout else "rollout"],
-        advantages_N=given["advantages"],
-        sequence_lengths_N=torch.repeat_interleave(lengths, lengths),
-        sequence_index_N=torch.repeat_interleave(torch.arange(len(LENGTHS)), lengths),
-        positions_N=torch.cat([torch.arange(length) for length in LENGTHS]),
-        staleness_N=torch.zeros(int(lengths.sum()), dtype=torch.int64),
-        ref_logprobs_N=given["ref"],
-        old_logprobs_N=given["old"],
-    )
+    tokens = _tokens(given, rollout="old" if is_from_rollout else "rollout")
     algorithm = AlgorithmConfig(**options)
     counts = Denominators(int(lengths.sum()), len(LENGTHS), 0, num_possible_tokens=LONGEST * len(LENGTHS))
     loss = policy_loss(logprobs, entropy, tokens, algorithm, counts).loss
     by_logprobs, by_entropy = torch.autograd.grad(loss, (logprobs, entropy), allow_unused=True)
     return loss.detach(), by_logprobs, torch.zeros_like(entropy) if by_entropy is None else by_entropy
+
+
+DPO_CASES = {"trl dpo, beta 0.1": 0.1, "trl dpo, beta 0.7": 0.7}
+"""Name -> algorithm.dpo_beta. The sequences of `inputs` are two pairs: chosen, rejected, chosen, rejected."""
+
+
+def our_dpo(beta: float) -> tuple[Tensor, Tensor]:
+    """Our loss of the pairs, and its gradient with respect to log-probabilities."""
+    given, lengths = inputs(), torch.tensor(LENGTHS)
+    logprobs = given["logprobs"].requires_grad_()
+    algorithm = AlgorithmConfig(objective=Objective.dpo, dpo_beta=beta)
+    counts = Denominators(int(lengths.sum()), len(LENGTHS), 0)
+    loss = dpo_loss(logprobs, given["entropy"], _tokens(given), algorithm, counts).loss
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    return loss.detach(), gradient

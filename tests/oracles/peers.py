@@ -111,3 +111,48 @@ def _trl(case: Case, tensors: dict[str, Tensor]) -> Tensor:
         "num_items_in_batch": tensors["mask"].sum(),
     }
     return GRPOTrainer._compute_loss(trainer, None, batch)
+
+
+def their_dpo(beta: float) -> tuple[Tensor, Tensor]:
+    """DPOTrainer._compute_loss of a trainer whose model, and the reference in the batch, give our log-probabilities.
+    Its batch has all chosen sequences first, and the logits behind its other metrics are none of the loss."""
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    given = inputs()
+    logprobs = given["logprobs"].requires_grad_()
+    chosen_first = [*range(0, len(LENGTHS), 2), *range(1, len(LENGTHS), 2)]
+    logprobs_SL = padded(logprobs)[chosen_first]
+    ref_S = padded(given["ref"])[chosen_first].sum(dim=1)
+    mask_SL = padded(torch.ones(sum(LENGTHS), dtype=torch.int64))[chosen_first]
+    prompted_SL = torch.nn.functional.pad(mask_SL, (1, 0))  # one token of a prompt, which its shift takes away
+    outputs = SimpleNamespace(
+        log_probs=logprobs_SL,
+        entropy=logprobs_SL,
+        mean_logits=logprobs_SL,
+        is_top1=mask_SL.bool(),
+    )
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=False),
+        accelerator=SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x),
+        beta=beta,
+        loss_types=["sigmoid"],
+        loss_weights=[1.0],
+        f_divergence_type="reverse_kl",
+        precompute_ref_logps=True,
+        ld_alpha=None,
+        use_weighting=False,
+        aux_loss_enabled=False,
+        _total_train_tokens=0,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
+    ref_chosen, ref_rejected = ref_S.chunk(2)
+    batch = {
+        "input_ids": prompted_SL,
+        "completion_mask": prompted_SL,
+        "attention_mask": prompted_SL,
+        "ref_chosen_logps": ref_chosen,
+        "ref_rejected_logps": ref_rejected,
+    }
+    loss = DPOTrainer._compute_loss(trainer, lambda **_: outputs, batch, return_outputs=False)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    return loss.detach(), gradient

@@ -24,8 +24,8 @@ RECORDED = Path(__file__).with_name("recorded.json")
 RELATIVE = 1e-6
 
 from oracles.advantages import ADVANTAGE_CASES, our_advantages, their_advantages  # noqa: E402
-from oracles.cases import CASES, ours  # noqa: E402
-from oracles.peers import theirs  # noqa: E402
+from oracles.cases import CASES, DPO_CASES, our_dpo, ours  # noqa: E402
+from oracles.peers import their_dpo, theirs  # noqa: E402
 
 
 def main() -> None:
@@ -37,6 +37,7 @@ def main() -> None:
     worst = 0.0
     sides = {name: (ours(case), theirs(case)) for name, case in CASES.items()}
     sides |= {name: ((our_advantages(case),), (their_advantages(case),)) for name, case in ADVANTAGE_CASES.items()}
+    sides |= {name: (our_dpo(beta), their_dpo(beta)) for name, beta in DPO_CASES.items()}
     for name, (mine, peer) in sides.items():
         numbers = [value.tolist() for value in peer]
         apart = max(_apart(one, other) for one, other in zip(mine, peer, strict=True))

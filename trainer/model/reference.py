@@ -1,4 +1,4 @@
-"""The reference policy of the KL penalty: the policy before training, without a second copy of the model.
+"""The reference of the KL penalty and of DPO: the policy before training, without a second copy of the model.
 
 Owns how the initial weights replace the trained ones for a forward pass. LoRA: adapters are switched off. Full
 training, and adapters that started from other adapters: each rank keeps its initial shards and swaps them with the

@@ -57,7 +57,7 @@ class CountedTokens:
     staleness_N: Tensor
     """int64; steps."""
     ref_logprobs_N: Tensor | None = None
-    """float32; log ref. Needed when kl_coef > 0."""
+    """float32; log ref. Needed where AlgorithmConfig.needs_reference says so."""
     old_logprobs_N: Tensor | None = None
     """float32; log-probability by the trainer before the step's first update. None: this is the first."""
 

@@ -6,6 +6,8 @@ Owns the assignment (`pack`) and the concatenation (`collate`). Does not own the
     lengths   5 3 3 2 1    --pack(num_ranks=2, max_tokens=8)-->   rank 0: [[0, 3]]      rank 1: [[1, 2, 4]]
                                                                           5+2                   3+3+1
 
+A caller may give `pack` the length of several samples that must stay together, in place of each one's.
+
 Invariants: every sample is in exactly one microbatch. No microbatch exceeds `max_tokens`, unless its only sample does.
 All ranks run the same number of microbatches, because FSDP2 and expert parallelism make every layer a collective. Equal
 input gives equal output.

@@ -27,7 +27,7 @@ from trainer.types import Denominators, Sample, Scores
 
 
 class Loss(Protocol):
-    """policy_loss, sft_loss."""
+    """policy_loss, sft_loss, dpo_loss."""
 
     def __call__(
         self,

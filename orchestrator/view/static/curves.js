@@ -6,6 +6,8 @@ import { bytes, colourOf, figure, visible } from "./format.js";
 const PANELS = [
   { title: "Reward", metrics: ["reward/mean", "eval/reward"] },
   { title: "Negative log-likelihood", metrics: ["sft/nll", "eval/nll"] },
+  { title: "Loss of pairs", metrics: ["dpo/loss", "eval/dpo_loss"] },
+  { title: "Pairs in the right order", metrics: ["dpo/accuracy", "eval/dpo_accuracy"] },
   { title: "Mismatch of trainer and engine, k3", metrics: ["parity/k3", "parity/k3_stale", "parity/floor_k3"], log: true },
   { title: "Entropy, and KL to the teacher, nats per token", metrics: ["policy/entropy", "distill/kl_mean"] },
   { title: "Response tokens", metrics: ["rollout/response_tokens_mean"] },

@@ -25,7 +25,7 @@ export class Fleet {
     if (drawn === this.drawn) return;
     this.drawn = drawn;
     if (fleet.workers.length === 0) {
-      replace(this.main, this.page.runChoice(), element("p", { class: "empty" }, "No rollout worker has been heard of: fleet.jsonl is empty, or this run has none (algorithm=sft)."));
+      replace(this.main, this.page.runChoice(), element("p", { class: "empty" }, "No rollout worker has been heard of: fleet.jsonl is empty, or this run has none (algorithm=sft, algorithm=dpo)."));
       return;
     }
     const versions = element("div", { class: "plot" });

@@ -129,6 +129,7 @@ OPTIONS = [
     "weight_sync.trace_every_steps",
     "algorithm.objective",
     "algorithm.sequences_per_step",
+    "algorithm.dpo_beta",
     "algorithm.group_size",
     "algorithm.groups_per_step",
     "algorithm.max_staleness_steps",

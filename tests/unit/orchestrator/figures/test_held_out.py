@@ -51,10 +51,14 @@ def test_figures_have_the_names_of_the_runs_sets() -> None:
     assert choosing_metrics(config)[:4] == ["eval/reward", "eval/majority", "eval/pass_at_1", "eval/pass_at_4"]
     sft = replace(config, algorithm=AlgorithmConfig(objective=Objective.sft))
     assert choosing_metrics(sft) == ["eval/nll", "eval/aime/nll"]
+    dpo = replace(config, algorithm=AlgorithmConfig(objective=Objective.dpo))
+    figures = ("dpo_loss", "dpo_accuracy")
+    assert choosing_metrics(dpo) == [*(f"eval/{name}" for name in figures), *(f"eval/aime/{name}" for name in figures)]
     found = evaluate_groups({"aime": [a_group([1.0] * 8)]}, 3, names, 1.0)
     assert {name for name in found if name.startswith("eval/aime") or "pass" in name} <= names.metrics.keys()
 
 
-def test_better_is_larger_but_for_negative_log_likelihoods() -> None:
+def test_better_is_larger_but_for_losses() -> None:
+    assert is_better("eval/dpo_loss", 0.5, 0.6) and is_better("eval/dpo_accuracy", 0.6, 0.5)
     assert is_better("eval/reward", 0.6, 0.5) and not is_better("eval/reward", 0.5, 0.5)
     assert is_better("eval/aime/nll", 0.5, 0.6) and not is_better("eval/nll", math.inf, 0.6)

@@ -135,6 +135,19 @@ def test_weights_are_averaged_over_tokens_and_memory_is_the_fullest_ranks() -> N
     assert loss_metrics([first, second])["trainer/peak_device_bytes"] == 9e9
 
 
+def test_figures_of_pairs_are_means_over_the_pairs_of_all_ranks() -> None:
+    names = ("loss_sum", "num_preferred", "margin_sum", "chosen_reward_sum", "rejected_reward_sum")
+    ranks = [
+        LossStats({"loss/total_sum": 0.2, "policy/num_tokens": 9.0, "policy/entropy_sum": 1.0, "dpo/num_pairs": count}
+                  | {f"dpo/{name}": value for name, value in zip(names, values, strict=True)}, {})
+        for count, values in ((3.0, (1.5, 2.0, 0.9, 0.6, -0.3)), (1.0, (0.5, 1.0, 0.3, 0.4, 0.1)))
+    ]  # fmt: skip
+    row = {name: value for name, value in loss_metrics(ranks).items() if name.startswith("dpo/")}
+    wanted = {"loss": 0.5, "accuracy": 0.75, "margin_mean": 0.3, "chosen_reward": 0.25, "rejected_reward": -0.05}
+    assert row == pytest.approx({f"dpo/{name}": value for name, value in wanted.items()})
+    assert row.keys() <= METRICS.keys()
+
+
 def test_parity_figures_of_ranks_are_those_of_all_their_tokens() -> None:
     """200 tokens on two ranks, 198 with a k3 of 1e-6 in a bin that ends at 1e-6 * 10 ** (1 / 16), one of 1e-2, one of
     4e-2: 99 % of 200 are those 198. Of two positions' ranges one has 150 tokens."""

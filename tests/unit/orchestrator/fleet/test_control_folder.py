@@ -172,5 +172,5 @@ def test_a_disk_without_locks_is_refused(run: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_run_that_fine_tunes_has_no_workers_and_says_so_at_once(run: Path) -> None:
     (run / "config.yaml").write_text("algorithm: {objective: sft}")
-    with alive(run), pytest.raises(ConfigError, match=r"fine-tuning .*no rollout workers"):
+    with alive(run), pytest.raises(ConfigError, match=r"is of algorithm=sft: .*no rollout workers"):
         ask(run, None, timeout_s=0)

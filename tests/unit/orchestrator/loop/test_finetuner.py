@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -15,11 +15,13 @@ from rich.console import Console
 from conf.schema import AlgorithmConfig, Objective
 from orchestrator.data.streams import Shuffled
 from orchestrator.errors import TrainingStopped
+from orchestrator.figures.held_out import EvalNames
 from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine
 from orchestrator.files.telemetry import Telemetry, read_rows
-from orchestrator.inputs.conversations import Conversation
+from orchestrator.inputs.conversations import Conversation, Lesson
+from orchestrator.inputs.preferences import Pair
 from orchestrator.loop.finetuner import Finetuner
 from trainer.types import Denominators, LossStats, Sample
 
@@ -64,12 +66,20 @@ class Tuning:
         self.trainer = Teacher()
         self.checkpoints = CheckpointStore(self.folder.checkpoints, keep=2, options=fingerprint(self.config))
 
-    async def run(self, resume_step: int = 0) -> Finetuner:
+    async def run(
+        self,
+        resume_step: int = 0,
+        lessons: Sequence[Lesson] = CONVERSATIONS,
+        held_out: Mapping[str, Sequence[Lesson]] = {"": CONVERSATIONS[:1]},
+    ) -> Finetuner:
         progress = ProgressLine(Console(file=StringIO()))
         num_steps = self.config.run.num_steps
-        with Telemetry(self.folder, num_steps=num_steps, first_step=resume_step, progress=progress) as telemetry:
-            training = Shuffled(CONVERSATIONS, seed=self.config.run.seed)
-            tuner = Finetuner(self.config, self.trainer, training, {"": CONVERSATIONS[:1]}, telemetry, self.checkpoints)
+        evals = EvalNames([name for name in held_out if name])
+        with Telemetry(
+            self.folder, num_steps=num_steps, first_step=resume_step, progress=progress, evals=evals
+        ) as telemetry:
+            training = Shuffled(lessons, seed=self.config.run.seed)
+            tuner = Finetuner(self.config, self.trainer, training, held_out, telemetry, self.checkpoints)
             await tuner.train(self.checkpoints.newest() if resume_step else None)
         return tuner
 
@@ -91,6 +101,44 @@ async def test_every_step_has_a_row_and_a_run_in_two_parts_teaches_the_same(tmp_
     assert (tuner.step, tuner.policy_version) == (6, 6)
     assert rest.steps == list(range(7))
     assert first.trainer.taught + rest.trainer.taught == whole.trainer.taught
+
+
+async def test_both_answers_of_a_pair_are_in_one_microbatch_and_evaluated_by_pairs(tmp_path: Path) -> None:
+    """Pairs of 4 + 4 and of 3 + 3 tokens, microbatches of up to 8: sequences alone would be packed as 4 + 3 and 4 + 3.
+    Two held-out sets have 1 and 3 pairs."""
+
+    class Judge(Teacher):
+        async def forward_backward(
+            self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
+        ) -> list[LossStats]:
+            microbatches = [microbatch for rank in microbatches_by_rank for microbatch in rank]
+            assert sorted([one.num_tokens for one in microbatch] for microbatch in microbatches) == [[3, 3], [4, 4]]
+            assert all(chosen.token_ids[2] == rejected.token_ids[2] + 10 for chosen, rejected in microbatches)
+            return await super().forward_backward(microbatches_by_rank, denominators)
+
+        async def evaluate(
+            self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
+        ) -> list[LossStats]:
+            num_pairs = denominators.num_sequences / 2
+            preferred = 1.0 if num_pairs == 1 else 0.0
+            sums = {"dpo/num_pairs": num_pairs, "dpo/loss_sum": 0.3 * num_pairs, "dpo/num_preferred": preferred}
+            return [LossStats(sums, {})]
+
+    pairs = [
+        Pair(*(Conversation((1, 5, token, *rest), (False, False, True, *(True for _ in rest))) for token in (20, 10)))
+        for rest in ((), (7,))
+    ]
+    tuning = Tuning(tmp_path, num_steps=1)
+    tuning.trainer = Judge()
+    tuning.config = replace(
+        tuning.config,
+        algorithm=AlgorithmConfig(objective=Objective.dpo, sequences_per_step=2),
+        trainer=replace(tuning.config.trainer, max_microbatch_tokens=8),
+    )
+    tuner = await tuning.run(lessons=pairs, held_out={"a": pairs[:1], "b": pairs[1:] * 3})
+    row = list(read_rows(tuning.folder.metrics))[-1]
+    assert (row["eval/dpo_accuracy"], row["eval/a/dpo_accuracy"], row["eval/b/dpo_accuracy"]) == (0.25, 1.0, 0.0)
+    assert row["eval/dpo_loss"] == tuner.held_out_figure == pytest.approx(0.3) and row["dpo/epoch"] == 1
 
 
 async def test_an_evaluation_that_fails_leaves_the_row_of_its_step(tmp_path: Path) -> None:

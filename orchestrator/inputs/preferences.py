@@ -1,0 +1,179 @@
+"""Reads pairs of answers for preference optimization: two token sequences, and which of their tokens are the answers'.
+
+Owns: the forms of a pair, and the check of every row before the run starts. Does not own: text to tokens
+(conversations.py), the loss (trainer/step/preference_loss.py). No torch.
+Invariant: both sequences begin with the same prompt, and their counted tokens are whole answers with what ends them.
+
+    {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}           any of the three may be a list of messages instead
+    {"chosen": [..., {"role": "assistant", "content": "4"}], "rejected": [...]}      the common beginning is the prompt
+
+These are TRL's preference formats, explicit and implicit. Text beside messages is a turn: of the user as a prompt, of
+the assistant as an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from conf.schema import DataConfig
+from orchestrator.data.prompts import messages_in
+from orchestrator.data.sources import Row, listed, renamed
+from orchestrator.inputs.conversations import (
+    Conversation,
+    ConversationEncoder,
+    chat_conversation,
+    check_conversation,
+    tokenized,
+)
+from rollout.errors import DataError
+from trainer.types import Sample
+
+ANSWERS = ("chosen", "rejected")
+"""Their columns. Others are named by data.columns."""
+Turns = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One row, tokenized."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Of both; what streams tell rows apart by."""
+        return self.chosen.token_ids + self.rejected.token_ids
+
+    def samples(self, policy_version: int) -> list[Sample]:
+        """As the trainer takes them: the chosen one first."""
+        return [self.chosen.sample(policy_version), self.rejected.sample(policy_version)]
+
+
+class PreferenceReader:
+    """Makes pairs of rows. Arguments as those of ConversationReader."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        encoder: ConversationEncoder,
+        check: Callable[[str, Sequence[int]], None] = lambda where, token_ids: None,
+    ) -> None:
+        self._config = config
+        self._encoder = encoder
+        self._check = check
+
+    def read(self, row: Row, number: int) -> Pair:
+        """Check and tokenize one row.
+
+        Raises:
+            DataError: the row is no pair, an answer is empty, both are equal, or one is longer with its prompt than
+                data.max_sequence_tokens. Names its place.
+        """
+        where, columns = row.where, renamed(row, self._config.columns)
+        chosen, rejected = (self._value(columns, name, f"data.columns.{name}", where) for name in ANSWERS)
+        key = self._config.prompt_key
+        prompt = None if columns.get(key) is None else self._value(columns, key, "data.prompt_key", where)
+        if chosen == rejected:
+            raise DataError(f"{where}: columns 'chosen' and 'rejected' are equal: neither is preferred; remove the row")
+        if isinstance(chosen, str) and isinstance(rejected, str) and (prompt is None or isinstance(prompt, str)):
+            pair = self._of_texts(prompt, chosen, rejected, where)
+        else:
+            pair = self._of_messages(
+                None if prompt is None else _turns(prompt, "user"),
+                _turns(chosen, "assistant"),
+                _turns(rejected, "assistant"),
+                where,
+            )
+        if pair.chosen == pair.rejected:
+            raise DataError(f"{where}: columns 'chosen' and 'rejected' have the same tokens; remove the row")
+        for name, one in zip(ANSWERS, (pair.chosen, pair.rejected), strict=True):
+            check_conversation(one, f"{where}: column {name!r}, with its prompt,", self._config.max_sequence_tokens)
+            self._check(where, one.token_ids)
+        return pair
+
+    def _value(self, columns: dict[str, Any], name: str, option: str, where: str) -> str | Turns:
+        """Text or messages of a column, not empty."""
+        if name not in columns:
+            raise DataError(
+                f"{where}: no column {name!r} ({option}); a row needs 'chosen' and 'rejected', and the columns are "
+                f"{listed(columns)}"
+            )
+        value = columns[name]
+        if isinstance(value, str):
+            found, is_empty = value, not value.strip()
+        else:
+            found = messages_in(value)
+            is_empty = bool(found) and not _says_something(found)
+            if not found:
+                raise DataError(
+                    f"{where}: column {name!r} ({option}) must be text or a non-empty list of messages with role and "
+                    f"content, got {type(value).__name__}"
+                )
+        if is_empty:
+            raise DataError(f"{where}: column {name!r} ({option}) is empty; fill it, or remove the row")
+        return found
+
+    def _of_texts(self, prompt: str | None, chosen: str, rejected: str, where: str) -> Pair:
+        """As TRL, answers count from the first token that is not the prompt's alone: tokens may reach across the end of
+        the prompt. Tokens that both have cancel in the loss, so without a prompt they are taken as one."""
+
+        def whole(text: str) -> Conversation:
+            return tokenized(text, [(0, len(text))], where, self._encoder, self._config.add_special_tokens)
+
+        ends = self._encoder.end_of_text
+        pair = [whole((prompt or "") + answer + ends) for answer in (chosen, rejected)]
+        if prompt is None and not chosen[: _num_shared(chosen, rejected)].strip():
+            raise DataError(_no_prompt(where, self._config.prompt_key))
+        before = pair[0] if prompt is None else whole(prompt)
+        first = min(_num_shared(before.token_ids, one.token_ids) for one in pair)
+        return Pair(*(_taught_from(first, one) for one in pair))
+
+    def _of_messages(self, prompt: Turns | None, chosen: Turns, rejected: Turns, where: str) -> Pair:
+        answers = [list(chosen), list(rejected)]
+        if prompt is None:
+            shared = _num_shared(chosen, rejected)
+            if shared == 0:
+                raise DataError(_no_prompt(where, self._config.prompt_key))
+            prompt, answers = chosen[:shared], [answer[shared:] for answer in answers]
+        for name, turns in zip(ANSWERS, answers, strict=True):
+            role = turns[0]["role"] if turns else None
+            if role != "assistant":
+                raise DataError(
+                    f"{where}: column {name!r} goes on after the prompt with "
+                    f"{'nothing' if role is None else f'a turn of {role!r}'}, and an answer begins with a turn of "
+                    "'assistant'; if 'chosen' and 'rejected' are whole conversations, the prompt is their common "
+                    f"beginning: set data.prompt_key, which is {self._config.prompt_key!r}, to no column's name"
+                )
+            if not _says_something([turn for turn in turns if turn["role"] == "assistant"]):
+                raise DataError(f"{where}: the answer of column {name!r} is empty; fill it, or remove the row")
+        first = len(prompt)
+        return Pair(*(chat_conversation([*prompt, *turns], where, self._encoder, first) for turns in answers))
+
+
+def _turns(value: str | Turns, role: str) -> Turns:
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
+
+
+def _says_something(turns: Turns) -> bool:
+    return any(turn["content"] or turn.get("tool_calls") for turn in turns)
+
+
+def _taught_from(first: int, one: Conversation) -> Conversation:
+    taught = tuple(is_taught and place >= first for place, is_taught in enumerate(one.is_taught))
+    return replace(one, is_taught=taught)
+
+
+def _num_shared(some: Sequence[Any], others: Sequence[Any]) -> int:
+    """Length of the common beginning."""
+    pairs = enumerate(zip(some, others, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(some), len(others)))
+
+
+def _no_prompt(where: str, key: str) -> str:
+    return (
+        f"{where}: no column {key!r} (data.prompt_key), and 'chosen' and 'rejected' have no common beginning, which "
+        "would be the prompt; add the column, or name it by data.prompt_key"
+    )

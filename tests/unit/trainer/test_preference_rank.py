@@ -1,0 +1,126 @@
+"""Promises of a trainer rank with objective=dpo: what preferences teach it does not depend on the split or the layout,
+and it learns them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases.rank_helpers import count, fill_adapters, join_ranks, local_gradients, make_rank, spawn
+
+from conf.schema import AlgorithmConfig, Objective, OptimConfig, TrainMode
+from trainer.rank import TrainerRank
+from trainer.types import Sample
+
+DPO = AlgorithmConfig(objective=Objective.dpo)
+NUM_STEPS = 40
+LAYOUTS = {
+    "one": [[[0, 1, 2, 3]], [[]]],
+    "uneven": [[[0], [3, 1]], [[2], []]],
+}
+
+
+def sequence(tokens: Sequence[int], num_prompt: int, version: int) -> Sample:
+    zeros = np.zeros(len(tokens), np.float32)
+    return Sample(np.array(tokens, np.int32), np.arange(len(tokens)) >= num_prompt, zeros, zeros, version)
+
+
+def pairs(numbers: Sequence[int], version: int = 0, swap_seed: int | None = None) -> list[list[Sample]]:
+    """Prompts of three random tokens. The chosen answer ends in the first of them plus 10, the rejected one in another
+    token of that range, and both begin with up to three random tokens. With a seed, half of the pairs are swapped."""
+    found, swaps = [], None if swap_seed is None else np.random.default_rng(swap_seed)
+    for number in numbers:
+        draw = np.random.default_rng(number)
+        prompt, filler = draw.integers(1, 9, 3), draw.integers(20, 40, draw.integers(0, 4))
+        wrong = 10 + (prompt[0] + draw.integers(1, 8)) % 8
+        right = 10 + prompt[0] % 8
+        pair = [sequence([*prompt, *filler, answer], 3, version) for answer in (right, wrong)]
+        found.append(pair[::-1] if swaps is not None and swaps.random() < 0.5 else pair)
+    return found
+
+
+def microbatches(batch: list[list[Sample]], assignment: list[list[int]]) -> list[list[Sample]]:
+    return [[sample for i in members for sample in batch[i]] for members in assignment]
+
+
+def flat(batch: list[list[Sample]]) -> list[Sample]:
+    return [sample for pair in batch for sample in pair]
+
+
+def work(rank: int, world_size: int, rendezvous: str, folder: Path, ep_size: int, mode: TrainMode) -> dict:
+    """One process: a first update, so that policy and reference differ, then every layout."""
+    trainer = make_rank(rank, world_size, rendezvous, ep_size=ep_size, mode=mode, algorithm=DPO)
+    fill_adapters(trainer, world_size)
+    result = {}
+    for name, assignments in LAYOUTS.items():
+        batch = pairs(range(4))
+        stats = trainer.forward_backward(microbatches(batch, assignments[rank]), count(flat(batch)))
+        result[name] = (stats.sums, local_gradients(trainer))
+        trainer.decoder.zero_grad()
+    trainer.shutdown()
+    return result
+
+
+@pytest.mark.parametrize("mode", [TrainMode.lora, TrainMode.full])
+def test_gradients_do_not_depend_on_the_split_into_microbatches(mode):
+    """At the second update, where policy and reference differ."""
+    rank, found = make_rank(mode=mode, algorithm=DPO), []
+    fill_adapters(rank, 1)
+    first = pairs(range(6))
+    rank.forward_backward([flat(first)], count(flat(first)))
+    rank.optimizer_step()
+    batch = pairs(range(6), version=1)
+    for assignment in ([[0, 1, 2, 3, 4, 5]], [[5], [0, 2], [], [1, 3, 4]]):
+        stats = rank.forward_backward(microbatches(batch, assignment), count(flat(batch), 1))
+        found.append((stats.sums, {name: grad for name, (_, grad) in local_gradients(rank).items()}))
+        rank.decoder.zero_grad()
+    (sums, whole), (other_sums, split) = found
+    assert other_sums == pytest.approx(sums, rel=1e-4, abs=1e-5) and sums["dpo/num_pairs"] == 6
+    assert abs(sums["dpo/margin_sum"]) > 1e-2
+    assert max(float(grad.abs().max()) for grad in whole.values()) > 1e-3
+    for name in whole:
+        torch.testing.assert_close(split[name], whole[name], rtol=1e-4, atol=1e-6)
+
+
+def test_two_ranks_train_like_one(tmp_path):
+    cases = [(2, TrainMode.lora)]
+    ((first, second),) = spawn(work, 2, tmp_path, cases)
+    alone = make_rank(algorithm=DPO)
+    fill_adapters(alone, 1)
+    batch = pairs(range(4))
+    sums = alone.forward_backward(microbatches(batch, [[0, 1, 2, 3]]), count(flat(batch))).sums
+    wanted = {name: grad for name, (_, grad) in local_gradients(alone).items()}
+    for name in LAYOUTS:
+        added = {key: first[name][0][key] + second[name][0][key] for key in sums}
+        assert added == pytest.approx(sums, rel=1e-4, abs=1e-5), name
+        joined = join_ranks([first[name][1], second[name][1]])
+        for key, grad in wanted.items():
+            torch.testing.assert_close(joined[key], grad, rtol=1e-4, atol=1e-6, msg=f"{name}: {key}")
+
+
+def held_out_share(rank: TrainerRank) -> float:
+    """The share of pairs that were not taught whose chosen answer is the likelier one by the policy itself."""
+    samples = flat(pairs(range(1000, 1200), rank.policy_version))
+    (scores,) = rank.score([samples], rank.policy_version)
+    logprobs = [float(one.logprobs.sum()) for one in scores]
+    return float(np.mean(np.array(logprobs[::2]) > np.array(logprobs[1::2])))
+
+
+def test_it_learns_which_answer_is_preferred_and_nothing_where_pairs_are_swapped_at_random():
+    """Before the first update policy and reference are equal, so the loss is log 2."""
+    reached = []
+    for swap_seed in (None, 1):
+        rank = make_rank(algorithm=replace(DPO, dpo_beta=0.5), optim=OptimConfig(lr=2e-2))
+        assert 0.35 < held_out_share(rank) < 0.65
+        for step in range(NUM_STEPS):
+            batch = pairs(range(32 * step, 32 * step + 32), step, swap_seed and swap_seed + step)
+            stats = rank.forward_backward([flat(batch)], count(flat(batch), step))
+            assert step > 0 or stats.sums["loss/total_sum"] == pytest.approx(np.log(2), abs=1e-5)
+            assert rank.optimizer_step().is_finite
+        reached.append(held_out_share(rank))
+    assert reached[0] > 0.9
+    assert 0.3 < reached[1] < 0.7
