@@ -1,6 +1,8 @@
 """A tokenizer's chat template: messages to text, for prompts, conversations and agents.
 
 Does not own: tokens, because its callers encode the text themselves. Loads transformers when it first renders a chat.
+The folder's own tokenizer class costs 5 s of imports (torch among them), so it renders only where its text may differ
+from that of transformers' plain class.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+_CLASS_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+"""Variables of templates that a tokenizer class may fill with tokens of its own."""
+
 
 class ChatTemplate:
     """The template of a tokenizer's folder."""
@@ -18,6 +23,7 @@ class ChatTemplate:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._tokenizer: Any = None
+        self._renderer: Any = None
 
     @property
     def tokenizer(self) -> Any:
@@ -28,6 +34,27 @@ class ChatTemplate:
             loader: Any = transformers.AutoTokenizer
             self._tokenizer = loader.from_pretrained(self._folder)
         return self._tokenizer
+
+    def load(self) -> None:
+        """Load what render() needs. Without this, its first call does."""
+        if self._renderer is None:
+            self._renderer = self.tokenizer if self._tokenizer is not None else self._plain() or self.tokenizer
+
+    def _plain(self) -> Any:
+        """The folder in transformers' plain class, or None where its own class may render something else: code of its
+        own, and special tokens that the template writes and the folder does not name.
+        """
+        config_file = self._folder / "tokenizer_config.json"
+        if not config_file.is_file() or (self._folder / "tekken.json").exists():  # Mistral's own format
+            return None
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+        if "auto_map" in config:
+            return None
+        import transformers
+
+        plain: Any = transformers.PreTrainedTokenizerFast.from_pretrained(self._folder)
+        template = str(plain.chat_template)
+        return plain if all(name in config for name in _CLASS_TOKENS if name in template) else None
 
     def render(
         self,
@@ -51,8 +78,9 @@ class ChatTemplate:
         Raises:
             Exception: Of any class: the template's own refusal.
         """
+        self.load()
         with_objects = [_with_objects(message) for message in messages]
-        if "is none" not in str(self.tokenizer.chat_template):  # else the template tells no content from an empty one
+        if "is none" not in str(self._renderer.chat_template):  # else the template tells no content from an empty one
             with_objects = [{**one, "content": ""} if one.get("content", "") is None else one for one in with_objects]
         try:
             return self._render(with_objects, is_open=is_open, tools=tools, options=options)
@@ -74,7 +102,7 @@ class ChatTemplate:
         options: Mapping[str, Any] | None,
     ) -> str:
         return str(
-            self.tokenizer.apply_chat_template(
+            self._renderer.apply_chat_template(
                 messages,
                 tools=list(tools) if tools else None,
                 tokenize=False,

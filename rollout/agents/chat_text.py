@@ -57,7 +57,7 @@ class FolderChatText:
 
     def load(self) -> None:
         """Load what render() needs. Without this, its first call does."""
-        _ = self._template.tokenizer
+        self._template.load()
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
         """The template's text, and what precedes an answer."""

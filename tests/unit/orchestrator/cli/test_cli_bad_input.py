@@ -171,7 +171,10 @@ GRADER = ["reward=judge", "reward.judge.base_url=http://localhost/v1", "reward.j
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["reward.parts.a.kind=regx"], "reward.parts.a.kind must be exact_match, regex, math, judge, code, FILE.py:"),
+        (
+            ["reward.parts.a.kind=regx"],
+            "reward.parts.a.kind must be exact_match, regex, math, judge, code, none, FILE.py:",
+        ),
         (["reward.parts.a.weights=2"], "unknown option reward.parts.a.weights. Did you mean weight?"),
         (["reward.parts.a.kind=code"], "prompts.jsonl:1: no column 'tests' for reward.parts.a.kind=code"),
         (

@@ -22,7 +22,7 @@ from conf.schema import EpisodesConfig, RewardConfig, RolloutConfig, RunConfig, 
 from orchestrator.fleet.router import Router
 from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from rollout.agents.episode_runner import EpisodeRunner, FinishedEpisode, check_agent
+from rollout.agents.episode_runner import MAX_LOG_BYTES, EpisodeRunner, FinishedEpisode, check_agent
 from rollout.branches import branches_of
 from rollout.errors import AgentError, EngineDied
 from rollout.types import Prompt, Rollout
@@ -63,7 +63,8 @@ AGENTS = """
         if what == "nothing":
             return None
         if what == "print":
-            print("x" * (1 << 22))
+            tool = await asyncio.create_subprocess_exec("head", "-c", "1000000000", "/dev/zero")
+            await tool.wait()
         if what == "leave":
             await asyncio.create_subprocess_exec("sleep", "86413", start_new_session=True)
         if what == "huge":
@@ -195,6 +196,9 @@ async def test_what_an_agent_does_costs_its_own_episode(config: Callable[..., Ru
         again = (await play(runner, "wait"))[0]
         assert len(left_behind()) == 1
     assert not left_behind(), "what an agent starts ends with the run"
+    assert MAX_LOG_BYTES <= (tmp_path / "agents.log").stat().st_size < MAX_LOG_BYTES + 1000, (
+        "of 1 GB that a tool prints"
+    )
     assert {what: episode.rollout.failure for what, episode in episodes.items()} == expected
     assert episodes["nothing"].reward is None
     assert episodes["print"].reward == episodes["wait"].reward == again.reward == 0.5

@@ -1,0 +1,63 @@
+"""Locks: a chat is rendered as the folder's own tokenizer class renders it, and without torch where that is known."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from rollout.chat_template import ChatTemplate
+
+TEMPLATES = Path(__file__).parents[2] / "cases" / "chat_templates"
+CHAT = [
+    {"role": "system", "content": "you are."},
+    {"role": "user", "content": "1 + 2?"},
+    {"role": "assistant", "content": "3"},
+    {"role": "user", "content": "sure?"},
+]
+TOOL = {"type": "function", "function": {"name": "add", "description": "d", "parameters": {"type": "object"}}}
+
+
+def save(folder: Path, template: str, **description: Any) -> Path:
+    """The character tokenizer's tokens, and this description of them."""
+    save_character_tokenizer(folder, vocab_size=64)
+    given = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, **description}
+    (folder / "tokenizer_config.json").write_text(json.dumps(given))
+    return folder
+
+
+def by_its_own_class(folder: Path, tools: list[dict[str, Any]]) -> str:
+    import transformers
+
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    return tokenizer.apply_chat_template(CHAT, tools=tools or None, tokenize=False, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+def test_published_templates_are_rendered_as_their_own_class_does(name: str, tmp_path: Path) -> None:
+    template = (TEMPLATES / f"{name}.jinja").read_text()
+    folder = save(tmp_path, template, bos_token="<bos>", eos_token="<eos>", pad_token=None)
+    for tools in ([], [TOOL]):
+        assert ChatTemplate(folder).render(CHAT, is_open=True, tools=tools) == by_its_own_class(folder, tools)
+
+
+def test_special_tokens_that_only_the_class_knows_are_rendered(tmp_path: Path) -> None:
+    folder = save(tmp_path, "{{ bos_token }}{{ messages[0].content }}", tokenizer_class="GPT2TokenizerFast")
+    rendered = ChatTemplate(folder).render(CHAT, is_open=True)
+    assert rendered == by_its_own_class(folder, []) == "<|endoftext|>you are."
+
+
+def test_rendering_imports_no_torch(tmp_path: Path) -> None:
+    save_character_tokenizer(tmp_path, vocab_size=64)
+    code = (
+        "import sys; from pathlib import Path; from rollout.chat_template import ChatTemplate; "
+        f"print(ChatTemplate(Path({str(tmp_path)!r})).render({CHAT!r}, is_open=True)); sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("<bos>system: you are.")
