@@ -1,16 +1,16 @@
 """Locks: reinforcement learns and its controls do not; every algorithm's loss is its formula, end to end.
 
-Seven runs through the command line on real Ray, vLLM, Mooncake and FSDP2, two at a time, because their start is most of
+Six runs through the command line on real Ray, vLLM, Mooncake and FSDP2, two at a time, because their start is most of
 their time: one engine and one trainer rank each, on one Ray cluster for all. Everything is asserted on metrics.jsonl.
 
 In the runs of the algorithms a batch is one group, and a response is worth its length in tokens. With lengths l_i of
 mean m and deviation s, A_i the advantages and n the group's size, the policy loss at a ratio of 1 is -sum(A_i l_i) / D:
 
-    Dr. GRPO  A_i = l_i - m                    D = n * max_tokens     loss = -s^2 / max_tokens
     RLOO      A_i = (l_i - m) n / (n - 1)      D = n * max_tokens     loss = -s^2 / max_tokens * n / (n - 1)
     DAPO      A_i = (l_i - m) / (s + 1e-6)     D = sum(l_i) = n * m   loss = -s / m
 
-and m and s are reward/mean and reward/std of the same row.
+and m and s are reward/mean and reward/std of the same row. (The formulas of all algorithms are compared with TRL's and
+verl's functions in tests/unit: these two runs show that they arrive in a run.)
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from system.conftest import ONE_OF_EACH, RUN_TIMEOUT_S, FinishedRun, Nodes, trai
 pytestmark = pytest.mark.timeout(2 * RUN_TIMEOUT_S)
 
 SMALL = [*ONE_OF_EACH, "run.checkpoint_every_steps=0", "run.loggers=[]"]
-NUM_STEPS = 20
+NUM_STEPS = 25
 LETTERS = [
     *SMALL, f"run.num_steps={NUM_STEPS}", "run.eval_every_steps=0", "run.eval_samples_per_prompt=4",
-    "rollout.sampling.max_tokens=2", "trainer.optim.lr=7e-3",
+    "rollout.sampling.max_tokens=2", "trainer.optim.lr=7e-3", "algorithm.group_size=8", "algorithm.entropy_coef=0.1",
 ]  # fmt: skip
 
 
@@ -57,7 +57,6 @@ RUNS = {
     # Most groups of four responses with up to four tokens hold four of the same length.
     "dapo": ["algorithm=dapo", *lengths(6, 4, 4), "algorithm.max_uninformative_batches=0"],
     "rloo": ["algorithm=rloo", *lengths(4, GROUP_SIZE, MAX_TOKENS), f"algorithm.kl_coef={KL_COEF}"],
-    "dr_grpo": ["algorithm=dr_grpo", *lengths(3, GROUP_SIZE, MAX_TOKENS)],
 }  # fmt: skip
 
 
@@ -97,7 +96,7 @@ def run_of(*names: str) -> pytest.MarkDecorator:
 
 @run_of("learned")
 def test_the_letters_are_learned(steps: list[dict[str, Any]]) -> None:
-    """A policy that always answers the same scores 1/8. Seen over the seeds 0 to 3: 0.48 to 0.78."""
+    """A policy that always answers the same scores 1/8. Seen without engines over the seeds 0 to 3: 0.60 to 0.77."""
     assert steps[0]["eval/reward"] < 0.1
     assert steps[-1]["eval/reward"] > 0.3
     assert {row["sync/replicas_committed"] for row in steps} == {1}
@@ -136,11 +135,9 @@ def test_dapo_replaces_groups_that_tell_nothing_and_divides_by_tokens(steps: lis
     assert sum(row["rollout/groups_uninformative"] for row in steps[1:]) > 0
 
 
-@run_of("rloo", "dr_grpo")
-def test_rloo_and_dr_grpo_divide_by_the_longest_response_and_not_by_the_deviation(
-    steps: list[dict[str, Any]], request: pytest.FixtureRequest
-) -> None:
-    others = GROUP_SIZE / (GROUP_SIZE - 1) if request.node.callspec.id == "rloo" else 1.0
+@run_of("rloo")
+def test_rloo_divides_by_the_longest_response_and_not_by_the_deviation(steps: list[dict[str, Any]]) -> None:
+    others = GROUP_SIZE / (GROUP_SIZE - 1)
     for row in steps[1:]:
         assert row["reward/mean"] == pytest.approx(row["rollout/response_tokens_mean"])
         expected = -(row["reward/std"] ** 2) / MAX_TOKENS * others
