@@ -15,15 +15,13 @@ from pathlib import Path
 
 import pytest
 from fakes.two_games import letter_rows, lookup_rows, write_rows
-from system.conftest import ONE_OF_EACH, RUN_TIMEOUT_S, Nodes, train
+from system.conftest import ONE_OF_EACH, RUN_TIMEOUT_S, Nodes, RunUnderWay, train
 
 pytestmark = pytest.mark.timeout(RUN_TIMEOUT_S)
 
 SMALL = ["experiment=agent_game", *ONE_OF_EACH, "run.loggers=[]"]
-GAMES = [
-    *SMALL, "rollout.agent=tests.fakes.two_games:play", "run.num_steps=50", "run.eval_every_steps=0",
-    "run.checkpoint_every_steps=0",
-]  # fmt: skip
+GAMES = [*SMALL, "rollout.agent=tests.fakes.two_games:play", "run.checkpoint_every_steps=0"]
+HELD_OUT = ("eval/letters/reward", "eval/tool/reward")
 TALK = [
     *SMALL, "rollout.agent=tests.fakes.openai_agent:talk", "rollout.sampling.max_tokens=3", "rollout.max_model_len=256",
     "rollout.sampling.stop_at_eos=true", "rollout.episodes.max_turns=8", "data.eval_path=null",
@@ -61,12 +59,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_a_game_and_a_tool_are_learned(cluster: list[str], rows: list[str], tmp_path: Path) -> None:
-    """A policy that always answers the same letter scores 1/8, in either."""
-    run = train([*GAMES, *cluster, *rows], tmp_path)
-    assert run.exit_code == 0, run.stderr
-    for game in ("letters", "tool"):
-        assert run.rows[0][f"eval/{game}/reward"] < 0.15
-        assert run.rows[-1][f"eval/{game}/reward"] > 0.8
+    """A policy that always answers the same letter scores 1/8, in either. Seen: both learned after 50 to 60 steps."""
+    with RunUnderWay([*GAMES, *cluster, *rows, "run.num_steps=100", "run.eval_every_steps=10"], tmp_path) as run:
+        run.wait_until(lambda rows: any(min(row[name] or 0 for name in HELD_OUT) > 0.8 for row in rows))
+        run.stop()
+    assert all(run.rows[0][name] < 0.15 for name in HELD_OUT)
     for row in run.rows[1:]:
         assert row["rollout/turns_mean"] == 3
         assert row["rollout/branches_mean"] == 1
@@ -78,11 +75,11 @@ def test_a_game_and_a_tool_are_learned(cluster: list[str], rows: list[str], tmp_
 
 
 def test_with_shuffled_advantages_neither_is_learned(cluster: list[str], rows: list[str], tmp_path: Path) -> None:
-    run = train([*GAMES, *cluster, *rows, "algorithm.shuffle_advantages=true"], tmp_path)
+    words = ["run.num_steps=60", "run.eval_every_steps=0", "algorithm.shuffle_advantages=true"]
+    run = train([*GAMES, *cluster, *rows, *words], tmp_path)
     assert run.exit_code == 0, run.stderr
     assert all(row["optim/grad_norm"] > 0 for row in run.rows[1:6])
-    for game in ("letters", "tool"):
-        assert run.rows[-1][f"eval/{game}/reward"] < 0.3
+    assert all(run.rows[-1][name] < 0.3 for name in HELD_OUT)
 
 
 def test_openais_client_edited_histories_failures_stale_episodes_and_a_resumed_run(
