@@ -101,15 +101,16 @@ def reasons_of(config: RunConfig, hf_config: Mapping[str, Any] | None) -> tuple[
     """Every reason, whether it applies to this run or not."""
     return (
         *_reasons_of_training(config),
+        *_reasons_of_rewards(config),
+        *_reasons_of_data_and_algorithm(config),
         *_reasons_of_sampling(config),
         *_reasons_of_model(hf_config or {}, is_known=hf_config is not None),
     )
 
 
 def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
-    """Reasons about the algorithm, data and the trainer."""
-    model, algorithm, reward = config.model, config.algorithm, config.reward
-    objective = algorithm.objective
+    """Reasons about the objective, the trainer and what it starts from."""
+    objective = config.algorithm.objective
     is_given = objective is not Objective.policy
     return (
         *(
@@ -195,10 +196,17 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
         ),
         Ignored(
             "model.init_std",
-            model.init is Init.checkpoint,
+            config.model.init is Init.checkpoint,
             "model.init=checkpoint",
             "remove it, or set model.init=random",
         ),
+    )
+
+
+def _reasons_of_rewards(config: RunConfig) -> tuple[Ignored, ...]:
+    """Reasons about rewards."""
+    reward = config.reward
+    return (
         Ignored(
             ["reward.judge.", "reward.code.", *(f"reward.{item.name}" for item in fields(RewardPart))],
             bool(reward.parts),
@@ -239,6 +247,13 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
             f"reward.kind={reward.kind}",
             "remove it: only functions read the environment",
         ),
+    )
+
+
+def _reasons_of_data_and_algorithm(config: RunConfig) -> tuple[Ignored, ...]:
+    """Reasons about rows, evaluation, advantages and the loss."""
+    algorithm = config.algorithm
+    return (
         Ignored(
             "algorithm.max_uninformative_batches",
             not algorithm.drop_zero_variance_groups,

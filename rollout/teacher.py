@@ -30,7 +30,7 @@ from rollout.types import Prompt, Rollout
 logger = logging.getLogger(__name__)
 
 BYTES_PER_TOKEN = 1024
-"""Of an answer, in addition to MAX_ANSWER_BYTES; vLLM's has about 100."""
+"""Room for each token in an answer, beside MAX_ANSWER_BYTES; vLLM's answers take about 100."""
 NO_PROBABILITY = -9999.0
 """What vLLM writes for minus infinity, which JSON does not have."""
 ROUNDING = 1e-3
@@ -102,7 +102,7 @@ class Teacher:
         self._places = asyncio.Semaphore(config.max_concurrent)
         self._counts: Counter[str] = Counter()
         self._seconds: list[float] = []
-        """Of each response since the last take_counts."""
+        """How long each response took, since the last take_counts."""
         self._reported: set[type[Exception]] = set()
         self._client = OpenAIClient(
             "the teacher",

@@ -44,7 +44,7 @@ class Pair:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Of both; what streams tell rows apart by."""
+        """Token ids of both answers, one after the other; streams tell rows apart by them."""
         return self.chosen.token_ids + self.rejected.token_ids
 
     def samples(self, policy_version: int) -> list[Sample]:

@@ -86,7 +86,7 @@ async def test_its_log_probabilities_are_those_of_transformers(folder: Path, url
     model = hf_model(MODEL)
 
     def own(*ids: int) -> list[float]:
-        """Of each token but the first."""
+        """The log-probability of each token but the first."""
         with torch.no_grad():
             logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         return logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()

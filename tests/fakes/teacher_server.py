@@ -19,7 +19,7 @@ Answer = dict[str, Any]
 
 
 def expected(token_ids: list[int]) -> list[float]:
-    """Of each token but the first; binary fractions, which JSON carries exactly."""
+    """The log-probability of each token but the first; binary fractions, which JSON carries exactly."""
     return [-(before + token / 8) / 16 for before, token in itertools.pairwise(token_ids)]
 
 
