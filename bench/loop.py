@@ -10,20 +10,23 @@ Rows, one after the other, each in processes of its own:
 
     bare      vLLM alone (LLM.generate, the run's engine options), with each of --concurrency requests at once
     merged    `slipstream train`, engines with merged weights
-    adapter   the same, engines with the base and adapters in slots
+    merged-kept   the same, the trainer keeps activations of smaller microbatches instead of computing them again
+    adapter   as merged, engines with the base and adapters in slots
     trl       TRL's GRPOTrainer with PEFT, if it is installed (bench/loops/trl_row.py), vLLM colocated on one GPU
     trl-sleep     the same; vLLM gives its memory back while the trainer works
     trl-server    the same, vLLM as a server on a second GPU
-    verl      verl's colocated trainer, if --verl names the folder of its packages (bench/loops/verl_row.py)
+    verl      verl's colocated trainer on all GPUs, if --verl names the folder of its packages (bench/loops/verl_row.py)
+    verl-async    its fully_async: a trainer and an engine on a GPU each
 
 All rows sample responses without an end to prompts of 5 tokens; weights are random. A response has --length tokens, or
-with --lengths long-tailed a tenth of them, and one in eight has them all: each is a request with its own max_tokens.
+with --lengths long-tailed a tenth of them, and one in eight has them all: each gets a max_tokens of its own in vLLM, by
+the same patch in all rows (bench/loops/long_tailed).
 A job trains --responses of them per step (groups of 16), LoRA r=32 on all linears and experts, adapters and moments
 in float32; ours with staleness --staleness. The engine's tokens/s are of fleet.jsonl, those of unfinished responses
-included, from the third step on; a colocated peer's are those of the seconds in which it samples. `trained` are
-response tokens of the batches over the seconds of their steps. Busy shares of GPUs are nvidia-smi's, sampled once a
-second in the later half of a row. Rows that --out already has, of the same environment and options, are kept. Prints
-its environment and tables; writes bench/results/loop-<shape>-<device>.json and a picture.
+included, from the third step on (a peer's from the second); a colocated peer's are those of the seconds in which it
+samples. `trained` are response tokens of the batches over the seconds of their steps. Busy shares of GPUs are
+nvidia-smi's, sampled once a second in the later half of a row. Rows that --out already has, of the same environment and
+options, are kept. Prints its environment and tables; writes bench/results/loop-<shape>-<device>.json and a picture.
 """
 
 from __future__ import annotations
@@ -59,16 +62,25 @@ TINY = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 4, "num_key_
         "intermediate_size": 128}  # fmt: skip
 GROUP = 16
 PROMPT_TOKENS = 5
-WARM_UP_STEPS = 2
+WARM_UP_STEPS, PEER_WARM_UP_STEPS = 2, 1
 RANK, LEARNING_RATE, MICROBATCH_TOKENS = 32, 1e-4, 32768
+RUNS = {
+    "merged": ["weight_sync.mode=merged"],
+    "merged-kept": [
+        "weight_sync.mode=merged", "trainer.activation_checkpointing=false", "trainer.max_microbatch_tokens=12288",
+    ],
+    "adapter": ["weight_sync.mode=adapter"],
+}  # fmt: skip
+"""Options of the rows that are runs of ours, over those of run_options."""
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "trl": ("bench.loops.trl_row", {}),
     "trl-sleep": ("bench.loops.trl_row", {"sleeps": True}),
     "trl-server": ("bench.loops.trl_row", {"has_server": True}),
     "verl": ("bench.loops.verl_row", {}),
+    "verl-async": ("bench.loops.verl_row", {"is_async": True}),
 }
 """The module that runs a peer's row, and what the row adds to its job."""
-LONG_TAILED_ENGINE = ROOT / "tests" / "fakes" / "long_tailed_engine"
+LONG_TAILED_ENGINES = ROOT / "bench" / "loops" / "long_tailed"
 PARTS = {
     "waits for the batch": "rollout/wait_s",
     "forward and backward": "trainer/forward_backward_s",
@@ -86,18 +98,18 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
     return config | {"architectures": [architecture], "num_hidden_layers": args.layers or layers}
 
 
-def run_options(args: argparse.Namespace, mode: str, model: Path) -> list[str]:
+def run_options(args: argparse.Namespace, row: str, model: Path) -> list[str]:
     """The words after `slipstream train`."""
     words = [
         "experiment=qwen3_moe_2gpu", "model=checkpoint", "model.init=random", f"model.path={model}",
         "model.tokenizer=characters", f"model.dtype={'float32' if args.tiny else 'bfloat16'}",
-        f"data.max_prompt_tokens={PROMPT_TOKENS}", f"run.num_steps={args.steps}", "run.eval_every_steps=0",
+        f"data.max_prompt_tokens={PROMPT_TOKENS}", f"run.num_steps={args.steps}", "data.eval_path=null",
         f"rollout.max_model_len={longest(args)}", f"rollout.sampling.max_tokens={args.length}",
         f"trainer.lora.rank={RANK}", f"trainer.lora.alpha={2 * RANK}", f"trainer.optim.lr={LEARNING_RATE}",
         f"trainer.max_microbatch_tokens={MICROBATCH_TOKENS}", "reward.kind=bench.loops.reward:is_even",
         "rollout.sampling.stop_at_eos=false", f"algorithm.groups_per_step={args.responses // GROUP}",
         f"algorithm.group_size={GROUP}", f"algorithm.max_staleness_steps={args.staleness}",
-        f"weight_sync.mode={mode}", "parity.floor_every_steps=0", *args.set,
+        "parity.floor_every_steps=0", *RUNS[row], *args.set,
     ]  # fmt: skip
     if args.one_gpu:
         words += ["cluster.share_gpu=true", f"rollout.kv_cache_bytes={kv_cache_bytes(args, args.staleness + 1)}"]
@@ -137,6 +149,8 @@ def job_of(args: argparse.Namespace, model: Path) -> Job:
         rank=RANK,
         lr=LEARNING_RATE,
         kv_cache_bytes=kv_cache_bytes(args, 1),
+        staleness=args.staleness,
+        num_gpus=1 if args.one_gpu or args.tiny else 2,
     )
 
 
@@ -156,43 +170,47 @@ def measure_bare(args: argparse.Namespace, model: Path) -> dict[str, Any]:
 
 
 def measure_peer(args: argparse.Namespace, row: str, model: Path) -> dict[str, Any]:
-    """A peer's whole job. Its engine gets the environment of ours; a variable that is set keeps its value. Its trainer
+    """A peer's whole job. Its engine gets the environment of ours; a variable that is set keeps its value. TRL
     sees one GPU: with more, transformers would split batches over them.
     """
     module, changes = PEERS[row]
     started = time.monotonic()
     variables = engine_environment(Device.cpu if args.tiny else Device.cuda) | dict(os.environ)
-    job = replace(job_of(args, model), steps=args.peer_steps or args.steps, **changes)
-    first = [args.verl] if row == "verl" and args.verl else []
-    found = measure(module, job, variables | {"PYTHONPATH": python_path(*first), "CUDA_VISIBLE_DEVICES": "0"})
+    steps = args.peer_steps or args.steps
+    job = replace(job_of(args, model), steps=steps, warm_up=PEER_WARM_UP_STEPS, **changes)
+    is_verl = module == "bench.loops.verl_row"
+    first = [LONG_TAILED_ENGINES] if args.lengths == LONG_TAILED else []
+    first += [args.verl] if is_verl and args.verl else []
+    devices = ",".join(map(str, range(job.num_gpus if is_verl else 1)))
+    found = measure(module, job, variables | {"PYTHONPATH": python_path(*first), "CUDA_VISIBLE_DEVICES": devices})
     if "first_step_at" in found:
         found["first_step_s"] = found.pop("first_step_at") - started
     return found | {"wall_s": time.monotonic() - started}
 
 
-def measure_run(args: argparse.Namespace, mode: str, model: Path, folder: Path) -> dict[str, Any]:
+def measure_run(args: argparse.Namespace, row: str, model: Path, folder: Path) -> dict[str, Any]:
     """One whole run, in processes of its own."""
-    words = [*run_options(args, mode, model), f"run.dir={folder}", f"run.name={mode}"]
+    words = [*run_options(args, row, model), f"run.dir={folder}", f"run.name={row}"]
     started, first_step_s = time.monotonic(), None
     with sampled_gpus() as gpus:
         command = [sys.executable, "-m", "orchestrator.cli.main", "train", *words]
-        changed = [LONG_TAILED_ENGINE] if args.lengths == LONG_TAILED else []
+        changed = [LONG_TAILED_ENGINES] if args.lengths == LONG_TAILED else []
         process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": python_path(*changed)})
         while process.poll() is None:
-            if first_step_s is None and any(b'"step": 1,' in file.read_bytes() for file in rows_of(folder, mode)):
+            if first_step_s is None and any(b'"step": 1,' in file.read_bytes() for file in rows_of(folder, row)):
                 first_step_s = time.monotonic() - started
             time.sleep(0.5)
     if process.returncode:
         return {"failed": f"exit code {process.returncode}"}
-    (run,) = (file.parent for file in rows_of(folder, mode))
+    (run,) = (file.parent for file in rows_of(folder, row))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     fleet = [json.loads(line) for line in (run / "fleet.jsonl").read_text().splitlines()]
     return {"first_step_s": first_step_s, "wall_s": time.monotonic() - started, "gpus": gpus} | figures(rows, fleet)
 
 
-def rows_of(folder: Path, mode: str) -> list[Path]:
+def rows_of(folder: Path, row: str) -> list[Path]:
     """The run's metrics, once they exist."""
-    return list(folder.glob(f"{mode}-*/metrics.jsonl"))
+    return list(folder.glob(f"{row}-2*/metrics.jsonl"))
 
 
 def figures(rows: Sequence[Mapping[str, Any]], fleet: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -290,9 +308,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b")
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
-    parser.add_argument(
-        "--rows", nargs="*", choices=("bare", "merged", "adapter", *PEERS), default=["bare", "merged", "adapter"]
-    )
+    parser.add_argument("--rows", nargs="*", choices=("bare", *RUNS, *PEERS), default=["bare", "merged", "adapter"])
     parser.add_argument("--concurrency", nargs="+", type=int, default=[256, 512], help="requests of a bare engine")
     parser.add_argument("--responses", type=int, default=256, help="of a step; a multiple of 16")
     parser.add_argument("--length", type=int, default=512, help="tokens of a response, at most")

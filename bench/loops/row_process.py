@@ -53,6 +53,11 @@ class Job:
     """The engine gives its memory back while the trainer works."""
     has_server: bool = False
     """The engine is a server on GPU 1."""
+    is_async: bool = False
+    """The engine samples ahead, on GPU 1."""
+    staleness: int = 0
+    """How many batches ahead."""
+    num_gpus: int = 1
 
 
 def answer(run: Callable[[Job], dict[str, Any]]) -> None:

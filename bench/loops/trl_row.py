@@ -8,8 +8,8 @@ does; it spends a forward pass of its own on that. So Job.steps are trained with
 for the warm-up, without it; their figures are kept apart.
 
 What differs from a user's script: weights are random, so vLLM is told load_format=dummy and gets them by TRL's first
-sync; vLLM's KV cache has the size that the other rows' has; long-tailed lengths are given to vLLM by request. On a CPU
-vLLM packs the weights of linears after loading, so TRL's sync ends with an AttributeError there.
+sync, and a colocated vLLM's KV cache has the size that the other rows' has. On a CPU vLLM packs the weights of linears
+after loading, so TRL's sync ends with an AttributeError there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.loops.lengths import FIXED, lengths
 from bench.loops.reward import is_even
 from bench.loops.row_process import Job, answer
 
@@ -262,8 +261,6 @@ def run(job: Job) -> dict[str, Any]:
         engine = trainer.vllm_generation
         engine.sync_weights = clock.timed("sync", engine.sync_weights, synchronize)
         engine.generate = clock.timed("generate", engine.generate, synchronize)
-        if job.lengths != FIXED:
-            give_lengths(engine, job)
         trainer.train()
     trainable = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     return {
@@ -277,21 +274,6 @@ def run(job: Job) -> dict[str, Any]:
         "versions": {name: version(name) for name in ("trl", "transformers", "peft", "accelerate")},
         "microbatch": trainer.args.per_device_train_batch_size,
     }
-
-
-def give_lengths(engine: Any, job: Job) -> None:
-    """Let the colocated vLLM sample each request to a length of its own. A server gets one length for all requests."""
-    if job.has_server:
-        raise NotImplementedError("TRL sends one max_tokens for all requests to a server: no lengths of their own")
-    plain, drawn = engine.llm.generate, lengths(job.lengths, job.length)
-
-    def generate(prompts: Any, sampling_params: Any, **named: Any) -> Any:
-        own = [sampling_params.clone() for _ in prompts]
-        for params in own:
-            params.max_tokens = next(drawn)
-        return plain(prompts, sampling_params=own, **named)
-
-    engine.llm.generate = generate
 
 
 if __name__ == "__main__":

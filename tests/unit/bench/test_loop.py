@@ -113,20 +113,25 @@ def test_a_peers_figures_are_of_the_steps_asked_for() -> None:
     assert trl_figures(clock, [9, 9, 100, 300], [], 2, 4)["k3"] is None
 
 
-def test_verls_metrics_are_told_in_the_same_words(tmp_path: Path) -> None:
-    args = Namespace(shape="dense-8b", tiny=True, layers=2, length=64, lengths=FIXED, steps=4, responses=32, kv_gib=1.0)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_verls_metrics_are_told_in_the_same_words(tmp_path: Path, is_async: bool) -> None:
+    args = Namespace(
+        shape="dense-8b", tiny=True, one_gpu=True, layers=2, length=64, lengths=FIXED, steps=4, responses=32,
+        staleness=1, kv_gib=1.0,
+    )  # fmt: skip
+    publish = "timing_s/timing_s/param_sync" if is_async else "timing_s/update_weights"
     rows = [
-        {"step": number, "data": {
-            "timing_s/step": 10.0, "timing_s/gen": 4.0, "timing_s/update_actor": 5.0, "timing_s/update_weights": 0.5,
-            "response_length/mean": 64.0, "rollout_corr/k3_kl": 0.1 * number,
-        }}
+        (100.0 + 10.0 * number, {
+            "timing_s/gen": 4.0, "timing_s/update_actor": 5.0, publish: 0.5, "response_length/mean": 64.0,
+            "rollout_corr/k3_kl": 0.1 * number,
+        })
         for number in (1, 2, 3, 4)
     ]  # fmt: skip
-    rows[0]["data"]["timing_s/step"] = 99.0
-    found = verl_figures(rows, job_of(args, tmp_path))
-    assert (found["steps"], found["step_s"], found["pause_s"], found["publish_s"]) == (2, 10.0, 6.0, 0.5)
+    found = verl_figures(rows, replace(job_of(args, tmp_path), is_async=is_async))
+    assert (found["steps"], found["step_s"], found["publish_s"]) == (2, 10.0, 0.5)
+    assert found["pause_s"] == (0.5 if is_async else 6.0)
     assert found["trained_tokens_per_s"] == 2 * 64 * 32 / 20
-    assert found["engine_tokens_per_s"] == 2 * 64 * 32 / 8
+    assert found["engine_tokens_per_s"] == (None if is_async else 2 * 64 * 32 / 8)
     assert found["k3"] == pytest.approx(0.35)
     assert sum(found["parts"].values()) == pytest.approx(1.0)
 
