@@ -17,6 +17,7 @@ __all__ = ["LettersHarness", "LettersTaskset"]
 
 LETTERS = "bcdfghkm"
 NUM_TURNS = 3
+NUM_TRAIN_PAIRS = 88  # of the 100 pairs of digits; the other 12 are in held-out games only
 
 
 class LettersData(vf.TaskData):
@@ -46,6 +47,8 @@ class LettersConfig(vf.TasksetConfig):
     """Options of the taskset."""
 
     num_tasks: int = 2048
+    num_held_out: int = 64
+    """The last games. Their digits are in no other game."""
     seed: int = 0
 
 
@@ -55,14 +58,17 @@ class LettersTaskset(vf.Taskset[LettersTask, LettersConfig]):
     def load(self) -> Iterator[LettersTask]:
         """All games."""
         draw = random.Random(self.config.seed)
-        for _ in range(self.config.num_tasks):
-            lines = ["".join(self._line(draw)) + "=" for _ in range(NUM_TURNS)]
+        pairs = [f"{number:02d}" for number in range(100)]
+        draw.shuffle(pairs)
+        num_train = self.config.num_tasks - self.config.num_held_out
+        for number in range(self.config.num_tasks):
+            digits = pairs[:NUM_TRAIN_PAIRS] if number < num_train else pairs[NUM_TRAIN_PAIRS:]
+            lines = [self._line(draw, draw.choice(digits)) for _ in range(NUM_TURNS)]
             yield LettersTask(LettersData(prompt=lines[0], lines=lines), self.config.task)
 
-    def _line(self, draw: random.Random) -> list[str]:
-        line = draw.choices("0123456789", k=2)
-        line.insert(draw.randrange(3), draw.choice(LETTERS))
-        return line
+    def _line(self, draw: random.Random, digits: str) -> str:
+        place = draw.randrange(3)
+        return f"{digits[:place]}{draw.choice(LETTERS)}{digits[place:]}="
 
 
 class LettersHarness(vf.Harness[vf.HarnessConfig]):
