@@ -23,8 +23,10 @@ import torch
 from fakes.flipping_transport import FlippingTransport
 from fakes.vllm_oracle import vllm_loads
 
-from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
+from conf.schema import Device, DType, PauseMode, RolloutConfig, RunConfig, SamplingConfig, WeightSyncConfig
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from rollout.agents.episode_runner import EpisodeRunner
+from rollout.branches import branches_of
 from rollout.engine.start_failure import OutputSince
 from rollout.engine.start_phase import CONFIG, phase_in
 from rollout.errors import EngineError, ReplicaNotServing
@@ -40,6 +42,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)
 EOS = 2
 LONG = 800
 """Tokens of a response that is still under way while a publish runs: more than a second of sampling, against 50 ms."""
+TURN = 300
+"""Tokens of a turn of an episode. Three turns, and what is between them, fit into the longest sequence."""
 PROMPT_TOKENS = 150
 """More than one block of the CPU engine's KV cache (128 tokens), so that a prefix can be reused at all."""
 MAX_LOGPROB_ERROR = 2e-5
@@ -150,10 +154,12 @@ class Setup:
         self.source.tensors = self.checkpoints.tensors(version)
         return await asyncio.to_thread(self.publisher.publish, version)
 
-    async def start_long(self, prompt: Prompt, n: int) -> asyncio.Task[list[Rollout]]:
+    async def start_long(
+        self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None
+    ) -> asyncio.Task[list[Rollout]]:
         """A group that is being sampled when this returns."""
         before = self.worker.engine.num_generated_tokens
-        sampling = SamplingConfig(max_tokens=LONG, stop_at_eos=False)
+        sampling = sampling or SamplingConfig(max_tokens=LONG, stop_at_eos=False)
         group = asyncio.create_task(self.worker.generate_group(prompt, n, sampling=sampling))
         while self.worker.engine.num_generated_tokens < before + 50:
             await asyncio.sleep(0.005)
@@ -232,6 +238,25 @@ def assert_sampled_by(setup: Setup, asked: Prompt, rollout: Rollout) -> None:
         torch.testing.assert_close(got[mine], expected[mine], atol=MAX_LOGPROB_ERROR, rtol=0)
         others = (got - expected)[~mine].abs()
         assert others.numel() == 0 or others.max() > 100 * MAX_LOGPROB_ERROR
+
+
+def assert_turns_sampled_by(
+    setup: Setup, task: Prompt, rollout: Rollout, given: list[tuple[int, ...]], *, only_beginnings: bool
+) -> None:
+    """Turn k is of the versions k and k + 1, and what is trained is what the engine was given and sampled."""
+    (branch,) = branches_of(task, rollout)
+    assert len(given) == 3
+    assert branch.policy_versions == rollout.policy_versions == sorted(rollout.policy_versions)
+    for number, before in enumerate(given):
+        tokens, sampled = slice(len(before), len(before) + TURN), slice(number * TURN, (number + 1) * TURN)
+        ids, logprobs, versions = branch.token_ids[tokens], branch.logprobs[tokens], rollout.policy_versions[sampled]
+        assert branch.token_ids[: len(before)] == list(before)
+        assert branch.counts[tokens] == [True] * TURN
+        assert ids == rollout.token_ids[sampled]
+        assert set(versions) == {number, number + 1}
+        end = versions.count(number) if only_beginnings else TURN
+        turn = Rollout(ids[:end], logprobs[:end], versions[:end], "", "length")
+        assert_sampled_by(setup, Prompt(0, before, ""), turn)
 
 
 async def test_an_engine_writes_the_lines_that_begin_the_phases_of_its_start(setup: Setup):
@@ -340,6 +365,39 @@ async def test_kept_kv_entries_do_not_reach_requests_of_a_newer_version(setup: S
     assert_sampled_by(setup, prompt(6), later)
     (crossing,) = await group
     assert sorted(set(crossing.policy_versions)) == [0, 1]
+
+
+async def test_an_episode_crosses_a_publish_in_each_of_its_turns(setup: Setup, keep_sync: None, tmp_path: Path):
+    """Each turn is given the tokens of all before it, which other versions sampled: blocks of the KV cache that they
+    left must not be read. With keep_kv the rest of a turn reads the older version's, so only its beginning is compared.
+    """
+    given: list[tuple[int, ...]] = []
+
+    async def generate(asked: Prompt, sampling: SamplingConfig) -> Rollout:
+        given.append(asked.token_ids)
+        turn = await setup.start_long(asked, 1, sampling)
+        await setup.publish(setup.version + 1)
+        (rollout,) = await turn
+        return rollout
+
+    sampling = SamplingConfig(max_tokens=TURN, stop_at_eos=False)
+    config = RunConfig(
+        rollout=RolloutConfig(agent="rollout.agents.games.letters:play", sampling=sampling, max_model_len=1024)
+    )
+    task = Prompt(0, (), "4b7=", {"lines": ["4b7=", "d01=", "88k="]})
+    runner = EpisodeRunner(config, setup.checkpoints.folder / "model", log_path=tmp_path / "agents.log")
+    try:
+        await runner.start()
+        runner.sample_with(generate)
+        for keeps_kv in (False, True):
+            setup.worker.weight_sync = dataclasses.replace(setup.worker.weight_sync, keep_kv=keeps_kv)
+            await setup.publish(0)
+            given.clear()
+            (episode,) = await runner.run_group(task, 1)
+            assert episode.rollout.failure == ""
+            assert_turns_sampled_by(setup, task, episode.rollout, given, only_beginnings=keeps_kv)
+    finally:
+        await runner.close()
 
 
 @pytest.mark.parametrize("mode", [PauseMode.wait, PauseMode.abort])
