@@ -3,7 +3,7 @@
     python3 -m venv ~/verifiers && ~/verifiers/bin/pip install verifiers==0.4.0
     python bench/verifiers_game.py --python ~/verifiers/bin/python                some minutes on two cores
 
-Both runs are 75 steps of the agent_game preset with one trainer rank and one engine, whose episodes are played by
+Both runs are 50 steps of the agent_game preset with one trainer rank and one engine, whose episodes are played by
 examples/verifiers/letters_env.py, in the interpreter of verifiers. `shuffled` permutes advantages within each group and
 may not learn. Held-out games have digits that no other game has. Prints and writes bench/results/verifiers-cpu.json;
 runs of the same commit stay in it.
@@ -82,7 +82,7 @@ def main() -> None:
                 *write_rows(args.python, Path(folder)),
                 f"rollout.agent={EXAMPLE / 'agent.py'}:play",
                 f"rollout.episodes.env=[{','.join(variables)}]",
-                *("run.num_steps=75", "run.eval_every_steps=25", "run.checkpoint_every_steps=0"),
+                *("run.num_steps=50", "run.eval_every_steps=25", "run.checkpoint_every_steps=0"),
                 *RUNS[name],
                 *args.set,
             ]
