@@ -12,18 +12,17 @@ import asyncio
 import json
 import random
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from fakes.template_tokenizer import QWEN, QWEN_PLAIN, save_template_tokenizer
+from tokenizers import Tokenizer
 
 from rollout.agents.chat_text import FolderChatText
 from rollout.agents.episode import Episode, Limits, Sampled
 from rollout.branches import branches_of, context_of
 from rollout.types import Prompt, Rollout, Turn
 
-TEMPLATES = Path(__file__).parents[1] / "cases" / "chat_templates"
 TOOLS = [
     {
         "type": "function",
@@ -60,8 +59,6 @@ HERMES = (
     '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x y"}}\n</tool_call>',
     '<tool_call>{"arguments":{"b":"x y","a":1},"name":"add"}</tool_call>',
 )
-QWEN = ("<|im_end|>", "<|im_start|>", "<|endoftext|>")
-THINK = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 DEEPSEEK = tuple(
     f"<｜{name.replace(' ', chr(0x2581))}｜>"
     for name in (
@@ -87,8 +84,8 @@ GLM_ARGUMENTS = tuple(
     f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in (("a", "1"), ("b", "x y"))
 )
 FAMILIES = {
-    "qwen3": Family("qwen3", QWEN, "hermes", HERMES, thought="<think>\nhm, so\n</think>\n\n", plain=THINK),
-    "qwen3-2507": Family("qwen3_instruct_2507", QWEN, "hermes", HERMES, plain=THINK),
+    "qwen3": Family("qwen3", QWEN, "hermes", HERMES, thought="<think>\nhm, so\n</think>\n\n", plain=QWEN_PLAIN),
+    "qwen3-2507": Family("qwen3_instruct_2507", QWEN, "hermes", HERMES, plain=QWEN_PLAIN),
     "llama": Family(
         "llama3_1",
         ("<|eot_id|>", "<|eom_id|>", "<|python_tag|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
@@ -103,7 +100,7 @@ FAMILIES = {
         (GLM_CALL.format(*GLM_ARGUMENTS), GLM_CALL.format(*reversed(GLM_ARGUMENTS))),
         ends=3,
         thought="\n<think>hm, so</think>\n",
-        plain=(*THINK, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        plain=(*QWEN_PLAIN, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
     "gpt-oss": Family(
         "gptoss",
@@ -121,7 +118,7 @@ FAMILIES = {
         continues=False,
         thought="hm\n</think>\n\n",
         calls=(DEEPSEEK_CALL.format('{"a": 1, "b": "x y"}'), DEEPSEEK_CALL.format('{"b":"x y","a":1}')),
-        plain=(*DEEPSEEK[2:], *THINK[:2]),
+        plain=(*DEEPSEEK[2:], *QWEN_PLAIN[:2]),
     ),
     "deepseek-r1": Family(
         "deepseek_r1_distill",
@@ -130,33 +127,9 @@ FAMILIES = {
         (),
         continues=False,
         thought="hm\n</think>\n\n",
-        plain=(*DEEPSEEK[2:], *THINK[:2]),
+        plain=(*DEEPSEEK[2:], *QWEN_PLAIN[:2]),
     ),
 }
-
-
-def save_model(folder: Path, family: Family) -> None:
-    """The family's template and special tokens, and a byte-level BPE learned from the template."""
-    template = (TEMPLATES / f"{family.template}.jinja").read_text()
-    tokenizer: Any = Tokenizer(models.BPE())
-    words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        [template], trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
-    )
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in family.specials])
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in family.plain])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    begin = next((text for text in family.specials if "begin_of" in text or "begin▁of" in text), None)
-    description = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, "bos_token": begin,
-        "eos_token": family.specials[0], "clean_up_tokenization_spaces": False,
-    }  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps(description))
 
 
 @dataclass
@@ -231,7 +204,7 @@ async def hold(episode: Episode, draw: random.Random, num_turns: int) -> None:
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Family, FolderChatText]:
     family = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp(family.template)
-    save_model(folder, family)
+    save_template_tokenizer(folder, family.template, family.specials, family.plain)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ends = [tokenizer.token_to_id(text) for text in family.specials[: family.ends]]
     return family, FolderChatText(folder, ends, family.parser)

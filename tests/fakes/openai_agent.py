@@ -8,18 +8,20 @@ import openai
 
 from rollout.agents.session import Session
 
-TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+]
 
 
 async def talk(task: dict[str, Any], session: Session) -> float:
-    """A conversation of five requests: plain, streamed, with a history that was edited, a plain prompt, and again. The
-    third line of a row decides whether the episode fails.
+    """A conversation of six requests: plain, streamed, with a tool's result, without the tools, with a history that was
+    edited, and a plain prompt. The third line of a row decides whether the episode fails.
     """
     client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
     assert [model.id async for model in client.models.list()] == [session.model]
     messages: list[Any] = [{"role": "user", "content": task["prompt"]}]
     first = await client.chat.completions.create(
-        model=session.model, messages=messages, max_tokens=2, temperature=0.3, logprobs=True
+        model=session.model, messages=messages, tools=TOOLS, max_tokens=2, temperature=0.3, logprobs=True
     )
     choice = first.choices[0]
     assert choice.logprobs is not None
@@ -27,12 +29,17 @@ async def talk(task: dict[str, Any], session: Session) -> float:
     assert len(choice.logprobs.content) == first.usage.completion_tokens <= 2  # type: ignore[union-attr]
     messages += [choice.message, {"role": "user", "content": "more"}]
     text = ""
-    async for event in await client.chat.completions.create(model=session.model, messages=messages, stream=True):
+    stream = await client.chat.completions.create(model=session.model, messages=messages, tools=TOOLS, stream=True)
+    async for event in stream:
         text += event.choices[0].delta.content or ""
-    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "again"}]
-    await client.chat.completions.create(model=session.model, messages=messages)
+    messages += [
+        {"role": "assistant", "content": text},
+        {"role": "tool", "tool_call_id": "look-0", "content": "again"},
+    ]
+    await client.chat.completions.create(model=session.model, messages=messages, tools=TOOLS)
+    await client.chat.completions.create(model=session.model, messages=messages[:3])
     messages[1] = {"role": "assistant", "content": "edited"}
-    answer = await client.chat.completions.create(model=session.model, messages=messages)
+    answer = await client.chat.completions.create(model=session.model, messages=messages, tools=TOOLS)
     await client.completions.create(model=session.model, prompt=[5, 6, 7], max_tokens=1)
     if task["lines"][2] < "4":
         raise ValueError("lines that begin with 0 to 3 are not for this agent")
