@@ -41,11 +41,14 @@ from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig,
 from rollout.adapters.adapter_replica import AdapterReplica
 from rollout.engine.engine import ABORTED, Engine
 from rollout.errors import EngineError, ReplicaNotServing
+from rollout.layouts.known_layouts import keep_known, known_file, read_known
+from rollout.layouts.offline_layout import engine_version
 from rollout.slot_channel import SlotClients
 from rollout.types import PROBE, Adapter, AdapterSlotsSpec, Progress, Prompt, Rollout, RoutingShape
 from weight_sync.errors import PlanMismatch
 from weight_sync.gc_freeze import allow_collections, freeze_heap, hold_collections
 from weight_sync.layout import TensorMeta
+from weight_sync.record.layout_wire import layouts_digest
 from weight_sync.replica.control_server import ReplicaEndpoint
 from weight_sync.replica.messages import Bound, EngineRank, Expected
 from weight_sync.replica.recovery import Offer, Pulled, slowest
@@ -102,6 +105,9 @@ class RolloutWorker:
         self._sampling = config.sampling
         self.weight_sync = weight_sync
         self._tensors = [(meta.name, list(meta.shape), meta.dtype) for meta in tensors]
+        self._known_layouts = known_file(
+            self._tensors, str(dtype), str(device), config.tp_size, config.enable_expert_parallel, engine_version()
+        )
         self._host = host
         self._key = key
         self._adapters = adapters
@@ -154,8 +160,12 @@ class RolloutWorker:
                 await self.engine.call_ranks("slipstream_open_link", *link)
                 self._endpoint.adopt(VersionState(Phase.clean, 0))  # the engine loaded it, and it never changes
             else:
-                replies = await self.engine.call_ranks("slipstream_describe", self._tensors, *link)
+                known = read_known(self._known_layouts)
+                replies = await self.engine.call_ranks("slipstream_describe", self._tensors, *link, known)
                 self._ranks = [unpack(EngineRank, reply) for reply in replies]
+                digests = [layouts_digest((rank.layout,)) for rank in self._ranks]
+                if digests != known:
+                    keep_known(self._known_layouts, digests)
             if self._adapters is not None:
                 await self._open_slots(self._adapters)
             self._reached("layout_known")

@@ -96,13 +96,16 @@ def figures(clock: Clock, tokens: list[int], k3: list[float], first: int, last: 
 
 
 def tokenizer_of(folder: Path, vocab_size: int) -> Any:
-    """One word per token id ("t0", "t1", ...), saved beside config.json."""
+    """One word per token id ("t0", "t1", ...), saved beside config.json. The last two are a new line and Qwen's end of
+    a turn, which verl looks for.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({f"t{token}": token for token in range(vocab_size)}, unk_token="t0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", eos_token="t0", pad_token="t0")
+    words = [*(f"t{token}" for token in range(vocab_size - 2)), "\n", "<|im_end|>"]
+    made_of = Tokenizer(models.WordLevel({word: token for token, word in enumerate(words)}, unk_token="t0"))
+    made_of.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    made = PreTrainedTokenizerFast(tokenizer_object=made_of, unk_token="t0", eos_token="t0", pad_token="t0")
     made.padding_side = "left"
     made.save_pretrained(folder)
     return made

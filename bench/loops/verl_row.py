@@ -5,7 +5,8 @@
         pyvers==0.1.0 orjson==3.13.0 importlib_metadata==10.2.0
     python bench/loop.py --rows verl verl-async --verl SITE
 
-SITE comes before all other packages, because verl 0.9.1 takes transformers below 5.11. Colocated, verl shards the model
+SITE comes before all other packages, because verl 0.9.1 takes transformers below 5.11. TRL must not be importable:
+verl takes a class from it that TRL 1.16 does not have any more. Colocated, verl shards the model
 over all GPUs of the job and has an engine on each, which sleeps while it trains. fully_async has its trainer on one GPU
 and its engine on the other; it samples as many batches ahead as our run's staleness lets ours.
 

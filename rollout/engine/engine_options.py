@@ -6,11 +6,11 @@ Uses only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in common. Pure: starts n
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from conf.schema import Device, DType, RolloutConfig
+from rollout.node_cache import cache_folder
 from rollout.types import AdapterSlotsSpec
 
 NUM_SEQS = 256
@@ -20,11 +20,6 @@ SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 """Where vLLM puts Unix sockets."""
 BATCH_INVARIANT_VARIABLE = "VLLM_BATCH_INVARIANT"
 """1: vLLM's batch-invariant kernels, in every process of the engine."""
-
-
-def cache_folder() -> Path:
-    """What this user's runs keep on this node for later ones."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "slipstream"
 
 
 def compile_cache() -> dict[str, str]:

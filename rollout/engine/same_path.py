@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import tempfile
 from pathlib import Path
 
-from rollout.engine.engine_options import cache_folder
+from rollout.node_cache import cache_folder, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -31,18 +29,10 @@ def same_path(folder: Path) -> Path:
     digest = hashlib.sha256(repr(sorted(contents.items())).encode()).hexdigest()
     kept = cache_folder() / "models" / digest[:24]
     try:
-        kept.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():
             if not (kept / name).is_file() or (kept / name).read_bytes() != content:
-                _write_whole(kept / name, content)
+                write_whole(kept / name, content)
     except OSError as error:
         logger.warning("later runs compile again what this engine compiles: %s cannot be written: %s", kept, error)
         return folder
     return kept
-
-
-def _write_whole(file: Path, content: bytes) -> None:
-    """Other engines of this node may be reading or writing it."""
-    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
-        temporary.write(content)
-    os.replace(temporary.name, file)

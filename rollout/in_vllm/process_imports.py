@@ -20,7 +20,7 @@ from collections.abc import Generator
 from importlib import import_module
 from importlib.util import find_spec
 
-from rollout.in_vllm.vllm_patches import detect_triton_without_a_gpu
+from rollout.in_vllm.vllm_patches import open_no_gpu
 from weight_sync.gc_freeze import frozen_imports
 
 
@@ -28,7 +28,7 @@ def import_vllm() -> None:
     """Import what make_llm() and an EngineCore need: 6 s of a CPU's core, 15 s on a host with GPUs. It opens no GPU, so
     that the process may be forked.
     """
-    with frozen_imports(), detect_triton_without_a_gpu():
+    with frozen_imports(), open_no_gpu():
         for name in ("vllm.engine.arg_utils", "vllm.v1.engine.core", "vllm.v1.engine.async_llm"):
             import_module(name)
 

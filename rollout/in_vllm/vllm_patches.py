@@ -9,8 +9,8 @@
                                           Until vLLM's choice of kernels does not depend on the batch.
     watch_outputs                  both   One engine's client shows its outputs to a listener before vLLM handles them.
                                           Until outputs carry the version of the weights, or a listener can be given.
-    detect_triton_without_a_gpu    0.25   While vLLM is imported, torchao's question for Triton opens no GPU.
-                                          Until torchao asks when it needs the answer.
+    open_no_gpu                    0.25   While vLLM is imported, torchao's questions about Triton and GPUs open none.
+                                          Until torchao asks when it needs the answers.
     make_processes_in              both   One engine's EngineCore is forked from a server that has imported vLLM.
                                           Until VLLM_WORKER_MULTIPROC_METHOD may be forkserver.
     inspect_models_by              both   What a model's class says of itself is found in a process of that server.
@@ -23,7 +23,7 @@
     be_rank                        both   Process groups that talk to nobody. Until vLLM's groups can be made so.
 
 "Both" means 0.25.1 (GPUs) and 0.32 (CPUs); the last sentence of each entry says when the patch can go. The first
-patch acts on every engine on a CPU, the next two on every batch-invariant one, detect_triton_without_a_gpu on imports,
+patch acts on every engine on a CPU, the next two on every batch-invariant one, open_no_gpu on imports,
 the next five on the objects of one engine; the last two run in a process that computes nothing
 (rollout/layouts/meta_engine.py). While a layout is recorded, two more modules swap attributes of a model and put them
 back: load_time.py (parameters as they were at load time) and adapter_slots.py (layers without LoRA wrappers).
@@ -123,17 +123,30 @@ def add_expert_adapters_batch_invariantly() -> None:
 
 
 @contextlib.contextmanager
-def detect_triton_without_a_gpu() -> Iterator[None]:
-    """While the block runs, torch's has_triton() looks for Triton and for GPUs through the driver's management library.
+def open_no_gpu() -> Iterator[None]:
+    """While the block runs, torch's has_triton() looks for Triton and for GPUs, and its get_device_capability() asks
+    vLLM's platform; both through the driver's management library.
 
-    vLLM 0.25.1 imports torchao, which asks has_triton() as it is imported, and that opens the GPU: the process then
-    keeps half a GB of it for nothing, and no process that is forked from it can use a GPU.
+    vLLM 0.25.1 imports torchao, which asks both as it is imported (utils.py, mx_formats/kernels.py). Torch's own
+    answers open the GPU: the process then keeps half a GB of it for nothing, and no process that is forked from it can
+    use a GPU.
     """
     import torch
     from torch.utils import _triton
 
-    answer = find_spec("triton") is not None and torch.cuda.device_count() > 0
-    with _replaced(_triton, {"has_triton": lambda: answer}):
+    has_triton = find_spec("triton") is not None and torch.cuda.device_count() > 0
+    by_torch = torch.cuda.get_device_capability
+
+    def capability(device: Any = None) -> tuple[int, int]:
+        from vllm.platforms import current_platform
+
+        found = current_platform.get_device_capability() if device is None else None
+        return by_torch(device) if found is None else (found.major, found.minor)
+
+    with (
+        _replaced(_triton, {"has_triton": lambda: has_triton}),
+        _replaced(torch.cuda, {"get_device_capability": capability}),
+    ):
         yield
 
 

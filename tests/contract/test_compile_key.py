@@ -13,7 +13,8 @@ from cases.tiny_models import MIXED
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from rollout.engine.engine import vllm_arguments
-from rollout.engine.engine_options import cache_folder, engine_arguments, engine_environment
+from rollout.engine.engine_options import engine_arguments, engine_environment
+from rollout.node_cache import cache_folder
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,14 +193,20 @@ def forget_loaders(model: Any) -> int:
     return len(made)
 
 
-def describe(engine: Any, model: str) -> bytes:
-    """The layouts that the ranks of a live engine report."""
+def describe(engine: Any, model: str, known: Sequence[str] = ()) -> bytes:
+    """The layouts that the ranks of a live engine report, which may be given those that are known."""
     tensors = [dataclasses.astuple(meta) for meta in read_config(MODELS[model]).checkpoint_tensors("bfloat16")]
     layouts: list[DestLayout] = []
-    for error, text, described in engine.collective_rpc("slipstream_describe", args=(tensors, "tcp", "127.0.0.1", 5.0)):
+    given = (tensors, "tcp", "127.0.0.1", 5.0, known)
+    for error, text, described in engine.collective_rpc("slipstream_describe", args=given):
         assert not error, (error, text)
         layouts.append(unpack(EngineRank, described).layout)
     return pack(tuple(layouts))
+
+
+def found_as_expected(worker: Any) -> bool:
+    """Whether the digest that a rank was given is that of its layout."""
+    return worker.slipstream_is_expected
 
 
 def ask_live_engine(case: str, folder: Path) -> None:
@@ -211,7 +218,12 @@ def ask_live_engine(case: str, folder: Path) -> None:
         sampling=SamplingConfig(max_tokens=8),
     )  # fmt: skip
     with engine_of(**engine_arguments(folder, config, dtype=DType.bfloat16, device=Device.cpu, seed=0)) as engine:
-        (folder / "loaded").write_bytes(describe(engine, model))
+        loaded = describe(engine, model)
+        (folder / "loaded").write_bytes(loaded)
+        known = [layouts_digest((layout,)) for layout in unpack(tuple[DestLayout, ...], loaded)]
+        for digests, are_true in ((known, True), (["0"] * tp_size, False)):
+            assert describe(engine, model, digests) == loaded
+            assert engine.collective_rpc(found_as_expected) == [are_true] * tp_size
         if model in FAMILIES:  # some have biases, which vLLM cannot load without their loaders
             return
         assert all(num_params > 10 for num_params in engine.apply_model(forget_loaders))

@@ -9,7 +9,7 @@ Owns: that comparison and the repetition. Does not own the recording (recorder.p
 the whole model, never repeated. The layout equals the one that `record_layout` returns for all tensors at once, unless
 a loader treats a layer by its number in a way that neither the first two layers nor any parameter shows.
 
-Other live engines record all their layers.
+A live engine does this if the digest of its kind's whole layout is known, from its node or from a plan, and compares.
 """
 
 from __future__ import annotations

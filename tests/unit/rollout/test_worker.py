@@ -24,10 +24,12 @@ from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.engine.engine import ABORTED, Engine
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.in_vllm import fork_server
+from rollout.layouts.known_layouts import keep_known, known_file, read_known
 from rollout.types import AdapterSlotsSpec, Prompt, Rollout
 from rollout.worker import RolloutWorker
 from weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
 from weight_sync.layout import Binding, DestLayout, Param, TensorMeta
+from weight_sync.record.layout_wire import layouts_digest
 from weight_sync.replica.control_client import ReplicaClients
 from weight_sync.replica.messages import (
     Abort,
@@ -76,6 +78,8 @@ class ModelEngine:
         self.pause_modes: list[PauseMode] = []
         self.ranks_did: list[str] = []
         """Calls to its ranks."""
+        self.known_layouts: list[str] | None = None
+        """Digests that its ranks were given."""
         self.requests: list[tuple[int, int]] = []
         """Siblings and max_tokens of each."""
         self.token_ids = [7]
@@ -110,8 +114,10 @@ class ModelEngine:
         assert not self.is_running, "a token of other weights would carry this version"
         self.version = version
 
-    async def call_ranks(self, method: str, *_: Any, timeout_s: float = 0.0) -> list[Any]:
+    async def call_ranks(self, method: str, *given: Any, timeout_s: float = 0.0) -> list[Any]:
         self.ranks_did.append(method)
+        if method == "slipstream_describe":
+            self.known_layouts = given[-1]
         if method in ("slipstream_begin", "slipstream_pull"):
             assert not self.is_running, "it would sample from a mixture"
             self.is_written = True
@@ -143,6 +149,13 @@ def make(folder: Path, adapters: AdapterSlotsSpec | None = None, **more: Any) ->
     engine: Any = ModelEngine()
     save_character_tokenizer(folder, vocab_size=64)
     return worker_of(folder, adapters, make_engine=lambda *_, **__: engine, **more), engine
+
+
+@pytest.fixture(autouse=True)
+def node_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What this node keeps for later runs, empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 def worker_of(
@@ -517,3 +530,33 @@ async def test_a_base_that_engines_load_themselves_is_neither_described_nor_want
                 await worker.pull([OFFER] * 4)
     finally:
         await worker.stop()
+
+
+def damage(folder: Path) -> None:
+    for file in folder.rglob("*.digests"):
+        file.write_text("[1")
+
+
+async def test_a_later_worker_of_the_same_kind_is_told_the_layout(tmp_path: Path, node_cache: Path) -> None:
+    digest = layouts_digest((DESCRIBED.layout,))
+    told: list[list[str] | None] = []
+    for is_damaged in (False, False, True, False):
+        if is_damaged:
+            damage(node_cache)
+        worker, engine = make(tmp_path)
+        await worker.start()
+        await worker.stop()
+        told.append(engine.known_layouts)
+    assert told == [[], [digest, digest], [], [digest, digest]]
+
+
+def test_layouts_are_kept_apart_by_what_they_depend_on(node_cache: Path) -> None:
+    assert known_file("bfloat16", 1) == known_file("bfloat16", 1) != known_file("bfloat16", 2)
+    assert known_file("bfloat16", 1).is_relative_to(node_cache)
+
+
+def test_a_worker_starts_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    keep_known(known_file("a"), ["digest"])
+    assert read_known(known_file("a")) == []
