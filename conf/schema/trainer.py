@@ -184,7 +184,9 @@ class TrainerConfig:
     own.
     """
     activation_checkpointing: bool = True
-    """Recompute each layer in the backward pass instead of keeping its activations."""
+    """Recompute each layer in the backward pass instead of keeping its activations. false is faster where memory is
+    left; use smaller microbatches then (docs/measurements.md, whole jobs).
+    """
     embedding_on_host: bool = False
     """Keep the frozen table of input embeddings in page-locked host memory; a microbatch reads the rows that it needs
     over the bus. Saves vocabulary x hidden x 2 bytes on the GPU. Needs mode=lora, one rank, and a model whose head is
