@@ -39,7 +39,8 @@ from tokenizers import Tokenizer
 
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
 from rollout.adapters.adapter_replica import AdapterReplica
-from rollout.engine.engine import ABORTED, Engine
+from rollout.engine.engine import Engine
+from rollout.engine.vllm_requests import ABORTED
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.layouts.known_layouts import keep_known, known_file, read_known
 from rollout.layouts.offline_layout import engine_version

@@ -30,7 +30,8 @@ from dataclasses import replace
 
 from conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
 from rollout.adapters.slot_leases import SlotTable
-from rollout.engine.engine import ABORTED, Engine
+from rollout.engine.engine import Engine
+from rollout.engine.vllm_requests import ABORTED
 from rollout.errors import EngineError, ReplicaNotServing, SlotsBusy
 from rollout.routes import continued
 from rollout.slot_channel import SlotClients

@@ -1,8 +1,9 @@
 """One vLLM engine: how it is started, sampled from, paused, and which policy version sampled each token.
 
 Owns: requests, version stamps, calls to the engine's ranks. Uses only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in
-common. Does not own what vLLM is told (`engine_options.py`), the protocol of a publish (`worker.py`) nor the weights
-(`in_vllm/`, inside the engine's processes). Imports vLLM inside functions, so that importing this module is cheap.
+common. Does not own what vLLM is told (`engine_options.py`, `vllm_requests.py`), the protocol of a publish
+(`worker.py`) nor the weights (`in_vllm/`, inside the engine's processes). Imports vLLM inside functions, so that
+importing this module is cheap.
 Invariant: a token's stamp is the version whose weights sampled it. Why no stamp can be wrong:
 
     EngineCore process                       this process, one event loop
@@ -24,7 +25,6 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-import math
 import os
 import tempfile
 import time
@@ -45,11 +45,18 @@ from rollout.engine.engine_options import (
 from rollout.engine.same_path import same_path
 from rollout.engine.start_failure import OutputSince, why_it_failed
 from rollout.engine.start_phase import IMPORTING, phase_in
+from rollout.engine.vllm_requests import (
+    next_logprobs_of,
+    prefill_params,
+    probe_params,
+    prompt_logprobs_of,
+    rollout_of,
+    sampling_params,
+)
 from rollout.errors import EngineDied, EngineError, error_class
 from rollout.in_vllm import fork_server
 from rollout.in_vllm.process_imports import come_first, import_vllm
 from rollout.in_vllm.vllm_patches import end_for_good, watch_outputs
-from rollout.routes import read_routes
 from rollout.types import Adapter, AdapterSlotsSpec, Rollout, RoutingShape
 
 if TYPE_CHECKING:
@@ -67,9 +74,6 @@ SHUTDOWN_TIMEOUT_S = 1.0
 """How long the engine's processes get to end after SIGTERM. They hold nothing that must be saved."""
 DRAIN_TIMEOUT_S = 30.0
 """Longest wait until vLLM's own handler has taken the outputs that have arrived."""
-ABORTED = "abort"
-"""finish_reason of a request that a pause, an eviction or a shutdown ended."""
-NUM_PROBE_LOGPROBS = 16
 
 
 def vllm_arguments(arguments: dict[str, Any]) -> AsyncEngineArgs:
@@ -294,35 +298,14 @@ class Engine:
     async def _generate(
         self, prompt_token_ids: Sequence[int], sampling: SamplingConfig, seed: int | None, adapter: Adapter | None
     ) -> Rollout:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            max_tokens=sampling.max_tokens,
-            stop=list(sampling.stop),
-            stop_token_ids=[*(self._stop_token_ids if sampling.stop_at_eos else []), *sampling.stop_token_ids],
-            ignore_eos=not sampling.stop_at_eos,
-            seed=seed,
-            logprobs=0,  # only the sampled token's
-            flat_logprobs=True,  # lists of numbers; a dict and an object per token make full garbage collections long
-            detokenize=bool(sampling.stop),
-            skip_special_tokens=False,  # a stop text may be, or contain, a special token's
-            include_stop_str_in_output=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        params = sampling_params(sampling, self._stop_token_ids, seed)
         request_id = f"rollout-{next(self._request_numbers)}"
         stamps = self._stamps[request_id] = []
         try:
             final = await self._run(prompt_token_ids, params, request_id, adapter)
         finally:
             del self._stamps[request_id]
-        return self._to_rollout(request_id, final, stamps, num_prompt_tokens=len(prompt_token_ids))
+        return rollout_of(request_id, final, stamps, len(prompt_token_ids), self._routing)
 
     async def _run(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str, adapter: Adapter | None
@@ -355,13 +338,8 @@ class Engine:
 
     async def next_logprobs(self, prompt_token_ids: Sequence[int], adapter: Adapter | None) -> dict[int, float]:
         """Log-probabilities of the likeliest next tokens, and of the one that was sampled."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(max_tokens=1, temperature=1.0, seed=1, logprobs=NUM_PROBE_LOGPROBS, detokenize=False)
-        final = await self._run(prompt_token_ids, params, f"probe-{next(self._request_numbers)}", adapter)
-        if final is None or not final.outputs[0].logprobs:
-            raise EngineError("a probe of the engine ended without an output")
-        return {token: entry.logprob for token, entry in final.outputs[0].logprobs[0].items()}
+        name = f"probe-{next(self._request_numbers)}"
+        return next_logprobs_of(await self._run(prompt_token_ids, probe_params(), name, adapter))
 
     async def score(self, token_ids: Sequence[int], adapter: Adapter | None = None) -> list[float]:
         """Log-probability of every token but the first, at temperature 1, from one prefill of the whole sequence.
@@ -374,47 +352,13 @@ class Engine:
             EngineDied: The process is gone.
             EngineError: vLLM refused the request, or it was ended before its prefill was complete.
         """
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            max_tokens=1,
-            prompt_logprobs=0,  # of the given token alone
-            flat_logprobs=True,
-            skip_reading_prefix_cache=True,  # blocks that decoding filled would be returned as they are
-            detokenize=False,
-        )
-        final = await self._run(token_ids, params, f"score-{next(self._request_numbers)}", adapter)
-        flat = None if final is None else final.prompt_logprobs
-        if flat is None or list(flat.token_ids) != list(token_ids[1:]):
-            raise EngineError(f"the engine ended a prefill of {len(token_ids)} tokens without their log-probabilities")
-        return list(flat.logprobs)
+        name = f"score-{next(self._request_numbers)}"
+        return prompt_logprobs_of(await self._run(token_ids, prefill_params(), name, adapter), token_ids)
 
     async def abort_version(self, version: int) -> None:
         """End the requests in flight that use this version's adapter. Each returns what it has so far, as ABORTED."""
         requests = [request for request, adapter in self._adapters.items() if adapter.version == version]
         await self._running().abort(requests)
-
-    def _to_rollout(self, request_id: str, final: Any, stamps: list[int], num_prompt_tokens: int) -> Rollout:
-        if final is None or not final.outputs:
-            raise EngineError(f"{request_id} ended without an output")
-        (completion,) = final.outputs
-        token_ids = list(completion.token_ids)
-        flat = completion.logprobs
-        if (flat.token_ids if flat else []) != token_ids:
-            raise EngineError(f"{request_id} has log-probabilities of other tokens than it returned")
-        logprobs = list(flat.logprobs) if flat else []
-        if completion.finish_reason == ABORTED or isinstance(completion.stop_reason, str):
-            del stamps[len(token_ids) :]  # tokens that arrived after the request was ended, here by a stop text
-        if len(stamps) != len(token_ids):
-            raise EngineError(f"{request_id} has {len(token_ids)} tokens and {len(stamps)} version stamps")
-        if not all(map(math.isfinite, logprobs)):
-            raise EngineError(f"{request_id} has a log-probability that is not finite; are the weights finite?")
-        rollout = Rollout(token_ids, logprobs, list(stamps), "", str(completion.finish_reason))
-        if self._routing is None:
-            return rollout
-        num_tokens, was_aborted = num_prompt_tokens + len(token_ids), rollout.finish_reason == ABORTED
-        routes = read_routes(completion.routed_experts, self._routing, num_tokens, was_aborted=was_aborted)
-        return dataclasses.replace(rollout, routes=routes)
 
     async def pause(self, mode: PauseMode, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Stop stepping. When this returns the device is idle and new requests queue up until resume().

@@ -21,7 +21,8 @@ import rollout.worker
 from conf.errors import SlipstreamError, named_error
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from rollout.engine.engine import ABORTED, Engine
+from rollout.engine.engine import Engine
+from rollout.engine.vllm_requests import ABORTED
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.in_vllm import fork_server
 from rollout.layouts.known_layouts import keep_known, known_file, read_known

@@ -10,7 +10,7 @@ import pytest
 
 from conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
 from rollout.adapters.adapter_replica import MAX_RESTARTS, AdapterReplica
-from rollout.engine.engine import ABORTED
+from rollout.engine.vllm_requests import ABORTED
 from rollout.errors import EngineError
 from rollout.types import Adapter, Rollout, Routes
 
