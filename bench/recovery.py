@@ -312,7 +312,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="kills")
     parser.add_argument("--plain-repeats", type=int, default=3, help="plain restarts; 0: none")
     parser.add_argument("--settle-s", type=float, default=4.0, help="after a first token, before the steady state")
-    parser.add_argument("--steady-s", type=float, default=16.0, help="before a kill: the former throughput")
+    parser.add_argument(
+        "--steady-s", type=float, help="before a kill: the former throughput; default: 16, and 60 for 30b, whose first "
+        "step is trained half a minute after the first token"
+    )  # fmt: skip
     parser.add_argument("--window-s", type=float, default=8.0, help=f"in which {SHARE:.0%}% of it must be reached")
     parser.add_argument("--limit-s", type=float, default=120.0, help="for one recovery, or one plain restart")
     parser.add_argument("--start-limit-s", type=float, default=600.0, help="for the job's first token")
@@ -322,6 +325,8 @@ def main() -> None:
     parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     parser.add_argument("--draw", type=Path, help="only show this file again")
     args = parser.parse_args()
+    if args.steady_s is None:
+        args.steady_s = 16.0 if args.shape == "cpu" else 60.0
     if args.draw:
         report = json.loads(args.draw.read_text())
         show(report)

@@ -20,35 +20,41 @@ from orchestrator.fleet.stop_request import stop
 def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_steps_go_on(
     tmp_path: Path, mode: SyncMode
 ) -> None:
-    """A strictly on-policy run; one worker is killed, then the other one recalled by the command. Each time the one
-    that is left carries the steps; the other is started again, takes the current version from its peer or from a
-    publish, and samples. With merged weights they are relayed, and the one that is recalled is worker 0, which the
-    trainer writes to: it goes on with the other one. (Without a relay: test_ray_nodes.py.)
+    """A strictly on-policy run; one worker is killed, and with merged weights the other one then recalled by the
+    command. Each time the one that is left carries the steps; the other is started again, takes the current version
+    from its peer or from a publish, and samples. Merged weights are relayed, and the one that is recalled is worker 0,
+    which the trainer writes to: it goes on with the other one. (Without a relay: test_ray_nodes.py.) What is killed is
+    an engine with merged weights, and a whole worker in adapter mode.
     """
+    is_merged = mode is SyncMode.merged
     words = [
         *ENDLESS, "cluster.dashboard=false", f"weight_sync.mode={mode}", "trainer.num_ranks=1", "trainer.ep_size=1",
+        "weight_sync.relay=node" if is_merged else "model=tiny_qwen3",  # CPU engines serve no adapters of experts
     ]  # fmt: skip
-    if mode is SyncMode.merged:
-        recalled, words = 0, [*words, "weight_sync.relay=node"]
-    else:
-        recalled, words = 1, [*words, "model=tiny_qwen3"]  # CPU engines serve no adapters of experts
+    killed = "rollout-1" if is_merged else "rollout-0"
     with RunUnderWay(words, tmp_path) as run:
         run.wait_until(lambda rows: len(rows) >= 2)
-        engine = run.engine_of(f"rollout-{1 - recalled}")
-        victim = engine if mode is SyncMode.merged else engine.parent()
+        engine = run.engine_of(killed)
+        victim = engine if is_merged else engine.parent()
         assert victim is not None
         victim.kill()
         run.wait_for_returns(1)
-        recover = [sys.executable, "-m", "orchestrator.cli.main", "recover", str(run.folder), "--worker", str(recalled)]
-        said = subprocess.run(recover, capture_output=True, text=True, timeout=60, check=True).stdout
-        assert said.startswith(f"rollout-{recalled}")
-        assert said.endswith((" was serving and is being restarted\n", " was updating and is being restarted\n"))
-        run.wait_for_returns(2)
+        if is_merged:
+            recall(run.folder, 0)
+            run.wait_for_returns(2)
         stop(run.folder, timeout_s=60)
         assert run.exit_code() == 128 + signal.SIGTERM
-    assert_workers_came_back(run.rows, times=2)
+    assert_workers_came_back(run.rows, times=2 if is_merged else 1)
     starts = [row["start"] for row in read_starts(run.folder / "startup.jsonl")]
-    assert starts == ["run", f"rollout-{1 - recalled}.1", f"rollout-{recalled}.1"]
+    assert starts == ["run", f"{killed}.1", *(["rollout-0.1"] if is_merged else [])]
     for row in run.rows:
-        is_relayed = mode is SyncMode.merged
-        assert row["sync/replicas_relayed"] == (max(0, row["sync/replicas_committed"] - 1) if is_relayed else 0)
+        assert row["sync/replicas_relayed"] == (max(0, row["sync/replicas_committed"] - 1) if is_merged else 0)
+
+
+def recall(run: Path, worker: int) -> None:
+    """Recall a worker that serves, by the command."""
+    words = ["recover", str(run), "--worker", str(worker)]
+    command = [sys.executable, "-m", "orchestrator.cli.main", *words]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert said.startswith(f"rollout-{worker}")
+    assert said.endswith((" was serving and is being restarted\n", " was updating and is being restarted\n"))
