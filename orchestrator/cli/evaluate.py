@@ -151,7 +151,8 @@ def table_of(report: dict[str, Any]) -> str:
     rows += [[name, *(_cell(figures[one]) for one in names)] for name, figures in sets.items()]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    told = f"{report['samples_per_prompt']} responses to each prompt, {report['failures']} without a reward"
+    num = report["samples_per_prompt"]
+    told = f"{num} response{'s' if num > 1 else ''} to each prompt, {report['failures']} without a reward"
     return "\n".join(
         [
             *lines,

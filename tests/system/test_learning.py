@@ -1,7 +1,8 @@
 """Locks: reinforcement learns and its controls do not; every algorithm's loss is its formula, end to end.
 
-Six runs through the command line on real Ray, vLLM, Mooncake and FSDP2, two at a time, because their start is most of
-their time: one engine and one trainer rank each, on one Ray cluster for all. Everything is asserted on metrics.jsonl.
+Six runs and an evaluation through the command line on real Ray, vLLM, Mooncake and FSDP2, two at a time, because their
+start is most of their time: one engine and one trainer rank each, on one Ray cluster for all. Everything is asserted on
+metrics.jsonl, and on what the evaluation says.
 
 In the runs of the algorithms a batch is one group, and a response is worth its length in tokens. With lengths l_i of
 mean m and deviation s, A_i the advantages and n the group's size, the policy loss at a ratio of 1 is -sum(A_i l_i) / D:
@@ -15,8 +16,14 @@ verl's functions in tests/unit: these two runs show that they arrive in a run.)
 
 from __future__ import annotations
 
+import itertools
+import json
+import statistics
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,26 +70,38 @@ RUNS = {
 @pytest.fixture(scope="module")
 def started(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[FinishedRun]]]:
-    """Every run that a selected test asks for, in the order above."""
+) -> Iterator[dict[str, Future[Any]]]:
+    """Every run that a selected test asks for, in the order above, and what is said of the first one's adapter."""
     wanted = {name for item in request.session.items for name in RUNS if f"[{name}" in item.name}
     cluster = Nodes(4)
     try:
         with ThreadPoolExecutor(max_workers=2) as pool:
-            yield {
+            runs: dict[str, Future[Any]] = {
                 name: pool.submit(
                     train, [*RUNS[name], f"cluster.ray_address={cluster.address}"], tmp_path_factory.mktemp(name)
                 )
                 for name in RUNS
                 if name in wanted
             }
+            if "learned" in wanted:
+                runs["evaluated"] = pool.submit(lambda: evaluated(runs["learned"].result()))
+            yield runs
             pool.shutdown(cancel_futures=True)
     finally:
         cluster.close()
 
 
+def evaluated(run: FinishedRun) -> dict[str, Any]:
+    """What `slipstream eval` says of the adapter that a run has exported."""
+    words = ["eval", str(run.folder), "--adapter", str(run.folder / "adapter"), "run.eval_pass_at=[1,3]", "--json"]
+    command = [sys.executable, "-m", "orchestrator.cli.main", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 @pytest.fixture
-def steps(request: pytest.FixtureRequest, started: dict[str, Future[FinishedRun]]) -> list[dict[str, Any]]:
+def steps(request: pytest.FixtureRequest, started: dict[str, Future[Any]]) -> list[dict[str, Any]]:
     """The rows of the run of this name, from row 0."""
     run = started[request.param].result()
     assert run.exit_code == 0, run.stderr
@@ -101,6 +120,27 @@ def test_the_letters_are_learned(steps: list[dict[str, Any]]) -> None:
     assert steps[-1]["eval/reward"] > 0.3
     assert {row["sync/replicas_committed"] for row in steps} == {1}
     assert {row["staleness/max"] for row in steps[1:]} == {0}
+
+
+@pytest.mark.parametrize("name", ["learned"])
+def test_an_adapter_alone_is_evaluated_as_its_samples_count(started: dict[str, Future[Any]], name: str) -> None:
+    """pass@k is the share of subsets of k responses, of the four to a prompt, with one that earned everything."""
+    told = started["evaluated"].result()
+    samples = [json.loads(line) for line in Path(told["samples"]).read_text().splitlines()]
+    rewards: dict[int, list[float]] = {}
+    for sample in samples:
+        rewards.setdefault(sample["prompt_id"], []).append(sample["reward"])
+    assert {len(of_prompt) for of_prompt in rewards.values()} == {4}
+    found = told["sets"]["all"]
+    trained = started[name].result().rows[-1]["eval/reward"]
+    assert found["reward"]["mean"] == pytest.approx(statistics.mean(map(statistics.mean, rewards.values())))
+    assert found["reward"]["mean"] == pytest.approx(trained, abs=0.15), "the same weights, sampled again"
+    for k in (1, 3):
+        shares = [
+            statistics.mean(max(subset) >= 1 for subset in itertools.combinations(of_prompt, k))
+            for of_prompt in rewards.values()
+        ]
+        assert found[f"pass_at_{k}"]["mean"] == pytest.approx(statistics.mean(shares))
 
 
 @run_of("no_publish", "shuffled")
