@@ -30,7 +30,8 @@ def concluded(row: dict[str, Any]) -> dict[str, Any]:
     spans: list[Span] = [span for span in row.get("spans", []) if isinstance(span, list)]
     seconds = float(row.get("to", 0.0)) - float(row.get("from", 0.0))
     trainer = [span for span in spans if span[0] == "trainer"]
-    replicas = (row.get("publish") or {}).get("replicas", [])
+    publish: dict[str, Any] = row.get("publish") or {}
+    replicas: list[Any] = publish.get("replicas", [])
     workers = {f"rollout-{number}" for number in range(len(replicas))}  # one that sampled nothing is idle, too
     workers = sorted(workers | {str(span[0]) for span in spans if str(span[0]).startswith("rollout-")})
     idle = {worker: _idle(spans, worker, trainer, seconds) for worker in workers}
