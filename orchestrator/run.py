@@ -69,21 +69,24 @@ class RunResult:
     held_out: float | None
     """Its mean on held-out rows after the last step; None without data.eval_path."""
     checkpoint: Path | None
-    export: Path
-    """The trained adapter (PEFT format), or the merged checkpoint when trainer.mode=full."""
+    export: Path | None
+    """The trained adapter (PEFT format), or the merged checkpoint when trainer.mode=full; None of a run of no step."""
 
     def summary(self) -> str:
         """Where everything is, for people."""
-        lines = [
+        lines: list[tuple[str, object]] = [
             (f"held-out {self.metric}", "not evaluated" if self.held_out is None else f"{self.held_out:.3f}"),
-            ("policy version", f"{self.policy_version} after {self.step} steps"),
-            ("curves", self.folder.curves),
             ("metrics", self.folder.metrics),
             *([("samples", self.folder.samples)] if self.folder.samples.stat().st_size else []),
-            ("adapter" if self.export == self.folder.adapter else "model", self.export),
-            *([("best checkpoint", self.folder.best)] if self.folder.best.exists() else []),
-            ("checkpoint", self.checkpoint or "none (run.checkpoint_every_steps)"),
         ]
+        if self.export is not None:
+            lines += [
+                ("policy version", f"{self.policy_version} after {self.step} steps"),
+                ("curves", self.folder.curves),
+                ("adapter" if self.export == self.folder.adapter else "model", self.export),
+                *([("best checkpoint", self.folder.best)] if self.folder.best.exists() else []),
+                ("checkpoint", self.checkpoint or "none (run.checkpoint_every_steps)"),
+            ]
         return "\n".join(f"  {name:<16} {value}" for name, value in lines)
 
 
@@ -202,7 +205,8 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
         startup.end()
         await controller.train()
         export = await _export(cluster, config, folder)
-    await asyncio.to_thread(draw_curves, folder.metrics, folder.curves)
+    if export is not None:
+        await asyncio.to_thread(draw_curves, folder.metrics, folder.curves)
     return RunResult(
         folder,
         controller.step,
@@ -239,7 +243,8 @@ async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRes
         await tuner.train(resume_from)
         export = await _export(cluster, config, folder)
     objective = config.algorithm.objective
-    await asyncio.to_thread(draw_curves, folder.metrics, folder.curves, PANELS[objective])
+    if export is not None:
+        await asyncio.to_thread(draw_curves, folder.metrics, folder.curves, PANELS[objective])
     return RunResult(
         folder,
         tuner.step,
@@ -279,8 +284,10 @@ def _reward_names(config: RunConfig) -> RewardNames:
     return RewardNames((*reward.names, *reward.shapings), judges)
 
 
-async def _export(cluster: Cluster, config: RunConfig, folder: RunFolder) -> Path:
-    """What was trained, as others read it. Returns where."""
+async def _export(cluster: Cluster, config: RunConfig, folder: RunFolder) -> Path | None:
+    """What was trained, as others read it. Returns where; None of a run of no step: it would copy what was read."""
+    if config.run.num_steps == 0:
+        return None
     export = folder.adapter if config.trainer.mode is TrainMode.lora else folder.merged
     await cluster.trainer.export(export)
     if config.trainer.mode is TrainMode.full:

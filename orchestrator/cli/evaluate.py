@@ -32,14 +32,14 @@ EVERY_SAMPLE, EVERY_BYTE = 1 << 30, 1 << 40
 
 
 def eval_config(
-    run: Path | None, adapter: Path | None, checkpoint: str, overrides: Sequence[str]
+    run: Path | None, adapter: Path | None, checkpoint: str | None, overrides: Sequence[str]
 ) -> tuple[RunConfig, str]:
     """The options of an evaluation, and the folder of the weights that it is of.
 
     Args:
         run: A run's folder; None: all options are in `overrides`.
         adapter: An adapter in PEFT's format; None: the one of `checkpoint`.
-        checkpoint: newest, best, or a step of `run`.
+        checkpoint: newest, best, or a step of `run`; None: newest.
         overrides: `section.option=value`.
 
     Raises:
@@ -48,6 +48,8 @@ def eval_config(
     for word in overrides:
         if (name := word.partition("=")[0].lstrip("+")) in NO_USE:
             raise ConfigError(f"{name} has no effect with slipstream eval, which makes no step; remove it")
+    if adapter is not None and checkpoint is not None:
+        raise ConfigError(f"--checkpoint {checkpoint} has no effect with --adapter, which is evaluated; remove one")
     if run is None:
         if adapter is None:
             raise ConfigError("slipstream eval needs a run folder, or --adapter FOLDER and the options of its model")
@@ -60,7 +62,7 @@ def eval_config(
     config = load_resolved_yaml(saved, overrides, subject=f"{folder.config}: ")
     config = replace(config, run=replace(config.run, dir=str(folder.root)))
     if config.trainer.mode is TrainMode.full:
-        if adapter is not None or checkpoint != "newest":
+        if adapter is not None or checkpoint not in (None, "newest"):
             raise ConfigError(f"{run} trains all weights (trainer.mode=full): only what it has exported is evaluated")
         if not folder.merged.is_dir():
             raise ConfigError(
@@ -68,7 +70,11 @@ def eval_config(
             )
         model = replace(config.model, path=str(folder.merged), init=Init.checkpoint, hf_config={})
         return _evaluated(replace(config, model=model), folder.merged, folder.run_id)
-    return _evaluated(config, adapter or _adapter_of(folder, checkpoint), folder.run_id)
+    if adapter is not None:
+        config = replace(
+            load_resolved_yaml(saved, [*overrides, *_shape_of(adapter)], subject=f"{folder.config}: "), run=config.run
+        )
+    return _evaluated(config, adapter or _adapter_of(folder, checkpoint or "newest"), folder.run_id)
 
 
 def _evaluated(config: RunConfig, weights: Path, name: str) -> tuple[RunConfig, str]:

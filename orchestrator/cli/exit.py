@@ -34,12 +34,13 @@ def run_to_an_exit_code(config: RunConfig, overrides: list[str], received: list[
 
         run(config, overrides)
     except KeyboardInterrupt:
-        tell(f"\nstopped; processes of the run have ended.\n{_where(latest, before)}")
+        where = _where(latest, before, is_trained=config.run.num_steps > 0)
+        tell(f"\nstopped; processes of the run have ended.\n{where}")
         return 128 + received[0] if received else EXIT_INTERRUPTED
     except Exception as error:  # noqa: BLE001 - whatever ends a run becomes an exit code; others keep a traceback
         if isinstance(error, SlipstreamError) and _is_users(error):
             return say(error)
-        return _fail(error, _where(latest, before))
+        return _fail(error, _where(latest, before, is_trained=config.run.num_steps > 0))
     return EXIT_OK
 
 
@@ -73,8 +74,8 @@ def tell(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def _where(latest: Path, before: Path | None) -> str:
-    """Where to read on and how to go on, once the run has a folder of its own."""
+def _where(latest: Path, before: Path | None, *, is_trained: bool) -> str:
+    """Where to read on and, unless it makes no step, how to go on, once the run has a folder of its own."""
     from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
     from orchestrator.files.run_folder import RunFolder
 
@@ -83,6 +84,8 @@ def _where(latest: Path, before: Path | None) -> str:
         return "The run had no folder yet."
     logs = folder / "ray"
     said = f"Log: {folder / 'run.log'}" + (f", worker logs: {logs}" if logs.is_dir() else "")
+    if not is_trained:
+        return said
     complete = complete_checkpoints(folder / "checkpoints")
     if not complete:
         return f"{said}\nThere is no checkpoint yet (run.checkpoint_every_steps)."

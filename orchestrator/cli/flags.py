@@ -363,8 +363,10 @@ def evaluate() -> Parser:
     """Flags of `slipstream eval`."""
     parser = Parser(texts.EVAL)
     flags = parser.add_argument_group("flags")
-    flags.add_argument("--checkpoint", default="newest", metavar="C", help="newest, best (run.keep_best) or a step")
-    flags.add_argument("--adapter", type=Path, metavar="DIR", help="an adapter in PEFT's format, with or without RUN")
+    flags.add_argument("--checkpoint", metavar="C", help="newest, best (run.keep_best) or a step; default newest")
+    flags.add_argument(
+        "--adapter", type=Path, metavar="DIR", help="an adapter in PEFT's format, in place of RUN's or without RUN"
+    )
     flags.add_argument("--json", action="store_true", help="the table for programs")
     _start_nothing(flags.add_argument)
     return parser

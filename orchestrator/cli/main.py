@@ -174,7 +174,7 @@ def _start(config: RunConfig, overrides: list[str], flags: argparse.Namespace) -
         width = max(len(fact.subject) for fact in report.facts)
         for fact in report.facts:
             print(f"{fact.subject:<{width}}  {fact.finding}")
-        print("\nReady to train. Nothing was started (--dry-run).")
+        print(f"\nReady to {'train' if config.run.num_steps else 'evaluate'}. Nothing was started (--dry-run).")
         return EXIT_OK
     for note in environment.apply(environment.variables_of(report.config)):
         tell(note)

@@ -45,7 +45,7 @@ from orchestrator.inputs.machine_checks import (
     check_ray_cluster,
     check_shared_memory,
 )
-from orchestrator.inputs.model_files import check_checkpoint_files
+from orchestrator.inputs.model_files import check_adapter_fits, check_checkpoint_files
 from orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
 from orchestrator.inputs.own_advantage import try_advantage
 from orchestrator.inputs.prompt_rows import check_data
@@ -133,7 +133,7 @@ def check_model(config: RunConfig) -> Fact:
 
 
 def check_initial_adapter(config: RunConfig) -> Fact:
-    """The adapter to start from is one, and has the ranks that are trained."""
+    """The adapter to start from is one, has the ranks that are trained, and is of the model."""
     lora = config.trainer.lora
     if config.trainer.mode is TrainMode.full or lora.init_from is None:
         return Fact("starts from", "the model")
@@ -152,6 +152,9 @@ def check_initial_adapter(config: RunConfig) -> Fact:
                 f"trainer.lora.init_from={lora.init_from} has {field}={fields.get(field)}, and "
                 f"trainer.lora.{option}={value}; set trainer.lora.{option} to what the adapter has"
             )
+    if config.model.path is None or Path(config.model.path).is_dir():
+        tensors = read_config(resolve_hf_config(config.model)).checkpoint_tensors(config.model.dtype.value)
+        check_adapter_fits(path.parent, tensors, "trainer.lora.init_from")
     return Fact("starts from", lora.init_from)
 
 

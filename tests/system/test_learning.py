@@ -141,6 +141,7 @@ def test_an_adapter_alone_is_evaluated_as_its_samples_count(started: dict[str, F
             for of_prompt in rewards.values()
         ]
         assert found[f"pass_at_{k}"]["mean"] == pytest.approx(statistics.mean(shares))
+    assert not (Path(told["json"]).parent / "adapter").exists(), "it would be a copy of what was read"
 
 
 @run_of("no_publish", "shuffled")

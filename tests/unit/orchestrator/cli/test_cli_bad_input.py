@@ -335,6 +335,7 @@ def test_run_to_resume_is_finished(refuse: Refuse, old_run: Path) -> None:
         ("{", "holds no adapter in PEFT format"),
         ('{"r": 8, "lora_alpha": 32}', "has r=8, and trainer.lora.rank=16; set trainer.lora.rank"),
         ("[]", "has r=None"),
+        ('{"r": 16, "lora_alpha": 32}', "adapter_model.safetensors cannot be read"),
     ],
 )
 def test_adapter_to_start_from_that_does_not_fit(

@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_checkpoint_is_evaluated_with_the_runs_options_and_no_step(run: Path) -> None:
-    config, weights = eval_config(run, None, "newest", ["run.eval_samples_per_prompt=4", "run.eval_pass_at=[1,2]"])
+    config, weights = eval_config(run, None, None, ["run.eval_samples_per_prompt=4", "run.eval_pass_at=[1,2]"])
     assert weights == str(run / "checkpoints" / "step-000010" / "adapter")
     assert config.trainer.lora.init_from == weights and config.run.num_steps == 0
     assert config.run.dir == str(run / "evals"), "runs/latest stays the run"
@@ -44,9 +44,18 @@ def test_a_checkpoint_is_evaluated_with_the_runs_options_and_no_step(run: Path) 
 def test_an_adapter_alone_brings_its_rank(run: Path) -> None:
     adapter = run / "checkpoints" / "step-000005" / "adapter"
     (adapter / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 4}')
-    config, weights = eval_config(None, adapter, "newest", ["experiment=quickstart"])
+    config, weights = eval_config(None, adapter, None, ["experiment=quickstart"])
     assert (config.trainer.lora.rank, config.trainer.lora.alpha, weights) == (8, 4.0, str(adapter))
     assert config.run.num_steps == 0 and config.run.dir.endswith("evals")
+
+
+def test_another_adapter_in_place_of_the_runs_brings_its_rank_too(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 4}')
+    config, weights = eval_config(run, tmp_path, None, ["run.eval_samples_per_prompt=4"])
+    assert (config.trainer.lora.rank, config.trainer.lora.alpha, weights) == (8, 4.0, str(tmp_path))
+    assert (config.run.dir, config.run.eval_samples_per_prompt) == (str(run / "evals"), 4)
+    with pytest.raises(ConfigError, match="--checkpoint 5 has no effect with --adapter"):
+        eval_config(run, tmp_path, "5", [])
 
 
 @pytest.mark.parametrize(
@@ -72,9 +81,9 @@ def test_weights_that_are_not_there_are_refused(run: Path, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="needs a run folder, or --adapter FOLDER"):
         eval_config(None, None, "newest", ["experiment=quickstart"])
     with pytest.raises(ConfigError, match="holds no adapter in PEFT's format"):
-        eval_config(None, tmp_path, "newest", ["experiment=quickstart"])
+        eval_config(None, tmp_path, None, ["experiment=quickstart"])
     with pytest.raises(ConfigError, match="holds no adapter in PEFT's format"):
-        eval_config(run, tmp_path, "newest", [])
+        eval_config(run, tmp_path, None, [])
     (run / "checkpoints" / "best").unlink()
     with pytest.raises(ConfigError, match=r"has no best checkpoint \(run.keep_best\); its steps are 5, 10"):
         eval_config(run, None, "best", [])
