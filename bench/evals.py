@@ -1,8 +1,8 @@
 """What an evaluation costs the steps of a run: the quick start without one, with awaited ones, and with ones beside it.
 
-    python bench/evals.py --steps 40      about five minutes on two cores
+    python bench/evals.py      about seven minutes on two cores
 
-Every 8 steps 16 responses of each of the 96 held-out prompts are sampled: four times as many as a step of training
+Every 16 steps 16 responses of each of the 96 held-out prompts are sampled: four times as many as a step of training
 samples. Beside training they take run.eval_share of what engines decode for it, so an evaluation goes on for some
 steps. Of those, the table has how much longer they take than steps without an evaluation in the same run, beside the
 most that sharing the engines may cost: evaluated tokens over trained tokens of these steps. Figures are medians over
@@ -26,7 +26,7 @@ from bench.environment import environment  # noqa: E402
 from bench.runs import WARM_UP_STEPS, read_rows, train  # noqa: E402
 
 NUM_PROMPTS, SAMPLES = 96, 16
-EVALUATED = ["run.eval_every_steps=8", f"run.eval_samples_per_prompt={SAMPLES}", "run.eval_pass_at=[1,4,16]"]
+EVALUATED = ["run.eval_every_steps=16", f"run.eval_samples_per_prompt={SAMPLES}", "run.eval_pass_at=[1,4,16]"]
 SCENARIOS = {
     "none": ["data.eval_path=null"],
     "awaited": EVALUATED,
@@ -75,7 +75,7 @@ def figures(rows: list[dict[str, Any]], wall_s: float) -> dict[str, Any]:
 def main() -> None:
     """Run the three, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "evals-cpu.json")
     args = parser.parse_args()
     report: dict[str, Any] = {"environment": environment(), "steps": args.steps, "runs": {}}
