@@ -1,52 +1,122 @@
-"""Supervised fine-tuning on real Ray and FSDP2, through the command line."""
+"""Learning from given answers, and from pairs of them, on real Ray and FSDP2, through the command line.
+
+The runs that are resumed go on two at a time on one Ray cluster, because their start is most of their time.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from system.conftest import ONE_OF_EACH, RUN_TIMEOUT_S
+import pytest
+from system.conftest import ONE_OF_EACH, RUN_TIMEOUT_S, Nodes
+
+import conf
 
 TRAIN = ("train", "experiment=sft_quickstart")
+FULL = ("trainer=full", "trainer.num_ranks=1", "trainer.ep_size=1")
+RESUMED = {
+    "sft": ("eval/nll", ()),
+    "dpo": ("eval/dpo_loss", ("algorithm=dpo", "algorithm.sequences_per_step=32", *FULL)),
+}
+"""Objective -> its figure of held-out rows, and the words of its run. Of all weights, DPO's reference is kept apart."""
+Rows = list[dict[str, Any]]
 
 
-def _run(folder: Path, *words: str) -> list[dict]:
+def _run(folder: Path, *words: str) -> Rows:
     done = subprocess.run(
-        [sys.executable, "-m", "orchestrator.cli.main", *words, "cluster.dashboard=false"],
+        [sys.executable, "-m", "orchestrator.cli.main", *words],
         capture_output=True, text=True, timeout=RUN_TIMEOUT_S, env={**os.environ},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in (folder / "latest" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_fine_tuning_learns_and_a_run_in_two_parts_is_the_same_run(tmp_path: Path) -> None:
-    whole = _run(tmp_path, *TRAIN, f"run.dir={tmp_path}", "run.num_steps=24", "run.checkpoint_every_steps=12")
-    assert whole[0]["eval/nll"] > 4 and whole[-1]["eval/nll"] < 2
+def _pairs(folder: Path) -> list[str]:
+    """The quick start's prompts with the letter as the chosen answer, and a digit of the prompt as the rejected one.
+    Returns the options that name the files.
+    """
+    for part in ("train", "heldout"):
+        rows = map(json.loads, (Path(conf.__file__).parent / "data" / f"letters_{part}.jsonl").read_text().splitlines())
+        pairs = [
+            {"prompt": row["prompt"], "chosen": row["answer"], "rejected": min(row["prompt"].strip("="))}
+            for row in rows
+        ]
+        (folder / f"{part}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return ["data=files", f"data.path={folder}/train.jsonl", f"data.eval_path={folder}/heldout.jsonl"]
+
+
+def _in_two_parts(objective: str, folder: Path, address: str) -> tuple[Rows, Rows]:
+    """The rows of a whole run; and again, after its second half was lost and the run resumed."""
+    data = _pairs(folder) if objective == "dpo" else []
+    whole = _run(
+        folder, *TRAIN, *RESUMED[objective][1], *data, f"run.dir={folder}", "run.num_steps=24",
+        "run.checkpoint_every_steps=12", f"cluster.ray_address={address}",
+    )  # fmt: skip
+    shutil.rmtree(folder / "latest" / "checkpoints" / "step-000024")
+    return whole, _run(folder, "resume", str(folder / "latest"))
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A Ray cluster's."""
+    cluster = Nodes(4)
+    yield cluster.address
+    cluster.close()
+
+
+@pytest.fixture(scope="module")
+def in_two_parts(
+    address: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[tuple[Rows, Rows]]]]:
+    """_in_two_parts of each objective."""
+    with ThreadPoolExecutor() as pool:
+        yield {name: pool.submit(_in_two_parts, name, tmp_path_factory.mktemp(name), address) for name in RESUMED}
+
+
+@pytest.mark.parametrize("objective", RESUMED)
+def test_a_run_in_two_parts_is_the_same_run(in_two_parts: dict[str, Future[tuple[Rows, Rows]]], objective: str) -> None:
+    whole, resumed = in_two_parts[objective].result()
+    held_out, _ = RESUMED[objective]
     assert all(row["sync/total_s"] is None and row["reward/mean"] is None for row in whole)
-    shutil.rmtree(tmp_path / "latest" / "checkpoints" / "step-000024")
-    resumed = _run(tmp_path, "resume", str(tmp_path / "latest"))
     assert [row["step"] for row in resumed] == list(range(25))
     assert resumed[:13] == whole[:13]
     for again, row in zip(resumed[13:], whole[13:], strict=True):
         assert again["step/total_s"] != row["step/total_s"], "it was not trained again"
-        assert again["sft/nll"] == row["sft/nll"]
-    assert resumed[-1]["eval/nll"] == whole[-1]["eval/nll"]
+        for name in ("sft/nll", "dpo/loss", "dpo/margin_mean", "optim/grad_norm"):
+            assert again[name] == row[name]
+    assert resumed[-1][held_out] == whole[-1][held_out]
 
 
-def test_reinforcement_goes_on_from_what_full_fine_tuning_left_in_latest(tmp_path: Path) -> None:
-    taught = _run(
-        tmp_path, *TRAIN, f"run.dir={tmp_path}", "trainer=full", "trainer.num_ranks=1", "trainer.ep_size=1",
-        "run.num_steps=30",
-    )  # fmt: skip
+def test_given_answers_are_learned(in_two_parts: dict[str, Future[tuple[Rows, Rows]]]) -> None:
+    rows, _ = in_two_parts["sft"].result()
+    assert rows[0]["eval/nll"] > 4 and rows[-1]["eval/nll"] < 2
+
+
+def test_preferences_are_learned(in_two_parts: dict[str, Future[tuple[Rows, Rows]]]) -> None:
+    """Before the first update the policy is its own reference: every reward is 0, and no answer has the larger one."""
+    rows, _ = in_two_parts["dpo"].result()
+    assert rows[0]["eval/dpo_loss"] == pytest.approx(math.log(2)) and rows[0]["eval/dpo_accuracy"] == 0
+    assert rows[1]["dpo/loss"] == pytest.approx(math.log(2)) and rows[1]["dpo/margin_mean"] == 0
+    assert rows[-1]["eval/dpo_loss"] < 0.3 and rows[-1]["eval/dpo_accuracy"] > 0.95
+
+
+def test_reinforcement_goes_on_from_what_full_fine_tuning_left_in_latest(address: str, tmp_path: Path) -> None:
+    on_cluster = (f"run.dir={tmp_path}", f"cluster.ray_address={address}")
+    taught = _run(tmp_path, *TRAIN, *FULL, *on_cluster, "run.num_steps=30")
     assert taught[-1]["eval/nll"] < 2
     letters = "abcdefgh"
     answers = _run(
         tmp_path, "train", "experiment=quickstart", "model=checkpoint", f"model.path={tmp_path}/latest/merged",
-        "model.dtype=float32", *ONE_OF_EACH, f"run.dir={tmp_path}", "run.num_steps=1", "rollout.sampling.max_tokens=1",
+        "model.dtype=float32", *ONE_OF_EACH, *on_cluster, "run.num_steps=1", "rollout.sampling.max_tokens=1",
     )  # fmt: skip
     assert len(answers) == 2
     samples = [json.loads(line) for line in (tmp_path / "latest" / "samples.jsonl").read_text().splitlines()]
