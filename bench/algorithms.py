@@ -2,11 +2,13 @@
 
     python bench/algorithms.py            all presets, and a control whose advantages are shuffled
     python bench/algorithms.py gspo sapo
+    python bench/algorithms.py reinforce_pp --set algorithm.kl_coef=0 --out FILE
 
 The trainer samples from its own weights in place of engines, so that a run takes tens of seconds and needs neither Ray
 nor vLLM: prompts, advantages, samples, updates, loss and optimizer are the product's. A batch is trained on one step
-after it was sampled, so that ratios to the policy that sampled it are not 1. `bench/runs.py algorithm_<preset>` is the
-same with engines. Prints its environment and a table; writes bench/results/algorithms-cpu.json.
+after it was sampled, so that ratios to the policy that sampled it are not 1. The teacher of `distill` is what the run
+with grpo made, and answers in this process. `bench/runs.py algorithm_<preset>` is the same with engines. Prints its
+environment and a table; writes bench/results/algorithms-cpu.json.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +44,20 @@ from orchestrator.loop.updates import score, update  # noqa: E402
 from rollout.rewards.examples import share_of_answer  # noqa: E402
 from rollout.types import Group, Prompt, Rollout  # noqa: E402
 from trainer.rank import TrainerRank  # noqa: E402
+from trainer.scoring import Scorer  # noqa: E402
 from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores  # noqa: E402
 
 PRESETS = (
     "grpo", "grpo_minibatches", "dapo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gspo",
-    "cispo", "sapo",
+    "cispo", "sapo", "distill",
 )  # fmt: skip
-CONTROL = "grpo, shuffled"
+CONTROL, TAUGHT = "grpo, shuffled", "grpo"
+WORDS = {
+    CONTROL: ["algorithm=grpo", "algorithm.shuffle_advantages=true"],
+    "distill": [
+        "algorithm=distill", f"algorithm.teacher.model={TAUGHT}", "algorithm.teacher.base_url=http://in.this.process/v1",
+    ],
+}  # fmt: skip
 
 
 class OneRank:
@@ -117,13 +127,29 @@ def judged(prompts: Sequence[Prompt], sampled: Sequence[list[Rollout]]) -> list[
     ]
 
 
+def heard(group: Group, teacher: Scorer) -> Group:
+    """The group with the teacher's log-probability of each sampled token."""
+    rows, _ = teacher.logprobs([[*group.prompt.token_ids, *rollout.token_ids] for rollout in group.rollouts])
+    rollouts = [
+        replace(rollout, teacher_logprobs=row[-len(rollout.token_ids) :])
+        for rollout, row in zip(group.rollouts, rows, strict=True)
+    ]
+    return replace(group, rollouts=rollouts)
+
+
 def mean_reward(groups: Sequence[Group]) -> float:
     """The mean reward of all responses; those without a reward are left out."""
     return float(np.mean([reward for group in groups for reward in group.rewards if reward is not None]))
 
 
-async def learn(config: RunConfig, folder: Path) -> dict[str, Any]:
-    """One run. Returns its figures."""
+async def learn(config: RunConfig, folder: Path, adapter: Path, taught: Path | None) -> dict[str, Any]:
+    """One run. Returns its figures.
+
+    Args:
+        folder: Of the model; empty before.
+        adapter: Where what was learned goes.
+        taught: The teacher's adapter; None: there is no teacher.
+    """
     torch.manual_seed(config.run.seed)
     model = prepare_model(config.model, folder)
     rows = PromptRows(config, TextEncoder(folder))
@@ -136,6 +162,12 @@ async def learn(config: RunConfig, folder: Path) -> dict[str, Any]:
         hf_config=model.hf_config, sync_key=b"nobody connects", parity=config.parity,
     )  # fmt: skip
     rank.load()
+    teacher = None
+    if taught is not None:
+        lora = replace(config.trainer.lora, init_from=str(taught))
+        teacher = Scorer(
+            config.model, replace(config.trainer, lora=lora), model.hf_config, seed=config.run.seed, device="cpu"
+        )
     trainer, rng = OneRank(rank), np.random.default_rng(config.run.seed)
     advantages_of = advantage_function(algorithm)
 
@@ -145,7 +177,8 @@ async def learn(config: RunConfig, folder: Path) -> dict[str, Any]:
 
     def next_batch() -> list[Group]:
         drawn = [next(prompts) for _ in range(algorithm.groups_per_step)]
-        return judged(drawn, sample(rank, drawn, algorithm.group_size, max_tokens))
+        groups = judged(drawn, sample(rank, drawn, algorithm.group_size, max_tokens))
+        return groups if teacher is None else [heard(group, teacher) for group in groups]
 
     first, started, clipped = evaluate(), time.monotonic(), []
     waiting = next_batch()
@@ -170,6 +203,7 @@ async def learn(config: RunConfig, folder: Path) -> dict[str, Any]:
         "clip_fraction": float(np.mean(clipped)),
         "seconds": seconds,
     }
+    rank.save_adapter(adapter)
     rank.shutdown()
     return result
 
@@ -178,17 +212,23 @@ def main() -> None:
     """The named presets, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("presets", nargs="*", default=[*PRESETS, CONTROL], metavar="PRESET")
+    parser.add_argument("--set", nargs="*", default=[], help="further options for every run, e.g. algorithm.kl_coef=0")
     parser.add_argument("--steps", type=int, default=110, help="optimizer steps of each, as in the quick start")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "algorithms-cpu.json")
     parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     args = parser.parse_args()
     report: dict[str, Any] = {"environment": environment(args.commit), "presets": {}}
     print(json.dumps(report["environment"], indent=2))
+    if "distill" in args.presets and TAUGHT not in args.presets[: args.presets.index("distill")]:
+        parser.error(f"the teacher of distill is what {TAUGHT} made: name {TAUGHT} before it")
+    fixed = ["experiment=quickstart", f"run.num_steps={args.steps}", "trainer.num_ranks=1", "trainer.ep_size=1"]
+    scratch = tempfile.TemporaryDirectory()
     for name in args.presets:
-        words = ["algorithm=grpo", "algorithm.shuffle_advantages=true"] if name == CONTROL else [f"algorithm={name}"]
-        fixed = ["experiment=quickstart", f"run.num_steps={args.steps}", "trainer.num_ranks=1", "trainer.ep_size=1"]
-        with tempfile.TemporaryDirectory() as folder:
-            found = asyncio.run(learn(load_run_config([*fixed, *words]), Path(folder) / "model"))
+        config = load_run_config([*fixed, *WORDS.get(name, [f"algorithm={name}"]), *args.set])
+        of_run, taught = Path(scratch.name) / name, Path(scratch.name) / TAUGHT / "adapter"
+        found = asyncio.run(
+            learn(config, of_run / "model", of_run / "adapter", taught if config.algorithm.distill_coef > 0 else None)
+        )
         report["presets"][name] = found
         args.out.write_text(json.dumps(report, indent=2) + "\n")
         print(
