@@ -219,6 +219,10 @@ def main() -> None:
     args = parser.parse_args()
     report: dict[str, Any] = {"environment": environment(args.commit), "presets": {}}
     print(json.dumps(report["environment"], indent=2))
+    if args.out.exists():  # keep what was measured on the same commit
+        before = json.loads(args.out.read_text())
+        if before["environment"] == report["environment"]:
+            report["presets"] = before["presets"]
     if "distill" in args.presets and TAUGHT not in args.presets[: args.presets.index("distill")]:
         parser.error(f"the teacher of distill is what {TAUGHT} made: name {TAUGHT} before it")
     fixed = ["experiment=quickstart", f"run.num_steps={args.steps}", "trainer.num_ranks=1", "trainer.ep_size=1"]
@@ -229,7 +233,7 @@ def main() -> None:
         found = asyncio.run(
             learn(config, of_run / "model", of_run / "adapter", taught if config.algorithm.distill_coef > 0 else None)
         )
-        report["presets"][name] = found
+        report["presets"][" ".join([name, *args.set])] = found
         args.out.write_text(json.dumps(report, indent=2) + "\n")
         print(
             f"{name:24} held out {found['held_out_first']:.3f} -> {found['held_out_last']:.3f}   "
