@@ -1,5 +1,5 @@
 """How a run ends while it starts or publishes: told to, or its processes killed. `nothing_left` fails what
-leaves anything behind. And what Prometheus and another user of the machine get from a run that goes on.
+leaves anything behind. And what another user of the machine gets from a run that goes on.
 """
 
 from __future__ import annotations
@@ -16,12 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from cases.another_user import REFUSED, attempts_beside
-from cases.scrape import scraped
 from system.conftest import ENDLESS, ONE_OF_EACH, RUN_TIMEOUT_S, RunUnderWay, nothing_left
-
-from orchestrator.files.grafana import gauge
-
-MONITORING = Path(__file__).resolve().parents[2] / "monitoring"
 
 
 @pytest.fixture
@@ -84,19 +79,14 @@ class EndedInAPublish:
     last_row: dict[str, Any]
     attempts: dict[str, int | str]
     """What came of another user's; nothing where this user cannot become another one."""
-    scraped_row: dict[str, Any]
-    """The newest row when it was scraped."""
-    scraped: dict[str, float]
 
 
 @pytest.fixture(scope="module")
 def ended_in_a_publish() -> EndedInAPublish:
-    """A step has one group: while its reward waits, the engine has no work. Prometheus and another user come then. The
-    engine is stopped, and the publish after the step waits for it; it goes on once the run has said that it was told
-    to end.
+    """A step has one group: while its reward waits, the engine has no work. Another user comes then. The engine is
+    stopped, and the publish after the step waits for it; it goes on once the run has said that it was told to end.
     """
-    with nothing_left() as tmp, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_metrics_report_interval_ms", "1000")
+    with nothing_left() as tmp:
         runs = tmp / "runs"
         runs.mkdir()
         reward, closed, waits = (runs / name for name in ("reward.py", "closed", "waits"))
@@ -107,7 +97,6 @@ def ended_in_a_publish() -> EndedInAPublish:
             run.wait_until(lambda rows: len(rows) >= 2)
             closed.touch()
             run.wait_for(waits.exists)
-            row, gauges = scraped_when_exported(run)
             attempts = attempts_beside(run.said, run.folder) if os.geteuid() == 0 else {}
             engine, num_ended = run.engine_of("rollout-0"), len(PUBLISH_ENDED.findall(run.log))
             engine.suspend()
@@ -120,40 +109,10 @@ def ended_in_a_publish() -> EndedInAPublish:
             exit_code = run.exit_code()
         checkpoints = [path.name for path in (run.folder / "checkpoints").iterdir()]
         ended = EndedInAPublish(
-            exit_code, run.folder.resolve(), checkpoints, run.said, log_when_told, run.log, run.rows[-1], attempts,
-            row, gauges,
-        )  # fmt: skip
+            exit_code, run.folder.resolve(), checkpoints, run.said, log_when_told, run.log, run.rows[-1], attempts
+        )
         assert not attempts or (tmp / "slipstream-planted").is_dir(), "another user's folder is not the run's to remove"
     return ended
-
-
-def scraped_when_exported(run: RunUnderWay) -> tuple[dict[str, Any], dict[str, float]]:
-    """The newest row of a run that waits, and what is scraped once Ray has exported it."""
-    deadline = time.monotonic() + 40
-    while True:
-        row, found = run.rows[-1], scraped(run.said)
-        if exported(row).items() <= found.items() or time.monotonic() > deadline:
-            return row, found
-        time.sleep(0.5)
-
-
-def exported(row: dict[str, Any]) -> dict[str, float]:
-    """The gauges of a row's numbers."""
-    return {gauge(name): float(value) for name, value in row.items() if isinstance(value, int | float)}
-
-
-def test_prometheus_gets_every_number_of_the_newest_row_and_all_that_dashboard_and_alerts_name(
-    ended_in_a_publish: EndedInAPublish,
-) -> None:
-    row, found = ended_in_a_publish.scraped_row, ended_in_a_publish.scraped
-    assert {name: found.get(name) for name in exported(row)} == exported(row)
-    named = {
-        name
-        for file in ("dashboard.json", "alerts.yml")
-        for name in re.findall(r"ray_slipstream_\w+", (MONITORING / file).read_text())
-    }
-    assert named - found.keys() <= {gauge(name) for name, value in row.items() if value is None}
-    assert len(named & found.keys()) > 25, "of the others a run without SFT, DPO and evaluations has none"
 
 
 def test_a_batch_system_ends_a_run_in_a_publish(ended_in_a_publish: EndedInAPublish) -> None:
