@@ -25,7 +25,7 @@ NUM_PROBE_LOGPROBS = 16
 
 
 def sampling_params(sampling: SamplingConfig, stop_token_ids: Sequence[int], seed: int | None) -> SamplingParams:
-    """Of a response.
+    """Ask for a response.
 
     Args:
         sampling: Temperature, bounds and end of a response.
@@ -94,7 +94,7 @@ def rollout_of(
 
 
 def probe_params() -> SamplingParams:
-    """Of a request for the likeliest next tokens."""
+    """Ask for the likeliest next tokens."""
     from vllm import SamplingParams
 
     return SamplingParams(max_tokens=1, temperature=1.0, seed=1, logprobs=NUM_PROBE_LOGPROBS, detokenize=False)
@@ -112,7 +112,7 @@ def next_logprobs_of(final: Any) -> dict[int, float]:
 
 
 def prefill_params() -> SamplingParams:
-    """Of a request for the log-probabilities of given tokens."""
+    """Ask for the log-probabilities of given tokens."""
     from vllm import SamplingParams
 
     return SamplingParams(

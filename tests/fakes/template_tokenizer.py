@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 TEMPLATES = Path(__file__).parents[1] / "cases" / "chat_templates"
 NUM_WORDS = 600
-"""Of the vocabulary, without the added tokens, which come after them."""
+"""How many the vocabulary has without the added tokens, which come after them."""
 QWEN = ("<|im_end|>", "<|im_start|>", "<|endoftext|>")
 QWEN_PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
