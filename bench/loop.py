@@ -32,6 +32,7 @@ options, are kept. Prints its environment and tables; writes bench/results/loop-
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -234,20 +235,23 @@ def figures(rows: Sequence[Mapping[str, Any]], fleet: Sequence[Mapping[str, Any]
 
 
 def engine_tokens_per_s(fleet: Sequence[Mapping[str, Any]], last_s: float) -> float | None:
-    """Response tokens/s of all workers in the last so many seconds in which they reported tokens; None: too short."""
-    reports = [row for row in fleet if row["event"] == "tokens"]
-    if not reports:
-        return None
-    since = max(row["time"] for row in reports) - last_s
+    """Response tokens/s of all workers in the last so many seconds until they stopped sampling; None: too short.
+
+    Before its end a run samples nothing for as many steps as its staleness allows: its batches are in already.
+    """
+    reports: dict[int, list[tuple[float, int]]] = {}
+    for row in fleet:
+        if row["event"] == "tokens":
+            reports.setdefault(row["worker"], []).append((row["time"], row["tokens"]))
+    pairs = [pair for mine in reports.values() for pair in itertools.pairwise(sorted(mine))]
+    until = max((time for (_, before), (time, tokens) in pairs if tokens > before), default=0.0)
     total = 0.0
-    for worker in {row["worker"] for row in reports}:
-        mine = sorted(
-            (row["time"], row["tokens"]) for row in reports if row["worker"] == worker and row["time"] >= since
-        )
-        if len(mine) < 2:
+    for mine in reports.values():
+        counted = sorted((time, tokens) for time, tokens in mine if until - last_s <= time <= until)
+        if len(counted) < 2:
             return None
-        total += (mine[-1][1] - mine[0][1]) / (mine[-1][0] - mine[0][0])
-    return total
+        total += (counted[-1][1] - counted[0][1]) / (counted[-1][0] - counted[0][0])
+    return total if reports else None
 
 
 def print_tables(report: Mapping[str, Any]) -> None:

@@ -210,6 +210,7 @@ def measure(
             report["recoveries"].append(kill_one(job, repeat % args.workers, args))
             say(f"worker {repeat % args.workers} killed", report["recoveries"][-1])
             report["fleet"] = [row for row in job.rows if row["event"] != "tokens"]
+            report["startup"] = read_rows(job.folder / "startup.jsonl")
             keep()
         if args.workers > 1 and args.plain_repeats:
             put_out(job, 0, args)

@@ -1,4 +1,4 @@
-"""verl as two rows of bench/loop.py, with FSDP2, PEFT and vLLM: its colocated synchronous trainer, and fully_async.
+"""verl as two rows of bench/loop.py, with FSDP, PEFT and vLLM: its colocated synchronous trainer, and fully_async.
 
     python3 -m pip install --no-deps --target SITE verl==0.9.1 transformers==5.10.4 tokenizers==0.22.2 \\
         tensordict==0.10.0 TransferQueue==0.1.11 torchdata==0.11.0 codetiming==1.4.0 pylatexenc==2.11 \\
@@ -8,7 +8,8 @@
 SITE comes before all other packages, because verl 0.9.1 takes transformers below 5.11. TRL must not be importable:
 verl takes a class from it that TRL 1.16 does not have any more. Colocated, verl shards the model
 over all GPUs of the job and has an engine on each, which sleeps while it trains. fully_async has its trainer on one GPU
-and its engine on the other; it samples as many batches ahead as our run's staleness lets ours.
+and its engine on the other; it samples as many batches ahead as our run's staleness lets ours. The colocated trainer
+takes FSDP1, verl's default: verl's FSDP2 shards the output layer by itself, and its fused loss then reads a shard.
 
 verl packs sequences only with flash-attn, which has no wheel for this torch: these rows train padded batches with sdpa.
 verl casts adapters to bfloat16, and so are the moments. The ratio is taken to the engine's log-probabilities
@@ -59,7 +60,7 @@ def options_of(job: Job, data: Path) -> list[str]:
         f"{model}.path={job.model}", f"{model}.lora_rank={job.rank}", f"{model}.lora_alpha={2 * job.rank}",
         f"{model}.target_modules=all-linear", f"{model}.lora.merge=true", f"{model}.use_remove_padding=false",
         f"{model}.use_fused_kernels=true", f"+{model}.override_config.attn_implementation=sdpa",
-        f"{actor}.strategy=fsdp2", f"{actor}.fsdp_config.model_dtype=bf16", f"{actor}.optim.lr={job.lr}",
+        f"{actor}.fsdp_config.model_dtype=bf16", f"{actor}.optim.lr={job.lr}",
         f"{actor}.ppo_mini_batch_size={job.responses // job.group}", f"{actor}.use_dynamic_bsz=true",
         f"{actor}.ppo_max_token_len_per_gpu={job.microbatch_tokens}", f"{actor}.clip_ratio_high=0.28",
         f"{rollout}.name=vllm", f"{rollout}.n={job.group}", f"{rollout}.tensor_model_parallel_size=1",
@@ -77,6 +78,7 @@ def _options_of_colocated(job: Job) -> list[str]:
     """Trainer and engines take turns at all GPUs."""
     rollout = "actor_rollout_ref.rollout"
     return [
+        "actor_rollout_ref.actor.strategy=fsdp",
         f"data.train_batch_size={job.responses // job.group}", f"trainer.total_training_steps={job.steps}",
         f"trainer.n_gpus_per_node={job.num_gpus}", f"{rollout}.max_num_seqs={job.responses}",
         f"{rollout}.gpu_memory_utilization=0.4",
@@ -94,7 +96,7 @@ def _options_of_async(job: Job) -> list[str]:
         f"async_training.concurrent_samples_per_replica={batches * groups}",
         f"{rollout}.max_num_seqs={batches * job.responses}", f"{rollout}.gpu_memory_utilization=0.9",
         f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={batches * (job.kv_cache_bytes or 0)}",
-        "critic.strategy=fsdp2",
+        "actor_rollout_ref.actor.strategy=fsdp2", "critic.strategy=fsdp2",
     ]  # fmt: skip
 
 

@@ -36,6 +36,8 @@ def test_an_engines_rate_is_of_the_last_seconds_and_all_workers() -> None:
     assert engine_tokens_per_s([*early, *late], 4.0) == pytest.approx(100.0 + 50.0)
     assert engine_tokens_per_s([*early, *late], 2.5) is None  # worker 1 has one report in that time
     assert engine_tokens_per_s([{**late[0], "event": "up"}], 4.0) is None
+    ended = [report(worker, 15.0 + seconds, 1400 - worker * 1000) for worker in (0, 1) for seconds in range(20)]
+    assert engine_tokens_per_s([*early, *late, *ended], 4.0) == pytest.approx(100.0 + 50.0)
 
 
 def step(number: int, wait_s: float) -> dict[str, Any]:
