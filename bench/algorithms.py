@@ -1,4 +1,4 @@
-"""Every preset of conf/algorithm on the quick start's task, in one process: does it learn?
+"""Every preset of conf/algorithm on the quick start's task: does it learn?
 
     python bench/algorithms.py            all presets, and a control whose advantages are shuffled
     python bench/algorithms.py gspo sapo
@@ -7,8 +7,10 @@
 The trainer samples from its own weights in place of engines, so that a run takes tens of seconds and needs neither Ray
 nor vLLM: prompts, advantages, samples, updates, loss and optimizer are the product's. A batch is trained on one step
 after it was sampled, so that ratios to the policy that sampled it are not 1. The teacher of `distill` is what the run
-with grpo made, and answers in this process. `bench/runs.py algorithm_<preset>` is the same with engines. Prints its
-environment and a table; writes bench/results/algorithms-cpu.json.
+with grpo made, and answers in this process. `dpo` samples nothing: it is a run of `slipstream train` on pairs of the
+right letter, four times, and four random characters; its policy is then sampled from as the others' are.
+`bench/runs.py algorithm_<preset>` is the same with engines. Prints its environment and a table; writes
+bench/results/algorithms-cpu.json.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import sys
 import tempfile
 import time
@@ -30,9 +33,11 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
+from bench import runs  # noqa: E402
 from bench.environment import environment  # noqa: E402
 from conf.load import load_run_config  # noqa: E402
 from conf.schema import RunConfig  # noqa: E402
+from orchestrator.data.sources import read_rows  # noqa: E402
 from orchestrator.files.loss_metrics import loss_metrics  # noqa: E402
 from orchestrator.inputs.character_tokenizer import ALPHABET, SPECIAL_TOKENS  # noqa: E402
 from orchestrator.inputs.model_folder import prepare_model  # noqa: E402
@@ -49,7 +54,7 @@ from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores  #
 
 PRESETS = (
     "grpo", "grpo_minibatches", "dapo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gspo",
-    "cispo", "sapo", "distill",
+    "cispo", "sapo", "distill", "dpo",
 )  # fmt: skip
 CONTROL, TAUGHT = "grpo, shuffled", "grpo"
 WORDS = {
@@ -58,6 +63,10 @@ WORDS = {
         "algorithm=distill", f"algorithm.teacher.model={TAUGHT}", "algorithm.teacher.base_url=http://in.this.process/v1",
     ],
 }  # fmt: skip
+
+
+PAIRS_PER_PROMPT = 4
+PREFER = ["experiment=sft_quickstart", "algorithm=dpo", "data=files", "cluster.dashboard=false", "run.loggers=[]"]
 
 
 class OneRank:
@@ -142,6 +151,32 @@ def mean_reward(groups: Sequence[Group]) -> float:
     return float(np.mean([reward for group in groups for reward in group.rewards if reward is not None]))
 
 
+class Policy:
+    """A trainer rank, and the held-out prompts that it is asked.
+
+    Args:
+        folder: Of the model; empty before.
+    """
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        torch.manual_seed(config.run.seed)
+        self.hf_config = prepare_model(config.model, folder).hf_config
+        self._config, self.prompts = config, PromptRows(config, TextEncoder(folder))
+        self._held_out = [prompt for part in self.prompts.held_out().values() for prompt in part]
+        self.rank = TrainerRank(
+            model=config.model, trainer=config.trainer, algorithm=config.algorithm, sampling_temperature=1.0,
+            weight_sync=config.weight_sync, seed=config.run.seed,
+            num_steps=config.run.num_steps * config.algorithm.updates_per_step, rank=0, world_size=1, rendezvous="",
+            device="cpu", hf_config=self.hf_config, sync_key=b"nobody connects", parity=config.parity,
+        )  # fmt: skip
+        self.rank.load()
+
+    def evaluate(self) -> float:
+        """The mean held-out reward."""
+        n, max_tokens = self._config.run.eval_samples_per_prompt, self._config.rollout.sampling.max_tokens
+        return mean_reward(judged(self._held_out, sample(self.rank, self._held_out, n, max_tokens)))
+
+
 async def learn(config: RunConfig, folder: Path, adapter: Path, taught: Path | None) -> dict[str, Any]:
     """One run. Returns its figures.
 
@@ -150,37 +185,24 @@ async def learn(config: RunConfig, folder: Path, adapter: Path, taught: Path | N
         adapter: Where what was learned goes.
         taught: The teacher's adapter; None: there is no teacher.
     """
-    torch.manual_seed(config.run.seed)
-    model = prepare_model(config.model, folder)
-    rows = PromptRows(config, TextEncoder(folder))
-    prompts, held_out = rows.stream(), [prompt for part in rows.held_out().values() for prompt in part]
+    policy = Policy(config, folder)
+    rank, prompts = policy.rank, policy.prompts.stream()
     algorithm, max_tokens = config.algorithm, config.rollout.sampling.max_tokens
-    rank = TrainerRank(
-        model=config.model, trainer=config.trainer, algorithm=algorithm, sampling_temperature=1.0,
-        weight_sync=config.weight_sync, seed=config.run.seed,
-        num_steps=config.run.num_steps * algorithm.updates_per_step, rank=0, world_size=1, rendezvous="", device="cpu",
-        hf_config=model.hf_config, sync_key=b"nobody connects", parity=config.parity,
-    )  # fmt: skip
-    rank.load()
     teacher = None
     if taught is not None:
         lora = replace(config.trainer.lora, init_from=str(taught))
         teacher = Scorer(
-            config.model, replace(config.trainer, lora=lora), model.hf_config, seed=config.run.seed, device="cpu"
+            config.model, replace(config.trainer, lora=lora), policy.hf_config, seed=config.run.seed, device="cpu"
         )
     trainer, rng = OneRank(rank), np.random.default_rng(config.run.seed)
     advantages_of = advantage_function(algorithm)
-
-    def evaluate() -> float:
-        sampled = sample(rank, held_out, config.run.eval_samples_per_prompt, max_tokens)
-        return mean_reward(judged(held_out, sampled))
 
     def next_batch() -> list[Group]:
         drawn = [next(prompts) for _ in range(algorithm.groups_per_step)]
         groups = judged(drawn, sample(rank, drawn, algorithm.group_size, max_tokens))
         return groups if teacher is None else [heard(group, teacher) for group in groups]
 
-    first, started, clipped = evaluate(), time.monotonic(), []
+    first, started, clipped = policy.evaluate(), time.monotonic(), []
     waiting = next_batch()
     for _ in range(config.run.num_steps):
         groups, waiting = waiting, next_batch()  # of the version before, but for the first
@@ -196,7 +218,7 @@ async def learn(config: RunConfig, folder: Path, adapter: Path, taught: Path | N
     seconds = time.monotonic() - started
     result = {
         "held_out_first": first,
-        "held_out_last": evaluate(),
+        "held_out_last": policy.evaluate(),
         "steps": config.run.num_steps,
         "versions": rank.policy_version,
         "updates_per_step": algorithm.updates_per_step,
@@ -205,6 +227,45 @@ async def learn(config: RunConfig, folder: Path, adapter: Path, taught: Path | N
     }
     rank.save_adapter(adapter)
     rank.shutdown()
+    return result
+
+
+def write_pairs(folder: Path, seed: int) -> list[str]:
+    """The quick start's prompts with pairs of answers. Returns the options that name the files."""
+    rng, first = random.Random(seed), load_run_config(["experiment=quickstart"])
+    known = ALPHABET[: first.model.hf_config["vocab_size"] - len(SPECIAL_TOKENS)].replace(" ", "").replace("\n", "")
+    for part, path, repeats in (("train", first.data.path, PAIRS_PER_PROMPT), ("heldout", first.data.eval_path, 1)):
+        rows = [row.columns for row in read_rows(str(path))] * repeats
+        pairs = [
+            {"prompt": row["prompt"], "chosen": row["answer"] * 4, "rejected": "".join(rng.choices(known, k=4))}
+            for row in rows
+        ]
+        (folder / f"{part}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return [f"data.path={folder}/train.jsonl", f"data.eval_path={folder}/heldout.jsonl"]
+
+
+def prefer(fixed: list[str], further: list[str], folder: Path) -> dict[str, Any]:
+    """`dpo`: a run of the command line, whose adapter is then asked. Returns its figures."""
+    folder.mkdir()
+    asked = load_run_config(fixed)
+    first = Policy(asked, folder / "model")
+    before = first.evaluate()
+    first.rank.shutdown()
+    own = [word for word in fixed if not word.startswith("experiment=")]
+    words = [*PREFER, *own, *write_pairs(folder, asked.run.seed), *further]
+    run_folder, seconds = runs.train("dpo", words, folder / "runs")
+    lora = replace(asked.trainer.lora, init_from=str(run_folder / "adapter"))
+    taught = Policy(replace(asked, trainer=replace(asked.trainer, lora=lora)), folder / "model")
+    result = {
+        "held_out_first": before,
+        "held_out_last": taught.evaluate(),
+        "steps": asked.run.num_steps,
+        "versions": asked.run.num_steps,
+        "updates_per_step": 1,
+        "clip_fraction": 0.0,
+        "seconds": seconds,
+    }
+    taught.rank.shutdown()
     return result
 
 
@@ -228,11 +289,13 @@ def main() -> None:
     fixed = ["experiment=quickstart", f"run.num_steps={args.steps}", "trainer.num_ranks=1", "trainer.ep_size=1"]
     scratch = tempfile.TemporaryDirectory()
     for name in args.presets:
-        config = load_run_config([*fixed, *WORDS.get(name, [f"algorithm={name}"]), *args.set])
         of_run, taught = Path(scratch.name) / name, Path(scratch.name) / TAUGHT / "adapter"
-        found = asyncio.run(
-            learn(config, of_run / "model", of_run / "adapter", taught if config.algorithm.distill_coef > 0 else None)
-        )
+        if name == "dpo":
+            found = prefer(fixed, args.set, of_run)
+        else:
+            config = load_run_config([*fixed, *WORDS.get(name, [f"algorithm={name}"]), *args.set])
+            teacher = taught if config.algorithm.distill_coef > 0 else None
+            found = asyncio.run(learn(config, of_run / "model", of_run / "adapter", teacher))
         report["presets"][" ".join([name, *args.set])] = found
         args.out.write_text(json.dumps(report, indent=2) + "\n")
         print(
