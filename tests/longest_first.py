@@ -39,6 +39,7 @@ LONGEST_FIRST = (
     "contract/test_offline_layout.py",
     "contract/test_publish_processes.py",
     "contract/test_push_vllm.py",
+    "contract/test_template_logprobs.py",
     "contract/test_engine_vllm.py",
     "contract/test_parity_faults.py",
     "contract/test_recorder_vllm.py",

@@ -50,6 +50,8 @@ class ToolCallParser:
     def __init__(self, name: str, tokenizer: Any) -> None:
         from vllm.tool_parsers import ToolParserManager
 
+        # A policy that learns writes many calls that do not parse, and vLLM would print a traceback of each.
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         self._class = ToolParserManager.get_tool_parser(name)
         self._tokenizer = tokenizer
         try:

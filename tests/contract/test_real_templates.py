@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -280,3 +281,17 @@ async def test_thinking_a_call_and_its_result_are_one_sequence(model: tuple[Fami
         assert "None" not in rendered.rpartition("1 + 2?")[2], "no content is not the text None"
         assert [turn.reason for turn in episode.turns] == ["start", "" if family.continues else "template"]
         assert (call in chat.decode(engine.given[1])) if family.continues else engine.given[1] == chat.encode(rendered)
+
+
+def test_a_call_that_does_not_parse_leaves_no_traceback_in_the_log(
+    model: tuple[Family, FolderChatText], caplog: pytest.LogCaptureFixture
+) -> None:
+    family, chat = model
+    vllm = logging.getLogger("vllm")
+    vllm.addHandler(caplog.handler)  # it hands nothing to the root logger
+    try:
+        for call in family.calls if family.parser else ():
+            chat.reply(chat.encode(call.replace('"add"', "add").replace("{", "{{")), TOOLS)
+    finally:
+        vllm.removeHandler(caplog.handler)
+    assert [record.name for record in caplog.records if record.exc_info] == []

@@ -1,0 +1,156 @@
+"""Conversations under the chat templates of models that people train, with a real engine: what is trained is what the
+engine was given and sampled, and the log-probability that came with each token is transformers' for that sequence.
+
+Locks what test_real_templates.py leaves to a drawn engine: its conversations, answers edited, cut, asked again or begun
+anew, with tools and without. The model is random, so it says nonsense and calls no tool. Its experts are all used by
+each token: no choice between two of nearly equal weight can differ between the engine and the oracle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+from contract.test_engine_vllm import MAX_LOGPROB_ERROR, Checkpoints, CheckpointSource
+from contract.test_real_templates import FAMILIES, hold
+from fakes.flipping_transport import FlippingTransport
+from fakes.template_tokenizer import NUM_WORDS, save_template_tokenizer
+from tokenizers import Tokenizer
+
+from conf.schema import Device, DType, RolloutConfig, SamplingConfig, WeightSyncConfig
+from orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from rollout.agents.chat_text import FolderChatText
+from rollout.agents.episode import Episode, Limits, Sampled
+from rollout.branches import branches_of, context_of
+from rollout.types import Prompt, Rollout, Turn
+from rollout.worker import RolloutWorker
+from weight_sync.publish.publisher import Publisher
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+
+CONVERSATIONS = 30
+"""For each of seven templates."""
+TURNS = 6
+MAX_MODEL_LEN = 4096
+VOCAB_SIZE = NUM_WORDS + 40
+"""More than any family's tokenizer has, as published models have."""
+SHORT = SamplingConfig(max_tokens=12)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Checkpoints, RolloutWorker]]:
+    """A worker that serves version 0. A turn ends with the first special token of each family, which is one id."""
+    folder = tmp_path_factory.mktemp("templates")
+    checkpoints = Checkpoints(
+        folder, vocab_size=VOCAB_SIZE, eos_token_id=NUM_WORDS, max_position_embeddings=MAX_MODEL_LEN,
+        num_experts_per_tok=8,
+    )  # fmt: skip
+    model_folder = folder / "model"
+    model_folder.mkdir()
+    (model_folder / "config.json").write_text(json.dumps(checkpoints.config.to_dict()))
+    save_character_tokenizer(model_folder, vocab_size=VOCAB_SIZE)
+    source = CheckpointSource(checkpoints.tensors(0))
+    key, sync = b"k" * 32, WeightSyncConfig(watermark_bytes=1 << 20, timeout_s=30.0)
+    config = RolloutConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=32, kv_cache_bytes=256 << 20, sampling=SHORT)
+    worker = RolloutWorker(
+        model_folder, config=config, weight_sync=sync, dtype=DType.float32, device=Device.cpu, seed=7,
+        tensors=source.layout().tensors, key=key,
+    )  # fmt: skip
+    address = await worker.start()
+    transport = FlippingTransport(sync.transport, timeout_s=sync.timeout_s)
+    publisher = Publisher(source, transport, rank=0, world_size=1, group=None, config=sync, key=key)
+    try:
+        await asyncio.to_thread(publisher.connect, [address])
+        report = await asyncio.to_thread(publisher.publish, 0)
+        assert report.replicas[0].error is None
+        yield checkpoints, worker
+    finally:
+        publisher.close()
+        await worker.stop()
+        transport.close()
+
+
+@dataclass
+class Asked:
+    """The requests of one conversation, as the engine got them and answered them."""
+
+    worker: RolloutWorker
+    contexts: dict[int, tuple[int | None, list[int]]] = field(default_factory=dict)
+    given: list[list[int]] = field(default_factory=list)
+    said: list[Rollout] = field(default_factory=list)
+
+    async def generate(self, parent: int | None, token_ids: list[int], max_tokens: int) -> Sampled:
+        """Sample one response to a context and what comes after it."""
+        given = [*context_of(self.contexts, parent), *token_ids]
+        (rollout,) = await self.worker.generate_group(Prompt(0, tuple(given), ""), 1, sampling=SHORT)
+        number = len(self.given)
+        self.given.append(given)
+        self.said.append(rollout)
+        self.contexts[number] = (parent, [*token_ids, *rollout.token_ids])
+        return Sampled(number, list(rollout.token_ids), list(rollout.logprobs), rollout.finish_reason)
+
+    def rollout(self, episode: Episode) -> Rollout:
+        """As the controller makes it; a token's version stands for its request."""
+        turns = []
+        for told in episode.turns:
+            new, said = self.contexts[told.request][1], self.said[told.request].token_ids
+            turns.append(Turn(told.parent, new[: len(new) - len(said)], len(said), told.reason))
+        order = [told.request for told in episode.turns]
+        return Rollout(
+            [token for request in order for token in self.said[request].token_ids],
+            [value for request in order for value in self.said[request].logprobs],
+            [request for request in order for _ in self.said[request].token_ids],
+            "", "stop", turns=tuple(turns),
+        )  # fmt: skip
+
+
+async def converse(worker: RolloutWorker, chat: FolderChatText, seed: int) -> tuple[Rollout, Asked]:
+    """One conversation."""
+    asked = Asked(worker)
+    limits = Limits(max_turns=20, max_tokens=10_000, max_turn_tokens=200, max_model_len=MAX_MODEL_LEN)
+    episode = Episode(seed, "key", chat, limits, asked.generate)
+    await hold(episode, random.Random(seed), TURNS)
+    return asked.rollout(episode), asked
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_what_is_trained_has_the_engines_tokens_and_transformers_log_probabilities(
+    served: tuple[Checkpoints, RolloutWorker], name: str, tmp_path: Path
+) -> None:
+    checkpoints, worker = served
+    family = FAMILIES[name]
+    save_template_tokenizer(tmp_path, family.template, family.specials, family.plain)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    chat = FolderChatText(tmp_path, [tokenizer.token_to_id(family.specials[0])], family.parser)
+    held = await asyncio.gather(*(converse(worker, chat, seed) for seed in range(CONVERSATIONS)))
+    model, compared, worst, reasons = checkpoints.model(0), 0, 0.0, set[str]()
+    for rollout, asked in held:
+        trained: list[int] = []
+        for branch in branches_of(Prompt(0, (), ""), rollout):
+            with torch.no_grad():
+                logits_TV = model(torch.tensor([branch.token_ids])).logits[0].float()
+            expected_T = torch.log_softmax(logits_TV[:-1], -1).gather(1, torch.tensor(branch.token_ids)[1:, None])[:, 0]
+            places = [place for place, counts in enumerate(branch.counts) if counts]
+            for place, request in zip(places, branch.policy_versions, strict=True):
+                if request in trained:
+                    continue
+                trained.append(request)
+                said, given = asked.said[request], asked.given[request]
+                own = slice(place, place + len(said.token_ids))
+                assert branch.token_ids[:place] == given
+                assert branch.token_ids[own] == list(said.token_ids)
+                assert branch.logprobs[own] == list(said.logprobs)
+                error_T = expected_T[place - 1 : own.stop - 1] - torch.tensor(said.logprobs)
+                worst, compared = max(worst, error_T.abs().max().item()), compared + len(said.token_ids)
+        assert sorted(trained) == list(range(TURNS)), "every response is trained once"
+        reasons |= {turn.reason for turn in rollout.turns}
+    print(f"{name}: {compared} tokens, {sorted(reasons)}, largest difference {worst:.1e}")
+    assert worst < MAX_LOGPROB_ERROR
+    assert {"start", "edited", "new"} <= reasons
