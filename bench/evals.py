@@ -1,18 +1,21 @@
 """What an evaluation costs the steps of a run: the quick start without one, with awaited ones, and with ones beside it.
 
-    python bench/evals.py      about seven minutes on two cores
+    python bench/evals.py      about a quarter of an hour on two cores
 
-Every 16 steps 16 responses of each of the 96 held-out prompts are sampled: four times as many as a step of training
-samples. Beside training they take run.eval_share of what engines decode for it, so an evaluation goes on for some
-steps. Of those, the table has how much longer they take than steps without an evaluation in the same run, beside the
-most that sharing the engines may cost: evaluated tokens over trained tokens of these steps. Figures are medians over
-steps after the first two. Prints its environment and a table; writes bench/results/evals-cpu.json.
+One trainer rank and one engine, each with one thread: trainer and engine have a core of their own, as they have GPUs.
+Every 16 steps 8 responses of each of the 96 held-out prompts are sampled: twice as many as a step of training samples.
+Beside training they take run.eval_share of what engines decode for it, so an evaluation goes on for some steps, about
+half of all. Of those, the table has how much longer they take than steps without an evaluation in the same run, beside
+the most that sharing the engine may cost: evaluated tokens over trained tokens of these steps. Figures of a run are
+medians over steps after the first two; each run is repeated, and the table has the median over the repeats with the
+range. Prints its environment and a table; writes bench/results/evals-cpu.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -25,8 +28,9 @@ sys.path[0] = str(ROOT)
 from bench.environment import environment  # noqa: E402
 from bench.runs import WARM_UP_STEPS, read_rows, train  # noqa: E402
 
-NUM_PROMPTS, SAMPLES = 96, 16
-EVALUATED = ["run.eval_every_steps=16", f"run.eval_samples_per_prompt={SAMPLES}", "run.eval_pass_at=[1,4,16]"]
+ONE_OF_EACH = ["trainer.num_ranks=1", "trainer.ep_size=1", "rollout.num_workers=1"]
+NUM_PROMPTS, SAMPLES = 96, 8
+EVALUATED = ["run.eval_every_steps=16", f"run.eval_samples_per_prompt={SAMPLES}", "run.eval_pass_at=[1,4,8]"]
 SCENARIOS = {
     "none": ["data.eval_path=null"],
     "awaited": EVALUATED,
@@ -72,24 +76,33 @@ def figures(rows: list[dict[str, Any]], wall_s: float) -> dict[str, Any]:
     }
 
 
+def told(values: list[float | None]) -> str:
+    """Median and range, as the table has them."""
+    known = sorted(value for value in values if value is not None)
+    return f"{statistics.median(known):.3g} ({known[0]:.3g}..{known[-1]:.3g})" if known else "-"
+
+
 def main() -> None:
-    """Run the three, one after the other."""
+    """Run the three, one after the other, again and again."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "evals-cpu.json")
     args = parser.parse_args()
-    report: dict[str, Any] = {"environment": environment(), "steps": args.steps, "runs": {}}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in SCENARIOS}
+    report = {"environment": environment(), "steps": args.steps, "runs": found}
     print(json.dumps(report["environment"], indent=2))
-    common = ["experiment=quickstart", f"run.num_steps={args.steps}", "run.checkpoint_every_steps=0"]
-    for name, words in SCENARIOS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            run_folder, wall_s = train(name, [*common, "cluster.dashboard=false", *words], Path(folder))
-            report["runs"][name] = figures(read_rows(run_folder), wall_s)
-        args.out.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"{'':32}" + "".join(f"{name:>12}" for name in SCENARIOS))
-    for key in report["runs"]["none"]:
-        cells = [report["runs"][name][key] for name in SCENARIOS]
-        print(f"{key:32}" + "".join(f"{'-' if cell is None else format(cell, '.4g'):>12}" for cell in cells))
+    common = ["experiment=quickstart", *ONE_OF_EACH, f"run.num_steps={args.steps}", "run.checkpoint_every_steps=0"]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    for _ in range(args.repeats):
+        for name, words in SCENARIOS.items():
+            with tempfile.TemporaryDirectory() as folder:
+                run_folder, wall_s = train(name, [*common, "cluster.dashboard=false", *words], Path(folder), one_thread)
+                found[name].append(figures(read_rows(run_folder), wall_s))
+            args.out.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"{'':32}" + "".join(f"{name:>24}" for name in SCENARIOS))
+    for key in found["none"][0]:
+        print(f"{key:32}" + "".join(f"{told([row[key] for row in rows]):>24}" for rows in found.values()))
     print(f"written: {args.out}")
 
 
