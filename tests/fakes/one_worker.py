@@ -1,0 +1,153 @@
+"""One real rollout worker fed by a real publisher, and the checkpoints that it serves; transformers is the oracle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conf.schema import Device, DType, RolloutConfig, WeightSyncConfig
+from fakes.flipping_transport import FlippingTransport
+from orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from rollout.types import Prompt, Rollout
+from rollout.worker import RolloutWorker
+from weight_sync.layout import Region, SourceLayout, SourceShard, TensorMeta
+from weight_sync.publish.publisher import Publisher
+from weight_sync.publish.report import PublishReport
+
+EOS = 2
+MAX_LOGPROB_ERROR = 2e-5
+"""float32 on both sides, through two layers and a softmax: 2.4e-6 was the largest seen."""
+
+
+class Checkpoints:
+    """A tiny Qwen3-MoE with one set of random weights per version; transformers is the oracle.
+
+    Args:
+        changes: Of its config.
+    """
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        from transformers import Qwen3MoeConfig
+
+        self.folder = folder
+        config_class: Any = Qwen3MoeConfig  # it takes more names than its dataclass declares
+        self.config = config_class(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=32, num_experts=8, moe_intermediate_size=64, norm_topk_prob=True, bos_token_id=1,
+            rope_theta=10000.0, tie_word_embeddings=False, initializer_range=0.1, dtype="float32",
+            **{"vocab_size": 64, "eos_token_id": EOS, "max_position_embeddings": 1024, "num_experts_per_tok": 2}
+            | changes,
+        )  # fmt: skip
+        self.config.architectures = ["Qwen3MoeForCausalLM"]
+        self._tensors: dict[int, dict[str, torch.Tensor]] = {}
+
+    def model(self, version: int) -> Any:
+        """The policy of a version, in float32."""
+        from transformers import Qwen3MoeForCausalLM
+
+        torch.manual_seed(100 + version)
+        return Qwen3MoeForCausalLM(self.config).eval()
+
+    def saved(self, version: int) -> Path:
+        """Its checkpoint folder, as transformers writes it."""
+        folder = self.folder / f"v{version}"
+        if not folder.exists():
+            self.model(version).save_pretrained(folder)
+        return folder
+
+    def tensors(self, version: int) -> dict[str, torch.Tensor]:
+        """Its checkpoint tensors, by Hugging Face name."""
+        from safetensors.torch import load_file
+
+        if version not in self._tensors:
+            self._tensors[version] = load_file(self.saved(version) / "model.safetensors")
+        return self._tensors[version]
+
+    def logprobs(self, version: int, prompt: Prompt, rollout: Rollout) -> torch.Tensor:
+        """Log-probability of each response token under a version, given everything before it."""
+        ids = torch.tensor([[*prompt.token_ids, *rollout.token_ids]])
+        with torch.no_grad():
+            logits = self.model(version)(ids).logits[0].float()
+        num_prompt = len(prompt.token_ids)
+        scores = torch.log_softmax(logits[num_prompt - 1 : -1], dim=-1)
+        return scores.gather(1, ids[0, num_prompt:, None])[:, 0]
+
+
+class CheckpointSource:
+    """WeightSource of one trainer rank that holds a whole checkpoint."""
+
+    temporary_bytes = 0
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def layout(self) -> SourceLayout:
+        """Every tensor, whole."""
+        return SourceLayout(
+            0,
+            tuple(TensorMeta(name, tuple(t.shape), "float32") for name, t in sorted(self.tensors.items())),
+            tuple(
+                SourceShard(name, Region((0,) * t.dim(), tuple(t.shape))) for name, t in sorted(self.tensors.items())
+            ),
+        )
+
+    def begin(self, version: int) -> int:
+        """Nothing to gather."""
+        return 0
+
+    def read(self, tensor: str, region: Region, out: torch.Tensor) -> None:
+        """Copy a rectangle."""
+        out.copy_(self.tensors[tensor][tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))])
+
+    def end(self) -> None:
+        """Nothing to drop."""
+
+
+@dataclass(kw_only=True)
+class Served:
+    """A worker, and the publisher of a trainer of one rank that feeds it."""
+
+    checkpoints: Checkpoints
+    source: CheckpointSource
+    worker: RolloutWorker
+    publisher: Publisher
+    transport: FlippingTransport
+    version: int = -1
+
+    async def publish(self, version: int) -> PublishReport:
+        """Publish the weights of `version`."""
+        self.version = version
+        self.source.tensors = self.checkpoints.tensors(version)
+        return await asyncio.to_thread(self.publisher.publish, version)
+
+
+@contextlib.asynccontextmanager
+async def one_worker(folder: Path, checkpoints: Checkpoints, config: RolloutConfig) -> AsyncIterator[Served]:
+    """A worker on a CPU that has started, and is connected to its publisher. Nothing is published."""
+    model_folder = folder / "model"
+    model_folder.mkdir()
+    (model_folder / "config.json").write_text(json.dumps(checkpoints.config.to_dict()))
+    save_character_tokenizer(model_folder, vocab_size=checkpoints.config.vocab_size)
+    source = CheckpointSource(checkpoints.tensors(0))
+    key, sync = b"k" * 32, WeightSyncConfig(watermark_bytes=1 << 20, timeout_s=30.0)
+    worker = RolloutWorker(
+        model_folder, config=config, weight_sync=sync, dtype=DType.float32, device=Device.cpu, seed=7,
+        tensors=source.layout().tensors, key=key,
+    )  # fmt: skip
+    address = await worker.start()
+    transport = FlippingTransport(sync.transport, timeout_s=sync.timeout_s)
+    publisher = Publisher(source, transport, rank=0, world_size=1, group=None, config=sync, key=key)
+    try:
+        await asyncio.to_thread(publisher.connect, [address])
+        yield Served(checkpoints=checkpoints, source=source, worker=worker, publisher=publisher, transport=transport)
+    finally:
+        publisher.close()
+        await worker.stop()
+        transport.close()
