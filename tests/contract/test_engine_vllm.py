@@ -9,140 +9,41 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
 import torch
-from fakes.flipping_transport import FlippingTransport
+from fakes.one_worker import EOS, MAX_LOGPROB_ERROR, Checkpoints, Served, one_worker
 from fakes.vllm_oracle import vllm_loads
 
-from conf.schema import Device, DType, PauseMode, RolloutConfig, RunConfig, SamplingConfig, WeightSyncConfig
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from conf.schema import PauseMode, RolloutConfig, RunConfig, SamplingConfig
 from rollout.agents.episode_runner import EpisodeRunner
 from rollout.branches import branches_of
 from rollout.engine.start_failure import OutputSince
 from rollout.engine.start_phase import CONFIG, phase_in
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.types import Prompt, Rollout
-from rollout.worker import RolloutWorker
 from weight_sync.errors import IntegrityError
-from weight_sync.layout import Region, SourceLayout, SourceShard, TensorMeta
-from weight_sync.publish.publisher import Publisher
-from weight_sync.publish.report import PublishReport
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
-EOS = 2
 LONG = 800
 """Tokens of a response that is still under way while a publish runs: more than a second of sampling, against 50 ms."""
 TURN = 300
 """Tokens of a turn of an episode. Three turns, and what is between them, fit into the longest sequence."""
 PROMPT_TOKENS = 150
 """More than one block of the CPU engine's KV cache (128 tokens), so that a prefix can be reused at all."""
-MAX_LOGPROB_ERROR = 2e-5
-"""float32 on both sides, through two layers and a softmax over 64 words: 1.4e-6 was the largest seen."""
 
 
-class Checkpoints:
-    """A tiny Qwen3-MoE with one set of random weights per version; transformers is the oracle.
+@dataclass(kw_only=True)
+class Setup(Served):
+    """With what was seen of its start."""
 
-    Args:
-        changes: Of its config.
-    """
-
-    def __init__(self, folder: Path, **changes: Any) -> None:
-        from transformers import Qwen3MoeConfig
-
-        self.folder = folder
-        config_class: Any = Qwen3MoeConfig  # it takes more names than its dataclass declares
-        self.config = config_class(
-            hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=32, num_experts=8, moe_intermediate_size=64, norm_topk_prob=True, bos_token_id=1,
-            rope_theta=10000.0, tie_word_embeddings=False, initializer_range=0.1, dtype="float32",
-            **{"vocab_size": 64, "eos_token_id": EOS, "max_position_embeddings": 1024, "num_experts_per_tok": 2}
-            | changes,
-        )  # fmt: skip
-        self.config.architectures = ["Qwen3MoeForCausalLM"]
-        self._tensors: dict[int, dict[str, torch.Tensor]] = {}
-
-    def model(self, version: int) -> Any:
-        """The policy of a version, in float32."""
-        from transformers import Qwen3MoeForCausalLM
-
-        torch.manual_seed(100 + version)
-        return Qwen3MoeForCausalLM(self.config).eval()
-
-    def saved(self, version: int) -> Path:
-        """Its checkpoint folder, as transformers writes it."""
-        folder = self.folder / f"v{version}"
-        if not folder.exists():
-            self.model(version).save_pretrained(folder)
-        return folder
-
-    def tensors(self, version: int) -> dict[str, torch.Tensor]:
-        """Its checkpoint tensors, by Hugging Face name."""
-        from safetensors.torch import load_file
-
-        if version not in self._tensors:
-            self._tensors[version] = load_file(self.saved(version) / "model.safetensors")
-        return self._tensors[version]
-
-    def logprobs(self, version: int, prompt: Prompt, rollout: Rollout) -> torch.Tensor:
-        """Log-probability of each response token under a version, given everything before it."""
-        ids = torch.tensor([[*prompt.token_ids, *rollout.token_ids]])
-        with torch.no_grad():
-            logits = self.model(version)(ids).logits[0].float()
-        num_prompt = len(prompt.token_ids)
-        scores = torch.log_softmax(logits[num_prompt - 1 : -1], dim=-1)
-        return scores.gather(1, ids[0, num_prompt:, None])[:, 0]
-
-
-class CheckpointSource:
-    """WeightSource of one trainer rank that holds a whole checkpoint."""
-
-    temporary_bytes = 0
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors = tensors
-
-    def layout(self) -> SourceLayout:
-        """Every tensor, whole."""
-        return SourceLayout(
-            0,
-            tuple(TensorMeta(name, tuple(t.shape), "float32") for name, t in sorted(self.tensors.items())),
-            tuple(
-                SourceShard(name, Region((0,) * t.dim(), tuple(t.shape))) for name, t in sorted(self.tensors.items())
-            ),
-        )
-
-    def begin(self, version: int) -> int:
-        """Nothing to gather."""
-        return 0
-
-    def read(self, tensor: str, region: Region, out: torch.Tensor) -> None:
-        """Copy a rectangle."""
-        out.copy_(self.tensors[tensor][tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))])
-
-    def end(self) -> None:
-        """Nothing to drop."""
-
-
-@dataclass
-class Setup:
-    """One worker, one publisher (a trainer of one rank)."""
-
-    checkpoints: Checkpoints
-    worker: RolloutWorker
-    publisher: Publisher
-    source: CheckpointSource
-    transport: FlippingTransport
     temporary: Path
     """Where this process and its engine put temporary files."""
     said: str
@@ -151,13 +52,6 @@ class Setup:
     """The last phase of the start that the engine told."""
     refusal: Exception | None = None
     """What generate_group raised before the first publish."""
-    version: int = -1
-
-    async def publish(self, version: int) -> PublishReport:
-        """Publish the weights of `version`."""
-        self.version = version
-        self.source.tensors = self.checkpoints.tensors(version)
-        return await asyncio.to_thread(self.publisher.publish, version)
 
     async def start_long(
         self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None
@@ -176,45 +70,22 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
     folder = tmp_path_factory.mktemp("engine")
     everybodys, tempfile.tempdir = tempfile.gettempdir(), tempfile.mkdtemp(prefix="t")  # short: for sockets
     temporary = Path(tempfile.gettempdir())
-    checkpoints = Checkpoints(folder)
-    model_folder = folder / "model"
-    model_folder.mkdir()
-    (model_folder / "config.json").write_text(json.dumps(checkpoints.config.to_dict()))
-    save_character_tokenizer(model_folder, vocab_size=64)
-    source = CheckpointSource(checkpoints.tensors(0))
-    key = b"k" * 32
-    sync = WeightSyncConfig(watermark_bytes=1 << 20, timeout_s=30.0)
-    worker = RolloutWorker(
-        model_folder,
-        config=RolloutConfig(
-            max_model_len=1024, max_num_seqs=32, kv_cache_bytes=64 << 20, sampling=SamplingConfig(max_tokens=16)
-        ),
-        weight_sync=sync,
-        dtype=DType.float32,
-        device=Device.cpu,
-        seed=7,
-        tensors=source.layout().tensors,
-        key=key,
+    config = RolloutConfig(
+        max_model_len=1024, max_num_seqs=32, kv_cache_bytes=64 << 20, sampling=SamplingConfig(max_tokens=16)
     )
     output = OutputSince()
-    address = await worker.start()
-    said, last_phase = output.read(), worker.engine.start_phase
-    transport = FlippingTransport(sync.transport, timeout_s=sync.timeout_s)
-    publisher = Publisher(source, transport, rank=0, world_size=1, group=None, config=sync, key=key)
-    made = Setup(checkpoints, worker, publisher, source, transport, temporary, said, last_phase)
     try:
-        await asyncio.to_thread(publisher.connect, [address])
-        try:
-            await worker.generate_group(prompt(0), 1)
-        except ReplicaNotServing as e:
-            made.refusal = e
-        report = await made.publish(0)
-        assert report.replicas[0].error is None
-        yield made
+        async with one_worker(folder, Checkpoints(folder), config) as served:
+            seen = {"temporary": temporary, "said": output.read(), "last_phase": served.worker.engine.start_phase}
+            made = Setup(**vars(served), **seen)
+            try:
+                await made.worker.generate_group(prompt(0), 1)
+            except ReplicaNotServing as e:
+                made.refusal = e
+            report = await made.publish(0)
+            assert report.replicas[0].error is None
+            yield made
     finally:
-        publisher.close()
-        await worker.stop()
-        transport.close()
         tempfile.tempdir = everybodys
         shutil.rmtree(temporary)
 

@@ -11,25 +11,22 @@ They are equal without penalties and with all tokens in S. conf/checks.py refuse
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 import pytest_asyncio
 import torch
-from contract.test_engine_vllm import MAX_LOGPROB_ERROR, Checkpoints, CheckpointSource, prompt
-from fakes.flipping_transport import FlippingTransport
+from contract.test_engine_vllm import prompt
+from fakes.one_worker import MAX_LOGPROB_ERROR, Checkpoints, one_worker
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from conf.schema import Device, DType, RolloutConfig, SamplingConfig, WeightSyncConfig
-from orchestrator.inputs.character_tokenizer import SPECIAL_TOKENS, save_character_tokenizer
+from conf.schema import RolloutConfig, SamplingConfig
+from orchestrator.inputs.character_tokenizer import SPECIAL_TOKENS
 from rollout.types import Rollout
 from rollout.worker import RolloutWorker
 from trainer.model.logprobs import token_logprobs
-from weight_sync.publish.publisher import Publisher
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
@@ -76,37 +73,14 @@ class Served:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     folder = tmp_path_factory.mktemp("sampling")
-    checkpoints = Checkpoints(folder)
-    model_folder = folder / "model"
-    model_folder.mkdir()
-    (model_folder / "config.json").write_text(json.dumps(checkpoints.config.to_dict()))
-    save_character_tokenizer(model_folder, vocab_size=64)
-    source = CheckpointSource(checkpoints.tensors(0))
-    key, sync = b"k" * 32, WeightSyncConfig(watermark_bytes=1 << 20, timeout_s=30.0)
-    worker = RolloutWorker(
-        model_folder,
-        config=RolloutConfig(
-            max_model_len=1024, max_num_seqs=32, kv_cache_bytes=64 << 20, sampling=replace(FREE, stop=("never",))
-        ),
-        weight_sync=sync,
-        dtype=DType.float32,
-        device=Device.cpu,
-        seed=7,
-        tensors=source.layout().tensors,
-        key=key,
+    config = RolloutConfig(
+        max_model_len=1024, max_num_seqs=32, kv_cache_bytes=64 << 20, sampling=replace(FREE, stop=("never",))
     )
-    address = await worker.start()
-    transport = FlippingTransport(sync.transport, timeout_s=sync.timeout_s)
-    publisher = Publisher(source, transport, rank=0, world_size=1, group=None, config=sync, key=key)
-    try:
-        await asyncio.to_thread(publisher.connect, [address])
-        report = await asyncio.to_thread(publisher.publish, 0)
+    async with one_worker(folder, Checkpoints(folder), config) as one:
+        report = await one.publish(0)
         assert report.replicas[0].error is None
-        yield Served(checkpoints, worker, Tokenizer.from_file(str(model_folder / "tokenizer.json")))
-    finally:
-        publisher.close()
-        await worker.stop()
-        transport.close()
+        tokenizer = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
+        yield Served(one.checkpoints, one.worker, tokenizer)
 
 
 def pairs_of(rollout: Rollout) -> list[tuple[int, int]]:

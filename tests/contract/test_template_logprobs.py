@@ -9,7 +9,6 @@ each token: no choice between two of nearly equal weight can differ between the 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -18,26 +17,23 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-from contract.test_engine_vllm import MAX_LOGPROB_ERROR, Checkpoints, CheckpointSource
 from contract.test_real_templates import FAMILIES, hold
-from fakes.flipping_transport import FlippingTransport
+from fakes.one_worker import MAX_LOGPROB_ERROR, Checkpoints, one_worker
 from fakes.template_tokenizer import NUM_WORDS, save_template_tokenizer
 from tokenizers import Tokenizer
 
-from conf.schema import Device, DType, RolloutConfig, SamplingConfig, WeightSyncConfig
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from conf.schema import RolloutConfig, SamplingConfig
 from rollout.agents.chat_text import FolderChatText
 from rollout.agents.episode import Episode, Limits, Sampled
 from rollout.branches import branches_of, context_of
 from rollout.types import Prompt, Rollout, Turn
 from rollout.worker import RolloutWorker
-from weight_sync.publish.publisher import Publisher
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
 CONVERSATIONS = 30
 """For each of seven templates."""
-TURNS = 6
+TURNS = 4
 MAX_MODEL_LEN = 4096
 VOCAB_SIZE = NUM_WORDS + 40
 """More than any family's tokenizer has, as published models have."""
@@ -50,31 +46,13 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tupl
     folder = tmp_path_factory.mktemp("templates")
     checkpoints = Checkpoints(
         folder, vocab_size=VOCAB_SIZE, eos_token_id=NUM_WORDS, max_position_embeddings=MAX_MODEL_LEN,
-        num_experts_per_tok=8,
+        num_experts=2, num_experts_per_tok=2,
     )  # fmt: skip
-    model_folder = folder / "model"
-    model_folder.mkdir()
-    (model_folder / "config.json").write_text(json.dumps(checkpoints.config.to_dict()))
-    save_character_tokenizer(model_folder, vocab_size=VOCAB_SIZE)
-    source = CheckpointSource(checkpoints.tensors(0))
-    key, sync = b"k" * 32, WeightSyncConfig(watermark_bytes=1 << 20, timeout_s=30.0)
     config = RolloutConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=32, kv_cache_bytes=256 << 20, sampling=SHORT)
-    worker = RolloutWorker(
-        model_folder, config=config, weight_sync=sync, dtype=DType.float32, device=Device.cpu, seed=7,
-        tensors=source.layout().tensors, key=key,
-    )  # fmt: skip
-    address = await worker.start()
-    transport = FlippingTransport(sync.transport, timeout_s=sync.timeout_s)
-    publisher = Publisher(source, transport, rank=0, world_size=1, group=None, config=sync, key=key)
-    try:
-        await asyncio.to_thread(publisher.connect, [address])
-        report = await asyncio.to_thread(publisher.publish, 0)
+    async with one_worker(folder, checkpoints, config) as one:
+        report = await one.publish(0)
         assert report.replicas[0].error is None
-        yield checkpoints, worker
-    finally:
-        publisher.close()
-        await worker.stop()
-        transport.close()
+        yield checkpoints, one.worker
 
 
 @dataclass

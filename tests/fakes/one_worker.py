@@ -40,9 +40,10 @@ class Checkpoints:
         config_class: Any = Qwen3MoeConfig  # it takes more names than its dataclass declares
         self.config = config_class(
             hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=32, num_experts=8, moe_intermediate_size=64, norm_topk_prob=True, bos_token_id=1,
+            head_dim=32, moe_intermediate_size=64, norm_topk_prob=True, bos_token_id=1,
             rope_theta=10000.0, tie_word_embeddings=False, initializer_range=0.1, dtype="float32",
-            **{"vocab_size": 64, "eos_token_id": EOS, "max_position_embeddings": 1024, "num_experts_per_tok": 2}
+            **{"vocab_size": 64, "eos_token_id": EOS, "max_position_embeddings": 1024}
+            | {"num_experts": 8, "num_experts_per_tok": 2}
             | changes,
         )  # fmt: skip
         self.config.architectures = ["Qwen3MoeForCausalLM"]
