@@ -11,6 +11,7 @@ Rows, one after the other, each in processes of its own:
     bare      vLLM alone (LLM.generate, the run's engine options), with each of --concurrency requests at once
     merged    `slipstream train`, engines with merged weights
     merged-kept   the same, the trainer keeps activations of smaller microbatches instead of computing them again
+    merged-kept-kv    the same, engines keep the KV cache of requests in flight across a publish
     adapter   as merged, engines with the base and adapters in slots
     trl       TRL's GRPOTrainer with PEFT, if it is installed (bench/loops/trl_row.py), vLLM colocated on one GPU
     trl-sleep     the same; vLLM gives its memory back while the trainer works
@@ -65,13 +66,14 @@ GROUP = 16
 PROMPT_TOKENS = 5
 WARM_UP_STEPS, PEER_WARM_UP_STEPS = 2, 1
 RANK, LEARNING_RATE, MICROBATCH_TOKENS = 32, 1e-4, 32768
+MERGED = ["weight_sync.mode=merged"]
+KEPT = [*MERGED, "trainer.activation_checkpointing=false", "trainer.max_microbatch_tokens=12288"]
 RUNS = {
-    "merged": ["weight_sync.mode=merged"],
-    "merged-kept": [
-        "weight_sync.mode=merged", "trainer.activation_checkpointing=false", "trainer.max_microbatch_tokens=12288",
-    ],
+    "merged": MERGED,
+    "merged-kept": KEPT,
+    "merged-kept-kv": [*KEPT, "weight_sync.keep_kv=true"],
     "adapter": ["weight_sync.mode=adapter"],
-}  # fmt: skip
+}
 """Options of the rows that are runs of ours, over those of run_options."""
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "trl": ("bench.loops.trl_row", {}),
@@ -115,6 +117,8 @@ def run_options(args: argparse.Namespace, row: str, model: Path) -> list[str]:
     if args.one_gpu:
         words += ["cluster.share_gpu=true", f"rollout.kv_cache_bytes={kv_cache_bytes(args, args.staleness + 1)}"]
         words += ["rollout.gpu_memory_utilization=0.4"]
+    elif not args.tiny:
+        words += [f"rollout.gpu_memory_utilization={args.gpu_memory}"]
     if args.tiny:
         words += ["cluster.device=cpu", "weight_sync.transport=auto", f"rollout.kv_cache_bytes={64 << 20}"]
     return words
@@ -162,6 +166,7 @@ def measure_bare(args: argparse.Namespace, model: Path) -> dict[str, Any]:
         concurrency=tuple(args.concurrency),
         steps=args.repeats,
         kv_cache_bytes=(64 << 20) if args.tiny else None,
+        gpu_memory_utilization=args.gpu_memory,
     )
     found = measure("bench.loops.bare_row", job, os.environ | {"PYTHONPATH": python_path()})
     if "failed" in found:
@@ -206,7 +211,10 @@ def measure_run(args: argparse.Namespace, row: str, model: Path, folder: Path) -
     (run,) = (file.parent for file in rows_of(folder, row))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     fleet = [json.loads(line) for line in (run / "fleet.jsonl").read_text().splitlines()]
-    return {"first_step_s": first_step_s, "wall_s": time.monotonic() - started, "gpus": gpus} | figures(rows, fleet)
+    told = {"first_step_s": first_step_s, "wall_s": time.monotonic() - started, "gpus": gpus}
+    starts = [json.loads(line) for line in (run / "startup.jsonl").read_text().splitlines()]
+    of_steps = [{name: row.get(name) for name in ("step", "step/total_s", *PARTS.values())} for row in rows]
+    return told | figures(rows, fleet) | {"rows": of_steps, "starts": starts}
 
 
 def rows_of(folder: Path, row: str) -> list[Path]:
@@ -323,6 +331,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="of a bare engine")
     parser.add_argument("--one-gpu", action="store_true", help="cluster.share_gpu")
     parser.add_argument("--kv-gib", type=float, default=40.0, help="the most for a KV cache, with --one-gpu")
+    parser.add_argument("--gpu-memory", type=float, default=0.85, help="rollout.gpu_memory_utilization, on two GPUs")
     parser.add_argument("--verl", type=Path, help="folder with verl and what it needs in versions of its own")
     parser.add_argument("--set", nargs="*", default=[], help="further options of every run")
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")

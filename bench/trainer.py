@@ -13,7 +13,9 @@ process of its own, which loads once for all lengths, and keeps each length's fi
 
     ours-float32    float32 adapters and moments            peft-float32     the same, torch.optim.AdamW(fused)
     ours-bfloat16   bfloat16 adapters and moments           peft-bfloat16    the same
-    ours-int8       bfloat16 adapters, 8-bit moments,       ours-host        float32 adapters, moments in host memory
+    ours-offload    the same, and what layers keep for      ours-host        float32 adapters, moments in host memory
+                    their backward waits in host memory
+    ours-int8       bfloat16 adapters, 8-bit moments,
                     embeddings read from host memory
     unsloth-*       the same formats in Unsloth, if --unsloth names its packages (bench/training/unsloth_row.py)
 
@@ -46,7 +48,7 @@ from bench.shapes import add_shape_options, model_config, shrink  # noqa: E402
 from bench.training.rows import Ours, Peft, fill_hf  # noqa: E402
 from bench.training.unsloth_row import Unsloth  # noqa: E402
 
-OURS = ("ours-float32", "ours-bfloat16", "ours-int8", "ours-host")
+OURS = ("ours-float32", "ours-bfloat16", "ours-offload", "ours-int8", "ours-host")
 ROWS = (*OURS, "peft-float32", "peft-bfloat16", "unsloth-float32", "unsloth-bfloat16")
 PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0}
 """Dense bfloat16 FLOP/s, from the datasheets."""

@@ -16,6 +16,7 @@ from conf.options import options_by_name
 from conf.schema import (
     READ_AN_ANSWER,
     SHIPPED_LOSSES,
+    AdapterValues,
     AlgorithmConfig,
     Correction,
     Curriculum,
@@ -189,10 +190,16 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
             "remove it, or choose parity=standard",
         ),
         Ignored(
-            "trainer.activation_checkpointing",
+            ("trainer.activation_checkpointing", "trainer.activations_on_host"),
             config.trainer.engine_forward,
             "trainer.engine_forward=true, with which each layer keeps its input alone",
             "remove it, or choose parity=standard",
+        ),
+        Ignored(
+            "trainer.activations_on_host",
+            config.trainer.numerics.adapters is AdapterValues.merged,
+            "trainer.numerics.adapters=merged, with which each layer keeps its input alone",
+            "remove it, or set trainer.numerics.adapters=separate",
         ),
         Ignored(
             "model.init_std",

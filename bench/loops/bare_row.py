@@ -34,6 +34,7 @@ def run(job: Job) -> dict[str, Any]:
         max_num_batched_tokens=max(8192, *job.concurrency),
         sampling=SamplingConfig(max_tokens=job.length, stop_at_eos=False),
         kv_cache_bytes=job.kv_cache_bytes,
+        gpu_memory_utilization=job.gpu_memory_utilization,
     )
     dtype = DType.bfloat16 if device is Device.cuda else DType.float32
     arguments = engine_arguments(Path(job.model), config, dtype=dtype, device=device, seed=0)

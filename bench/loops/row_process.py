@@ -58,6 +58,8 @@ class Job:
     staleness: int = 0
     """How many batches ahead."""
     num_gpus: int = 1
+    gpu_memory_utilization: float = 0.85
+    """Of a bare engine, as rollout.gpu_memory_utilization of a run."""
 
 
 def answer(run: Callable[[Job], dict[str, Any]]) -> None:

@@ -21,12 +21,14 @@ class Ours:
         from trainer.rank import TrainerRank
 
         adapters = "float32" if state in ("float32", "host") else "bfloat16"
+        moments = "bfloat16" if state == "offload" else state
         self.rank = TrainerRank(
             model=schema.ModelConfig(init=schema.Init.random, hf_config=config, dtype=schema.DType.bfloat16),
             trainer=schema.TrainerConfig(
                 lora=schema.LoraConfig(rank=args.rank, alpha=2.0 * args.rank, dtype=schema.DType(adapters)),
-                optim=schema.OptimConfig(lr=1e-5, state=schema.OptimState(state)),
+                optim=schema.OptimConfig(lr=1e-5, state=schema.OptimState(moments)),
                 activation_checkpointing=True,
+                activations_on_host=state == "offload",
                 embedding_on_host=state == "int8",
             ),
             algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),

@@ -187,6 +187,12 @@ class TrainerConfig:
     """Recompute each layer in the backward pass instead of keeping its activations. false is faster where memory is
     left; use smaller microbatches then (docs/measurements.md, whole jobs).
     """
+    activations_on_host: bool = False
+    """Let what a recomputed layer keeps for its backward pass (its input, attention's output and what attention adds)
+    wait in page-locked host memory, while other layers compute: (4 x hidden + 2 x heads x head width) bytes per token
+    and layer in bfloat16. It changes no value. On a GPU it makes room for longer samples or larger microbatches. Needs
+    activation_checkpointing=true.
+    """
     embedding_on_host: bool = False
     """Keep the frozen table of input embeddings in page-locked host memory; a microbatch reads the rows that it needs
     over the bus. Saves vocabulary x hidden x 2 bytes on the GPU. Needs mode=lora, one rank, and a model whose head is
@@ -236,6 +242,11 @@ class TrainerConfig:
             not self.engine_forward or self.num_ranks == 1,
             f"trainer.engine_forward=true (parity=bitwise) needs trainer.num_ranks=1, got {self.num_ranks}: several "
             "ranks gather adapters rounded to model.dtype, and a publish merges them as they are",
+        )
+        require(
+            not self.activations_on_host or self.activation_checkpointing,
+            "trainer.activations_on_host=true needs trainer.activation_checkpointing=true, got false: it moves what a "
+            "recomputed layer keeps",
         )
         require(
             not self.embedding_on_host or (self.mode is TrainMode.lora and self.num_ranks == 1),

@@ -13,6 +13,7 @@ from conf.schema import LoraConfig, TrainerConfig, TrainMode
 from trainer.architecture.model_spec import CORRECTION_BIAS, ExpertFormat, ModelSpec
 from trainer.model.attend import choose_attention_backend
 from trainer.model.decoder import Build, Decoder
+from trainer.model.host_activations import HostPool
 from trainer.model.shard_decoder import shard_decoder
 from trainer.moe.bank import UnpackBuffers
 from trainer.moe.router import Router
@@ -58,6 +59,8 @@ def build_decoder(
     _choose_trainable(decoder, trainer)
     shard_decoder(decoder, layout)
     decoder.to_empty(device=device)
+    if trainer.activations_on_host:
+        decoder.host = HostPool(device)
     if trainer.embedding_on_host:
         table = decoder.model.embed_tokens
         host = torch.empty_like(table.weight, device="cpu", pin_memory=device.type == "cuda")

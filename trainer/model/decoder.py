@@ -14,6 +14,7 @@ Shapes: T packed tokens, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ from trainer.model.attend import AttentionBackend
 from trainer.model.attention import GroupedQueryAttention, LatentAttention, make_attention
 from trainer.model.engine_attention import EngineKernel
 from trainer.model.flash_attention import KeptAttention
+from trainer.model.host_activations import HostLayer, HostPool, HostStack
 from trainer.model.logprobs import Head
 from trainer.model.norm import RMSNorm
 from trainer.model.packed_sequences import PackedSequences
@@ -141,6 +143,9 @@ class DecoderLayer(nn.Module):
     needs nothing else. Experts keep only the routing and r numbers per row, and recompute the rest themselves, from
     tokens that the part before them computes again. Recomputed with that part, they would repeat their down projections
     and their exchanges without need.
+
+    What is kept is thus x, attention's output, delta (what o_proj adds) and some numbers per token. The three may wait
+    in host memory (host_activations.py).
     """
 
     def __init__(self, build: Build, layer: int) -> None:
@@ -178,13 +183,17 @@ class DecoderLayer(nn.Module):
         sequences: PackedSequences,
         routes: RecordedRoutes | None = None,
         last_sum: LastSum | None = None,
+        on_host: HostLayer | None = None,
     ) -> Tensor:
-        """[T, H] -> [T, H]; `last_sum` has x_TH before it was rounded, and then the result."""
+        """[T, H] -> [T, H]; `last_sum` has x_TH before it was rounded, and then the result. `on_host` takes what is
+        kept for the backward, except of a layer whose values come from elsewhere.
+        """
         last_sum = LastSum() if last_sum is None else last_sum
         if self.in_place is not None and x_TH.shape[0]:
             return self.in_place(self, x_TH, rope, sequences, [], last_sum)
         is_recomputed = self.checkpointing and torch.is_grad_enabled()
-        return self.own(x_TH, rope, sequences, routes, last_sum, is_recomputed=is_recomputed)
+        with nullcontext() if on_host is None else on_host:
+            return self.own(x_TH, rope, sequences, routes, last_sum, is_recomputed=is_recomputed, on_host=on_host)
 
     def own(
         self,
@@ -196,12 +205,20 @@ class DecoderLayer(nn.Module):
         *,
         is_recomputed: bool,
         chosen: list[Tensor] | None = None,
+        on_host: HostLayer | None = None,
     ) -> Tensor:
         """The same, by the trainer's own kernels. Appends the experts of each token to `chosen`."""
         kept = KeptAttention() if is_recomputed else None
         attend, rest = self._recomputed_parts if is_recomputed else self._parts
+        if on_host is not None:
+            on_host.move(x_TH)
         heads_TO = attend(self, x_TH, rope, sequences, kept, last_sum)
+        if on_host is not None and kept is not None:
+            on_host.move(heads_TO)
+            kept.move(on_host)
         delta_TH = self.self_attn.get_submodule("o_proj")(heads_TO)
+        if on_host is not None:
+            on_host.move(delta_TH)
         if not isinstance(self.mlp, MoeBlock):
             middle_TH, fed_TH = rest(self, x_TH, delta_TH)
             return self._end(last_sum, x_TH, delta_TH, middle_TH, fed_TH)
@@ -287,6 +304,8 @@ class Decoder(nn.Module):
         """Whose kernel computes the attention's values, for the run's log; None: nobody chose."""
         self.head: Head | None = None
         """Where the head's values come from, if not from the trainer's own operations."""
+        self.host: HostPool | None = None
+        """Where layers keep what their backward needs; None: on the device."""
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor, routes: RecordedRoutes | None = None
@@ -309,8 +328,11 @@ class Decoder(nn.Module):
         is_on_host = self.model.embed_tokens.weight.device != token_ids_T.device
         x_TH = self.model.embed_tokens(_rows_of_host if is_on_host else F.embedding, token_ids_T)
         last_sum = LastSum()
+        stack = HostStack(self.host) if self.host is not None and torch.is_grad_enabled() else None
+        on_host: HostLayer | None = None
         for layer in self.model.layers:
-            x_TH = layer(x_TH, rope, sequences, routes, last_sum)
+            on_host = None if stack is None else HostLayer(stack, on_host)
+            x_TH = layer(x_TH, rope, sequences, routes, last_sum, on_host)
         if self.last_norm_in_place is not None:
             return self.last_norm_in_place(x_TH)
         return self.model.norm(x_TH, last_sum.take())

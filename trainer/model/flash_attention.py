@@ -12,7 +12,7 @@ Shapes: T packed tokens, N query heads, G key/value heads, D query/key head_dim,
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,21 +21,37 @@ from torch.autograd.function import once_differentiable
 
 from trainer.model.packed_sequences import PackedSequences
 
+if TYPE_CHECKING:
+    from trainer.model.host_activations import HostLayer, MovedTensor
+
 
 class KeptAttention:
     """Results of one layer's attention between its forward and the recomputation of that layer in its backward."""
 
     def __init__(self) -> None:
         self._results: Any = None
+        self._moved: tuple[HostLayer, MovedTensor] | None = None
 
     def put(self, results: Any) -> None:
-        """Keep them."""
+        """Keep (the output, what else its gradients need...)."""
         self._results = results
+
+    def move(self, on_host: HostLayer) -> None:
+        """Let the output, if there is one, wait in host memory."""
+        if self._results is None:
+            return
+        out, *others = self._results
+        moved = on_host.move(out)
+        if moved is not None:
+            self._results, self._moved = (out.shape, *others), (on_host, moved)
 
     def take(self) -> Any:
         """Return what was kept and forget it; None if nothing was kept."""
-        results, self._results = self._results, None
-        return results
+        (results, moved), self._results, self._moved = (self._results, self._moved), None, None
+        if moved is None:
+            return results
+        shape, *others = results
+        return moved[0].get(moved[1]).view(shape), *others
 
 
 def varlen_attention(

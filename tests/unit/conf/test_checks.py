@@ -128,6 +128,16 @@ CASES = [
         "trainer.activation_checkpointing has no effect with trainer.engine_forward=true",
     ),
     (
+        [
+            "trainer.activations_on_host=true",
+            "trainer.numerics.adapters=merged",
+            "trainer.num_ranks=1",
+            "trainer.ep_size=1",
+            "trainer.activation_checkpointing=true",
+        ],
+        "trainer.activations_on_host has no effect with trainer.numerics.adapters=merged",
+    ),
+    (
         ["algorithm=sft", *BITWISE[2:], "trainer.engine_forward=true"],
         "trainer.engine_forward has no effect with algorithm=sft",
     ),
@@ -331,6 +341,10 @@ CASES = [
     (["cluster.start_timeout_s=0"], r"cluster.start_timeout_s must be > 0, got 0"),
     (["cluster.object_store_bytes=5"], "cluster.object_store_bytes must be >= 83886080, got 5"),
     (["trainer.train_router=true"], "trainer.train_router=true needs trainer.mode=full"),
+    (
+        ["trainer.activations_on_host=true", "trainer.activation_checkpointing=false"],
+        "trainer.activations_on_host=true needs trainer.activation_checkpointing=true, got false",
+    ),
     (["trainer.embedding_on_host=true", "trainer.num_ranks=2"], "trainer.embedding_on_host=true needs"),
     (["trainer.embedding_on_host=true", "trainer.mode=full"], "trainer.embedding_on_host=true needs"),
     (

@@ -60,6 +60,7 @@ OPTIONS = [
     "trainer.optim.max_grad_norm",
     "trainer.max_microbatch_tokens",
     "trainer.activation_checkpointing",
+    "trainer.activations_on_host",
     "trainer.embedding_on_host",
     "trainer.numerics.adapters",
     "trainer.numerics.attention",

@@ -1,0 +1,170 @@
+"""trainer.activations_on_host: the same bits, the device holds two layers, and host memory returns to its pool.
+
+A CPU has no second memory: copies are real, and their order is the program's. tests/gpu/test_decoder_gpu.py has the
+streams.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+import torch
+from cases.tiny_models import (
+    DEEPSEEK,
+    GPT_OSS,
+    MIXED,
+    MOE,
+    logits_of,
+    make_decoder,
+    packed,
+    probe_loss,
+    trainer_config,
+)
+from torch import Tensor
+
+from trainer.model import host_activations
+from trainer.model.decoder import Decoder
+from trainer.model.host_activations import HostLayer, HostPool, HostStack, MovedTensor
+
+FAMILIES = {"moe": MOE, "dense_and_moe": MIXED, "latent_attention": DEEPSEEK, "sinks": GPT_OSS}
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So small that a tensor of these models spans several."""
+    monkeypatch.setattr(host_activations, "CHUNK_BYTES", 10_000)
+
+
+@pytest.fixture(autouse=True)
+def _no_collector() -> Iterator[None]:
+    """Memory must be free when its last user is gone, not when the collector of cycles runs next."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def decoder_of(hf_config: dict[str, Any], num_layers: int = 4, *, on_host: bool = True, **options: Any) -> Decoder:
+    config = trainer_config(activations_on_host=on_host, **options)
+    return make_decoder({**hf_config, "num_hidden_layers": num_layers}, config)
+
+
+def num_chunks(pool: HostPool | None) -> int:
+    assert pool is not None
+    return len(pool._free)
+
+
+def gradients(decoder: Decoder) -> list[Tensor]:
+    found = [p.grad for p in decoder.parameters() if p.grad is not None]
+    decoder.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_bit_changes(family: str) -> None:
+    results = []
+    for on_host in (False, True):
+        decoder = decoder_of(FAMILIES[family], on_host=on_host)
+        assert (decoder.host is not None) is on_host
+        for _ in range(2):  # the second pass writes into chunks of the first
+            logits = logits_of(decoder, packed())
+            probe_loss(logits, packed()[0]).backward()
+            results.append([logits.detach(), *gradients(decoder)])
+        assert not on_host or num_chunks(decoder.host) > 3
+    first, *others = results
+    assert len(first) > 20
+    for other in others:
+        assert all(torch.equal(one, same) for one, same in zip(first, other, strict=True))
+
+
+def test_two_passes_may_wait_for_their_backward_at_once() -> None:
+    decoder = decoder_of(MOE)
+    wanted = []
+    for seed in (0, 1):
+        probe_loss(logits_of(decoder, packed(seed=seed)), packed(seed=seed)[0]).backward()
+        wanted.append(gradients(decoder))
+    losses = [probe_loss(logits_of(decoder, packed(seed=seed)), packed(seed=seed)[0]) for seed in (0, 1)]
+    for loss, expected in zip(losses, wanted, strict=True):
+        loss.backward()
+        assert all(torch.equal(one, same) for one, same in zip(gradients(decoder), expected, strict=True))
+    assert not torch.equal(wanted[0][0], wanted[1][0])
+
+
+def test_without_gradients_nothing_is_moved() -> None:
+    decoder = decoder_of(MOE)
+    with torch.no_grad():
+        logits_of(decoder, packed())
+    assert num_chunks(decoder.host) == 0
+
+
+def test_the_device_holds_two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted after each call of a layer, in the forward and in the backward. The graph lives until its last node is
+    done; were it to hold what was read back, all layers would be on the device at the end.
+    """
+    counts: dict[str, list[int]] = {"move": [], "get": []}
+    tensors, stacks = (living(monkeypatch, kind) for kind in (MovedTensor, HostStack))
+
+    def watched(name: str, call: Any) -> Any:
+        def run(layer: HostLayer, given: Any) -> Any:
+            result = call(layer, given)
+            counts[name].append(sum(one.on_device is not None for one in tensors))
+            return result
+
+        return run
+
+    for name in counts:
+        monkeypatch.setattr(HostLayer, name, watched(name, getattr(HostLayer, name)))
+    decoder = decoder_of(MOE, 6)
+    loss = probe_loss(logits_of(decoder, packed()), packed()[0])
+    assert len(tensors) == 3 * 6
+    loss.backward()
+    assert len(counts["get"]) == 4 * 6  # two parts of a layer read its input
+    assert max(counts["move"]) == max(counts["get"]) == 3 * 2
+    assert counts["get"][-1] == 3
+    assert not stacks
+
+
+def living(monkeypatch: pytest.MonkeyPatch, kind: type) -> WeakSet[Any]:
+    """The objects of a class that are made from now on, as long as they live."""
+    alive: WeakSet[Any] = WeakSet()
+    begin = kind.__init__
+
+    def remembered(one: Any, *given: Any) -> None:
+        begin(one, *given)
+        alive.add(one)
+
+    monkeypatch.setattr(kind, "__init__", remembered)
+    return alive
+
+
+def test_a_stack_is_cut_into_pieces_and_returns_its_chunks() -> None:
+    pool = HostPool(torch.device("cpu"))
+    stack = HostStack(pool)
+    sizes = [6000, 6000, 25_000, 10]
+    pieces = [stack.take(size) for size in sizes]
+    assert [sum(map(len, found)) for found in pieces] == sizes
+    assert [len(found) for found in pieces] == [1, 2, 3, 1]
+    for number, found in enumerate(pieces):
+        for piece in found:
+            piece.fill_(number)
+    for number, found in enumerate(pieces):
+        assert all(bool((piece == number).all()) for piece in found)
+    assert num_chunks(pool) == 0
+    del stack
+    assert num_chunks(pool) == 4
+    other = HostStack(pool)
+    other.take(15_000)
+    assert num_chunks(pool) == 2
+
+
+def test_what_cannot_be_moved_stays() -> None:
+    layer = HostLayer(HostStack(HostPool(torch.device("cpu"))), None)
+    wide = torch.randn(4, 6)
+    assert layer.move(wide[:, :3]) is None
+    assert layer.move(wide[:0]) is None
+    moved = layer.move(wide)
+    assert moved is not None
+    assert layer.move(wide.view(2, 12)) is moved
