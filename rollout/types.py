@@ -166,6 +166,8 @@ class Progress:
     """When it answered."""
     num_tokens: int
     """Response tokens since its start, those of unfinished responses included."""
+    num_finished: int
+    """Responses that have ended since its start."""
     first_token_at: float | None
     """When the first of them came; None: not yet."""
 

@@ -274,8 +274,9 @@ class RolloutWorker:
         return self.adapter_replica is not None and self.adapter_replica.keep(version)
 
     async def progress(self) -> Progress:
-        """How many tokens it has sampled."""
-        return Progress(time.time(), self.engine.num_generated_tokens, self.engine.first_token_at)
+        """How much it has sampled."""
+        engine = self.engine
+        return Progress(time.time(), engine.num_generated_tokens, engine.num_finished_responses, engine.first_token_at)
 
     async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
         """Log-probabilities of all tokens but the first from one prefill, at temperature 1, under policy `version`.

@@ -17,6 +17,8 @@ The bound (P = groups_per_step, S = max_staleness_steps, `opened` = batches that
     it), and all serving workers have committed the version of batch `opened` by then. Hence the version at consumption
     is at most (b - opened) <= S above the version that sampled the group's first token, and later tokens are younger.
 
+At the start of a run fewer batches may be ahead (open_ahead), until the first one is taken. The bound holds as well.
+
 With S = 0 the groups of batch b start only after version b is committed: strictly on-policy. With S > 0 workers sample
 up to S batches ahead while the trainer works. Batches are filled in the order of tickets, not in the order in which
 groups finish: a long response is neither starved nor overtaken, so batches carry no bias towards short responses, and
@@ -79,6 +81,8 @@ class GroupBuffer:
         self._max_staleness_steps = max_staleness_steps
         self._enforce_bound = enforce_bound
         self._end = None if num_batches is None else num_batches * groups_per_step
+        self._num_ahead = max_staleness_steps
+        """Batches that may be sampled ahead at the start of a run, until the first one is taken."""
         self._changed = asyncio.Condition()
         self._num_opened = 0
         """Batches that were trained on and published: how far tickets may be claimed."""
@@ -102,6 +106,17 @@ class GroupBuffer:
     def num_outstanding(self) -> int:
         """Groups claimed and not yet consumed; at most (S + 1) * P."""
         return len(self._again) + len(self._in_flight) + len(self._groups)
+
+    @property
+    def is_wide_open(self) -> bool:
+        """Whether nothing but the staleness bound limits how many batches are sampled ahead."""
+        return self._num_batches > 0 or self._num_ahead >= self._max_staleness_steps
+
+    async def open_ahead(self, num_batches: int) -> None:
+        """Let only so many batches be sampled ahead until the first one is taken (ramp.py)."""
+        async with self._changed:
+            self._num_ahead = num_batches
+            self._changed.notify_all()
 
     async def claim_ticket(self) -> Ticket:
         """Wait until one more group may be sampled. Tickets that came back go first: the oldest batch waits."""
@@ -149,6 +164,7 @@ class GroupBuffer:
                 num_dropped += len(too_old)
                 self._changed.notify_all()
             index, self._num_batches = self._num_batches, self._num_batches + 1
+            self._changed.notify_all()  # the first one ends the ramp
             groups = [self._groups.pop(number) for number in numbers]
         ages = [group.staleness_steps(policy_version) for group in groups]
         return Batch(index, groups, ages, num_dropped)
@@ -187,7 +203,8 @@ class GroupBuffer:
 
     def _is_open(self, number: int) -> bool:
         is_within_run = self._end is None or number < self._end
-        return is_within_run and number < (self._num_opened + self._max_staleness_steps + 1) * self._groups_per_step
+        num_ahead = self._max_staleness_steps if self.is_wide_open else self._num_ahead
+        return is_within_run and number < (self._num_opened + num_ahead + 1) * self._groups_per_step
 
     def _is_too_old(self, group: Group, policy_version: int) -> bool:
         return self._enforce_bound and group.staleness_steps(policy_version) > self._max_staleness_steps

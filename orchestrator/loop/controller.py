@@ -8,7 +8,7 @@
                        +------------------- rollout workers (vLLM) <--- DIRTY -> VERIFIED -> CLEAN(v)
 
     loop          consumes          waits for                         unblocked by
-    Sampler.run   tickets, prompts  buffer.claim_ticket               _train_on: buffer.open_next_batch
+    Sampler.run   tickets, prompts  buffer.claim_ticket               _train_on: buffer.open_next_batch, Ramp.run
                                     a place (max_concurrent_groups)   a group that was delivered
                                     a serving replica                 supervisor: a publish settled, a recovery
     _next_step    batches           buffer.take_batch                 Sampler.run: buffer.deliver, or buffer.fail
@@ -55,6 +55,7 @@ from orchestrator.loop.evaluations import Evaluations
 from orchestrator.loop.floor import measure_floor
 from orchestrator.loop.ports import LoopServices, Stopwatch
 from orchestrator.loop.publication import Publication
+from orchestrator.loop.ramp import Ramp
 from orchestrator.loop.sampler import Sampler
 from orchestrator.loop.samples import Draft, advantage_function, draft_samples, filled
 from orchestrator.loop.shown import join, mark
@@ -92,13 +93,18 @@ class Controller(StepLoop):
 
     async def train(self) -> None:
         """Sample and train until the last step. Cancelled, it finishes the step under way and saves."""
+        ramp = Ramp(self._config, self.services.supervisor, self.buffer)
+        if self.step == 0:
+            await ramp.begin()
         sampling = asyncio.create_task(self.sampler.run())
+        opening = asyncio.create_task(ramp.run())
         try:
             await self.run_steps()
         finally:
             self._evaluations.cancel()
             sampling.cancel()
-            await asyncio.gather(sampling, return_exceptions=True)
+            opening.cancel()
+            await asyncio.gather(sampling, opening, return_exceptions=True)
 
     async def start(self, resume_from: Path | None) -> None:
         """Bring trainer and replicas to one version: 0, or the checkpoint's. A resumed run has row 0 already."""

@@ -161,6 +161,8 @@ class Engine:
         """Policy version that stamps new tokens; -1 while the weights are dummies."""
         self.num_generated_tokens = 0
         """Tokens since the start, including those of unfinished responses."""
+        self.num_finished_responses = 0
+        """Responses that have ended since the start."""
         self.first_token_at: float | None = None
         """When the first of them came, in seconds since 1970."""
 
@@ -233,6 +235,7 @@ class Engine:
             if self.first_token_at is None and output.new_token_ids:
                 self.first_token_at = time.time()
             self.num_generated_tokens += len(output.new_token_ids)
+            self.num_finished_responses += output.finish_reason is not None
 
     async def warm_up(self, adapter: Adapter | None = None) -> None:
         """Sample once at every batch size whose kernels vLLM has not compiled at its start; with an adapter, if given.
@@ -258,7 +261,7 @@ class Engine:
                 raise
             except EngineError as e:  # dummy weights may give any output; the kernels have run
                 logger.info("the warm-up at %d tokens returned no sample: %s", length, e)
-        self.num_generated_tokens, self.first_token_at = 0, None
+        self.num_generated_tokens, self.num_finished_responses, self.first_token_at = 0, 0, None
 
     async def generate_group(
         self,

@@ -135,6 +135,17 @@ def assert_turns_sampled_by(
         assert_sampled_by(setup, Prompt(0, before, ""), turn)
 
 
+async def test_progress_counts_tokens_as_they_come_and_responses_as_they_end(setup: Setup) -> None:
+    before = await setup.worker.progress()
+    group = await setup.start_long(prompt(0), 2)
+    meanwhile = await setup.worker.progress()
+    await group
+    after = await setup.worker.progress()
+    assert meanwhile.num_finished == before.num_finished
+    assert after.num_finished == before.num_finished + 2
+    assert before.num_tokens + 50 <= meanwhile.num_tokens < after.num_tokens == before.num_tokens + 2 * LONG
+
+
 async def test_an_engine_writes_the_lines_that_begin_the_phases_of_its_start(setup: Setup):
     lines = setup.said.splitlines()
     phases = [phase_in("\n".join(lines[:num])) for num in range(len(lines) + 1)]

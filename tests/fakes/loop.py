@@ -235,7 +235,7 @@ class FakeWorker(Watched):
         self.node = "one"
         self.pid = 1000 + index
         self.started_at: Mapping[str, float] = {"process_up": 1.0, "up": 3.0}
-        self.progress_made = Progress(10.0, 0, None)
+        self.progress_made = Progress(10.0, 0, 0, None)
         self.fails_after: int | None = None
         """Number of groups after which it dies."""
         self.gate: asyncio.Event | None = None

@@ -63,7 +63,7 @@ def test_a_file_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pyte
 
 async def test_workers_in_service_are_asked_again_and_again_and_the_first_token_is_noted_once(tmp_path: Path) -> None:
     replicas = [a_replica(0), a_replica(1, ReplicaState.starting)]
-    worker_of(replicas[0]).progress_made = Progress(10.0, 7, 9.5)
+    worker_of(replicas[0]).progress_made = Progress(10.0, 7, 1, 9.5)
     path = tmp_path / "fleet.jsonl"
     await counted(replicas, path, lambda rows: len(rows) >= 4)
     head = {"worker": 0, "name": "rollout-0"}

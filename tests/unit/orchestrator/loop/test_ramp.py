@@ -1,0 +1,167 @@
+"""Batches of a run with staleness begin at even distances, and nothing holds them back once the first one is in."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fakes.loop import FakeWorker, Loop, World, make_config
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.fleet.replicas import Replica, ReplicaState
+from orchestrator.loop import ramp
+from orchestrator.loop.buffer import GroupBuffer
+from orchestrator.loop.controller import Controller
+from orchestrator.loop.ramp import Ramp, num_ahead
+from rollout.types import Group, Prompt, Rollout
+
+CONFIG = make_config(staleness=3, groups_per_step=2)
+"""A batch has 2 groups of 2 responses."""
+TOKENS_PER_BATCH = 2 * 2 * CONFIG.rollout.sampling.max_tokens
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ramp, "ASK_EVERY_S", 0.001)
+    monkeypatch.setattr(ramp, "ANSWER_WITHIN_S", 0.05)
+
+
+@given(max_staleness_steps=st.integers(1, 6), num_slots=st.integers(30, 400))
+def test_each_batch_begins_when_the_first_has_done_its_share(max_staleness_steps: int, num_slots: int) -> None:
+    """All batches in flight advance alike, a `num_slots`-th at a time."""
+    done, began = [0.0], {}
+    while done[0] < 1.0:
+        done = [share + 1 / num_slots for share in done]
+        for batch in range(len(done), num_ahead(sum(done), max_staleness_steps) + 1):
+            began[batch] = done[0]
+            done.append(0.0)
+    assert sorted(began) == list(range(1, max_staleness_steps + 1))
+    for batch, share in began.items():
+        assert share == pytest.approx(batch / (max_staleness_steps + 1), abs=(batch + 1) / num_slots)
+
+
+def test_the_example() -> None:
+    assert [num_ahead(sampled, 3) for sampled in (0.0, 0.24, 0.25, 0.74, 0.75, 1.49, 1.5, 9.0)] == [
+        0, 0, 1, 1, 2, 2, 3, 3,
+    ]  # fmt: skip
+    assert num_ahead(5.0, 0) == 0
+
+
+class Fleet:
+    """Two workers, what they have sampled, and how many tickets a buffer of theirs gives out."""
+
+    def __init__(self) -> None:
+        self.workers = [FakeWorker(World(2), index) for index in range(2)]
+        self.replicas = [Replica(index, worker) for index, worker in enumerate(self.workers)]
+        for replica in self.replicas:
+            replica.state = ReplicaState.serving
+        self.buffer = GroupBuffer(2, 3)
+        supervisor: Any = SimpleNamespace(replicas=self.replicas)
+        self.ramp = Ramp(CONFIG, supervisor, self.buffer)
+        self.tickets: list[int] = []
+
+    async def claim(self) -> None:
+        while True:
+            self.tickets.append((await self.buffer.claim_ticket()).number)
+
+    async def sampled(self, worker: int, *, tokens: int = 0, finished: int = 0) -> int:
+        """Let a worker make progress. Returns how many batches are open then."""
+        one = self.workers[worker]
+        one.progress_made = replace(one.progress_made, num_tokens=tokens, num_finished=finished)
+        await asyncio.sleep(0.03)
+        assert self.tickets == list(range(len(self.tickets)))
+        return len(self.tickets) // 2
+
+
+async def test_batches_are_opened_by_tokens_of_the_whole_fleet() -> None:
+    fleet = Fleet()
+    await fleet.sampled(0, tokens=10**9)  # an evaluation, before the ramp
+    before = 10**9
+    await fleet.ramp.begin()
+    tasks = [asyncio.create_task(fleet.claim()), asyncio.create_task(fleet.ramp.run())]
+    try:
+        assert await fleet.sampled(0, tokens=before) == 1
+        assert await fleet.sampled(0, tokens=before + TOKENS_PER_BATCH // 8) == 1
+        assert await fleet.sampled(1, tokens=TOKENS_PER_BATCH // 8) == 2
+        assert await fleet.sampled(1, tokens=TOKENS_PER_BATCH * 5 // 8) == 3
+        assert await fleet.sampled(0, tokens=before + TOKENS_PER_BATCH) == 4
+        assert fleet.buffer.is_wide_open
+        await asyncio.wait_for(tasks[1], 1)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def test_responses_that_end_early_open_batches_too() -> None:
+    """Most have far fewer than max_tokens: engines must not stand idle behind the longest."""
+    fleet = Fleet()
+    await fleet.ramp.begin()
+    tasks = [asyncio.create_task(fleet.claim()), asyncio.create_task(fleet.ramp.run())]
+    try:
+        assert [await fleet.sampled(0, finished=finished) for finished in (0, 1, 2, 3, 6)] == [1, 2, 2, 3, 4]
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def test_workers_that_fail_or_hang_hold_nothing_back_for_good() -> None:
+    fleet = Fleet()
+
+    async def fails() -> Any:
+        raise ConnectionError
+
+    async def hangs() -> Any:
+        await asyncio.sleep(60)
+
+    fleet.workers[0].progress, fleet.workers[1].progress = fails, hangs  # type: ignore[method-assign]
+    await fleet.ramp.begin()
+    tasks = [asyncio.create_task(fleet.claim()), asyncio.create_task(fleet.ramp.run())]
+    try:
+        assert await fleet.sampled(0) == 1
+        for number in range(2):
+            ticket = SimpleNamespace(number=number)
+            group = Group(Prompt(number, (1,), "p"), [Rollout([2], [-0.1], [0], "x", "stop")], [1.0])
+            await fleet.buffer.deliver(ticket, group)  # type: ignore[arg-type]
+        await fleet.buffer.take_batch(0)
+        assert await fleet.sampled(0) == 4
+        await asyncio.wait_for(tasks[1], 1)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def test_a_run_begins_with_one_batch_and_a_resumed_one_with_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fake workers report no progress, so only the first batch that is taken ends the ramp."""
+    train = Controller.train
+
+    async def asked_for(resume_step: int, num_steps: int) -> int:
+        """Groups that workers are asked for in the first moments of training, while none ends."""
+        loop = Loop(tmp_path, make_config(staleness=2, num_steps=num_steps), resume_step=resume_step)
+        before = asyncio.get_running_loop().create_future()
+
+        async def gated(controller: Controller) -> None:
+            for worker in loop.workers:
+                worker.gate = asyncio.Event()
+            before.set_result(sum(worker.num_groups for worker in loop.workers))
+            await train(controller)
+
+        monkeypatch.setattr(Controller, "train", gated)
+        running = asyncio.create_task(loop.run())
+        num_before = await before
+        await asyncio.sleep(0.1)
+        num_asked = sum(worker.num_groups for worker in loop.workers) - num_before
+        for worker in loop.workers:
+            assert worker.gate is not None
+            worker.gate.set()
+        await running
+        return num_asked
+
+    assert await asked_for(resume_step=0, num_steps=4) == 3
+    assert await asked_for(resume_step=4, num_steps=6) == 6
