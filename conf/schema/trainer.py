@@ -185,7 +185,8 @@ class TrainerConfig:
     """
     activation_checkpointing: bool = True
     """Recompute each layer in the backward pass instead of keeping its activations. false is faster where memory is
-    left; use smaller microbatches then (docs/measurements.md, whole jobs).
+    left; use smaller microbatches then (docs/measurements.md, whole jobs). An expert layer then keeps 2 x expert width
+    numbers for each of a token's experts, beside what a dense one keeps.
     """
     activations_on_host: bool = False
     """Let what a recomputed layer keeps for its backward pass (its input, attention's output and what attention adds)

@@ -143,7 +143,9 @@ def case_activate_backward(device: str) -> None:
                 if not is_tried(device, i, j, needs_h):
                     continue
                 rest = (db, w, groups, activation, needs_h)
-                mine = activate_backward_triton(gu.clone(), xa, adapter, dh.clone(), *rest)
+                given = gu.clone()
+                mine = activate_backward_triton(given, xa, adapter, dh.clone(), *rest, may_overwrite_gu=needs_h)
+                assert torch.equal(given, gu) != needs_h
                 wanted = activate_backward_torch(gu, xa, adapter, dh, *rest)
                 for name, one, other in zip(("dgu", "hw", "dw", "dba"), mine, wanted, strict=True):
                     assert_near(one, other, f"{name} {dtype} rank {rank}")

@@ -239,7 +239,8 @@ def test_embeddings_in_host_memory_change_no_bit():
 @pytest.mark.parametrize("long", [False, True], ids=["varlen", "cudnn"])
 def test_activations_in_host_memory_take_less_memory_and_change_nothing(long):
     """Three microbatches each: the second and third write into host memory that the one before has read. Values are the
-    same bits; kernels of long attention add gradients in no fixed order.
+    same bits, and gradients, too, where kernels add in a fixed order. cuDNN's attention does not: two runs with nothing
+    in host memory differ by up to 1e-2.
     """
     lengths = (4096, 4096) if long else (700, 3000, 1500)
     config = {**MIXED, "num_hidden_layers": 12, "hidden_size": 512, "head_dim": 64}
@@ -259,7 +260,8 @@ def test_activations_in_host_memory_take_less_memory_and_change_nothing(long):
         peaks.append(torch.cuda.max_memory_allocated())
     for one, other in zip(results[:3], results[3:], strict=True):
         assert torch.equal(one[0], other[0])
-        assert all(relative_error(a, b) < 5e-3 for a, b in zip(one[1:], other[1:], strict=True))
+        for gradient, expected in zip(one[1:], other[1:], strict=True):
+            assert relative_error(gradient, expected) < 3e-2 if long else torch.equal(gradient, expected)
     assert peaks[1] < peaks[0]
 
 

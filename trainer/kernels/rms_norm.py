@@ -14,6 +14,7 @@ differentiated by autograd, define the result, and run on devices other than CUD
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from torch import Tensor
 from trainer.kernels.launch import programs
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+ROTATE = 8, 4
+"""The most heads, and the warps, of a program of `norm_rotate`."""
 
 
 def rms_norm_torch(x: Tensor, weight_K: Tensor, eps: float, once: bool = False, wide: Tensor | None = None) -> Tensor:
@@ -224,19 +227,20 @@ def norm_rotate_triton(
     tokens, _, dim = heads[0].shape
     arguments: list[Any] = []
     blocks, outs = [], []
+    most_heads, num_warps = ROTATE
     for x, weight, dout in zip(heads, weights, douts or (None, None), strict=True):
         x = x if x.stride(2) == 1 else x.contiguous()
         dout = dout if dout is None or dout.stride(2) == 1 else dout.contiguous()
         outs.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
-        blocks.append(min(8, triton.next_power_of_2(x.shape[1])))
+        blocks.append(min(most_heads, triton.next_power_of_2(x.shape[1])))
         arguments += [x, weight, dout, outs[-1], x.shape[1], *x.stride()[:2]]
         arguments += (0, 0) if dout is None else dout.stride()[:2]
     num_blocks = [triton.cdiv(out.shape[1], block) for out, block in zip(outs, blocks, strict=True)]
     programs(_norm_rotate, (tokens, sum(num_blocks)))(
         *arguments, cos, sin, dim, eps, num_blocks[0],
         HALF=cos.shape[-1], HAS_NORM=weights[0] is not None, IS_BACKWARD=douts is not None, ONCE=once,
-        Q_HEADS=blocks[0], K_HEADS=blocks[1], BLOCK=triton.next_power_of_2(dim),
-        num_warps=4 if dim >= 64 else 1,
+        Q_HEADS=blocks[0], K_HEADS=blocks[1], BLOCK=triton.next_power_of_2(dim), ALIGNED=math.gcd(cos.shape[-1], 8),
+        num_warps=num_warps if dim >= 64 else 1,
     )  # fmt: skip
     return outs[0], outs[1]
 
@@ -300,7 +304,7 @@ def _norm_rotate(
     k_dout_token_stride, k_dout_head_stride,
     cos_ptr, sin_ptr, dim, eps, num_q_blocks,
     HALF: tl.constexpr, HAS_NORM: tl.constexpr, IS_BACKWARD: tl.constexpr, ONCE: tl.constexpr,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """A program handles some heads of one token's queries, or of its keys."""
     block = tl.program_id(1)
@@ -308,13 +312,13 @@ def _norm_rotate(
         _norm_rotate_heads(
             q_ptr, q_weight_ptr, q_dout_ptr, q_out_ptr, q_num_heads, q_token_stride, q_head_stride,
             q_dout_token_stride, q_dout_head_stride, cos_ptr, sin_ptr, dim, eps, block,
-            HALF, HAS_NORM, IS_BACKWARD, ONCE, Q_HEADS, BLOCK,
+            HALF, HAS_NORM, IS_BACKWARD, ONCE, Q_HEADS, BLOCK, ALIGNED,
         )  # fmt: skip
     else:
         _norm_rotate_heads(
             k_ptr, k_weight_ptr, k_dout_ptr, k_out_ptr, k_num_heads, k_token_stride, k_head_stride,
             k_dout_token_stride, k_dout_head_stride, cos_ptr, sin_ptr, dim, eps, block - num_q_blocks,
-            HALF, HAS_NORM, IS_BACKWARD, ONCE, K_HEADS, BLOCK,
+            HALF, HAS_NORM, IS_BACKWARD, ONCE, K_HEADS, BLOCK, ALIGNED,
         )  # fmt: skip
 
 
@@ -323,18 +327,22 @@ def _norm_rotate_heads(
     x_ptr, weight_ptr, dout_ptr, out_ptr, num_heads, x_token_stride, x_head_stride, dout_token_stride, dout_head_stride,
     cos_ptr, sin_ptr, dim, eps, block,
     HALF: tl.constexpr, HAS_NORM: tl.constexpr, IS_BACKWARD: tl.constexpr, ONCE: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """A dim's partner is HALF away. Each dim is loaded twice, the second time from the cache."""
+    """A dim's partner is HALF away. Each dim is loaded twice, the second time from the cache, and in words of ALIGNED
+    dims: HALF is a multiple of it.
+    """
     token = tl.program_id(0).to(tl.int64)
     heads = block * HEADS + tl.arange(0, HEADS)[:, None]
     dims = tl.arange(0, BLOCK)
     partners = tl.where(dims < HALF, dims + HALF, tl.where(dims < 2 * HALF, dims - HALF, dims))
+    partners = tl.max_contiguous(tl.multiple_of(partners, ALIGNED), ALIGNED)
     is_dim, turns = dims < dim, dims < 2 * HALF
     inside = (heads < num_heads) & is_dim[None, :]
     dtype = out_ptr.dtype.element_ty
     x_at = x_ptr + token * x_token_stride + heads * x_head_stride
-    angles = token * HALF + tl.where(dims < HALF, dims, dims - HALF)
+    turned = tl.where(dims < HALF, dims, dims - HALF)
+    angles = token * HALF + tl.max_contiguous(tl.multiple_of(turned, ALIGNED), ALIGNED)
     cos = tl.load(cos_ptr + angles, mask=turns, other=1.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + angles, mask=turns, other=0.0).to(tl.float32)[None, :]
     sign = tl.where(dims < HALF, -1.0, 1.0)[None, :]

@@ -173,20 +173,22 @@ def activate_backward_triton(
     groups: RowGroups,
     activation: ExpertActivation,
     needs_h: bool,
+    may_overwrite_gu: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """The same as activate_backward_torch, by a kernel; overwrites gu and dh."""
+    """The same as activate_backward_torch, by a kernel; overwrites dh, and gu if it may."""
     num_rows, width = dh_SI.shape
+    dgu_SI = gu_SI if may_overwrite_gu else torch.empty_like(gu_SI)
     dw_S = torch.empty(num_rows, dtype=torch.float32, device=gu_SI.device)
     dba_SR = None if adapter is None else gu_SI.new_empty(num_rows, adapter.rank)
     if num_rows:
         tiling = BACKWARD if adapter is None else tiling_of(ADAPTED_BACKWARD, adapter.rank, gu_SI.element_size())
         tiles = groups.tiles(TABLE_ROWS)
         programs(_activate_backward, (tiles.shape[0] * TABLE_ROWS // tiling.rows,))(
-            gu_SI, xa_SR, dh_SI, db_SR, weights_S, gu_SI, dh_SI, dw_S, dba_SR, tiles, width,
+            gu_SI, xa_SR, dh_SI, db_SR, weights_S, dgu_SI, dh_SI, dw_S, dba_SR, tiles, width,
             *_adapter_arguments(adapter),
             **_constants(gu_SI, adapter, activation, tiling) | {"NEEDS_H": needs_h},
         )  # fmt: skip
-    return gu_SI, dh_SI if needs_h else None, dw_S, dba_SR
+    return dgu_SI, dh_SI if needs_h else None, dw_S, dba_SR
 
 
 def _adapter_arguments(adapter: InnerAdapter | None) -> tuple[Tensor | float | int | None, ...]:
@@ -242,8 +244,9 @@ def activate_backward(
     groups: RowGroups,
     activation: ExpertActivation,
     needs_h: bool,
+    may_overwrite_gu: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Gradients around the activation. May overwrite gu and dh.
+    """Gradients around the activation. May overwrite dh.
 
     Args:
         gu_SI, xa_SR, adapter, groups, activation: as in `activate`.
@@ -251,12 +254,16 @@ def activate_backward(
         db_SR: scale * output gradient times B of down; None without an adapter.
         weights_S: routing weight of every row.
         needs_h: whether to return hw.
+        may_overwrite_gu: whether the caller has no more use for gu.
 
     Returns:
         dgu [S, 2I], hw [S, I] (None unless asked for), dw [S] in float32, dba [S, r] (None without an adapter).
     """
-    implementation = activate_backward_triton if gu_SI.is_cuda else activate_backward_torch
-    return implementation(gu_SI, xa_SR, adapter, dh_SI, db_SR, weights_S, groups, activation, needs_h)
+    if not gu_SI.is_cuda:
+        return activate_backward_torch(gu_SI, xa_SR, adapter, dh_SI, db_SR, weights_S, groups, activation, needs_h)
+    return activate_backward_triton(
+        gu_SI, xa_SR, adapter, dh_SI, db_SR, weights_S, groups, activation, needs_h, may_overwrite_gu
+    )
 
 
 @triton.jit

@@ -142,10 +142,10 @@ class DecoderLayer(nn.Module):
     Attention keeps its output, because at long sequences nothing costs more to compute again; the projection after it
     needs nothing else. Experts keep only the routing and r numbers per row, and recompute the rest themselves, from
     tokens that the part before them computes again. Recomputed with that part, they would repeat their down projections
-    and their exchanges without need.
+    and their exchanges without need. Without checkpointing, they keep gate and up of each row, too.
 
-    What is kept is thus x, attention's output, delta (what o_proj adds) and some numbers per token. The three may wait
-    in host memory (host_activations.py).
+    What a checkpointed layer keeps is thus x, attention's output, delta (what o_proj adds) and some numbers per token.
+    The three may wait in host memory (host_activations.py).
     """
 
     def __init__(self, build: Build, layer: int) -> None:

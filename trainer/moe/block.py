@@ -77,7 +77,7 @@ class MoeBlock(nn.Module):
         return x_TH, routing.weights_TK, routing.experts_TK, shared_TH, routing.num_flipped
 
     def finish(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        """Run the routed experts, which keep little for backward."""
+        """Run the routed experts, which keep little for backward if `start` is recomputed."""
         plan = plan_dispatch(experts_TK, self.num_experts, self.ep_group, self.shares)
         return self.experts(x_TH, weights_TK, plan, recomputation(x_TH))
 

@@ -3,10 +3,10 @@
     forward     Xp, xa = gather x, s x Agu^T                      GU  = Xp Wgu^T + bias     (grouped product)
                 h,  ha = activation(GU + xa Bgu^T), s h Ad^T      y   = h Wd^T + ha Bd^T + bias
                 out[t] = sum_k w[t,k] y[t,k]                      (w in y's accumulator, where vLLM has it)
-    saved       x (not Xp) unless it can be computed again, the routing and the plan, xa and ha (r numbers per row), the
-                adapters in the compute dtype
+    saved       the routing and the plan, xa and ha (r numbers per row), the adapters in the compute dtype; x (not Xp)
+                and GU, unless the layer computes x again
     backward    g,  db = gather grad_out, s g Bd                  dh' = g Wd                (unweighted)
-                GU again from x                                   dh' += db Ad;  dw = <h, dh'>;  dh = w dh'
+                GU again from x, if it was not saved              dh' += db Ad;  dw = <h, dh'>;  dh = w dh'
                 dgu, w h, dba = s dgu Bgu from the activation's backward
                 dXp = dgu Wgu + dba Agu
                 dBd = g^T w ha   dAd = db^T (w h)   dBgu = dgu^T xa   dAgu = dba^T Xp
@@ -15,8 +15,8 @@
 Owns the order and what is kept. dw, the router's gradient, is <h, dh'> because <y, g> = <h, Wd^T g> + <ha, Bd^T g>
 (+ <bias, g>), so the down output is neither saved nor computed again. Weights are never merged with their adapters (no
 W + BA), and no gradient is computed for frozen weights. A dispatch over ranks costs two exchanges of rows forward and
-three backward (x, g, dXp); the exchange of x runs during the products of g. So little is kept that recomputing this
-function in a checkpointed layer would save nothing.
+three backward (x, g, dXp); the exchange of x runs during the products of g. In a checkpointed layer so little is kept
+that recomputing this function would save nothing.
 
 Invariant: a token's output depends only on the token and its experts' weights, not on which rank holds them nor on
 other tokens in the batch (except that grouped products choose kernels by row count). Every sum has a fixed order.
@@ -93,7 +93,7 @@ def routed_experts(
         adapters: gate_up A (E, r, H) and B (E, 2I, r), down A (E, r, I) and B (E, H, r); all None: no adapters.
         plan: the tokens' way to the experts.
         call: what gets no gradients.
-        x_again: computes x_TH in the backward pass; None: it is saved.
+        x_again: computes x_TH in the backward pass; None: it is saved, and GU (2I numbers per row), too.
 
     Returns:
         out_TH in x's dtype.
@@ -132,6 +132,7 @@ class _RoutedExperts(torch.autograd.Function):
         gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend, bias_EN=gate_up_bias)
         del rows
         h, ha = activate(gu, xa, inner, groups, call.activation)
+        saved_x, saved_gu = (x_TH, gu) if x_again is None else (None, None)
         del gu
         more = {"low_SR": ha, "p_ENR": b_down, "bias_EN": down_bias}
         weights_left: Tensor | None = weights_TK.contiguous()
@@ -145,14 +146,14 @@ class _RoutedExperts(torch.autograd.Function):
         ctx.adapter_dtypes = [None if factor is None else factor.dtype for factor in stored]
         of_plan, ctx.plan_of = plan.taken_apart()
         of_adapters = (a_gate_up, b_gate_up, a_down, b_down, xa, ha)
-        saved_x = x_TH if x_again is None else None
-        ctx.save_for_backward(saved_x, weights_TK, gate_up, down, gate_up_bias, down_bias, *of_adapters, *of_plan)
+        base = (gate_up, down, gate_up_bias, down_bias)
+        ctx.save_for_backward(saved_x, saved_gu, weights_TK, *base, *of_adapters, *of_plan)
         return weighted_sum(y, weights_left, plan.row_of_choice_TK, call.mode)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TH: Tensor) -> tuple[Tensor | None, ...]:
-        x_TH, weights_TK, gate_up, down, gate_up_bias, down_bias, *rest = ctx.saved_tensors
+        x_TH, gu, weights_TK, gate_up, down, gate_up_bias, down_bias, *rest = ctx.saved_tensors
         a_gate_up, b_gate_up, a_down, b_down, xa, ha, *of_plan = rest
         call: ExpertCall = ctx.call
         plan: Dispatch = ctx.plan_of(*of_plan)
@@ -181,12 +182,16 @@ class _RoutedExperts(torch.autograd.Function):
 
         received_x, _ = receive_x()
         del receive_x
-        rows = gather_rows(received_x, source)
-        gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend, bias_EN=gate_up_bias)
+        is_saved = gu is not None
+        rows = gather_rows(received_x, source) if gu is None or does_gate_up else None
+        if gu is None:
+            assert rows is not None
+            gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend, bias_EN=gate_up_bias)
         rows = rows if does_gate_up else None
         dgu, hw, dw_R, dba = activate_backward(
-            gu, xa, inner, dh, db, w_R, groups, call.activation, does_adapt or does_down
-        )
+            gu, xa, inner, dh, db, w_R, groups, call.activation,
+            needs_h=does_adapt or does_down, may_overwrite_gu=not is_saved,
+        )  # fmt: skip
         del gu, dh
         if g_dot_bias is not None:
             dw_R = dw_R + g_dot_bias

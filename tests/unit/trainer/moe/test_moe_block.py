@@ -188,17 +188,41 @@ def test_frozen_weights_get_no_gradient_product(monkeypatch):
     run(make_experts())
 
 
-def test_only_tokens_routing_and_low_rank_rows_are_saved():
-    experts = make_experts(dtype=torch.bfloat16)
+def saved_beside_arguments(experts: Experts, *, is_recomputed: bool) -> tuple[int, int]:
+    """How many floats and how many integers one call keeps for its backward."""
     x, weights, ids, _ = make_batch(torch.bfloat16)
     held = {p.data_ptr() for p in experts.parameters()} | {x.data_ptr(), weights.data_ptr()}
-    kept = []
+    kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        experts(x, weights, plan_dispatch(ids, NUM_EXPERTS, None))
+        experts(x, weights, plan_dispatch(ids, NUM_EXPERTS, None), (lambda: x) if is_recomputed else None)
     extra = [t for t in kept if t.data_ptr() not in held]
-    assert sum(t.numel() for t in extra if t.is_floating_point()) == 2 * NUM_TOKENS * TOP_K * RANK
-    ids_and_counts = sum(t.numel() for t in extra if not t.is_floating_point())  # the plan: three tables of slots
-    assert ids_and_counts == 3 * NUM_TOKENS * TOP_K + 2 * NUM_EXPERTS
+    floats = sum(t.numel() for t in extra if t.is_floating_point())
+    return floats, sum(t.numel() for t in extra) - floats
+
+
+def test_what_is_saved():
+    """Routing and low-rank rows; and if tokens are kept, the rows of gate and up, which are then not computed again."""
+    experts, rows = make_experts(dtype=torch.bfloat16), NUM_TOKENS * TOP_K
+    plan = 3 * rows + 2 * NUM_EXPERTS  # three tables of slots, two of experts
+    assert saved_beside_arguments(experts, is_recomputed=True) == (2 * rows * RANK, plan)
+    assert saved_beside_arguments(experts, is_recomputed=False) == (2 * rows * RANK + rows * 2 * WIDTH, plan)
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["adapters", "full"])
+def test_kept_gate_and_up_save_a_product_and_change_no_bit(monkeypatch, is_full):
+    products: list[int] = []
+    product = routed.grouped_product
+    monkeypatch.setattr(routed, "grouped_product", lambda *a, **more: products.append(1) or product(*a, **more))
+    results = []
+    for is_recomputed in (True, False):
+        experts = make_experts(dtype=torch.bfloat16, is_full=is_full)
+        x, weights, ids, grad_out = make_batch(torch.bfloat16)
+        again = (lambda x=x: x.detach()) if is_recomputed else None
+        experts(x, weights, plan_dispatch(ids, NUM_EXPERTS, None), again).backward(grad_out)
+        results.append([x.grad, weights.grad, *(p.grad for p in experts.parameters() if p.grad is not None)])
+        products.append(0)
+    assert products == [1] * 5 + [0] + [1] * 4 + [0]
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_recomputation_changes_no_bit():
@@ -273,12 +297,12 @@ def test_sent_rows_end_when_they_were_sent(tmp_path, monkeypatch):
                 is_product_held.append(gathered[-1]() is not None)
             return exchange(rows, *rest)
 
-        def look(*arguments):
+        def look(*arguments, **more):
             deadline = time.monotonic() + 5  # gloo's thread lets go of what it sent a moment after it was received
             while any(rows() is not None for rows in sent) and time.monotonic() < deadline:
                 time.sleep(0.001)
             assert [rows() is None for rows in sent] == [True] * 4, "x and y forward, g and x backward"
-            return activate_backward(*arguments)
+            return activate_backward(*arguments, **more)
 
         monkeypatch.setattr(dispatch, "gather_rows", gather)
         monkeypatch.setattr(dispatch, "_all_to_all", watch)
