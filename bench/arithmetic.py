@@ -155,30 +155,31 @@ def print_table(report: dict[str, Any]) -> None:
 
 
 def draw(report: dict[str, Any], picture: Path) -> None:
-    """Held-out curves: stage 1 by step, stage 2 by step and by response tokens. A colour is a row, a line a seed."""
+    """Held-out curves: stage 1 by step, stage 2 by step and by time. A colour is a row, a line a seed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=(15, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    taught, by_step, by_tokens = figure.subplots(1, 3)
+    taught, by_step, by_time = figure.subplots(1, 3)
     for seed, row in report["taught"].items():
         taught.plot(*zip(*row["nll_curve"], strict=True), label=f"seed {seed}", marker="o", markersize=3)
     for number, (name, by_seed) in enumerate(report["rows"].items()):
         for index, row in enumerate(by_seed.values()):
-            steps, _, tokens, rewards = zip(*row["curve"], strict=True)
+            steps, seconds, _, rewards = zip(*row["curve"], strict=True)
             style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--", "linewidth": 1.3}
             style["label"] = name if index == 0 else None
             by_step.plot(steps, rewards, **style)
-            by_tokens.plot(tokens, rewards, **style)
+            by_time.plot(seconds, rewards, **style)
     titles = ("stage 1: held-out nll, nats per token", "stage 2: held-out reward", "stage 2: held-out reward")
     for panel, title, axis in zip(
-        (taught, by_step, by_tokens), titles, ("step", "step", "response tokens"), strict=True
+        (taught, by_step, by_time), titles, ("step", "step", "seconds of steps"), strict=True
     ):
         panel.set_title(title, fontsize=10)
         panel.set_xlabel(axis)
         panel.grid(alpha=0.3)
-        panel.legend(fontsize=8)
+    taught.legend(fontsize=8)
+    figure.legend(*by_step.get_legend_handles_labels(), fontsize=8, loc="outside right center")
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=110)
 
@@ -197,7 +198,11 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], help="further options of every run of stage 2")
     parser.add_argument("--out", type=Path, help="the JSON; default bench/results/arithmetic-<device>.json")
     parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the JSON of --out and end")
     args = parser.parse_args()
+    if args.plot:
+        draw(json.loads(args.out.read_text()), args.plot)
+        return
     suffix = "_gpu" if args.gpu else ""
     report: dict[str, Any] = {"environment": environment(args.commit), "taught": {}, "rows": {}}
     print(json.dumps(report["environment"], indent=2))

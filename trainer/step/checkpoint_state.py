@@ -38,8 +38,8 @@ def write_rank_state(
     """
     folder.mkdir(parents=True, exist_ok=True)
     data, meta = _paths(folder, rank)
-    # Clones: safetensors refuses tensors that share storage, and shards of one buffer do.
-    on_host = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    # Copies, also of what is on the host: safetensors refuses tensors that share storage, and shards of one buffer do.
+    on_host = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     partial = data.with_suffix(".partial")
     save_file(on_host, partial)
     os.replace(partial, data)
