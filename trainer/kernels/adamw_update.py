@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.kernels.launch import programs
+from trainer.kernels.launch import cdiv, programs
 
 GROUP = 256
 """Values that share a scale."""
@@ -84,7 +84,7 @@ def adamw_triton(
     start = 0
     for (size, is_aligned, is_coded, *_), indices in kinds.items():
         one = indices[0]
-        programs(_adamw, (triton.cdiv(size, ROWS * GROUP), len(indices)))(
+        programs(_adamw, (cdiv(size, ROWS * GROUP), len(indices)))(
             table[start:], parameters[one], *_parts(moments[one]), *_parts(squares[one]), size,
             lr, lr * weight_decay, 1 - betas[0], 1 - betas[1], eps,
             1 / (1 - betas[0] ** num_updates), 1 / (1 - betas[1] ** num_updates),

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from conf.schema import CombineMode
-from trainer.kernels.launch import programs
+from trainer.kernels.launch import cdiv, next_power_of_2, programs
 
 
 def weighted_sum_torch(
@@ -50,8 +50,8 @@ def weighted_sum_triton(
     out_TH = rows_SH.new_empty(num_tokens, num_columns)
     does_round_products, does_round_sums = _roundings(mode)
     if num_tokens:
-        block = min(1024, triton.next_power_of_2(num_columns))
-        programs(_weighted_sum, (num_tokens, triton.cdiv(num_columns, block)))(
+        block = min(1024, next_power_of_2(num_columns))
+        programs(_weighted_sum, (num_tokens, cdiv(num_columns, block)))(
             rows_SH, weights_TK, row_of_choice_TK, out_TH, num_columns,
             TOP_K=top_k, HAS_WEIGHTS=weights_TK is not None, ROUND_PRODUCTS=does_round_products,
             ROUND_SUMS=does_round_sums, BLOCK=block, num_warps=4 if block >= 512 else 1,

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.kernels.launch import programs
+from trainer.kernels.launch import cdiv, programs
 from trainer.kernels.rms_norm import is_for_triton
 
 BLOCK = 2048
@@ -58,7 +58,7 @@ def silu_product_triton(gate: Tensor, up: Tensor, once: bool) -> Tensor:
     """The same as silu_product_torch, by a kernel, of contiguous tensors."""
     out = torch.empty_like(gate)
     size = gate.numel()
-    programs(_silu_product, (triton.cdiv(size, BLOCK),))(gate, up, out, size, ONCE=once, BLOCK=BLOCK, num_warps=8)
+    programs(_silu_product, (cdiv(size, BLOCK),))(gate, up, out, size, ONCE=once, BLOCK=BLOCK, num_warps=8)
     return out
 
 
@@ -66,9 +66,7 @@ def silu_product_backward_triton(gate: Tensor, up: Tensor, dh: Tensor) -> tuple[
     """Gradients of gate and up."""
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
     size = gate.numel()
-    programs(_silu_product_backward, (triton.cdiv(size, BLOCK),))(
-        gate, up, dh, dgate, dup, size, BLOCK=BLOCK, num_warps=8
-    )
+    programs(_silu_product_backward, (cdiv(size, BLOCK),))(gate, up, dh, dgate, dup, size, BLOCK=BLOCK, num_warps=8)
     return dgate, dup
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.kernels.launch import programs
+from trainer.kernels.launch import cdiv, programs
 
 GROUP = 32
 """Elements under one scale, in both formats."""
@@ -44,7 +44,7 @@ def dequantize_mxfp4_torch(blocks: Tensor, scales: Tensor, out: Tensor) -> Tenso
 def dequantize_int4_triton(packed: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     """The same as dequantize_int4_torch, by a kernel."""
     num_words = packed.numel()
-    programs(_dequantize_int4, (triton.cdiv(num_words, WORDS_A_PROGRAM),))(
+    programs(_dequantize_int4, (cdiv(num_words, WORDS_A_PROGRAM),))(
         packed, scale, out, num_words, WORDS_A_GROUP=GROUP // 8, BLOCK=WORDS_A_PROGRAM, num_warps=4
     )  # fmt: skip
     return out
@@ -54,7 +54,7 @@ def dequantize_mxfp4_triton(blocks: Tensor, scales: Tensor, out: Tensor) -> Tens
     """The same as dequantize_mxfp4_torch, by a kernel."""
     words = blocks.view(torch.int32)
     num_words = words.numel()
-    programs(_dequantize_mxfp4, (triton.cdiv(num_words, WORDS_A_PROGRAM),))(
+    programs(_dequantize_mxfp4, (cdiv(num_words, WORDS_A_PROGRAM),))(
         words, scales, out, num_words, WORDS_A_GROUP=GROUP // 8, BLOCK=WORDS_A_PROGRAM, num_warps=4
     )  # fmt: skip
     return out

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trainer.kernels.groups import RowGroups
-from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of, programs, tiling_of
+from trainer.kernels.launch import Tiling, cdiv, factor_of, padded_rank, precision_of, programs, tiling_of
 
 GATHER, GATHER_FROM_HOST = Tiling(32, 128, warps=8, stages=1), Tiling(1, 1024, warps=4, stages=1)
 PROJECT = {
@@ -60,7 +60,7 @@ def gather_rows_triton(x: Tensor, source_S: Tensor) -> Tensor:
     out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=source_S.device)
     if num_rows:
         tiling = GATHER if x.is_cuda else GATHER_FROM_HOST
-        programs(_gather, (triton.cdiv(num_rows, tiling.rows), triton.cdiv(num_columns, tiling.columns)))(
+        programs(_gather, (cdiv(num_rows, tiling.rows), cdiv(num_columns, tiling.columns)))(
             x, source_S, out, num_rows, num_columns, x.stride(0),
             BLOCK_M=tiling.rows, BLOCK_K=tiling.columns, num_warps=tiling.warps,
         )  # fmt: skip

@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from trainer.kernels.groups import RowGroups
-from trainer.kernels.launch import Tiling, padded_rank, precision_of, programs
+from trainer.kernels.launch import Tiling, cdiv, padded_rank, precision_of, programs
 
 WIDE = Tiling(128, 256, warps=8, stages=3)
 NARROW = Tiling(128, 128, warps=8, stages=3)
@@ -69,7 +69,7 @@ def grouped_product_triton(
     tiling, shared = product_tiling(num_rows // num_experts, x_SK.element_size(), _capability(x_SK.device))
     step = 128 // x_SK.element_size()
     tiles = groups.tiles(tiling.rows)
-    programs(_product, (tiles.shape[0] * triton.cdiv(num_columns, tiling.columns),))(
+    programs(_product, (tiles.shape[0] * cdiv(num_columns, tiling.columns),))(
         TensorDescriptor.from_tensor(x_SK, [tiling.rows, step]),
         TensorDescriptor.from_tensor(stored, [tiling.columns, step] if is_turned else [step, tiling.columns]),
         out_SN, low_SR, p_ENR, bias_EN, weights_S, tiles, tiles.shape[0], depth, num_columns,
@@ -86,7 +86,7 @@ def grouped_gradient_triton(left_SM: Tensor, right_SN: Tensor, groups: RowGroups
     """[E, M, N]; zeros for an expert without rows."""
     shape = (groups.num_experts, left_SM.shape[1], right_SN.shape[1])
     out_EMN = left_SM.new_empty(shape)
-    programs(_gradient, (triton.cdiv(shape[2], 128), triton.cdiv(shape[1], 64), shape[0]))(
+    programs(_gradient, (cdiv(shape[2], 128), cdiv(shape[1], 64), shape[0]))(
         left_SM, right_SN, out_EMN, groups.ends_E, shape[1], shape[2],
         BLOCK_M=64, BLOCK_N=128, BLOCK_K=64 if left_SM.element_size() == 2 else 32,
         PRECISION=precision_of(left_SM), num_warps=4, num_stages=3,

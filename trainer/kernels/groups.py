@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.kernels.launch import programs
+from trainer.kernels.launch import cdiv, next_power_of_2, programs
 
 MAX_ABREAST = 1 << 16
 """The product of two experts' tile counts must fit 32 bits. With at most this many tiles in all, one bit stays free."""
@@ -84,8 +84,8 @@ class RowGroups:
         if key not in self._tiles:
             tiles_N3 = torch.empty(max_tiles, 3, dtype=torch.int32, device=self.counts_E.device)
             if max_tiles:
-                padded = triton.next_power_of_2(self.num_experts)
-                programs(_write_tiles, (triton.cdiv(max_tiles, 16),))(
+                padded = next_power_of_2(self.num_experts)
+                programs(_write_tiles, (cdiv(max_tiles, 16),))(
                     self.counts_E, tiles_N3, self.num_experts, max_tiles,
                     EXPERTS=padded, TILE=tile_rows, ABREAST=key[1], BLOCK=16,
                 )  # fmt: skip

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainer.kernels.launch import cdiv, next_power_of_2
 from trainer.kernels.rms_norm import is_for_triton, rotate_torch
 
 HEADS = 8
@@ -90,7 +91,7 @@ def latent_heads_triton(
     q_TND, kv_TNE = q_TND.contiguous(), kv_TNE.contiguous()
     turning_TR = turning_TR if turning_TR.stride(1) == 1 else turning_TR.contiguous()
     q_out, k_out = torch.empty_like(q_TND), torch.empty_like(q_TND)
-    launch: Any = _latent_heads[(tokens, triton.cdiv(heads, HEADS))]
+    launch: Any = _latent_heads[(tokens, cdiv(heads, HEADS))]
     launch(
         q_TND, kv_TNE, turning_TR, cos, sin, q_out, k_out, heads, width - 2 * half, kv_TNE.shape[2],
         turning_TR.stride(0), **_sizes(half, width - 2 * half, 0, interleaved),
@@ -122,8 +123,8 @@ def _sizes(half: int, fixed: int, values: int, interleaved: bool) -> dict[str, A
         "HALF": half,
         "INTERLEAVED": interleaved,
         "HEADS": HEADS,
-        "BLOCK_HALF": triton.next_power_of_2(half),
-        "BLOCK": triton.next_power_of_2(max(fixed, values)),
+        "BLOCK_HALF": next_power_of_2(half),
+        "BLOCK": next_power_of_2(max(fixed, values)),
         "num_warps": 4,
         "enable_fp_fusion": False,  # in float32 a fused product and sum would skip a rounding
     }

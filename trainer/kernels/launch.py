@@ -1,4 +1,4 @@
-"""What all launches in this package share: the padding of the rank, and the precision of products.
+"""What all launches in this package share: sizes of grids and blocks, and the precision of products.
 
 Configurations (tile sizes, warps, stages) are fixed in the code, by shape, rank and kind of GPU. Autotuning would run
 at different times on ranks with different row counts, and collectives would time out.
@@ -30,9 +30,19 @@ def programs(kernel: Any, grid: tuple[Any, ...]) -> Any:
     return kernel[grid]
 
 
+def cdiv(size: int, part: int) -> int:
+    """How many parts cover the size. triton.cdiv takes the host 5 us, because kernels can call it, too."""
+    return -(-size // part)
+
+
+def next_power_of_2(size: int) -> int:
+    """The smallest power of two that is no less than a positive size; see cdiv."""
+    return 1 << (size - 1).bit_length()
+
+
 def padded_rank(rank: int) -> int:
     """The power of two, at least 16, that a tensor-core product over the rank needs; the rest is masked."""
-    return max(16, 1 << (rank - 1).bit_length())
+    return max(16, next_power_of_2(rank))
 
 
 def tiling_of(tilings: Mapping[int, Tiling], rank: int, element_size: int) -> Tiling:

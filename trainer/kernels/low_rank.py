@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trainer.kernels.groups import RowGroups
-from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of, programs, tiling_of
+from trainer.kernels.launch import Tiling, cdiv, factor_of, padded_rank, precision_of, programs, tiling_of
 
 ADD = {
     128: Tiling(64, 64, warps=4, stages=3),
@@ -85,7 +85,7 @@ def add_low_rank_triton(
     if num_rows:
         tiling = tiling_of(ADD, rank, rows_SN.element_size())
         tiles = groups.tiles(tiling.rows)
-        programs(_add_low_rank, (triton.cdiv(num_columns, SPAN), tiles.shape[0]))(
+        programs(_add_low_rank, (cdiv(num_columns, SPAN), tiles.shape[0]))(
             rows_SN, low_SR, p_ENR, bias_EN, tiles, num_columns,
             *((0, 0, 0) if p_ENR is None else p_ENR.stride()),
             HAS_LORA=p_ENR is not None, HAS_BIAS=bias_EN is not None, RANK=rank, PADDED_RANK=padded_rank(rank),
@@ -106,7 +106,7 @@ def low_rank_gradient_triton(
     """The same as low_rank_gradient_torch, by a kernel."""
     rank, num_columns = left_SR.shape[1], right_XN.shape[1]
     tiling = tiling_of(GRADIENT, rank, left_SR.element_size())
-    programs(_low_rank_gradient, (triton.cdiv(num_columns, tiling.columns) * groups.num_experts,))(
+    programs(_low_rank_gradient, (cdiv(num_columns, tiling.columns) * groups.num_experts,))(
         left_SR, right_XN, source_S, weights_S, out_ERN, groups.ends_E, groups.num_experts, num_columns,
         *out_ERN.stride(), HAS_SOURCE=source_S is not None, HAS_WEIGHTS=weights_S is not None,
         RANK=rank, PADDED_RANK=padded_rank(rank), IS_TRANSPOSED=out_ERN.stride(1) == 1 and rank > 1,

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.kernels.launch import programs
+from trainer.kernels.launch import cdiv, programs
 from trainer.kernels.rms_norm import is_for_triton
 
 BLOCK = 2048
@@ -76,7 +76,7 @@ def residual_sum_triton(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     wide = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     addends = (None if part is None else part.contiguous() for part in (x, attended, fed, shared))
-    programs(_residual_sum, (triton.cdiv(x.numel(), BLOCK),))(
+    programs(_residual_sum, (cdiv(x.numel(), BLOCK),))(
         *addends, y, wide, x.numel(), scale, HAS_SHARED=shared is not None, BLOCK=BLOCK, num_warps=8
     )
     return y, wide

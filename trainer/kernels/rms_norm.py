@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.kernels.launch import programs
+from trainer.kernels.launch import cdiv, next_power_of_2, programs
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 ROTATE = 8, 4
@@ -193,7 +193,7 @@ def rms_norm_triton(
     total = None if delta is None else torch.empty_like(out)
     programs(_rms_norm, (rows_SK.shape[0],))(
         rows_SK, None if delta is None else delta.contiguous(), weight_K, total, out, size, rows_SK.stride(0), eps,
-        HAS_DELTA=delta is not None, ONCE=once, BLOCK=triton.next_power_of_2(size),
+        HAS_DELTA=delta is not None, ONCE=once, BLOCK=next_power_of_2(size),
         num_warps=_warps(size),
     )  # fmt: skip
     return total, out
@@ -207,7 +207,7 @@ def rms_norm_backward_triton(x: Tensor, weight_K: Tensor, dout: Tensor, dtotal: 
     programs(_rms_norm_backward, (rows_SK.shape[0],))(
         rows_SK, weight_K, dout.contiguous(), None if dtotal is None else dtotal.contiguous(), dx, size,
         rows_SK.stride(0), eps,
-        HAS_TOTAL=dtotal is not None, BLOCK=triton.next_power_of_2(size),
+        HAS_TOTAL=dtotal is not None, BLOCK=next_power_of_2(size),
         num_warps=_warps(size),
     )  # fmt: skip
     return dx
@@ -232,14 +232,14 @@ def norm_rotate_triton(
         x = x if x.stride(2) == 1 else x.contiguous()
         dout = dout if dout is None or dout.stride(2) == 1 else dout.contiguous()
         outs.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
-        blocks.append(min(most_heads, triton.next_power_of_2(x.shape[1])))
+        blocks.append(min(most_heads, next_power_of_2(x.shape[1])))
         arguments += [x, weight, dout, outs[-1], x.shape[1], *x.stride()[:2]]
         arguments += (0, 0) if dout is None else dout.stride()[:2]
-    num_blocks = [triton.cdiv(out.shape[1], block) for out, block in zip(outs, blocks, strict=True)]
+    num_blocks = [cdiv(out.shape[1], block) for out, block in zip(outs, blocks, strict=True)]
     programs(_norm_rotate, (tokens, sum(num_blocks)))(
         *arguments, cos, sin, dim, eps, num_blocks[0],
         HALF=cos.shape[-1], HAS_NORM=weights[0] is not None, IS_BACKWARD=douts is not None, ONCE=once,
-        Q_HEADS=blocks[0], K_HEADS=blocks[1], BLOCK=triton.next_power_of_2(dim), ALIGNED=math.gcd(cos.shape[-1], 8),
+        Q_HEADS=blocks[0], K_HEADS=blocks[1], BLOCK=next_power_of_2(dim), ALIGNED=math.gcd(cos.shape[-1], 8),
         num_warps=num_warps if dim >= 64 else 1,
     )  # fmt: skip
     return outs[0], outs[1]

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.kernels.launch import programs
+from trainer.kernels.launch import cdiv, next_power_of_2, programs
 from trainer.kernels.rms_norm import is_for_triton
 
 TILE = 1024
@@ -105,7 +105,7 @@ def _weights(logits_TE: Tensor, experts_TK: Tensor, does_normalize: bool, wide: 
     num_tokens, num_experts = logits_TE.shape
     weights_TK = logits_TE.new_empty(experts_TK.shape, dtype=torch.float32 if wide else logits_TE.dtype)
     rows, shape = _shape(num_experts, experts_TK.shape[1], does_normalize)
-    programs(_route, (triton.cdiv(num_tokens, rows),))(
+    programs(_route, (cdiv(num_tokens, rows),))(
         logits_TE, weights_TK, experts_TK, num_tokens, num_experts, int(is_given), **shape
     )
     return weights_TK
@@ -117,16 +117,16 @@ def route_backward_triton(logits_TE: Tensor, experts_TK: Tensor, dweights_TK: Te
     dlogits_TE = torch.empty_like(logits_TE)
     num_tokens, num_experts = logits_TE.shape
     rows, shape = _shape(num_experts, experts_TK.shape[1], does_normalize)
-    programs(_route_backward, (triton.cdiv(num_tokens, rows),))(
+    programs(_route_backward, (cdiv(num_tokens, rows),))(
         logits_TE, experts_TK.contiguous(), dweights_TK.contiguous(), dlogits_TE, num_tokens, num_experts, **shape
     )
     return dlogits_TE
 
 
 def _shape(num_experts: int, top_k: int, does_normalize: bool) -> tuple[int, dict[str, Any]]:
-    padded = int(triton.next_power_of_2(num_experts))
+    padded = next_power_of_2(num_experts)
     rows = max(1, TILE // padded)
-    sizes = {"ROWS": rows, "EXPERTS": padded, "TOP_K": top_k, "CHOICES": triton.next_power_of_2(top_k)}
+    sizes = {"ROWS": rows, "EXPERTS": padded, "TOP_K": top_k, "CHOICES": next_power_of_2(top_k)}
     return rows, sizes | {"DOES_NORMALIZE": does_normalize, "num_warps": 4}
 
 
