@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+
+from rollout.die_with_owner import OWNER_VARIABLE
+from rollout.in_vllm import fork_server
 
 ONLY_THE_LIKELIEST = 1e-6
 """top_p that makes sampling greedy, for requests that must have a temperature."""
@@ -29,13 +32,29 @@ def models_inspected_here() -> Iterator[None]:
 
 
 @contextmanager
+def ranks_forked() -> Iterator[None]:
+    """On a CPU the ranks of an engine come from the process that imports vLLM once for all engines of workers of this
+    one. vLLM's own way is to spawn each, and to import vLLM in it."""
+    from vllm.v1.executor import multiproc_executor
+
+    if torch.cuda.is_available():
+        yield
+        return
+    os.environ.setdefault(OWNER_VARIABLE, str(os.getpid()))
+    fork_server.begin()
+    with mock.patch.object(multiproc_executor, "get_mp_context", fork_server.EngineContext):
+        yield
+
+
+@contextmanager
 def engine_of(**arguments: Any) -> Iterator[Any]:
     """A vLLM engine of these arguments. It lies in this process, which imports vLLM once for all of them, but for the
     ranks of several: a process takes five times the CPU time of an engine to import it."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    with mock.patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0"), models_inspected_here():
+    ranks = ranks_forked() if arguments.get("tensor_parallel_size", 1) > 1 else nullcontext()
+    with mock.patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0"), models_inspected_here(), ranks:
         engine = LLM(**arguments)
     try:
         yield engine

@@ -37,7 +37,7 @@ def results() -> dict[str, str]:
     paths = os.pathsep.join(str(folder) for folder in Path(__file__).parents[3:5])  # of `cases` and of the product
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
     command = [sys.executable, "-m", "cases.kernel_cases"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
