@@ -102,6 +102,7 @@ def reasons_of(config: RunConfig, hf_config: Mapping[str, Any] | None) -> tuple[
     """Every reason, whether it applies to this run or not."""
     return (
         *_reasons_of_training(config),
+        *_reasons_of_objective(config),
         *_reasons_of_rewards(config),
         *_reasons_of_data_and_algorithm(config),
         *_reasons_of_sampling(config),
@@ -110,9 +111,7 @@ def reasons_of(config: RunConfig, hf_config: Mapping[str, Any] | None) -> tuple[
 
 
 def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
-    """Reasons about the objective, the trainer and what it starts from."""
-    objective = config.algorithm.objective
-    is_given = objective is not Objective.policy
+    """Reasons about the trainer, what it starts from, and loggers."""
     return (
         *(
             Ignored(
@@ -141,6 +140,44 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
             "trainer.lora.experts=false",
             "remove one of the two",
         ),
+        Ignored(
+            "trainer.numerics.adapters",
+            config.trainer.mode is TrainMode.full,
+            "trainer.mode=full, which has no adapters",
+            "remove it, or set trainer.mode=lora",
+        ),
+        Ignored(
+            ("trainer.numerics.", "trainer.combine"),
+            config.trainer.engine_forward,
+            "trainer.engine_forward=true, whose values come from the engine's kernels",
+            "remove it, or choose parity=standard",
+        ),
+        Ignored(
+            ("trainer.activation_checkpointing", "trainer.activations_on_host"),
+            config.trainer.engine_forward,
+            "trainer.engine_forward=true, with which each layer keeps its input alone",
+            "remove it, or choose parity=standard",
+        ),
+        Ignored(
+            "trainer.activations_on_host",
+            config.trainer.numerics.adapters is AdapterValues.merged,
+            "trainer.numerics.adapters=merged, with which each layer keeps its input alone",
+            "remove it, or set trainer.numerics.adapters=separate",
+        ),
+        Ignored(
+            "model.init_std",
+            config.model.init is Init.checkpoint,
+            "model.init=checkpoint",
+            "remove it, or set model.init=random",
+        ),
+    )
+
+
+def _reasons_of_objective(config: RunConfig) -> tuple[Ignored, ...]:
+    """Reasons about what is learned from: samples that engines draw, or given responses and pairs."""
+    objective = config.algorithm.objective
+    is_given = objective is not Objective.policy
+    return (
         Ignored(
             READ_BY_POLICY_ALONE,
             is_given,
@@ -176,36 +213,6 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
             is_given,
             f"algorithm={objective}, which has no engine to agree with",
             "remove it, or choose algorithm=grpo",
-        ),
-        Ignored(
-            "trainer.numerics.adapters",
-            config.trainer.mode is TrainMode.full,
-            "trainer.mode=full, which has no adapters",
-            "remove it, or set trainer.mode=lora",
-        ),
-        Ignored(
-            ("trainer.numerics.", "trainer.combine"),
-            config.trainer.engine_forward,
-            "trainer.engine_forward=true, whose values come from the engine's kernels",
-            "remove it, or choose parity=standard",
-        ),
-        Ignored(
-            ("trainer.activation_checkpointing", "trainer.activations_on_host"),
-            config.trainer.engine_forward,
-            "trainer.engine_forward=true, with which each layer keeps its input alone",
-            "remove it, or choose parity=standard",
-        ),
-        Ignored(
-            "trainer.activations_on_host",
-            config.trainer.numerics.adapters is AdapterValues.merged,
-            "trainer.numerics.adapters=merged, with which each layer keeps its input alone",
-            "remove it, or set trainer.numerics.adapters=separate",
-        ),
-        Ignored(
-            "model.init_std",
-            config.model.init is Init.checkpoint,
-            "model.init=checkpoint",
-            "remove it, or set model.init=random",
         ),
     )
 

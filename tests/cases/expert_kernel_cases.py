@@ -139,14 +139,14 @@ def case_activate_backward(device: str) -> None:
             num_rows = sum(COUNTS)
             dh, w = draw(num_rows, WIDTH, device=device, dtype=dtype), draw(num_rows, device=device).abs()
             db = draw(num_rows, rank, device=device, dtype=dtype) if rank else None
-            for needs_h in (True, False):
+            for needs_h, overwrites in ((True, True), (True, False), (False, True)):
                 if not is_tried(device, i, j, needs_h):
                     continue
                 rest = (db, w, groups, activation, needs_h)
-                given = gu.clone()
-                mine = activate_backward_triton(given, xa, adapter, dh.clone(), *rest, may_overwrite_gu=needs_h)
-                assert torch.equal(given, gu) != needs_h
-                wanted = activate_backward_torch(gu, xa, adapter, dh, *rest)
+                given, grad = gu.clone(), dh.clone()
+                mine = activate_backward_triton(given, xa, adapter, grad, *rest, may_overwrite_gu=overwrites)
+                assert torch.equal(given, gu) != overwrites
+                wanted = activate_backward_torch(gu, xa, adapter, dh.clone(), *rest)
                 for name, one, other in zip(("dgu", "hw", "dw", "dba"), mine, wanted, strict=True):
                     assert_near(one, other, f"{name} {dtype} rank {rank}")
 

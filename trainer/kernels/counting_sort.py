@@ -55,7 +55,7 @@ def sort_by_expert_triton(experts_S: Tensor, num_experts: int, top_k: int) -> Ex
         return sort_by_expert_torch(experts_S, num_experts, top_k)
     choices, tokens, rows, counts_E = (experts_S.new_empty(size) for size in (num_ids, num_ids, num_ids, num_experts))
     num_blocks, padded = cdiv(num_ids, BLOCK), next_power_of_2(num_experts)
-    counts_EB = experts_S.new_empty(num_experts, int(num_blocks), dtype=torch.int32)
+    counts_EB = experts_S.new_empty(num_experts, num_blocks, dtype=torch.int32)
     ends_E = experts_S.new_empty(num_experts, dtype=torch.int32)
     grid = (num_blocks,)
     programs(_count, grid)(
