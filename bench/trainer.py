@@ -345,6 +345,7 @@ def parse() -> argparse.Namespace:
     add_shape_options(parser, rank=64)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--gate-up-kept", type=float, default=0.0, help="trainer.gate_up_kept of ours-offload")
     parser.add_argument("--dollars-per-gpu-hour", type=float, default=3.5, help="an H200 rented by the hour, 2026")
     parser.add_argument("--profile", action="store_true", help=f"device time by kernel, at {PROFILED_TOKENS} tokens")
     parser.add_argument("--memory", action="store_true", help="what is held at the peak of a step, by line of code")

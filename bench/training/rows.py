@@ -29,6 +29,7 @@ class Ours:
                 optim=schema.OptimConfig(lr=1e-5, state=schema.OptimState(moments)),
                 activation_checkpointing=True,
                 activations_on_host=state == "offload",
+                gate_up_kept=args.gate_up_kept if state == "offload" else 0.0,
                 embedding_on_host=state == "int8",
             ),
             algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),

@@ -194,6 +194,12 @@ class TrainerConfig:
     and layer in bfloat16. It changes no value. On a GPU it makes room for longer samples or larger microbatches. Needs
     activation_checkpointing=true.
     """
+    gate_up_kept: float = 0.0
+    """Share of the expert layers that keep the product of gate and up for their backward pass although
+    activation_checkpointing=true recomputes the rest: 0 to 1, spread evenly over the layers. It changes no value. A
+    layer then keeps 2 x expert width numbers more for each of a token's experts; with activations_on_host=true in host
+    memory, where it pays until copies take longer than the forward pass (docs/measurements.md, trainer).
+    """
     embedding_on_host: bool = False
     """Keep the frozen table of input embeddings in page-locked host memory; a microbatch reads the rows that it needs
     over the bus. Saves vocabulary x hidden x 2 bytes on the GPU. Needs mode=lora, one rank, and a model whose head is
@@ -248,6 +254,10 @@ class TrainerConfig:
             not self.activations_on_host or self.activation_checkpointing,
             "trainer.activations_on_host=true needs trainer.activation_checkpointing=true, got false: it moves what a "
             "recomputed layer keeps",
+        )
+        require(
+            0.0 <= self.gate_up_kept <= 1.0,
+            f"trainer.gate_up_kept is a share of the expert layers, from 0 to 1, got {self.gate_up_kept:g}",
         )
         require(
             not self.embedding_on_host or (self.mode is TrainMode.lora and self.num_ranks == 1),

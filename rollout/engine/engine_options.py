@@ -127,6 +127,9 @@ def engine_arguments(
             "lora_target_modules": list(adapters.target_modules),
             "fully_sharded_loras": False,  # has no form with expert parallelism
         }
+        if not arguments["enforce_eager"]:
+            # Every request has an adapter. vLLM would capture each CUDA graph once more without.
+            arguments["compilation_config"] |= {"cudagraph_specialize_lora": False}
         if adapters.base is not None:
             # vLLM chooses the form of the base. Of its kernels for INT4 experts, only Marlin's add adapters.
             arguments |= {"model": str(adapters.base), "load_format": "auto"}

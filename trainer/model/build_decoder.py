@@ -49,6 +49,7 @@ def build_decoder(
         lora=lora,
         attention_backend=choose_attention_backend(device, dtype, spec.attention),
         checkpointing=trainer.activation_checkpointing,
+        gate_up_kept=trainer.gate_up_kept,
         numerics=trainer.numerics,
         combine=trainer.combine,
         layout=layout,

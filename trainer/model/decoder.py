@@ -58,11 +58,17 @@ class Build:
     lora: LoraConfig | None
     attention_backend: AttentionBackend
     checkpointing: bool
+    gate_up_kept: float
+    """Share of the expert layers that keep the product of gate and up although they are recomputed."""
     numerics: NumericsConfig
     combine: CombineMode
     layout: ParallelLayout
     unpacked: UnpackBuffers
     """Buffers into which all layers unpack their packed experts."""
+
+    def keeps_gate_up(self, moe_index: int) -> bool:
+        """Whether this one of the expert layers is among the share, which is spread evenly over them."""
+        return int((moe_index + 1) * self.gate_up_kept) > int(moe_index * self.gate_up_kept)
 
     def norm(self) -> RMSNorm:
         """A norm of the residual stream."""
@@ -142,10 +148,11 @@ class DecoderLayer(nn.Module):
     Attention keeps its output, because at long sequences nothing costs more to compute again; the projection after it
     needs nothing else. Experts keep only the routing and r numbers per row, and recompute the rest themselves, from
     tokens that the part before them computes again. Recomputed with that part, they would repeat their down projections
-    and their exchanges without need. Without checkpointing, they keep gate and up of each row, too.
+    and their exchanges without need. Without checkpointing they keep gate and up of each row, too, and with it in a
+    share of the layers (trainer.gate_up_kept).
 
-    What a checkpointed layer keeps is thus x, attention's output, delta (what o_proj adds) and some numbers per token.
-    The three may wait in host memory (host_activations.py).
+    What a checkpointed layer keeps is thus x, attention's output, delta (what o_proj adds), perhaps gate and up, and
+    some numbers per token. All but the last may wait in host memory (host_activations.py).
     """
 
     def __init__(self, build: Build, layer: int) -> None:
@@ -164,6 +171,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = build.norm()
         self.mlp = _moe_block(build, layer) if spec.is_moe_layer(layer) else DenseMlp(build, spec.intermediate_size)
         self.moe_index = sum(map(spec.is_moe_layer, range(layer)))
+        self.keeps_gate_up = build.keeps_gate_up(self.moe_index)
         rest: Callable[..., Any] = DecoderLayer._feed_forward
         owners = [self.post_attention_layernorm, self.mlp]
         if isinstance(self.mlp, MoeBlock):
@@ -228,7 +236,11 @@ class DecoderLayer(nn.Module):
             routes.flipped.append(num_flipped)
         if chosen is not None:
             chosen.append(started[2])
-        return self._end(last_sum, x_TH, delta_TH, middle_TH, self.mlp.finish(*started), shared_TH)
+        keep_gate_up = None
+        if is_recomputed and self.keeps_gate_up:
+            keep_gate_up = _stays_on_device if on_host is None else on_host.move
+        fed_TH = self.mlp.finish(*started, keep_gate_up)
+        return self._end(last_sum, x_TH, delta_TH, middle_TH, fed_TH, shared_TH)
 
     def _end(
         self,
@@ -370,6 +382,10 @@ class Decoder(nn.Module):
             if isinstance(module, Experts):
                 chosen["experts"] = str(module.backend)
         return chosen
+
+
+def _stays_on_device(_: Tensor) -> None:
+    """Instead of HostLayer.move."""
 
 
 def _rows_of_host(token_ids_T: Tensor, table_VH: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ not (`finish`). The arithmetic of the routed experts is in routed.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -76,10 +76,17 @@ class MoeBlock(nn.Module):
         shared_TH = self.shared(x_TH) if self.has_shared else None
         return x_TH, routing.weights_TK, routing.experts_TK, shared_TH, routing.num_flipped
 
-    def finish(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        """Run the routed experts, which keep little for backward if `start` is recomputed."""
+    def finish(
+        self,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        keep_gate_up: Callable[[Tensor], object] | None = None,
+    ) -> Tensor:
+        """Run the routed experts, which keep little for backward if `start` is recomputed: the product of gate and up
+        only with `keep_gate_up`, which is called with it."""
         plan = plan_dispatch(experts_TK, self.num_experts, self.ep_group, self.shares)
-        return self.experts(x_TH, weights_TK, plan, recomputation(x_TH))
+        return self.experts(x_TH, weights_TK, plan, recomputation(x_TH), keep_gate_up)
 
     def combined(self, routed_TH: Tensor, shared_TH: Tensor | None) -> Tensor:
         """What the block adds to the residual stream, every step rounded."""

@@ -4,7 +4,7 @@
                 h,  ha = activation(GU + xa Bgu^T), s h Ad^T      y   = h Wd^T + ha Bd^T + bias
                 out[t] = sum_k w[t,k] y[t,k]                      (w in y's accumulator, where vLLM has it)
     saved       the routing and the plan, xa and ha (r numbers per row), the adapters in the compute dtype; x (not Xp)
-                and GU, unless the layer computes x again
+                and GU, unless the layer computes x again; GU also if the call says so
     backward    g,  db = gather grad_out, s g Bd                  dh' = g Wd                (unweighted)
                 GU again from x, if it was not saved              dh' += db Ad;  dw = <h, dh'>;  dh = w dh'
                 dgu, w h, dba = s dgu Bgu from the activation's backward
@@ -58,6 +58,8 @@ class ExpertCall:
     mode: CombineMode
     packed: PackedBank | None
     """Source of packed base weights; None: they are parameters."""
+    keep_gate_up: Callable[[Tensor], object] | None = None
+    """Called with GU, which is saved then even if x is computed again; None: GU is computed again with x."""
 
     @property
     def weighs_in_product(self) -> bool:
@@ -93,7 +95,8 @@ def routed_experts(
         adapters: gate_up A (E, r, H) and B (E, 2I, r), down A (E, r, I) and B (E, H, r); all None: no adapters.
         plan: the tokens' way to the experts.
         call: what gets no gradients.
-        x_again: computes x_TH in the backward pass; None: it is saved, and GU (2I numbers per row), too.
+        x_again: computes x_TH in the backward pass, and GU (2I numbers per row) is computed from it, unless the call
+            keeps it; None: both are saved.
 
     Returns:
         out_TH in x's dtype.
@@ -131,8 +134,11 @@ class _RoutedExperts(torch.autograd.Function):
             rows, xa, _ = gather_project(rows, source, a_gate_up, groups, scale=call.scale)
         gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend, bias_EN=gate_up_bias)
         del rows
+        if call.keep_gate_up is not None:
+            call.keep_gate_up(gu)
         h, ha = activate(gu, xa, inner, groups, call.activation)
-        saved_x, saved_gu = (x_TH, gu) if x_again is None else (None, None)
+        saved_x = x_TH if x_again is None else None
+        saved_gu = gu if x_again is None or call.keep_gate_up is not None else None
         del gu
         more = {"low_SR": ha, "p_ENR": b_down, "bias_EN": down_bias}
         weights_left: Tensor | None = weights_TK.contiguous()

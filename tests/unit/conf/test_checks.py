@@ -345,6 +345,16 @@ CASES = [
         ["trainer.activations_on_host=true", "trainer.activation_checkpointing=false"],
         "trainer.activations_on_host=true needs trainer.activation_checkpointing=true, got false",
     ),
+    (["trainer.gate_up_kept=1.5"], "trainer.gate_up_kept is a share of the expert layers, from 0 to 1, got 1.5"),
+    (["trainer.gate_up_kept=nan"], "trainer.gate_up_kept is a share of the expert layers, from 0 to 1, got nan"),
+    (
+        ["trainer.gate_up_kept=0.5", "trainer.activation_checkpointing=false"],
+        "trainer.gate_up_kept has no effect with trainer.activation_checkpointing=false, with which every layer keeps",
+    ),
+    (
+        ["model=tiny_qwen3", "trainer.ep_size=1", "trainer.gate_up_kept=0.5", "trainer.activation_checkpointing=true"],
+        "trainer.gate_up_kept has no effect with model_type=qwen3, which has no experts",
+    ),
     (["trainer.embedding_on_host=true", "trainer.num_ranks=2"], "trainer.embedding_on_host=true needs"),
     (["trainer.embedding_on_host=true", "trainer.mode=full"], "trainer.embedding_on_host=true needs"),
     (

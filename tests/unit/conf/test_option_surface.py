@@ -61,6 +61,7 @@ OPTIONS = [
     "trainer.max_microbatch_tokens",
     "trainer.activation_checkpointing",
     "trainer.activations_on_host",
+    "trainer.gate_up_kept",
     "trainer.embedding_on_host",
     "trainer.numerics.adapters",
     "trainer.numerics.attention",

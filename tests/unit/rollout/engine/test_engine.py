@@ -92,6 +92,18 @@ def test_there_is_a_graph_for_every_number_of_requests_that_an_engine_may_have()
     )
 
 
+def test_adapter_engines_capture_graphs_with_adapters_alone():
+    """Half as many as vLLM would: all their requests have an adapter."""
+    slots = AdapterSlotsSpec(2, 8, ("experts",), ())
+    for adapters, eager in itertools.product((None, slots), (False, True)):
+        config = RolloutConfig(enforce_eager=eager)
+        arguments = engine_arguments(
+            Path("m"), config, dtype=DType.bfloat16, device=Device.cuda, seed=1, adapters=adapters
+        )
+        given = arguments.get("compilation_config", {}).get("cudagraph_specialize_lora")
+        assert given is (False if adapters is not None and not eager else None)
+
+
 def test_a_warm_up_meets_every_batch_size_between_the_captured_and_the_largest():
     # vLLM's tuned kernels for H200 change at the sizes of its table; a batch takes those of the nearest one.
     table = (512, 1024, 1536, 2048, 3072, 4096)

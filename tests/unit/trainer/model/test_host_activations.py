@@ -1,4 +1,5 @@
-"""trainer.activations_on_host: the same bits, the device holds two layers, and host memory returns to its pool.
+"""trainer.activations_on_host and gate_up_kept: the same bits, the device holds two layers, and host memory returns to
+its pool.
 
 A CPU has no second memory: copies are real, and their order is the program's. tests/gpu/test_decoder_gpu.py has the
 streams.
@@ -29,6 +30,7 @@ from torch import Tensor
 from trainer.model import host_activations
 from trainer.model.decoder import Decoder
 from trainer.model.host_activations import HostLayer, HostPool, HostStack, MovedTensor
+from trainer.moe import routed
 
 FAMILIES = {"moe": MOE, "dense_and_moe": MIXED, "latent_attention": DEEPSEEK, "sinks": GPT_OSS}
 
@@ -66,8 +68,8 @@ def gradients(decoder: Decoder) -> list[Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_bit_changes(family: str) -> None:
     results = []
-    for on_host in (False, True):
-        decoder = decoder_of(FAMILIES[family], on_host=on_host)
+    for on_host, gate_up_kept in ((False, 0.0), (True, 0.0), (False, 1.0), (True, 0.5)):
+        decoder = decoder_of(FAMILIES[family], on_host=on_host, gate_up_kept=gate_up_kept)
         assert (decoder.host is not None) is on_host
         for _ in range(2):  # the second pass writes into chunks of the first
             logits = logits_of(decoder, packed())
@@ -91,6 +93,28 @@ def test_two_passes_may_wait_for_their_backward_at_once() -> None:
         loss.backward()
         assert all(torch.equal(one, same) for one, same in zip(gradients(decoder), expected, strict=True))
     assert not torch.equal(wanted[0][0], wanted[1][0])
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize(("share", "layers"), [(0.0, []), (0.5, [1, 3]), (0.75, [1, 2, 3]), (1.0, [0, 1, 2, 3])])
+def test_layers_that_keep_gate_and_up_compute_them_once(
+    share: float, layers: list[int], on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = decoder_of(MOE, on_host=on_host, gate_up_kept=share)
+    calls: list[tuple[int, ...]] = []
+    product = routed.grouped_product
+
+    def counted(rows: Tensor, weights: Tensor, *rest: Any, **named: Any) -> Tensor:
+        calls.append(tuple(weights.shape))
+        return product(rows, weights, *rest, **named)
+
+    monkeypatch.setattr(routed, "grouped_product", counted)
+    loss = probe_loss(logits_of(decoder, packed()), packed()[0])
+    in_forward, calls[:] = len(calls), []
+    loss.backward()
+    assert in_forward == 2 * 4
+    assert len(calls) == 2 * 4 + (4 - len(layers))
+    assert [index for index, layer in enumerate(decoder.model.layers) if layer.keeps_gate_up] == layers
 
 
 def test_without_gradients_nothing_is_moved() -> None:
