@@ -67,7 +67,7 @@ PROMPT_TOKENS = 5
 WARM_UP_STEPS, PEER_WARM_UP_STEPS = 2, 1
 RANK, LEARNING_RATE, MICROBATCH_TOKENS = 32, 1e-4, 32768
 MERGED = ["weight_sync.mode=merged"]
-KEPT = [*MERGED, "trainer.activation_checkpointing=false", "trainer.max_microbatch_tokens=12288"]
+KEPT = [*MERGED, "trainer.activation_checkpointing=false", "trainer.max_microbatch_tokens=13568"]
 KEEP_KV = "weight_sync.keep_kv=true"
 RUNS = {
     "merged": MERGED,

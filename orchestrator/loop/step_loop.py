@@ -12,6 +12,7 @@ checkpoint that fails on the way out is logged, and does not hide why the run en
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -120,16 +121,23 @@ class StepLoop(ABC):
         if saved is not None:  # it has the same weights; groups that were finished since are sampled again
             return saved
         trainer, partial = self._step_trainer, self._checkpoints.begin(self.step)
+        times = [time.monotonic()]
         try:
             with naming_a_full_disk(partial):
                 await trainer.save_state(partial / "trainer")
+                times.append(time.monotonic())
                 if self._config.trainer.mode is TrainMode.lora:
                     await trainer.export(partial / "adapter")
+                times.append(time.monotonic())
                 path = await asyncio.to_thread(self._checkpoints.finish, partial, self._state())
         except Exception:
             self._checkpoints.discard(partial)
             raise
-        logger.info("checkpoint: %s", path)
+        times.append(time.monotonic())
+        parts = (end - begin for begin, end in itertools.pairwise(times))
+        logger.info(
+            "checkpoint: %s (trainer's state %.1f s, adapter %.1f s, checksums and flushing %.1f s)", path, *parts
+        )
         return path
 
     async def _save_to_judge(self) -> None:

@@ -1,11 +1,12 @@
-"""What a process of an engine imports before anything else: vLLM, without collections of garbage on the way.
+"""What a process of an engine imports before anything else: vLLM, without collections of garbage on the way, with the
+patches that belong to a process rather than to an engine.
 
     multiprocessing, in the process that it spawns:    1. imports the main module of the process that spawns
                                                        2. unpickles what is to be run there, which imports vLLM
 
 Inside `come_first()` the main module is this one. (Otherwise it is a Ray worker's, which imports all of Ray for
-nothing.) Its one act is that import, and step 2 finds it done; a process that an EngineCore spawns repeats both steps.
-Saves about 1 s of a core at each start of an engine.
+nothing.) Its one act is that import with its patches, and step 2 finds it done; a process that an EngineCore spawns
+repeats both steps. Saves about 1 s of a core at each start of an engine.
 
 Owns: that module, and which modules of vLLM are imported (import_vllm). Does not own: the process that imports them
 for an EngineCore beforehand (fork_server.py). Invariant: nothing of what is spawned depends on which main module it
@@ -20,7 +21,7 @@ from collections.abc import Generator
 from importlib import import_module
 from importlib.util import find_spec
 
-from rollout.in_vllm.vllm_patches import open_no_gpu
+from rollout.in_vllm.vllm_patches import open_no_gpu, send_logprobs_together
 from weight_sync.gc_freeze import frozen_imports
 
 
@@ -47,3 +48,4 @@ def come_first() -> Generator[None]:
 
 if __name__ == "__mp_main__":
     import_vllm()
+    send_logprobs_together()

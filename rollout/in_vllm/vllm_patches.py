@@ -1,4 +1,4 @@
-"""Every place where Slipstream changes vLLM at run time. vLLM's files, models, kernels and scheduler stay as released.
+"""Every place where Slipstream changes vLLM at run time. vLLM's files, models, kernels and scheduling stay as released.
 
     keep_linear_weights_in_place   0.32   CPUs compute linear layers from parameters, not from packed copies of them.
                                           Until an option of vLLM says so.
@@ -7,7 +7,10 @@
     add_expert_adapters_batch_invariantly
                                    0.25   With VLLM_BATCH_INVARIANT=1 one kernel adds experts' adapters to any batch.
                                           Until vLLM's choice of kernels does not depend on the batch.
-    watch_outputs                  both   One engine's client shows its outputs to a listener before vLLM handles them.
+    send_logprobs_together         both   The log-probabilities of a step leave the engine's process as three arrays
+                                          (logprob_rows.py). Until vLLM does not send three per request.
+    watch_outputs                  both   The engine's client gives each request its own again, and shows outputs to a
+                                          listener before vLLM handles them.
                                           Until outputs carry the version of the weights, or a listener can be given.
     open_no_gpu                    0.25   While vLLM is imported, torchao's questions about Triton and GPUs open none.
                                           Until torchao asks when it needs the answers.
@@ -23,10 +26,11 @@
     be_rank                        both   Process groups that talk to nobody. Until vLLM's groups can be made so.
 
 "Both" means 0.25.1 (GPUs) and 0.32 (CPUs); the last sentence of each entry says when the patch can go. The first
-patch acts on every engine on a CPU, the next two on every batch-invariant one, open_no_gpu on imports,
-the next five on the objects of one engine; the last two run in a process that computes nothing
-(rollout/layouts/meta_engine.py). While a layout is recorded, two more modules swap attributes of a model and put them
-back: load_time.py (parameters as they were at load time) and adapter_slots.py (layers without LoRA wrappers).
+patch acts on every engine on a CPU, the next two on every batch-invariant one, send_logprobs_together on the processes
+of a worker's engine, open_no_gpu on imports, the next five on the objects of one engine; the last two run in a process
+that computes nothing (rollout/layouts/meta_engine.py). While a layout is recorded, two more modules swap attributes of
+a model and put them back: load_time.py (parameters as they were at load time) and adapter_slots.py (layers without
+LoRA wrappers).
 
 Owns these changes. Does not own when they are made: each is one call, made by the code that needs it. vLLM is imported
 inside the functions, because engine.py imports this file and must stay cheap to import.
@@ -46,6 +50,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout.errors import EngineError
+from rollout.in_vllm.logprob_rows import gather, row_of_request, spread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -185,8 +190,30 @@ def inspect_models_by(call: Callable[[Callable[[], T]], T]) -> Iterator[None]:
         yield
 
 
+def send_logprobs_together() -> None:
+    """In a process that will run an engine: send the log-probabilities of a step together. The engine's client must
+    `watch_outputs`. A second call is harmless.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import LogprobsLists
+
+    own = Scheduler.update_from_output
+    if own.__module__ == __name__:
+        return
+
+    def update_from_output(self: Any, *step: Any, **options: Any) -> Any:
+        outputs = own(self, *step, **options)
+        for of_client in outputs.values():
+            gather(of_client.outputs)
+        return outputs
+
+    _replace(LogprobsLists, "slice_request", row_of_request)
+    _replace(Scheduler, "update_from_output", update_from_output)
+
+
 def watch_outputs(llm: AsyncLLM, see: Callable[[Any], None]) -> None:
-    """Call `see` with each output of the engine, as it leaves the engine's queue and before vLLM handles it.
+    """Call `see` with each output of the engine, as it leaves the engine's queue and before vLLM handles it, but with
+    log-probabilities as vLLM expects them.
 
     Args:
         llm: Built, but without any request yet: its handler takes the method at the first request.
@@ -197,6 +224,7 @@ def watch_outputs(llm: AsyncLLM, see: Callable[[Any], None]) -> None:
 
     async def get_watched_output() -> Any:
         outputs = await get_output()
+        spread(outputs.outputs)
         for output in outputs.outputs:
             see(output)
         return outputs

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
@@ -27,8 +28,14 @@ from rollout.branches import branches_of
 from rollout.engine.start_failure import OutputSince
 from rollout.engine.start_phase import CONFIG, phase_in
 from rollout.errors import EngineError, ReplicaNotServing
+from rollout.in_vllm import vllm_patches
+from rollout.in_vllm.logprob_rows import spread
 from rollout.types import Prompt, Rollout
 from weight_sync.errors import IntegrityError
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.outputs import LogprobsLists
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
@@ -177,6 +184,21 @@ async def test_logprobs_and_stamps_are_those_of_the_published_weights(setup: Set
             for rollout in rollouts:
                 assert set(rollout.policy_versions) == {0}
                 assert_sampled_by(setup, prompt(1), rollout)
+
+
+async def test_the_engine_sends_log_probabilities_of_a_step_together(setup: Setup, monkeypatch: pytest.MonkeyPatch):
+    sent: list[list[LogprobsLists]] = []
+
+    def seen(outputs: list[EngineCoreOutput]) -> None:
+        sent.append([output.new_logprobs for output in outputs if output.new_logprobs is not None])
+        spread(outputs)
+
+    monkeypatch.setattr(vllm_patches, "spread", seen)
+    group = await setup.worker.generate_group(prompt(2), 4, sampling=SamplingConfig(max_tokens=8, stop_at_eos=False))
+    assert all(len(rollout.logprobs) == 8 for rollout in group)
+    assert 0 < len(sent) <= 4 * 8
+    assert all(len(lists) == 1 for lists in sent)
+    assert sum(len(lists[0].logprobs) for lists in sent) == 4 * 8
 
 
 async def test_prefill_scores_what_was_sampled_and_only_under_its_version(setup: Setup):

@@ -239,7 +239,7 @@ class DecoderLayer(nn.Module):
         keep_gate_up = None
         if is_recomputed and self.keeps_gate_up:
             keep_gate_up = _stays_on_device if on_host is None else on_host.move
-        fed_TH = self.mlp.finish(*started, keep_gate_up)
+        fed_TH = self.mlp.finish(*started, keep_gate_up=keep_gate_up)
         return self._end(last_sum, x_TH, delta_TH, middle_TH, fed_TH, shared_TH)
 
     def _end(
