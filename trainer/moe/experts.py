@@ -88,7 +88,7 @@ class Experts(Adapted):
         keep_gate_up: Callable[[Tensor], object] | None = None,
     ) -> Tensor:
         """[T, H] tokens, their routing weights and their way to the experts -> [T, H]. `keep_gate_up` is as in
-        ExpertCall.
+        routed_experts.
 
         A rank without rows still joins every exchange and gives every parameter a gradient.
         """
@@ -101,5 +101,5 @@ class Experts(Adapted):
             adapters = (self.gate_up_lora_A, self.gate_up_lora_B, self.down_lora_A, self.down_lora_B)
             scale = self.lora.scale
         base = (*weights, self.gate_up_bias, self.down_bias)
-        call = ExpertCall(self.activation, scale, self.backend, self.combine_mode, self.packed, keep_gate_up)
-        return routed_experts(x_TH, weights_TK, base, adapters, plan, call, x_again)
+        call = ExpertCall(self.activation, scale, self.backend, self.combine_mode, self.packed)
+        return routed_experts(x_TH, weights_TK, base, adapters, plan, call, x_again, keep_gate_up)

@@ -4,7 +4,7 @@
                 h,  ha = activation(GU + xa Bgu^T), s h Ad^T      y   = h Wd^T + ha Bd^T + bias
                 out[t] = sum_k w[t,k] y[t,k]                      (w in y's accumulator, where vLLM has it)
     saved       the routing and the plan, xa and ha (r numbers per row), the adapters in the compute dtype; x (not Xp)
-                and GU, unless the layer computes x again; GU also if the call says so
+                and GU, unless the layer computes x again; GU also if somebody keeps it
     backward    g,  db = gather grad_out, s g Bd                  dh' = g Wd                (unweighted)
                 GU again from x, if it was not saved              dh' += db Ad;  dw = <h, dh'>;  dh = w dh'
                 dgu, w h, dba = s dgu Bgu from the activation's backward
@@ -58,8 +58,6 @@ class ExpertCall:
     mode: CombineMode
     packed: PackedBank | None
     """Source of packed base weights; None: they are parameters."""
-    keep_gate_up: Callable[[Tensor], object] | None = None
-    """Called with GU, which is saved then even if x is computed again; None: GU is computed again with x."""
 
     @property
     def weighs_in_product(self) -> bool:
@@ -84,6 +82,7 @@ def routed_experts(
     plan: Dispatch,
     call: ExpertCall,
     x_again: Callable[[], Tensor] | None = None,
+    keep_gate_up: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
     """Send every token through its experts.
 
@@ -95,13 +94,14 @@ def routed_experts(
         adapters: gate_up A (E, r, H) and B (E, 2I, r), down A (E, r, I) and B (E, H, r); all None: no adapters.
         plan: the tokens' way to the experts.
         call: what gets no gradients.
-        x_again: computes x_TH in the backward pass, and GU (2I numbers per row) is computed from it, unless the call
-            keeps it; None: both are saved.
+        x_again: computes x_TH in the backward pass, and GU (2I numbers per row) is computed from it; None: both are
+            saved.
+        keep_gate_up: called with GU, which is saved then even if x is computed again.
 
     Returns:
         out_TH in x's dtype.
     """
-    return _RoutedExperts.apply(x_TH, weights_TK, *base, *adapters, plan, call, x_again)
+    return _RoutedExperts.apply(x_TH, weights_TK, *base, *adapters, plan, call, x_again, keep_gate_up)
 
 
 class _RoutedExperts(torch.autograd.Function):
@@ -121,6 +121,7 @@ class _RoutedExperts(torch.autograd.Function):
         plan: Dispatch,
         call: ExpertCall,
         x_again: Callable[[], Tensor] | None,
+        keep_gate_up: Callable[[Tensor], object] | None,
     ) -> Tensor:
         groups = plan.groups
         stored = (a_gate_up, b_gate_up, a_down, b_down)
@@ -134,11 +135,11 @@ class _RoutedExperts(torch.autograd.Function):
             rows, xa, _ = gather_project(rows, source, a_gate_up, groups, scale=call.scale)
         gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend, bias_EN=gate_up_bias)
         del rows
-        if call.keep_gate_up is not None:
-            call.keep_gate_up(gu)
+        if keep_gate_up is not None:  # not kept itself: it may hold what it keeps
+            keep_gate_up(gu)
         h, ha = activate(gu, xa, inner, groups, call.activation)
         saved_x = x_TH if x_again is None else None
-        saved_gu = gu if x_again is None or call.keep_gate_up is not None else None
+        saved_gu = gu if x_again is None or keep_gate_up is not None else None
         del gu
         more = {"low_SR": ha, "p_ENR": b_down, "bias_EN": down_bias}
         weights_left: Tensor | None = weights_TK.contiguous()
@@ -165,7 +166,7 @@ class _RoutedExperts(torch.autograd.Function):
         plan: Dispatch = ctx.plan_of(*of_plan)
         groups, dtype = plan.groups, dout_TH.dtype
         x_TH = ctx.x_again() if x_TH is None else x_TH
-        _, _, does_gate_up, does_down, does_gate_up_bias, does_down_bias, *does_adapters, _, _, _ = ctx.needs_input_grad
+        _, _, does_gate_up, does_down, does_gate_up_bias, does_down_bias, *does_adapters, _, _, _, _ = ctx.needs_input_grad
         does_adapt = a_gate_up is not None and any(does_adapters)
         inner = _inner_adapter(a_down, b_gate_up, call.scale)
         wgu, wd = call.weights(gate_up, down, dtype, Towards.input)
@@ -238,7 +239,7 @@ class _RoutedExperts(torch.autograd.Function):
             low_rank_gradient(w_R.to(dtype)[:, None], received_g, groups, grads["down_bias"][:, None], source_S=source)
         dw_TK = plan.send_back(dw_R)[plan.row_of_choice_TK]
         names = ("gate_up", "down", "gate_up_bias", "down_bias", "a_gate_up", "b_gate_up", "a_down", "b_down")
-        return dx_TH, dw_TK, *(grads.get(name) for name in names), None, None, None
+        return dx_TH, dw_TK, *(grads.get(name) for name in names), None, None, None, None
 
 
 def _narrowed(factor: Tensor | None, dtype: torch.dtype, groups: RowGroups) -> Tensor | None:

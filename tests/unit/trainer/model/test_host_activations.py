@@ -124,7 +124,8 @@ def test_without_gradients_nothing_is_moved() -> None:
     assert num_chunks(decoder.host) == 0
 
 
-def test_the_device_holds_two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gate_up_kept", [0.0, 1.0])
+def test_the_device_holds_two_layers(gate_up_kept: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted after each call of a layer, in the forward and in the backward. The graph lives until its last node is
     done; were it to hold what was read back, all layers would be on the device at the end.
     """
@@ -141,13 +142,14 @@ def test_the_device_holds_two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in counts:
         monkeypatch.setattr(HostLayer, name, watched(name, getattr(HostLayer, name)))
-    decoder = decoder_of(MOE, 6)
+    decoder = decoder_of(MOE, 6, gate_up_kept=gate_up_kept)
+    num_tensors = 3 + int(gate_up_kept)
     loss = probe_loss(logits_of(decoder, packed()), packed()[0])
-    assert len(tensors) == 3 * 6
+    assert len(tensors) == num_tensors * 6
     loss.backward()
-    assert len(counts["get"]) == 4 * 6  # two parts of a layer read its input
-    assert max(counts["move"]) == max(counts["get"]) == 3 * 2
-    assert counts["get"][-1] == 3
+    assert len(counts["get"]) == (num_tensors + 1) * 6  # two parts of a layer read its input
+    assert max(counts["move"]) == max(counts["get"]) == num_tensors * 2
+    assert counts["get"][-1] == num_tensors
     assert not stacks
 
 
