@@ -24,8 +24,9 @@ with --lengths long-tailed a tenth of them, and one in eight has them all: each 
 the same patch in all rows (bench/loops/long_tailed).
 A job trains --responses of them per step (groups of 16), LoRA r=32 on all linears and experts, adapters and moments
 in float32; ours with staleness --staleness. The engine's tokens/s are of fleet.jsonl, those of unfinished responses
-included, from the third step on (a peer's from the second); a colocated peer's are those of the seconds in which it
-samples. `trained` are response tokens of the batches over the seconds of their steps. Busy shares of GPUs are
+included, without the first two batches and those of the end, when no further batch may begin (a peer's from the second
+step on); a colocated peer's are those of the seconds in which it samples. `trained` are response tokens of the batches
+over the seconds of their steps, the first two left out (a peer's first). Busy shares of GPUs are
 nvidia-smi's, sampled once a second in the later half of a row. Rows that --out already has, of the same environment and
 options, are kept. Prints its environment and tables; writes bench/results/loop-<shape>-<device>.json and a picture.
 """
@@ -33,7 +34,6 @@ options, are kept. Prints its environment and tables; writes bench/results/loop-
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import statistics
@@ -46,6 +46,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
@@ -216,7 +218,7 @@ def measure_run(args: argparse.Namespace, row: str, model: Path, folder: Path) -
     told = {"first_step_s": first_step_s, "wall_s": time.monotonic() - started, "gpus": gpus}
     starts = [json.loads(line) for line in (run / "startup.jsonl").read_text().splitlines()]
     of_steps = [{name: row.get(name) for name in ("step", "step/total_s", *PARTS.values())} for row in rows]
-    return told | figures(rows, fleet) | {"rows": of_steps, "starts": starts}
+    return told | figures(rows, fleet, args.staleness) | {"rows": of_steps, "starts": starts}
 
 
 def rows_of(folder: Path, row: str) -> list[Path]:
@@ -224,7 +226,7 @@ def rows_of(folder: Path, row: str) -> list[Path]:
     return list(folder.glob(f"{row}-2*/metrics.jsonl"))
 
 
-def figures(rows: Sequence[Mapping[str, Any]], fleet: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def figures(rows: Sequence[Mapping[str, Any]], fleet: Sequence[Mapping[str, Any]], staleness: int) -> dict[str, Any]:
     """What a run's files say about its steps after the first two."""
     steps = [row for row in rows if row["step"] > WARM_UP_STEPS]
     seconds = sum(row["step/total_s"] for row in steps)
@@ -235,7 +237,9 @@ def figures(rows: Sequence[Mapping[str, Any]], fleet: Sequence[Mapping[str, Any]
         "steps": len(steps),
         "step_s": statistics.median(row["step/total_s"] for row in steps),
         "trained_tokens_per_s": tokens / seconds,
-        "engine_tokens_per_s": engine_tokens_per_s(fleet, seconds),
+        "engine_tokens_per_s": engine_tokens_per_s(
+            fleet, WARM_UP_STEPS / rows[-1]["step"], 1.0 - staleness / rows[-1]["step"]
+        ),
         "parts": parts | {"rest": max(0.0, 1.0 - sum(parts.values()))},
         "publish_s": statistics.median(row["sync/total_s"] for row in steps),
         "pause_s": statistics.median(row["sync/pause_s"] for row in steps),
@@ -244,23 +248,22 @@ def figures(rows: Sequence[Mapping[str, Any]], fleet: Sequence[Mapping[str, Any]
     }
 
 
-def engine_tokens_per_s(fleet: Sequence[Mapping[str, Any]], last_s: float) -> float | None:
-    """Response tokens/s of all workers in the last so many seconds until they stopped sampling; None: too short.
+def engine_tokens_per_s(fleet: Sequence[Mapping[str, Any]], first: float, last: float) -> float | None:
+    """Response tokens/s of all workers, each between the moments at which it had sampled these shares of its tokens.
 
-    Before its end a run samples nothing for as many steps as its staleness allows: its batches are in already.
+    None: a worker reported fewer than two numbers of tokens, or the shares are none.
     """
-    reports: dict[int, list[tuple[float, int]]] = {}
+    reports: dict[int, dict[int, float]] = {}
     for row in fleet:
         if row["event"] == "tokens":
-            reports.setdefault(row["worker"], []).append((row["time"], row["tokens"]))
-    pairs = [pair for mine in reports.values() for pair in itertools.pairwise(sorted(mine))]
-    until = max((time for (_, before), (time, tokens) in pairs if tokens > before), default=0.0)
+            reports.setdefault(row["worker"], {}).setdefault(row["tokens"], row["time"])
+    if first >= last or any(len(mine) < 2 for mine in reports.values()):
+        return None
     total = 0.0
     for mine in reports.values():
-        counted = sorted((time, tokens) for time, tokens in mine if until - last_s <= time <= until)
-        if len(counted) < 2:
-            return None
-        total += (counted[-1][1] - counted[0][1]) / (counted[-1][0] - counted[0][0])
+        tokens, times = sorted(mine), [mine[count] for count in sorted(mine)]
+        begin, end = first * tokens[-1], last * tokens[-1]
+        total += (end - begin) / float(np.interp(end, tokens, times) - np.interp(begin, tokens, times))
     return total if reports else None
 
 

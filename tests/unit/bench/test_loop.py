@@ -24,20 +24,16 @@ def report(worker: int, time: float, tokens: int) -> dict[str, Any]:
     return {"worker": worker, "time": time, "event": "tokens", "tokens": tokens}
 
 
-def test_an_engines_rate_is_of_the_last_seconds_and_all_workers() -> None:
-    early = [report(0, 0.0, 0), report(0, 2.0, 5), report(1, 1.0, 0)]
-    late = [
-        report(0, 10.0, 1000),
-        report(0, 12.0, 1200),
-        report(0, 14.0, 1400),
-        report(1, 11.0, 300),
-        report(1, 13.0, 400),
-    ]
-    assert engine_tokens_per_s([*early, *late], 4.0) == pytest.approx(100.0 + 50.0)
-    assert engine_tokens_per_s([*early, *late], 2.5) is None  # worker 1 has one report in that time
-    assert engine_tokens_per_s([{**late[0], "event": "up"}], 4.0) is None
-    ended = [report(worker, 15.0 + seconds, 1400 - worker * 1000) for worker in (0, 1) for seconds in range(20)]
-    assert engine_tokens_per_s([*early, *late, *ended], 4.0) == pytest.approx(100.0 + 50.0)
+def test_an_engines_rate_is_of_all_workers_between_two_shares_of_their_tokens() -> None:
+    slow_start = [report(0, 0.0, 0), report(0, 8.0, 100), report(1, 1.0, 0), report(1, 6.0, 50)]
+    full = [report(0, 10.0, 500), report(0, 13.0, 1100), report(1, 8.0, 250), report(1, 12.0, 650)]
+    slow_end = [report(0, 33.0, 1200), report(0, 99.0, 1200), report(1, 40.0, 700), report(1, 41.0, 700)]
+    fleet = [*slow_start, *full, *slow_end]
+    assert engine_tokens_per_s(fleet, 0.5, 0.75) == pytest.approx(200.0 + 100.0)
+    assert engine_tokens_per_s(fleet, 0.0, 1.0) == pytest.approx(1200 / 33 + 700 / 39)
+    assert engine_tokens_per_s(fleet, 0.5, 0.5) is None
+    assert engine_tokens_per_s([*fleet, report(2, 5.0, 10)], 0.5, 0.75) is None
+    assert engine_tokens_per_s([{**fleet[0], "event": "up"}], 0.5, 0.75) is None
 
 
 def step(number: int, wait_s: float) -> dict[str, Any]:
@@ -49,7 +45,7 @@ def step(number: int, wait_s: float) -> dict[str, Any]:
 
 
 def test_shares_of_a_step_are_of_the_steps_after_the_warm_up() -> None:
-    found = figures([step(1, 9.0), step(2, 9.0), step(3, 2.0), step(4, 4.0)], [])
+    found = figures([step(1, 9.0), step(2, 9.0), step(3, 2.0), step(4, 4.0)], [], 1)
     assert found["parts"] == pytest.approx(
         {"waits for the batch": 0.3, "forward and backward": 0.4, "optimizer": 0.05, "publish": 0.05, "rest": 0.2}
     )
