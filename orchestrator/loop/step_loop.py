@@ -1,6 +1,8 @@
 """What reinforcement (controller.py) and fine-tuning (finetuner.py) both promise about their steps.
 
-    while steps are left:  _next_step  -->  three refused in a row?  -->  checkpoint where due
+    while steps are left:  _next_step  -->  three refused in a row?  -->  checkpoint where due: the trainer's files
+                                                                                  |
+                                                   beside the steps that follow:  +--> checksums, flushing, name
 
 Owns: the clock (step and policy version), the row of every step, checkpoints, and the orderly end of a run that cannot
 go on or is told to end. Does not own: what a step does, or what is started and ended around the loop (run).
@@ -75,6 +77,8 @@ class StepLoop(ABC):
             self._best = BestCheckpoint(checkpoints, metric, up_to_step=first_step)
         self._is_whole = True
         """Whether trainer, clock and data agree."""
+        self._completing: asyncio.Task[None] | None = None
+        """Adds checksums to the newest checkpoint and flushes it, while steps go on."""
         self._num_refused_in_a_row = 0
         self._alarm = ParityAlarm(config.parity, is_corrected=config.algorithm.is_corrected)
         self._alarm_raised = ""
@@ -103,42 +107,77 @@ class StepLoop(ABC):
             while self.step < run.num_steps:
                 await self._next_step()
                 await self._stop_if_hopeless()
+                if self._completing is not None and self._completing.done():
+                    await self._completed()
                 if run.is_due(run.checkpoint_every_steps, self.step):
-                    await self.save()
+                    await self._begin_save()
+            await self._completed()
         except asyncio.CancelledError:
             if self._is_whole and self.step > 0:
                 logger.info("told to end: saving step %d first", self.step)
                 await self._save_at_last()
             raise
+        finally:
+            if self._completing is not None:
+                await last_attempt(self._completed(), "completing a checkpoint", timeout_s=SAVE_S)
 
     async def save(self) -> Path:
-        """Write a checkpoint. What else goes on, sampling for one, goes on meanwhile.
+        """Write a checkpoint, unless this step has one, and return it once it is complete. What else goes on, sampling
+        for one, goes on meanwhile.
 
         Raises:
             DiskFull: The files that were written until then are removed.
         """
+        await self._begin_save()
+        await self._completed()
         saved = self._checkpoints.of_step(self.step)
-        if saved is not None:  # it has the same weights; groups that were finished since are sampled again
-            return saved
+        assert saved is not None
+        return saved
+
+    async def _begin_save(self) -> None:
+        """Let the trainer write its files of a checkpoint. Steps may go on while it is completed; the next one waits
+        for that.
+        """
+        await self._completed()
+        if self._checkpoints.of_step(self.step) is not None:
+            return  # it has the same weights; groups that were finished since are sampled again
         trainer, partial = self._step_trainer, self._checkpoints.begin(self.step)
         times = [time.monotonic()]
-        try:
-            with naming_a_full_disk(partial):
-                await trainer.save_state(partial / "trainer")
-                times.append(time.monotonic())
-                if self._config.trainer.mode is TrainMode.lora:
-                    await trainer.export(partial / "adapter")
-                times.append(time.monotonic())
-                path = await asyncio.to_thread(self._checkpoints.finish, partial, self._state())
-        except Exception:
-            self._checkpoints.discard(partial)
-            raise
+        with self._discarding_what_fails(partial):
+            await trainer.save_state(partial / "trainer")
+            times.append(time.monotonic())
+            if self._config.trainer.mode is TrainMode.lora:
+                await trainer.export(partial / "adapter")
+            times.append(time.monotonic())
+        self._completing = asyncio.create_task(self._complete(partial, self._state(), times))
+
+    async def _complete(self, partial: Path, state: RunState, times: list[float]) -> None:
+        """Add the run's state and checksums, flush the files, and give the checkpoint its name."""
+        with self._discarding_what_fails(partial):
+            path = await asyncio.to_thread(self._checkpoints.finish, partial, state)
         times.append(time.monotonic())
         parts = (end - begin for begin, end in itertools.pairwise(times))
         logger.info(
             "checkpoint: %s (trainer's state %.1f s, adapter %.1f s, checksums and flushing %.1f s)", path, *parts
         )
-        return path
+
+    async def _completed(self) -> None:
+        """Wait until the newest checkpoint is complete. Raises what kept it from that, once."""
+        if self._completing is not None:
+            try:
+                await asyncio.shield(self._completing)
+            finally:
+                if self._completing.done():
+                    self._completing = None
+
+    @contextmanager
+    def _discarding_what_fails(self, partial: Path) -> Generator[None]:
+        try:
+            with naming_a_full_disk(partial):
+                yield
+        except Exception:
+            self._checkpoints.discard(partial)
+            raise
 
     async def _save_to_judge(self) -> None:
         """Save a step that is about to be evaluated, for its checkpoint may be the best one (run.keep_best)."""

@@ -1,0 +1,96 @@
+"""Checksums and flushing of a checkpoint go on beside the steps that follow, and nothing of it is lost or hidden."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from fakes.loop import Loop, make_config
+
+from orchestrator.errors import DiskFull
+from orchestrator.files.run_checkpoint import RunState
+
+
+class Completing:
+    """The completion of the first checkpoint, of step 2, which waits."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+        self.error: OSError | None = None
+        self.finish, loop.checkpoints.finish = loop.checkpoints.finish, self  # type: ignore[method-assign]
+
+    def __call__(self, partial: Path, state: RunState) -> Path:
+        if state.step == 2:
+            self.begun.set()
+            assert self.goes_on.wait(10)
+            if self.error is not None:
+                raise self.error
+        return self.finish(partial, state)
+
+
+@contextmanager
+def completing(loop: Loop) -> Iterator[Completing]:
+    held = Completing(loop)
+    try:
+        yield held
+    finally:
+        held.goes_on.set()
+
+
+async def until_trained(loop: Loop, num_steps: int) -> None:
+    async with asyncio.timeout(10):
+        while len(loop.trainer.trained) < num_steps:
+            await asyncio.sleep(0.001)
+
+
+async def test_steps_go_on_until_the_next_checkpoint_which_waits(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=6))
+    with completing(loop) as held:
+        running = asyncio.create_task(loop.run())
+        await until_trained(loop, 4)
+        await asyncio.sleep(0.05)
+        assert held.begun.is_set() and loop.checkpoints.newest() is None
+        assert len(loop.trainer.trained) == 4
+    await running
+    assert [path.name for path in sorted(loop.folder.checkpoints.glob("step-*"))][-1] == "step-000006"
+    assert [row["step"] for row in loop.rows] == list(range(7))
+
+
+async def test_it_holds_the_state_of_its_own_step(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=4, staleness=1))
+    with completing(loop):
+        running = asyncio.create_task(loop.run())
+        await until_trained(loop, 3)
+    await running
+    state = loop.checkpoints.read(loop.folder.checkpoints / "step-000002")
+    assert (state.step, state.policy_version, state.buffer.num_batches) == (2, 2, 2)
+
+
+async def test_what_keeps_it_from_being_complete_ends_the_run_after_the_step_under_way(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=9))
+    with completing(loop) as held:
+        held.error = OSError(28, "No space left on device")
+        running = asyncio.create_task(loop.run())
+        await until_trained(loop, 4)
+    with pytest.raises(DiskFull, match="No space left on device"):
+        await running
+    assert list(loop.folder.checkpoints.iterdir()) == [], "what was half written is gone"
+    assert len(loop.trainer.trained) == 4
+
+
+async def test_a_run_that_is_told_to_end_waits_for_it(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=9))
+    with completing(loop) as held:
+        running = asyncio.create_task(loop.run())
+        await until_trained(loop, 3)
+        running.cancel()
+        await asyncio.sleep(0.05)
+        assert held.begun.is_set() and not running.done()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert (loop.folder.checkpoints / "step-000002" / "manifest.json").exists()
+    assert loop.checkpoints.read(loop.checkpoints.newest()).step >= 3
