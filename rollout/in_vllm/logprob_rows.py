@@ -16,25 +16,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from vllm.v1.outputs import LogprobsLists
+from typing import Any, NamedTuple
 
 
 class Rows(NamedTuple):
     """Some rows of a step's log-probabilities."""
 
-    step: LogprobsLists
+    step: Any
+    """vLLM's LogprobsLists."""
     start: int
     end: int
 
 
-def row_of_request(step: LogprobsLists, request: int, num_tokens: int) -> Rows:
+def row_of_request(step: Any, request: int, num_tokens: int) -> Rows:
     """Instead of LogprobsLists.slice_request: which rows are the request's, without cutting arrays.
 
     Args:
-        step: What the step sampled for all its requests.
+        step: vLLM's LogprobsLists: what the step sampled for all its requests.
         request: The request's place in the step.
         num_tokens: How many tokens it got.
     """
