@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPES = ("qwen3_30b_a3b_2gpu", "qwen3_30b_a3b_8gpu", "kimi_k2_thinking_32gpu")
+RECIPES = ("qwen3_30b_a3b_2gpu", "qwen3_30b_a3b_2h200", "qwen3_30b_a3b_8gpu", "kimi_k2_thinking_32gpu")
 COLUMNS = (
     "preset",
     "machines",

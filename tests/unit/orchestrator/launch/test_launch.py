@@ -28,7 +28,7 @@ from orchestrator.launch.launch_options import LaunchOptions, Target
 from orchestrator.launch.shape import Shape, shape_of
 
 SCHEMAS = Path(__file__).parents[3] / "cases" / "launch_schemas"
-RECIPES = ("qwen3_30b_a3b_2gpu", "qwen3_30b_a3b_8gpu", "kimi_k2_thinking_32gpu")
+RECIPES = ("qwen3_30b_a3b_2gpu", "qwen3_30b_a3b_2h200", "qwen3_30b_a3b_8gpu", "kimi_k2_thinking_32gpu")
 HOSTILE = ["model=checkpoint", 'model.path="/shared/its $(here); `x`"', "data=files", 'data.path="/shared/a b.jsonl"']
 
 
@@ -64,7 +64,7 @@ def test_rayjobs_are_valid(experiment: str) -> None:
     heads, workers = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
     assert sum(group["replicas"] for group in workers) == {"kimi_k2_thinking_32gpu": 3}.get(experiment, 0)
     size = heads["template"]["spec"]["containers"][0]["resources"]["limits"]
-    assert size["nvidia.com/gpu"] == {"qwen3_30b_a3b_2gpu": "2"}.get(experiment, "8")
+    assert size["nvidia.com/gpu"] == {"qwen3_30b_a3b_2gpu": "2", "qwen3_30b_a3b_2h200": "2"}.get(experiment, "8")
     job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["imagePullPolice"] = "Always"
     with pytest.raises(jsonschema.ValidationError, match="imagePullPolice"):
         validator.validate(job)
