@@ -6,7 +6,7 @@
 
 Owns: start, replacement and end of the processes, which episode is where, and the detection of an event loop that does
 not turn any more. Does not own: what an episode may use (episode.py), its deadline (service.py), what a process starts
-(rewards/keeper.py, which runs beside each).
+(rewards/processes/keeper.py, which runs beside each).
 Invariant: every run() gets an Outcome, or is cancelled. What a process writes is data of a bounded size.
 """
 

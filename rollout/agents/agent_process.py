@@ -6,8 +6,8 @@
                                                           process -> ["alive"]   every second: the event loop turns
 
 Owns: the event loop that the user's code shares, and the report of a failure. Does not own: limits and deadlines
-(episode.py, service.py), nor the end of what an agent starts (rewards/keeper.py). A message that the user's code writes
-into the connection is data to the pool.
+(episode.py, service.py), nor the end of what an agent starts (rewards/processes/keeper.py). A message that the user's
+code writes into the connection is data to the pool.
 """
 
 from __future__ import annotations

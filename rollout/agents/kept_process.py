@@ -1,7 +1,7 @@
 """A child process with a keeper beside it and a connection to it, for the service and for agents.
 
 Owns: its start and its end, whatever it started itself. Does not own: what is said over the connection, or the keeper
-(rewards/keeper.py), which also ends everything when this process dies.
+(rewards/processes/keeper.py), which also ends everything when this process dies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollout.agents.channel import MAX_BYTES, Channel
-from rollout.rewards import keeper
+from rollout.rewards.processes import keeper
 
 logger = logging.getLogger(__name__)
 

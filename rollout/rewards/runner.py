@@ -21,8 +21,8 @@ from typing import Any
 from conf.schema import RewardConfig
 from rollout.errors import RewardError
 from rollout.rewards.function import FINISH_REASON
-from rollout.rewards.outcomes import SCORE, Outcome
-from rollout.rewards.pool import Ready, RewardPool
+from rollout.rewards.processes.outcomes import SCORE, Outcome
+from rollout.rewards.processes.pool import Ready, RewardPool
 from rollout.rewards.shaping import shape
 from rollout.types import Judgement, Prompt, Rollout
 

@@ -16,7 +16,7 @@ import pytest
 from conf.schema import RewardConfig
 from rollout.errors import RewardError
 from rollout.rewards.function import load_reward
-from rollout.rewards.outcomes import MAX_ANSWER
+from rollout.rewards.processes.outcomes import MAX_ANSWER
 from rollout.rewards.runner import RewardRunner, check_reward
 from rollout.types import Prompt, Rollout
 

@@ -32,9 +32,9 @@ from typing import Any
 
 from conf.schema import RewardPart
 from rollout.errors import RewardError
-from rollout.rewards import frames, keeper
 from rollout.rewards.counting import COUNTED
-from rollout.rewards.outcomes import DIED, GARBLED, TIMEOUT, Answer, failed, read_answer
+from rollout.rewards.processes import frames, keeper
+from rollout.rewards.processes.outcomes import DIED, GARBLED, TIMEOUT, Answer, failed, read_answer
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ END_TIMEOUT_S = 1.0
 LATE_S = 3.0
 """How much later than its own deadline a coroutine's answer may come, before its process is taken to be blocked."""
 MAX_ANSWER_BYTES = 1 << 16
-"""Largest answer that is read. Reports of failures are the largest (rollout.rewards.process)."""
+"""Largest answer that is read. Reports of failures are the largest (rollout.rewards.processes.process)."""
 MAX_REASON = 4000
 """Longest reason why a reward could not be started, in characters."""
 PASSED_ON = (
@@ -233,7 +233,7 @@ class _RewardProcess:
         connection, theirs = socket.socketpair()
         connection.setblocking(False)
         fd = str(theirs.fileno())
-        reward = [sys.executable, "-P", "-m", "rollout.rewards.process", fd]
+        reward = [sys.executable, "-P", "-m", "rollout.rewards.processes.process", fd]
         with theirs, open(self._log_path or os.devnull, "ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", keeper.__file__, fd, str(self._max_log_bytes), *reward],

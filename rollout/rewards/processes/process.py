@@ -1,7 +1,7 @@
-"""One reward process: `python -m rollout.rewards.process FD`. Reads samples from a socket, writes scores back.
+"""One reward process: `python -m rollout.rewards.processes.process FD`. Reads samples from a socket, writes scores.
 
-Owns the loop and the report of a failure. Speaks to `rollout.rewards.pool` over an inherited socket in frames of
-JSON (`frames.py`), so that what a reward prints cannot disturb the exchange. Every answer repeats its sample's number:
+Owns the loop and the report of a failure. Speaks to the pool (`pool.py`) over an inherited socket in frames of JSON
+(`frames.py`), so that what a reward prints cannot disturb the exchange. Every answer repeats its sample's number:
 if a reward writes an answer itself, the real one follows as one too many, which the run notices. No torch, no vLLM.
 
     run -> [RewardPart's fields, section, folder]    process -> [0, "ready", is_async, is_of_group, source file]
@@ -28,10 +28,10 @@ from typing import Any, cast
 
 from conf.errors import SlipstreamError
 from conf.schema import reward_part
-from rollout.rewards import frames
 from rollout.rewards.counting import counted
 from rollout.rewards.function import Reward, load_reward
-from rollout.rewards.outcomes import NOT_A_NUMBER, RAISED, SCORE, TIMEOUT, Outcome
+from rollout.rewards.processes import frames
+from rollout.rewards.processes.outcomes import NOT_A_NUMBER, RAISED, SCORE, TIMEOUT, Outcome
 
 MAX_FRAMES = 10
 """Parts of a traceback that are reported: the last ones, including the exception's own line."""
