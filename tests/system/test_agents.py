@@ -71,8 +71,9 @@ def test_a_game_and_a_tool_are_learned(cluster: list[str], rows: list[str], tmp_
         assert row["rollout/branches_mean"] == 1
         assert row["parity/k3"] < 1e-3
     samples = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
-    given = "".join(turn["given"] for sample in samples for turn in sample["turns"])
-    assert "tool: " in given and given.count("user: ") > 2 * len(samples)
+    given = ["".join(turn["given"] for turn in sample["turns"]) for sample in samples]
+    spoke = {(text.count("user: "), text.count("tool: ")) for text in given}
+    assert spoke == {(3, 0), (1, 2)}  # every turn of the letters is the user's, and of the tool's game only the first
     assert all(bool(turn["given"] and turn["said"]) for turn in samples[0]["turns"])
 
 
