@@ -28,6 +28,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -181,6 +183,11 @@ class RolloutWorker:
             self._sockets.close()
             self.engine.shutdown()
             raise
+
+    @property
+    def pids(self) -> list[int]:
+        """This process, and those that it has started or asked for: its engine's."""
+        return [os.getpid(), *(child.pid for child in multiprocessing.active_children() if child.pid is not None)]
 
     @property
     def start_phase(self) -> str:

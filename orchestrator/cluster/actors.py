@@ -1,44 +1,50 @@
 # pyright: strict, reportUnknownMemberType=false
 # Ray has types for a part of what it offers.
-"""What runs inside the processes of a run: a Ray actor around one trainer rank, and one around one rollout worker.
+"""What runs inside the processes of a run: a Ray actor around one trainer rank, one around one rollout worker, and one
+around a node's fork server.
 
-Owns: nothing but the wrapping; the wrapped classes know nothing of Ray. Invariant: torch and vLLM are imported here
-only when an actor starts, in its own process. `ray.method` tells type checkers what a call takes and returns.
+Owns: nothing but the wrapping; the wrapped classes know nothing of Ray. Invariant: torch is imported here only when a
+trainer's actor starts, and vLLM never: rollout workers are processes of their own (rollout/worker_process.py).
+`ray.method` tells type checkers what a call takes and returns.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayError
 
 from orchestrator.cluster import nodes
+from rollout import worker_process
+from rollout.engine.engine_options import set_engine_environment
+from rollout.engine.start_phase import IMPORTING
+from rollout.in_vllm import fork_server
+from rollout.worker_process import WorkerOptions, WorkerProcess, log_to_stderr
 from weight_sync.gc_freeze import frozen_imports
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from conf.schema import (
         AlgorithmConfig,
-        Device,
-        DType,
         ModelConfig,
         ParityConfig,
-        RolloutConfig,
         SamplingConfig,
         TrainerConfig,
         WeightSyncConfig,
     )
-    from rollout.types import AdapterSlotsSpec, Progress, Prompt, Rollout, RoutingShape
-    from rollout.worker import RolloutWorker
+    from rollout.types import Progress, Prompt, Rollout
     from trainer.rank import TrainerRank
     from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
-    from weight_sync.layout import TensorMeta
     from weight_sync.publish.report import PublishReport
     from weight_sync.replica.recovery import Offer, Pulled
 
@@ -63,27 +69,11 @@ class TrainerOptions:
     engine_ranks: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerOptions:
-    """What every rollout worker of a run is built from (rollout.worker.RolloutWorker has the meanings)."""
-
-    folder: Path
-    config: RolloutConfig
-    weight_sync: WeightSyncConfig
-    dtype: DType
-    device: Device
-    tensors: Sequence[TensorMeta]
-    key: bytes
-    adapters: AdapterSlotsSpec | None
-    routing: RoutingShape | None
-    keep_special_tokens: bool
-
-
 class TrainerActor:
     """Runs inside the actor's process: holds one TrainerRank, which imports torch only there."""
 
     def __init__(self, name: str) -> None:
-        _log_to_stderr(name)
+        log_to_stderr(name)
         self._started: TrainerRank | None = None
         self._reserved: socket.socket | None = None
 
@@ -216,54 +206,72 @@ class TrainerActor:
         self._rank.shutdown()
 
 
-class RolloutActor:
-    """Runs inside the actor's process: holds one RolloutWorker. Asynchronous, so that groups overlap."""
+class ForkServerActor:
+    """Runs inside one actor's process on each node with engines: holds the server that forks the rollout workers."""
 
     def __init__(self, name: str) -> None:
-        _log_to_stderr(name)
-        self._began_at = time.time()
-        self._made: RolloutWorker | None = None
+        log_to_stderr(name)
 
-    @property
-    def _worker(self) -> RolloutWorker:
-        assert self._made is not None, "prepare() comes first"
-        return self._made
+    @ray.method
+    def address(self, environment: Mapping[str, str]) -> str:
+        """Where the server listens. The first call starts it: vLLM is imported under these variables."""
+        return fork_server.begin_as(environment, also=[worker_process.PRELOAD])
+
+
+class RolloutActor:
+    """Runs inside the actor's process: starts the process of a RolloutWorker, and passes calls on. It ends with it.
+
+    Asynchronous, so that groups overlap.
+    """
+
+    def __init__(self, name: str) -> None:
+        log_to_stderr(name)
+        self._name = name
+        self._began_at = time.time()
+        self._started: WorkerProcess | None = None
+
+    async def _call(self, name: str, *args: object) -> Any:
+        assert self._started is not None, "prepare() comes first"
+        return await self._started.call(name, *args)
 
     @ray.method
     async def start_phase(self) -> str:
-        """RolloutWorker.start_phase, also before it is made."""
-        return "importing" if self._made is None else self._made.start_phase
+        """RolloutWorker.start_phase, also before there is a process."""
+        return IMPORTING if self._started is None else await self._call("start_phase")
 
     @ray.method
-    async def prepare(self, options: WorkerOptions, seed: int, is_only_node: bool) -> None:
-        """Make the worker and do what needs no device."""
-        from rollout.worker import RolloutWorker
+    async def prepare(
+        self, options: WorkerOptions, seed: int, is_only_node: bool, forks: type[ForkServerActor] | None
+    ) -> None:
+        """Start the worker's process and let it do what needs no device.
 
-        self._made = RolloutWorker(
-            options.folder,
-            config=options.config,
-            weight_sync=options.weight_sync,
-            dtype=options.dtype,
-            device=options.device,
+        Args:
+            forks: this node's; None: the process imports vLLM itself.
+        """
+        set_engine_environment(options.device, batch_invariant=options.config.batch_invariant)
+        if forks is not None:
+            try:
+                fork_server.join(await forks.address.remote(fork_server.imports_read(os.environ)))
+            except RayError as error:
+                logger.warning("this node's fork server cannot be started: %s", error)
+        self._started = await WorkerProcess.start(
+            options,
             seed=seed,
-            tensors=options.tensors,
-            key=options.key,
             host=nodes.address_of_this_node(is_only=is_only_node),
-            adapters=options.adapters,
-            routing=options.routing,
-            keep_special_tokens=options.keep_special_tokens,
+            name=self._name,
+            on_end=lambda: os._exit(1),
         )
-        await self._worker.prepare()
+        await self._call("prepare")
 
     @ray.method
     async def start(self) -> str:
         """Start the engine; returns the address where publishers reach this replica."""
-        return await self._worker.start()
+        return await self._call("start")
 
     @ray.method
-    def started_at(self) -> dict[str, float]:
+    async def started_at(self) -> dict[str, float]:
         """How far the start has come, and when, in seconds since 1970 (RolloutWorker.started_at)."""
-        return {"process_up": self._began_at, **self._worker.started_at}
+        return {"process_up": self._began_at, **await self._call("started_at")}
 
     @ray.method
     def node(self) -> str:
@@ -271,69 +279,64 @@ class RolloutActor:
         return ray.get_runtime_context().get_node_id()
 
     @ray.method
-    def processes(self) -> list[nodes.ProcessId]:
-        """This process and its engine's, to be ended even when they answer no more."""
-        return nodes.own_tree()
+    async def processes(self) -> list[nodes.ProcessId]:
+        """The worker's process, its engine's, this one, and what they started, to be ended when they answer no more."""
+        return nodes.trees_of([*await self._call("pids"), os.getpid()])
 
     @ray.method
     async def adapter_endpoint(self) -> str:
         """RolloutWorker.adapter_endpoint."""
-        return await self._worker.adapter_endpoint()
+        return await self._call("adapter_endpoint")
 
     @ray.method
     async def generate_group(
         self, prompt: Prompt, n: int, sampling: SamplingConfig | None, version: int | None
     ) -> list[Rollout]:
         """RolloutWorker.generate_group."""
-        return await self._worker.generate_group(prompt, n, sampling, version)
+        return await self._call("generate_group", prompt, n, sampling, version)
 
     @ray.method
     async def keep_version(self, version: int | None) -> bool:
         """RolloutWorker.keep_version."""
-        return await self._worker.keep_version(version)
+        return await self._call("keep_version", version)
 
     @ray.method
     async def progress(self) -> Progress:
         """RolloutWorker.progress."""
-        return await self._worker.progress()
+        return await self._call("progress")
 
     @ray.method
     async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
         """RolloutWorker.score."""
-        return await self._worker.score(token_ids, version)
+        return await self._call("score", token_ids, version)
 
     @ray.method
     async def offer(self) -> list[Offer]:
         """RolloutWorker.offer."""
-        return await self._worker.offer()
+        return await self._call("offer")
 
     @ray.method
     async def pull(self, offers: Sequence[Offer]) -> Pulled:
         """RolloutWorker.pull."""
-        return await self._worker.pull(offers)
+        return await self._call("pull", offers)
 
     @ray.method
     async def adopt(self, version: int, epoch: int) -> None:
         """RolloutWorker.adopt."""
-        await self._worker.adopt(version, epoch)
+        await self._call("adopt", version, epoch)
 
     @ray.method
     async def release(self, offers: Sequence[Offer]) -> None:
         """RolloutWorker.release."""
-        await self._worker.release(offers)
+        await self._call("release", offers)
 
     @ray.method
     async def base_wanted_at(self) -> str:
         """RolloutWorker.base_wanted_at."""
-        return await self._worker.base_wanted_at()
+        return await self._call("base_wanted_at")
 
     @ray.method
     async def stop(self) -> None:
-        """RolloutWorker.stop, of one that was made."""
-        if self._made is not None:
-            await self._made.stop()
-
-
-def _log_to_stderr(name: str) -> None:
-    """Ray writes the stderr of an actor into a file of its own."""
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname).1s [{name}] %(name)s: %(message)s")
+        """RolloutWorker.stop, of one that was started."""
+        if self._started is not None:
+            await self._call("stop")

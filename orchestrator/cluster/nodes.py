@@ -59,10 +59,17 @@ class ProcessId:
     """Start time in seconds since the epoch, from psutil."""
 
 
-def own_tree() -> list[ProcessId]:
-    """This process and all its descendants."""
-    mine = psutil.Process()
-    return [ProcessId(process.pid, process.create_time()) for process in [mine, *mine.children(recursive=True)]]
+def trees_of(pids: Iterable[int]) -> list[ProcessId]:
+    """These processes of this node in their order, then all their descendants. Those that have ended are left out."""
+    tops: list[psutil.Process] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            tops.append(psutil.Process(pid))
+    found: dict[ProcessId, None] = {}
+    for process in [*tops, *(child for top in tops for child in top.children(recursive=True))]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[ProcessId(process.pid, process.create_time())] = None
+    return list(found)
 
 
 def nodes_of(group: PlacementGroup) -> dict[int, str]:

@@ -2,7 +2,9 @@
 """Where the run's processes live: a Ray cluster, a placement group, a named Ray actor for each rank and each worker.
 
     Cluster -- RayCluster -- placement group -- TrainerActor "trainer-0", ...  each wraps a trainer.rank.TrainerRank
-                                     |--------- RolloutActor "rollout-0", ...  each wraps a rollout.worker.RolloutWorker
+                                     |--------- RolloutActor "rollout-0", ...  each starts and calls the process of a
+                          |                                                    rollout.worker.RolloutWorker
+                          +-- on each node ---- ForkServerActor, which has imported vLLM: it forks these processes
 
 Owns: who gets which bundle, the order of start and end, and the checks of nodes. Does not own: Ray's life
 (ray_cluster.py), the start of ranks and workers (trainer_ranks.py, rollout_workers.py), what runs inside the actors
@@ -124,7 +126,7 @@ class Cluster:
             check_node=self._check,
             startup=self._startup,
         )
-        await together(trainer, self._rollout.start())
+        await together(trainer, self._rollout.start(self._held(nodes)["rollout"]))
         self._startup.enter(RUN, "the plan of transfers")
         is_adapter_mode = config.weight_sync.mode is SyncMode.adapter
         slots = [worker.endpoint for worker in self.workers] if is_adapter_mode else []

@@ -35,7 +35,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from conf.errors import ConfigError, SlipstreamError
 from conf.schema import RunConfig
@@ -141,7 +141,16 @@ class RayCluster:
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
         )
-        actor = cast(type[ActorT], await self.in_thread(lambda: described.remote(name)))
+        return await self._made(described, name)
+
+    async def new_actor_of_node(self, cls: type[ActorT], name: str, node: str) -> type[ActorT]:
+        """Start an actor without a bundle on a node (Ray's id). Ray starts it there again when its process dies."""
+        where = NodeAffinitySchedulingStrategy(node, soft=False)
+        described = ray.remote(cls).options(num_cpus=0, num_gpus=0, max_restarts=-1, scheduling_strategy=where)
+        return await self._made(described, name)
+
+    async def _made(self, described: Any, name: str) -> Any:
+        actor = await self.in_thread(lambda: described.remote(name))
         self._actors.append(actor)
         return actor
 

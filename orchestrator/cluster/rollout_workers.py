@@ -3,7 +3,7 @@
 
 Owns: what workers are built from, their names and bundles. Does not own: Ray (ray_cluster.py), what a worker does
 (actors.py), how one is called (ray_handles.py), or when one is started again (supervisor.py).
-Invariant: vLLM is imported by the actors, never here.
+Invariant: vLLM is imported by processes that the actors start, never here.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from conf.model_checks import packing_of
 from conf.schema import Device, RunConfig, SyncMode
-from orchestrator.cluster.actors import RolloutActor, WorkerOptions
+from orchestrator.cluster.actors import ForkServerActor, RolloutActor
 from orchestrator.cluster.ray_cluster import RayCluster, kill_actor
 from orchestrator.cluster.ray_handles import RayRolloutWorker
 from orchestrator.environment import RunDevice
@@ -28,6 +28,7 @@ from orchestrator.files.startup import Startup
 from orchestrator.inputs.model_folder import engine_checkpoint, routing_shape
 from orchestrator.waiting import all_started
 from rollout.types import AdapterSlotsSpec
+from rollout.worker_process import WorkerOptions
 from trainer.architecture.families import read_config
 from trainer.weights.adapter_names import adapter_tensors, target_modules
 
@@ -70,6 +71,8 @@ class RolloutWorkers:
         self._check_node = check_node
         self._startup = startup
         self._num_restarts: Counter[int] = Counter()
+        self._forks: dict[str, asyncio.Future[type[ForkServerActor]]] = {}
+        """The fork server of each node."""
         self._options = WorkerOptions(
             folder=model_folder,
             config=replace(config.rollout, max_num_seqs=config.engine_num_seqs),
@@ -83,8 +86,14 @@ class RolloutWorkers:
             keep_special_tokens=config.reward.keep_special_tokens,
         )
 
-    async def start(self) -> None:
-        """Start all of them and their engines."""
+    async def start(self, nodes: Iterable[str]) -> None:
+        """Start all of them and their engines.
+
+        Args:
+            nodes: Ray's ids of those that they will be on: their fork servers start at the same time.
+        """
+        for node in set(nodes):
+            self._forks_on(node)
         names = [f"rollout-{index}" for index in range(self._config.rollout.num_workers)]
         self._startup.expect("engines", names)
         starts = [self._start(index, name) for index, name in enumerate(names)]
@@ -133,7 +142,8 @@ class RolloutWorkers:
             await self._check_node(node)  # one that takes the place of a lost node is new
             freed_at: dict[str, float] = {}
             async with self._watched(actor, name):
-                prepare = actor.prepare.remote(self._options, seed, self._is_one_node)
+                forks = await self._forks_on(node)
+                prepare = actor.prepare.remote(self._options, seed, self._is_one_node, forks)
                 await cluster.result_of(prepare, name, OrchestratorError)
             if until_free is not None:
                 self._startup.enter(name, "waiting until nobody maps the dead one's memory")
@@ -148,7 +158,8 @@ class RolloutWorkers:
             kill_actor(actor)  # its engine's processes end with it
             raise
         self._startup.ready(name)
-        logger.info("%s is process %d at %s", name, processes[0].pid, endpoint)
+        worker, engine = processes[0].pid, processes[1].pid
+        logger.info("%s is process %d at %s; its engine is process %d", name, worker, endpoint, engine)
         return RayRolloutWorker(
             cluster,
             actor,
@@ -159,6 +170,13 @@ class RolloutWorkers:
             node=node,
             started_at=started_at | freed_at,
         )
+
+    def _forks_on(self, node: str) -> asyncio.Future[type[ForkServerActor]]:
+        """The actor that holds a node's fork server. Ray starts it again if it dies."""
+        if node not in self._forks:
+            name = f"fork server of {node[:8]}"
+            self._forks[node] = asyncio.ensure_future(self._cluster.new_actor_of_node(ForkServerActor, name, node))
+        return self._forks[node]
 
     @contextlib.asynccontextmanager
     async def _watched(self, actor: type[RolloutActor], name: str) -> AsyncGenerator[None]:

@@ -35,10 +35,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig
 from rollout.die_with_owner import OWNER_VARIABLE
 from rollout.engine.engine_options import (
-    BATCH_INVARIANT_VARIABLE,
     SOCKETS_VARIABLE,
     engine_arguments,
-    engine_environment,
+    set_engine_environment,
     stop_token_ids,
     warm_up_lengths,
 )
@@ -200,10 +199,7 @@ class Engine:
         watch_outputs(self._llm, self._stamp)
 
     def _begin(self) -> None:
-        for name, value in engine_environment(self._device).items():
-            os.environ.setdefault(name, value)
-        if self._config.batch_invariant:
-            os.environ[BATCH_INVARIANT_VARIABLE] = "1"  # an option of the run, whatever was set before
+        set_engine_environment(self._device, batch_invariant=self._config.batch_invariant)
         os.environ[OWNER_VARIABLE] = str(os.getpid())
         if self._make_llm is make_llm:
             fork_server.begin()

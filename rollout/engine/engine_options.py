@@ -6,6 +6,7 @@ Uses only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in common. Pure: starts n
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,14 @@ def engine_environment(device: Device) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
     }
+
+
+def set_engine_environment(device: Device, *, batch_invariant: bool) -> None:
+    """Set engine_environment() in this process, which is to have an engine or to fork one that has."""
+    for name, value in engine_environment(device).items():
+        os.environ.setdefault(name, value)
+    if batch_invariant:
+        os.environ[BATCH_INVARIANT_VARIABLE] = "1"  # an option of the run, whatever was set before
 
 
 def engine_arguments(

@@ -1,21 +1,24 @@
-"""Imports vLLM for an engine's process while the rollout worker imports it for itself.
+"""Imports vLLM once for many processes: a server that has imported it forks them.
 
-    rollout worker        begin()   imports vLLM      builds the config   fork_engine(): EngineCore ----+
-                             |                                                                         |
-    fork server              +----> preload.py: imports vLLM, then waits --> forks what looks at the   +--> forks it
-                                                                             model's class
+    one process with engines (bench/, push, tests)       a node of a run (orchestrator/cluster/actors.py)
 
-Without this, vLLM spawns the EngineCore process after the worker's own import, and it imports all of it again: 16 s of
+    begin()         a server of its own imports vLLM     ForkServerActor   begin()     the node's server imports vLLM
+    fork_engine()   it forks the EngineCore, and what    RolloutActor      join()      it forks the worker's process,
+                    looks at the model's class           worker process    fork_engine()      and what that asks for
+
+Without it, vLLM spawns the EngineCore process after the worker's own import, and it imports all of it again: 16 s of
 a start on a host with GPUs, one after the other; and so does the process that imports the class of a model which vLLM
 meets for the first time on this node. The server is one of multiprocessing's, but not the one that every other user of
 "forkserver" in this process shares. It runs no kernel and never opens a GPU, so that what is forked from it may.
 
-Later engines of the process are forked from the same server, as long as the variables that imports read (IMPORTS_READ)
-are what they were when the first one was forked.
+Processes are forked as long as the variables that imports read (IMPORTS_READ) are what they were when the server
+imported. Where they are not, and where the server is gone, why_not() says so and the process that is asked for imports
+vLLM itself.
 
-Owns: that server, and the processes that vLLM gets from it. Does not own: the workers of an engine with
-tp_size > 1, which their EngineCore spawns (process_imports.py).
-Invariant: the EngineCore has the environment that a spawned one would have, as it was when vLLM asked for it.
+Owns: these servers, and the processes that they fork. Does not own: the workers of an engine with tp_size > 1, which
+their EngineCore spawns (process_imports.py); when a run has a server (orchestrator/cluster).
+Invariant: a forked process has the environment and the output of the process that asked for it, and the variables that
+vLLM's imports have set, as a spawned one would.
 """
 
 from __future__ import annotations
@@ -25,13 +28,15 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from importlib import import_module
-from multiprocessing import forkserver, popen_forkserver
+from multiprocessing import forkserver, popen_forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.reduction import DupFd
 from typing import Any, TypeVar
 
+from rollout.die_with_owner import OWNER_VARIABLE
 from rollout.in_vllm.vllm_patches import inspect_models_by, make_processes_in
 
 T = TypeVar("T")
@@ -39,108 +44,189 @@ logger = logging.getLogger(__name__)
 
 PRELOAD = "rollout.in_vllm.preload"
 PRELOAD_TIMEOUT_S = 300.0
-"""Longest wait until the server has imported vLLM."""
+"""Longest wait for the answer of a forked process."""
 IMPORTS_READ = (
     "PYTHON", "LD_", "VLLM_", "TORCH", "PYTORCH_", "TRITON_", "CUDA_", "NVIDIA_", "NCCL_", "HF_", "TRANSFORMERS_",
     "OMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "ATEN_",
 )  # fmt: skip
 """Beginnings of the names of variables that Python, vLLM or its libraries may read while they are imported."""
-OF_ONE_ENGINE = "VLLM_RPC_BASE_PATH"
-"""The one among them that each engine has of its own: its folder of sockets."""
-_USABLE, _NOT_IMPORTED, _NO_GPU = range(3)
-"""What the server's children find in it."""
-_server = forkserver.ForkServer()
-_is_begun = False
+OF_ONE_PROCESS = ("VLLM_RPC_BASE_PATH", "CUDA_VISIBLE_DEVICES")
+"""Those among them that each worker or engine has of its own: its folder of sockets, its GPUs."""
+
+
+class _Server(forkserver.ForkServer):
+    """The server of this process: its own, or another process's."""
+
+    _forkserver_address: str | None
+    _forkserver_alive_fd: int | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_own = True
+        self.is_known = False
+
+    def begin(self, modules: Sequence[str]) -> None:
+        """Start one."""
+        self.is_known = True
+        self.set_forkserver_preload(list(modules))
+        self.ensure_running()
+
+    def join(self, address: str, alive_fd: int) -> None:
+        """Use another process's."""
+        self.is_known, self._is_own = True, False
+        self._forkserver_address, self._forkserver_alive_fd = address, alive_fd
+
+    @property
+    def address(self) -> str:
+        """Where it listens: a socket, which processes of this user can connect to."""
+        assert self._forkserver_address is not None, "begin() comes first"
+        return self._forkserver_address
+
+    def ensure_running(self) -> None:
+        if self._is_own:
+            super().ensure_running()
+        else:
+            resource_tracker.ensure_running()
+
+
+_server = _Server()
 _in_use = threading.Lock()
+_is_inherited = False
+"""Whether this process was itself forked from its server."""
 _imported_under: dict[str, str] | None = None
 """Variables that imports read, when the first engine was forked; None before."""
 
 
-def begin() -> None:
-    """Start the fork server of this process. Call it with the first engine's environment set, before vLLM is imported
-    here. Later calls do nothing.
+def begin(also: Sequence[str] = ()) -> None:
+    """Start this process's fork server, which ends with it. Call it with the environment of the engines set, before
+    vLLM is imported here. Does nothing in a process that has a server.
+
+    Args:
+        also: Modules to import after vLLM.
     """
-    global _is_begun
-    if not _is_begun:
-        _is_begun = True
-        _server.set_forkserver_preload([PRELOAD])
-        _server.ensure_running()
+    if not _server.is_known:
+        os.environ[OWNER_VARIABLE] = str(os.getpid())
+        _server.begin([PRELOAD, *also])
+
+
+def begin_as(environment: Mapping[str, str], also: Sequence[str] = ()) -> str:
+    """As begin(), in another process's environment (imports_read()). Returns the server's address, for join()."""
+    if not _server.is_known:
+        for name in imports_read(os.environ).keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        begin(also)
+    return _server.address
+
+
+def join(address: str) -> None:
+    """Fork this process's engines, or other processes, from a server that another process has begun."""
+    _server.join(address, os.open(os.devnull, os.O_RDONLY))
+
+
+def imports_read(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that imports may read."""
+    return {name: value for name, value in environment.items() if name.startswith(IMPORTS_READ)}
 
 
 @contextlib.contextmanager
 def fork_engine() -> Generator[None]:
-    """While the block runs, vLLM forks its EngineCore from the server. Without begin(), while another thread is in such
-    a block, and where the server cannot be used, the block changes nothing: vLLM spawns it.
+    """While the block runs, vLLM forks its EngineCore from the server. Without a server, while another thread is in
+    such a block, and where the server cannot be used, the block changes nothing: vLLM spawns it.
     """
     global _imported_under
-    if not _is_begun or not _in_use.acquire(blocking=False):
+    if not _server.is_known or not _in_use.acquire(blocking=False):
         yield
         return
     try:
-        context = EngineContext()
-        if why := _why_not(context):
+        if why := _why_not_again() or why_not(tries_gpu=not _is_inherited):
             logger.warning("no fork server (%s): vLLM is imported once more", why)
             yield
             return
-        with make_processes_in(context), inspect_models_by(call_in_fork):
+        with make_processes_in(ForkContext()), inspect_models_by(call_in_fork):
             yield
         if _imported_under is None:
-            _imported_under = _read_by_imports()  # vLLM has set some of them
+            _imported_under = _comparable(os.environ)  # vLLM has set some of them
     finally:
         _in_use.release()
 
 
-def _read_by_imports() -> dict[str, str]:
-    return {
-        name: value for name, value in os.environ.items() if name.startswith(IMPORTS_READ) and name != OF_ONE_ENGINE
-    }
+def _comparable(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in imports_read(environment).items() if name not in OF_ONE_PROCESS}
 
 
-def _why_not(context: EngineContext) -> str:
-    """Why the server cannot be used; empty if it can."""
-    if _imported_under is not None and (changed := _imported_under.items() ^ _read_by_imports().items()):
-        return f"changed since the first engine: {', '.join(sorted({name for name, _ in changed}))}"
-    found = _state_of_server(context)
-    if found == _USABLE:
+def _why_not_again() -> str:
+    """Why the next engine of this process cannot be forked; empty if it can."""
+    if _imported_under is None:
         return ""
-    why = {_NOT_IMPORTED: "it has not imported vLLM", _NO_GPU: "what it forks cannot use the GPU"}
-    return why.get(found, f"it ended with {found}")
+    return _changed("the first engine", _imported_under, _comparable(os.environ))
 
 
-def _state_of_server(context: EngineContext) -> int:
-    """Fork a process that tries what an EngineCore will do. It waits until the server has imported vLLM."""
-    process = context.Process(target=_look)
-    process.start()
-    process.join(PRELOAD_TIMEOUT_S)
-    return _NOT_IMPORTED if process.exitcode is None else process.exitcode
+def _changed(since: str, before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    names = {name for name, _ in before.items() ^ after.items()}
+    return f"changed since {since}: {', '.join(sorted(names))}" if names else ""
 
 
-def _look() -> None:
-    """In the forked process."""
-    if PRELOAD not in sys.modules:
-        sys.exit(_NOT_IMPORTED)
-    torch = import_module("torch")
+def why_not(*, imported_as_here: bool = False, tries_gpu: bool = True) -> str:
+    """Why the server cannot be used; empty if it can. Waits until it has imported vLLM.
+
+    Args:
+        imported_as_here: Whether variables that imports read must be what they are in this process, which has not
+            imported vLLM.
+        tries_gpu: Whether a forked process is to use the GPU, as an EngineCore will.
+    """
+    here = _comparable(os.environ) if imported_as_here else None
     try:
-        if torch.cuda.device_count():
-            torch.ones(1, device="cuda").item()
-    except RuntimeError:  # an import of the server has opened a GPU: CUDA cannot be used in what it forks
-        sys.exit(_NO_GPU)
-    sys.exit(_USABLE)
+        return call_in_fork(_Look(here, tries_gpu=tries_gpu))
+    except RuntimeError as error:
+        return str(error)
+
+
+class _Look:
+    """What a forked process finds in the server."""
+
+    def __init__(self, variables: Mapping[str, str] | None, *, tries_gpu: bool) -> None:
+        self._variables = variables
+        self._tries_gpu = tries_gpu
+
+    def __call__(self) -> str:
+        preload = sys.modules.get(PRELOAD)
+        if preload is None:
+            return "it has not imported vLLM"
+        if self._variables is not None and (
+            why := _changed("its imports", _comparable(preload.BEFORE), self._variables)
+        ):
+            return why
+        try:
+            torch = import_module("torch")
+            if self._tries_gpu and torch.cuda.device_count():
+                torch.ones(1, device="cuda").item()
+        except RuntimeError:  # an import of the server has opened a GPU: CUDA cannot be used in what it forks
+            return "what it forks cannot use the GPU"
+        return ""
 
 
 def call_in_fork(function: Callable[[], T]) -> T:
     """Call a function, which cloudpickle can pickle, in a process forked from the server.
 
     Raises:
-        RuntimeError: The function raised there, or its process ended without a result.
+        RuntimeError: The function raised there, its process ended without a result, or there is no server.
     """
     cloudpickle = import_module("cloudpickle")
-    context = EngineContext()
+    context = ForkContext()
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_call, args=(cloudpickle.dumps(function), sender))
-    process.start()
-    sender.close()
     try:
+        process.start()
+    except (OSError, EOFError) as error:
+        receiver.close()
+        raise RuntimeError(f"the fork server is gone ({type(error).__name__})") from None
+    finally:
+        sender.close()
+    try:
+        if not receiver.poll(PRELOAD_TIMEOUT_S):
+            process.kill()
+            raise RuntimeError(f"a process of the fork server did not answer within {PRELOAD_TIMEOUT_S:g} s")
         result, error = cloudpickle.loads(receiver.recv_bytes())
     except EOFError:
         process.join()
@@ -179,26 +265,41 @@ class _Popen(popen_forkserver.Popen):
 
 
 class _Process(ForkServerProcess):
-    """A process with the environment in which it was made. (A fork server's children have the server's.)"""
+    """A process with the environment and the output of the one that made it. (A fork server's children have the
+    server's.)
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._environment = dict(os.environ)
+        self._output: dict[int, Any] = {}
 
     @staticmethod
     def _Popen(process_obj: Any) -> _Popen:
         return _Popen(process_obj)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickled while the process is started: only then can descriptors be sent along."""
+        return self.__dict__ | {"_output": {descriptor: DupFd(descriptor) for descriptor in (1, 2)}}
+
     def run(self) -> None:
         """Called in the forked process."""
-        for name in os.environ.keys() - self._environment.keys():
+        global _is_inherited
+        for descriptor, sent in self._output.items():
+            os.dup2(sent.detach(), descriptor)
+        preload: Any = sys.modules.get(PRELOAD)
+        environment = (preload.SET_BY_IMPORTS if preload else {}) | self._environment
+        for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         # Only what differs: setproctitle looks for the strings with which the process began.
-        os.environ.update({name: value for name, value in self._environment.items() if os.environ.get(name) != value})
+        os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
+        inherited: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
+        _server.join(inherited._forkserver_address, inherited._forkserver_alive_fd)
+        _is_inherited = True
         super().run()
 
 
-class EngineContext(ForkServerContext):
-    """What vLLM makes its EngineCore in."""
+class ForkContext(ForkServerContext):
+    """What processes are made in that the server forks."""
 
     Process = _Process  # type: ignore[assignment]

@@ -13,7 +13,7 @@ import pytest
 from cases.tiny_models import DENSE
 from cases.vllm_process import import_path
 
-from rollout.in_vllm.fork_server import EngineContext, call_in_fork
+from rollout.in_vllm.fork_server import ForkContext, call_in_fork
 
 TIMEOUT_S = 240.0
 WORKER = """
@@ -87,7 +87,7 @@ def test_engines_are_forked_but_one_in_another_environment_and_all_end_with_the_
 
 
 def test_a_forked_process_has_the_environment_in_which_it_was_made(tmp_path: Path) -> None:
-    context = EngineContext()
+    context = ForkContext()
     os.environ["SET_BEFORE"] = "1"
     try:
         first = context.Process(target=environment_of_a_child, args=(tmp_path / "first",))

@@ -42,7 +42,7 @@ def ranks_forked() -> Iterator[None]:
         return
     os.environ.setdefault(OWNER_VARIABLE, str(os.getpid()))
     fork_server.begin()
-    with mock.patch.object(multiproc_executor, "get_mp_context", fork_server.EngineContext):
+    with mock.patch.object(multiproc_executor, "get_mp_context", fork_server.ForkContext):
         yield
 
 

@@ -152,14 +152,9 @@ class RunUnderWay:
         return (self.folder / "run.log").read_text()
 
     def engine_of(self, worker: str) -> psutil.Process:
-        """The engine's process. Of all below "rollout-0" (.1 where it was started again), which run.log names, it has
-        the most memory of its own.
-
-        Its title is no mark: vLLM sets it with setproctitle, which does nothing, and says nothing, where the first
-        variable of the environment was changed.
-        """
-        (pid,) = re.findall(rf"{re.escape(worker)} is process (\d+) ", self.log)
-        return max(psutil.Process(int(pid)).children(recursive=True), key=lambda child: child.memory_full_info().uss)
+        """The engine's process of "rollout-0" (.1 where it was started again), which run.log names."""
+        (pid,) = re.findall(rf"{re.escape(worker)} is process .*; its engine is process (\d+)", self.log)
+        return psutil.Process(int(pid))
 
     def wait_until(self, is_enough: Callable[[list[dict[str, Any]]], bool]) -> None:
         """Look at the rows until they are."""

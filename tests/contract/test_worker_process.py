@@ -1,0 +1,168 @@
+"""A rollout worker is forked, as its engine is, from a process that has imported vLLM, and ends with its caller; where
+it cannot be forked it is spawned and works the same. Real vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from cases.tiny_models import DENSE
+from cases.vllm_process import import_path
+
+from orchestrator.inputs.character_tokenizer import save_character_tokenizer
+
+TIMEOUT_S = 240.0
+NODE = """
+import os, sys, time
+from conf.schema import Device
+from rollout import worker_process
+from rollout.engine.engine_options import set_engine_environment
+from rollout.in_vllm import fork_server
+
+set_engine_environment(Device.cpu, batch_invariant=False)
+print(fork_server.begin_as(fork_server.imports_read(os.environ), also=[worker_process.PRELOAD]), flush=True)
+time.sleep(600)
+"""
+CALLER = """
+import asyncio, json, os, sys
+from pathlib import Path
+
+from conf.schema import Device, DType, RolloutConfig, SamplingConfig, WeightSyncConfig
+from orchestrator.inputs.model_folder import engine_checkpoint
+from rollout.engine.engine_options import set_engine_environment
+from rollout.in_vllm import fork_server
+from rollout.types import Prompt
+from rollout.worker_process import WorkerOptions, WorkerProcess
+
+def tell(**facts):
+    print("told:", json.dumps(facts), flush=True)
+
+async def main(folder, address, what):
+    set_engine_environment(Device.cpu, batch_invariant=False)
+    fork_server.join(address)
+    ended = asyncio.Event()
+    options = WorkerOptions(
+        folder=Path(folder),
+        config=RolloutConfig(max_model_len=64, kv_cache_bytes=64 << 20, sampling=SamplingConfig(max_tokens=8)),
+        weight_sync=WeightSyncConfig(), dtype=DType.float32, device=Device.cpu,
+        tensors=engine_checkpoint(json.loads(Path(folder, "config.json").read_text()), DType.float32), key=b"k" * 32,
+        adapters=None, routing=None, keep_special_tokens=False,
+    )
+    worker = await WorkerProcess.start(options, seed=3, host="127.0.0.1", name="rollout-7", on_end=ended.set)
+    phase = await worker.call("start_phase")
+    if what == "engine":
+        await worker.call("prepare")
+        await worker.call("start")
+    errors = []
+    for method, *args in [("generate_group", Prompt(0, (1, 2), "ab", {}), 1, None, None), ("no_such_method",)]:
+        try:
+            await worker.call(method, *args)
+        except Exception as error:
+            errors.append([type(error).__name__, str(error)])
+    tell(pids=await worker.call("pids"), phase=phase, errors=errors)
+    if what == "leave":
+        return
+    await ended.wait()
+    try:
+        await worker.call("pids")
+    except Exception as error:
+        tell(ended=[type(error).__name__, str(error)])
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@contextlib.contextmanager
+def program(text: str, *words: str, log: Path | None = None, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python process whose stdout is read and whose stderr goes to the test's, or to `log`."""
+    environ = {**os.environ, "PYTHONPATH": import_path(), **environment}
+    command = [sys.executable, "-c", text, *words]
+    stderr = contextlib.nullcontext() if log is None else log.open("w")
+    with stderr as to, subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=to, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def told(process: subprocess.Popen[str]) -> dict:
+    """What it tells next. Other lines are vLLM's."""
+    assert process.stdout
+    line = next(line for line in process.stdout if line.startswith("told:"))
+    return json.loads(line.removeprefix("told:"))
+
+
+def wait_for_end(pids: list[int]) -> None:
+    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    assert not psutil.wait_procs(alive, timeout=TIMEOUT_S)[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(DENSE | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32}))
+    save_character_tokenizer(folder, vocab_size=64)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[tuple[str, int]]:
+    """Of a server that has imported vLLM, and its pid."""
+    with program(NODE) as node:
+        assert node.stdout
+        where = node.stdout.readline().strip()
+        (server,) = [child.pid for child in psutil.Process(node.pid).children() if "forkserver" in str(child.cmdline())]
+        yield where, server
+
+
+def test_worker_and_engine_are_forked_and_end_with_the_caller(
+    folder: str, address: tuple[str, int], tmp_path: Path
+) -> None:
+    where, server = address
+    log = tmp_path / "log"
+    with program(CALLER, folder, where, "engine", log=log) as caller:
+        facts = told(caller)
+        worker, engine = facts["pids"]
+        assert psutil.Process(worker).ppid() == psutil.Process(engine).ppid() == server
+        assert [name for name, _ in facts["errors"]] == ["ReplicaNotServing", "AttributeError"]
+        assert "[rollout-7] rollout.worker: the engine is up: 1 ranks" in log.read_text()
+        caller.kill()
+        wait_for_end([worker, engine])
+
+
+def test_a_caller_that_returns_does_not_wait_for_its_worker(folder: str, address: tuple[str, int]) -> None:
+    where, server = address
+    with program(CALLER, folder, where, "leave") as caller:
+        (worker,) = told(caller)["pids"]
+        assert psutil.Process(worker).ppid() == server
+        assert caller.wait(TIMEOUT_S) == 0
+        wait_for_end([worker])
+
+
+def test_a_caller_is_told_that_its_worker_was_killed(folder: str, address: tuple[str, int]) -> None:
+    with program(CALLER, folder, address[0], "stay") as caller:
+        (worker,) = told(caller)["pids"]
+        psutil.Process(worker).kill()
+        assert told(caller)["ended"] == ["EngineDied", f"process {worker} of the rollout worker has ended"]
+
+
+def test_a_worker_is_spawned_where_a_variable_that_imports_read_differs(folder: str, address: tuple[str, int]) -> None:
+    with program(CALLER, folder, address[0], "stay", VLLM_LOGGING_PREFIX="other: ") as caller:
+        facts = told(caller)
+        (worker,) = facts["pids"]
+        assert psutil.Process(worker).ppid() == caller.pid
+        assert facts["phase"] == "importing vLLM"
+
+
+def test_a_worker_is_spawned_where_the_server_is_gone(folder: str, tmp_path: Path) -> None:
+    with program(CALLER, folder, str(tmp_path / "none"), "stay") as caller:
+        (worker,) = told(caller)["pids"]
+        assert psutil.Process(worker).ppid() == caller.pid
