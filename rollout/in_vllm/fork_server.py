@@ -110,8 +110,14 @@ def begin(also: Sequence[str] = ()) -> None:
 
 
 def begin_as(environment: Mapping[str, str], also: Sequence[str] = ()) -> str:
-    """As begin(), in another process's environment (imports_read()). Returns the server's address, for join()."""
-    if not _server.is_known:
+    """As begin(), in another process's environment (imports_read()). If the server has died, another one is begun.
+
+    Returns:
+        The server's address, for join().
+    """
+    if _server.is_known:
+        _server.ensure_running()
+    else:
         for name in imports_read(os.environ).keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)

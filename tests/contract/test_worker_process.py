@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,17 +20,17 @@ from cases.vllm_process import import_path
 
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 60.0
 NODE = """
-import os, sys, time
+import os, sys
 from conf.schema import Device
 from rollout import worker_process
 from rollout.engine.engine_options import set_engine_environment
 from rollout.in_vllm import fork_server
 
 set_engine_environment(Device.cpu, batch_invariant=False)
-print(fork_server.begin_as(fork_server.imports_read(os.environ), also=[worker_process.PRELOAD]), flush=True)
-time.sleep(600)
+for _ in sys.stdin:
+    print(fork_server.begin_as(fork_server.imports_read(os.environ), also=[worker_process.PRELOAD]), flush=True)
 """
 CALLER = """
 import asyncio, json, os, sys
@@ -86,7 +87,8 @@ def program(text: str, *words: str, log: Path | None = None, **environment: str)
     environ = {**os.environ, "PYTHONPATH": import_path(), **environment}
     command = [sys.executable, "-c", text, *words]
     stderr = contextlib.nullcontext() if log is None else log.open("w")
-    with stderr as to, subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=to, text=True) as process:
+    pipe = subprocess.PIPE
+    with stderr as to, subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe, stderr=to, text=True) as process:
         try:
             yield process
         finally:
@@ -101,8 +103,17 @@ def told(process: subprocess.Popen[str]) -> dict:
 
 
 def wait_for_end(pids: list[int]) -> None:
-    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    assert not psutil.wait_procs(alive, timeout=TIMEOUT_S)[1]
+    deadline = time.monotonic() + TIMEOUT_S
+    while any(runs(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def runs(pid: int) -> bool:
+    """Whether it does, and is not just waiting for its parent to notice its end."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @pytest.fixture(scope="module")
@@ -114,21 +125,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[tuple[str, int]]:
-    """Of a server that has imported vLLM, and its pid."""
+def node() -> Iterator[subprocess.Popen[str]]:
+    """A process that begins a server when it is asked."""
     with program(NODE) as node:
-        assert node.stdout
-        where = node.stdout.readline().strip()
-        (server,) = [child.pid for child in psutil.Process(node.pid).children() if "forkserver" in str(child.cmdline())]
-        yield where, server
+        yield node
+
+
+def ask(node: subprocess.Popen[str]) -> tuple[str, int]:
+    """Address and pid of the node's server, which is begun where there is none."""
+    assert node.stdin
+    assert node.stdout
+    node.stdin.write("begin\n")
+    node.stdin.flush()
+    address = node.stdout.readline().strip()
+    servers = [child for child in psutil.Process(node.pid).children() if "forkserver" in " ".join(child.cmdline())]
+    return address, servers[0].pid
 
 
 def test_worker_and_engine_are_forked_and_end_with_the_caller(
-    folder: str, address: tuple[str, int], tmp_path: Path
+    folder: str, node: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    where, server = address
+    address, server = ask(node)
     log = tmp_path / "log"
-    with program(CALLER, folder, where, "engine", log=log) as caller:
+    with program(CALLER, folder, address, "engine", log=log) as caller:
         facts = told(caller)
         worker, engine = facts["pids"]
         assert psutil.Process(worker).ppid() == psutil.Process(engine).ppid() == server
@@ -138,24 +157,24 @@ def test_worker_and_engine_are_forked_and_end_with_the_caller(
         wait_for_end([worker, engine])
 
 
-def test_a_caller_that_returns_does_not_wait_for_its_worker(folder: str, address: tuple[str, int]) -> None:
-    where, server = address
-    with program(CALLER, folder, where, "leave") as caller:
+def test_a_caller_that_returns_does_not_wait_for_its_worker(folder: str, node: subprocess.Popen[str]) -> None:
+    address, server = ask(node)
+    with program(CALLER, folder, address, "leave") as caller:
         (worker,) = told(caller)["pids"]
         assert psutil.Process(worker).ppid() == server
         assert caller.wait(TIMEOUT_S) == 0
         wait_for_end([worker])
 
 
-def test_a_caller_is_told_that_its_worker_was_killed(folder: str, address: tuple[str, int]) -> None:
-    with program(CALLER, folder, address[0], "stay") as caller:
+def test_a_caller_is_told_that_its_worker_was_killed(folder: str, node: subprocess.Popen[str]) -> None:
+    with program(CALLER, folder, ask(node)[0], "stay") as caller:
         (worker,) = told(caller)["pids"]
         psutil.Process(worker).kill()
         assert told(caller)["ended"] == ["EngineDied", f"process {worker} of the rollout worker has ended"]
 
 
-def test_a_worker_is_spawned_where_a_variable_that_imports_read_differs(folder: str, address: tuple[str, int]) -> None:
-    with program(CALLER, folder, address[0], "stay", VLLM_LOGGING_PREFIX="other: ") as caller:
+def test_a_worker_is_spawned_where_variables_that_imports_read_differ(folder: str, node: subprocess.Popen[str]) -> None:
+    with program(CALLER, folder, ask(node)[0], "stay", VLLM_LOGGING_PREFIX="other: ") as caller:
         facts = told(caller)
         (worker,) = facts["pids"]
         assert psutil.Process(worker).ppid() == caller.pid
@@ -166,3 +185,14 @@ def test_a_worker_is_spawned_where_the_server_is_gone(folder: str, tmp_path: Pat
     with program(CALLER, folder, str(tmp_path / "none"), "stay") as caller:
         (worker,) = told(caller)["pids"]
         assert psutil.Process(worker).ppid() == caller.pid
+
+
+def test_a_server_that_was_killed_is_begun_again(folder: str, node: subprocess.Popen[str]) -> None:
+    killed, server = ask(node)
+    psutil.Process(server).kill()
+    wait_for_end([server])
+    address, server = ask(node)
+    assert address != killed
+    with program(CALLER, folder, address, "stay") as caller:
+        (worker,) = told(caller)["pids"]
+        assert psutil.Process(worker).ppid() == server

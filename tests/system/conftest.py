@@ -151,8 +151,13 @@ class RunUnderWay:
         """run.log."""
         return (self.folder / "run.log").read_text()
 
+    def worker(self, name: str) -> psutil.Process:
+        """The process of "rollout-0" (.1 where it was started again), which run.log names."""
+        (pid,) = re.findall(rf"{re.escape(name)} is process (\d+) ", self.log)
+        return psutil.Process(int(pid))
+
     def engine_of(self, worker: str) -> psutil.Process:
-        """The engine's process of "rollout-0" (.1 where it was started again), which run.log names."""
+        """Its engine's process."""
         (pid,) = re.findall(rf"{re.escape(worker)} is process .*; its engine is process (\d+)", self.log)
         return psutil.Process(int(pid))
 

@@ -34,10 +34,7 @@ def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_st
     killed = "rollout-1" if is_merged else "rollout-0"
     with RunUnderWay(words, tmp_path) as run:
         run.wait_until(lambda rows: len(rows) >= 2)
-        engine = run.engine_of(killed)
-        victim = engine if is_merged else engine.parent()
-        assert victim is not None
-        victim.kill()
+        (run.engine_of(killed) if is_merged else run.worker(killed)).kill()
         run.wait_for_returns(1)
         if is_merged:
             recall(run.folder, 0)
