@@ -40,10 +40,10 @@ unit: setup       ## No GPU, network or Ray; 2 to 2.5 min on two cores
 
 contract: setup   ## Real Mooncake, real vLLM loaders, real processes, a real browser
 	@requirements/browser.sh
-	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(PY) -m pytest tests/contract -q $(SHARED) --durations=10
+	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(PY) -m pytest tests/contract -q $(SHARED) --durations=40
 
 system: setup     ## Real Ray, vLLM, Mooncake and FSDP2 together
-	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(PY) -m pytest tests/system -q $(SHARED) -o timeout=600 --durations=10
+	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(PY) -m pytest tests/system -q $(SHARED) -o timeout=600 --durations=40
 
 lint: style       ## What pre-commit checks: style, and types, which take two minutes of a core
 	@.venv/bin/basedpyright

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import inspect
 import itertools
 import logging
@@ -34,6 +35,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from conf.errors import SlipstreamError
 from rollout.die_with_owner import end_with
 from rollout.errors import EngineDied
 from rollout.in_vllm import fork_server
@@ -107,6 +109,7 @@ class WorkerProcess:
 
         Raises:
             SlipstreamError: The method's own error.
+            RuntimeError: Any other error of the method, as text.
             EngineDied: The process has ended.
         """
         if self._has_ended:
@@ -125,7 +128,10 @@ class WorkerProcess:
             while True:
                 self._loop.call_soon_threadsafe(self._settle, *self._connection.recv())
         except (EOFError, OSError):
-            self._loop.call_soon_threadsafe(self._end)
+            pass
+        except Exception:  # what cannot be read answers some call, which would wait for ever
+            logger.exception("the rollout worker is given up: its answer cannot be read")
+        self._loop.call_soon_threadsafe(self._end)
 
     def _settle(self, number: int, error: BaseException | None, result: object) -> None:
         call = self._calls.pop(number)
@@ -202,10 +208,11 @@ async def _answer(connection: Connection, options: WorkerOptions, seed: int, hos
                 worker = _make(options, seed, host)
             found = getattr(worker, name)
             result = found(*args) if callable(found) else found
-            reply = (number, None, await result if inspect.isawaitable(result) else result)
-        except Exception as error:  # noqa: BLE001 - raised by call()
-            reply = (number, _as_sent(error), None)
-        connection.send(reply)
+            reply = pickle.dumps((number, None, await result if inspect.isawaitable(result) else result))
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - raised by call()
+            reply = pickle.dumps((number, _as_sent(error, name), None))
+        with contextlib.suppress(OSError):  # the caller is gone
+            connection.send_bytes(reply)
 
     while (call := await calls.get()) is not None:
         task = asyncio.create_task(answer(*call))
@@ -232,10 +239,9 @@ def _make(options: WorkerOptions, seed: int, host: str) -> Any:
     )
 
 
-def _as_sent(error: Exception) -> Exception:
-    """An error that can be raised in the other process: this one, if it survives being pickled."""
-    try:
-        return pickle.loads(pickle.dumps(error))
-    except Exception:  # its class decides what happens
-        logger.exception("an error that cannot be sent")
-        return RuntimeError(f"{type(error).__name__}: {error}")
+def _as_sent(error: BaseException, name: str) -> BaseException:
+    """The error that the other process raises: ours as it is; of others the text, for they may not survive a pipe."""
+    if isinstance(error, SlipstreamError):
+        return error
+    logger.error("%s failed", name, exc_info=error)
+    return RuntimeError(f"{type(error).__name__}: {error}")

@@ -63,7 +63,8 @@ async def main(folder, address, what):
         await worker.call("prepare")
         await worker.call("start")
     errors = []
-    for method, *args in [("generate_group", Prompt(0, (1, 2), "ab", {}), 1, None, None), ("no_such_method",)]:
+    too_early = "generate_group", Prompt(0, (1, 2), "ab", {}), 1, None, None
+    for method, *args in [too_early, ("no_such_method",), ("engine",)]:
         try:
             await worker.call(method, *args)
         except Exception as error:
@@ -151,7 +152,10 @@ def test_worker_and_engine_are_forked_and_end_with_the_caller(
         facts = told(caller)
         worker, engine = facts["pids"]
         assert psutil.Process(worker).ppid() == psutil.Process(engine).ppid() == server
-        assert [name for name, _ in facts["errors"]] == ["ReplicaNotServing", "AttributeError"]
+        classes, texts = zip(*facts["errors"], strict=True)
+        assert classes == ("ReplicaNotServing", "RuntimeError", "RuntimeError")
+        assert "has no attribute 'no_such_method'" in texts[1]
+        assert "pickle" in texts[2].lower()
         assert "[rollout-7] rollout.worker: the engine is up: 1 ranks" in log.read_text()
         caller.kill()
         wait_for_end([worker, engine])
