@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -127,7 +128,7 @@ def kill_one(job: Job, worker: int, args: argparse.Namespace) -> dict[str, Any]:
     def is_back(rows: list[dict[str, Any]]) -> bool:
         recovery = found(rows)
         if "weights" in recovery["phases"] and not cpu_s:  # at most POLL_S after it serves
-            cpu_s.append(cpu_seconds(pid_of(job, worker)))
+            cpu_s.append(sum(map(cpu_seconds, processes_of(job, worker))))
         if recovery["returned_s"] is None or recovery["worker_returned_s"] is not None:
             return recovery["returned_s"] is not None
         # The fleet is back with another share of the load on each worker; this one's may never be what it was.
@@ -151,6 +152,13 @@ def pid_of(job: Job, worker: int) -> int:
     """Its newest process."""
     starts = [row for row in job.rows if row["event"] == "process_up" and row["worker"] == worker]
     return max(starts, key=lambda row: row["time"])["pid"]
+
+
+def processes_of(job: Job, worker: int) -> list[int]:
+    """The same, and its engine's, which no process of the worker is the parent of."""
+    log = (job.folder / "run.log").read_text()
+    pid = pid_of(job, worker)
+    return [pid, *map(int, re.findall(rf" is process {pid} at .*; its engine is process (\d+)", log))]
 
 
 def emptiest_gpu() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -108,6 +109,22 @@ def test_a_tree_is_ended_but_not_a_later_process_of_the_same_pid() -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_trees_name_the_processes_that_were_asked_for_then_their_descendants_once() -> None:
+    """What a fork server made for a worker does not descend from it."""
+    program = (
+        "import subprocess; child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True); child.wait()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        child = int(parent.stdout.readline())
+        with subprocess.Popen(["true"]) as ended:
+            ended.wait()
+        found = nodes.trees_of([os.getpid(), ended.pid, parent.pid, child])
+        assert nodes.end_trees_here([ProcessId(parent.pid, psutil.Process(parent.pid).create_time())]) == []
+    assert [one.pid for one in found[:3]] == [os.getpid(), parent.pid, child]
+    assert len(set(found)) == len(found)
 
 
 def test_the_end_of_a_lost_nodes_processes_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
