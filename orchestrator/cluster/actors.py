@@ -241,19 +241,14 @@ class RolloutActor:
 
     @ray.method
     async def prepare(
-        self, options: WorkerOptions, seed: int, is_only_node: bool, forks: type[ForkServerActor] | None
+        self, options: WorkerOptions, seed: int, is_only_node: bool, forks: type[ForkServerActor]
     ) -> None:
-        """Start the worker's process and let it do what needs no device.
-
-        Args:
-            forks: this node's; None: the process imports vLLM itself.
-        """
+        """Start the worker's process, from this node's fork server, and let it do what needs no device."""
         set_engine_environment(options.device, batch_invariant=options.config.batch_invariant)
-        if forks is not None:
-            try:
-                fork_server.join(await forks.address.remote(fork_server.imports_read(os.environ)))
-            except RayError as error:
-                logger.warning("this node's fork server cannot be started: %s", error)
+        try:
+            fork_server.join(await forks.address.remote(fork_server.imports_read(os.environ)))
+        except RayError as error:
+            logger.warning("this node's fork server cannot be started: %s", error)
         self._started = await WorkerProcess.start(
             options,
             seed=seed,

@@ -181,6 +181,8 @@ def why_not(*, imported_as_here: bool = False, tries_gpu: bool = True) -> str:
             imported vLLM.
         tries_gpu: Whether a forked process is to use the GPU, as an EngineCore will.
     """
+    if not _server.is_known:
+        return "there is none"
     here = _comparable(os.environ) if imported_as_here else None
     try:
         return call_in_fork(_Look(here, tries_gpu=tries_gpu))

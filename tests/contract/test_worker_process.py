@@ -48,7 +48,8 @@ def tell(**facts):
 
 async def main(folder, address, what):
     set_engine_environment(Device.cpu, batch_invariant=False)
-    fork_server.join(address)
+    if address:
+        fork_server.join(address)
     ended = asyncio.Event()
     options = WorkerOptions(
         folder=Path(folder),
@@ -185,8 +186,9 @@ def test_a_worker_is_spawned_where_variables_that_imports_read_differ(folder: st
         assert facts["phase"] == "importing vLLM"
 
 
-def test_a_worker_is_spawned_where_the_server_is_gone(folder: str, tmp_path: Path) -> None:
-    with program(CALLER, folder, str(tmp_path / "none"), "stay") as caller:
+@pytest.mark.parametrize("address", ["/gone/listener", ""])
+def test_a_worker_is_spawned_where_the_server_is_gone_or_none_was_begun(folder: str, address: str) -> None:
+    with program(CALLER, folder, address, "stay") as caller:
         (worker,) = told(caller)["pids"]
         assert psutil.Process(worker).ppid() == caller.pid
 
