@@ -70,7 +70,9 @@ class Cluster:
         run = asyncio.current_task()
         assert run is not None
         needs_gpus = self._device == "cuda"
-        self._ray = RayCluster(self._config, self._folder, needs_gpus=needs_gpus, on_lost=run.cancel)
+        self._ray = RayCluster(
+            self._config, self._folder, needs_gpus=needs_gpus, has_workers=self._has_workers, on_lost=run.cancel
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -7,8 +7,9 @@
       shared_memory             names in /dev/shm that processes of the run have mapped
       ray/                      Ray's session: sockets and logs
       tmp/                      TMPDIR of everything that Ray starts
+      fork_server.log           what the fork server of rollout workers printed
 
-Owns: how that folder is made and removed, also that of a run whose processes were all killed; and the copy of Ray's
+Owns: how that folder is made and removed, also that of a run whose processes were all killed; and the copy of the
 logs. Does not own: processes (ray_host.py). Links are never followed.
 Invariant: a folder is removed only by its owner, or where it belongs to this user and nobody holds its lock.
 """
@@ -55,15 +56,21 @@ class PrivateFolder:
         """TMPDIR of the run's actors and engines."""
         return self.root / "tmp"
 
+    @property
+    def fork_server_log(self) -> Path:
+        """Output of the fork server."""
+        return self.root / "fork_server.log"
+
     def note_shared_memory(self, names: set[str]) -> None:
         """Write down which names in /dev/shm go with this folder."""
         (self.root / "shared_memory").write_text("\n".join(sorted(names)))
 
     def keep_logs(self, target: Path) -> None:
-        """Copy Ray's logs, as far as there is room. Links are left out, and a copy is readable by the owner alone."""
+        """Copy the logs, as far as there is room. Links are left out, and a copy is readable by the owner alone."""
         with contextlib.suppress(OSError):  # a full disk: why the run ends is what is to be reported
             target.mkdir(exist_ok=True)
-            for log in self.ray.glob("session_2*/logs/*"):  # session_latest is a link to the same
+            of_ray = self.ray.glob("session_2*/logs/*")  # session_latest is a link to the same
+            for log in [*of_ray, self.fork_server_log]:
                 _copy_regular_file(log, target / log.name)
 
     def remove(self) -> None:

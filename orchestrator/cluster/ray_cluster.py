@@ -38,7 +38,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from conf.errors import ConfigError, SlipstreamError
-from conf.schema import RunConfig
+from conf.schema import Device, RunConfig
 from orchestrator.cluster.private_folder import PrivateFolder, make_private_folder, remove_folders_of_dead_runs
 from orchestrator.cluster.processes import end_processes
 from orchestrator.cluster.ray_host import HostOptions
@@ -47,7 +47,8 @@ from orchestrator.errors import ClusterLost, OrchestratorError, PlacementError
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.signals import take_sigterm_back
 from orchestrator.waiting import in_abandoned_thread, wait_for
-from rollout.engine.engine_options import compile_cache
+from rollout.engine.engine_options import compile_cache, set_engine_environment
+from rollout.in_vllm.fork_server import imports_read
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -66,11 +67,18 @@ class RayCluster:
         config: the run's options.
         folder: the run folder: Ray's namespace begins with its name, and Ray's logs end up there.
         needs_gpus: whether a process of the run gets GPUs.
+        has_workers: whether it has rollout workers.
         on_lost: called when a server of our own cluster has ended by itself.
     """
 
     def __init__(
-        self, config: RunConfig, folder: RunFolder, *, needs_gpus: bool, on_lost: Callable[[], object]
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        *,
+        needs_gpus: bool,
+        has_workers: bool,
+        on_lost: Callable[[], object],
     ) -> None:
         self.is_own = config.cluster.ray_address is None
         self._config = config
@@ -78,6 +86,7 @@ class RayCluster:
         self.name = f"{folder.run_id}-{secrets.token_hex(4)}"
         """The run's name in Ray. Two runs of a shared cluster may have begun in the same second."""
         self._needs_gpus = needs_gpus
+        self._has_workers = has_workers
         self._actors: list[object] = []
         self._group: PlacementGroup | None = None
         self._host: asyncio.subprocess.Process | None = None
@@ -209,13 +218,6 @@ class RayCluster:
         for root in remove_folders_of_dead_runs():
             logger.info("%s is removed: the run that made it was killed", root)
         self._private, self._lock = make_private_folder()
-        cluster = self._config.cluster
-        options = HostOptions(
-            folder=str(self._private.root),
-            logs=str(self._folder.ray_logs),
-            dashboard_port=cluster.dashboard_port if cluster.dashboard else None,
-            object_store_bytes=cluster.object_store_bytes,
-        )
         os.environ.pop("RAY_AUTH_TOKEN", None)  # the user's, for other clusters: it would win
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(self._private.token)
         root = str(Path(__file__).parents[2])
@@ -225,6 +227,14 @@ class RayCluster:
             "TMPDIR": str(self._private.temporary),
             "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
         }
+        cluster = self._config.cluster
+        options = HostOptions(
+            folder=str(self._private.root),
+            logs=str(self._folder.ray_logs),
+            dashboard_port=cluster.dashboard_port if cluster.dashboard else None,
+            object_store_bytes=cluster.object_store_bytes,
+            workers_import_under=self._workers_import_under(environment) if self._has_workers else None,
+        )
         self._host = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "orchestrator.cluster.ray_host", json.dumps(asdict(options))),
             stdin=asyncio.subprocess.PIPE,
@@ -238,6 +248,14 @@ class RayCluster:
             raise PlacementError(f"Ray did not start: {said.get('failed') or said['how']}")
         self._listening = asyncio.create_task(self._listen())
         return said["address"]
+
+    def _workers_import_under(self, environment: dict[str, str]) -> dict[str, str]:
+        """Variables that imports read, in a rollout worker's actor of a Ray with this environment."""
+        there = dict(environment)
+        there.setdefault("OMP_NUM_THREADS", "1")  # by Ray, which counts the actor's cores
+        device = Device.cuda if self._needs_gpus else Device.cpu
+        set_engine_environment(device, batch_invariant=self._config.rollout.batch_invariant, environment=there)
+        return imports_read(there)
 
     async def _next_word(self) -> dict[str, str]:
         """What the host says next; that it has ended, where it says no more."""

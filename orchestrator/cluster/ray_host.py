@@ -1,6 +1,6 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # Ray has types for a part of what it offers.
-"""The process that holds Ray's servers for one run, in a session of its own. Started by ray_servers.py as a program.
+"""The process that holds Ray's servers for one run, in a session of its own. Started by ray_cluster.py as a program.
 
     controller --stdin--> this process --> gcs_server, raylet, dashboard --> actors --> engines
                <-stdout--
@@ -9,6 +9,9 @@ A signal to the controller's process group (Ctrl-C, `timeout`, a batch system) d
 the controller can save and end it in order. The end of the controller, whatever the reason, closes stdin. This process
 then kills all that descends from it, keeps Ray's logs, and removes the run's private folder. When this process itself
 is killed, the kernel ends Ray's servers with it (Ray asks for that), and actors and engines follow them.
+
+Beside Ray it starts the fork server of this machine's rollout workers (rollout/in_vllm/fork_server.py), whose imports
+take longer than Ray's start.
 
 Owns: Ray's servers, and everything that descends from them (it is their subreaper, so that no process gets away by
 losing its parent). Does not own: who runs in the cluster.
@@ -27,6 +30,7 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -36,6 +40,8 @@ import psutil
 
 from orchestrator.cluster.private_folder import PrivateFolder
 from orchestrator.cluster.processes import SHARED_MEMORY, end_processes, shared_memory_of
+from rollout import worker_process
+from rollout.in_vllm import fork_server
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_EVERY_S = 2.0
@@ -54,6 +60,8 @@ class HostOptions:
     dashboard_port: int | None
     """None without a dashboard."""
     object_store_bytes: int
+    workers_import_under: dict[str, str] | None
+    """What rollout workers' environment will hold of variables that imports read. None: the run has no workers."""
 
 
 def main(options: HostOptions) -> None:
@@ -64,6 +72,9 @@ def main(options: HostOptions) -> None:
     controller = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is none of our lines
     threading.Thread(target=_end_with_stdin, args=(options, controller), daemon=True).start()
+    if options.workers_import_under is not None:
+        with _output_to(PrivateFolder(Path(options.folder)).fork_server_log):
+            fork_server.begin_beforehand(options.workers_import_under, also=[worker_process.PRELOAD])
     _start_ray(options, controller)
     while True:  # the kernel ends Ray's servers when the thread that started them ends: this one must not
         signal.pause()
@@ -71,6 +82,22 @@ def main(options: HostOptions) -> None:
 
 def _ignore(signum: int, frame: FrameType | None) -> None:
     """A handler that does nothing."""
+
+
+@contextlib.contextmanager
+def _output_to(log: Path) -> Generator[None]:
+    """What is started in the block prints into a file."""
+    ours = [os.dup(descriptor) for descriptor in (1, 2)]
+    opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        os.dup2(opened, 1)
+        os.dup2(opened, 2)
+        yield
+    finally:
+        for descriptor, kept in enumerate(ours, start=1):
+            os.dup2(kept, descriptor)
+            os.close(kept)
+        os.close(opened)
 
 
 def _start_ray(options: HostOptions, controller: TextIO) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,16 @@ def engine_environment(device: Device) -> dict[str, str]:
     }
 
 
-def set_engine_environment(device: Device, *, batch_invariant: bool) -> None:
-    """Set engine_environment() in this process, which is to have an engine or to fork one that has."""
+def set_engine_environment(
+    device: Device, *, batch_invariant: bool, environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Set engine_environment() in this process, which is to have an engine or to fork one that has, or in another's
+    environment.
+    """
     for name, value in engine_environment(device).items():
-        os.environ.setdefault(name, value)
+        environment.setdefault(name, value)
     if batch_invariant:
-        os.environ[BATCH_INVARIANT_VARIABLE] = "1"  # an option of the run, whatever was set before
+        environment[BATCH_INVARIANT_VARIABLE] = "1"  # an option of the run, whatever was set before
 
 
 def engine_arguments(

@@ -1,10 +1,11 @@
 """Imports vLLM once for many processes: a server that has imported it forks them.
 
-    one process with engines (bench/, push, tests)       a node of a run (orchestrator/cluster/actors.py)
+    one process with engines (bench/, push, tests)       a node of a run (orchestrator/cluster)
 
-    begin()         a server of its own imports vLLM     ForkServerActor   begin()     the node's server imports vLLM
-    fork_engine()   it forks the EngineCore, and what    RolloutActor      join()      it forks the worker's process,
-                    looks at the model's class           worker process    fork_engine()      and what that asks for
+    begin()         a server of its own imports vLLM     ray_host.py       begin_beforehand()  beside Ray's start
+    fork_engine()   it forks the EngineCore, and what    ForkServerActor   begin_as()   that one, or one of its own
+                    looks at the model's class           RolloutActor      join()       it forks the worker's process,
+                                                         worker process    fork_engine()       and what that asks for
 
 Without it, vLLM spawns the EngineCore process after the worker's own import, and it imports all of it again: 16 s of
 a start on a host with GPUs, one after the other; and so does the process that imports the class of a model which vLLM
@@ -24,6 +25,7 @@ vLLM's imports have set, as a spawned one would.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sys
@@ -35,6 +37,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.reduction import DupFd
 from typing import Any, TypeVar
+
+import psutil
 
 from rollout.die_with_owner import OWNER_VARIABLE
 from rollout.in_vllm.vllm_patches import inspect_models_by, make_processes_in
@@ -50,8 +54,11 @@ IMPORTS_READ = (
     "OMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "ATEN_",
 )  # fmt: skip
 """Beginnings of the names of variables that Python, vLLM or its libraries may read while they are imported."""
-OF_ONE_PROCESS = ("VLLM_RPC_BASE_PATH", "CUDA_VISIBLE_DEVICES")
-"""Those among them that each worker or engine has of its own: its folder of sockets, its GPUs."""
+OF_ONE_PROCESS = ("VLLM_RPC_BASE_PATH", "CUDA_VISIBLE_DEVICES", "PYTHONBREAKPOINT")
+"""Those among them that may differ: the folder of sockets and the GPUs of a worker or engine, and what Ray sets."""
+BEGUN_VARIABLE = "SLIPSTREAM_FORK_SERVER"
+"""Environment variable with pid and address of a server that was begun beforehand, and the variables that its imports
+read, as JSON; not an option."""
 
 
 class _Server(forkserver.ForkServer):
@@ -59,6 +66,7 @@ class _Server(forkserver.ForkServer):
 
     _forkserver_address: str | None
     _forkserver_alive_fd: int | None
+    _forkserver_pid: int | None
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,6 +83,12 @@ class _Server(forkserver.ForkServer):
         """Use another process's."""
         self.is_known, self._is_own = True, False
         self._forkserver_address, self._forkserver_alive_fd = address, alive_fd
+
+    @property
+    def pid(self) -> int:
+        """Its process, of one that begin() has started."""
+        assert self._forkserver_pid is not None, "begin() comes first"
+        return self._forkserver_pid
 
     @property
     def address(self) -> str:
@@ -109,20 +123,50 @@ def begin(also: Sequence[str] = ()) -> None:
         _server.begin([PRELOAD, *also])
 
 
+def begin_beforehand(environment: Mapping[str, str], also: Sequence[str] = ()) -> None:
+    """As begin(), for processes that this one will start and whose environment is known (imports_read()). They find
+    the server by their environment (begin_as()).
+    """
+    here = dict(os.environ)
+    _set_imports_read(environment)
+    try:
+        begin(also)
+    finally:
+        os.environ.clear()
+        os.environ.update(here)
+    os.environ[BEGUN_VARIABLE] = json.dumps([_server.pid, _server.address, _comparable(environment)])
+
+
 def begin_as(environment: Mapping[str, str], also: Sequence[str] = ()) -> str:
-    """As begin(), in another process's environment (imports_read()). If the server has died, another one is begun.
+    """As begin(), in another process's environment (imports_read()), unless there is a server that was begun beforehand
+    for it. If the server has died, another one is begun.
 
     Returns:
         The server's address, for join().
     """
     if _server.is_known:
         _server.ensure_running()
-    else:
-        for name in imports_read(os.environ).keys() - environment.keys():
-            del os.environ[name]
-        os.environ.update(environment)
-        begin(also)
+        return _server.address
+    if begun := os.environ.get(BEGUN_VARIABLE):
+        pid, address, read = json.loads(begun)
+        if read == _comparable(environment) and _runs(pid):
+            return address
+    _set_imports_read(environment)
+    begin(also)
     return _server.address
+
+
+def _set_imports_read(environment: Mapping[str, str]) -> None:
+    for name in imports_read(os.environ).keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+
+
+def _runs(pid: int) -> bool:
+    """Whether the server does; one that was killed may wait for its parent to notice."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def join(address: str) -> None:
@@ -205,13 +249,20 @@ class _Look:
             why := _changed("its imports", _comparable(preload.BEFORE), self._variables)
         ):
             return why
-        try:
-            torch = import_module("torch")
-            if self._tries_gpu and torch.cuda.device_count():
-                torch.ones(1, device="cuda").item()
-        except RuntimeError:  # an import of the server has opened a GPU: CUDA cannot be used in what it forks
-            return "what it forks cannot use the GPU"
-        return ""
+        return "" if not self._tries_gpu or _can_use_gpu() else "what it forks cannot use the GPU"
+
+
+def _can_use_gpu() -> bool:
+    """False in a process whose parent has opened a GPU: CUDA cannot be used after a fork. Opens none itself, which
+    takes seconds.
+    """
+    torch = import_module("torch")
+    if not torch.cuda.device_count():  # asks the driver's management library
+        return True
+    try:
+        return not torch.cuda._is_in_bad_fork() and torch._C._cuda_getDeviceCount() > 0
+    except RuntimeError:  # not PyTorch but another library of the parent's has opened one
+        return False
 
 
 def call_in_fork(function: Callable[[], T]) -> T:

@@ -1,26 +1,44 @@
-"""Importing vLLM opens no GPU, so that the process that did it may be forked into engines that use one."""
+"""Importing vLLM opens no GPU, so that what the fork server forks can use one; and the server says where it cannot."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from conf.schema import Device
 from rollout.engine.engine_options import engine_environment
 
-IMPORT_AND_FORK = """
-import os
-from rollout.in_vllm.process_imports import import_vllm
-import_vllm()
-import torch
-assert not torch.cuda.is_initialized()
-if (child := os.fork()) == 0:
-    os._exit(int(torch.ones(1, device="cuda").item() != 1))
-assert os.waitpid(child, 0)[1] == 0
+ASK = """
+import sys
+from rollout.in_vllm import fork_server
+
+def use_gpu():
+    import torch
+    return torch.ones(1, device="cuda").item()
+
+fork_server.begin(also=sys.argv[1:])
+why = fork_server.why_not()
+assert why == ("what it forks cannot use the GPU" if sys.argv[1:] else ""), why
+if not why:
+    assert fork_server.call_in_fork(use_gpu) == 1
 """
+OPENS = {
+    "by_torch": "import torch; torch.ones(1, device='cuda')",
+    "by_driver": "import ctypes; assert ctypes.CDLL('libcuda.so.1').cuInit(0) == 0",
+}
+"""Modules that open a GPU when they are imported."""
 
 
-def test_what_is_forked_after_the_import_can_use_the_gpu() -> None:
-    environment = os.environ | engine_environment(Device.cuda)
-    subprocess.run([sys.executable, "-c", IMPORT_AND_FORK], env=environment, check=True, timeout=120)
+@pytest.mark.parametrize("also", [(), ("by_torch",), ("by_driver",)], ids=["vllm alone", *OPENS])
+def test_what_is_forked_after_the_imports_can_use_the_gpu_unless_one_of_them_did(
+    tmp_path: Path, also: tuple[str, ...]
+) -> None:
+    for name, text in OPENS.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | engine_environment(Device.cuda) | {"PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", ASK, *also], env=environment, check=True, timeout=180)
