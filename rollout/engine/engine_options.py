@@ -53,6 +53,11 @@ def engine_environment(device: Device) -> dict[str, str]:
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             # DeepGEMM would requantize block-FP8 weights to scales that are powers of two, after loading.
             "VLLM_USE_DEEP_GEMM": "0",
+            # Triton's own default. An engine that compiles its model sets another one, in that model's folder, and one
+            # that finds its model compiled does not: it would compile kernels of experts and of the sampler again.
+            "TRITON_CACHE_DIR": str(Path(os.environ.get("TRITON_HOME", Path.home()), ".triton", "cache")),
+            # vLLM would thaw the imports, which are frozen, and collect among them several times while it captures.
+            "VLLM_ENABLE_CUDAGRAPH_GC": "1",
         }
     return common | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
