@@ -7,6 +7,8 @@
     add_expert_adapters_batch_invariantly
                                    0.25   With VLLM_BATCH_INVARIANT=1 one kernel adds experts' adapters to any batch.
                                           Until vLLM's choice of kernels does not depend on the batch.
+    compile_sampler_beside_model   0.25   On GPUs the kernel of top-k and top-p is compiled while the model is.
+                                          Until vLLM compiles its kernels beside each other.
     send_logprobs_together         both   The log-probabilities of a step leave the engine's process as three arrays
                                           (logprob_rows.py). Until vLLM does not send three per request.
     watch_outputs                  both   The engine's client gives each request its own again, and shows outputs to a
@@ -26,8 +28,8 @@
     be_rank                        both   Process groups that talk to nobody. Until vLLM's groups can be made so.
 
 "Both" means 0.25.1 (GPUs) and 0.32 (CPUs); the last sentence of each entry says when the patch can go. The first
-patch acts on every engine on a CPU, the next two on every batch-invariant one, send_logprobs_together on the processes
-of a worker's engine, open_no_gpu on imports, the next five on the objects of one engine; the last two run in a process
+patch acts on every engine on a CPU, the next two on every batch-invariant one, compile_sampler_beside_model on every
+engine on a GPU, send_logprobs_together on the processes of a worker's engine, open_no_gpu on imports, the next five on the objects of one engine; the last two run in a process
 that computes nothing (rollout/layouts/meta_engine.py). While a layout is recorded, two more modules swap attributes of
 a model and put them back: load_time.py (parameters as they were at load time) and adapter_slots.py (layers without
 LoRA wrappers).
@@ -47,12 +49,14 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from multiprocessing.context import BaseContext
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout.errors import EngineError
 from rollout.in_vllm.logprob_rows import gather, row_of_request, spread
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -125,6 +129,48 @@ def add_expert_adapters_batch_invariantly() -> None:
         return align(self, *rows, **options)
 
     _replace(PunicaWrapperGPU, "moe_lora_align_block_size", always_sorted)
+
+
+def compile_sampler_beside_model() -> None:
+    """On GPUs, have a thread sample with top-k and top-p while the model is compiled, so that this kernel is compiled
+    by then. Call it before memory is measured; again is harmless.
+
+    vLLM compiles the kernel after the model, also for runs that never sample so: 4 to 9 s of the first start on a node.
+    Nearly all of them are spent in LLVM and ptxas, outside Python's lock.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    measure, sample = GPUModelRunner.profile_run, GPUModelRunner._dummy_sampler_run
+    if measure.__module__ == __name__:
+        return
+
+    def measure_beside(self: Any) -> None:
+        vocab_size = self.model_config.get_vocab_size()
+        self._slipstream_sampling = Thread(target=_sample_once, args=(self.device, vocab_size), daemon=True)
+        self._slipstream_sampling.start()
+        measure(self)
+
+    def sample_after(self: Any, hidden_states: Tensor) -> Tensor:
+        self._slipstream_sampling.join()
+        return sample(self, hidden_states)
+
+    _replace(GPUModelRunner, "profile_run", measure_beside)
+    _replace(GPUModelRunner, "_dummy_sampler_run", sample_after)
+
+
+def _sample_once(device: torch.device, vocab_size: int) -> None:
+    """Take the kernel of top-k and top-p over some rows: a multiple of 16, as Triton tells other numbers apart."""
+    import torch
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    num_rows = 16
+    logits = torch.zeros(num_rows, vocab_size, dtype=torch.float32, device=device)
+    top_k = torch.full((num_rows,), vocab_size - 1, device=device)
+    apply_top_k_top_p(logits, top_k, torch.full((num_rows,), 0.9, dtype=torch.float32, device=device))
 
 
 @contextlib.contextmanager
