@@ -21,6 +21,27 @@ from cases.vllm_process import import_path
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 
 TIMEOUT_S = 60.0
+BEFOREHAND = """
+import json, os, subprocess, sys
+from conf.schema import Device
+from rollout.engine.engine_options import set_engine_environment
+from rollout.in_vllm import fork_server
+
+ASK = (
+    "import os, sys; from rollout.in_vllm import fork_server as f;"
+    "print(f.begin_as({**f.imports_read(os.environ), **dict(word.split('=') for word in sys.argv[1:])})); os._exit(0)"
+)
+there = dict(os.environ)
+set_engine_environment(Device.cpu, batch_invariant=False, environment=there)
+before = dict(os.environ)
+fork_server.begin_beforehand(fork_server.imports_read(there))
+begun = there[fork_server.BEGUN_VARIABLE] = os.environ.pop(fork_server.BEGUN_VARIABLE)
+assert dict(os.environ) == before
+pid, address, _ = json.loads(begun)
+print(pid, address, flush=True)
+for line in sys.stdin:
+    print(subprocess.check_output([sys.executable, "-c", ASK, *line.split()], env=there, text=True).strip(), flush=True)
+"""
 NODE = """
 import os, sys
 from conf.schema import Device
@@ -202,3 +223,22 @@ def test_a_server_that_was_killed_is_begun_again(folder: str, node: subprocess.P
     with program(CALLER, folder, address, "stay") as caller:
         (worker,) = told(caller)["pids"]
         assert psutil.Process(worker).ppid() == server
+
+
+def test_a_server_begun_beforehand_is_found_by_workers_whose_imports_read_the_same() -> None:
+    with program(BEFOREHAND) as before:
+        assert before.stdin
+        assert before.stdout
+
+        def found(*words: str) -> str:
+            """The address of the server of a process with these variables, too."""
+            before.stdin.write(" ".join(words) + "\n")
+            before.stdin.flush()
+            return before.stdout.readline().strip()
+
+        pid, address = before.stdout.readline().split()
+        assert found("PYTHONBREAKPOINT=0", "CUDA_VISIBLE_DEVICES=1") == address
+        assert found("VLLM_LOGGING_PREFIX=other") not in ("", address)
+        psutil.Process(int(pid)).kill()
+        wait_for_end([int(pid)])
+        assert found() not in ("", address)

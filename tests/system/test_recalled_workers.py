@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from system.conftest import ENDLESS, RUN_TIMEOUT_S, RunUnderWay, assert_workers_came_back
 
@@ -34,6 +35,10 @@ def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_st
     killed = "rollout-1" if is_merged else "rollout-0"
     with RunUnderWay(words, tmp_path) as run:
         run.wait_until(lambda rows: len(rows) >= 2)
+        server = run.worker(killed).parent()
+        assert server is not None
+        assert server == run.engine_of(killed).parent(), "both are forked from the server that was begun before Ray"
+        assert "orchestrator.cluster.ray_host" in psutil.Process(server.ppid()).cmdline()
         (run.engine_of(killed) if is_merged else run.worker(killed)).kill()
         run.wait_for_returns(1)
         if is_merged:

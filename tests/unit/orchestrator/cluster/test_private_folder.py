@@ -91,6 +91,7 @@ def test_logs_are_copied_without_following_links(tmp_path: Path) -> None:
     logs = folder.ray / "session_2026" / "logs"
     logs.mkdir(parents=True)
     (logs / "raylet.out").write_text("said")
+    folder.fork_server_log.write_text("imported")
     (logs / "empty.err").touch()
     (logs / "events").mkdir()
     secret = tmp_path / "secret"
@@ -101,7 +102,10 @@ def test_logs_are_copied_without_following_links(tmp_path: Path) -> None:
     target.mkdir()
     (target / "raylet.out").symlink_to(secret)
     folder.keep_logs(target)
-    assert {file.name: file.read_text() for file in target.iterdir()} == {"raylet.out": "said"}
+    assert {file.name: file.read_text() for file in target.iterdir()} == {
+        "raylet.out": "said",
+        "fork_server.log": "imported",
+    }
     assert (target / "raylet.out").stat().st_mode & 0o777 == 0o600
     assert secret.read_text() == "not for others"
     os.close(lock)
