@@ -26,6 +26,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 PRELOAD = "rollout.worker"
 """What the server of workers imports beside vLLM."""
+END_TIMEOUT_S = 1.0
+"""Longest wait for the exit code of a process that has closed its end of the pipe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +134,7 @@ class WorkerProcess:
             pass
         except Exception:  # what cannot be read answers some call, which would wait for ever
             logger.exception("the rollout worker is given up: its answer cannot be read")
+        self._process.join(END_TIMEOUT_S)  # so that it is known how it ended
         self._loop.call_soon_threadsafe(self._end)
 
     def _settle(self, number: int, error: BaseException | None, result: object) -> None:
@@ -151,7 +155,16 @@ class WorkerProcess:
         self._on_end()
 
     def _death(self) -> EngineDied:
-        return EngineDied(f"process {self._process.pid} of the rollout worker has ended")
+        return EngineDied(f"process {self._process.pid} of the rollout worker {how_it_ended(self._process.exitcode)}")
+
+
+def how_it_ended(exit_code: int | None) -> str:
+    """In words. multiprocessing has the negative number of a signal for a process that it ended; None: not known."""
+    if exit_code is None:
+        return "has ended"
+    if exit_code < 0:
+        return f"was ended by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"
 
 
 def _start(arguments: tuple[Any, ...]) -> tuple[BaseProcess, Connection]:

@@ -10,6 +10,7 @@ trainer's actor starts, and vLLM never: rollout workers are processes of their o
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -32,6 +33,9 @@ from rollout.worker_process import WorkerOptions, WorkerProcess, log_to_stderr
 from weight_sync.gc_freeze import frozen_imports
 
 logger = logging.getLogger(__name__)
+
+TELL_S = 1.0
+"""How long the actor of a worker whose process has ended goes on answering."""
 
 if TYPE_CHECKING:
     from conf.schema import (
@@ -230,6 +234,13 @@ class RolloutActor:
         self._began_at = time.time()
         self._started: WorkerProcess | None = None
 
+    @staticmethod
+    def _end_soon() -> None:
+        """End this process once the calls under way have told how the worker's ended: of an actor that ends, Ray only
+        guesses why.
+        """
+        asyncio.get_running_loop().call_later(TELL_S, os._exit, 1)
+
     async def _call(self, name: str, *args: object) -> Any:
         assert self._started is not None, "prepare() comes first"
         return await self._started.call(name, *args)
@@ -254,7 +265,7 @@ class RolloutActor:
             seed=seed,
             host=nodes.address_of_this_node(is_only=is_only_node),
             name=self._name,
-            on_end=lambda: os._exit(1),
+            on_end=self._end_soon,
         )
         await self._call("prepare")
 

@@ -196,7 +196,7 @@ def test_a_caller_is_told_that_its_worker_was_killed(folder: str, node: subproce
     with program(CALLER, folder, ask(node)[0], "stay") as caller:
         (worker,) = told(caller)["pids"]
         psutil.Process(worker).kill()
-        assert told(caller)["ended"] == ["EngineDied", f"process {worker} of the rollout worker has ended"]
+        assert told(caller)["ended"] == ["EngineDied", f"process {worker} of the rollout worker was ended by SIGKILL"]
 
 
 def test_a_worker_is_spawned_where_variables_that_imports_read_differ(folder: str, node: subprocess.Popen[str]) -> None:
