@@ -29,10 +29,10 @@
 
 "Both" means 0.25.1 (GPUs) and 0.32 (CPUs); the last sentence of each entry says when the patch can go. The first
 patch acts on every engine on a CPU, the next two on every batch-invariant one, compile_sampler_beside_model on every
-engine on a GPU, send_logprobs_together on the processes of a worker's engine, open_no_gpu on imports, the next five on the objects of one engine; the last two run in a process
-that computes nothing (rollout/layouts/meta_engine.py). While a layout is recorded, two more modules swap attributes of
-a model and put them back: load_time.py (parameters as they were at load time) and adapter_slots.py (layers without
-LoRA wrappers).
+engine on a GPU, send_logprobs_together on the processes of a worker's engine, open_no_gpu on imports, the next five on
+the objects of one engine; the last two run in a process that computes nothing (rollout/layouts/meta_engine.py). While a
+layout is recorded, two more modules swap attributes of a model and put them back: load_time.py (parameters as they were
+at load time) and adapter_slots.py (layers without LoRA wrappers).
 
 Owns these changes. Does not own when they are made: each is one call, made by the code that needs it. vLLM is imported
 inside the functions, because engine.py imports this file and must stay cheap to import.
@@ -148,14 +148,17 @@ def compile_sampler_beside_model() -> None:
     if measure.__module__ == __name__:
         return
 
+    beside: list[Thread] = []
+
     def measure_beside(self: Any) -> None:
         vocab_size = self.model_config.get_vocab_size()
-        self._slipstream_sampling = Thread(target=_sample_once, args=(self.device, vocab_size), daemon=True)
-        self._slipstream_sampling.start()
+        beside.append(Thread(target=_sample_once, args=(self.device, vocab_size), daemon=True))
+        beside[-1].start()
         measure(self)
 
     def sample_after(self: Any, hidden_states: Tensor) -> Tensor:
-        self._slipstream_sampling.join()
+        for thread in beside:
+            thread.join()
         return sample(self, hidden_states)
 
     _replace(GPUModelRunner, "profile_run", measure_beside)
