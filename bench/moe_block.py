@@ -36,12 +36,12 @@ from bench.environment import environment  # noqa: E402
 from conf.schema import DType, LoraConfig  # noqa: E402
 from trainer.architecture.activation import SWIGLU  # noqa: E402
 from trainer.architecture.model_spec import ExpertFormat  # noqa: E402
-from trainer.kernels.combine import weighted_sum  # noqa: E402
-from trainer.kernels.counting_sort import sort_by_expert  # noqa: E402
-from trainer.kernels.dequant import dequantize_int4, dequantize_mxfp4  # noqa: E402
-from trainer.kernels.gather import gather_project, gather_rows  # noqa: E402
-from trainer.kernels.low_rank import add_low_rank, low_rank_gradient  # noqa: E402
-from trainer.kernels.swiglu import InnerAdapter, activate, activate_backward  # noqa: E402
+from trainer.kernels.experts.combine import weighted_sum  # noqa: E402
+from trainer.kernels.experts.counting_sort import sort_by_expert  # noqa: E402
+from trainer.kernels.experts.dequant import dequantize_int4, dequantize_mxfp4  # noqa: E402
+from trainer.kernels.experts.gather import gather_project, gather_rows  # noqa: E402
+from trainer.kernels.experts.low_rank import add_low_rank, low_rank_gradient  # noqa: E402
+from trainer.kernels.experts.swiglu import InnerAdapter, activate, activate_backward  # noqa: E402
 from trainer.moe import grouped  # noqa: E402
 from trainer.moe.bank import UnpackBuffers  # noqa: E402
 from trainer.moe.dispatch import plan_dispatch  # noqa: E402

@@ -22,29 +22,29 @@ from cases.kernel_inputs import (
 )
 from conf.schema import CombineMode
 from trainer.architecture.activation import CLAMPED_SWIGLU, SWIGLU
-from trainer.kernels import gather
-from trainer.kernels.combine import weighted_sum_torch, weighted_sum_triton
-from trainer.kernels.counting_sort import sort_by_expert_torch, sort_by_expert_triton
-from trainer.kernels.dequant import (
+from trainer.kernels.experts import gather
+from trainer.kernels.experts.combine import weighted_sum_torch, weighted_sum_triton
+from trainer.kernels.experts.counting_sort import sort_by_expert_torch, sort_by_expert_triton
+from trainer.kernels.experts.dequant import (
     dequantize_int4_torch,
     dequantize_int4_triton,
     dequantize_mxfp4_torch,
     dequantize_mxfp4_triton,
 )
-from trainer.kernels.gather import (
+from trainer.kernels.experts.gather import (
     gather_project_torch,
     gather_project_triton,
     gather_rows_torch,
     gather_rows_triton,
 )
-from trainer.kernels.grouped_gemm import grouped_gradient_triton, grouped_product_triton
-from trainer.kernels.low_rank import (
+from trainer.kernels.experts.grouped_gemm import grouped_gradient_triton, grouped_product_triton
+from trainer.kernels.experts.low_rank import (
     add_low_rank_torch,
     add_low_rank_triton,
     low_rank_gradient_torch,
     low_rank_gradient_triton,
 )
-from trainer.kernels.swiglu import (
+from trainer.kernels.experts.swiglu import (
     InnerAdapter,
     activate_backward_torch,
     activate_backward_triton,

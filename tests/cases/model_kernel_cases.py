@@ -15,6 +15,7 @@ from trainer.kernels.dense_activation import (
     silu_product_torch,
     silu_product_triton,
 )
+from trainer.kernels.experts.route import route_backward_triton, route_torch, route_triton, weigh_torch, weigh_triton
 from trainer.kernels.latent import _LatentHeads, latent_heads_torch
 from trainer.kernels.log_softmax import (
     log_softmax_torch,
@@ -32,7 +33,6 @@ from trainer.kernels.rms_norm import (
     rms_norm_triton,
     rotate_torch,
 )
-from trainer.kernels.route import route_backward_triton, route_torch, route_triton, weigh_torch, weigh_triton
 from trainer.weights import merge
 from trainer.weights.merge_kernel import merger
 from trainer.weights.row_runs import Rows

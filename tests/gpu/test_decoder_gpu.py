@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from triton.runtime.jit import JITFunction
 
 from conf.schema import LoraConfig, TrainMode
-from trainer.kernels.groups import RowGroups
+from trainer.kernels.experts.groups import RowGroups
 from trainer.model.attend import flex_attention, padded_attention, sink_attention
 from trainer.model.flash_attention import KeptAttention, cudnn_attention, varlen_attention
 from trainer.model.packed_sequences import PackedSequences

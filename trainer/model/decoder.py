@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from conf.schema import CombineMode, LoraConfig, NumericsConfig, Rounding
 from trainer.architecture.model_spec import ModelSpec
 from trainer.kernels.dense_activation import silu_product
-from trainer.kernels.gather import gather_rows
+from trainer.kernels.experts.gather import gather_rows
 from trainer.kernels.residual import residual_sum
 from trainer.lora import Linear, apply_together
 from trainer.model.attend import AttentionBackend

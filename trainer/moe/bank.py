@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.architecture.model_spec import ExpertFormat
-from trainer.kernels.dequant import GROUP, dequantize_int4, dequantize_mxfp4
+from trainer.kernels.experts.dequant import GROUP, dequantize_int4, dequantize_mxfp4
 
 
 class Towards(StrEnum):

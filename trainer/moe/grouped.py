@@ -6,9 +6,10 @@ Owns the choice of kernel. The kernels and their limits:
                 refused; rows past the last offset are never written (there are none: row counts are exact); some builds
                 refuse zero rows in all; the weight gradient of a group without rows is garbage on some GPUs; transposed
                 weights run as a loop over experts except on Hopper and Blackwell.
-    triton      trainer.kernels.grouped_gemm: any GPU of compute capability 8.0 on; the same strides. It adds adapter
-                and bias and applies routing weights in its accumulator. On GPUs where grouped_mm is fast, grouped_mm
-                computes the gradients of weights, and products of fewer than LIGHT_FLOP operations without those.
+    triton      trainer.kernels.experts.grouped_gemm: any GPU of compute capability 8.0 on; the same strides. It adds
+                adapter and bias and applies routing weights in its accumulator. On GPUs where grouped_mm is fast,
+                grouped_mm computes the gradients of weights, and products of fewer than LIGHT_FLOP operations without
+                those.
     native      a loop of matrix products, one per expert; waits for the device once to learn the row counts.
 """
 
@@ -20,9 +21,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from trainer.kernels.grouped_gemm import grouped_gradient_triton, grouped_product_triton
-from trainer.kernels.groups import RowGroups
-from trainer.kernels.low_rank import add_low_rank
+from trainer.kernels.experts.grouped_gemm import grouped_gradient_triton, grouped_product_triton
+from trainer.kernels.experts.groups import RowGroups
+from trainer.kernels.experts.low_rank import add_low_rank
 
 LIGHT_FLOP = 4e11
 """Operations; a product of fewer is light. On an H200 Triton's product takes up to 15 % less time on the device than
@@ -89,7 +90,7 @@ def grouped_product(
         matrices_EKN: in x's dtype; a transposed view is fine.
         groups: which expert each row belongs to.
         backend: from `choose_grouped_backend`.
-        low_SR, p_ENR: an adapter's second factor; see trainer.kernels.low_rank.
+        low_SR, p_ENR: an adapter's second factor; see trainer.kernels.experts.low_rank.
         bias_EN: one contiguous vector per expert.
         weights_S: one factor per row, of backend triton alone.
 

@@ -34,11 +34,11 @@ from torch.autograd.function import once_differentiable
 
 from conf.schema import CombineMode
 from trainer.architecture.activation import ExpertActivation
-from trainer.kernels.combine import weighted_sum
-from trainer.kernels.gather import gather_project, gather_rows
-from trainer.kernels.groups import RowGroups
-from trainer.kernels.low_rank import low_rank_gradient
-from trainer.kernels.swiglu import InnerAdapter, activate, activate_backward
+from trainer.kernels.experts.combine import weighted_sum
+from trainer.kernels.experts.gather import gather_project, gather_rows
+from trainer.kernels.experts.groups import RowGroups
+from trainer.kernels.experts.low_rank import low_rank_gradient
+from trainer.kernels.experts.swiglu import InnerAdapter, activate, activate_backward
 from trainer.moe.bank import PackedBank, Towards
 from trainer.moe.dispatch import Dispatch
 from trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product

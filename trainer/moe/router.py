@@ -10,8 +10,8 @@ Owns the numerics that decide routing. They must match transformers, because one
 
 gpt-oss's router, a softmax over its top-k logits, is the first with renormalization: the same weights, and of equal
 logits (of 32 in bfloat16 the fourth and fifth are equal for some tokens in a hundred) vLLM's choice in vLLM's order.
-The softmax router's arithmetic is trainer.kernels.route's. A recorded choice (trainer.moe.replay) replaces the router's
-own, and gets the weights that the router would have given to it.
+The softmax router's arithmetic is trainer.kernels.experts.route's. A recorded choice (trainer.moe.replay) replaces the
+router's own, and gets the weights that the router would have given to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from conf.schema import NumericsConfig, RoutedScale, RouterFormat, RouterLogits
 from trainer.architecture.model_spec import MoeSpec, RouterScore
-from trainer.kernels.route import route, weigh
+from trainer.kernels.experts.route import route, weigh
 from trainer.moe.replay import LayerRoutes
 
 NORM_EPS = 1e-20

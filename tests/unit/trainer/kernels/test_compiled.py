@@ -19,11 +19,11 @@ from triton.runtime.jit import JITFunction
 
 from conf.schema import MAX_EXPERT_RANK
 from trainer.architecture.activation import SWIGLU
-from trainer.kernels import grouped_gemm
-from trainer.kernels.gather import gather_project_triton
-from trainer.kernels.groups import RowGroups
-from trainer.kernels.low_rank import add_low_rank_triton, low_rank_gradient_triton
-from trainer.kernels.swiglu import InnerAdapter, activate_backward_triton, activate_triton
+from trainer.kernels.experts import grouped_gemm
+from trainer.kernels.experts.gather import gather_project_triton
+from trainer.kernels.experts.groups import RowGroups
+from trainer.kernels.experts.low_rank import add_low_rank_triton, low_rank_gradient_triton
+from trainer.kernels.experts.swiglu import InnerAdapter, activate_backward_triton, activate_triton
 from trainer.moe.grouped import GroupedBackend, grouped_product
 
 BLOCK_SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}

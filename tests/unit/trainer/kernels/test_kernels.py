@@ -17,18 +17,18 @@ from cases.kernel_cases import CASES
 
 from conf.schema import CombineMode
 from trainer.kernels import log_softmax
-from trainer.kernels.combine import weighted_sum
-from trainer.kernels.dequant import dequantize_int4, dequantize_mxfp4
-from trainer.kernels.gather import PROJECT
-from trainer.kernels.launch import Tiling, tiling_of
-from trainer.kernels.low_rank import ADD, GRADIENT
-from trainer.kernels.swiglu import (
+from trainer.kernels.experts.combine import weighted_sum
+from trainer.kernels.experts.dequant import dequantize_int4, dequantize_mxfp4
+from trainer.kernels.experts.gather import PROJECT
+from trainer.kernels.experts.low_rank import ADD, GRADIENT
+from trainer.kernels.experts.swiglu import (
     ADAPTED,
     ADAPTED_BACKWARD,
     BACKWARD,
     FORWARD,
     TABLE_ROWS,
 )
+from trainer.kernels.launch import Tiling, tiling_of
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ from torch import Tensor
 from conf.schema import CombineMode, NumericsConfig, Rounding, RoutedScale, RouterFormat, RouterLogits
 from trainer.architecture.activation import CLAMPED_SWIGLU, SWIGLU
 from trainer.kernels.dense_activation import silu_product
-from trainer.kernels.groups import RowGroups
+from trainer.kernels.experts.groups import RowGroups
+from trainer.kernels.experts.route import route
+from trainer.kernels.experts.swiglu import activate
 from trainer.kernels.residual import residual_sum
 from trainer.kernels.rms_norm import add_rms_norm, norm_rotate, rms_norm
-from trainer.kernels.route import route
-from trainer.kernels.swiglu import activate
 
 EPS = 1e-6
 

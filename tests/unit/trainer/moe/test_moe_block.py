@@ -31,8 +31,8 @@ from torch.utils.checkpoint import checkpoint
 from trainer.adapter_io import pack_expert_a, pack_expert_b
 from trainer.architecture.activation import CLAMPED_SWIGLU, SWIGLU
 from trainer.architecture.model_spec import ExpertFormat
-from trainer.kernels.dequant import GROUP
-from trainer.kernels.groups import RowGroups
+from trainer.kernels.experts.dequant import GROUP
+from trainer.kernels.experts.groups import RowGroups
 from trainer.moe import dispatch, routed
 from trainer.moe.bank import Towards, UnpackBuffers
 from trainer.moe.dispatch import plan_dispatch

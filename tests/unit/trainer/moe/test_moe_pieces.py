@@ -7,7 +7,7 @@ import torch
 from cases.tiny_models import TRANSFORMERS_NUMERICS
 
 from trainer.architecture.model_spec import MoeSpec, RouterScore
-from trainer.kernels.groups import RowGroups
+from trainer.kernels.experts.groups import RowGroups
 from trainer.moe.dispatch import plan_dispatch
 from trainer.moe.grouped import (
     LIGHT_FLOP,

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from trainer.kernels.groups import RowGroups
+from trainer.kernels.experts.groups import RowGroups
 from trainer.kernels.launch import Tiling, cdiv, padded_rank, precision_of, programs
 
 WIDE = Tiling(128, 256, warps=8, stages=3)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.kernels.groups import RowGroups
+from trainer.kernels.experts.groups import RowGroups
 from trainer.kernels.launch import Tiling, cdiv, factor_of, padded_rank, precision_of, programs, tiling_of
 
 ADD = {
