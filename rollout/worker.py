@@ -46,6 +46,7 @@ from rollout.engine.vllm_requests import ABORTED
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.layouts.known_layouts import keep_known, known_file, read_known
 from rollout.layouts.offline_layout import engine_version
+from rollout.sampling_calls import SamplingServer
 from rollout.slot_channel import SlotClients
 from rollout.types import PROBE, Adapter, AdapterSlotsSpec, Progress, Prompt, Rollout, RoutingShape
 from weight_sync.errors import PlanMismatch
@@ -122,6 +123,7 @@ class RolloutWorker:
             folder, config, dtype=dtype, device=Device(device), seed=seed, adapters=adapters, routing=routing
         )
         self._endpoint = ReplicaEndpoint(self, key, host=host)
+        self._sampling_server = SamplingServer(self.generate_group, key, host=host)
         self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
         self._skip_special_tokens = not keep_special_tokens
         self._ranks: list[EngineRank] = []
@@ -177,6 +179,7 @@ class RolloutWorker:
             num_ranks = len(self._ranks) if self.adapter_replica is None else self.adapter_replica.num_ranks
             logger.info("the engine is up: %d ranks, %d KV blocks", num_ranks, self.engine.num_kv_blocks)
             address = await self._endpoint.start()
+            await self._sampling_server.start()
             self._reached("up")
             return address
         except BaseException:
@@ -217,6 +220,11 @@ class RolloutWorker:
         if self._adapter_endpoint is None:
             raise EngineError("this rollout worker has no adapter slots")
         return self._adapter_endpoint.address
+
+    @property
+    def sampling_address(self) -> str:
+        """Where requests to sample are taken (SamplingClient). Valid after start()."""
+        return self._sampling_server.address
 
     @property
     def state(self) -> VersionState:
@@ -386,6 +394,7 @@ class RolloutWorker:
         """Close the endpoint and end the engine. Idempotent."""
         self._serving.clear()
         allow_collections()
+        self._sampling_server.close()
         await self._endpoint.close()
         if self._clearing is not None:
             self._clearing.cancel()

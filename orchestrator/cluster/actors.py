@@ -42,11 +42,10 @@ if TYPE_CHECKING:
         AlgorithmConfig,
         ModelConfig,
         ParityConfig,
-        SamplingConfig,
         TrainerConfig,
         WeightSyncConfig,
     )
-    from rollout.types import Progress, Prompt, Rollout
+    from rollout.types import Progress
     from trainer.rank import TrainerRank
     from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
     from weight_sync.publish.report import PublishReport
@@ -223,9 +222,8 @@ class ForkServerActor:
 
 
 class RolloutActor:
-    """Runs inside the actor's process: starts the process of a RolloutWorker, and passes calls on. It ends with it.
-
-    Asynchronous, so that groups overlap.
+    """Runs inside the actor's process: starts the process of a RolloutWorker, and passes calls on, but for those that
+    sample (rollout/sampling_calls.py). It ends with it. Asynchronous, so that calls overlap.
     """
 
     def __init__(self, name: str) -> None:
@@ -295,11 +293,9 @@ class RolloutActor:
         return await self._call("adapter_endpoint")
 
     @ray.method
-    async def generate_group(
-        self, prompt: Prompt, n: int, sampling: SamplingConfig | None, version: int | None
-    ) -> list[Rollout]:
-        """RolloutWorker.generate_group."""
-        return await self._call("generate_group", prompt, n, sampling, version)
+    async def sampling_address(self) -> str:
+        """RolloutWorker.sampling_address: requests to sample do not come here."""
+        return await self._call("sampling_address")
 
     @ray.method
     async def keep_version(self, version: int | None) -> bool:

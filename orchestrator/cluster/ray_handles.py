@@ -19,6 +19,8 @@ from orchestrator.cluster.nodes import ProcessId, end_trees
 from orchestrator.cluster.ray_cluster import STOP_TIMEOUT_S, RayCluster, kill_actor
 from orchestrator.errors import OrchestratorError, TrainingStopped
 from orchestrator.waiting import together, wait_for
+from rollout.errors import EngineDied
+from rollout.sampling_calls import SamplingClient
 from rollout.types import Progress, Prompt, Rollout
 from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
 
@@ -148,6 +150,7 @@ class RayRolloutWorker:
         base_endpoint: where the base was sent at the start; the same without slots.
         processes: the actor's and its engine's.
         node: Ray's id of the machine.
+        sampling: connected with it.
         started_at: what RolloutActor.started_at said when it was up.
     """
 
@@ -161,6 +164,7 @@ class RayRolloutWorker:
         base_endpoint: str,
         processes: Sequence[ProcessId],
         node: str,
+        sampling: SamplingClient,
         started_at: Mapping[str, float],
     ) -> None:
         self.name = name
@@ -169,6 +173,7 @@ class RayRolloutWorker:
         self.base_endpoint = base_endpoint
         self._cluster = cluster
         self._actor = actor
+        self._sampling = sampling
         self._processes = list(processes)
         self.pid = self._processes[0].pid
         self.started_at = started_at
@@ -177,7 +182,11 @@ class RayRolloutWorker:
         self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None, version: int | None = None
     ) -> list[Rollout]:
         """Sample `n` responses to one prompt, by rollout.sampling unless told otherwise."""
-        return await self._result(self._actor.generate_group.remote(prompt, n, sampling, version))
+        try:
+            return await self._sampling.generate_group(prompt, n, sampling, version)
+        except EngineDied:
+            await self._result(self._actor.start_phase.remote())  # it tells how a process has ended
+            raise
 
     async def keep_version(self, version: int | None) -> bool:
         """Keep the newest version in its adapter slot; None: no longer."""
@@ -221,4 +230,5 @@ class RayRolloutWorker:
 
     async def stop(self) -> None:
         """End the engine and its processes."""
+        self._sampling.close()
         await wait_for(self._result(self._actor.stop.remote()), f"{self.name} to stop", timeout_s=STOP_TIMEOUT_S)

@@ -27,6 +27,7 @@ from orchestrator.errors import OrchestratorError
 from orchestrator.files.startup import Startup
 from orchestrator.inputs.model_folder import engine_checkpoint, routing_shape
 from orchestrator.waiting import all_started
+from rollout.sampling_calls import SamplingClient
 from rollout.types import AdapterSlotsSpec
 from rollout.worker_process import WorkerOptions
 from trainer.architecture.families import read_config
@@ -34,6 +35,8 @@ from trainer.weights.adapter_names import adapter_tensors, target_modules
 
 logger = logging.getLogger(__name__)
 
+_CONCURRENT_CALLS = 32
+"""Of one worker, at once, through Ray: what samples does not go through it."""
 _ASK_EVERY_S = 0.5
 """Pause between two questions to a worker that starts: how exact its phases are."""
 
@@ -127,13 +130,9 @@ class RolloutWorkers:
 
     async def _start(self, index: int, name: str, until_free: Awaitable[float] | None = None) -> RayRolloutWorker:
         config, cluster = self._config, self._cluster
-        num_calls = config.rollout.max_concurrent_groups
-        if config.rollout.agent is not None:  # each episode calls by itself
-            num_calls *= max(config.algorithm.group_size, config.run.eval_samples_per_prompt)
-        concurrency = num_calls + 16  # calls beside them
         bundle = config.trainer.num_ranks + index
         actor = await cluster.new_actor(
-            RolloutActor, name, bundle, num_gpus=config.gpus_of_worker, max_concurrency=concurrency
+            RolloutActor, name, bundle, num_gpus=config.gpus_of_worker, max_concurrency=_CONCURRENT_CALLS
         )
         seed = config.run.seed * 1000 + index  # workers sample apart from each other, and runs of different seeds too
         try:
@@ -154,6 +153,7 @@ class RolloutWorkers:
                 endpoint = await cluster.result_of(actor.adapter_endpoint.remote(), name, OrchestratorError)
             started_at = await cluster.result_of(actor.started_at.remote(), name, OrchestratorError)
             processes = await cluster.result_of(actor.processes.remote(), name, OrchestratorError)
+            sampling_address = await cluster.result_of(actor.sampling_address.remote(), name, OrchestratorError)
         except BaseException:  # a deadline cancels this: the bundle must be free for the next attempt
             kill_actor(actor)  # its engine's processes end with it
             raise
@@ -168,6 +168,7 @@ class RolloutWorkers:
             base_endpoint=base_endpoint,
             processes=processes,
             node=node,
+            sampling=SamplingClient(sampling_address, self._options.key),
             started_at=started_at | freed_at,
         )
 

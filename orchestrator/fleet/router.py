@@ -69,8 +69,8 @@ class Router:
             try:
                 return await self._generate_on(replica, prompt, n, sampling, version)
             except ReplicaDirty as error:
-                # A publish's Begin, which goes over ZMQ, overtook this request, which went over Ray. Nothing was
-                # sampled and the worker is well. When no publish explains it, the worker really is dirty.
+                # A publish's Begin, which has a socket of its own, overtook this request. Nothing was sampled and the
+                # worker is well. When no publish explains it, the worker really is dirty.
                 is_serving = replica.worker is worker and replica.state is ReplicaState.serving
                 if is_serving and replica.num_updates == num_updates:
                     await self._supervisor.fail(replica, f"it committed the newest version, yet it refuses: {error}")

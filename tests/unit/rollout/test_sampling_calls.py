@@ -1,0 +1,172 @@
+"""Requests to sample over the real socket: what is sampled or raised at one end comes out at the other."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conf.schema import SamplingConfig
+from rollout.errors import EngineDied, EngineError, ReplicaNotServing
+from rollout.sampling_calls import SamplingClient, SamplingServer
+from rollout.types import Prompt, Rollout, Routes
+
+KEY = b"k" * 32
+PROMPT = Prompt(7, (3, 151_000, 5), "k 3 a =", {"answer": object()})
+"""With a field that no message could carry: the worker needs none."""
+TIMEOUT_S = 20.0
+
+
+class Worker:
+    """Samples what it is told to, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.sampled: Any = []
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def sample(
+        self, prompt: Prompt, n: int, sampling: SamplingConfig | None, version: int | None
+    ) -> list[Rollout]:
+        self.asked.append((prompt.prompt_id, prompt.token_ids, n, sampling, version))
+        await self.may_answer.wait()
+        if isinstance(self.sampled, Exception):
+            raise self.sampled
+        return self.sampled
+
+
+@pytest.fixture
+async def worker() -> Worker:
+    return Worker()
+
+
+@pytest.fixture
+async def server(worker: Worker) -> AsyncIterator[SamplingServer]:
+    server = SamplingServer(worker.sample, KEY)
+    await server.start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+async def client(server: SamplingServer) -> AsyncIterator[SamplingClient]:
+    client = SamplingClient(server.address, KEY)
+    yield client
+    client.close()
+
+
+async def ask(client: SamplingClient, *, n: int = 1, sampling: SamplingConfig | None = None) -> list[Rollout]:
+    return await asyncio.wait_for(client.generate_group(PROMPT, n, sampling, None), TIMEOUT_S)
+
+
+async def test_responses_arrive_as_they_were_sampled(worker: Worker, client: SamplingClient) -> None:
+    plain = Rollout([1, 151_935], [-0.1, -1e-17], [4, 5], "a</s>\u00e9", "stop", num_evictions=2)
+    experts = np.arange(12, dtype=np.int16).reshape(2, 3, 2) * 30
+    routed = Rollout([9], [-2.5], [5], "", "length", routes=Routes(experts, np.array([True, False])))
+    worker.sampled = [plain, routed]
+    sampling = SamplingConfig(temperature=0.7, max_tokens=9, stop=("</a>",), stop_token_ids=(3,), seed=11)
+    first, second = await ask(client, n=2, sampling=sampling)
+    assert worker.asked == [(7, (3, 151_000, 5), 2, sampling, None)]
+    assert first == plain
+    assert second.routes is not None
+    assert second.routes.experts.dtype == np.int16
+    assert np.array_equal(second.routes.experts, experts)
+    assert second.routes.experts.flags.writeable
+    assert second.routes.is_recorded.tolist() == [True, False]
+
+
+async def test_a_message_longer_than_a_frame_arrives(worker: Worker, client: SamplingClient) -> None:
+    num = 100_000
+    worker.sampled = [Rollout(list(range(num)), [-0.5] * num, [1] * num, "x" * num, "length")]
+    assert await ask(client) == worker.sampled
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "text"),
+    [
+        (ReplicaNotServing("this rollout worker is DIRTY"), ReplicaNotServing, "this rollout worker is DIRTY"),
+        (EngineDied("the engine's process has ended"), EngineDied, "the engine's process has ended"),
+        (KeyError("no such thing"), EngineError, "KeyError: 'no such thing'"),
+    ],
+)
+async def test_errors_are_raised_again(
+    worker: Worker, client: SamplingClient, raised: Exception, kind: type[Exception], text: str
+) -> None:
+    worker.sampled = raised
+    with pytest.raises(kind) as caught:
+        await ask(client)
+    assert type(caught.value) is kind
+    assert str(caught.value) == text
+    worker.sampled = []
+    assert await ask(client) == []
+
+
+async def test_requests_overlap_and_one_that_nobody_waits_for_disturbs_no_other(
+    worker: Worker, client: SamplingClient
+) -> None:
+    worker.may_answer.clear()
+    given_up, waits = (asyncio.create_task(ask(client)) for _ in range(2))
+    while len(worker.asked) < 2:
+        await asyncio.sleep(0.01)
+    given_up.cancel()
+    worker.may_answer.set()
+    assert await waits == []
+    assert await ask(client) == []
+
+
+async def test_a_closed_server_fails_the_requests_of_its_clients_and_later_ones(
+    worker: Worker, server: SamplingServer, client: SamplingClient
+) -> None:
+    worker.may_answer.clear()
+    waits = asyncio.create_task(ask(client))
+    while not worker.asked:
+        await asyncio.sleep(0.01)
+    server.close()
+    with pytest.raises(EngineDied, match="is closed"):
+        await waits
+    with pytest.raises(EngineDied, match="is closed"):
+        await ask(client)
+
+
+def serve(sender: Any) -> None:
+    """In a process of its own: a worker that never answers."""
+
+    async def main() -> None:
+        worker = Worker()
+        worker.may_answer.clear()
+        server = SamplingServer(worker.sample, KEY)
+        await server.start()
+        sender.send(server.address)
+        while not worker.asked:
+            await asyncio.sleep(0.01)
+        sender.send("asked")
+        await asyncio.sleep(600)
+
+    asyncio.run(main())
+
+
+async def test_a_killed_process_fails_its_requests() -> None:
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=serve, args=(sender,), daemon=True)
+    process.start()
+    client = SamplingClient(await asyncio.to_thread(receiver.recv), KEY)
+    waits = asyncio.create_task(ask(client))
+    assert await asyncio.to_thread(receiver.recv) == "asked"
+    process.kill()
+    with pytest.raises(EngineDied):
+        await waits
+    process.join()
+
+
+async def test_a_client_with_another_key_is_not_answered(worker: Worker, server: SamplingServer) -> None:
+    stranger = SamplingClient(server.address, b"o" * 32)
+    with pytest.raises((TimeoutError, EngineDied)):
+        await asyncio.wait_for(stranger.generate_group(PROMPT, 1, None, None), 2.0)
+    stranger.close()
+    assert not worker.asked
