@@ -5,7 +5,7 @@
                                       <--(number, responses)-------                     one task per request
 
 All other calls go through Ray and the worker's actor (worker_process.py). An agent makes a request per turn, and that
-way took more of a run's CPU time than all else that the controller does (docs/decisions/0024-...).
+way took two fifths of such a run's CPU time (docs/decisions/0024-sampling-without-ray.md).
 
 Owns: both ends, their messages, and noticing the end of a connection. Does not own: what a request does (worker.py),
 which worker gets it (orchestrator/fleet/router.py), or the keys of a connection (weight_sync/replica/curve.py).
@@ -52,7 +52,7 @@ class _Request:
     number: int
     prompt_id: int
     token_ids: bytes
-    """Of the prompt, int32."""
+    """The prompt's, int32."""
     n: int
     sampling: SamplingConfig | None
     version: int | None

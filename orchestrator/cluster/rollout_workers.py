@@ -36,7 +36,7 @@ from trainer.weights.adapter_names import adapter_tensors, target_modules
 logger = logging.getLogger(__name__)
 
 _CONCURRENT_CALLS = 32
-"""Of one worker, at once, through Ray: what samples does not go through it."""
+"""How many calls to one worker Ray passes on at once. Requests to sample do not go through Ray."""
 _ASK_EVERY_S = 0.5
 """Pause between two questions to a worker that starts: how exact its phases are."""
 
