@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import json
 import logging
 import multiprocessing
 import os
@@ -44,8 +46,9 @@ from rollout.adapters.adapter_replica import AdapterReplica
 from rollout.engine.engine import Engine
 from rollout.engine.vllm_requests import ABORTED
 from rollout.errors import EngineError, ReplicaNotServing
+from rollout.layouts.beside_start import LayoutBesideStart, is_worth_a_process
 from rollout.layouts.known_layouts import keep_known, known_file, read_known
-from rollout.layouts.offline_layout import engine_version
+from rollout.layouts.offline_layout import engine_version, request_text
 from rollout.sampling_calls import SamplingServer
 from rollout.slot_channel import SlotClients
 from rollout.types import PROBE, Adapter, AdapterSlotsSpec, Progress, Prompt, Rollout, RoutingShape
@@ -112,6 +115,11 @@ class RolloutWorker:
         self._known_layouts = known_file(
             self._tensors, str(dtype), str(device), config.tp_size, config.enable_expert_parallel, engine_version()
         )
+        self._layout_request = functools.partial(
+            request_text, tensors=tensors, tp_size=config.tp_size, dtype=dtype, device=Device(device),
+            enable_expert_parallel=config.enable_expert_parallel, every_layer=True,
+        )  # fmt: skip
+        self._folder = folder
         self._host = host
         self._key = key
         self._adapters = adapters
@@ -157,6 +165,12 @@ class RolloutWorker:
         base = None if self._adapters is None else self._adapters.base
         if base is not None and not base.is_dir():
             raise EngineError(f"model.path={base}: no such folder on this machine, whose engine must load it (INT4)")
+        if "imported" not in self.started_at:
+            await self.prepare()
+        known = read_known(self._known_layouts)
+        beside = None
+        if base is None and not known and is_worth_a_process(self._tensors):
+            beside = LayoutBesideStart(self._layout_request(json.loads((self._folder / "config.json").read_text())))
         await self.engine.start()
         self._reached("engine_up")
         try:
@@ -165,7 +179,7 @@ class RolloutWorker:
                 await self.engine.call_ranks("slipstream_open_link", *link)
                 self._endpoint.adopt(VersionState(Phase.clean, 0))  # the engine loaded it, and it never changes
             else:
-                known = read_known(self._known_layouts)
+                known = known or ([] if beside is None else beside.digests())
                 replies = await self.engine.call_ranks("slipstream_describe", self._tensors, *link, known)
                 self._ranks = [unpack(EngineRank, reply) for reply in replies]
                 digests = [layouts_digest((rank.layout,)) for rank in self._ranks]

@@ -2,14 +2,14 @@
 
     python3 -m pip install --no-deps --target SITE verl==0.9.1 transformers==5.10.4 tokenizers==0.22.2 \\
         tensordict==0.10.0 TransferQueue==0.1.11 torchdata==0.11.0 codetiming==1.4.0 pylatexenc==2.11 \\
-        pyvers==0.1.0 orjson==3.13.0 importlib_metadata==10.2.0
+        pyvers==0.1.0 orjson==3.13.0 importlib_metadata==10.2.0 lazy_importer==0.1.0
     python bench/loop.py --rows verl verl-async --verl SITE
 
 SITE comes before all other packages, because verl 0.9.1 takes transformers below 5.11. TRL must not be importable:
 verl takes a class from it that TRL 1.16 does not have any more. Colocated, verl shards the model
 over all GPUs of the job and has an engine on each, which sleeps while it trains. fully_async has its trainer on one GPU
-and its engine on the other; it samples as many batches ahead as our run's staleness lets ours. The colocated trainer
-takes FSDP1, verl's default: verl's FSDP2 shards the output layer by itself, and its fused loss then reads a shard.
+and its engine on the other; it samples as many batches ahead as our run's staleness lets ours. Trainers take FSDP1,
+verl's default: verl's FSDP2 shards the output layer by itself, and its fused loss then reads a shard.
 
 verl packs sequences only with flash-attn, which has no wheel for this torch: these rows train padded batches with sdpa.
 verl casts adapters to bfloat16, and so are the moments. The ratio is taken to the engine's log-probabilities
@@ -96,7 +96,7 @@ def _options_of_async(job: Job) -> list[str]:
         f"async_training.concurrent_samples_per_replica={batches * groups}",
         f"{rollout}.max_num_seqs={batches * job.responses}", f"{rollout}.gpu_memory_utilization=0.9",
         f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={batches * (job.kv_cache_bytes or 0)}",
-        "actor_rollout_ref.actor.strategy=fsdp2", "critic.strategy=fsdp2",
+        "actor_rollout_ref.actor.strategy=fsdp",
     ]  # fmt: skip
 
 

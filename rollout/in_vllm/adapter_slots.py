@@ -29,6 +29,7 @@ from rollout.errors import UnsupportedWeights
 from rollout.in_vllm.vllm_patches import adapters_from_memory
 from weight_sync.layout import DestLayout, PostLoad, TensorMeta
 from weight_sync.record.recorder import record_layout
+from weight_sync.record.repeated_layers import layer_of, layers_by_kind
 from weight_sync.replica.messages import Bound, EngineRank, Expected
 from weight_sync.replica.receiver import Receiver
 from weight_sync.replica.recovery import Offer, make_offer, pull, release
@@ -177,6 +178,9 @@ def slot_buffers(modules: Mapping[str, Any], num_slots: int) -> dict[str, Tensor
 def record_slot(manager: Any, buffers: Mapping[str, Tensor], tensors: Sequence[TensorMeta], rank: int) -> DestLayout:
     """Let vLLM load an adapter of recording tensors into every slot, and pin it there. The slots' bytes do not change.
 
+    Of the first slot, every layer is recorded. Of the others, the first layer of each kind is, and must be as in the
+    first slot: recording them all would take as long again for each slot.
+
     Args:
         manager: vLLM's WorkerLoRAManager, with no adapter loaded.
         buffers: `slot_buffers`.
@@ -198,23 +202,32 @@ def record_slot(manager: Any, buffers: Mapping[str, Tensor], tensors: Sequence[T
                 manager.add_adapter(LoRARequest(f"slot {slot}", slot + 1, folder))
                 manager.pin_adapter(slot + 1)
 
-    whole = record_layout(load, params, tensors, rank)
+    sampled = _sampled(buffers, tensors)
+    left_out = {f"{slot}/{name}" for slot in range(1, num_slots) for name in buffers if name not in sampled}
+    whole = record_layout(load, params, tensors, rank, left_out=left_out)
     held = manager._adapter_manager.lora_index_to_id
     if held != [slot + 1 for slot in range(num_slots)]:
         raise UnsupportedWeights(f"vLLM put adapters 1 to {num_slots} into slots {held}, not one after the other")
-    layouts = [_only_slot(whole, slot) for slot in range(num_slots)]
-    if any(layout != layouts[0] for layout in layouts):
+    first, *others = (_only(whole, {f"{slot}/{name}": name for name in buffers}) for slot in range(num_slots))
+    if any(other != _only(first, {name: name for name in sampled}) for other in others):
         raise UnsupportedWeights("vLLM loads the same adapter differently into its slots")
-    return layouts[0]
+    return first
 
 
-def _only_slot(whole: DestLayout, slot: int) -> DestLayout:
-    prefix = f"{slot}/"
+def _sampled(buffers: Iterable[str], tensors: Sequence[TensorMeta]) -> set[str]:
+    """The buffers of the first layer of each kind, and those of no layer."""
+    kinds = layers_by_kind((meta.name, (meta.shape, meta.dtype)) for meta in tensors)
+    others = {layer for layers in kinds for layer in layers[1:]}
+    return {name for name in buffers if layer_of(name) not in others}
+
+
+def _only(whole: DestLayout, names: Mapping[str, str]) -> DestLayout:
+    """What of a layout concerns some parameters, under other names."""
     return DestLayout(
         whole.rank,
-        tuple(replace(p, name=p.name.removeprefix(prefix)) for p in whole.params if p.name.startswith(prefix)),
-        tuple(replace(x, param=x.param.removeprefix(prefix)) for x in whole.loads if x.param.startswith(prefix)),
-        tuple(replace(x, param=x.param.removeprefix(prefix)) for x in whole.fills if x.param.startswith(prefix)),
+        tuple(replace(one, name=names[one.name]) for one in whole.params if one.name in names),
+        tuple(replace(one, param=names[one.param]) for one in whole.loads if one.param in names),
+        tuple(replace(one, param=names[one.param]) for one in whole.fills if one.param in names),
     )
 
 

@@ -75,7 +75,7 @@ def offline_layouts(
     Raises:
         EngineError: No engine is installed, or it cannot build this model.
     """
-    text = _request_text(
+    text = request_text(
         hf_config, tensors, tp_size=tp_size, enable_expert_parallel=enable_expert_parallel, dtype=dtype, device=device,
         every_layer=every_layer,
     )  # fmt: skip
@@ -109,13 +109,13 @@ def cached_file(
     Raises:
         EngineError: No engine is installed.
     """
-    text = _request_text(
+    text = request_text(
         hf_config, tensors, tp_size=tp_size, enable_expert_parallel=enable_expert_parallel, dtype=dtype, device=device
     )
     return _file(text, cache)
 
 
-def _request_text(
+def request_text(
     hf_config: Mapping[str, Any],
     tensors: Sequence[TensorMeta],
     *,
@@ -125,7 +125,11 @@ def _request_text(
     device: Device,
     every_layer: bool = False,
 ) -> str:
-    """Everything on which a layout depends, as JSON."""
+    """What meta_engine is asked for: everything on which a layout depends, as JSON. Arguments: see offline_layouts().
+
+    Raises:
+        EngineError: No engine is installed.
+    """
     request = {
         "format_version": FORMAT_VERSION,
         "engine": engine_version(),

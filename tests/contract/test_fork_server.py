@@ -13,35 +13,58 @@ import pytest
 from cases.tiny_models import DENSE
 from cases.vllm_process import import_path
 
+from conf.schema import Device, DType
+from orchestrator.inputs.model_folder import engine_checkpoint
 from rollout.in_vllm.fork_server import ForkContext, call_in_fork
+from rollout.layouts.offline_layout import request_text
 
 TIMEOUT_S = 240.0
 WORKER = """
-import asyncio, os, sys, time
+import asyncio, json, os, sys, time
 os.environ["VLLM_CACHE_ROOT"] = sys.argv[1] + "/cache"  # vLLM keeps there what it found out about a model's class
 from pathlib import Path
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from rollout.engine.engine import Engine
+from rollout.layouts.beside_start import LayoutBesideStart
+from weight_sync.record.layout_wire import layouts_digest
+from weight_sync.replica.messages import EngineRank
+from weight_sync.typed_msgpack import unpack
 
-async def started():
+TENSORS = json.loads(Path(sys.argv[1], "request.json").read_text())["tensors"]
+
+async def prepared():
     config = RolloutConfig(max_model_len=64, kv_cache_bytes=64 << 20, sampling=SamplingConfig(max_tokens=8))
     engine = Engine(Path(sys.argv[1]), config, dtype=DType.float32, device=Device.cpu, seed=0)
     await engine.prepare()
+    return engine
+
+async def started(engine):
     from vllm.model_executor.models import registry
     registry._SUBPROCESS_COMMAND = ["false"]  # vLLM's own way to ask the class
     await engine.start()
     return engine
 
+async def layout_was_foreseen(engine, beside):
+    # whether the engine's layout is the one that was recorded while it started
+    for _ in range(600):
+        if not beside.digests():
+            time.sleep(0.1)
+    (reply,) = await engine.call_ranks("slipstream_describe", TENSORS, "tcp", "127.0.0.1", 5.0)
+    return beside.digests() == [layouts_digest((unpack(EngineRank, reply).layout,))]
+
 async def main():
-    engines = [await started(), await started()]
+    first = await prepared()
+    beside = LayoutBesideStart(Path(sys.argv[1], "request.json").read_text())
+    engines = [await started(first), await started(await prepared())]
+    foreseen = await layout_was_foreseen(engines[0], beside)
     os.environ["VLLM_LOGGING_PREFIX"] = "third: "
-    engines.append(await started())
+    engines.append(await started(await prepared()))
     told = [os.getpid()]
     for engine in engines:
         (rollout,) = await engine.generate_group([1, 2, 3], 1, SamplingConfig(max_tokens=5, stop_at_eos=False))
         told.append(len(rollout.token_ids))
-    print("\\ntold:", *told, flush=True)
+    print("\\ntold:", *told, foreseen, flush=True)
     time.sleep(600)
 
 if __name__ == "__main__":
@@ -66,7 +89,14 @@ def end() -> None:
 
 
 def test_engines_are_forked_but_one_in_another_environment_and_all_end_with_the_worker(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(DENSE | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32}))
+    """The layout of the first is recorded beside its start, and is the one that it has."""
+    config = DENSE | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    request = request_text(
+        config, engine_checkpoint(config, DType.float32), tp_size=1, enable_expert_parallel=False, dtype=DType.float32,
+        device=Device.cpu, every_layer=True,
+    )  # fmt: skip
+    (tmp_path / "request.json").write_text(request)
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     environ = {**os.environ, "PYTHONPATH": import_path()}
@@ -80,7 +110,7 @@ def test_engines_are_forked_but_one_in_another_environment_and_all_end_with_the_
         engines = [process for process in tree if process.memory_info().rss > 200 << 20 and process not in servers]
         forked = [engine.ppid() == server.pid for engine in engines for server in servers]
         worker.kill()
-    assert told == [str(worker.pid), "5", "5", "5"]
+    assert told == [str(worker.pid), "5", "5", "5", "True"]
     assert sorted(forked) == [False, True, True]
     _, alive = psutil.wait_procs(tree, timeout=TIMEOUT_S)
     assert not alive

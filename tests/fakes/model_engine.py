@@ -33,6 +33,7 @@ class ModelEngine:
     """
 
     def __init__(self, *_: Any, **__: Any) -> None:
+        self.is_prepared = False
         self.is_alive = False
         self.is_running = True
         self.is_written = False
@@ -56,7 +57,11 @@ class ModelEngine:
         self.cleared.set()
         self.num_kv_blocks = 7
 
+    async def prepare(self) -> None:
+        self.is_prepared = True
+
     async def start(self) -> None:
+        assert self.is_prepared
         self.is_alive = True
 
     async def warm_up(self, adapter: object = None) -> None:

@@ -19,7 +19,7 @@ RecordError is raised. Parameters keep their values.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ _ALIASES = {aten.clone.default, aten.contiguous.default, aten._to_copy.default, 
 _STACKS = {aten.stack.default, aten.cat.default}
 """Ops that put whole sources one after the other into fresh memory (a loader that gathers experts)."""
 _FILLS = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
+_WRITES = {aten.copy_.default, *_FILLS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ def record_layout(
     rank: int,
     *,
     post_load: Mapping[str, PostLoad] | None = None,
+    left_out: Collection[str] = (),
 ) -> DestLayout:
     """Run a loader over recording tensors and return what it copies to which place.
 
@@ -88,6 +90,8 @@ def record_layout(
         rank: the engine rank inside its replica.
         post_load: what the engine does to a parameter after loading; identity for those that are absent. Derived ones
             need not be written.
+        left_out: parameters that do not belong to the layout. They keep their values, too, but nothing checks what the
+            loader writes to them.
 
     Raises:
         RecordError: the loader computes with a source, writes a parameter other than by copying a rectangle or filling
@@ -98,7 +102,8 @@ def record_layout(
     if unknown:
         raise RecordError(f"post-load formats are declared for unknown parameters: {', '.join(unknown)}")
     derived = {name for name, form in formats.items() if form is PostLoad.derived}
-    recorder = _Recorder({name: param for name, param in params.items() if name not in derived}, tensors)
+    written = {name: param for name, param in params.items() if name not in derived}
+    recorder = _Recorder(written, tensors, frozenset(left_out))
     before = {name: (param.data_ptr(), param.shape, param.stride()) for name, param in params.items()}
     try:
         with torch.inference_mode(mode=False), torch.no_grad(), recorder:
@@ -117,7 +122,7 @@ def record_layout(
     described = tuple(
         Param(name, tuple(param.shape), _dtype_name(param.dtype), formats.get(name, PostLoad.identity))
         for name, param in params.items()
-        if name in recorder.names or name in derived
+        if name not in left_out and (name in recorder.names or name in derived)
     )
     loads, fills = account(described, recorder.written)
     return DestLayout(rank, described, loads, fills)
@@ -126,10 +131,13 @@ def record_layout(
 class _Recorder(TorchDispatchMode):
     """Sees every op of the loader, and keeps in order what is written to parameters."""
 
-    def __init__(self, params: Mapping[str, Tensor], tensors: Sequence[TensorMeta]) -> None:
+    def __init__(
+        self, params: Mapping[str, Tensor], tensors: Sequence[TensorMeta], left_out: frozenset[str] = frozenset()
+    ) -> None:
         super().__init__()
         self.params = params
         self.tensors = tensors
+        self.left_out = left_out
         self.names: set[str] = set()
         self.written: list[Written] = []
         self.current = ""
@@ -212,6 +220,8 @@ class _Recorder(TorchDispatchMode):
 
     def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a copy or a fill, let views and unrelated ops run, and refuse other ops."""
+        if func in _WRITES and self._is_left_out(args[0]):
+            return args[0]
         if func is aten.copy_.default:
             stack = self._stack_of(args[1])
             return self._copy(func, args, kwargs) if stack is None else self._copy_stack(func, args, kwargs, stack)
@@ -242,6 +252,10 @@ class _Recorder(TorchDispatchMode):
             if self._source_of(leaf) is not source or leaf.dtype != source.dtype or leaf.is_neg() or leaf.is_conj():
                 raise RecordError(f"{source.meta.name}: {func} reinterprets it")
         return result
+
+    def _is_left_out(self, tensor: Tensor) -> bool:
+        target = self._param_of(tensor) if self.left_out else None
+        return target is not None and target[0] in self.left_out
 
     def _refuse_other_writes(self, func: Any, written: Iterable[tuple[str, Tensor]], source: _Source | None) -> None:
         """Refuse an op other than a copy or a fill that writes a parameter, or writes while it reads the checkpoint."""

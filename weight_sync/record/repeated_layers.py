@@ -74,25 +74,35 @@ def _at(name: str, layer: int) -> str:
     return _LAYER.sub(f"layers.{layer}.", name, count=1)
 
 
+def layers_by_kind(facts: Iterable[tuple[str, Any]]) -> list[list[int]]:
+    """Groups of layers that are the same except for their number, in ascending order.
+
+    Args:
+        facts: The name of a tensor or a parameter, and what must be equal in two layers of a kind.
+    """
+    by_layer: dict[int, list[Any]] = {}
+    for name, fact in facts:
+        by_layer.setdefault(layer_of(name), []).append((_at(name, 0), fact))
+    by_layer.pop(-1, None)
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for layer in sorted(by_layer):
+        kinds.setdefault(tuple(by_layer[layer]), []).append(layer)
+    return list(kinds.values())
+
+
 def _kinds(
     params: Mapping[str, Tensor], tensors: Sequence[TensorMeta], post_load: Mapping[str, PostLoad]
 ) -> list[list[int]]:
-    """Groups of layers that are the same except for their number, in ascending order."""
-    facts: dict[int, list[Any]] = {}
-    for meta in tensors:
-        facts.setdefault(layer_of(meta.name), []).append((_at(meta.name, 0), meta.shape, meta.dtype))
+    """Layers of the same checkpoint tensors and parameters."""
+    facts: list[tuple[str, Any]] = [(meta.name, (meta.shape, meta.dtype)) for meta in tensors]
     first_name: dict[tuple[int, int], str] = {}
     for name, param in params.items():
         layer = layer_of(name)
         first = first_name.setdefault((storage_of(param), int(param.storage_offset())), name)
         shared = _at(first, 0) if layer_of(first) == layer else first
         form = post_load.get(name, PostLoad.identity)
-        facts.setdefault(layer, []).append((_at(name, 0), tuple(param.shape), param.dtype, form, shared))
-    facts.pop(-1, None)
-    kinds: dict[tuple[Any, ...], list[int]] = {}
-    for layer in sorted(facts):
-        kinds.setdefault(tuple(facts[layer]), []).append(layer)
-    return list(kinds.values())
+        facts.append((name, (tuple(param.shape), param.dtype, form, shared)))
+    return layers_by_kind(facts)
 
 
 def _layers(loads: LoadTable, column: Ints) -> Ints:

@@ -10,6 +10,7 @@ dims (2, 3, 4), strides (12, 4, 1) on both sides, are one rectangle, Region((0, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -57,13 +58,26 @@ def rectangles(
     Raises:
         ValueError: the view repeats elements, or runs across the tensor's rows; the message says which.
     """
+    found = _from_start(*map(tuple, (tensor_shape, view_shape, source_stride)), source_offset, tuple(dest_stride))
+    return [Rectangle(one.region, one.axes, dest_offset + one.offset, one.stride) for one in found]
+
+
+@functools.lru_cache(maxsize=1024)  # layers, experts and slots are copied alike, each to a place of its own
+def _from_start(
+    tensor_shape: tuple[int, ...],
+    view_shape: tuple[int, ...],
+    source_stride: tuple[int, ...],
+    source_offset: int,
+    dest_stride: tuple[int, ...],
+) -> tuple[Rectangle, ...]:
+    """`rectangles` of a destination that starts at 0."""
     dims = [_Dim(*dim) for dim in zip(view_shape, source_stride, dest_stride, strict=True)]
     found: list[Rectangle] = []
-    for rectangle in _read(tensor_shape, [dim for dim in dims if dim.size > 1], source_offset, dest_offset):
+    for rectangle in _read(tensor_shape, [dim for dim in dims if dim.size > 1], source_offset, 0):
         found.append(rectangle)
         if len(found) > MAX_RECTANGLES:
             raise ValueError(f"it falls into more than {MAX_RECTANGLES} rectangles")
-    return found
+    return tuple(found)
 
 
 def _read(shape: Sequence[int], dims: list[_Dim], source_offset: int, dest_offset: int) -> Iterator[Rectangle]:

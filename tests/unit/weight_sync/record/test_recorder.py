@@ -255,6 +255,31 @@ def test_a_derived_parameter_need_not_be_written_and_formats_are_kept():
     assert [p.post_load for p in layout.params] == [PostLoad.repack, PostLoad.derived]
 
 
+def test_a_parameter_that_is_left_out_keeps_its_values_and_is_in_no_layout():
+    tensors = numbered(w=(4, 3))
+    slots = torch.full((3, 4, 3), UNTOUCHED)
+    params = {f"{slot}": slots[slot] for slot in range(3)}
+
+    def load(weights: Weights) -> None:
+        for _, tensor in weights:
+            for slot in slots:
+                slot[...] = 0
+                slot[:2].copy_(tensor[:2])
+                slot[2:].copy_(torch.stack(list(tensor[2:])))
+
+    whole = record_layout(load, params, metas(tensors), 0)
+    part = record_layout(load, params, metas(tensors), 0, left_out={"1"})
+    assert bool((slots == UNTOUCHED).all())
+    assert part == DestLayout(
+        0,
+        tuple(param for param in whole.params if param.name != "1"),
+        tuple(one for one in whole.loads if one.param != "1"),
+        tuple(one for one in whole.fills if one.param != "1"),
+    )
+    with pytest.raises(RecordError, match=r"1: aten\.mul_"):
+        record_layout(lambda _: params["1"].mul_(2), params, metas(tensors), 0, left_out={"1"})
+
+
 def test_an_active_inference_mode_does_not_hide_ops():
     params = {"p": torch.zeros(4)}
     with torch.inference_mode():
