@@ -179,8 +179,8 @@ class RolloutWorker:
                 await self.engine.call_ranks("slipstream_open_link", *link)
                 self._endpoint.adopt(VersionState(Phase.clean, 0))  # the engine loaded it, and it never changes
             else:
-                known = known or ([] if beside is None else beside.digests())
-                replies = await self.engine.call_ranks("slipstream_describe", self._tensors, *link, known)
+                expected = known if beside is None else beside.digests()
+                replies = await self.engine.call_ranks("slipstream_describe", self._tensors, *link, expected)
                 self._ranks = [unpack(EngineRank, reply) for reply in replies]
                 digests = [layouts_digest((rank.layout,)) for rank in self._ranks]
                 if digests != known:

@@ -7,9 +7,10 @@ own, which is never unloaded. Requests name that number; the slot holds what a o
     0     1         layers.0.self_attn.qkv_proj.lora_a.0[0], ...       requests that name id 1
     1     2         ...                              [1]               requests that name id 2
 
-Owns: recording one slot's layout (vLLM's LoRA loader runs over recording tensors, once per slot, and must do the same
-in each), one Receiver per slot, the copy of what gate and up share, and noise for the probe. Does not own: which slot
-is free or which version it holds (rollout/adapters/slot_leases.py, in the rollout worker). The engine is not paused.
+Owns: recording one slot's layout, one Receiver per slot, the copy of what gate and up share, and noise for the probe.
+(vLLM's LoRA loader runs over recording tensors, once per slot. Of every slot but the first, the first layer of each
+kind is recorded, and must be as in the first.) Does not own: which slot is free or which version it holds
+(rollout/adapters/slot_leases.py, in the rollout worker). The engine is not paused.
 Invariant: after a commit a slot holds the same bytes as if vLLM had loaded the adapter from disk.
 """
 

@@ -1,6 +1,7 @@
 """Digests of the layouts that engines on this node had, so that the next engine of the same kind records two layers.
 
-    first engine    records every layer (6 s of a start with 18,867 tensors)   --digest per rank-->   a file
+    first engine    every layer is recorded (5 s of a core with 18,867 tensors), --digest per rank-->   a file
+                    beside its start (beside_start.py) or by itself
     later engines   record two layers of each kind, derive the others, and compare digests; record every layer if
                     they differ (in_vllm/worker_extension.py)
 

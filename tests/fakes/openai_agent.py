@@ -17,7 +17,7 @@ async def talk(task: dict[str, Any], session: Session) -> float:
     """A conversation of six requests: plain, streamed, with a tool's result, without the tools, with a history that was
     edited, and a plain prompt. The third line of a row decides whether the episode fails.
     """
-    client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
+    client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0, timeout=300)
     assert [model.id async for model in client.models.list()] == [session.model]
     messages: list[Any] = [{"role": "user", "content": task["prompt"]}]
     first = await client.chat.completions.create(

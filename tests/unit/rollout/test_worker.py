@@ -443,7 +443,9 @@ def damage(folder: Path) -> None:
         file.write_text("[1")
 
 
-@pytest.mark.parametrize("found", [["digest of rank 0", "digest of rank 1"], []], ids=["in time", "too late"])
+@pytest.mark.parametrize(
+    "found", [[layouts_digest((DESCRIBED.layout,))] * 2, ["another"] * 2, []], ids=["right", "wrong", "too late"]
+)
 async def test_the_first_worker_of_a_kind_is_told_the_layout_that_was_recorded_beside_its_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: list[str]
 ) -> None:
