@@ -160,6 +160,7 @@ def job_of(args: argparse.Namespace, model: Path) -> Job:
         kv_cache_bytes=kv_cache_bytes(args, 1),
         staleness=args.staleness,
         num_gpus=1 if args.one_gpu or args.tiny else 2,
+        peer_seconds=args.peer_seconds,
     )
 
 
@@ -333,6 +334,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--peer-steps", type=int, help="instead of --steps; a peer's steps hardly differ")
+    parser.add_argument("--peer-seconds", type=float, default=3600.0, help="after which verl is ended as it is")
     parser.add_argument("--repeats", type=int, default=3, help="of a bare engine")
     parser.add_argument("--one-gpu", action="store_true", help="cluster.share_gpu")
     parser.add_argument("--kv-gib", type=float, default=40.0, help="the most for a KV cache, with --one-gpu")
@@ -355,7 +357,10 @@ def parse() -> argparse.Namespace:
 def keep_former_rows(report: dict[str, Any], out: Path) -> None:
     """Take rows over from a file of the same environment and options."""
     before = json.loads(out.read_text()) if out.exists() else {}
-    told = [{k: v for k, v in one.get("arguments", {}).items() if k != "rows"} for one in (before, report)]
+    told = [
+        {name: value for name, value in one.get("arguments", {}).items() if name not in ("rows", "peer_seconds")}
+        for one in (before, report)
+    ]
     if before.get("environment") == report["environment"] and told[0] == told[1]:
         report["bare"], report["runs"] = before["bare"], before["runs"]
 

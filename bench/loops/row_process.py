@@ -60,6 +60,8 @@ class Job:
     num_gpus: int = 1
     gpu_memory_utilization: float = 0.85
     """Of a bare engine, as rollout.gpu_memory_utilization of a run."""
+    peer_seconds: float = float("inf")
+    """After so many verl is ended, and told by the steps that it has made."""
 
 
 def answer(run: Callable[[Job], dict[str, Any]]) -> None:

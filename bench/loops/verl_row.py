@@ -43,6 +43,9 @@ PARTS = {
 }
 """Each part of a step: the first of these metrics that there is. The optimizer's seconds are in the second part."""
 
+PEAKS = ("actor/perf/max_memory_reserved_gb", "perf/max_memory_reserved_gb")
+"""GiB that the trainer's process has reserved at most, likewise."""
+
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
     """The reward, as verl calls it."""
@@ -127,7 +130,7 @@ def figures(rows: Sequence[tuple[float, Mapping[str, Any]]], job: Job) -> dict[s
             for own_s, step in zip(step_s, steps, strict=True)
         ),
         "k3": statistics.median(k3) if k3 else None,
-        "trainer_peak_gb": max(step.get("perf/max_memory_reserved_gb", 0.0) for step in steps) * 1.073741824,
+        "trainer_peak_gb": max(_first(step, PEAKS) for step in steps) * 1.073741824,
         "metrics": {key: value for key, value in sorted(steps[-1].items()) if isinstance(value, int | float)},
     }
 
@@ -173,7 +176,11 @@ def run(job: Job) -> dict[str, Any]:
     command = [sys.executable, "-m", f"verl.{trainer}", *options_of(job, data)]
     process = subprocess.Popen(command, env=os.environ | {"VERL_FILE_LOGGER_PATH": str(metrics)}, cwd=folder)
     steps: list[tuple[float, dict[str, Any]]] = []
+    end_at = time.monotonic() + job.peer_seconds
     while process.poll() is None:
+        if time.monotonic() > end_at:
+            process.terminate()
+            end_at = float("inf")
         found = [row["data"] for row in read_rows(metrics) if "response_length/mean" in row["data"]]
         steps += [(time.monotonic(), step) for step in found[len(steps) :]]
         time.sleep(0.1)

@@ -68,7 +68,7 @@ def test_its_options_are_a_run(tmp_path: Path, mode: str, shape: str, tiny: bool
 def test_a_peer_gets_the_sizes_of_the_run(tmp_path: Path) -> None:
     args = Namespace(
         shape="qwen3-30b", tiny=False, one_gpu=True, layers=4, length=507, lengths=FIXED, steps=3, responses=32,
-        staleness=1, kv_gib=40.0, set=[],
+        staleness=1, kv_gib=40.0, peer_seconds=60.0, set=[],
     )  # fmt: skip
     config = load_run_config(run_options(args, "merged", tmp_path))
     job = job_of(args, tmp_path)
@@ -115,13 +115,13 @@ def test_a_peers_figures_are_of_the_steps_asked_for() -> None:
 def test_verls_metrics_are_told_in_the_same_words(tmp_path: Path, is_async: bool) -> None:
     args = Namespace(
         shape="dense-8b", tiny=True, one_gpu=True, layers=2, length=64, lengths=FIXED, steps=4, responses=32,
-        staleness=1, kv_gib=1.0,
+        staleness=1, kv_gib=1.0, peer_seconds=60.0,
     )  # fmt: skip
     publish = "timing_s/timing_s/param_sync" if is_async else "timing_s/update_weights"
     rows = [
         (100.0 + 10.0 * number, {
             "timing_s/gen": 4.0, "timing_s/update_actor": 5.0, publish: 0.5, "response_length/mean": 64.0,
-            "rollout_corr/k3_kl": 0.1 * number,
+            "rollout_corr/k3_kl": 0.1 * number, "actor/perf/max_memory_reserved_gb": 20.0 + number,
         })
         for number in (1, 2, 3, 4)
     ]  # fmt: skip
@@ -131,6 +131,7 @@ def test_verls_metrics_are_told_in_the_same_words(tmp_path: Path, is_async: bool
     assert found["trained_tokens_per_s"] == 2 * 64 * 32 / 20
     assert found["engine_tokens_per_s"] == (None if is_async else 2 * 64 * 32 / 8)
     assert found["k3"] == pytest.approx(0.35)
+    assert found["trainer_peak_gb"] == 24 * 1.073741824
     assert sum(found["parts"].values()) == pytest.approx(1.0)
 
 
