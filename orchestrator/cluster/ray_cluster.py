@@ -225,7 +225,9 @@ class RayCluster:
             **compile_cache(),
             **os.environ,
             "TMPDIR": str(self._private.temporary),
-            "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+            "PYTHONPATH": os.pathsep.join(
+                dict.fromkeys([root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
+            ),
         }
         cluster = self._config.cluster
         options = HostOptions(

@@ -125,8 +125,10 @@ def begin(also: Sequence[str] = ()) -> None:
 
 def begin_beforehand(environment: Mapping[str, str], also: Sequence[str] = ()) -> None:
     """As begin(), for processes that this one will start and whose environment is known (imports_read()). They find
-    the server by their environment (begin_as()).
+    the server by their environment (begin_as()). Does nothing where this process's own environment names one for them.
     """
+    if _begun_beforehand(environment):
+        return
     here = dict(os.environ)
     _set_imports_read(environment)
     try:
@@ -147,13 +149,20 @@ def begin_as(environment: Mapping[str, str], also: Sequence[str] = ()) -> str:
     if _server.is_known:
         _server.ensure_running()
         return _server.address
-    if begun := os.environ.get(BEGUN_VARIABLE):
-        pid, address, read = json.loads(begun)
-        if read == _comparable(environment) and _runs(pid):
-            return address
+    if address := _begun_beforehand(environment):
+        return address
     _set_imports_read(environment)
     begin(also)
     return _server.address
+
+
+def _begun_beforehand(environment: Mapping[str, str]) -> str:
+    """Address of the server that this process's environment names, if it runs and imported under that one; or empty."""
+    begun = os.environ.get(BEGUN_VARIABLE)
+    if not begun:
+        return ""
+    pid, address, read = json.loads(begun)
+    return address if read == _comparable(environment) and _runs(pid) else ""
 
 
 def _set_imports_read(environment: Mapping[str, str]) -> None:

@@ -22,7 +22,11 @@ import psutil
 import pytest
 from cases.mapped_files import maps_of
 
+from conf.schema import Device
 from orchestrator.files.telemetry import read_rows
+from rollout import worker_process
+from rollout.engine.engine_options import set_engine_environment
+from rollout.in_vllm.fork_server import BEGUN_VARIABLE, begin_beforehand, imports_read
 
 RUN_TIMEOUT_S = 560
 """Time limit of one run, on two cores that have other runs and more to do; a run alone takes a minute or two."""
@@ -37,6 +41,30 @@ and wait for their rewards.
 ONE_OF_EACH = ["trainer.num_ranks=1", "trainer.ep_size=1", "rollout.num_workers=1"]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_import_of_vllm(private_tmp: None) -> Iterator[None]:
+    """One process imports vLLM for all engines of this session, in runs and in the tests' own process. A run elsewhere
+    begins a process of its own for that, as in tests with `own_import`.
+    """
+    root = str(Path(__file__).parents[2])
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(dict.fromkeys([root, *filter(None, given)])))
+        there = {"OMP_NUM_THREADS": "1", **os.environ}  # as Ray sets it
+        set_engine_environment(Device.cpu, batch_invariant=False, environment=there)
+        begin_beforehand(imports_read(there), also=[worker_process.PRELOAD])
+        yield
+        del os.environ[BEGUN_VARIABLE]
+
+
+@contextlib.contextmanager
+def own_import() -> Iterator[None]:
+    """Runs that start in the block have a process of their own that imports vLLM."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(BEGUN_VARIABLE)
+        yield
+
+
 def free_port() -> int:
     """A port of loopback that nothing listens on right now."""
     with socket.socket() as probe:
@@ -44,12 +72,17 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def with_dashboard() -> str:
+    """The option of a run with Ray's dashboard, whose start takes 20 s of a core."""
+    return f"cluster.dashboard_port={free_port()}"
+
+
 def command(words: list[str], folder: Path) -> list[str]:
     """The command line of a small run under `folder`: of the quick start unless a word names another experiment, and on
-    a Ray cluster of its own unless a word names one.
+    a Ray cluster of its own, without its dashboard, unless a word says otherwise.
     """
-    if not any(word.startswith(("cluster.ray_address=", "cluster.dashboard=")) for word in words):
-        words = [f"cluster.dashboard_port={free_port()}", *words]
+    if not any(word.startswith(("cluster.ray_address=", "cluster.dashboard")) for word in words):
+        words = ["cluster.dashboard=false", *words]
     return [
         sys.executable,
         "-m",
@@ -83,7 +116,7 @@ def nothing_left() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
     folder.chmod(0o1777)
     shared_before = set(os.listdir("/dev/shm"))
-    with pytest.MonkeyPatch.context() as patch:
+    with own_import(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
         yield folder
     deadline = time.monotonic() + 30

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from cases.another_user import REFUSED, attempts_beside
-from system.conftest import ENDLESS, ONE_OF_EACH, RUN_TIMEOUT_S, RunUnderWay, nothing_left
+from system.conftest import ENDLESS, ONE_OF_EACH, RUN_TIMEOUT_S, RunUnderWay, nothing_left, with_dashboard
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def run() -> Iterator[RunUnderWay]:
 
 def has_joined(run: RunUnderWay) -> bool:
     """Whether Ray is up, and trainer and engines start."""
-    return "asks for the token" in run.said
+    return (run.folder / "run.log").exists() and "nodes of the run: " in run.log
 
 
 def server(run: RunUnderWay, name: str) -> psutil.Process:
@@ -91,7 +91,7 @@ def ended_in_a_publish() -> EndedInAPublish:
         runs.mkdir()
         reward, closed, waits = (runs / name for name in ("reward.py", "closed", "waits"))
         reward.write_text(GATED_REWARD)
-        words = [*ENDLESS, *ONE_OF_EACH, "algorithm.groups_per_step=1", "algorithm.group_size=4"]
+        words = [*ENDLESS, *ONE_OF_EACH, "algorithm.groups_per_step=1", "algorithm.group_size=4", with_dashboard()]
         words += [f"reward.kind={reward}:judge", f"reward.timeout_s={RUN_TIMEOUT_S}"]
         with RunUnderWay(words, runs) as run:
             run.wait_until(lambda rows: len(rows) >= 2)

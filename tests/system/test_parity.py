@@ -20,7 +20,7 @@ def test_a_mismatch_is_measured_named_and_ends_the_run(tmp_path: Path, monkeypat
     """
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FLAT_ENGINE), os.environ["PYTHONPATH"]]))
     words = ["run.num_steps=9", "parity.stop_k3=0.2", "parity.floor_sequences=16"]
-    run = train([*ONE_OF_EACH, "cluster.dashboard=false", "run.loggers=[]", *words], tmp_path)
+    run = train([*ONE_OF_EACH, "run.loggers=[]", *words], tmp_path)
     assert run.exit_code == 1, run.stderr
     row = run.rows[-1]
     assert row["step"] == 1, "the first step is beyond the threshold, and is trained on, published and saved"

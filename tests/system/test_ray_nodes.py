@@ -8,13 +8,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from system.conftest import ENDLESS, RUN_TIMEOUT_S, Nodes, RunUnderWay, assert_workers_came_back
+from system.conftest import ENDLESS, RUN_TIMEOUT_S, Nodes, RunUnderWay, assert_workers_came_back, own_import
 
 
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
     """Room for three processes of a run on 127.0.0.2, and for one each on .3 and .4."""
-    nodes = Nodes(3, 1, 1)
+    with own_import():
+        nodes = Nodes(3, 1, 1)
     try:
         yield nodes
     finally:

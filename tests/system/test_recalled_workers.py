@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from system.conftest import ENDLESS, RUN_TIMEOUT_S, RunUnderWay, assert_workers_came_back
+from system.conftest import ENDLESS, RUN_TIMEOUT_S, RunUnderWay, assert_workers_came_back, own_import
 
 from conf.schema import SyncMode
 from orchestrator.files.startup import read_starts
@@ -29,11 +29,11 @@ def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_st
     """
     is_merged = mode is SyncMode.merged
     words = [
-        *ENDLESS, "cluster.dashboard=false", f"weight_sync.mode={mode}", "trainer.num_ranks=1", "trainer.ep_size=1",
+        *ENDLESS, f"weight_sync.mode={mode}", "trainer.num_ranks=1", "trainer.ep_size=1",
         "weight_sync.relay=node" if is_merged else "model=tiny_qwen3",  # CPU engines serve no adapters of experts
     ]  # fmt: skip
     killed = "rollout-1" if is_merged else "rollout-0"
-    with RunUnderWay(words, tmp_path) as run:
+    with own_import(), RunUnderWay(words, tmp_path) as run:
         run.wait_until(lambda rows: len(rows) >= 2)
         server = run.worker(killed).parent()
         assert server is not None

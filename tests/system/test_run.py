@@ -6,7 +6,7 @@ import json
 
 import psutil
 import pytest
-from system.conftest import FinishedRun, train
+from system.conftest import FinishedRun, train, with_dashboard
 
 from conf.load import load_resolved_yaml
 from orchestrator.files.startup import read_starts
@@ -22,13 +22,14 @@ DATA = [
 @pytest.fixture(scope="module")
 def on_policy(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """Three strictly on-policy steps."""
-    return train(["run.num_steps=3", "run.eval_every_steps=0", *DATA], tmp_path_factory.mktemp("on_policy"))
+    words = ["run.num_steps=3", "run.eval_every_steps=0", with_dashboard(), *DATA]
+    return train(words, tmp_path_factory.mktemp("on_policy"))
 
 
 @pytest.fixture(scope="module")
 def resumed(on_policy: FinishedRun) -> FinishedRun:
     """Two more steps of the same run, with one engine."""
-    words = ["run.num_steps=5", "run.eval_every_steps=0", "rollout.num_workers=1", "cluster.dashboard=false", *DATA]
+    words = ["run.num_steps=5", "run.eval_every_steps=0", "rollout.num_workers=1", *DATA]
     return train([*words, f"run.resume={on_policy.folder}"], on_policy.folder.parent)
 
 
