@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 
+from rollout.die_with_owner import OWNER_VARIABLE, end_with
 from rollout.in_vllm import fork_server
 from rollout.in_vllm.vllm_patches import inspect_models_by
 from weight_sync.record.layout_wire import layouts_digest
@@ -54,7 +55,8 @@ class LayoutBesideStart:
 
 
 def _record_without_gpu(request: str) -> list[str]:
-    """In the forked process, whose output would be taken for the engine's."""
+    """In the forked process, which ends with the worker. Its output would be taken for the engine's."""
+    end_with(int(os.environ[OWNER_VARIABLE]))
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(nowhere, descriptor)
