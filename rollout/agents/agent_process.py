@@ -13,8 +13,6 @@ code writes into the connection is data to the pool.
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
 import math
 import numbers
@@ -24,12 +22,12 @@ import socket
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import aiohttp
 
+from conf.errors import ConfigError
+from conf.functions import import_function
 from rollout.agents.agent_pool import ALIVE_EVERY_S
 from rollout.agents.channel import Channel, Disconnected
 from rollout.agents.failures import NOT_A_NUMBER, RAISED
@@ -47,37 +45,19 @@ def load_agent(name: str) -> Agent:
     Raises:
         AgentError: The module does not import, has no such name, or it is not an async function of two arguments.
     """
-    place, _, function_name = name.rpartition(":")
-    is_file = place.endswith(".py")
-    if is_file and not Path(place).is_file():
-        raise AgentError(f"rollout.agent={name}: there is no file {Path(place).absolute()}")
     try:
-        module = _load_file(Path(place)) if is_file else importlib.import_module(place)
-    except BaseException as e:
-        raise AgentError(f"rollout.agent={name}: importing {place!r} failed: {type(e).__name__}: {e}") from e
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise AgentError(f"rollout.agent={name}: {place!r} has no function {function_name!r}")
+        function = import_function("rollout.agent", name)
+    except ConfigError as e:
+        raise AgentError(str(e)) from e
+    except BaseException as e:  # it exits
+        raise AgentError(f"rollout.agent={name}: importing it failed: {type(e).__name__}: {e}") from e
     if not inspect.iscoroutinefunction(function):
-        raise AgentError(
-            f"rollout.agent={name}: {function_name!r} must be `async def`: many episodes share one process"
-        )
+        raise AgentError(f"rollout.agent={name}: it must be `async def`: many episodes share one process")
     try:
         inspect.signature(function).bind({}, None)
     except TypeError as e:
-        raise AgentError(f"rollout.agent={name}: {function_name!r} must take (task, session): {e}") from e
+        raise AgentError(f"rollout.agent={name}: it must take (task, session): {e}") from e
     return function
-
-
-def _load_file(file: Path) -> ModuleType:
-    """Import the file as a module. It can import files beside it, and does not hide an installed module."""
-    sys.path.append(str(file.absolute().parent))
-    spec = importlib.util.spec_from_file_location(file.stem, file.absolute())
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(file.stem, module)
-    spec.loader.exec_module(module)
-    return module
 
 
 async def _run(agent: Agent, number: int, task: dict[str, Any], session: Session) -> list[Any]:
