@@ -101,15 +101,15 @@ def test_engines_are_forked_but_one_in_another_environment_and_all_end_with_the_
     script.write_text(WORKER)
     environ = {**os.environ, "PYTHONPATH": import_path()}
     with subprocess.Popen([sys.executable, script, tmp_path], env=environ, stdout=subprocess.PIPE, text=True) as worker:
-        assert worker.stdout
-        told = next((line for line in worker.stdout if line.startswith("told:")), "told: 0").split()[1:]
-        tree = psutil.Process(worker.pid).children(recursive=True)
-        servers = [
-            child for child in psutil.Process(worker.pid).children() if "forkserver" in " ".join(child.cmdline())
-        ]
-        engines = [process for process in tree if process.memory_info().rss > 200 << 20 and process not in servers]
-        forked = [engine.ppid() == server.pid for engine in engines for server in servers]
-        worker.kill()
+        try:
+            assert worker.stdout
+            told = next((line for line in worker.stdout if line.startswith("told:")), "told: 0").split()[1:]
+            tree = psutil.Process(worker.pid).children(recursive=True)
+            servers = [one for one in psutil.Process(worker.pid).children() if "forkserver" in " ".join(one.cmdline())]
+            engines = [process for process in tree if process.memory_info().rss > 200 << 20 and process not in servers]
+            forked = [engine.ppid() == server.pid for engine in engines for server in servers]
+        finally:
+            worker.kill()
     assert told == [str(worker.pid), "5", "5", "5", "True"]
     assert sorted(forked) == [False, True, True]
     _, alive = psutil.wait_procs(tree, timeout=TIMEOUT_S)
