@@ -29,7 +29,8 @@ from rollout.in_vllm import fork_server
 
 ASK = (
     "import os, sys; from rollout.in_vllm import fork_server as f;"
-    "print(f.begin_as({**f.imports_read(os.environ), **dict(word.split('=') for word in sys.argv[1:])})); os._exit(0)"
+    "read = {**f.imports_read(os.environ), **dict(word.split('=') for word in sys.argv[1:])}; f.begin_beforehand(read);"
+    "print(f.begin_as(read)); os._exit(0)"
 )
 there = dict(os.environ)
 set_engine_environment(Device.cpu, batch_invariant=False, environment=there)
@@ -226,6 +227,7 @@ def test_a_server_that_was_killed_is_begun_again(folder: str, node: subprocess.P
 
 
 def test_a_server_begun_beforehand_is_found_by_workers_whose_imports_read_the_same() -> None:
+    """And is used by whoever would begin another one for them, unless its imports read something else, or it is gone."""
     with program(BEFOREHAND) as before:
         assert before.stdin
         assert before.stdout
