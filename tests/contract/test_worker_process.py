@@ -227,7 +227,7 @@ def test_a_server_that_was_killed_is_begun_again(folder: str, node: subprocess.P
 
 
 def test_a_server_begun_beforehand_is_found_by_workers_whose_imports_read_the_same() -> None:
-    """And is used by whoever would begin another one for them, unless its imports read something else, or it is gone."""
+    """And is used by whoever would begin another one for them, unless its imports read others, or it is gone."""
     with program(BEFOREHAND) as before:
         assert before.stdin
         assert before.stdout
