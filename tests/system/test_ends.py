@@ -25,14 +25,14 @@ def run() -> Iterator[RunUnderWay]:
     with nothing_left() as tmp:
         runs = tmp / "runs"
         runs.mkdir()
-        run = RunUnderWay(ONE_OF_EACH, runs)
+        run = RunUnderWay([*ONE_OF_EACH, with_dashboard()], runs)
         run.wait_for(lambda: bool(list(tmp.glob("slipstream-*/ray/session_2*"))))
         yield run
 
 
 def has_joined(run: RunUnderWay) -> bool:
     """Whether Ray is up, and trainer and engines start."""
-    return (run.folder / "run.log").exists() and "nodes of the run: " in run.log
+    return "asks for the token" in run.said
 
 
 def server(run: RunUnderWay, name: str) -> psutil.Process:
