@@ -177,13 +177,12 @@ def run(job: Job) -> dict[str, Any]:
     process = subprocess.Popen(command, env=os.environ | {"VERL_FILE_LOGGER_PATH": str(metrics)}, cwd=folder)
     steps: list[tuple[float, dict[str, Any]]] = []
     end_at = time.monotonic() + job.peer_seconds
-    while process.poll() is None:
-        if time.monotonic() > end_at:
-            process.terminate()
-            end_at = float("inf")
+    while process.poll() is None and time.monotonic() < end_at:
         found = [row["data"] for row in read_rows(metrics) if "response_length/mean" in row["data"]]
         steps += [(time.monotonic(), step) for step in found[len(steps) :]]
         time.sleep(0.1)
+    process.terminate()  # does nothing where it has ended
+    process.wait()
     if len(steps) <= job.warm_up:
         raise RuntimeError(f"verl ended with exit code {process.returncode} after {len(steps)} steps")
     return {**figures(steps, job), "first_step_at": steps[0][0], "versions": versions}
