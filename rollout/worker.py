@@ -27,8 +27,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import json
 import logging
 import multiprocessing
 import os
@@ -46,9 +44,7 @@ from rollout.adapters.adapter_replica import AdapterReplica
 from rollout.engine.engine import Engine
 from rollout.engine.vllm_requests import ABORTED
 from rollout.errors import EngineError, ReplicaNotServing
-from rollout.layouts.beside_start import LayoutBesideStart, is_worth_a_process
-from rollout.layouts.known_layouts import keep_known, known_file, read_known
-from rollout.layouts.offline_layout import engine_version, request_text
+from rollout.layouts.known_layouts import ExpectedLayouts
 from rollout.sampling_calls import SamplingServer
 from rollout.slot_channel import SlotClients
 from rollout.types import PROBE, Adapter, AdapterSlotsSpec, Progress, Prompt, Rollout, RoutingShape
@@ -112,14 +108,10 @@ class RolloutWorker:
         self._sampling = config.sampling
         self.weight_sync = weight_sync
         self._tensors = [(meta.name, list(meta.shape), meta.dtype) for meta in tensors]
-        self._known_layouts = known_file(
-            self._tensors, str(dtype), str(device), config.tp_size, config.enable_expert_parallel, engine_version()
-        )
-        self._layout_request = functools.partial(
-            request_text, tensors=tensors, tp_size=config.tp_size, dtype=dtype, device=Device(device),
-            enable_expert_parallel=config.enable_expert_parallel, every_layer=True,
+        self._layouts = ExpectedLayouts(
+            folder, tensors, tp_size=config.tp_size, enable_expert_parallel=config.enable_expert_parallel,
+            dtype=dtype, device=Device(device),
         )  # fmt: skip
-        self._folder = folder
         self._host = host
         self._key = key
         self._adapters = adapters
@@ -167,10 +159,8 @@ class RolloutWorker:
             raise EngineError(f"model.path={base}: no such folder on this machine, whose engine must load it (INT4)")
         if "imported" not in self.started_at:
             await self.prepare()
-        known = read_known(self._known_layouts)
-        beside = None
-        if base is None and not known and is_worth_a_process(self._tensors):
-            beside = LayoutBesideStart(self._layout_request(json.loads((self._folder / "config.json").read_text())))
+        if base is None:
+            self._layouts.begin()
         await self.engine.start()
         self._reached("engine_up")
         try:
@@ -179,12 +169,10 @@ class RolloutWorker:
                 await self.engine.call_ranks("slipstream_open_link", *link)
                 self._endpoint.adopt(VersionState(Phase.clean, 0))  # the engine loaded it, and it never changes
             else:
-                expected = known if beside is None else beside.digests()
-                replies = await self.engine.call_ranks("slipstream_describe", self._tensors, *link, expected)
+                given = self._tensors, *link, self._layouts.digests()
+                replies = await self.engine.call_ranks("slipstream_describe", *given)
                 self._ranks = [unpack(EngineRank, reply) for reply in replies]
-                digests = [layouts_digest((rank.layout,)) for rank in self._ranks]
-                if digests != known:
-                    keep_known(self._known_layouts, digests)
+                self._layouts.keep([layouts_digest((rank.layout,)) for rank in self._ranks])
             if self._adapters is not None:
                 await self._open_slots(self._adapters)
             self._reached("layout_known")

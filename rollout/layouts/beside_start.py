@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 
@@ -25,9 +24,6 @@ from rollout.in_vllm.vllm_patches import inspect_models_by
 from weight_sync.record.layout_wire import layouts_digest
 
 logger = logging.getLogger(__name__)
-
-WORTH_A_PROCESS = 4_000
-"""Checkpoint tensors from which on an engine's own recording takes a second or more."""
 
 
 class LayoutBesideStart:
@@ -64,8 +60,3 @@ def _record_without_gpu(request: str) -> list[str]:
     with inspect_models_by(lambda look: look()):
         layouts = import_module("rollout.layouts.meta_engine").record_all(json.loads(request))
     return [layouts_digest((layout,)) for layout in layouts]
-
-
-def is_worth_a_process(tensors: Sequence[object]) -> bool:
-    """Whether a model of these checkpoint tensors has so many of them that a process beside the start saves time."""
-    return len(tensors) >= WORTH_A_PROCESS

@@ -27,7 +27,7 @@ from rollout.engine.engine import Engine
 from rollout.engine.vllm_requests import ABORTED
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.in_vllm import fork_server
-from rollout.layouts import beside_start
+from rollout.layouts import known_layouts
 from rollout.types import AdapterSlotsSpec, Prompt
 from rollout.worker import RolloutWorker
 from weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
@@ -458,8 +458,8 @@ async def test_the_first_worker_of_a_kind_is_told_the_layout_that_was_recorded_b
         def digests(self) -> list[str]:
             return found
 
-    monkeypatch.setattr(beside_start, "WORTH_A_PROCESS", 1)
-    monkeypatch.setattr(rollout.worker, "LayoutBesideStart", Recording)
+    monkeypatch.setattr(known_layouts, "WORTH_A_PROCESS", 1)
+    monkeypatch.setattr(known_layouts, "LayoutBesideStart", Recording)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     told: list[list[str] | None] = []
     for _ in range(2):
