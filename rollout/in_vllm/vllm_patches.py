@@ -9,6 +9,9 @@
                                           Until vLLM's choice of kernels does not depend on the batch.
     compile_sampler_beside_model   0.25   On GPUs the kernel of top-k and top-p is compiled while the model is.
                                           Until vLLM compiles its kernels beside each other.
+    compile_adapters_together      0.25   On GPUs the kernels that add adapters are compiled for all graphs beside each
+                                          other, not one after the other.
+                                          Until vLLM compiles its kernels beside each other.
     send_logprobs_together         both   The log-probabilities of a step leave the engine's process as three arrays
                                           (logprob_rows.py). Until vLLM does not send three per request.
     watch_outputs                  both   The engine's client gives each request its own again, and shows outputs to a
@@ -28,11 +31,11 @@
     be_rank                        both   Process groups that talk to nobody. Until vLLM's groups can be made so.
 
 "Both" means 0.25.1 (GPUs) and 0.32 (CPUs); the last sentence of each entry says when the patch can go. The first
-patch acts on every engine on a CPU, the next two on every batch-invariant one, compile_sampler_beside_model on every
-engine on a GPU, send_logprobs_together on the processes of a worker's engine, open_no_gpu on imports, the next five on
-the objects of one engine; the last two run in a process that computes nothing (rollout/layouts/meta_engine.py). While a
-layout is recorded, two more modules swap attributes of a model and put them back: load_time.py (parameters as they were
-at load time) and adapter_slots.py (layers without LoRA wrappers).
+patch acts on every engine on a CPU, the next two on every batch-invariant one, the two that compile on every engine on
+a GPU (adapters: with adapter slots), send_logprobs_together on the processes of a worker's engine, open_no_gpu on
+imports, the next five on the objects of one engine; the last two run in a process that computes nothing
+(rollout/layouts/meta_engine.py). While a layout is recorded, two more modules swap attributes of a model and put them
+back: load_time.py (parameters as they were at load time) and adapter_slots.py (layers without LoRA wrappers).
 
 Owns these changes. Does not own when they are made: each is one call, made by the code that needs it. vLLM is imported
 inside the functions, because engine.py imports this file and must stay cheap to import.
@@ -44,8 +47,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -174,6 +179,73 @@ def _sample_once(device: torch.device, vocab_size: int) -> None:
     logits = torch.zeros(num_rows, vocab_size, dtype=torch.float32, device=device)
     top_k = torch.full((num_rows,), vocab_size - 1, device=device)
     apply_top_k_top_p(logits, top_k, torch.full((num_rows,), 0.9, dtype=torch.float32, device=device))
+
+
+COMPILED_TOGETHER = frozenset(
+    {
+        "fused_moe_kernel", "_fused_moe_lora_kernel", "_fused_moe_lora_one_shot_kernel",
+        "_fused_moe_lora_small_batch_kernel", "_lora_shrink_kernel", "_lora_expand_kernel",
+    }
+)  # fmt: skip
+"""vLLM's Triton kernels of experts and adapters. Each writes products alone, and no index."""
+
+
+def compile_adapters_together() -> None:
+    """On GPUs, have an engine with adapters ask for its kernels at all sizes of CUDA graphs before it captures one, so
+    that they are compiled beside each other. Call it before memory is measured; again is harmless.
+
+    vLLM compiles each when a size first needs it: 23 s of the first start on a node.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    capture = GPUModelRunner._warmup_and_capture
+    if capture.__module__ == __name__:
+        return
+
+    def ask_first(self: Any, *args: Any, **options: Any) -> None:
+        if self.lora_config and not hasattr(self, "slipstream_has_asked"):
+            self.slipstream_has_asked = True
+            with compiled_together(COMPILED_TOGETHER):
+                for mode, graphs in self.cudagraph_dispatcher.get_capture_descs():
+                    for graph in graphs:
+                        self._dummy_run(
+                            graph.num_tokens,
+                            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+                            force_attention=mode == CUDAGraphMode.FULL,
+                            uniform_decode=graph.uniform,
+                            skip_eplb=True,
+                            remove_lora=False,
+                            num_active_loras=graph.num_active_loras,
+                        )
+        capture(self, *args, **options)
+
+    _replace(GPUModelRunner, "_warmup_and_capture", ask_first)
+
+
+@contextlib.contextmanager
+def compiled_together(names: Collection[str]) -> Iterator[None]:
+    """While the block runs, Triton kernels of these names are not launched: a pool of threads compiles them, and the
+    block ends when all are compiled. Other kernels run, and wait if they must be compiled.
+    """
+    from triton.runtime._async_compile import AsyncCompileMode
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def compile_or_run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=warmup or self.fn.__name__ in names, **options)
+
+    with (
+        _replaced(JITFunction, {"run": compile_or_run}),
+        ThreadPoolExecutor(min(8, os.cpu_count() or 1), "compiles kernels") as pool,
+        AsyncCompileMode(pool),
+    ):
+        yield
 
 
 @contextlib.contextmanager
