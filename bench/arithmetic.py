@@ -2,6 +2,7 @@
 
     python bench/arithmetic.py grpo no_publish shuffled --seeds 0 1 2      on a CPU
     python bench/arithmetic.py --gpu grpo staleness_1 staleness_4          on a host with 2 GPUs
+    python bench/arithmetic.py --gpu --one-gpu --jobs 4 grpo --seeds 0 1   what is learned, not how fast, on one GPU
 
     make_arithmetic.py --> arithmetic_sft (once per seed) --> merged/ --> arithmetic_grpo (each row, each seed)
 
@@ -22,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,11 @@ TABLE = {
     "publish, s": "publish_s",
 }
 QUIET = ["cluster.dashboard=false", "run.loggers=[]"]
+ONE_GPU = [
+    "cluster.share_gpu=true", "weight_sync.transport=auto", f"rollout.kv_cache_bytes={6 << 30}",
+    "rollout.gpu_memory_utilization=0.1",
+]  # fmt: skip
+"""Options of stage 2 with --one-gpu. The KV cache holds 512 responses of 240 tokens."""
 NUM_SAMPLES = 4
 
 
@@ -191,6 +198,8 @@ def main() -> None:
         "rows", nargs="*", choices=[*ROWS, []], help="for every seed; default: grpo no_publish shuffled"
     )
     parser.add_argument("--gpu", action="store_true", help="the GPU presets; without it, the CPU's")
+    parser.add_argument("--one-gpu", action="store_true", help="trainer and engine of every run on the same GPU")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; their seconds mean little then")
     parser.add_argument("--dense", action="store_true", help="a dense model instead of experts (CPU presets)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of weights, order of rows, and sampling")
     parser.add_argument("--once", nargs="*", default=[], choices=ROWS, help="further rows, of the first seed alone")
@@ -214,14 +223,24 @@ def main() -> None:
         make = [sys.executable, str(ROOT / "bench" / "make_arithmetic.py"), "--out", str(folder / "data")]
         subprocess.run([*make, *(["--gpu"] if args.gpu else [])], check=True)
         data = [f"data.path={folder}/data/train.jsonl", f"data.eval_path={folder}/data/heldout.jsonl"]
-        plan = [(seed, args.rows or ["grpo", "no_publish", "shuffled"]) for seed in args.seeds]
-        for seed, names in [*plan, (args.seeds[0], args.once)]:
-            if str(seed) not in report["taught"]:
-                report["taught"][str(seed)] = teach(seed, folder / f"sft-{seed}", suffix, [*data, *taught_words])
-            model = folder / f"sft-{seed}" / "latest" / "merged"
-            for name in names:
-                row = reinforce(name, seed, model, folder / f"{name}-{seed}", suffix, [*data, *args.set])
-                report["rows"].setdefault(name, {})[str(seed)] = row
+        words = [*data, *(ONE_GPU if args.one_gpu else []), *args.set]
+        rows = args.rows or ["grpo", "no_publish", "shuffled"]
+        plan = [(seed, name) for seed in args.seeds for name in rows]
+        plan += [(args.seeds[0], name) for name in args.once]
+        with ThreadPoolExecutor(args.jobs) as pool:
+            teaching = {
+                seed: pool.submit(teach, seed, folder / f"sft-{seed}", suffix, [*data, *taught_words])
+                for seed in args.seeds
+            }
+            report["taught"] = {str(seed): future.result() for seed, future in teaching.items()}
+            learning = {}
+            for seed, name in plan:
+                model = folder / f"sft-{seed}" / "latest" / "merged"
+                row = pool.submit(reinforce, name, seed, model, folder / f"{name}-{seed}", suffix, words)
+                learning[row] = name, str(seed)
+            for row in as_completed(learning):
+                name, seed_told = learning[row]
+                report["rows"].setdefault(name, {})[seed_told] = row.result()
                 out.parent.mkdir(parents=True, exist_ok=True)
                 out.write_text(json.dumps(report, indent=1) + "\n")
                 draw(report, out.with_suffix(".png"))

@@ -334,7 +334,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--peer-steps", type=int, help="instead of --steps; a peer's steps hardly differ")
-    parser.add_argument("--peer-seconds", type=float, default=3600.0, help="after which verl is ended as it is")
+    parser.add_argument("--peer-seconds", type=float, default=3600.0, help="after which a peer is ended as it is")
     parser.add_argument("--repeats", type=int, default=3, help="of a bare engine")
     parser.add_argument("--one-gpu", action="store_true", help="cluster.share_gpu")
     parser.add_argument("--kv-gib", type=float, default=40.0, help="the most for a KV cache, with --one-gpu")

@@ -61,7 +61,7 @@ class Job:
     gpu_memory_utilization: float = 0.85
     """Of a bare engine, as rollout.gpu_memory_utilization of a run."""
     peer_seconds: float = float("inf")
-    """After so many verl is ended, and told by the steps that it has made."""
+    """After so many a peer is ended, and told by the steps that it has made; TRL at the end of a step."""
 
 
 def answer(run: Callable[[Job], dict[str, Any]]) -> None:

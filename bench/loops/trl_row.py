@@ -224,6 +224,7 @@ def run(job: Job) -> dict[str, Any]:
         enforce_eager=not is_gpu,
     )
     clock, tokens, k3 = Clock(), [], []
+    end_at = time.monotonic() + job.peer_seconds
 
     class Measured(GRPOTrainer):
         def _generate_and_score_completions(self, inputs: Any) -> Any:
@@ -242,6 +243,7 @@ def run(job: Job) -> dict[str, Any]:
             print(f"trl: step {state.global_step} ended at {clock.ends[-1]:.1f}", flush=True)
             if state.global_step == job.steps:
                 trainer.vllm_importance_sampling_correction = False
+            control.should_training_stop |= state.global_step > job.warm_up and time.monotonic() > end_at
 
     def reward(prompts: Any, completions: Any, **others: Any) -> list[float]:
         return [is_even(prompt, completion, {}) for prompt, completion in zip(prompts, completions, strict=True)]
@@ -266,9 +268,10 @@ def run(job: Job) -> dict[str, Any]:
         engine.generate = clock.timed("generate", engine.generate, synchronize)
         trainer.train()
     trainable = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    made = len(clock.ends)
     return {
-        **figures(clock, tokens, k3, job.warm_up, job.steps),
-        "uncorrected": figures(clock, tokens, [], job.steps, len(clock.ends)),
+        **figures(clock, tokens, k3, job.warm_up, min(job.steps, made)),
+        **({"uncorrected": figures(clock, tokens, [], job.steps, made)} if made > job.steps else {}),
         "first_step_at": clock.ends[0],
         "step_tokens": tokens,
         "trainer_peak_gb": torch.cuda.max_memory_reserved() / 1e9 if is_gpu else 0.0,
