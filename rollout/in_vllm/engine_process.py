@@ -13,8 +13,7 @@ import os
 from rollout.die_with_owner import OWNER_VARIABLE, end_with
 from rollout.in_vllm.vllm_patches import (
     add_expert_adapters_batch_invariantly,
-    compile_adapters_together,
-    compile_sampler_beside_model,
+    compile_kernels_beside_model,
     keep_linear_weights_in_place,
     norm_sums_batch_invariantly,
 )
@@ -38,6 +37,5 @@ def _end_with_the_owner() -> None:
 keep_linear_weights_in_place()
 norm_sums_batch_invariantly()
 add_expert_adapters_batch_invariantly()
-compile_sampler_beside_model()
-compile_adapters_together()
+compile_kernels_beside_model()
 _end_with_the_owner()

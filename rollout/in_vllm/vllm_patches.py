@@ -7,10 +7,8 @@
     add_expert_adapters_batch_invariantly
                                    0.25   With VLLM_BATCH_INVARIANT=1 one kernel adds experts' adapters to any batch.
                                           Until vLLM's choice of kernels does not depend on the batch.
-    compile_sampler_beside_model   0.25   On GPUs the kernel of top-k and top-p is compiled while the model is.
-                                          Until vLLM compiles its kernels beside each other.
-    compile_adapters_together      0.25   On GPUs the kernels that add adapters are compiled for all graphs beside each
-                                          other, not one after the other.
+    compile_kernels_beside_model   0.25   On GPUs the kernel of top-k and top-p, and those that add adapters, are
+                                          compiled while the model is.
                                           Until vLLM compiles its kernels beside each other.
     send_logprobs_together         both   The log-probabilities of a step leave the engine's process as three arrays
                                           (logprob_rows.py). Until vLLM does not send three per request.
@@ -31,11 +29,11 @@
     be_rank                        both   Process groups that talk to nobody. Until vLLM's groups can be made so.
 
 "Both" means 0.25.1 (GPUs) and 0.32 (CPUs); the last sentence of each entry says when the patch can go. The first
-patch acts on every engine on a CPU, the next two on every batch-invariant one, the two that compile on every engine on
-a GPU (adapters: with adapter slots), send_logprobs_together on the processes of a worker's engine, open_no_gpu on
-imports, the next five on the objects of one engine; the last two run in a process that computes nothing
-(rollout/layouts/meta_engine.py). While a layout is recorded, two more modules swap attributes of a model and put them
-back: load_time.py (parameters as they were at load time) and adapter_slots.py (layers without LoRA wrappers).
+patch acts on every engine on a CPU, the next two on every batch-invariant one, compile_kernels_beside_model on every
+engine on a GPU, send_logprobs_together on the processes of a worker's engine, open_no_gpu on imports, the next five on
+the objects of one engine; the last two run in a process that computes nothing (rollout/layouts/meta_engine.py). While a
+layout is recorded, two more modules swap attributes of a model and put them back: load_time.py (parameters as they were
+at load time) and adapter_slots.py (layers without LoRA wrappers).
 
 Owns these changes. Does not own when they are made: each is one call, made by the code that needs it. vLLM is imported
 inside the functions, because engine.py imports this file and must stay cheap to import.
@@ -62,7 +60,7 @@ from rollout.in_vllm.logprob_rows import gather, row_of_request, spread
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -136,12 +134,13 @@ def add_expert_adapters_batch_invariantly() -> None:
     _replace(PunicaWrapperGPU, "moe_lora_align_block_size", always_sorted)
 
 
-def compile_sampler_beside_model() -> None:
-    """On GPUs, have a thread sample with top-k and top-p while the model is compiled, so that this kernel is compiled
-    by then. Call it before memory is measured; again is harmless.
+def compile_kernels_beside_model() -> None:
+    """On GPUs, have threads compile, beside the model, kernels that vLLM compiles after it: of top-k and top-p, and in
+    an engine with adapters those of experts and adapters for every size of a CUDA graph. Call it before memory is
+    measured; again is harmless.
 
-    vLLM compiles the kernel after the model, also for runs that never sample so: 4 to 9 s of the first start on a node.
-    Nearly all of them are spent in LLVM and ptxas, outside Python's lock.
+    One after the other, top-k takes 4 to 9 s of the first start on a node, and adapters 20. Nearly all of it is spent
+    in LLVM and ptxas, outside Python's lock.
     """
     from vllm.platforms import current_platform
 
@@ -156,6 +155,8 @@ def compile_sampler_beside_model() -> None:
     beside: list[Thread] = []
 
     def measure_beside(self: Any) -> None:
+        if self.lora_config:
+            _ask_for_kernels_of_adapters(self)
         vocab_size = self.model_config.get_vocab_size()
         beside.append(Thread(target=_sample_once, args=(self.device, vocab_size), daemon=True))
         beside[-1].start()
@@ -181,7 +182,7 @@ def _sample_once(device: torch.device, vocab_size: int) -> None:
     apply_top_k_top_p(logits, top_k, torch.full((num_rows,), 0.9, dtype=torch.float32, device=device))
 
 
-COMPILED_TOGETHER = frozenset(
+_OF_ADAPTERS = frozenset(
     {
         "fused_moe_kernel", "_fused_moe_lora_kernel", "_fused_moe_lora_one_shot_kernel",
         "_fused_moe_lora_small_batch_kernel", "_lora_shrink_kernel", "_lora_expand_kernel",
@@ -190,49 +191,43 @@ COMPILED_TOGETHER = frozenset(
 """vLLM's Triton kernels of experts and adapters. Each writes products alone, and no index."""
 
 
-def compile_adapters_together() -> None:
-    """On GPUs, have an engine with adapters ask for its kernels at all sizes of CUDA graphs before it captures one, so
-    that they are compiled beside each other. Call it before memory is measured; again is harmless.
-
-    vLLM compiles each when a size first needs it: 23 s of the first start on a node.
+def _ask_for_kernels_of_adapters(runner: Any) -> None:
+    """Have a GPUModelRunner go through the first layer of each kind once for every CUDA graph that it will capture,
+    while the kernels of experts and adapters are compiled and not launched.
     """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cuda():
-        return
     from vllm.config import CUDAGraphMode
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    capture = GPUModelRunner._warmup_and_capture
-    if capture.__module__ == __name__:
-        return
-
-    def ask_first(self: Any, *args: Any, **options: Any) -> None:
-        if self.lora_config and not hasattr(self, "slipstream_has_asked"):
-            self.slipstream_has_asked = True
-            with compiled_together(COMPILED_TOGETHER):
-                for mode, graphs in self.cudagraph_dispatcher.get_capture_descs():
-                    for graph in graphs:
-                        self._dummy_run(
-                            graph.num_tokens,
-                            cudagraph_runtime_mode=CUDAGraphMode.NONE,
-                            force_attention=mode == CUDAGraphMode.FULL,
-                            uniform_decode=graph.uniform,
-                            skip_eplb=True,
-                            remove_lora=False,
-                            num_active_loras=graph.num_active_loras,
-                        )
-        capture(self, *args, **options)
-
-    _replace(GPUModelRunner, "_warmup_and_capture", ask_first)
+    with compiled_in_threads(_OF_ADAPTERS), first_layers_alone(runner.get_model()):
+        for num_tokens in runner.compilation_config.cudagraph_capture_sizes:
+            for num_active_loras in runner.cudagraph_dispatcher._get_lora_cases():
+                runner._dummy_run(
+                    num_tokens,
+                    cudagraph_runtime_mode=CUDAGraphMode.NONE,
+                    skip_eplb=True,
+                    remove_lora=False,
+                    num_active_loras=num_active_loras,
+                )
 
 
 @contextlib.contextmanager
-def compiled_together(names: Collection[str]) -> Iterator[None]:
-    """While the block runs, Triton kernels of these names are not launched: a pool of threads compiles them, and the
-    block ends when all are compiled. Other kernels run, and wait if they must be compiled.
+def first_layers_alone(model: nn.Module) -> Iterator[None]:
+    """While the block runs, a model of vLLM's is not compiled, and ends after the first layer of the last kind."""
+    from weight_sync.record.repeated_layers import layers_by_kind
+
+    is_decoder = ("start_layer", "end_layer", "do_not_compile")
+    (decoder,) = (part for part in model.modules() if all(hasattr(part, name) for name in is_decoder))
+    kinds = layers_by_kind((name, (param.shape, param.dtype)) for name, param in decoder.named_parameters())
+    last = max(layers[0] for layers in kinds)
+    with _replaced(decoder, {"do_not_compile": True, "end_layer": last + 1}):
+        yield
+
+
+@contextlib.contextmanager
+def compiled_in_threads(names: Collection[str]) -> Iterator[None]:
+    """While the block runs, Triton kernels are compiled by threads, and those of these names are not launched. Whoever
+    launches a kernel waits until it is compiled, also after the block.
     """
-    from triton.runtime._async_compile import AsyncCompileMode
+    from triton.runtime._async_compile import AsyncCompileMode, active_mode
     from triton.runtime.jit import JITFunction
 
     run = JITFunction.run
@@ -240,12 +235,14 @@ def compiled_together(names: Collection[str]) -> Iterator[None]:
     def compile_or_run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return run(self, *args, grid=grid, warmup=warmup or self.fn.__name__ in names, **options)
 
-    with (
-        _replaced(JITFunction, {"run": compile_or_run}),
-        ThreadPoolExecutor(min(8, os.cpu_count() or 1), "compiles kernels") as pool,
-        AsyncCompileMode(pool),
-    ):
-        yield
+    pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "compiles kernels")
+    mode = active_mode.set(AsyncCompileMode(pool))
+    try:
+        with _replaced(JITFunction, {"run": compile_or_run}):
+            yield
+    finally:
+        active_mode.reset(mode)
+        pool.shutdown(wait=False)
 
 
 @contextlib.contextmanager
