@@ -205,8 +205,8 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
         startup.end()
         await controller.train()
         export = await _export(cluster, config, folder)
-    if export is not None:
-        await asyncio.to_thread(draw_curves, folder.metrics, folder.curves)
+        drawing = asyncio.create_task(_draw(config, folder))  # while the processes end
+    await drawing
     return RunResult(
         folder,
         controller.step,
@@ -242,9 +242,9 @@ async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRes
         tuner = Finetuner(config, cluster.trainer, training, held_out, telemetry, checkpoints, log.context.set)
         await tuner.train(resume_from)
         export = await _export(cluster, config, folder)
+        drawing = asyncio.create_task(_draw(config, folder))  # while the processes end
+    await drawing
     objective = config.algorithm.objective
-    if export is not None:
-        await asyncio.to_thread(draw_curves, folder.metrics, folder.curves, PANELS[objective])
     return RunResult(
         folder,
         tuner.step,
@@ -282,6 +282,12 @@ def _reward_names(config: RunConfig) -> RewardNames:
     reward = config.reward
     judges = [name for name, part in reward.by_name.items() if part.kind == "judge"]
     return RewardNames((*reward.names, *reward.shapings), judges)
+
+
+async def _draw(config: RunConfig, folder: RunFolder) -> None:
+    """The curves of a run that has steps."""
+    if config.run.num_steps > 0:
+        await asyncio.to_thread(draw_curves, folder.metrics, folder.curves, PANELS[config.algorithm.objective])
 
 
 async def _export(cluster: Cluster, config: RunConfig, folder: RunFolder) -> Path | None:

@@ -6,7 +6,8 @@ which processes a run has (nodes.py, ray_host.py), nor ending them politely (rol
 Invariant: of shared memory only what a killed process had mapped is removed, so another run keeps its own.
 
 Python's shared memory (vLLM makes some for every engine of several ranks) is removed by a process that Python starts
-beside it, the resource tracker, as soon as nobody is left who uses it. It is therefore killed last, after a grace.
+beside it, the resource tracker, as soon as nobody is left who uses it. It is therefore killed last, after a grace. A
+process that has a tracker of its own, as one with a fork server has, leaves it before it ends the others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable
+from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -51,6 +54,14 @@ def end_processes(find: Callable[[], Iterable[psutil.Process]], *, timeout_s: fl
         psutil.wait_procs(alive, timeout=0.1)
     remove_shared_memory(names)
     return sorted(process.pid for process in alive)
+
+
+def leave_resource_tracker() -> None:
+    """Stop using this process's resource tracker, if it has one, so that it ends with the last of its other users."""
+    tracker: Any = resource_tracker._resource_tracker  # pyright: ignore[reportAttributeAccessIssue]
+    if tracker._fd is not None:
+        os.close(tracker._fd)
+        tracker._fd = None
 
 
 def shared_memory_of(processes: Iterable[psutil.Process]) -> set[str]:

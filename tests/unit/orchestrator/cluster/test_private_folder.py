@@ -30,6 +30,19 @@ segment = SharedMemory(create=True, size=4096)
 print(segment.name, flush=True)
 input()
 """
+LEAVER = """
+import os, signal, subprocess
+from multiprocessing.resource_tracker import _resource_tracker as tracker
+from orchestrator.cluster.processes import leave_resource_tracker
+tracker.ensure_running()
+pid = tracker._pid
+other = subprocess.Popen(["sleep", "600"], pass_fds=[tracker._fd])
+leave_resource_tracker()
+print("alive" if os.waitpid(pid, os.WNOHANG) == (0, 0) else "ended", end=", then ")
+other.kill()
+signal.alarm(60)
+print(os.waitpid(pid, 0)[1], flush=True)
+"""
 MAPPER = """
 import mmap, sys
 opened = [open(path, "r+b") for path in sys.argv[1:]]
@@ -125,6 +138,12 @@ def test_killed_processes_leave_no_shared_memory_and_others_keep_theirs() -> Non
     killed.wait()
     other.communicate("\n")
     assert not (SHARED_MEMORY / other_name).exists()
+
+
+def test_a_resource_tracker_that_was_left_ends_with_the_last_of_its_other_users() -> None:
+    leaver, said = start(LEAVER)
+    assert said == "alive, then 0"
+    leaver.communicate()
 
 
 def test_what_a_user_keeps_in_shared_memory_is_not_removed() -> None:
