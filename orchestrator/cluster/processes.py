@@ -58,7 +58,7 @@ def end_processes(find: Callable[[], Iterable[psutil.Process]], *, timeout_s: fl
 
 def leave_resource_tracker() -> None:
     """Stop using this process's resource tracker, if it has one, so that it ends with the last of its other users."""
-    tracker: Any = resource_tracker._resource_tracker  # pyright: ignore[reportAttributeAccessIssue]
+    tracker: Any = resource_tracker._resource_tracker  # pyright: ignore[reportPrivateUsage]
     if tracker._fd is not None:
         os.close(tracker._fd)
         tracker._fd = None
