@@ -25,9 +25,10 @@ from orchestrator.inputs.model_folder import engine_checkpoint
 from orchestrator.offline.record import layouts_digest, record
 from rollout.engine.engine_options import engine_arguments, engine_environment
 from rollout.errors import EngineError
-from rollout.layouts.offline_layout import cached_file, offline_layouts
+from rollout.layouts.offline_layout import cached_file, offline_layouts, request_text
 from trainer.architecture.families import read_config
 from weight_sync.layout import DestLayout, PostLoad
+from weight_sync.record.layout_wire import layouts_to_bytes
 from weight_sync.replica.messages import EngineRank
 from weight_sync.typed_msgpack import pack, unpack
 
@@ -49,6 +50,13 @@ LIVE = {
     **{f"{model}-1": (model, 1) for model in FAMILIES},
 }  # fmt: skip
 """Model and tp_size of live engines."""
+SPLIT = "expert parallel"
+RECORDED: dict[str, dict[str, Any]] = {
+    "recorded qwen3_moe-1": {"model": "qwen3_moe"},
+    "recorded qwen3_moe-2": {"model": "qwen3_moe", "tp_size": 2},
+    SPLIT: {"model": "qwen3_moe", "tp_size": 4, "expert_parallel": True, "device": Device.cuda},
+}
+"""Arguments of asked(), for layouts that are recorded in that process, too, and kept in the folder of their case."""
 SIZES: dict[str, tuple[str, dict[str, Any], int, bool]] = {
     "shared_expert": ("glm4_moe", {"moe_intermediate_size": 62}, 4, True),  # which is cut in any case
     "fp8_blocks": ("qwen3_moe", {**FOR_GPUS["qwen3_moe"], "quantization_config": FP8}, 4, False),
@@ -72,13 +80,16 @@ def in_vllm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, s
     """What live engines said, a folder for each, and by case what failed in the one process of them all."""
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("live")
-    return folder, outcomes_of(__file__, folder, [*LIVE, *SIZES, *FAMILIES])
+    return folder, outcomes_of(__file__, folder, [*LIVE, *SIZES, *FAMILIES, *RECORDED])
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recordings that tests of this file share."""
-    return tmp_path_factory.mktemp("cache")
+    """The recordings that tests of this file share; what is found there at first cannot be read."""
+    pytest.importorskip("vllm")
+    folder = tmp_path_factory.mktemp("cache")
+    cached_file(**asked("qwen3"), cache=folder).write_bytes(b"damaged")
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -92,6 +103,10 @@ def test_a_layout_recorded_on_meta_is_the_live_engines(
     folder, outcomes = in_vllm
     assert outcomes[case] == "", outcomes[case]
     model, tp_size = LIVE[case]
+    kept = f"recorded {case}"
+    if kept in RECORDED:
+        assert outcomes[kept] == "", outcomes[kept]
+        cache = folder / kept
     recorded = offline_layouts(**asked(model, tp_size=tp_size), cache=cache)
     expected = unpack(tuple[DestLayout, ...], (folder / case / kind).read_bytes())
     assert len(recorded) == len(expected) == tp_size
@@ -108,9 +123,11 @@ def test_a_layout_recorded_on_meta_is_the_live_engines(
     assert [rank.num_bytes for rank in report.ranks] == [sum(p.num_bytes for p in live.params) for live in expected]
 
 
-def test_expert_parallel_ranks_hold_whole_experts_and_gpus_hold_them_as_loaded(tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
-    layouts = offline_layouts(**asked("qwen3_moe", tp_size=4, expert_parallel=True, device=Device.cuda), cache=tmp_path)
+def test_expert_parallel_ranks_hold_whole_experts_and_gpus_hold_them_as_loaded(
+    in_vllm: tuple[Path, dict[str, str]],
+) -> None:
+    assert in_vllm[1][SPLIT] == "", in_vllm[1][SPLIT]
+    layouts = offline_layouts(**asked(**RECORDED[SPLIT]), cache=in_vllm[0] / SPLIT)
     held: list[set[int]] = []
     for layout in layouts:
         assert all(param.post_load is PostLoad.identity for param in layout.params)
@@ -119,18 +136,11 @@ def test_expert_parallel_ranks_hold_whole_experts_and_gpus_hold_them_as_loaded(t
     assert held == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
 
 
-def test_a_damaged_layout_is_recorded_again_and_a_kept_one_is_not(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("vllm")
+def test_a_damaged_layout_is_recorded_again_and_a_kept_one_is_not(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = offline_layouts(**asked("qwen3"), cache=cache)
-    file = tmp_path / cached_file(**asked("qwen3"), cache=cache).name
-    whole = cached_file(**asked("qwen3"), cache=cache).read_bytes()
-    file.write_bytes(whole[:-100])
-    assert offline_layouts(**asked("qwen3"), cache=tmp_path) == first
-    assert file.read_bytes() == whole
+    assert cached_file(**asked("qwen3"), cache=cache).read_bytes() == layouts_to_bytes(first)
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a cached layout must not be recorded again"))
-    assert offline_layouts(**asked("qwen3"), cache=tmp_path) == first
+    assert offline_layouts(**asked("qwen3"), cache=cache) == first
 
 
 def test_what_the_engine_cannot_build_is_an_error_that_says_why(tmp_path: Path) -> None:
@@ -239,12 +249,23 @@ def record_family(model: str, live: Path) -> None:
     assert recorded == unpack(tuple[DestLayout, ...], live.read_bytes())
 
 
+def record_and_keep(case: str, folder: Path) -> None:
+    """As offline_layouts() does with a process of its own."""
+    from rollout.layouts.meta_engine import record_all
+
+    arguments = asked(**RECORDED[case])
+    layouts = record_all(json.loads(request_text(**arguments)))
+    cached_file(**arguments, cache=folder).write_bytes(layouts_to_bytes(layouts))
+
+
 def compare(case: str, folder: Path) -> None:
     """One case, in the process that has imported vLLM."""
     if case in SIZES:
         build_sizes(case)
     elif case in FAMILIES:
         record_family(case, folder.parent / f"{case}-1" / "loaded")
+    elif case in RECORDED:
+        record_and_keep(case, folder)
     else:
         ask_live_engine(case, folder)
 
