@@ -139,8 +139,8 @@ def compile_kernels_beside_model() -> None:
     an engine with adapters those of experts and adapters for every size of a CUDA graph. Call it before memory is
     measured; again is harmless.
 
-    One after the other, top-k takes 4 to 9 s of the first start on a node, and adapters 20. Nearly all of it is spent
-    in LLVM and ptxas, outside Python's lock.
+    One after the other, top-k takes 4 to 9 s of the first start on a node, and adapters 20. Most of it is spent in LLVM
+    and ptxas, outside Python's lock; the rest slows the model's compilation down.
     """
     from vllm.platforms import current_platform
 
