@@ -135,13 +135,17 @@ def test_a_slurm_job_starts_the_run_goes_on_with_it_and_queues_itself_again(tmp_
         (folder / "manifest.json").touch()
     assert run() == ["resume", "runs/qwen3-30b-a3b-2gpu-17-20260131-120000", "--"]
 
-    calls.unlink()
-    with subprocess.Popen(["bash", str(script)], cwd=tmp_path, env=environment | {"SLOW": "1"}) as job:
-        while not Path(f"{calls}.up").exists():
-            assert job.poll() is None
-        os.kill(job.pid, 10)  # SIGUSR1: out of time soon
-        assert job.wait(60) == 143
-    assert calls.read_text().splitlines()[-1] == "scontrol requeue 17"
+    # Also where the run has ended before the script goes on.
+    slow_kill = {"BASH_FUNC_kill%%": '() { builtin kill "$@" && { [ "$1" != -TERM ] || sleep 0.5; }; }'}
+    for more in ({}, slow_kill):
+        calls.unlink()
+        Path(f"{calls}.up").unlink(missing_ok=True)
+        with subprocess.Popen(["bash", str(script)], cwd=tmp_path, env=environment | {"SLOW": "1"} | more) as job:
+            while not Path(f"{calls}.up").exists():
+                assert job.poll() is None
+            os.kill(job.pid, 10)  # SIGUSR1: out of time soon
+            assert job.wait(60) == 143
+        assert calls.read_text().splitlines()[-1] == "scontrol requeue 17"
 
 
 EIGHT = load_run_config(["experiment=qwen3_30b_a3b_8gpu"])
