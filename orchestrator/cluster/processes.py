@@ -7,7 +7,7 @@ Invariant: of shared memory only what a killed process had mapped is removed, so
 
 Python's shared memory (vLLM makes some for every engine of several ranks) is removed by a process that Python starts
 beside it, the resource tracker, as soon as nobody is left who uses it. It is therefore killed last, after a grace. A
-process that has a tracker of its own, as one with a fork server has, leaves it before it ends the others.
+tracker that this process has started, as one with a fork server has, is left first: it would wait for this process.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def end_processes(find: Callable[[], Iterable[psutil.Process]], *, timeout_s: fl
     names: set[str] = set()
     while alive := [process for process in find() if _is_alive(process)]:
         names |= shared_memory_of(alive)
+        _leave_own_tracker(alive)
         waited_s = time.monotonic() - started
         if waited_s > timeout_s:
             break
@@ -54,14 +55,6 @@ def end_processes(find: Callable[[], Iterable[psutil.Process]], *, timeout_s: fl
         psutil.wait_procs(alive, timeout=0.1)
     remove_shared_memory(names)
     return sorted(process.pid for process in alive)
-
-
-def leave_resource_tracker() -> None:
-    """Stop using this process's resource tracker, if it has one, so that it ends with the last of its other users."""
-    tracker: Any = resource_tracker._resource_tracker  # pyright: ignore[reportPrivateUsage]
-    if tracker._fd is not None:
-        os.close(tracker._fd)
-        tracker._fd = None
 
 
 def shared_memory_of(processes: Iterable[psutil.Process]) -> set[str]:
@@ -94,3 +87,11 @@ def _is_tracker(process: psutil.Process) -> bool:
         return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
     except psutil.NoSuchProcess:
         return False
+
+
+def _leave_own_tracker(alive: Iterable[psutil.Process]) -> None:
+    """Stop using this process's resource tracker, if it is among these, so that it ends with the last other user."""
+    tracker: Any = resource_tracker._resource_tracker  # pyright: ignore[reportPrivateUsage]
+    if tracker._fd is not None and tracker._pid in {process.pid for process in alive}:
+        os.close(tracker._fd)
+        tracker._fd = None

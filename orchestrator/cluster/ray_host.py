@@ -39,12 +39,7 @@ from typing import TextIO
 import psutil
 
 from orchestrator.cluster.private_folder import PrivateFolder
-from orchestrator.cluster.processes import (
-    SHARED_MEMORY,
-    end_processes,
-    leave_resource_tracker,
-    shared_memory_of,
-)
+from orchestrator.cluster.processes import SHARED_MEMORY, end_processes, shared_memory_of
 from rollout import worker_process
 from rollout.in_vllm import fork_server
 
@@ -131,7 +126,6 @@ def _end_with_stdin(options: HostOptions, controller: TextIO) -> None:
     folder = PrivateFolder(Path(options.folder))
     try:
         _watch(folder, controller)
-        leave_resource_tracker()
         left = end_processes(_descendants, timeout_s=_END_TIMEOUT_S)
         if left:
             _say(controller, left=left)

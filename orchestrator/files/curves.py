@@ -59,7 +59,7 @@ def _step_of(row: dict[str, Any], name: str) -> int:
 
 
 _MARGINS = {"left": 0.035, "right": 0.99, "bottom": 0.07, "top": 0.95, "wspace": 0.2, "hspace": 0.3}
-"""Of the picture, as shares of it. A layout that matplotlib finds takes another second at the end of every run."""
+"""Where the panels lie, as shares of the picture. If matplotlib looks for that itself, a run ends a second later."""
 
 
 def draw_curves(metrics: Path, picture: Path, panels: Panels = RL_PANELS) -> None:

@@ -45,10 +45,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -56,6 +54,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout.errors import EngineError
+from rollout.in_vllm.compiled_in_threads import compiled_in_threads
 from rollout.in_vllm.logprob_rows import gather, row_of_request, spread
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ def compile_kernels_beside_model() -> None:
 
     def measure_beside(self: Any) -> None:
         if self.lora_config:
-            _ask_for_kernels_of_adapters(self)
+            _begin_adapter_kernels(self)
         vocab_size = self.model_config.get_vocab_size()
         beside.append(Thread(target=_sample_once, args=(self.device, vocab_size), daemon=True))
         beside[-1].start()
@@ -182,7 +181,7 @@ def _sample_once(device: torch.device, vocab_size: int) -> None:
     apply_top_k_top_p(logits, top_k, torch.full((num_rows,), 0.9, dtype=torch.float32, device=device))
 
 
-_OF_ADAPTERS = frozenset(
+_ADAPTER_KERNELS = frozenset(
     {
         "fused_moe_kernel", "_fused_moe_lora_kernel", "_fused_moe_lora_one_shot_kernel",
         "_fused_moe_lora_small_batch_kernel", "_lora_shrink_kernel", "_lora_expand_kernel",
@@ -191,13 +190,13 @@ _OF_ADAPTERS = frozenset(
 """vLLM's Triton kernels of experts and adapters. Each writes products alone, and no index."""
 
 
-def _ask_for_kernels_of_adapters(runner: Any) -> None:
-    """Have a GPUModelRunner go through the first layer of each kind once for every CUDA graph that it will capture,
-    while the kernels of experts and adapters are compiled and not launched.
+def _begin_adapter_kernels(runner: Any) -> None:
+    """Have threads begin to compile what a GPUModelRunner's CUDA graphs will need of experts and adapters: it goes
+    through the first layer of each kind once for every graph, without launching these kernels.
     """
     from vllm.config import CUDAGraphMode
 
-    with compiled_in_threads(_OF_ADAPTERS), first_layers_alone(runner.get_model()):
+    with compiled_in_threads(_ADAPTER_KERNELS), first_layers_alone(runner.get_model()):
         for num_tokens in runner.compilation_config.cudagraph_capture_sizes:
             for num_active_loras in runner.cudagraph_dispatcher._get_lora_cases():
                 runner._dummy_run(
@@ -220,29 +219,6 @@ def first_layers_alone(model: nn.Module) -> Iterator[None]:
     last = max(layers[0] for layers in kinds)
     with _replaced(decoder, {"do_not_compile": True, "end_layer": last + 1}):
         yield
-
-
-@contextlib.contextmanager
-def compiled_in_threads(names: Collection[str]) -> Iterator[None]:
-    """While the block runs, Triton kernels are compiled by threads, and those of these names are not launched. Whoever
-    launches a kernel waits until it is compiled, also after the block.
-    """
-    from triton.runtime._async_compile import AsyncCompileMode, active_mode
-    from triton.runtime.jit import JITFunction
-
-    run = JITFunction.run
-
-    def compile_or_run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=warmup or self.fn.__name__ in names, **options)
-
-    pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "compiles kernels")
-    mode = active_mode.set(AsyncCompileMode(pool))
-    try:
-        with _replaced(JITFunction, {"run": compile_or_run}):
-            yield
-    finally:
-        active_mode.reset(mode)
-        pool.shutdown(wait=False)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from rollout.in_vllm.vllm_patches import compiled_in_threads, first_layers_alone
+from rollout.in_vllm.compiled_in_threads import compiled_in_threads
+from rollout.in_vllm.vllm_patches import first_layers_alone
 
 
 @triton.jit

@@ -30,18 +30,16 @@ segment = SharedMemory(create=True, size=4096)
 print(segment.name, flush=True)
 input()
 """
-LEAVER = """
-import os, signal, subprocess
+OWNER_OF_A_TRACKER = """
+import subprocess
+import psutil
 from multiprocessing.resource_tracker import _resource_tracker as tracker
-from orchestrator.cluster.processes import leave_resource_tracker
+from orchestrator.cluster.processes import end_processes
 tracker.ensure_running()
-pid = tracker._pid
 other = subprocess.Popen(["sleep", "600"], pass_fds=[tracker._fd])
-leave_resource_tracker()
-print("alive" if os.waitpid(pid, os.WNOHANG) == (0, 0) else "ended", end=", then ")
-other.kill()
-signal.alarm(60)
-print(os.waitpid(pid, 0)[1], flush=True)
+found = [psutil.Process(tracker._pid), psutil.Process(other.pid)]
+left = end_processes(lambda: [process for process in found if process.is_running()], timeout_s=60)
+print(left, *(int(process.wait(60)) for process in found), flush=True)
 """
 MAPPER = """
 import mmap, sys
@@ -140,10 +138,10 @@ def test_killed_processes_leave_no_shared_memory_and_others_keep_theirs() -> Non
     assert not (SHARED_MEMORY / other_name).exists()
 
 
-def test_a_resource_tracker_that_was_left_ends_with_the_last_of_its_other_users() -> None:
-    leaver, said = start(LEAVER)
-    assert said == "alive, then 0"
-    leaver.communicate()
+def test_the_resource_tracker_of_the_process_that_ends_others_ends_by_itself() -> None:
+    owner, said = start(OWNER_OF_A_TRACKER)
+    assert said == "[] 0 -9"
+    owner.communicate()
 
 
 def test_what_a_user_keeps_in_shared_memory_is_not_removed() -> None:
