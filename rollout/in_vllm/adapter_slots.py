@@ -8,8 +8,8 @@ own, which is never unloaded. Requests name that number; the slot holds what a o
     1     2         ...                              [1]               requests that name id 2
 
 Owns: recording one slot's layout, one Receiver per slot, the copy of what gate and up share, and noise for the probe.
-(vLLM's LoRA loader runs over recording tensors, once per slot. Of every slot but the first, the first layer of each
-kind is recorded, and must be as in the first.) Does not own: which slot is free or which version it holds
+(vLLM's LoRA loader runs over recording tensors, once per slot. Every slot but the first is given the first layer of
+each kind alone, and must hold it as the first does.) Does not own: which slot is free or which version it holds
 (rollout/adapters/slot_leases.py, in the rollout worker). The engine is not paused.
 Invariant: after a commit a slot holds the same bytes as if vLLM had loaded the adapter from disk.
 """
@@ -179,8 +179,8 @@ def slot_buffers(modules: Mapping[str, Any], num_slots: int) -> dict[str, Tensor
 def record_slot(manager: Any, buffers: Mapping[str, Tensor], tensors: Sequence[TensorMeta], rank: int) -> DestLayout:
     """Let vLLM load an adapter of recording tensors into every slot, and pin it there. The slots' bytes do not change.
 
-    Of the first slot, every layer is recorded. Of the others, the first layer of each kind is, and must be as in the
-    first slot: recording them all would take as long again for each slot.
+    The first slot gets every layer. The others get the first layer of each kind, which must be recorded as in the first
+    slot: with all of them each would take as long again.
 
     Args:
         manager: vLLM's WorkerLoRAManager, with no adapter loaded.
@@ -196,14 +196,18 @@ def record_slot(manager: Any, buffers: Mapping[str, Tensor], tensors: Sequence[T
     manager.remove_all_adapters()  # vLLM's warm-up left some
     params = {f"{slot}/{name}": stacked[slot] for name, stacked in buffers.items() for slot in range(num_slots)}
 
+    kinds = layers_by_kind((meta.name, (meta.shape, meta.dtype)) for meta in tensors)
+    repeated = {layer for layers in kinds for layer in layers[1:]}
+    sampled = {name for name in buffers if layer_of(name) not in repeated}
+
     def load(stream: Iterable[tuple[str, Tensor]]) -> None:
         factors = dict(stream)
-        with adapters_from_memory(manager, factors) as folder:
-            for slot in range(num_slots):
+        few = {name: factor for name, factor in factors.items() if layer_of(name) not in repeated}
+        for slot in range(num_slots):
+            with adapters_from_memory(manager, few if slot else factors) as folder:
                 manager.add_adapter(LoRARequest(f"slot {slot}", slot + 1, folder))
                 manager.pin_adapter(slot + 1)
 
-    sampled = _sampled(buffers, tensors)
     left_out = {f"{slot}/{name}" for slot in range(1, num_slots) for name in buffers if name not in sampled}
     whole = record_layout(load, params, tensors, rank, left_out=left_out)
     held = manager._adapter_manager.lora_index_to_id
@@ -213,13 +217,6 @@ def record_slot(manager: Any, buffers: Mapping[str, Tensor], tensors: Sequence[T
     if any(other != _only(first, {name: name for name in sampled}) for other in others):
         raise UnsupportedWeights("vLLM loads the same adapter differently into its slots")
     return first
-
-
-def _sampled(buffers: Iterable[str], tensors: Sequence[TensorMeta]) -> set[str]:
-    """The buffers of the first layer of each kind, and those of no layer."""
-    kinds = layers_by_kind((meta.name, (meta.shape, meta.dtype)) for meta in tensors)
-    others = {layer for layers in kinds for layer in layers[1:]}
-    return {name for name in buffers if layer_of(name) not in others}
 
 
 def _only(whole: DestLayout, names: Mapping[str, str]) -> DestLayout:

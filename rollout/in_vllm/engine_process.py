@@ -11,9 +11,9 @@ import multiprocessing
 import os
 
 from rollout.die_with_owner import OWNER_VARIABLE, end_with
+from rollout.in_vllm.kernels_beside_model import compile_kernels_beside_model
 from rollout.in_vllm.vllm_patches import (
     add_expert_adapters_batch_invariantly,
-    compile_kernels_beside_model,
     keep_linear_weights_in_place,
     norm_sums_batch_invariantly,
 )

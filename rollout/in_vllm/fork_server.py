@@ -183,6 +183,11 @@ def join(address: str) -> None:
     _server.join(address, os.open(os.devnull, os.O_RDONLY))
 
 
+def is_known() -> bool:
+    """Whether this process has a server, or uses another process's."""
+    return _server.is_known
+
+
 def imports_read(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that imports may read."""
     return {name: value for name, value in environment.items() if name.startswith(IMPORTS_READ)}

@@ -7,8 +7,8 @@
     add_expert_adapters_batch_invariantly
                                    0.25   With VLLM_BATCH_INVARIANT=1 one kernel adds experts' adapters to any batch.
                                           Until vLLM's choice of kernels does not depend on the batch.
-    compile_kernels_beside_model   0.25   On GPUs the kernel of top-k and top-p, and those that add adapters, are
-                                          compiled while the model is.
+    compile_kernels_beside_model   0.25   On GPUs the kernels of experts, adapters, top-k and top-p are compiled while
+                                          the model is (kernels_beside_model.py).
                                           Until vLLM compiles its kernels beside each other.
     send_logprobs_together         both   The log-probabilities of a step leave the engine's process as three arrays
                                           (logprob_rows.py). Until vLLM does not send three per request.
@@ -50,16 +50,13 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollout.errors import EngineError
-from rollout.in_vllm.compiled_in_threads import compiled_in_threads
 from rollout.in_vllm.logprob_rows import gather, row_of_request, spread
+from rollout.in_vllm.replaced import replace, replaced
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
+    from torch import Tensor
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -80,8 +77,8 @@ def keep_linear_weights_in_place() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        _replace(vllm._custom_ops, "_supports_onednn", False)
-        _replace(utils, "check_cpu_sgl_kernel", lambda *_: False)
+        replace(vllm._custom_ops, "_supports_onednn", False)
+        replace(utils, "check_cpu_sgl_kernel", lambda *_: False)
 
 
 def norm_sums_batch_invariantly() -> None:
@@ -107,7 +104,7 @@ def norm_sums_batch_invariantly() -> None:
         residual.add_(input)
         return norm(residual, weight, eps), residual
 
-    _replace(layernorm, "rms_norm_batch_invariant", norm_of_sum)
+    replace(layernorm, "rms_norm_batch_invariant", norm_of_sum)
 
 
 def add_expert_adapters_batch_invariantly() -> None:
@@ -130,95 +127,7 @@ def add_expert_adapters_batch_invariantly() -> None:
     def always_sorted(self: Any, *rows: Any, naive_block_assignment: bool = False, **options: Any) -> Any:
         return align(self, *rows, **options)
 
-    _replace(PunicaWrapperGPU, "moe_lora_align_block_size", always_sorted)
-
-
-def compile_kernels_beside_model() -> None:
-    """On GPUs, have threads compile, beside the model, kernels that vLLM compiles after it: of top-k and top-p, and in
-    an engine with adapters those of experts and adapters for every size of a CUDA graph. Call it before memory is
-    measured; again is harmless.
-
-    One after the other, top-k takes 4 to 9 s of the first start on a node, and adapters 20. Most of it is spent in LLVM
-    and ptxas, outside Python's lock; the rest slows the model's compilation down.
-    """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cuda():
-        return
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    measure, sample = GPUModelRunner.profile_run, GPUModelRunner._dummy_sampler_run
-    if measure.__module__ == __name__:
-        return
-
-    beside: list[Thread] = []
-
-    def measure_beside(self: Any) -> None:
-        if self.lora_config:
-            _begin_adapter_kernels(self)
-        vocab_size = self.model_config.get_vocab_size()
-        beside.append(Thread(target=_sample_once, args=(self.device, vocab_size), daemon=True))
-        beside[-1].start()
-        measure(self)
-
-    def sample_after(self: Any, hidden_states: Tensor) -> Tensor:
-        for thread in beside:
-            thread.join()
-        return sample(self, hidden_states)
-
-    _replace(GPUModelRunner, "profile_run", measure_beside)
-    _replace(GPUModelRunner, "_dummy_sampler_run", sample_after)
-
-
-def _sample_once(device: torch.device, vocab_size: int) -> None:
-    """Take the kernel of top-k and top-p over some rows: a multiple of 16, as Triton tells other numbers apart."""
-    import torch
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-
-    num_rows = 16
-    logits = torch.zeros(num_rows, vocab_size, dtype=torch.float32, device=device)
-    top_k = torch.full((num_rows,), vocab_size - 1, device=device)
-    apply_top_k_top_p(logits, top_k, torch.full((num_rows,), 0.9, dtype=torch.float32, device=device))
-
-
-_ADAPTER_KERNELS = frozenset(
-    {
-        "fused_moe_kernel", "_fused_moe_lora_kernel", "_fused_moe_lora_one_shot_kernel",
-        "_fused_moe_lora_small_batch_kernel", "_lora_shrink_kernel", "_lora_expand_kernel",
-    }
-)  # fmt: skip
-"""vLLM's Triton kernels of experts and adapters. Each writes products alone, and no index."""
-
-
-def _begin_adapter_kernels(runner: Any) -> None:
-    """Have threads begin to compile what a GPUModelRunner's CUDA graphs will need of experts and adapters: it goes
-    through the first layer of each kind once for every graph, without launching these kernels.
-    """
-    from vllm.config import CUDAGraphMode
-
-    with compiled_in_threads(_ADAPTER_KERNELS), first_layers_alone(runner.get_model()):
-        for num_tokens in runner.compilation_config.cudagraph_capture_sizes:
-            for num_active_loras in runner.cudagraph_dispatcher._get_lora_cases():
-                runner._dummy_run(
-                    num_tokens,
-                    cudagraph_runtime_mode=CUDAGraphMode.NONE,
-                    skip_eplb=True,
-                    remove_lora=False,
-                    num_active_loras=num_active_loras,
-                )
-
-
-@contextlib.contextmanager
-def first_layers_alone(model: nn.Module) -> Iterator[None]:
-    """While the block runs, a model of vLLM's is not compiled, and ends after the first layer of the last kind."""
-    from weight_sync.record.repeated_layers import layers_by_kind
-
-    is_decoder = ("start_layer", "end_layer", "do_not_compile")
-    (decoder,) = (part for part in model.modules() if all(hasattr(part, name) for name in is_decoder))
-    kinds = layers_by_kind((name, (param.shape, param.dtype)) for name, param in decoder.named_parameters())
-    last = max(layers[0] for layers in kinds)
-    with _replaced(decoder, {"do_not_compile": True, "end_layer": last + 1}):
-        yield
+    replace(PunicaWrapperGPU, "moe_lora_align_block_size", always_sorted)
 
 
 @contextlib.contextmanager
@@ -243,8 +152,8 @@ def open_no_gpu() -> Iterator[None]:
         return by_torch(device) if found is None else (found.major, found.minor)
 
     with (
-        _replaced(_triton, {"has_triton": lambda: has_triton}),
-        _replaced(torch.cuda, {"get_device_capability": capability}),
+        replaced(_triton, {"has_triton": lambda: has_triton}),
+        replaced(torch.cuda, {"get_device_capability": capability}),
     ):
         yield
 
@@ -260,7 +169,7 @@ def make_processes_in(context: BaseContext) -> Iterator[None]:
         own()  # it also sets what the EngineCore's own processes read
         return context
 
-    with _replaced(utils, {"get_mp_context": chosen}):
+    with replaced(utils, {"get_mp_context": chosen}):
         yield
 
 
@@ -280,7 +189,7 @@ def inspect_models_by(call: Callable[[Callable[[], T]], T]) -> Iterator[None]:
             logger.warning("a model's class was not inspected in a forked process: %s", error)
             return own(function)
 
-    with _replaced(registry, {"_run_in_subprocess": asked}):
+    with replaced(registry, {"_run_in_subprocess": asked}):
         yield
 
 
@@ -301,8 +210,8 @@ def send_logprobs_together() -> None:
             gather(of_client.outputs)
         return outputs
 
-    _replace(LogprobsLists, "slice_request", row_of_request)
-    _replace(Scheduler, "update_from_output", update_from_output)
+    replace(LogprobsLists, "slice_request", row_of_request)
+    replace(Scheduler, "update_from_output", update_from_output)
 
 
 def watch_outputs(llm: AsyncLLM, see: Callable[[Any], None]) -> None:
@@ -359,7 +268,7 @@ def adapters_from_memory(manager: Any, factors: Mapping[str, Tensor]) -> Iterato
 
     rank = next(tensor.shape[0] for name, tensor in factors.items() if name.endswith("lora_A.weight"))
     folder = tempfile.TemporaryDirectory(prefix="slipstream-adapter-")
-    with _replaced(manager, {"_lora_model_cls": InMemory}), folder as path:
+    with replaced(manager, {"_lora_model_cls": InMemory}), folder as path:
         described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": []}
         (Path(path) / "adapter_config.json").write_text(json.dumps(described))
         yield path
@@ -381,7 +290,7 @@ def kernels_of_gpus() -> Iterator[None]:
         "init_fp8_linear_kernel": lambda **_: object.__new__(TritonFp8BlockScaledMMKernel),
         "select_fp8_moe_backend": lambda **_: (Fp8MoeBackend.TRITON, None),
     }
-    with _replaced(fp8, chosen):
+    with replaced(fp8, chosen):
         yield
 
 
@@ -398,10 +307,10 @@ def be_rank(rank: int, tp_size: int) -> None:
     dist.init_process_group("fake", rank=rank, world_size=tp_size, store=FakeStore())
     everyone = list(range(tp_size))
     for name in ("_WORLD", "_TP", "_EP"):
-        _replace(parallel_state, name, _group(everyone, rank, name))
+        replace(parallel_state, name, _group(everyone, rank, name))
     for name in ("_PP", "_DP", "_DCP", "_PCP", "_EPLB"):
         if hasattr(parallel_state, name):  # releases differ in these; a model that needs a missing one fails
-            _replace(parallel_state, name, _group([rank], rank, name))
+            replace(parallel_state, name, _group([rank], rank, name))
 
 
 def _group(ranks: list[int], rank: int, name: str) -> GroupCoordinator:
@@ -428,25 +337,3 @@ def _group(ranks: list[int], rank: int, name: str) -> GroupCoordinator:
     }.items():
         setattr(group, field, value)
     return group
-
-
-@contextlib.contextmanager
-def _replaced(target: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    before = {name: _replace(target, name, value) for name, value in values.items()}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(target, name, value)
-
-
-def _replace(target: Any, name: str, value: Any) -> Any:
-    """Set an attribute that must exist. Returns its old value."""
-    if not hasattr(target, name):
-        where = getattr(target, "__name__", type(target).__name__)
-        raise EngineError(
-            f"this vLLM has no {where}.{name}, which Slipstream replaces; supported releases are 0.25.1 and 0.32"
-        )
-    before = getattr(target, name)
-    setattr(target, name, value)
-    return before

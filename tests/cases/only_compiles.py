@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
+
+
+@triton.jit
+def double_kernel(x, BLOCK: tl.constexpr):
+    """x *= 2, of BLOCK numbers."""
+    place = tl.arange(0, BLOCK)
+    tl.store(x + place, 2 * tl.load(x + place))
 
 
 class OnlyCompiles:

@@ -6,15 +6,21 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from cases.only_compiles import OnlyCompiles, double_kernel
 from cases.tiny_models import DENSE
 from cases.vllm_process import import_path
+from triton import knobs
+from triton.runtime import driver
 
 from conf.schema import Device, DType
 from orchestrator.inputs.model_folder import engine_checkpoint
+from rollout.in_vllm.compiled_in_forks import begin_to_compile, compile_all, kernels_asked_for
 from rollout.in_vllm.fork_server import ForkContext, call_in_fork
 from rollout.layouts.offline_layout import request_text
 
@@ -142,3 +148,21 @@ def test_a_call_in_a_forked_process_returns_or_raises_or_says_how_the_process_en
         call_in_fork(fail)
     with pytest.raises(RuntimeError, match="exit code 3"):
         call_in_fork(end)
+
+
+def test_a_forked_process_compiles_a_kernel_into_the_cache_of_who_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hits: list[bool] = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "_active", OnlyCompiles())
+    with kernels_asked_for({"double_kernel"}) as asked:
+        double_kernel[(1,)](torch.zeros(64), 64)
+    begin_to_compile(asked)
+    for thread in threading.enumerate():
+        if thread.name.startswith("waits for kernels"):
+            thread.join(TIMEOUT_S)
+    assert list(tmp_path.rglob("double_kernel.cubin"))
+    monkeypatch.setattr(knobs.compilation, "listener", lambda *, cache_hit, **_: hits.append(cache_hit))
+    compile_all(asked)
+    assert hits == [True]
