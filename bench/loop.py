@@ -76,6 +76,7 @@ RUNS = {
     "merged-kv": [*MERGED, KEEP_KV],
     "merged-kept": KEPT,
     "merged-kept-kv": [*KEPT, KEEP_KV],
+    "merged-kept-kv-fp8": [*KEPT, KEEP_KV, "model.engine_format=block_fp8"],
     "adapter": ["weight_sync.mode=adapter"],
 }
 """Options of the rows that are runs of ours, over those of run_options."""
