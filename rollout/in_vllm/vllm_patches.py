@@ -35,8 +35,9 @@ the objects of one engine; the last two run in a process that computes nothing (
 layout is recorded, two more modules swap attributes of a model and put them back: load_time.py (parameters as they were
 at load time) and adapter_slots.py (layers without LoRA wrappers).
 
-Owns these changes. Does not own when they are made: each is one call, made by the code that needs it. vLLM is imported
-inside the functions, because engine.py imports this file and must stay cheap to import.
+Owns this list, and these changes but for compile_kernels_beside_model, which has a file of its own. Does not own when
+they are made: each is one call, made by the code that needs it. vLLM is imported inside the functions, because
+engine.py imports this file and must stay cheap to import.
 Invariant: a patch raises if its target is missing; none is skipped silently.
 """
 
