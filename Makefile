@@ -35,7 +35,7 @@ test: setup       ## Everything CI runs: unit, contract, system; fails at the en
 	    echo "$$tier: $$(($$(date +%s) - started)) s"; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
-unit: setup       ## No GPU, network or Ray; 2 to 2.5 min on two cores
+unit: setup       ## No GPU, network or Ray; 3 to 8 min on two cores
 	@$(TEST_ENV) $(CPU_$(PERSONALITY)) $(PY) -m pytest tests/unit -q $(SHARED)
 
 contract: setup   ## Real Mooncake, real vLLM loaders, real processes, a real browser

@@ -69,12 +69,12 @@ def kernels_of_graphs(runner: Any) -> list[Kernel]:
     through once for every graph. Empty where there are neither, where the model is not one stack of layers, and where
     no process can be forked that would compile them (workers of tp_size > 1).
     """
-    from vllm.config import CUDAGraphMode
-
     decoder = _decoder(runner.get_model())
     has_any = runner.lora_config or runner.model_config.is_moe
     if not has_any or decoder is None or not fork_server.is_known():
         return []
+    from vllm.config import CUDAGraphMode
+
     with kernels_asked_for(_KERNELS) as asked, first_layers_alone(decoder):
         for num_tokens in runner.compilation_config.cudagraph_capture_sizes:
             for num_active_loras in runner.cudagraph_dispatcher._get_lora_cases():

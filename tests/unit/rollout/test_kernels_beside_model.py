@@ -7,6 +7,7 @@ import pickle
 import threading
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from rollout.in_vllm import fork_server
 from rollout.in_vllm.compiled_in_forks import begin_to_compile, compile_all, kernels_asked_for
-from rollout.in_vllm.kernels_beside_model import first_layers_alone
+from rollout.in_vllm.kernels_beside_model import first_layers_alone, kernels_of_graphs
 
 
 @triton.jit
@@ -117,3 +118,20 @@ def test_a_model_ends_after_the_first_layer_of_the_last_kind(widths: list[int], 
         decoder(torch.zeros(1))
     assert [layer.num_calls for layer in decoder.layers] == [1] * called + [0] * (len(widths) - called)
     assert decoder.end_layer == len(widths) and not decoder.do_not_compile
+
+
+@pytest.mark.parametrize(
+    ("num_stacks", "has_adapters", "has_experts", "has_server"),
+    [(1, False, False, True), (1, True, True, False), (0, True, True, True), (2, False, True, True)],
+)
+def test_nothing_is_asked_for_where_nothing_is_needed_or_nobody_would_compile_it(
+    num_stacks: int, has_adapters: bool, has_experts: bool, has_server: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.ModuleList(_Decoder([4, 4]) for _ in range(num_stacks))
+    runner = SimpleNamespace(
+        get_model=lambda: model,
+        lora_config=object() if has_adapters else None,
+        model_config=SimpleNamespace(is_moe=has_experts),
+    )
+    monkeypatch.setattr(fork_server, "is_known", lambda: has_server)
+    assert kernels_of_graphs(runner) == []
