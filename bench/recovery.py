@@ -162,10 +162,14 @@ def processes_of(job: Job, worker: int) -> list[int]:
 
 
 def emptiest_gpu() -> dict[str, str]:
-    """The variable that shows a process only the GPU with the least memory in use; nothing without GPUs."""
+    """The variable that shows a process only the GPU with the least memory in use, of those that this process may
+    use; nothing without GPUs.
+    """
     if not shutil.which("nvidia-smi"):
         return {}
     query = ["nvidia-smi", "--query-gpu=memory.used,index", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        query.append(f"--id={visible}")
     said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     _, index = min(tuple(map(int, line.split(","))) for line in said.splitlines())
     return {"CUDA_VISIBLE_DEVICES": str(index)}
