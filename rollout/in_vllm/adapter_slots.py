@@ -180,7 +180,7 @@ def record_slot(manager: Any, buffers: Mapping[str, Tensor], tensors: Sequence[T
     """Let vLLM load an adapter of recording tensors into every slot, and pin it there. The slots' bytes do not change.
 
     The first slot gets every layer. The others get the first layer of each kind, which must be recorded as in the first
-    slot: with all of them each would take as long again.
+    slot: with all of them each would take as long again. Where the first slot acts, all do.
 
     Args:
         manager: vLLM's WorkerLoRAManager, with no adapter loaded.
@@ -210,6 +210,7 @@ def record_slot(manager: Any, buffers: Mapping[str, Tensor], tensors: Sequence[T
 
     left_out = {f"{slot}/{name}" for slot in range(1, num_slots) for name in buffers if name not in sampled}
     whole = record_layout(load, params, tensors, rank, left_out=left_out)
+    _act_as_first(manager._adapter_manager.modules.values(), num_slots)
     held = manager._adapter_manager.lora_index_to_id
     if held != [slot + 1 for slot in range(num_slots)]:
         raise UnsupportedWeights(f"vLLM put adapters 1 to {num_slots} into slots {held}, not one after the other")
@@ -217,6 +218,15 @@ def record_slot(manager: Any, buffers: Mapping[str, Tensor], tensors: Sequence[T
     if any(other != _only(first, {name: name for name in sampled}) for other in others):
         raise UnsupportedWeights("vLLM loads the same adapter differently into its slots")
     return first
+
+
+def _act_as_first(modules: Iterable[Any], num_slots: int) -> None:
+    """Have experts use every slot where they use the first: they skip a slot whose adapter came without their factors,
+    whatever is written there later. (No other module of vLLM's keeps anything of a slot but its factors.)
+    """
+    for module in modules:
+        if hasattr(module, "adapter_enabled"):  # (slots + 1,), 0 or 1
+            module.adapter_enabled[1:num_slots] = module.adapter_enabled[0].clone()
 
 
 def _only(whole: DestLayout, names: Mapping[str, str]) -> DestLayout:
