@@ -55,6 +55,8 @@ def measured() -> list[Any]:
         report = json.loads(file.read_text())
         if report.get("is_colocated"):
             continue  # half of its bytes stay on their GPU: a link that a run does not have
+        if not report.get("is_alone", True):
+            continue  # the host, which launches every load, had another job to do
         # Files of two forms: rows of the one engine at the top, or a list of engines that say how they are cut.
         num_ranks = int(report.get("plan", "1x1").partition("x")[0])
         engines = (
