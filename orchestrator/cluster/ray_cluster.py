@@ -111,7 +111,7 @@ class RayCluster:
         """
         address = self._config.cluster.ray_address
         if address is None:
-            address = await wait_for(self._start_host(), "Ray to start", timeout_s=START_TIMEOUT_S)
+            address = await wait_for(self._start_own(), "Ray to start", timeout_s=START_TIMEOUT_S)
         self._joining = asyncio.ensure_future(asyncio.to_thread(self._join, address))  # a thread cannot be cancelled
         await wait_for(asyncio.shield(self._joining), "Ray to be joined", timeout_s=START_TIMEOUT_S)
         take_sigterm_back()
@@ -213,6 +213,17 @@ class RayCluster:
 
     # ------------------------------------------------------------------------------------------- a cluster of our own
 
+    async def _start_own(self) -> str:
+        """Start Ray, a second time if one of its servers ends meanwhile: on a busy machine they give each other too
+        little time (the raylet 15 s to its agent). Returns Ray's address.
+        """
+        try:
+            return await self._start_host()
+        except ServerEnded as error:
+            logger.warning("%s; once more", error)
+        await self._end_host()
+        return await self._start_host()
+
     async def _start_host(self) -> str:
         """Start the process that holds Ray's servers. Returns Ray's address."""
         for root in remove_folders_of_dead_runs():
@@ -246,8 +257,10 @@ class RayCluster:
             env=environment,
         )
         said = await self._next_word()
-        if "address" not in said:
-            raise PlacementError(f"Ray did not start: {said.get('failed') or said['how']}")
+        if "lost" in said:
+            raise ServerEnded(f"Ray did not start: {said['lost']}: {said['how']} (its logs: {self._folder.ray_logs})")
+        if "failed" in said:
+            raise PlacementError(f"Ray did not start: {said['failed']}")
         self._listening = asyncio.create_task(self._listen())
         return said["address"]
 
@@ -330,6 +343,10 @@ class RayCluster:
                     ray.util.remove_placement_group(self._group)
         self._actors, self._group = [], None
         ray.shutdown()
+
+
+class ServerEnded(PlacementError):
+    """One of Ray's servers ended while it started."""
 
 
 def kill_actor(actor: object) -> None:

@@ -88,6 +88,7 @@ class Supervisor:
         self._num_closing = 0
         """Dead workers whose readers are closing their links just now."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
         self._max_missed_publishes = max_missed_publishes
         self._write = note
         self._changed = asyncio.Condition()
@@ -111,7 +112,8 @@ class Supervisor:
             raise NoReplicasLeft(f"no rollout worker is left to sample from. {reasons}")
 
     async def close(self) -> None:
-        """Give up restarts under way."""
+        """Give up restarts under way. Workers that fail from here on are being ended: nothing follows."""
+        self._is_closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -203,7 +205,7 @@ class Supervisor:
 
     async def fail(self, replica: Replica, reason: str) -> None:
         """Take a replica out of the router; its groups in flight are sampled elsewhere. Restart it if it may be."""
-        if replica.state in (ReplicaState.out, ReplicaState.starting):
+        if self._is_closed or replica.state in (ReplicaState.out, ReplicaState.starting):
             return
         is_last = replica.num_restarts >= self._max_restarts
         await self._leave(replica, ReplicaState.out if is_last else ReplicaState.starting, reason)

@@ -164,6 +164,17 @@ async def test_the_first_attempt_comes_at_once_and_only_a_failed_one_is_followed
     await cast.supervisor.close()
 
 
+async def test_a_worker_that_ends_with_the_run_is_not_restarted() -> None:
+    cast = Cast()
+    await cast.publish(0)
+    await cast.supervisor.close()
+    await cast.fail(0)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert cast.num_started == 0
+    assert E.failed not in [event for _, event in cast.events(0)]
+
+
 async def test_a_publish_leaves_out_whoever_is_recovering_and_what_it_read_meanwhile_is_read_again() -> None:
     cast = Cast()
     await cast.publish(0)
