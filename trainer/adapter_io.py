@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,20 +69,45 @@ _OPTIONS = {
 _NAMES_PEFT_REWRITES = ("gate_proj", "up_proj", "down_proj")
 
 
-def save_adapter(decoder: Decoder, folder: Path | str, base: str | None = None) -> None:
-    """Collective: write adapter_config.json and adapter_model.safetensors (in trainer.lora.dtype).
+@dataclass(frozen=True, slots=True)
+class GatheredAdapter:
+    """What the two files of an adapter hold, on the host: the policy may change meanwhile."""
 
-    Rank 0 writes; every rank returns once the files are on disk.
+    tensors: dict[str, Tensor]
+    config: dict[str, Any]
+
+    def write(self, folder: Path | str) -> None:
+        """Write adapter_model.safetensors (in trainer.lora.dtype) and adapter_config.json into a folder, which is made
+        if missing.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(self.tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
+
+
+def save_adapter(decoder: Decoder, folder: Path | str, base: str | None = None) -> None:
+    """Collective: write the adapter into a folder. Rank 0 writes; every rank returns once the files are on disk.
+
+    Arguments and errors are those of `gather_adapter`.
+    """
+    gathered = gather_adapter(decoder, base)
+    if gathered is not None:
+        gathered.write(folder)
+    _wait_for_rank_0(decoder)
+
+
+def gather_adapter(decoder: Decoder, base: str | None = None) -> GatheredAdapter | None:
+    """Collective: copy the adapter to rank 0's host memory; None on every other rank.
 
     Args:
         decoder: The policy.
-        folder: Made if missing.
         base: The base checkpoint's path, for whoever loads the adapter; None: none is named.
 
     Raises:
         CheckpointError: the decoder has no adapters.
     """
-    folder, layout = Path(folder), decoder.layout
+    layout = decoder.layout
     tensors: dict[str, Tensor] = {}
     modules: set[str] = set()
     parameters: set[str] = set()
@@ -100,7 +126,7 @@ def save_adapter(decoder: Decoder, folder: Path | str, base: str | None = None) 
             for factor, parameter in (("A", module.lora_A), ("B", module.lora_B)):
                 values = whole(parameter)
                 if layout.rank == 0:
-                    tensors[f"{PREFIX}{name}.lora_{factor}.weight"] = values.cpu()
+                    tensors[f"{PREFIX}{name}.lora_{factor}.weight"] = values.to("cpu", copy=True)
         elif isinstance(module, Experts) and module.lora is not None:
             parameters |= {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
             for leaf, suffix in _EXPERT_MODULES.items():
@@ -109,25 +135,23 @@ def save_adapter(decoder: Decoder, folder: Path | str, base: str | None = None) 
                 if leaf == "gate_up" and module.gate_up_bias is not None:
                     b_ENR = interleave(b_ENR)
                 if layout.rank == 0:
-                    tensors[f"{PREFIX}{name}{suffix}.lora_A.weight"] = pack_expert_a(a_ERK).cpu()
-                    tensors[f"{PREFIX}{name}{suffix}.lora_B.weight"] = pack_expert_b(b_ENR).cpu()
-    if layout.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        config = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base,
-            **_ranks(lora),
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "fan_in_fan_out": False,
-            "inference_mode": True,
-            "target_modules": sorted(modules),
-            "target_parameters": sorted(parameters) or None,
-        }
-        save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
-        (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    _wait_for_rank_0(decoder)
+                    tensors[f"{PREFIX}{name}{suffix}.lora_A.weight"] = pack_expert_a(a_ERK).to("cpu", copy=True)
+                    tensors[f"{PREFIX}{name}{suffix}.lora_B.weight"] = pack_expert_b(b_ENR).to("cpu", copy=True)
+    if layout.rank != 0:
+        return None
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        **_ranks(lora),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted(modules),
+        "target_parameters": sorted(parameters) or None,
+    }
+    return GatheredAdapter(tensors, config)
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ from conf.schema import (
     TrainMode,
     WeightSyncConfig,
 )
-from trainer.adapter_io import load_adapter, save_adapter, save_merged
+from trainer.adapter_io import gather_adapter, load_adapter, save_adapter, save_merged
 from trainer.architecture.families import read_config
 from trainer.delivery.delivery import Delivery
 from trainer.engine_ops.choose_forward import choose_forward
@@ -49,7 +50,8 @@ from trainer.model.reference import ReferencePolicy
 from trainer.model.shard_decoder import dense_trainable, expert_trainable
 from trainer.parallel import ParallelLayout, sharded_rows, take_device
 from trainer.process_group import ControlGroup
-from trainer.step.checkpoint_state import read_rank_state, state_layout, write_rank_state
+from trainer.step.background_writes import BackgroundWrites
+from trainer.step.checkpoint_state import copied_to_host, read_rank_state, state_layout, write_rank_state
 from trainer.step.loss import LossAccumulator, policy_loss, sft_loss
 from trainer.step.microbatches import collate
 from trainer.step.optim import ShardedAdamW, TrainableShard
@@ -115,6 +117,7 @@ class TrainerRank:
         self._host, self._engine_ranks = host, engine_ranks
         self._parity = parity or ParityConfig()
         self._device = take_device(device, rank)
+        self._writes = BackgroundWrites()
         self._control = ControlGroup(rank, world_size, rendezvous, self._device)
         torch.manual_seed(seed)
         self._policy_version = 0
@@ -325,18 +328,38 @@ class TrainerRank:
 
     def save_adapter(self, folder: str | Path) -> None:
         """Write the adapter in PEFT's format."""
-        save_adapter(self.decoder, folder, self._model.path if self._model.init is Init.checkpoint else None)
+        save_adapter(self.decoder, folder, self._base_path)
 
     def save_merged(self, folder: str | Path) -> None:
         """Write the merged model as a Hugging Face checkpoint."""
         save_merged(self.decoder, folder, self._hf_config)
 
-    def save_state(self, folder: str | Path) -> None:
-        """Write what an exact resume needs. Every rank writes its own file; returns when all ranks have."""
+    def begin_checkpoint(self, folder: str | Path, adapter: str | Path | None = None) -> None:
+        """Copy to the host what an exact resume needs, and begin to write it: every rank its own file. The next step
+        may follow at once; has_written() says when the files are there.
+
+        Args:
+            folder: Where.
+            adapter: Where rank 0 begins to write the adapter in PEFT's format, too.
+        """
         self._loaded()
-        self._control.agree("folder", str(folder))
+        self._control.agree("folder and policy version", [str(folder), self._policy_version])
         progress = {"policy_version": self._policy_version, "num_updates": self._optimizer.num_updates}
-        write_rank_state(Path(folder), self._rank, self._state_tensors(), self._state_layout, progress)
+        copied = copied_to_host(self._state_tensors())
+        self._writes.begin(partial(write_rank_state, Path(folder), self._rank, copied, self._state_layout, progress))
+        if adapter is not None:
+            gathered = gather_adapter(self.decoder, self._base_path)
+            if gathered is not None:
+                self._writes.begin(partial(gathered.write, adapter))
+
+    def has_written(self) -> bool:
+        """Whether this rank's files of begin_checkpoint() are there. Raises what kept one from it, once."""
+        return self._writes.are_done()
+
+    def save_state(self, folder: str | Path) -> None:
+        """begin_checkpoint(), and wait until all ranks' files are there."""
+        self.begin_checkpoint(folder)
+        self._writes.finish()
         self._control.agree("policy version", self._policy_version)
 
     def load_state(self, folder: str | Path) -> None:
@@ -370,6 +393,11 @@ class TrainerRank:
             torch.cuda.set_rng_state(tensors["rng.device"], self._device)
         self._drop_gradients()
         self._policy_version = progress["policy_version"]
+
+    @property
+    def _base_path(self) -> str | None:
+        """The checkpoint that adapters are for."""
+        return self._model.path if self._model.init is Init.checkpoint else None
 
     def _state_tensors(self) -> dict[str, Tensor]:
         """Parameters, moments and random state of this rank, by name."""

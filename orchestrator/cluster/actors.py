@@ -194,9 +194,14 @@ class TrainerActor:
         self._rank.save_merged(folder)
 
     @ray.method
-    def save_state(self, folder: Path) -> None:
-        """TrainerRank.save_state."""
-        self._rank.save_state(folder)
+    def begin_checkpoint(self, folder: Path, adapter: Path | None) -> None:
+        """TrainerRank.begin_checkpoint."""
+        self._rank.begin_checkpoint(folder, adapter)
+
+    @ray.method
+    def has_written(self) -> bool:
+        """TrainerRank.has_written."""
+        return self._rank.has_written()
 
     @ray.method
     def load_state(self, folder: Path) -> None:

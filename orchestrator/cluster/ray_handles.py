@@ -119,12 +119,20 @@ class RayTrainerGroup:
         else:
             await self._on_all("save_merged", lambda actor, _: actor.save_merged.remote(folder), _SAVE_TIMEOUT_S)
 
-    async def save_state(self, folder: Path) -> None:
-        """Write trainable parameters, optimizer and generators, one set of files per rank."""
-        await self._on_all("save_state", lambda actor, _: actor.save_state.remote(folder), _SAVE_TIMEOUT_S)
+    async def begin_checkpoint(self, folder: Path, adapter: Path | None) -> None:
+        """Copy trainable parameters, optimizer and generators, and begin to write them, one set of files per rank; with
+        `adapter` the adapter, too, in PEFT format. Steps may follow at once.
+        """
+        await self._on_all(
+            "begin_checkpoint", lambda actor, _: actor.begin_checkpoint.remote(folder, adapter), _SAVE_TIMEOUT_S
+        )
+
+    async def has_written(self) -> bool:
+        """Whether all files of begin_checkpoint() are there. Waits for the call under way."""
+        return all(await self._on_all("has_written", lambda actor, _: actor.has_written.remote(), _STEP_TIMEOUT_S))
 
     async def load_state(self, folder: Path) -> None:
-        """Read what `save_state` wrote."""
+        """Read what `begin_checkpoint` wrote."""
         await self._on_all("load_state", lambda actor, _: actor.load_state.remote(folder), _SAVE_TIMEOUT_S)
 
     async def shutdown(self) -> None:

@@ -1,8 +1,8 @@
 """What reinforcement (controller.py) and fine-tuning (finetuner.py) both promise about their steps.
 
-    while steps are left:  _next_step  -->  three refused in a row?  -->  checkpoint where due: the trainer's files
+    while steps are left:  _next_step  -->  three refused in a row?  -->  checkpoint where due: copies of the state
                                                                                   |
-                                                   beside the steps that follow:  +--> checksums, flushing, name
+                                            beside the steps that follow:  files  +--> checksums, flushing, name
 
 Owns: the clock (step and policy version), the row of every step, checkpoints, and the orderly end of a run that cannot
 go on or is told to end. Does not own: what a step does, or what is started and ended around the loop (run).
@@ -44,6 +44,8 @@ LAST_STEP_S = 60.0
 """Longest that the step under way may still take when the run is told to end."""
 SAVE_S = 120.0
 """Longest that the checkpoint after it may take."""
+_FIRST_LOOKS_S, _LOOK_EVERY_S = (0.02, 0.05, 0.1, 0.25, 0.5), 1.0
+"""How long to wait between one look for the trainer's files and the next."""
 
 
 class StepLoop(ABC):
@@ -135,30 +137,34 @@ class StepLoop(ABC):
         return saved
 
     async def _begin_save(self) -> None:
-        """Let the trainer write its files of a checkpoint. Steps may go on while it is completed; the next one waits
-        for that.
+        """Let the trainer copy what a checkpoint holds. Steps may go on while it is completed; the next one waits for
+        that.
         """
         await self._completed()
         if self._checkpoints.of_step(self.step) is not None:
             return  # it has the same weights; groups that were finished since are sampled again
-        trainer, partial = self._step_trainer, self._checkpoints.begin(self.step)
-        times = [time.monotonic()]
+        partial, times = self._checkpoints.begin(self.step), [time.monotonic()]
+        adapter = partial / "adapter" if self._config.trainer.mode is TrainMode.lora else None
         with self._discarding_what_fails(partial):
-            await trainer.save_state(partial / "trainer")
-            times.append(time.monotonic())
-            if self._config.trainer.mode is TrainMode.lora:
-                await trainer.export(partial / "adapter")
-            times.append(time.monotonic())
+            await self._step_trainer.begin_checkpoint(partial / "trainer", adapter)
+        times.append(time.monotonic())
         self._completing = asyncio.create_task(self._complete(partial, self._state(), times))
 
     async def _complete(self, partial: Path, state: RunState, times: list[float]) -> None:
-        """Add the run's state and checksums, flush the files, and give the checkpoint its name."""
+        """Wait for the trainer's files, add the run's state and checksums, flush all, and name the checkpoint."""
         with self._discarding_what_fails(partial):
+            for pause_s in itertools.chain(_FIRST_LOOKS_S, itertools.repeat(_LOOK_EVERY_S)):
+                if await self._step_trainer.has_written():
+                    break
+                await asyncio.sleep(pause_s)
+            times.append(time.monotonic())
             path = await asyncio.to_thread(self._checkpoints.finish, partial, state)
         times.append(time.monotonic())
         parts = (end - begin for begin, end in itertools.pairwise(times))
         logger.info(
-            "checkpoint: %s (trainer's state %.1f s, adapter %.1f s, checksums and flushing %.1f s)", path, *parts
+            "checkpoint: %s (copied in %.1f s; beside what followed: written in %.1f, checksums and flushing %.1f)",
+            path,
+            *parts,
         )
 
     async def _completed(self) -> None:

@@ -138,6 +138,9 @@ class FakeTrainer(Watched):
         self.refuses_reconnect: set[int] = set()
         self.log_ratio = 0.125
         """Its log-probabilities minus those of the engines."""
+        self.being_written: list[tuple[Path, int]] = []
+        """Files of a checkpoint, and what each is to hold."""
+        self.is_slow_to_write = False
         self.extra_sums: dict[str, float] = {}
         """Sums of every step's loss, over those of a trainer that agrees with its engines."""
         world.committed = [-1] * num_workers
@@ -211,9 +214,20 @@ class FakeTrainer(Watched):
         tokens = float(denominators.num_valid_tokens)
         return [LossStats({"sft/nll_sum": tokens, "policy/num_tokens": tokens}, {})]
 
-    async def save_state(self, folder: Path) -> None:
-        (folder / "rank0.json").write_text(str(self.world.version))
-        await self._reached("end of save_state")
+    async def begin_checkpoint(self, folder: Path, adapter: Path | None) -> None:
+        self.being_written = [(folder / "rank0.json", self.world.version)]
+        if adapter is not None:
+            self.being_written += [(adapter / "adapter_model.safetensors", self.world.version)]
+        await self._reached("end of begin_checkpoint")
+
+    async def has_written(self) -> bool:
+        await self._reached("has_written")
+        if self.is_slow_to_write:
+            return False
+        for path, version in self.being_written:
+            await asyncio.to_thread(path.parent.mkdir, exist_ok=True)
+            path.write_text(str(version))
+        return True
 
     async def export(self, folder: Path) -> None:
         await asyncio.to_thread(folder.mkdir)

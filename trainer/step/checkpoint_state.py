@@ -24,6 +24,13 @@ from trainer.errors import CheckpointError
 FORMAT_VERSION = 1
 
 
+def copied_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous copies, also of what is on the host: it changes in the next step, and safetensors refuses tensors that
+    share storage, as shards of one buffer do.
+    """
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
 def write_rank_state(
     folder: Path, rank: int, tensors: dict[str, Tensor], layout: dict[str, Any], progress: dict[str, int]
 ) -> None:
@@ -32,16 +39,14 @@ def write_rank_state(
     Args:
         folder: made if missing.
         rank: this rank.
-        tensors: name -> tensor, on any device.
+        tensors: name -> tensor, as copied_to_host() makes them.
         layout: JSON facts that a reader must match exactly.
         progress: counters, e.g. {"policy_version": 12}.
     """
     folder.mkdir(parents=True, exist_ok=True)
     data, meta = _paths(folder, rank)
-    # Copies, also of what is on the host: safetensors refuses tensors that share storage, and shards of one buffer do.
-    on_host = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     partial = data.with_suffix(".partial")
-    save_file(on_host, partial)
+    save_file(tensors, partial)
     os.replace(partial, data)
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     document = {"format_version": FORMAT_VERSION, "layout": layout, "progress": progress, "shapes": shapes}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -283,6 +284,31 @@ def test_resume_continues_bitwise_in_a_new_rank(tmp_path):
     assert resumed.policy_version == 2
     step(resumed)
     assert are_equal(values_of(straight), values_of(resumed))
+
+
+def test_a_checkpoint_holds_what_was_when_it_began_though_steps_follow(tmp_path):
+    def step(rank: TrainerRank) -> None:
+        samples = make_samples(version=rank.policy_version)
+        rank.forward_backward([samples], count(samples, rank.policy_version))
+        rank.optimizer_step()
+
+    rank, may_write = make_rank(), threading.Event()
+    step(rank)
+    before = values_of(rank)
+    rank.save_adapter(tmp_path / "expected")
+    rank._writes.begin(lambda: None if may_write.wait(60) else pytest.fail("nobody lets it write"))
+    rank.begin_checkpoint(tmp_path / "trainer", tmp_path / "adapter")
+    step(rank)
+    assert not rank.has_written()
+    assert not are_equal(before, values_of(rank))
+    may_write.set()
+    rank._writes.finish()
+    assert rank.has_written()
+    resumed = make_rank()
+    resumed.load_state(tmp_path / "trainer")
+    assert are_equal(before, values_of(resumed))
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "adapter" / file).read_bytes() == (tmp_path / "expected" / file).read_bytes()
 
 
 def test_a_state_of_another_layout_is_refused_before_anything_changes(tmp_path):

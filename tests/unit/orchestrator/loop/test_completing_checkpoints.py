@@ -1,4 +1,4 @@
-"""Checksums and flushing of a checkpoint go on beside the steps that follow, and nothing of it is lost or hidden."""
+"""Files, checksums and flushing of a checkpoint go on beside the steps that follow; nothing of it is lost or hidden."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from fakes.loop import Loop, make_config
 
 from orchestrator.errors import DiskFull
-from orchestrator.files.run_checkpoint import RunState
+from orchestrator.files.run_checkpoint import RunState, complete_checkpoints, step_of
 
 
 class Completing:
@@ -58,6 +58,23 @@ async def test_steps_go_on_until_the_next_checkpoint_which_waits(tmp_path: Path)
     await running
     assert [path.name for path in sorted(loop.folder.checkpoints.glob("step-*"))][-1] == "step-000006"
     assert [row["step"] for row in loop.rows] == list(range(7))
+
+
+async def test_steps_go_on_while_the_trainer_writes_its_files(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make_config(num_steps=6))
+    loop.trainer.is_slow_to_write = True
+    running = asyncio.create_task(loop.run())
+    await until_trained(loop, 4)
+    await asyncio.sleep(0.05)
+    assert loop.checkpoints.newest() is None
+    assert len(loop.trainer.trained) == 4, "the next checkpoint waits"
+    loop.trainer.is_slow_to_write = False
+    await running
+    saved = complete_checkpoints(loop.folder.checkpoints)
+    assert step_of(saved[-1]) == 6
+    for path in saved:
+        for file in ("trainer/rank0.json", "adapter/adapter_model.safetensors"):
+            assert (path / file).read_text() == str(step_of(path))
 
 
 async def test_it_holds_the_state_of_its_own_step(tmp_path: Path) -> None:
