@@ -13,9 +13,9 @@ A restarted worker takes the newest version from another worker's slot instead, 
     release      every rank closes its link to the peer (the base came over the same link)
 
 Owns: that order, the policy for busy slots, and the probe: before the first version, noise in the factors of each kind
-of module must change the engine's log-probabilities. (The most common fault of this mode is an engine that silently
-ignores the adapters of experts, which no hash shows.) Does not own: the table (slot_leases.py), the engine (engine.py),
-the proof of the bytes (weight_sync).
+of module, in the last layer of each slot, must change the engine's log-probabilities. (The most common fault of this
+mode is an engine that silently ignores the adapters of experts, which no hash shows.) Does not own: the table
+(slot_leases.py), the engine (engine.py), the proof of the bytes (weight_sync).
 Invariants: the engine is never paused. A request reads one slot from its first token to its last, unless its version is
 evicted. Every group ends, however often it is evicted. A publish that fails loses only the version that it was writing.
 """
@@ -75,6 +75,7 @@ class AdapterReplica:
         self._clients = clients
         self.config = config
         self._has_base = has_base
+        self._num_slots = num_slots
         self._table = SlotTable(num_slots)
         self._writing: int | None = None
         self._is_probed = False
@@ -253,25 +254,30 @@ class AdapterReplica:
             ) from e
 
     async def _probe(self) -> None:
-        """Noise in the factors of each kind of module must change the next token's distribution."""
+        """In every slot, noise in the factors of each kind of module must change the next token's distribution."""
         (kinds, *_) = await self._clients.call("kinds")
-        slot = self._table.free()
-        assert slot is not None
+        for slot in range(self._num_slots):
+            if ignored := await self._ignored(slot, kinds):
+                raise EngineError(
+                    f"the engine ignores adapters of {', '.join(ignored)} in slot {slot} of {self._num_slots}: noise in"
+                    " them, in the last layer, changes no log-probability; set weight_sync.mode=merged, where the base"
+                    " is not INT4"
+                )
+        logger.info("adapters of %s reach the engine's output, in each of %d slots", ", ".join(kinds), self._num_slots)
+
+    async def _ignored(self, slot: int, kinds: Sequence[str]) -> list[str]:
+        """The kinds whose factors in this slot change nothing. Leaves the slot empty."""
 
         async def said_with(kind: str) -> dict[int, float]:
             await self._clients.call("fill", slot, kind, 1)
-            return await self._engine.next_logprobs(PROBE_TOKENS, Adapter(slot, PROBE, f"probe of {kind or 'nothing'}"))
+            what = f"probe of {kind or 'nothing'} in slot {slot}"
+            return await self._engine.next_logprobs(PROBE_TOKENS, Adapter(slot, PROBE, what))
 
         silent = await said_with("")
         # All of these requests run the same kernels on the same slot: an adapter that is ignored changes no bit.
         ignored = [kind for kind in kinds if await said_with(kind) == silent]
         await self._clients.call("fill", slot, "", 1)
-        if ignored:
-            raise EngineError(
-                f"the engine ignores adapters of {', '.join(ignored)}: noise in them changes no log-probability;"
-                " set weight_sync.mode=merged, where the base is not INT4"
-            )
-        logger.info("adapters of %s reach the engine's output", ", ".join(kinds))
+        return ignored
 
 
 def seed_of_part(seed: int, num_tokens: int) -> int:

@@ -102,9 +102,12 @@ class AdapterSlots:
 
     @torch.inference_mode()
     def _fill(self, slot: int, kind: str, seed: int) -> None:
-        """Put noise into the factors of one kind of module and zeros into all others; kind "" zeroes the slot."""
+        """Put noise into the factors of one kind of module, in the last layer that has it, and zeros into all others;
+        kind "" zeroes the slot.
+        """
+        noisy = last_of_kind(self._buffers, kind)
         for name, tensor in self._params(slot).items():
-            if _kind(name) == kind:
+            if name in noisy:
                 generator = torch.Generator(tensor.device).manual_seed(seed)
                 tensor.normal_(0.0, _NOISE_STD, generator=generator)
             else:
@@ -146,6 +149,15 @@ def copy_shared_a(params: Mapping[str, Tensor], layout: DestLayout) -> None:
 
 def _gate_a(name: str) -> str:
     return name.removesuffix(_UP_A) + _GATE_A
+
+
+def last_of_kind(buffers: Iterable[str], kind: str) -> set[str]:
+    """The buffers of one kind of module in the last layer that has it: whatever acts there, acts through the fewest
+    other layers. (Where the first layer alone acts, noise in all of them shows nothing.)
+    """
+    of_kind = [name for name in buffers if _kind(name) == kind]
+    last = max(map(layer_of, of_kind), default=-1)
+    return {name for name in of_kind if layer_of(name) == last}
 
 
 def _kind(buffer: str) -> str:

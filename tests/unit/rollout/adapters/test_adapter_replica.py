@@ -1,4 +1,6 @@
-"""What becomes of a group whose version a publish evicts, over an engine that samples from its seed alone."""
+"""What becomes of a group whose version a publish evicts, over an engine that samples from its seed alone; and what is
+asked of an engine before its first adapter.
+"""
 
 from __future__ import annotations
 
@@ -113,3 +115,38 @@ async def test_an_abort_that_nobody_asked_for_is_an_error() -> None:
     replica, _ = make(BusySlot.wait, [5])
     with pytest.raises(EngineError, match="although nobody asked it to"):
         await replica.sample(PROMPT, 1, SAMPLING, seed=11)
+
+
+class ProbedEngine:
+    """Slots that hold noise or nothing, and the kinds of module whose adapters act in each."""
+
+    def __init__(self, acting: list[set[str]]) -> None:
+        self.acting = acting
+        self.holds = ["old"] * len(acting)
+
+    async def call(self, method: str, *arguments: Any) -> list[Any]:
+        if method == "kinds":
+            return [["attention", "experts"]]
+        assert method == "fill"
+        slot, kind, _ = arguments
+        self.holds[slot] = kind
+        return []
+
+    async def next_logprobs(self, token_ids: Any, adapter: Adapter) -> dict[int, float]:
+        kind = self.holds[adapter.slot]
+        return {1: -1.0 if kind in self.acting[adapter.slot] else -2.0}
+
+
+async def probe(acting: list[set[str]]) -> ProbedEngine:
+    engine: Any = ProbedEngine(acting)
+    await AdapterReplica(engine, [], engine, len(acting), WeightSyncConfig(), lambda: True)._probe()
+    return engine
+
+
+async def test_every_slot_is_asked_for_every_kind_of_module_and_left_empty() -> None:
+    both = {"attention", "experts"}
+    assert (await probe([both, both, both])).holds == ["", "", ""]
+    with pytest.raises(EngineError, match="ignores adapters of experts in slot 2 of 3"):
+        await probe([both, both, {"attention"}])
+    with pytest.raises(EngineError, match="ignores adapters of attention, experts in slot 0 of 2"):
+        await probe([set(), both])
