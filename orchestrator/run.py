@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.schema import Objective, RunConfig, SyncMode, TrainMode
+from orchestrator.cluster.own_ray import OwnRay, begun
 from orchestrator.data.training_stream import held_out_items, training_stream
 from orchestrator.errors import DiskFull
 from orchestrator.figures.held_out import TAUGHT_FIGURES, eval_names
@@ -107,7 +108,7 @@ def run(config: RunConfig, overrides: list[str]) -> RunResult:
             with naming_a_full_disk(folder.root):
                 write_description(folder, config, overrides)  # under the lock: they may be another process's
                 keep_sources(folder, config)
-                result = asyncio.run(_interruptible(train(config, folder, log), folder))
+                result = asyncio.run(_interruptible(_beside_ray(train, config, folder, log), folder))
         except BaseException as error:
             logger.debug("the run has ended early", exc_info=True)  # run.log alone: the caller tells people
             if isinstance(error, DiskFull):
@@ -129,7 +130,18 @@ async def _interruptible(run: Coroutine[Any, Any, RunResult], folder: RunFolder)
             listening.cancel()
 
 
-async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunResult:
+async def _beside_ray(
+    train: Callable[[RunConfig, RunFolder, RunLog, OwnRay | None], Coroutine[Any, Any, RunResult]],
+    config: RunConfig,
+    folder: RunFolder,
+    log: RunLog,
+) -> RunResult:
+    """The run; the servers of its own Ray begin to start before anything else, which imports Ray, too."""
+    async with begun(config, folder) as own_ray:
+        return await train(config, folder, log, own_ray)
+
+
+async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, own_ray: OwnRay | None) -> RunResult:
     """Rollouts, rewards and publishes around the trainer (orchestrator.loop.controller)."""
     from orchestrator.cluster.placement import Cluster  # imports Ray
 
@@ -157,7 +169,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
         if config.rollout.agent is not None:
             episodes = EpisodeRunner(config, model.folder, log_path=folder.root / "agents.log")
             stack.push_async_callback(episodes.close)
-        cluster = await stack.enter_async_context(Cluster(config, folder, startup))
+        cluster = await stack.enter_async_context(Cluster(config, folder, startup, own_ray))
         await stack.enter_async_context(startup)  # left before the cluster: a start that fails is over then
         starts = [rewards.start(), cluster.start(model.hf_config)]
         await together(*starts, *([] if episodes is None else [episodes.start()]))
@@ -218,7 +230,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRe
     )
 
 
-async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog) -> RunResult:
+async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog, own_ray: OwnRay | None) -> RunResult:
     """The trainer alone, taught by given answers (orchestrator.loop.finetuner)."""
     from orchestrator.cluster.placement import Cluster  # imports Ray
 
@@ -233,7 +245,7 @@ async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog) -> RunRes
     async with contextlib.AsyncExitStack() as stack:
         progress = stack.enter_context(ProgressLine(log.console))
         startup = Startup(folder.startup, progress.wait)
-        cluster = await stack.enter_async_context(Cluster(config, folder, startup))
+        cluster = await stack.enter_async_context(Cluster(config, folder, startup, own_ray))
         await stack.enter_async_context(startup)  # left before the cluster: a start that fails is over then
         await cluster.start(model.hf_config)
         startup.end()

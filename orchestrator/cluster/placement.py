@@ -28,6 +28,7 @@ from ray.util.placement_group import PlacementGroup
 from conf.errors import ConfigError
 from conf.schema import Objective, RunConfig, SyncMode, TransportKind
 from orchestrator.cluster.nodes import check_nodes, describe_nodes, most_gpus_of_a_node, node_after_node, nodes_of
+from orchestrator.cluster.own_ray import OwnRay
 from orchestrator.cluster.ray_cluster import RayCluster
 from orchestrator.cluster.ray_handles import RayRolloutWorker, RayTrainerGroup
 from orchestrator.cluster.rollout_workers import RolloutWorkers
@@ -50,12 +51,14 @@ class Cluster:
         config: the run's options.
         folder: the run folder.
         startup: told what is done.
+        own_ray: the run's own Ray, which has begun to start; None: cluster.ray_address names another.
     """
 
-    def __init__(self, config: RunConfig, folder: RunFolder, startup: Startup) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder, startup: Startup, own_ray: OwnRay | None) -> None:
         self._config = config = _with_absolute_paths(config)  # processes elsewhere have another working directory
         self._folder = folder
         self._startup = startup
+        self._own_ray = own_ray
         self._device: RunDevice = resolve_device(config.cluster.device)
         self._has_workers = config.algorithm.objective is Objective.policy
         self._sync_key = secrets.token_bytes(32)
@@ -70,9 +73,7 @@ class Cluster:
         run = asyncio.current_task()
         assert run is not None
         needs_gpus = self._device == "cuda"
-        self._ray = RayCluster(
-            self._config, self._folder, needs_gpus=needs_gpus, has_workers=self._has_workers, on_lost=run.cancel
-        )
+        self._ray = RayCluster(self._config, self._folder, self._own_ray, needs_gpus=needs_gpus, on_lost=run.cancel)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -2,13 +2,12 @@
 # Ray has types for a part of what it offers.
 """Ray, for one run: its own cluster on this machine, or one that the user brings.
 
-    RayCluster --own--> ray_host.py (a process) --> Ray's servers      a session, a token and a folder of the run's own
-               --attached--> ray.init(address)                         the user's mode of authentication
+    RayCluster --own--> own_ray.py --> Ray's servers       a session, a token and a folder of the run's own
+               --attached--> ray.init(address)             the user's mode of authentication
 
-Owns: Ray's start and end, actors and the placement group, the token, the private folder, and what a call raises once
-Ray is lost. Does not own: which actors there are (trainer_ranks.py, rollout_workers.py), or what they do (actors.py).
-Invariant: after `stop`, every process that a cluster of our own started has ended, also after an error or an
-interrupt. When the controller is killed, ray_host.py sees to that.
+Owns: joining and leaving Ray, actors and the placement group, and what a call raises once Ray is lost. Does not own:
+Ray's servers (own_ray.py), which actors there are (trainer_ranks.py, rollout_workers.py), or what they do (actors.py).
+Invariant: after `stop`, every process that a cluster of our own started has ended, also after an error or an interrupt.
 
 Ray's CPUs are tickets, not cores: a trainer rank and an engine ask for 1/100 each, so that the four processes of the
 quick start fit on two cores. GPUs are whole, one per trainer rank and `rollout.tp_size` per rollout worker, but
@@ -19,17 +18,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
 import secrets
-import sys
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, cast
 
-import psutil
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
@@ -38,17 +31,13 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from conf.errors import ConfigError, SlipstreamError
-from conf.schema import Device, RunConfig
-from orchestrator.cluster.private_folder import PrivateFolder, make_private_folder, remove_folders_of_dead_runs
-from orchestrator.cluster.processes import end_processes
-from orchestrator.cluster.ray_host import HostOptions
+from conf.schema import RunConfig
+from orchestrator.cluster.own_ray import OwnRay
 from orchestrator.environment import variables_for_actors
 from orchestrator.errors import ClusterLost, OrchestratorError, PlacementError
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.signals import take_sigterm_back
 from orchestrator.waiting import in_abandoned_thread, wait_for
-from rollout.engine.engine_options import compile_cache, set_engine_environment
-from rollout.in_vllm.fork_server import imports_read
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -56,7 +45,6 @@ ActorT = TypeVar("ActorT")
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 8.0
-_HOST_END_TIMEOUT_S = 20.0
 _CPU_TICKETS = 0.01
 
 
@@ -65,9 +53,9 @@ class RayCluster:
 
     Args:
         config: the run's options.
-        folder: the run folder: Ray's namespace begins with its name, and Ray's logs end up there.
+        folder: the run folder: Ray's namespace begins with its name.
+        own: the servers of our own cluster, which have begun to start; None: config.cluster.ray_address names another.
         needs_gpus: whether a process of the run gets GPUs.
-        has_workers: whether it has rollout workers.
         on_lost: called when a server of our own cluster has ended by itself.
     """
 
@@ -75,23 +63,19 @@ class RayCluster:
         self,
         config: RunConfig,
         folder: RunFolder,
+        own: OwnRay | None,
         *,
         needs_gpus: bool,
-        has_workers: bool,
         on_lost: Callable[[], object],
     ) -> None:
-        self.is_own = config.cluster.ray_address is None
+        self.is_own = own is not None
         self._config = config
-        self._folder = folder
+        self._own = own
         self.name = f"{folder.run_id}-{secrets.token_hex(4)}"
         """The run's name in Ray. Two runs of a shared cluster may have begun in the same second."""
         self._needs_gpus = needs_gpus
-        self._has_workers = has_workers
         self._actors: list[object] = []
         self._group: PlacementGroup | None = None
-        self._host: asyncio.subprocess.Process | None = None
-        self._private: PrivateFolder | None = None
-        self._lock: int | None = None
         self._joining: asyncio.Future[None] | None = None
         self._listening: asyncio.Task[None] | None = None
         self._on_lost = on_lost
@@ -109,14 +93,17 @@ class RayCluster:
             ConfigError: there is no cluster at cluster.ray_address.
             PlacementError: Ray did not start.
         """
-        address = self._config.cluster.ray_address
-        if address is None:
-            address = await wait_for(self._start_own(), "Ray to start", timeout_s=START_TIMEOUT_S)
+        if self._own is not None:
+            address = await wait_for(self._own.address(), "Ray to start", timeout_s=START_TIMEOUT_S)
+            self._listening = asyncio.create_task(self._listen(self._own))
+        else:
+            address = self._config.cluster.ray_address
+            assert address is not None
         self._joining = asyncio.ensure_future(asyncio.to_thread(self._join, address))  # a thread cannot be cancelled
         await wait_for(asyncio.shield(self._joining), "Ray to be joined", timeout_s=START_TIMEOUT_S)
         take_sigterm_back()
-        if self._private is not None and self._config.cluster.dashboard:
-            port, token = self._config.cluster.dashboard_port, self._private.token
+        if self._own is not None and self._config.cluster.dashboard:
+            port, token = self._config.cluster.dashboard_port, self._own.token
             logger.info("Ray dashboard: http://127.0.0.1:%d asks for the token in %s", port, token)
 
     async def place(self, gpus: list[float], what: str) -> PlacementGroup:
@@ -209,104 +196,14 @@ class RayCluster:
                 if error := joined.exception():
                     logger.warning("while stopping: Ray was not joined: %s", error)
             await asyncio.to_thread(self._leave)
-        await self._end_host()
+        if self._own is not None:
+            await self._own.end()
 
-    # ------------------------------------------------------------------------------------------- a cluster of our own
-
-    async def _start_own(self) -> str:
-        """Start Ray, a second time if one of its servers ends meanwhile: on a busy machine they give each other too
-        little time (the raylet 15 s to its agent). Returns Ray's address.
-        """
-        try:
-            return await self._start_host()
-        except ServerEnded as error:
-            logger.warning("%s; once more", error)
-        await self._end_host()
-        return await self._start_host()
-
-    async def _start_host(self) -> str:
-        """Start the process that holds Ray's servers. Returns Ray's address."""
-        for root in remove_folders_of_dead_runs():
-            logger.info("%s is removed: the run that made it was killed", root)
-        self._private, self._lock = make_private_folder()
-        os.environ.pop("RAY_AUTH_TOKEN", None)  # the user's, for other clusters: it would win
-        os.environ["RAY_AUTH_TOKEN_PATH"] = str(self._private.token)
-        root = str(Path(__file__).parents[2])
-        environment = {
-            **compile_cache(),
-            **os.environ,
-            "TMPDIR": str(self._private.temporary),
-            "PYTHONPATH": os.pathsep.join(
-                dict.fromkeys([root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
-            ),
-        }
-        cluster = self._config.cluster
-        options = HostOptions(
-            folder=str(self._private.root),
-            logs=str(self._folder.ray_logs),
-            dashboard_port=cluster.dashboard_port if cluster.dashboard else None,
-            object_store_bytes=cluster.object_store_bytes,
-            workers_import_under=self._workers_import_under(environment) if self._has_workers else None,
-        )
-        self._host = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "orchestrator.cluster.ray_host", json.dumps(asdict(options))),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # what is sent to our process group is not for Ray's servers
-            pass_fds=(self._lock,),  # held until both processes are gone
-            env=environment,
-        )
-        said = await self._next_word()
-        if "lost" in said:
-            raise ServerEnded(f"Ray did not start: {said['lost']}: {said['how']} (its logs: {self._folder.ray_logs})")
-        if "failed" in said:
-            raise PlacementError(f"Ray did not start: {said['failed']}")
-        self._listening = asyncio.create_task(self._listen())
-        return said["address"]
-
-    def _workers_import_under(self, environment: dict[str, str]) -> dict[str, str]:
-        """Variables that imports read, in a rollout worker's actor of a Ray with this environment."""
-        there = dict(environment)
-        there.setdefault("OMP_NUM_THREADS", "1")  # by Ray, which counts the actor's cores
-        device = Device.cuda if self._needs_gpus else Device.cpu
-        set_engine_environment(device, batch_invariant=self._config.rollout.batch_invariant, environment=there)
-        return imports_read(there)
-
-    async def _next_word(self) -> dict[str, str]:
-        """What the host says next; that it has ended, where it says no more."""
-        assert self._host is not None
-        assert self._host.stdout is not None
-        line = await self._host.stdout.readline()
-        if line:
-            return json.loads(line)
-        return {"lost": "ray_host", "how": f"it ended with code {await self._host.wait()}"}
-
-    async def _listen(self) -> None:
-        """Fail all calls, and cancel the run, when the host says that a server has ended."""
-        said = await self._next_word()
-        self._lost.set_result(f"{said['lost']}, which holds the run's Ray cluster, is gone: {said['how']}")
+    async def _listen(self, own: OwnRay) -> None:
+        """Fail all calls, and cancel the run, when a server of our own has ended."""
+        self._lost.set_result(await own.lost())
         logger.error("%s", self._lost.result())
         self._on_lost()
-
-    async def _end_host(self) -> None:
-        """Let the host end all that it holds, and remove the private folder."""
-        if self._host is not None:
-            assert self._host.stdin is not None
-            self._host.stdin.close()
-            try:
-                await asyncio.wait_for(self._host.wait(), _HOST_END_TIMEOUT_S)
-            except TimeoutError:
-                logger.warning("process %d, which holds Ray, does not end and is killed", self._host.pid)
-                await asyncio.to_thread(end_processes, _tree(self._host.pid), timeout_s=_HOST_END_TIMEOUT_S)
-            self._host = None
-        if self._private is not None and self._private.root.exists():  # the host was killed before it could
-            self._private.keep_logs(self._folder.ray_logs)
-            self._private.remove()
-        if self._lock is not None:
-            os.close(self._lock)
-        self._private = self._lock = None
-
-    # ---------------------------------------------------------------------------------------------------- any cluster
 
     def _join(self, address: str) -> None:
         """Become a driver of the cluster."""
@@ -345,10 +242,6 @@ class RayCluster:
         ray.shutdown()
 
 
-class ServerEnded(PlacementError):
-    """One of Ray's servers ended while it started."""
-
-
 def kill_actor(actor: object) -> None:
     """End an actor's process at once. Its handle passes for the actor's class, so that its methods have types."""
     ray.kill(cast("ActorHandle[Any]", actor))
@@ -356,16 +249,3 @@ def kill_actor(actor: object) -> None:
 
 async def _awaited(reference: ObjectRef[T]) -> T:
     return await reference
-
-
-def _tree(pid: int) -> Callable[[], Iterable[psutil.Process]]:
-    """Finds a process and all that descends from it, for `end_processes`."""
-
-    def find() -> list[psutil.Process]:
-        try:
-            top = psutil.Process(pid)
-            return [*top.children(recursive=True), top]
-        except psutil.NoSuchProcess:
-            return []
-
-    return find

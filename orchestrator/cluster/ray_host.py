@@ -1,6 +1,6 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # Ray has types for a part of what it offers.
-"""The process that holds Ray's servers for one run, in a session of its own. Started by ray_cluster.py as a program.
+"""The process that holds Ray's servers for one run, in a session of its own. Started by own_ray.py as a program.
 
     controller --stdin--> this process --> gcs_server, raylet, dashboard --> actors --> engines
                <-stdout--

@@ -1,0 +1,194 @@
+# pyright: strict
+"""The servers of the run's own Ray cluster, in a process beside the controller.
+
+    async with begun(config, folder) as own:      the process starts; this one may import Ray meanwhile, which takes 1 s
+        address = await own.address()             its servers are up
+        ...
+        why = await own.lost()                    never, unless a server ends by itself
+                                                  on leaving: all that the process started has ended
+
+Owns: that process (ray_host.py), its environment, the token, and the private folder. Does not own: what is done in the
+cluster (ray_cluster.py). Imports no Ray.
+Invariant: after `end`, every process of the cluster has ended, also after an error or an interrupt. When the controller
+is killed, ray_host.py sees to that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+
+from conf.schema import Device, Objective, RunConfig
+from orchestrator.cluster.private_folder import PrivateFolder, make_private_folder, remove_folders_of_dead_runs
+from orchestrator.cluster.processes import end_processes
+from orchestrator.cluster.ray_host import HostOptions
+from orchestrator.environment import resolve_device
+from orchestrator.errors import PlacementError
+from orchestrator.files.run_folder import RunFolder
+from rollout.engine.engine_options import compile_cache, set_engine_environment
+from rollout.in_vllm.fork_server import imports_read
+
+logger = logging.getLogger(__name__)
+
+_END_TIMEOUT_S = 20.0
+
+
+class ServerEnded(PlacementError):
+    """One of Ray's servers ended while it started."""
+
+
+@contextlib.asynccontextmanager
+async def begun(config: RunConfig, folder: RunFolder) -> AsyncGenerator[OwnRay | None]:
+    """The run's own cluster, which has begun to start, and ends with the block; None if cluster.ray_address names
+    another one.
+    """
+    if config.cluster.ray_address is not None:
+        yield None
+        return
+    own = OwnRay(config, folder)
+    try:
+        await own.begin()
+        yield own
+    finally:
+        await own.end()
+
+
+class OwnRay:
+    """See the module's docstring.
+
+    Args:
+        config: the run's options.
+        folder: the run folder: Ray's logs end up there.
+    """
+
+    def __init__(self, config: RunConfig, folder: RunFolder) -> None:
+        self._config = config
+        self._folder = folder
+        self._host: asyncio.subprocess.Process | None = None
+        self._private: PrivateFolder | None = None
+        self._lock: int | None = None
+
+    @property
+    def token(self) -> Path:
+        """The file with what Ray's servers ask for; after begin()."""
+        assert self._private is not None
+        return self._private.token
+
+    async def begin(self) -> None:
+        """Start the process that starts Ray's servers, and do not wait for them."""
+        for root in remove_folders_of_dead_runs():
+            logger.info("%s is removed: the run that made it was killed", root)
+        self._private, self._lock = make_private_folder()
+        os.environ.pop("RAY_AUTH_TOKEN", None)  # the user's, for other clusters: it would win
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(self._private.token)
+        root = str(Path(__file__).parents[2])
+        environment = {
+            **compile_cache(),
+            **os.environ,
+            "TMPDIR": str(self._private.temporary),
+            "PYTHONPATH": os.pathsep.join(
+                dict.fromkeys([root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
+            ),
+        }
+        cluster = self._config.cluster
+        has_workers = self._config.algorithm.objective is Objective.policy
+        options = HostOptions(
+            folder=str(self._private.root),
+            logs=str(self._folder.ray_logs),
+            dashboard_port=cluster.dashboard_port if cluster.dashboard else None,
+            object_store_bytes=cluster.object_store_bytes,
+            workers_import_under=self._workers_import_under(environment) if has_workers else None,
+        )
+        self._host = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "orchestrator.cluster.ray_host", json.dumps(asdict(options))),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # what is sent to our process group is not for Ray's servers
+            pass_fds=(self._lock,),  # held until both processes are gone
+            env=environment,
+        )
+
+    async def address(self) -> str:
+        """Ray's address, once its servers are up. They are started a second time if one of them ends meanwhile: on a
+        busy machine they give each other too little time (the raylet 15 s to its agent).
+
+        Raises:
+            PlacementError: Ray did not start.
+        """
+        try:
+            return await self._said_address()
+        except ServerEnded as error:
+            logger.warning("%s; once more", error)
+        await self.end()
+        await self.begin()
+        return await self._said_address()
+
+    async def lost(self) -> str:
+        """Wait until a server ends by itself. Returns which one and how."""
+        said = await self._next_word()
+        return f"{said['lost']}, which holds the run's Ray cluster, is gone: {said['how']}"
+
+    async def end(self) -> None:
+        """Let the process end all that it holds, and remove the private folder. Harmless where there is none."""
+        if self._host is not None:
+            assert self._host.stdin is not None
+            self._host.stdin.close()
+            try:
+                await asyncio.wait_for(self._host.wait(), _END_TIMEOUT_S)
+            except TimeoutError:
+                logger.warning("process %d, which holds Ray, does not end and is killed", self._host.pid)
+                await asyncio.to_thread(end_processes, _tree(self._host.pid), timeout_s=_END_TIMEOUT_S)
+            self._host = None
+        if self._private is not None and self._private.root.exists():  # the host was killed before it could
+            self._private.keep_logs(self._folder.ray_logs)
+            self._private.remove()
+        if self._lock is not None:
+            os.close(self._lock)
+        self._private = self._lock = None
+
+    async def _said_address(self) -> str:
+        said = await self._next_word()
+        if "lost" in said:
+            raise ServerEnded(f"Ray did not start: {said['lost']}: {said['how']} (its logs: {self._folder.ray_logs})")
+        if "failed" in said:
+            raise PlacementError(f"Ray did not start: {said['failed']}")
+        return said["address"]
+
+    async def _next_word(self) -> dict[str, str]:
+        """What the process says next; that it has ended, where it says no more."""
+        assert self._host is not None
+        assert self._host.stdout is not None
+        line = await self._host.stdout.readline()
+        if line:
+            return json.loads(line)
+        return {"lost": "ray_host", "how": f"it ended with code {await self._host.wait()}"}
+
+    def _workers_import_under(self, environment: dict[str, str]) -> dict[str, str]:
+        """Variables that imports read, in a rollout worker's actor of a Ray with this environment."""
+        there = dict(environment)
+        there.setdefault("OMP_NUM_THREADS", "1")  # by Ray, which counts the actor's cores
+        device = Device.cuda if resolve_device(self._config.cluster.device) == "cuda" else Device.cpu
+        set_engine_environment(device, batch_invariant=self._config.rollout.batch_invariant, environment=there)
+        return imports_read(there)
+
+
+def _tree(pid: int) -> Callable[[], Iterable[psutil.Process]]:
+    """Finds a process and all that descends from it, for `end_processes`."""
+
+    def find() -> list[psutil.Process]:
+        try:
+            top = psutil.Process(pid)
+            return [*top.children(recursive=True), top]
+        except psutil.NoSuchProcess:
+            return []
+
+    return find

@@ -1,0 +1,70 @@
+"""How often a run tries to start its own Ray, that this ends, and that it takes no import of Ray."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conf.schema import ClusterConfig, RunConfig
+from orchestrator.cluster import own_ray
+from orchestrator.cluster.own_ray import OwnRay, begun
+from orchestrator.errors import PlacementError
+from orchestrator.files.run_folder import RunFolder
+
+
+class BusyMachine(OwnRay):
+    """A server of Ray ends while it starts, so many times."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, times: int = 1) -> None:
+        super().__init__(config, folder)
+        self.happened: list[str] = []
+        self._times = times
+
+    async def begin(self) -> None:
+        self.happened.append("began")
+
+    async def _next_word(self) -> dict[str, str]:
+        if self.happened.count("began") > self._times:
+            return {"address": "127.0.0.1:6379"}
+        return {"lost": "raylet", "how": "it exited with code 1"}
+
+    async def end(self) -> None:
+        self.happened.append("ended")
+
+
+async def test_ray_gets_a_second_try_when_one_of_its_servers_ends_while_it_starts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = BusyMachine(RunConfig(), RunFolder(tmp_path))
+    await machine.begin()
+    assert await machine.address() == "127.0.0.1:6379"
+    assert machine.happened == ["began", "ended", "began"]
+    assert "raylet: it exited with code 1" in caplog.text
+    busier = BusyMachine(RunConfig(), RunFolder(tmp_path), times=2)
+    await busier.begin()
+    with pytest.raises(PlacementError, match="raylet: it exited with code 1"):
+        await busier.address()
+    assert busier.happened == ["began", "ended", "began"]
+
+
+async def test_it_ends_with_the_run_and_is_not_begun_beside_another_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_ray, "OwnRay", BusyMachine)
+    machines: list[BusyMachine] = []
+    with pytest.raises(RuntimeError, match="no such row"):
+        async with begun(RunConfig(), RunFolder(tmp_path)) as own:
+            assert isinstance(own, BusyMachine)
+            machines.append(own)
+            raise RuntimeError("no such row")
+    assert [machine.happened for machine in machines] == [["began", "ended"]]
+    async with begun(RunConfig(cluster=ClusterConfig(ray_address="auto")), RunFolder(tmp_path)) as none:
+        assert none is None
+
+
+def test_it_imports_no_ray() -> None:
+    code = "import sys, orchestrator.cluster.own_ray, orchestrator.run; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
