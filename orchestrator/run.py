@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.schema import Objective, RunConfig, SyncMode, TrainMode
-from orchestrator.cluster.own_ray import OwnRay, begun
+from orchestrator.cluster.own_ray import OwnRay, starting_ray
 from orchestrator.data.training_stream import held_out_items, training_stream
 from orchestrator.errors import DiskFull
 from orchestrator.figures.held_out import TAUGHT_FIGURES, eval_names
@@ -137,7 +137,7 @@ async def _beside_ray(
     log: RunLog,
 ) -> RunResult:
     """The run; the servers of its own Ray begin to start before anything else, which imports Ray, too."""
-    async with begun(config, folder) as own_ray:
+    async with starting_ray(config, folder) as own_ray:
         return await train(config, folder, log, own_ray)
 
 

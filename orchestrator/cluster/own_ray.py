@@ -1,7 +1,7 @@
 # pyright: strict
 """The servers of the run's own Ray cluster, in a process beside the controller.
 
-    async with begun(config, folder) as own:      the process starts; this one may import Ray meanwhile, which takes 1 s
+    async with starting_ray(config, folder) as own:      the process starts; this one may import Ray meanwhile, which takes 1 s
         address = await own.address()             its servers are up
         ...
         why = await own.lost()                    never, unless a server ends by itself
@@ -47,7 +47,7 @@ class ServerEnded(PlacementError):
 
 
 @contextlib.asynccontextmanager
-async def begun(config: RunConfig, folder: RunFolder) -> AsyncGenerator[OwnRay | None]:
+async def starting_ray(config: RunConfig, folder: RunFolder) -> AsyncGenerator[OwnRay | None]:
     """The run's own cluster, which has begun to start, and ends with the block; None if cluster.ray_address names
     another one.
     """

@@ -8,8 +8,8 @@ own, which is never unloaded. Requests name that number; the slot holds what a o
     1     2         ...                              [1]               requests that name id 2
 
 Owns: recording one slot's layout, one Receiver per slot, the copy of what gate and up share, and noise for the probe.
-(vLLM's LoRA loader runs over recording tensors, once per slot. Every slot but the first is given the first layer of
-each kind alone, and must hold it as the first does.) Does not own: which slot is free or which version it holds
+(vLLM's LoRA loader runs over recording tensors, once per slot. In every slot but the first, the first layer of each
+kind is recorded, and must be as in the first.) Does not own: which slot is free or which version it holds
 (rollout/adapters/slot_leases.py, in the rollout worker). The engine is not paused.
 Invariant: after a commit a slot holds the same bytes as if vLLM had loaded the adapter from disk.
 """
@@ -191,8 +191,9 @@ def slot_buffers(modules: Mapping[str, Any], num_slots: int) -> dict[str, Tensor
 def record_slot(manager: Any, buffers: Mapping[str, Tensor], tensors: Sequence[TensorMeta], rank: int) -> DestLayout:
     """Let vLLM load an adapter of recording tensors into every slot, and pin it there. The slots' bytes do not change.
 
-    The first slot gets every layer. The others get the first layer of each kind, which must be recorded as in the first
-    slot: with all of them each would take as long again. Where the first slot acts, all do.
+    Every slot is given every layer, because vLLM keeps more of an adapter than its factors: experts skip a slot whose
+    adapter came without theirs. Recorded is every layer of the first slot, and the first layer of each kind of the
+    others, which must be as in the first: recording them all would take as long again for each slot.
 
     Args:
         manager: vLLM's WorkerLoRAManager, with no adapter loaded.
@@ -208,21 +209,16 @@ def record_slot(manager: Any, buffers: Mapping[str, Tensor], tensors: Sequence[T
     manager.remove_all_adapters()  # vLLM's warm-up left some
     params = {f"{slot}/{name}": stacked[slot] for name, stacked in buffers.items() for slot in range(num_slots)}
 
-    kinds = layers_by_kind((meta.name, (meta.shape, meta.dtype)) for meta in tensors)
-    repeated = {layer for layers in kinds for layer in layers[1:]}
-    sampled = {name for name in buffers if layer_of(name) not in repeated}
-
     def load(stream: Iterable[tuple[str, Tensor]]) -> None:
         factors = dict(stream)
-        few = {name: factor for name, factor in factors.items() if layer_of(name) not in repeated}
-        for slot in range(num_slots):
-            with adapters_from_memory(manager, few if slot else factors) as folder:
+        with adapters_from_memory(manager, factors) as folder:
+            for slot in range(num_slots):
                 manager.add_adapter(LoRARequest(f"slot {slot}", slot + 1, folder))
                 manager.pin_adapter(slot + 1)
 
+    sampled = _sampled(buffers, tensors)
     left_out = {f"{slot}/{name}" for slot in range(1, num_slots) for name in buffers if name not in sampled}
     whole = record_layout(load, params, tensors, rank, left_out=left_out)
-    _act_as_first(manager._adapter_manager.modules.values(), num_slots)
     held = manager._adapter_manager.lora_index_to_id
     if held != [slot + 1 for slot in range(num_slots)]:
         raise UnsupportedWeights(f"vLLM put adapters 1 to {num_slots} into slots {held}, not one after the other")
@@ -232,13 +228,11 @@ def record_slot(manager: Any, buffers: Mapping[str, Tensor], tensors: Sequence[T
     return first
 
 
-def _act_as_first(modules: Iterable[Any], num_slots: int) -> None:
-    """Have experts use every slot where they use the first: they skip a slot whose adapter came without their factors,
-    whatever is written there later. (No other module of vLLM's keeps anything of a slot but its factors.)
-    """
-    for module in modules:
-        if hasattr(module, "adapter_enabled"):  # (slots + 1,), 0 or 1
-            module.adapter_enabled[1:num_slots] = module.adapter_enabled[0].clone()
+def _sampled(buffers: Iterable[str], tensors: Sequence[TensorMeta]) -> set[str]:
+    """The buffers of the first layer of each kind, and those of no layer."""
+    kinds = layers_by_kind((meta.name, (meta.shape, meta.dtype)) for meta in tensors)
+    others = {layer for layers in kinds for layer in layers[1:]}
+    return {name for name in buffers if layer_of(name) not in others}
 
 
 def _only(whole: DestLayout, names: Mapping[str, str]) -> DestLayout:

@@ -82,7 +82,7 @@ class Manager:
 
 
 def factors_of(num_layers: int) -> list[TensorMeta]:
-    """Of every expert, as the trainer sends them."""
+    """The factors of every expert, as the trainer sends them."""
     return [
         TensorMeta(f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{part}_proj.{side}", shape, "float32")
         for layer in range(num_layers)

@@ -10,7 +10,7 @@ import pytest
 
 from conf.schema import ClusterConfig, RunConfig
 from orchestrator.cluster import own_ray
-from orchestrator.cluster.own_ray import OwnRay, begun
+from orchestrator.cluster.own_ray import OwnRay, starting_ray
 from orchestrator.errors import PlacementError
 from orchestrator.files.run_folder import RunFolder
 
@@ -56,12 +56,12 @@ async def test_it_ends_with_the_run_and_is_not_begun_beside_another_cluster(
     monkeypatch.setattr(own_ray, "OwnRay", BusyMachine)
     machines: list[BusyMachine] = []
     with pytest.raises(RuntimeError, match="no such row"):
-        async with begun(RunConfig(), RunFolder(tmp_path)) as own:
+        async with starting_ray(RunConfig(), RunFolder(tmp_path)) as own:
             assert isinstance(own, BusyMachine)
             machines.append(own)
             raise RuntimeError("no such row")
     assert [machine.happened for machine in machines] == [["began", "ended"]]
-    async with begun(RunConfig(cluster=ClusterConfig(ray_address="auto")), RunFolder(tmp_path)) as none:
+    async with starting_ray(RunConfig(cluster=ClusterConfig(ray_address="auto")), RunFolder(tmp_path)) as none:
         assert none is None
 
 
