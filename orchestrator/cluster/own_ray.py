@@ -1,11 +1,11 @@
 # pyright: strict
 """The servers of the run's own Ray cluster, in a process beside the controller.
 
-    async with starting_ray(config, folder) as own:      the process starts; this one may import Ray meanwhile, which takes 1 s
-        address = await own.address()             its servers are up
+    async with starting_ray(config, folder) as own:    the process starts; meanwhile this one may import Ray (1 s)
+        address = await own.address()                  its servers are up
         ...
-        why = await own.lost()                    never, unless a server ends by itself
-                                                  on leaving: all that the process started has ended
+        why = await own.lost()                         never, unless a server ends by itself
+                                                       on leaving: all that the process started has ended
 
 Owns: that process (ray_host.py), its environment, the token, and the private folder. Does not own: what is done in the
 cluster (ray_cluster.py). Imports no Ray.
