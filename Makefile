@@ -18,7 +18,7 @@ ENGINE_CPU_old = $(filter-out DNNL_% ATEN_%,$(CPU_old))
 
 LOCKED := -q --generate-hashes --no-header --no-annotate
 
-.PHONY: help setup quickstart test unit contract system lint style lock oracles tensorboard docs docs-serve
+.PHONY: help setup quickstart test unit contract system long lint style lock oracles tensorboard docs docs-serve
 
 help:            ## This list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | column -t -s "$$(printf '\t')"
@@ -44,6 +44,9 @@ contract: setup   ## Real Mooncake, real vLLM loaders, real processes, a real br
 
 system: setup     ## Real Ray, vLLM, Mooncake and FSDP2 together
 	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(PY) -m pytest tests/system -q $(SHARED) -o timeout=600 --durations=40
+
+long: setup       ## What is learned in many steps; before a release, beside what CI runs
+	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(PY) -m pytest tests/long -q $(SHARED) -o timeout=900 --durations=40
 
 lint: style       ## What pre-commit checks: style, and types, which take two minutes of a core
 	@.venv/bin/basedpyright

@@ -25,10 +25,11 @@ def main(tickets: list[int]) -> None:
     cluster = Cluster()
     nodes = {
         address: cluster.add_node(
-            node_ip_address=address, num_cpus=1, object_store_memory=100 << 20, include_dashboard=False
+            node_ip_address=address, num_cpus=1, object_store_memory=100 << 20, include_dashboard=False,
+            no_monitor=True, include_log_monitor=False,  # two processes, which import Ray
         )
         for address in (f"127.0.0.{number + 2}" for number in range(len(tickets)))
-    }
+    }  # fmt: skip
     cluster.wait_for_nodes()
     ray.init(address=cluster.address, log_to_driver=False)
     taken = [{"CPU": 1 - left / 100, f"node:{address}": 0.01} for address, left in zip(nodes, tickets, strict=True)]

@@ -1,0 +1,5 @@
+"""What the long tests share with the system tests."""
+
+from __future__ import annotations
+
+from system.conftest import one_import_of_vllm  # noqa: F401 - a fixture
