@@ -33,8 +33,9 @@ from trainer.kernels.rms_norm import (
     rms_norm_triton,
     rotate_torch,
 )
-from trainer.weights import merge
-from trainer.weights.merge_kernel import merger
+from trainer.weights import fp8_kernels, merge, merge_kernel
+from trainer.weights.merge_operands import MergeOperands
+from trainer.weights.quantization import BLOCK
 from trainer.weights.row_runs import Rows
 
 
@@ -279,7 +280,10 @@ def merged_bands(base: Tensor, b: Tensor, a: Tensor, scale: float, rows: Rows, c
     base_GRN = rows.of(base)[..., columns]
     out_GRN = torch.full_like(base_GRN.transpose(1, 2), torch.nan).transpose(1, 2)
     skipped, first_row = divmod(rows.start, rows_a_factor)
-    merger(base_GRN, rows.of(b), a[skipped:, :, columns], scale, out_GRN, first_row, rows_a_factor, rows.pitch)()
+    operands = MergeOperands(
+        base_GRN, rows.of(b), a[skipped:], scale, first_row, rows_a_factor, rows.pitch, columns.start
+    )  # fmt: skip
+    merge_kernel.merger(operands, out_GRN)()
     return out_GRN
 
 
@@ -300,8 +304,8 @@ def case_merge(device: str) -> None:
         everything = slice(0, WIDTH)
         whole = merged_bands(base, b, a, scale, Rows(0, len(base)), everything)[0]
         wanted = torch.empty(base.shape, dtype=dtype)
-        bands = (base.cpu()[None], b.cpu()[None], a.cpu(), scale, wanted[None])
-        merge.merger(*bands, first_row=0, rows_a_factor=rows_a_factor)()
+        operands = MergeOperands(base.cpu()[None], b.cpu()[None], a.cpu(), scale, 0, rows_a_factor)
+        merge.merger(operands, wanted[None])()
         assert_near(whole.cpu(), wanted, f"whole {dtype}")
         for rows, columns in (
             (Rows(TILE_ROWS, 2 * rows_a_factor), everything),  # from amid one A to amid another
@@ -313,3 +317,54 @@ def case_merge(device: str) -> None:
         ):
             merged = merged_bands(base, b, a, scale, rows, columns)
             assert torch.equal(merged, rows.of(whole)[..., columns]), (rows, columns, dtype)
+
+
+def case_block_fp8(device: str) -> None:
+    """Scales of blocks, and the cast to FP8, of the merge kernel's own values: the bits of torch's operations.
+
+    Rows of blocks are of 50 rows here, so that tiles begin, end and lie amid them; some rows are in no block. On a CPU
+    the inputs are small integers, as in case_merge, and quotients are not cast: Triton's interpreter forgets the carry
+    of a rounding to FP8.
+    """
+    num_factors, rows_a_factor, width = 2, TILE_ROWS + 22, BLOCK + 40
+    shapes = [(num_factors * rows_a_factor, width), (num_factors * rows_a_factor, 4), (num_factors, 4, width)]
+    drawn = [draw(*shape, device=device, seed=seed) for seed, shape in enumerate(shapes)]
+    scale = 0.7
+    if device == "cpu":
+        drawn, scale = [(2 * values).round() for values in drawn], 0.5
+    b, a = drawn[1:]
+    row_block = torch.arange(num_factors * rows_a_factor, dtype=torch.int32, device=device) // 50
+    num_blocks = int(row_block[-1]) + 1
+    row_block[100:130] = num_blocks
+    for (place, dtype), rank in itertools.product(enumerate(dtypes_of(device)), (4, 0)):
+        if not is_tried(device, place, rank // 4):
+            continue
+        base = drawn[0].to(dtype, copy=True)
+        base[50:100, BLOCK:] = 0.0
+        operands = MergeOperands(base[None], b[None, :, :rank], a[:, :rank], scale, 0, rows_a_factor)
+        merged = torch.empty(base.shape, device=device)
+        merge_kernel.merger(operands, merged[None])()
+        scales = torch.zeros(num_blocks + 1, -(-width // BLOCK), device=device)
+        fp8_kernels.measurer(operands, row_block[None], scales)()
+        wanted = torch.zeros_like(scales)
+        for block, columns in enumerate(merged.abs().split(BLOCK, dim=1)):
+            wanted[:, block].scatter_reduce_(0, row_block.long(), columns.amax(1), "amax")
+        assert torch.equal(scales[:-1], wanted[:-1]), (dtype, rank)
+        assert not scales[-1].any()
+        scales = (scales / torch.tensor(448.0, device=device)).masked_fill_(scales == 0, 1.0)
+        quotients = merged / scales[row_block.long()].repeat_interleave(BLOCK, 1)[:, :width]
+        values = quotients.clamp_(-448.0, 448.0).to(torch.float32 if device == "cpu" else torch.float8_e4m3fn)
+        for rows, first_column in (
+            (Rows(0, len(base)), 0),
+            (Rows(TILE_ROWS + 9, rows_a_factor), BLOCK - 3),
+            (Rows(3, 30, 4, rows_a_factor // 2), 17),
+        ):
+            skipped, first_row = divmod(rows.start, rows_a_factor)
+            part = MergeOperands(
+                rows.of(base)[..., first_column:], rows.of(b)[..., :rank], a[skipped:, :rank], scale, first_row,
+                rows_a_factor, rows.pitch, first_column,
+            )  # fmt: skip
+            out = torch.zeros(part.base_GRN.transpose(1, 2).shape, dtype=values.dtype, device=device).transpose(1, 2)
+            fp8_kernels.caster(part, rows.of(row_block), scales, 448.0, out)()
+            wanted = rows.of(values.float())[..., first_column:]
+            assert torch.equal(out.float(), wanted), (rows, first_column, dtype, rank)

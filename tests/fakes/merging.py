@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trainer.weights.merge import merger
+from trainer.weights.merge_operands import MergeOperands
 
 
 def merge_rows(
@@ -12,7 +13,7 @@ def merge_rows(
     first_row: int, rows_a_factor: int, first_column: int = 0,
 ) -> None:  # fmt: skip
     """See `trainer.weights.merge.merger`."""
-    merger(
-        base_RN[None], b_RK[None], a_EKN, scale, out_RN[None],
-        first_row=first_row, rows_a_factor=rows_a_factor, first_column=first_column,
-    )()  # fmt: skip
+    operands = MergeOperands(
+        base_RN[None], b_RK[None], a_EKN, scale, first_row, rows_a_factor, first_column=first_column
+    )  # fmt: skip
+    merger(operands, out_RN[None])()

@@ -162,6 +162,9 @@ class TrainerWeightSource:
         tensor, run, out = item.read.tensor, item.run, item.out(slot)
         if isinstance(run, RowRun) and tensor not in self._quantized:
             return run.writer(out, self._gathered_a)
+        if isinstance(run, RowRun):
+            assert self._scales is not None
+            return self._scales.writer(run, out, self._gathered_a)
         return lambda: self._write(tensor, run, out)
 
     def joined(self, reads: Sequence[PackedRead]) -> list[PackedRun]:
@@ -197,7 +200,7 @@ class TrainerWeightSource:
             self._scales.write_scales(run, out)
         elif self._scales is not None and tensor in self._quantized:
             assert isinstance(run, RowRun)
-            self._scales.write(run, out, self._gathered_a)
+            self._scales.writer(run, out, self._gathered_a)()
         else:
             run.write(out, self._gathered_a)
 

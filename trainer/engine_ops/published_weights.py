@@ -14,6 +14,7 @@ from torch import Tensor
 from trainer.lora import Linear
 from trainer.moe.experts import Experts
 from trainer.weights.merge import merger
+from trainer.weights.merge_operands import MergeOperands
 
 
 def published_linears(linears: Sequence[Linear], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -71,12 +72,12 @@ def _write(module: Linear | Experts, base: Tensor, a: Tensor, b: Tensor, out: Te
         return
     assert module.lora is not None
     rows, columns, rank = base.shape[-2], base.shape[-1], a.shape[-2]
-    merger(
+    operands = MergeOperands(
         base.detach().view(1, -1, columns),
         b.detach().view(1, -1, rank),
         a.detach().view(-1, rank, columns),
         module.lora.scale,
-        out.view(1, -1, columns),
         first_row=0,
         rows_a_factor=rows,
-    )()
+    )
+    merger(operands, out.view(1, -1, columns))()

@@ -10,8 +10,11 @@ The rule is act_quant's: divide by amax / 448, cast. vLLM's per_block_cast_to_fp
 by the reciprocal of the same scale instead, which may choose the neighbouring FP8 value; they can read what is written
 here. A correctly rounded division has the same bits on every device.
 
-Owns: scales and their lifetime between begin() and end(), and the cast. Does not own: the merge (merge.py), names
-and shapes (quantization.py), what a rank holds (shards.py).
+As in merge.py there are two forms: on CUDA the kernels of fp8_kernels.py, one launch per parameter and per run of rows,
+without scratch; elsewhere torch, chunk by chunk.
+
+Owns: scales, which are valid between begin() and end(), and the cast. Does not own: the merge (merge.py), names and
+shapes (quantization.py), what a rank holds (shards.py).
 
 Invariant: a value and its scale do not depend on how ranks cut rows, nor on which rectangle is asked for.
 
@@ -21,8 +24,9 @@ Shapes: R rows, N columns, B blocks along the columns.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -31,8 +35,8 @@ from torch import Tensor
 from trainer.errors import LayoutError
 from trainer.weights.quantization import (
     BLOCK,
+    MERGE_ROWS,
     SCALE_SUFFIX,
-    chunk_rows,
     held_bytes,
     owned_blocks,
     scale_shape,
@@ -112,18 +116,19 @@ class BlockScales:
         size = 0
         for parts in _by_parameter(held):
             size += self._add_stack(parts, size)
-        self._num_scales = size
-        self._flat: Tensor | None = None
+        self._flat = torch.zeros(size, dtype=torch.float32, device=self._device)
+        """Kept from publish to publish, because prepared kernel arguments hold its address."""
+        self._is_computed = False
         self._share(shapes)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held from begin() to end(), including begin()'s mask and all-reduced blocks."""
-        return held_bytes(self._num_scales, self._num_shared)
+        """Bytes of the scales, and of begin()'s mask and all-reduced blocks."""
+        return held_bytes(len(self._flat), self._num_shared)
 
     @property
     def scratch_bytes(self) -> int:
-        """Scratch bytes of one step of compute() or write(), without the merge's own."""
+        """Scratch bytes of one step of compute() or of a write, without the merge's own."""
         return scratch_bytes((stack.num_columns for stack in self._stacks.values()), self._device.type)
 
     def shards(self) -> list[SourceShard]:
@@ -137,23 +142,22 @@ class BlockScales:
     @torch.no_grad()
     def compute(self, gathered_a: dict[str, Tensor]) -> None:
         """Fill the buffer from the live weights. Collective."""
-        flat = torch.zeros(self._num_scales, dtype=torch.float32, device=self._device)
+        flat = self._flat.zero_()
         for stack in self._stacks.values():
-            scales = stack.scales(flat)
-            for _, rows, merged_RBK in self._merged(stack, stack.run, gathered_a):
-                amax_RB = merged_RBK.abs_().amax(-1)
-                scales.scatter_reduce_(0, rows[:, None].expand_as(amax_RB), amax_RB, "amax")
+            self._measure(stack, gathered_a)
         if self._num_shared:
             shared = torch.zeros(self._num_shared, dtype=torch.float32, device=self._device)
             shared[self._at_shared] = flat[self._at_flat]
             dist.all_reduce(shared, dist.ReduceOp.MAX)
             flat[self._at_flat] = shared[self._at_shared]
-        flat.div_(FP8_MAX)
-        self._flat = flat.masked_fill_(flat == 0, 1.0)
+        # torch multiplies a CUDA tensor by the reciprocal of a number, but divides by a tensor.
+        flat.div_(torch.tensor(FP8_MAX, device=self._device))
+        flat.masked_fill_(flat == 0, 1.0)
+        self._is_computed = True
 
     def drop(self) -> None:
-        """Free the buffer."""
-        self._flat = None
+        """The scales are no longer those of the weights."""
+        self._is_computed = False
 
     def scale_run(self, tensor: str, region: Region) -> ScaleRun:
         """Where a rectangle of NAME.weight_scale_inv lies."""
@@ -170,12 +174,35 @@ class BlockScales:
         scales = run.rows.of(run.stack.scales(self._computed()))
         out.unflatten(0, scales.shape[:2]).copy_(scales[..., run.columns])
 
-    @torch.no_grad()
-    def write(self, run: RowRun, out_RN: Tensor, gathered_a: dict[str, Tensor]) -> None:
-        """Write quantized rows into `out`, float8_e4m3fn of run.shape, any strides."""
+    def writer(self, run: RowRun, out_RN: Tensor, gathered_a: dict[str, Tensor]) -> Callable[[], object]:
+        """A function that writes quantized rows into `out`, float8_e4m3fn of run.shape, any strides; callable while
+        scales are computed, as long as parameters and gathered A stay where they are.
+        """
         if out_RN.dtype != torch.float8_e4m3fn:
             raise LayoutError(f"a block-FP8 tensor is asked for as {out_RN.dtype}: the engine does not hold it in FP8")
         stack = self._stacks[id(run.parameter)]
+        if self._device.type != "cuda":
+            return partial(self._write_on_host, stack, run, out_RN, gathered_a)
+        from trainer.weights import fp8_kernels  # needs Triton, which a CPU host may lack
+
+        out_GRN = out_RN.view(run.rows.num_bands, run.rows.height, out_RN.shape[1])
+        row_block_GR = run.rows.of(stack.row_block_R)
+        return fp8_kernels.caster(run.operands(gathered_a), row_block_GR, stack.scales(self._flat), FP8_MAX, out_GRN)
+
+    def _measure(self, stack: _Stack, gathered_a: dict[str, Tensor]) -> None:
+        """Raise a parameter's scales, zeros, to the largest absolute value of each block."""
+        scales = stack.scales(self._flat)
+        if self._device.type == "cuda":
+            from trainer.weights import fp8_kernels
+
+            fp8_kernels.measurer(stack.run.operands(gathered_a), stack.row_block_R[None], scales)()
+            return
+        for _, rows, merged_RBK in self._merged(stack, stack.run, gathered_a):
+            amax_RB = merged_RBK.abs_().amax(-1)
+            scales.scatter_reduce_(0, rows[:, None].expand_as(amax_RB), amax_RB, "amax")
+
+    @torch.no_grad()
+    def _write_on_host(self, stack: _Stack, run: RowRun, out_RN: Tensor, gathered_a: dict[str, Tensor]) -> None:
         assert run.columns is not None
         blocks = slice(run.columns.start // BLOCK, -(-run.columns.stop // BLOCK))
         scales_RB = stack.scales(self._computed())[:, blocks]
@@ -186,7 +213,7 @@ class BlockScales:
             out_RN[first : first + len(rows)].copy_(merged_RN)
 
     def _computed(self) -> Tensor:
-        if self._flat is None:
+        if not self._is_computed:
             raise LayoutError("block scales are read outside begin() and end()")
         return self._flat
 
@@ -202,7 +229,7 @@ class BlockScales:
         first_block, stop_block = columns.start // BLOCK, -(-columns.stop // BLOCK)
         width = (stop_block - first_block) * BLOCK
         inside = slice(columns.start - first_block * BLOCK, columns.stop - first_block * BLOCK)
-        for first, rows in run.rows.parts(chunk_rows(width // BLOCK, self._device.type)):
+        for first, rows in run.rows.parts(MERGE_ROWS):
             merged = torch.zeros(len(rows), width, dtype=torch.float32, device=self._device)
             replace(run, rows=rows).write(merged[:, inside], gathered_a)
             yield first, rows.of(stack.row_block_R).flatten().long(), merged.view(len(rows), width // BLOCK, BLOCK)

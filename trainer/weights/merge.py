@@ -22,6 +22,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from trainer.weights.merge_operands import MergeOperands
+
 BLOCK_ROWS = 256
 """Rows of one product. Larger means fewer kernels, smaller means less scratch and less waste at the edges of a
 rectangle.
@@ -38,50 +40,33 @@ def merge_scratch_bytes(in_features: int, rank: int, device: torch.device) -> in
     return 4 * (BLOCK_ROWS * in_features + BLOCK_ROWS * rank + rank * in_features)
 
 
-def merger(
-    base_GRN: Tensor,
-    b_GRK: Tensor,
-    a_EKN: Tensor,
-    scale: float,
-    out_GRN: Tensor,
-    *,
-    first_row: int,
-    rows_a_factor: int,
-    pitch: int = 0,
-    first_column: int = 0,
-) -> Callable[[], object]:
+def merger(operands: MergeOperands, out_GRN: Tensor) -> Callable[[], object]:
     """A function that writes base + (scale * b) @ a[:, :, columns] into `out`, computed in float32, cast to out.dtype.
 
-    Weights lie one below the other, each with its own A. A single band may run through several weights; each of several
-    bands lies in one weight. The function keeps the tensors, and may be called again after their values changed.
+    The function keeps the tensors, and may be called again after their values changed.
 
     Args:
-        base_GRN: bands of rows of frozen weights, any float dtype.
-        b_GRK: the rows of B that belong to them; float32 or bfloat16 (trainer.lora.dtype).
-        a_EKN: whole factors A, in the format of B: a[0] belongs to rows 0 .. rows_a_factor - 1, a[1] to the next ones.
-        scale: alpha / rank.
-        out_GRN: any strides and float dtype, on the same device.
-        first_row: index of base's first row, counted from the first row under a[0].
-        rows_a_factor: rows under one A.
-        pitch: rows from a band's first one to the next band's; ignored for one band.
-        first_column: the column of A that belongs to base's first column.
+        operands: Base and factors.
+        out_GRN: Any strides and float dtype, on the same device.
     """
-    num_columns = base_GRN.shape[2]
-    if base_GRN.is_cuda:
+    if operands.base_GRN.is_cuda:
         from trainer.weights import merge_kernel  # needs Triton, which a CPU host may lack
 
-        columns = a_EKN[:, :, first_column : first_column + num_columns]
-        return merge_kernel.merger(base_GRN, b_GRK, columns, scale, out_GRN, first_row, rows_a_factor, pitch)
+        return merge_kernel.merger(operands, out_GRN)
+    a_EKN, rows_a_factor = operands.a_EKN, operands.rows_a_factor
 
     def merge_on_host() -> None:
         """Band by band, factor by factor."""
-        for band, (base_RN, b_RK, out_RN) in enumerate(zip(base_GRN, b_GRK, out_GRN, strict=True)):
+        bands = zip(operands.base_GRN, operands.b_GRK, out_GRN, strict=True)
+        for band, (base_RN, b_RK, out_RN) in enumerate(bands):
             done = 0
             while done < len(base_RN):
-                factor, place = divmod(first_row + band * pitch + done, rows_a_factor)
+                factor, place = divmod(operands.first_row + band * operands.pitch + done, rows_a_factor)
                 count = min(rows_a_factor - place, len(base_RN) - done)
                 rows = slice(done, done + count)
-                _merge_with_torch(base_RN[rows], b_RK[rows], a_EKN[factor], scale, out_RN[rows], place, first_column)
+                _merge_with_torch(
+                    base_RN[rows], b_RK[rows], a_EKN[factor], operands.scale, out_RN[rows], place, operands.first_column
+                )
                 done += count
 
     return merge_on_host

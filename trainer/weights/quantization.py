@@ -28,8 +28,6 @@ WEIGHT_DTYPE, SCALE_DTYPE = "float8_e4m3fn", "float32"
 SCALE_SUFFIX = "_scale_inv"
 MERGE_ROWS = 256
 """BLOCK_ROWS of merge.py, which needs torch."""
-CUDA_CHUNK_ELEMENTS = 16 << 20
-"""64 MiB as float32. The host launches a dozen kernels per chunk; for 16 MiB that takes it longer than the GPU."""
 _NEVER = ("embed_tokens", "lm_head", "norm", "layernorm")
 """Ends of the names of modules that vLLM keeps in the model's own format."""
 
@@ -127,21 +125,15 @@ def shared_blocks(ranges: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def held_bytes(num_scales: int, num_shared: int) -> int:
-    """Bytes that begin() takes: the scales, a mask of them, and the blocks that several ranks touch."""
+    """Bytes of the scales, of a mask of them, and of the blocks that several ranks touch."""
     return 5 * num_scales + 4 * num_shared
 
 
-def chunk_rows(num_blocks: int, device: str) -> int:
-    """Rows that are merged and cast in one step: on a CPU one product of the merge, on a GPU enough to fill it."""
-    return MERGE_ROWS if device != "cuda" else max(MERGE_ROWS, CUDA_CHUNK_ELEMENTS // (num_blocks * BLOCK))
-
-
 def scratch_bytes(num_blocks: Iterable[int], device: str) -> int:
-    """Scratch of the largest step over matrices of these widths, in blocks, or over parts of their columns."""
-    widest = max(num_blocks, default=0)
-    sizes = {1, widest} if widest else set()
+    """Scratch of the largest step over matrices of these widths, in blocks; kernels on GPUs need none."""
+    widest = max(num_blocks, default=0) if device != "cuda" else 0
     # Merged values, a scale for every block of a row, and the numbers of the rows.
-    return max((chunk_rows(n, device) * (4 * n * BLOCK + 4 * n + 8) for n in sizes), default=0)
+    return MERGE_ROWS * (4 * widest * BLOCK + 4 * widest + 8) if widest else 0
 
 
 def _is_router(module: str) -> bool:

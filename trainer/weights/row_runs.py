@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.parallel import local_part
 from trainer.weights.merge import merger
+from trainer.weights.merge_operands import MergeOperands
 
 
 def local_rows(parameter: nn.Parameter) -> Tensor:
@@ -167,21 +168,29 @@ class RowRun:
 
     def writer_of_bands(self, out: Tensor, gathered_a: dict[str, Tensor]) -> Callable[[], object]:
         """As writer(), but the bands of `out` may have any distance: its first dim counts bands."""
-        base = self.rows.of(local_rows(self.parameter))
-        if self.columns is not None:
-            base = base[..., self.columns]
         if self.delta is None:
-            return partial(out.copy_, base)
+            return partial(out.copy_, self._base())
+        return merger(self.operands(gathered_a), out)
+
+    def operands(self, gathered_a: dict[str, Tensor]) -> MergeOperands:
+        """What merges into these rows of a matrix; of rank 0 where nothing does."""
         assert self.columns is not None
+        base = self._base()
+        if self.delta is None:
+            b, a = base[..., :0], base.new_empty(1, 0, self.columns.stop)
+            return MergeOperands(base, b, a, 0.0, 0, self.rows.height, self.rows.pitch, self.columns.start)
         skipped, first_row = divmod(self.delta.first_row + self.rows.start, self.delta.rows_a_factor)
-        return merger(
+        return MergeOperands(
             base,
             self.rows.of(local_rows(self.delta.b_parameter)),
             self.delta.a(gathered_a)[skipped:],
             self.delta.scale,
-            out,
-            first_row=first_row,
-            rows_a_factor=self.delta.rows_a_factor,
-            pitch=self.rows.pitch,
-            first_column=self.columns.start,
+            first_row,
+            self.delta.rows_a_factor,
+            self.rows.pitch,
+            self.columns.start,
         )
+
+    def _base(self) -> Tensor:
+        base = self.rows.of(local_rows(self.parameter))
+        return base if self.columns is None else base[..., self.columns]

@@ -1,0 +1,168 @@
+"""Block scales and the cast to block-FP8 of merged weights: two Triton kernels around merge_kernel.py's tile.
+
+Owns only the kernels; `block_scales.py` calls them, says what they compute and holds the torch form. Both compute the
+merged values of a tile anew and keep them in registers, so that a cast reads the base once and writes one byte a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainer.weights.merge_kernel import NOT_SPECIALIZED, TILE_COLUMNS, merged_tile, tile_rows, tiles_of
+from trainer.weights.merge_operands import MergeOperands
+from trainer.weights.quantization import BLOCK
+
+assert BLOCK % TILE_COLUMNS == 0, "a tile's columns must lie in one block"
+
+
+@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "num_scale_rows"])
+def _largest_of_blocks(
+    base_ptr,
+    b_ptr,
+    a_ptr,
+    scale,
+    num_rows,
+    num_columns,
+    skipped_rows,
+    first_tile,
+    band_rows,
+    tiles_a_band,
+    first_row,
+    pitch,
+    rows_a_factor,
+    base_band_stride,
+    base_stride,
+    b_band_stride,
+    b_stride,
+    a_stack_stride,
+    a_stride,
+    row_block_ptr,
+    row_block_band_stride,
+    scales_ptr,
+    scales_stride,
+    num_scale_rows,
+    FP8_BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
+    PADDED_RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """scales[row_block[row], column // FP8_BLOCK] = max(itself, |merged|) over a tile. Scales are 0 before."""
+    band, at, is_row = tile_rows(num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column = columns < num_columns
+    factor = (first_row + band * pitch) // rows_a_factor
+    merged = merged_tile(
+        base_ptr + band * base_band_stride, b_ptr + band * b_band_stride, a_ptr + factor * a_stack_stride, scale,
+        at, is_row, columns, is_column, base_stride, b_stride, a_stride,
+        RANK, PADDED_RANK, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+    )  # fmt: skip
+    largest = tl.max(tl.abs(merged), 1)
+    row_block = tl.load(row_block_ptr + band * row_block_band_stride + at, mask=is_row, other=num_scale_rows)
+    first = tl.min(row_block, 0)
+    last = tl.max(tl.where(row_block < num_scale_rows, row_block, -1), 0)
+    column_block = tl.program_id(0) * BLOCK_N // FP8_BLOCK
+    for one in range(first, last + 1):  # a tile of 64 rows lies in few blocks
+        of_block = tl.max(tl.where(row_block == one, largest, 0.0), 0)
+        tl.atomic_max(scales_ptr + one * scales_stride + column_block, of_block, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "first_column"])
+def _cast_to_blocks(
+    base_ptr,
+    b_ptr,
+    a_ptr,
+    scale,
+    num_rows,
+    num_columns,
+    skipped_rows,
+    first_tile,
+    band_rows,
+    tiles_a_band,
+    first_row,
+    pitch,
+    rows_a_factor,
+    base_band_stride,
+    base_stride,
+    b_band_stride,
+    b_stride,
+    a_stack_stride,
+    a_stride,
+    row_block_ptr,
+    row_block_band_stride,
+    scales_ptr,
+    scales_stride,
+    first_column,
+    out_ptr,
+    out_band_stride,
+    out_stride,
+    out_column_stride,
+    LARGEST: tl.constexpr,
+    FP8_BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
+    PADDED_RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out = merged / its block's scale, in the format of `out`. The first column is the weight's `first_column`."""
+    band, at, is_row = tile_rows(num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column = columns < num_columns
+    factor = (first_row + band * pitch) // rows_a_factor
+    merged = merged_tile(
+        base_ptr + band * base_band_stride, b_ptr + band * b_band_stride, a_ptr + factor * a_stack_stride, scale,
+        at, is_row, columns, is_column, base_stride, b_stride, a_stride,
+        RANK, PADDED_RANK, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+    )  # fmt: skip
+    inside = is_row[:, None] & is_column[None, :]
+    row_block = tl.load(row_block_ptr + band * row_block_band_stride + at, mask=is_row, other=0).to(tl.int64)
+    column_block = (first_column + columns) // FP8_BLOCK
+    scales = tl.load(scales_ptr + row_block[:, None] * scales_stride + column_block[None, :], mask=inside, other=1.0)
+    quotient = tl.clamp(tl.div_rn(merged, scales), -LARGEST, LARGEST)
+    out = out_ptr + band * out_band_stride
+    out += at[:, None] * out_stride + columns[None, :].to(tl.int64) * out_column_stride
+    tl.store(out, quotient.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def measurer(operands: MergeOperands, row_block_GR: Tensor, scales: Tensor) -> Callable[[], object]:
+    """A function that raises `scales`, zeros before, to the largest absolute value of each block: one launch.
+
+    Args:
+        operands: Rows with all their columns.
+        row_block_GR: int32, rows contiguous within a band; the row of `scales` that each row belongs to. Rows of the
+            last row of `scales` are left out.
+        scales: Float32, columns contiguous.
+    """
+    tiles = tiles_of(operands)
+    launch: Any = _largest_of_blocks[tiles.grid]
+    blocks = (row_block_GR, tiles.band_stride(row_block_GR), scales, scales.stride(0), len(scales) - 1)
+    return partial(launch, *tiles.arguments, *blocks, FP8_BLOCK=BLOCK, **tiles.constants)
+
+
+def caster(
+    operands: MergeOperands, row_block_GR: Tensor, scales: Tensor, largest: float, out_GRN: Tensor
+) -> Callable[[], object]:
+    """A function that writes merged / scale, cut off at `largest`, into `out`, float8_e4m3fn: one launch.
+
+    Args:
+        operands: Rows with some or all of their columns.
+        row_block_GR: As for measurer().
+        scales: Likewise; those of all columns.
+        largest: Largest finite value of the format.
+        out_GRN: Any strides.
+    """
+    tiles = tiles_of(operands)
+    launch: Any = _cast_to_blocks[tiles.grid]
+    blocks = (row_block_GR, tiles.band_stride(row_block_GR), scales, scales.stride(0), operands.first_column)
+    places = (out_GRN, tiles.band_stride(out_GRN), out_GRN.stride(1), out_GRN.stride(2))
+    return partial(launch, *tiles.arguments, *blocks, *places, LARGEST=largest, FP8_BLOCK=BLOCK, **tiles.constants)
