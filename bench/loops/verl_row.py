@@ -9,7 +9,9 @@ SITE comes before all other packages, because verl 0.9.1 takes transformers belo
 verl takes a class from it that TRL 1.16 does not have any more. Colocated, verl shards the model
 over all GPUs of the job and has an engine on each, which sleeps while it trains. fully_async has its trainer on one GPU
 and its engine on the other; it samples as many batches ahead as our run's staleness lets ours. Trainers take FSDP1,
-verl's default: verl's FSDP2 shards the output layer by itself, and its fused loss then reads a shard.
+verl's default: verl's FSDP2 shards the output layer by itself, and its fused loss then reads a shard. With experts they
+take FSDP2 without the fused loss: PEFT reads the factors of experts without calling their modules, and FSDP1 then
+leaves them sharded.
 
 verl packs sequences only with flash-attn, which has no wheel for this torch: these rows train padded batches with sdpa.
 verl casts adapters to bfloat16, and so are the moments. The ratio is taken to the engine's log-probabilities
@@ -32,7 +34,7 @@ from typing import Any
 
 from bench.loops.reward import is_even
 from bench.loops.row_process import Job, answer
-from bench.loops.trl_row import drawn_model, tokenizer_of
+from bench.loops.trl_row import EXPERTS, drawn_model, tokenizer_of
 from orchestrator.files.telemetry import read_rows
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -52,7 +54,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     return is_even(data_source, solution_str, {})
 
 
-def options_of(job: Job, data: Path) -> list[str]:
+def options_of(job: Job, data: Path, *, has_experts: bool) -> list[str]:
     """The words after the module of the trainer (see `run`)."""
     actor, rollout, model = (f"actor_rollout_ref.{section}" for section in ("actor", "rollout", "model"))
     return [
@@ -62,7 +64,8 @@ def options_of(job: Job, data: Path) -> list[str]:
         "data.dataloader_num_workers=0",
         f"{model}.path={job.model}", f"{model}.lora_rank={job.rank}", f"{model}.lora_alpha={2 * job.rank}",
         f"{model}.target_modules=all-linear", f"{model}.lora.merge=true", f"{model}.use_remove_padding=false",
-        f"{model}.use_fused_kernels=true", f"+{model}.override_config.attn_implementation=sdpa",
+        f"{model}.use_fused_kernels={not has_experts}", f"+{model}.override_config.attn_implementation=sdpa",
+        f"{actor}.strategy={'fsdp2' if has_experts else 'fsdp'}",
         f"{actor}.fsdp_config.model_dtype=bf16", f"{actor}.optim.lr={job.lr}",
         f"{actor}.ppo_mini_batch_size={job.responses // job.group}", f"{actor}.use_dynamic_bsz=true",
         f"{actor}.ppo_max_token_len_per_gpu={job.microbatch_tokens}", f"{actor}.clip_ratio_high=0.28",
@@ -73,6 +76,7 @@ def options_of(job: Job, data: Path) -> list[str]:
         "trainer.logger=[console,file]", "trainer.val_before_train=false", "trainer.resume_mode=disable",
         "ray_kwargs.ray_init.num_cpus=64", f"+ray_kwargs.ray_init.object_store_memory={4 << 30}",
         "+ray_kwargs.ray_init.include_dashboard=false", "+ray_kwargs.ray_init.address=local",
+        *([f"+{model}.target_parameters=[{','.join(EXPERTS)}]"] if has_experts else []),
         *(_options_of_async(job) if job.is_async else _options_of_colocated(job)),
     ]  # fmt: skip
 
@@ -81,7 +85,6 @@ def _options_of_colocated(job: Job) -> list[str]:
     """Trainer and engines take turns at all GPUs."""
     rollout = "actor_rollout_ref.rollout"
     return [
-        "actor_rollout_ref.actor.strategy=fsdp",
         f"data.train_batch_size={job.responses // job.group}", f"trainer.total_training_steps={job.steps}",
         f"trainer.n_gpus_per_node={job.num_gpus}", f"{rollout}.max_num_seqs={job.responses}",
         f"{rollout}.gpu_memory_utilization=0.4",
@@ -99,7 +102,6 @@ def _options_of_async(job: Job) -> list[str]:
         f"async_training.concurrent_samples_per_replica={batches * groups}",
         f"{rollout}.max_num_seqs={batches * job.responses}", f"{rollout}.gpu_memory_utilization=0.9",
         f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={batches * (job.kv_cache_bytes or 0)}",
-        "actor_rollout_ref.actor.strategy=fsdp",
     ]  # fmt: skip
 
 
@@ -173,7 +175,7 @@ def run(job: Job) -> dict[str, Any]:
     columns |= {"data_source": ["bench"] * len(texts), "reward_model": [{"ground_truth": ""}] * len(texts)}
     pandas.DataFrame(columns).to_parquet(data)
     trainer = "experimental.fully_async_policy.fully_async_main" if job.is_async else "trainer.main_ppo"
-    command = [sys.executable, "-m", f"verl.{trainer}", *options_of(job, data)]
+    command = [sys.executable, "-m", f"verl.{trainer}", *options_of(job, data, has_experts="num_experts" in config)]
     process = subprocess.Popen(command, env=os.environ | {"VERL_FILE_LOGGER_PATH": str(metrics)}, cwd=folder)
     steps: list[tuple[float, dict[str, Any]]] = []
     end_at = time.monotonic() + job.peer_seconds
