@@ -25,8 +25,10 @@ Invariant: a pull that fails in any way leaves the rank DIRTY, and the next publ
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,6 +40,12 @@ if TYPE_CHECKING:
     from weight_sync.replica.receiver import (
         Receiver,  # imports torch; offers pass through the controller, which has none
     )
+    from weight_sync.transport.base import Transport
+
+
+NUM_READS = 2
+"""Transfers at once. At the first read of an allocation the link maps it, and copies nothing meanwhile; then the other
+transfer copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,21 +133,45 @@ def pull(receiver: Receiver, offer: Offer, *, timeout_s: float) -> Pulled:
         raise LinkMismatch(f"this rank reads over {link}, its peer offers {offer.link}")
     binding = receiver.begin(offer.version, offer.epoch, offer.plan)
     sizes = {param.name: param.num_bytes for param in receiver.sent_params}
+    addresses = [(binding.addresses[name], offer.binding.addresses[name]) for name in sizes]
     began = time.monotonic()
     try:
-        receiver.transport.read(
-            offer.binding.session,
-            [binding.addresses[name] for name in sizes],
-            [offer.binding.addresses[name] for name in sizes],
-            list(sizes.values()),
-            timeout_s=timeout_s,
-        )
+        _read(receiver.transport, offer.binding.session, addresses, list(sizes.values()), timeout_s)
     except TransportError:
         receiver.transport.reset(offer.binding.session)  # nothing of it may land after this
         raise
     read = time.monotonic()
     receiver.verify_at_rest(offer.version, offer.epoch, offer.plan, offer.hashes)
     return Pulled(sum(sizes.values()), read - began, time.monotonic() - read)
+
+
+def _read(
+    transport: Transport, session: str, addresses: Sequence[tuple[int, int]], sizes: Sequence[int], timeout_s: float
+) -> None:
+    """Read pieces at (address here, address there) in NUM_READS parts at once."""
+    with ThreadPoolExecutor(NUM_READS) as pool:
+        reads = [
+            pool.submit(
+                transport.read,
+                session,
+                [here for here, _ in addresses[part]],
+                [there for _, there in addresses[part]],
+                sizes[part],
+                timeout_s=timeout_s,
+            )
+            for part in parts_of(sizes, NUM_READS)
+        ]
+    for read in reads:
+        read.result()
+
+
+def parts_of(sizes: Sequence[int], count: int) -> list[slice]:
+    """Cut pieces, in their order, into at most `count` parts of about as many bytes each; none is empty."""
+    total = sum(sizes)
+    starts = itertools.accumulate(sizes, initial=0)
+    part_of = [start * count // (total + 1) for start, _ in zip(starts, sizes, strict=False)]
+    cuts = [0, *(index for index in range(1, len(part_of)) if part_of[index] != part_of[index - 1]), len(sizes)]
+    return [slice(first, stop) for first, stop in itertools.pairwise(cuts) if first < stop]
 
 
 def release(receiver: Receiver, offer: Offer) -> None:

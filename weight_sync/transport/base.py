@@ -33,7 +33,7 @@ were not tried with such pieces."""
 
 
 class Transport(Protocol):
-    """One process's end of a link. Thread-safe for concurrent transfers with different sessions."""
+    """One process's end of a link. Thread-safe: transfers may run at the same time, also with one session."""
 
     @property
     def link(self) -> str:

@@ -8,11 +8,13 @@ import pytest
 import torch
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 from fakes.publish import PlainEngine, engine_bytes, expected_of, repacked
+from hypothesis import given
+from hypothesis import strategies as st
 
 from weight_sync.errors import IntegrityError, LinkMismatch, PlanMismatch, ReplicaDirty, StaleEpoch, TransferFailed
 from weight_sync.integrity import hash_bytes
 from weight_sync.replica.receiver import Receiver
-from weight_sync.replica.recovery import Offer, layout_digest, make_offer, pull, release
+from weight_sync.replica.recovery import Offer, layout_digest, make_offer, parts_of, pull, release
 from weight_sync.typed_msgpack import pack, unpack
 
 DIGEST = "9f" * 32
@@ -147,3 +149,13 @@ def test_layout_digests_tell_ranks_apart_and_agree_between_replicas(pair: Pair) 
     digests = [[layout_digest(receiver.layout) for receiver in engine.receivers] for engine in (pair.peer, pair.fresh)]
     assert digests[0] == digests[1]
     assert digests[0][0] != digests[0][1]
+
+
+@given(sizes=st.lists(st.integers(0, 1 << 32), max_size=40), count=st.integers(1, 4))
+def test_parts_are_all_pieces_in_order_and_about_as_large(sizes: list[int], count: int) -> None:
+    parts = parts_of(sizes, count)
+    assert [index for part in parts for index in range(len(sizes))[part]] == list(range(len(sizes)))
+    assert all(part.start < part.stop for part in parts)
+    assert len(parts) <= count
+    for part in parts:
+        assert sum(sizes[part]) <= sum(sizes) / count + max(sizes) + 1
