@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.weights.merge_kernel import NOT_SPECIALIZED, TILE_COLUMNS, merged_tile, tile_rows, tiles_of
+from trainer.weights.merge_kernel import NOT_SPECIALIZED, TILE_COLUMNS, merged_tile, tiles_of
 from trainer.weights.merge_operands import MergeOperands
 from trainer.weights.quantization import BLOCK
 
@@ -56,14 +56,10 @@ def _largest_of_blocks(
     PRECISION: tl.constexpr,
 ):
     """scales[row_block[row], column // FP8_BLOCK] = max(itself, |merged|) over a tile. Scales are 0 before."""
-    band, at, is_row = tile_rows(num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_column = columns < num_columns
-    factor = (first_row + band * pitch) // rows_a_factor
-    merged = merged_tile(
-        base_ptr + band * base_band_stride, b_ptr + band * b_band_stride, a_ptr + factor * a_stack_stride, scale,
-        at, is_row, columns, is_column, base_stride, b_stride, a_stride,
-        RANK, PADDED_RANK, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+    merged, band, at, is_row, _, _ = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        base_ptr, b_ptr, a_ptr, scale, num_rows, num_columns, skipped_rows, first_tile, band_rows, tiles_a_band,
+        first_row, pitch, rows_a_factor, base_band_stride, base_stride, b_band_stride, b_stride, a_stack_stride,
+        a_stride, RANK, PADDED_RANK, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
     )  # fmt: skip
     largest = tl.max(tl.abs(merged), 1)
     row_block = tl.load(row_block_ptr + band * row_block_band_stride + at, mask=is_row, other=num_scale_rows)
@@ -115,14 +111,10 @@ def _cast_to_blocks(
     PRECISION: tl.constexpr,
 ):
     """out = merged / its block's scale, in the format of `out`. The first column is the weight's `first_column`."""
-    band, at, is_row = tile_rows(num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_column = columns < num_columns
-    factor = (first_row + band * pitch) // rows_a_factor
-    merged = merged_tile(
-        base_ptr + band * base_band_stride, b_ptr + band * b_band_stride, a_ptr + factor * a_stack_stride, scale,
-        at, is_row, columns, is_column, base_stride, b_stride, a_stride,
-        RANK, PADDED_RANK, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+    merged, band, at, is_row, columns, is_column = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        base_ptr, b_ptr, a_ptr, scale, num_rows, num_columns, skipped_rows, first_tile, band_rows, tiles_a_band,
+        first_row, pitch, rows_a_factor, base_band_stride, base_stride, b_band_stride, b_stride, a_stack_stride,
+        a_stride, RANK, PADDED_RANK, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
     )  # fmt: skip
     inside = is_row[:, None] & is_column[None, :]
     row_block = tl.load(row_block_ptr + band * row_block_band_stride + at, mask=is_row, other=0).to(tl.int64)

@@ -29,28 +29,25 @@ NOT_SPECIALIZED = (
 
 
 @triton.jit
-def tile_rows(num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, BLOCK_M: tl.constexpr):
-    """A tile's band, its rows counted from row `skipped_rows` of the first band, and which of them there are."""
-    tile = tl.program_id(1) + first_tile
-    band = tile // tiles_a_band
-    rows = (tile % tiles_a_band) * BLOCK_M + tl.arange(0, BLOCK_M)
-    at = band * band_rows + rows - skipped_rows
-    is_row = (rows < band_rows) & (at >= 0) & (at < num_rows)
-    return band.to(tl.int64), (rows - skipped_rows).to(tl.int64), is_row
-
-
-@triton.jit
 def merged_tile(
     base_ptr,
     b_ptr,
     a_ptr,
     scale,
-    at,
-    is_row,
-    columns,
-    is_column,
+    num_rows,
+    num_columns,
+    skipped_rows,
+    first_tile,
+    band_rows,
+    tiles_a_band,
+    first_row,
+    pitch,
+    rows_a_factor,
+    base_band_stride,
     base_stride,
+    b_band_stride,
     b_stride,
+    a_stack_stride,
     a_stride,
     RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr,
@@ -59,7 +56,25 @@ def merged_tile(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Float32 values of a tile, 0 outside. Pointers are at row 0 of the tile's band, and at its factor A."""
+    """The program's tile, whose rows lie in one band, under one factor A. Pointers are at row `skipped_rows` of the
+    first band.
+
+    Returns:
+        The merged values, float32, 0 outside; the band; rows, counted from that of the pointers; which of them there
+        are; columns; which of them there are.
+    """
+    tile = tl.program_id(1) + first_tile
+    band = tile // tiles_a_band
+    rows = (tile % tiles_a_band) * BLOCK_M + tl.arange(0, BLOCK_M)
+    at = band * band_rows + rows - skipped_rows
+    is_row = (rows < band_rows) & (at >= 0) & (at < num_rows)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column = columns < num_columns
+    factor = (first_row + band * pitch) // rows_a_factor
+    band = band.to(tl.int64)
+    at = (rows - skipped_rows).to(tl.int64)
+    b_ptr += band * b_band_stride
+    a_ptr += factor.to(tl.int64) * a_stack_stride
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for first in tl.static_range(0, PADDED_RANK, BLOCK_K):
         ranks = first + tl.arange(0, BLOCK_K)
@@ -72,8 +87,9 @@ def merged_tile(
         )
         acc = tl.dot(b.to(tl.float32) * scale, a.to(tl.float32), acc, input_precision=PRECISION)
     inside = is_row[:, None] & is_column[None, :]
-    base = tl.load(base_ptr + at[:, None] * base_stride + columns[None, :], mask=inside, other=0.0)
-    return acc + base.to(tl.float32)
+    base = base_ptr + band * base_band_stride + at[:, None] * base_stride + columns[None, :]
+    merged = acc + tl.load(base, mask=inside, other=0.0).to(tl.float32)
+    return merged, band, at, is_row, columns, is_column
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -108,15 +124,11 @@ def _merge(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile; its rows lie in one band, under one factor A."""
-    band, at, is_row = tile_rows(num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_column = columns < num_columns
-    factor = (first_row + band * pitch) // rows_a_factor
-    merged = merged_tile(
-        base_ptr + band * base_band_stride, b_ptr + band * b_band_stride, a_ptr + factor * a_stack_stride, scale,
-        at, is_row, columns, is_column, base_stride, b_stride, a_stride,
-        RANK, PADDED_RANK, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+    """out = merged, in the format of `out`."""
+    merged, band, at, is_row, columns, is_column = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        base_ptr, b_ptr, a_ptr, scale, num_rows, num_columns, skipped_rows, first_tile, band_rows, tiles_a_band,
+        first_row, pitch, rows_a_factor, base_band_stride, base_stride, b_band_stride, b_stride, a_stack_stride,
+        a_stride, RANK, PADDED_RANK, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
     )  # fmt: skip
     out = out_ptr + band * out_band_stride
     out += at[:, None] * out_stride + columns[None, :].to(tl.int64) * out_column_stride
