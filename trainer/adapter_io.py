@@ -91,18 +91,19 @@ def save_adapter(decoder: Decoder, folder: Path | str, base: str | None = None) 
 
     Arguments and errors are those of `gather_adapter`.
     """
-    gathered = gather_adapter(decoder, base)
+    gathered = gather_adapter(decoder, base, lambda values: values.to("cpu", copy=True))
     if gathered is not None:
         gathered.write(folder)
     _wait_for_rank_0(decoder)
 
 
-def gather_adapter(decoder: Decoder, base: str | None = None) -> GatheredAdapter | None:
+def gather_adapter(decoder: Decoder, base: str | None, to_host: Callable[[Tensor], Tensor]) -> GatheredAdapter | None:
     """Collective: copy the adapter to rank 0's host memory; None on every other rank.
 
     Args:
         decoder: The policy.
         base: The base checkpoint's path, for whoever loads the adapter; None: none is named.
+        to_host: Copies a tensor.
 
     Raises:
         CheckpointError: the decoder has no adapters.
@@ -126,7 +127,7 @@ def gather_adapter(decoder: Decoder, base: str | None = None) -> GatheredAdapter
             for factor, parameter in (("A", module.lora_A), ("B", module.lora_B)):
                 values = whole(parameter)
                 if layout.rank == 0:
-                    tensors[f"{PREFIX}{name}.lora_{factor}.weight"] = values.to("cpu", copy=True)
+                    tensors[f"{PREFIX}{name}.lora_{factor}.weight"] = to_host(values)
         elif isinstance(module, Experts) and module.lora is not None:
             parameters |= {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
             for leaf, suffix in _EXPERT_MODULES.items():
@@ -135,8 +136,8 @@ def gather_adapter(decoder: Decoder, base: str | None = None) -> GatheredAdapter
                 if leaf == "gate_up" and module.gate_up_bias is not None:
                     b_ENR = interleave(b_ENR)
                 if layout.rank == 0:
-                    tensors[f"{PREFIX}{name}{suffix}.lora_A.weight"] = pack_expert_a(a_ERK).to("cpu", copy=True)
-                    tensors[f"{PREFIX}{name}{suffix}.lora_B.weight"] = pack_expert_b(b_ENR).to("cpu", copy=True)
+                    tensors[f"{PREFIX}{name}{suffix}.lora_A.weight"] = to_host(pack_expert_a(a_ERK))
+                    tensors[f"{PREFIX}{name}{suffix}.lora_B.weight"] = to_host(pack_expert_b(b_ENR))
     if layout.rank != 0:
         return None
     config = {

@@ -51,7 +51,8 @@ from trainer.model.shard_decoder import dense_trainable, expert_trainable
 from trainer.parallel import ParallelLayout, sharded_rows, take_device
 from trainer.process_group import ControlGroup
 from trainer.step.background_writes import BackgroundWrites
-from trainer.step.checkpoint_state import copied_to_host, read_rank_state, state_layout, write_rank_state
+from trainer.step.checkpoint_state import read_rank_state, state_layout, write_rank_state
+from trainer.step.host_copies import HostCopies
 from trainer.step.loss import LossAccumulator, policy_loss, sft_loss
 from trainer.step.microbatches import collate
 from trainer.step.optim import ShardedAdamW, TrainableShard
@@ -117,7 +118,7 @@ class TrainerRank:
         self._host, self._engine_ranks = host, engine_ranks
         self._parity = parity or ParityConfig()
         self._device = take_device(device, rank)
-        self._writes = BackgroundWrites()
+        self._writes, self._copies = BackgroundWrites(), HostCopies(self._device)
         self._control = ControlGroup(rank, world_size, rendezvous, self._device)
         torch.manual_seed(seed)
         self._policy_version = 0
@@ -178,6 +179,7 @@ class TrainerRank:
             is_packed=bool(report.num_packed_bytes), key=self._sync_key, host=self._host, device=self._device,
         )  # fmt: skip
         num_trainable = self._control.sum(sum(shard.values.numel() for shard in self._shards))
+        self._writes.begin(partial(self._copies.prepare, self._checkpoint_bytes()))
         return {
             "rank": self._rank,
             "device": str(self._device),
@@ -345,12 +347,14 @@ class TrainerRank:
         self._loaded()
         self._control.agree("folder and policy version", [str(folder), self._policy_version])
         progress = {"policy_version": self._policy_version, "num_updates": self._optimizer.num_updates}
-        copied = copied_to_host(self._state_tensors())
+        self._writes.finish()  # the memory for copies is prepared, and nothing is written from it any more
+        self._copies.begin()
+        copied = {name: self._copies.copy(tensor) for name, tensor in self._state_tensors().items()}
+        gathered = None if adapter is None else gather_adapter(self.decoder, self._base_path, self._copies.copy)
+        self._copies.wait()
         self._writes.begin(partial(write_rank_state, Path(folder), self._rank, copied, self._state_layout, progress))
-        if adapter is not None:
-            gathered = gather_adapter(self.decoder, self._base_path)
-            if gathered is not None:
-                self._writes.begin(partial(gathered.write, adapter))
+        if adapter is not None and gathered is not None:
+            self._writes.begin(partial(gathered.write, adapter))
 
     def has_written(self) -> bool:
         """Whether this rank's files of begin_checkpoint() are there. Raises what kept one from it, once."""
@@ -398,6 +402,14 @@ class TrainerRank:
     def _base_path(self) -> str | None:
         """The checkpoint that adapters are for."""
         return self._model.path if self._model.init is Init.checkpoint else None
+
+    def _checkpoint_bytes(self) -> int:
+        """Host memory that this rank's copies of a checkpoint take, on rank 0 with the whole adapter."""
+        tensors = self._state_tensors()
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        if self._rank == 0 and self._trainer.mode is TrainMode.lora:
+            num_bytes += self._world_size * sum(shard.values.nbytes for shard in self._shards)
+        return num_bytes
 
     def _state_tensors(self) -> dict[str, Tensor]:
         """Parameters, moments and random state of this rank, by name."""

@@ -24,13 +24,6 @@ from trainer.errors import CheckpointError
 FORMAT_VERSION = 1
 
 
-def copied_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous copies, also of what is on the host: it changes in the next step, and safetensors refuses tensors that
-    share storage, as shards of one buffer do.
-    """
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-
-
 def write_rank_state(
     folder: Path, rank: int, tensors: dict[str, Tensor], layout: dict[str, Any], progress: dict[str, int]
 ) -> None:
@@ -39,7 +32,7 @@ def write_rank_state(
     Args:
         folder: made if missing.
         rank: this rank.
-        tensors: name -> tensor, as copied_to_host() makes them.
+        tensors: name -> tensor on the host; nobody changes them meanwhile.
         layout: JSON facts that a reader must match exactly.
         progress: counters, e.g. {"policy_version": 12}.
     """

@@ -9,6 +9,7 @@ import json
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +44,7 @@ from conf.schema import (
 )
 from trainer.errors import CheckpointError, LayoutError, TrainerError
 from trainer.rank import TrainerRank
+from trainer.step.checkpoint_state import write_rank_state
 from trainer.types import Denominators
 from weight_sync.publish.packing import Packet
 
@@ -286,29 +288,38 @@ def test_resume_continues_bitwise_in_a_new_rank(tmp_path):
     assert are_equal(values_of(straight), values_of(resumed))
 
 
-def test_a_checkpoint_holds_what_was_when_it_began_though_steps_follow(tmp_path):
+def test_a_checkpoint_holds_what_was_when_it_began_though_steps_follow(tmp_path, monkeypatch):
+    """The next one uses the same memory, and holds what is then."""
+
     def step(rank: TrainerRank) -> None:
         samples = make_samples(version=rank.policy_version)
         rank.forward_backward([samples], count(samples, rank.policy_version))
         rank.optimizer_step()
 
+    def write_later(*arguments: Any) -> None:
+        assert may_write.wait(60), "nobody lets it write"
+        write_rank_state(*arguments)
+
+    monkeypatch.setattr("trainer.rank.write_rank_state", write_later)
     rank, may_write = make_rank(), threading.Event()
-    step(rank)
-    before = values_of(rank)
-    rank.save_adapter(tmp_path / "expected")
-    rank._writes.begin(lambda: None if may_write.wait(60) else pytest.fail("nobody lets it write"))
-    rank.begin_checkpoint(tmp_path / "trainer", tmp_path / "adapter")
-    step(rank)
-    assert not rank.has_written()
-    assert not are_equal(before, values_of(rank))
-    may_write.set()
-    rank._writes.finish()
-    assert rank.has_written()
-    resumed = make_rank()
-    resumed.load_state(tmp_path / "trainer")
-    assert are_equal(before, values_of(resumed))
-    for file in ("adapter_model.safetensors", "adapter_config.json"):
-        assert (tmp_path / "adapter" / file).read_bytes() == (tmp_path / "expected" / file).read_bytes()
+    for name in ("first", "second"):
+        step(rank)
+        before = values_of(rank)
+        rank.save_adapter(tmp_path / name / "expected")
+        may_write.clear()
+        rank.begin_checkpoint(tmp_path / name / "trainer", tmp_path / name / "adapter")
+        step(rank)
+        assert not rank.has_written()
+        assert not are_equal(before, values_of(rank))
+        may_write.set()
+        rank._writes.finish()
+        assert rank.has_written()
+        resumed = make_rank()
+        resumed.load_state(tmp_path / name / "trainer")
+        assert are_equal(before, values_of(resumed))
+        for file in ("adapter_model.safetensors", "adapter_config.json"):
+            written, expected = (tmp_path / name / folder / file for folder in ("adapter", "expected"))
+            assert written.read_bytes() == expected.read_bytes()
 
 
 def test_a_state_of_another_layout_is_refused_before_anything_changes(tmp_path):
