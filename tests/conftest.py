@@ -7,7 +7,7 @@ import multiprocessing.util
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import psutil
@@ -16,6 +16,14 @@ from cases.mapped_files import maps_of
 from longest_first import longest_first
 
 from rollout.engine.engine_options import compile_cache
+from weight_sync.gc_freeze import frozen_imports
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Files import torch and vLLM, whose millions of objects no collection of garbage needs to visit again."""
+    with frozen_imports():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -43,7 +43,6 @@ LONGEST_FIRST = (
     "contract/test_engine_vllm.py",
     "contract/test_parity_faults.py",
     "contract/test_recorder_vllm.py",
-    "contract/test_recorder_fp8.py",
     "contract/test_fork_server.py",
     "contract/test_sampling_options.py",
     "system/test_learning.py",

@@ -1,6 +1,6 @@
 """Records an engine's layouts without starting it: builds its model class on meta, rank by rank, in its own process.
 
-    python -m rollout.layouts.meta_engine REQUEST.json LAYOUTS   started by offline_layout.py, which says what both hold
+    python -m rollout.layouts REQUEST.json LAYOUTS       started by offline_layout.py, which says what both hold
 
 Owns: standing in for the processes of a tensor-parallel engine, with process groups that do not communicate and weights
 without memory. Does not own the recording (weight_sync/record/recorder.py) nor the cache (offline_layout.py).
@@ -117,6 +117,7 @@ def as_rank(config: VllmConfig, dtype: DType, rank: int, tp_size: int, device: D
 
 def main(request_file: str, layouts_file: str) -> int:
     """Entry point. offline_layout.py reads the last line of the error output."""
+    end_with(int(os.environ.get(OWNER_VARIABLE, os.getpid())))
     try:
         layouts = record_all(json.loads(Path(request_file).read_text()))
     except Exception as e:  # noqa: BLE001 - the boundary of this process
@@ -125,8 +126,3 @@ def main(request_file: str, layouts_file: str) -> int:
         return 1
     Path(layouts_file).write_bytes(layouts_to_bytes(layouts))
     return 0
-
-
-if __name__ == "__main__":
-    end_with(int(os.environ.get(OWNER_VARIABLE, os.getpid())))
-    sys.exit(main(sys.argv[1], sys.argv[2]))

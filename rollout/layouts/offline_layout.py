@@ -3,7 +3,7 @@
     (hf_config, engine version, tp_size, expert parallel, dtype, kind of device)  --sha256-->  a file of the cache
          |  not there
          v
-    python -m rollout.layouts.meta_engine   builds the engine's model class on meta, rank by rank, records its loader
+    python -m rollout.layouts               builds the engine's model class on meta, rank by rank, records its loader
 
 Owns: the cache, and starting the process that fills it. Does not own: the recording (meta_engine.py, which imports
 vLLM). Invariant: equal keys have equal layouts, so a cached file is never out of date.
@@ -178,7 +178,7 @@ def _record(request: str, say: Callable[[str], None]) -> tuple[DestLayout, ...]:
         with (
             errors.open("w") as stderr,
             subprocess.Popen(
-                [sys.executable, "-m", "rollout.layouts.meta_engine", str(asked), str(answered)],
+                [sys.executable, "-m", "rollout.layouts", str(asked), str(answered)],
                 env=env,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

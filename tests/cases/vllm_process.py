@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rollout.in_vllm.process_imports import import_vllm
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -43,6 +45,7 @@ def outcomes_of(script: str, folder: Path, cases: Sequence[str]) -> dict[str, st
 def run_cases(compare: Callable[[str, Path], None]) -> None:
     """compare(case, an empty folder) for each case of the command line; it leaves vLLM ready for the next one."""
     folder, cases = Path(sys.argv[1]), sys.argv[2:]
+    import_vllm()
     outcomes: dict[str, str] = {}
     for case in cases:
         (folder / case).mkdir()

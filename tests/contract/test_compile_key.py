@@ -14,6 +14,7 @@ from cases.tiny_models import MIXED
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from rollout.engine.engine import vllm_arguments
 from rollout.engine.engine_options import engine_arguments, engine_environment
+from rollout.in_vllm.process_imports import import_vllm
 from rollout.node_cache import cache_folder
 
 
@@ -38,6 +39,7 @@ def key_of(run: Path, *, seed: int = 0, **changed: object) -> str:
 
 
 def test_the_key_of_compiled_code_is_the_same_in_the_next_run_and_another_for_another_model(tmp_path: Path) -> None:
+    import_vllm()
     first = key_of(tmp_path / "runs" / "grpo-1")
     assert key_of(tmp_path / "runs" / "grpo-2", seed=1000) == first
     assert key_of(tmp_path / "runs" / "grpo-3", vocab_size=128) != first

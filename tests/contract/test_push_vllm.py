@@ -33,6 +33,8 @@ from weight_sync.disk.safetensors_files import read_index, tensor_metas
 pytest.importorskip("vllm")
 REPOSITORY = Path(__file__).parents[2]
 SMALL = ["--max-model-len", "256", "--kv-cache-memory-bytes", str(16 << 20)]
+VLLM_CACHE = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"))
+"""What vLLM knows of classes of models; without it, it imports all of itself once more to look."""
 START_TIMEOUT_S = 240.0
 CHECKPOINTS = ("one", "two")
 """Folders, each with weights of its own."""
@@ -187,7 +189,7 @@ def test_a_fleet_starts_from_disk_serves_and_ends_with_the_command(folder: Path)
     process = subprocess.Popen(
         command("push", *words),
         cwd=folder,
-        env=environment() | {"HOME": str(folder)},  # no layout is cached there yet
+        env=environment() | {"HOME": str(folder), "VLLM_CACHE_ROOT": str(VLLM_CACHE)},  # no layout is cached yet
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -2,7 +2,7 @@
 
 One process, which imports vLLM once, has one engine after the other. For each model it builds a tiny random checkpoint,
 starts vLLM with dummy weights, records its loader, and then lets the same loader load the real tensors as the oracle.
-Experts are compared as loaded, before any repacking by a CPU backend.
+Experts are compared as loaded, before any repacking by a CPU backend. Block-FP8: cases/recorded_fp8.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import recorded_fp8
 from cases.recorded import replay_plan
 from cases.vllm_process import outcomes_of, run_cases
 
@@ -20,16 +21,19 @@ MODELS = ["qwen3_tied", "qwen3", "qwen3_moe", "qwen2", "mistral", "olmoe"]
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     pytest.importorskip("vllm")
-    return outcomes_of(__file__, tmp_path_factory.mktemp("recorded"), MODELS)
+    return outcomes_of(__file__, tmp_path_factory.mktemp("recorded"), [*MODELS, *recorded_fp8.CASES])
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_recorded_loads_are_what_vllm_loads(outcomes: dict[str, str], model: str) -> None:
-    assert outcomes[model] == ""
+@pytest.mark.parametrize("case", [*MODELS, *recorded_fp8.CASES])
+def test_recorded_loads_are_what_vllm_loads(outcomes: dict[str, str], case: str) -> None:
+    assert outcomes[case] == "", outcomes[case]
 
 
 def compare(model_name: str, folder: Path) -> None:
-    """One model; raises where what was recorded is not what vLLM loads."""
+    """One case; raises where what was recorded is not what vLLM loads."""
+    if model_name in recorded_fp8.CASES:
+        recorded_fp8.compare(model_name, folder)
+        return
     from fakes.checkpoints import CONFIGS, write_checkpoint
     from safetensors.torch import load_file
 

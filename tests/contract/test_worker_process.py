@@ -82,16 +82,16 @@ async def main(folder, address, what):
     )
     worker = await WorkerProcess.start(options, seed=3, host="127.0.0.1", name="rollout-7", on_end=ended.set)
     phase = await worker.call("start_phase")
+    errors = []
     if what == "engine":
         await worker.call("prepare")
         await worker.call("start")
-    errors = []
-    too_early = "generate_group", Prompt(0, (1, 2), "ab", {}), 1, None, None
-    for method, *args in [too_early, ("no_such_method",), ("engine",)]:
-        try:
-            await worker.call(method, *args)
-        except Exception as error:
-            errors.append([type(error).__name__, str(error)])
+        too_early = "generate_group", Prompt(0, (1, 2), "ab", {}), 1, None, None
+        for method, *args in [too_early, ("no_such_method",), ("engine",)]:
+            try:
+                await worker.call(method, *args)
+            except Exception as error:
+                errors.append([type(error).__name__, str(error)])
     tell(pids=await worker.call("pids"), phase=phase, errors=errors)
     if what == "leave":
         return

@@ -48,13 +48,16 @@ class Checkpoints:
         )  # fmt: skip
         self.config.architectures = ["Qwen3MoeForCausalLM"]
         self._tensors: dict[int, dict[str, torch.Tensor]] = {}
+        self._models: dict[int, Any] = {}
 
     def model(self, version: int) -> Any:
         """The policy of a version, in float32."""
         from transformers import Qwen3MoeForCausalLM
 
-        torch.manual_seed(100 + version)
-        return Qwen3MoeForCausalLM(self.config).eval()
+        if version not in self._models:
+            torch.manual_seed(100 + version)
+            self._models[version] = Qwen3MoeForCausalLM(self.config).eval()
+        return self._models[version]
 
     def saved(self, version: int) -> Path:
         """Its checkpoint folder, as transformers writes it."""

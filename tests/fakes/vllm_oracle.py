@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,6 +14,7 @@ import torch
 
 from rollout.die_with_owner import OWNER_VARIABLE
 from rollout.in_vllm import fork_server
+from rollout.in_vllm.process_imports import import_vllm
 
 ONLY_THE_LIKELIEST = 1e-6
 """top_p that makes sampling greedy, for requests that must have a temperature."""
@@ -47,21 +49,32 @@ def ranks_forked() -> Iterator[None]:
 
 
 @contextmanager
+def imports_spared_by_collections() -> Iterator[None]:
+    """vLLM collects garbage eight times in the life of an engine. Each time takes half a second of a core, for the
+    million objects that its import has made. Those are spared in the block, and also later.
+    """
+    import_vllm()
+    with mock.patch.object(gc, "freeze"), mock.patch.object(gc, "unfreeze"):  # vLLM's own, which would undo it
+        yield
+
+
+@contextmanager
 def engine_of(**arguments: Any) -> Iterator[Any]:
     """A vLLM engine of these arguments. It lies in this process, which imports vLLM once for all of them, but for the
     ranks of several: a process takes five times the CPU time of an engine to import it."""
-    from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
-
     ranks = ranks_forked() if arguments.get("tensor_parallel_size", 1) > 1 else nullcontext()
-    with mock.patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0"), models_inspected_here(), ranks:
-        engine = LLM(**arguments)
-    try:
-        yield engine
-    finally:
-        engine.llm_engine.engine_core.shutdown()
-        del engine
-        cleanup_dist_env_and_memory()
+    with imports_spared_by_collections():
+        from vllm import LLM
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        with mock.patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0"), models_inspected_here(), ranks:
+            engine = LLM(**arguments)
+        try:
+            yield engine
+        finally:
+            engine.llm_engine.engine_core.shutdown()
+            del engine
+            cleanup_dist_env_and_memory()
 
 
 def vllm_loads(folder: Path, dtype: str, **arguments: Any) -> dict[str, str]:
@@ -78,6 +91,7 @@ def vllm_loads_and_samples(
     Args:
         arguments: More of vLLM's engine arguments (tensor_parallel_size, ...).
     """
+    import_vllm()
     from vllm import SamplingParams
 
     given = {"enforce_eager": True, "max_model_len": 256, "kv_cache_memory_bytes": 16 << 20, **arguments}
@@ -106,6 +120,7 @@ def vllm_serves_adapter(
     Returns:
         By rank, sha256 of every buffer of the adapter's slot; and the tokens and log-probabilities of one response.
     """
+    import_vllm()
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 

@@ -2,7 +2,8 @@
 
 The model class is built in host memory as one rank of a GPU engine after the other; its parameters are compared as
 loaded, which is how the Triton and Cutlass kernels read them. What is recorded before loading (for plans) and on the
-loaded model, whose parameters have lost their loaders (in a live engine), is the same.
+loaded model, whose parameters have lost their loaders (in a live engine), is the same. Run by
+tests/contract/test_recorder_vllm.py.
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from cases.recorded import replay_plan
-from cases.vllm_process import outcomes_of, run_cases
 
 CASES = {
     "qwen3_moe of one rank": ("qwen3_moe", 1, False),
@@ -20,17 +19,6 @@ CASES = {
     "deepseek_v3 with its experts on two ranks": ("deepseek_v3", 2, True),
 }
 """Model, ranks, and whether whole experts lie on one of them."""
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    pytest.importorskip("vllm")
-    return outcomes_of(__file__, tmp_path_factory.mktemp("recorded"), list(CASES))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_recorded_loads_are_what_vllm_loads(outcomes: dict[str, str], case: str) -> None:
-    assert outcomes[case] == ""
 
 
 def finish_loading(engine: Any) -> int:
@@ -113,7 +101,3 @@ def compare(case: str, folder: Path) -> None:
     assert num_lost > 0
     # Two layers have two matrices each. They are made after loading, so nothing loads them.
     assert num_derived == (4 * tp_size if model == "deepseek_v3" else 0)
-
-
-if __name__ == "__main__":
-    run_cases(compare)

@@ -1,0 +1,14 @@
+"""`python -m rollout.layouts REQUEST.json LAYOUTS`: the process of meta_engine.py, which imports vLLM quicker than by
+itself (weight_sync/gc_freeze.py).
+"""
+
+from __future__ import annotations
+
+import sys
+
+from weight_sync.gc_freeze import frozen_imports
+
+with frozen_imports():
+    from rollout.layouts.meta_engine import main
+
+sys.exit(main(sys.argv[1], sys.argv[2]))
