@@ -14,6 +14,7 @@ Owns the memory, which stays. Does not own: what is copied, and that nobody read
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any
 
 import torch
@@ -34,12 +35,15 @@ class HostCopies:
         self._chunks: list[Tensor] = []
         self._used: list[int] = []
         """Bytes of each chunk."""
+        if device.type == "cuda":
+            weakref.finalize(self, _unlock, self._chunks).atexit = False
 
     def prepare(self, num_bytes: int) -> None:
         """Take memory for tensors of so many bytes in all, where there is not as much yet."""
         missing = num_bytes + num_bytes // 16 - sum(map(len, self._chunks))  # what does not fit at chunks' ends
-        for _ in range(-(-missing // self._chunk_bytes)):
-            self._add(self._chunk_bytes)
+        while missing > 0:
+            self._add(min(missing, self._chunk_bytes))
+            missing -= self._chunk_bytes
 
     def begin(self) -> None:
         """Forget the copies that were made."""
@@ -77,3 +81,10 @@ class HostCopies:
                 logger.warning("copies for checkpoints are slower: page-locking host memory failed with code %s", code)
         self._chunks.append(chunk)
         self._used.append(0)
+
+
+def _unlock(chunks: list[Tensor]) -> None:
+    """Before memory is freed: the driver would hold its pages."""
+    runtime: Any = torch.cuda.cudart()
+    for chunk in chunks:
+        runtime.cudaHostUnregister(chunk.data_ptr())
