@@ -30,7 +30,7 @@ OLDER_LOADS, MANY_LOADS = "914dd78", 400
 OLDER_RUNS = "9852dc4"
 """A commit whose loads had bytes for few ranks of an engine, and whose links waited for each other load by load."""
 SLOW_WRITES = "96a3424"
-"""A commit whose writes into two ranks that share experts reached 67 % of the wire's rate; why is not known."""
+"""A commit whose ranks wrote into two ranks that share experts at once, and so at 67 % of the wire's rate."""
 LAUNCH_BOUND_LOADS = 1000
 """From here on loads wait for the host's launches: how long one takes can be read off the time for preparing them."""
 OLDER_ORDER = ("02cab85", "914dd78", "9852dc4")
