@@ -6,7 +6,7 @@ import json
 
 import psutil
 import pytest
-from system.conftest import FinishedRun, train, with_dashboard
+from system.conftest import FinishedRun, train
 
 from conf.load import load_resolved_yaml
 from orchestrator.files.startup import read_starts
@@ -22,7 +22,7 @@ DATA = [
 @pytest.fixture(scope="module")
 def on_policy(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """Three strictly on-policy steps."""
-    words = ["run.num_steps=3", "run.eval_every_steps=0", with_dashboard(), *DATA]
+    words = ["run.num_steps=3", "run.eval_every_steps=0", *DATA]
     return train(words, tmp_path_factory.mktemp("on_policy"))
 
 

@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import socket
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,20 @@ def config_of(model: str) -> RunConfig:
     return load_run_config(["experiment=quickstart", f"model={model}", f"trainer.ep_size={ep_size}", *changes])
 
 
+def run_ranks(rank: int, pipe: Connection) -> None:
+    """A process that is a trainer rank of one model after the other."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    while (job := pipe.recv()) is not None:
+        model, rendezvous = job
+        run_rank(rank, model, rendezvous, pipe)
+
+
 def run_rank(rank: int, model: str, rendezvous: str, pipe: Connection) -> None:
     """One trainer rank: obeys (method, arguments) until told to stop."""
     from cases.rank_helpers import draw
 
     from trainer.rank import TrainerRank
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     config = config_of(model)
     trainer = TrainerRank(
         model=config.model, trainer=config.trainer, algorithm=config.algorithm, sampling_temperature=1.0,
@@ -66,24 +74,31 @@ def run_rank(rank: int, model: str, rendezvous: str, pipe: Connection) -> None:
 class TrainerProcesses:
     """Both ranks; a call runs on both at once."""
 
-    def __init__(self, model: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            rendezvous = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(NUM_RANKS):
             ours, theirs = context.Pipe()
-            process = context.Process(target=run_rank, args=(rank, model, rendezvous, theirs), daemon=True)
+            process = context.Process(target=run_ranks, args=(rank, theirs), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
 
+    def tell(self, message: Any) -> None:
+        """The same to every rank."""
+        for pipe in self._pipes:
+            pipe.send(message)
+
+    def begin(self, model: str) -> None:
+        """Load a model on ranks that know nothing of earlier ones."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.tell((model, f"tcp://127.0.0.1:{probe.getsockname()[1]}"))
+
     def call(self, method: str, *args: Any) -> Any:
         """The same call to every rank; rank 0's result."""
-        for pipe in self._pipes:
-            pipe.send((method, *args))
+        self.tell((method, *args))
         replies = []
         for pipe in self._pipes:
             assert pipe.poll(120), f"{method} did not return within 120 s"
@@ -91,7 +106,7 @@ class TrainerProcesses:
         return replies[0]
 
     def close(self) -> None:
-        """End both ranks."""
+        """End both processes."""
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             if process.is_alive():
                 pipe.send(None)
@@ -99,8 +114,18 @@ class TrainerProcesses:
             process.kill()
 
 
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[TrainerProcesses]:
+    """The processes, which import the trainer once for all models."""
+    processes = TrainerProcesses()
+    yield processes
+    processes.close()
+
+
 @pytest.mark.parametrize("model", ["tiny_qwen3_moe", "tiny_qwen3"])
-async def test_a_publish_leaves_what_vllms_loader_makes_of_the_export(model: str, tmp_path: Path) -> None:
+async def test_a_publish_leaves_what_vllms_loader_makes_of_the_export(
+    trainer: TrainerProcesses, model: str, tmp_path: Path
+) -> None:
     from rollout.worker import RolloutWorker
     from trainer.architecture.families import read_config
 
@@ -110,7 +135,7 @@ async def test_a_publish_leaves_what_vllms_loader_makes_of_the_export(model: str
     (folder / "config.json").write_text(json.dumps(config.model.hf_config))
     save_character_tokenizer(folder, vocab_size=64)
     tensors = tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
-    trainer = TrainerProcesses(model)
+    trainer.begin(model)
     worker = RolloutWorker(
         folder, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype, device=Device.cpu,
         seed=1, tensors=tensors, key=KEY,
@@ -128,7 +153,7 @@ async def test_a_publish_leaves_what_vllms_loader_makes_of_the_export(model: str
         await asyncio.to_thread(trainer.call, "save_merged", tmp_path / "merged")
     finally:
         await worker.stop()
-        await asyncio.to_thread(trainer.close)
+        trainer.tell(None)
     expected = await asyncio.to_thread(vllm_loads, tmp_path / "merged", "bfloat16")
     assert first == expected
     assert again == expected
