@@ -1,0 +1,16 @@
+"""What the server of rank processes imports (processes.py), without collections of garbage on the way or of it later: a
+rank that collects would visit all of it, and so copy it.
+"""
+
+from __future__ import annotations
+
+from weight_sync.gc_freeze import frozen_imports
+
+with frozen_imports():
+    import hypothesis
+    import torch._dynamo
+    import transformers
+
+    import trainer.rank
+
+__all__ = ["hypothesis", "torch", "trainer", "transformers"]
