@@ -79,7 +79,7 @@ def assert_episodes_of_both_games(run: RunUnderWay) -> None:
 
 def test_answers_to_users_and_to_a_tool_are_learned(cluster: list[str], tmp_path: Path) -> None:
     """What is right in an episode of one kind is wrong in the other, so each is the other's control; by chance an
-    eighth of the answers is right. Seen: both above 0.6 after 16 steps. The whole games: tests/long.
+    eighth of the answers is right. Seen: both above 0.6 after 16 to 28 steps. The whole games: tests/long.
     """
     options = rows_of_both_games(tmp_path, marked)
     words = ["rollout.agent=tests.fakes.two_games:answer_in_kind", "algorithm.groups_per_step=8"]
