@@ -45,6 +45,7 @@ def publish(folder: Path, *, source: WeightSource | None = None, num_workers: in
         ("glm4_moe", 1, False),
         ("deepseek_v3", 1, False),
         ("deepseek_v3", 2, True),
+        ("qwen3_moe", 2, False),
     ],
 )
 def test_a_publish_leaves_what_vllms_loader_makes(
@@ -76,9 +77,7 @@ def test_what_the_trainer_publishes_is_what_vllms_loader_makes_of_its_export(mod
 
 
 def test_a_bias_that_one_rank_adds_is_zero_on_the_others(tmp_path: Path) -> None:
-    """gpt-oss: vLLM sets down_proj's bias to 0 on all ranks but the first, which a publish must leave so. All else that
-    ranks with cut experts hold is compared, too.
-    """
+    """gpt-oss: vLLM sets down_proj's bias to 0 on all ranks but the first, which a publish must leave so."""
     folder = write_checkpoint(GPT_OSS, tmp_path, seed=3)
     (seen,) = publish(folder, tp_size=2)
     hashes, _ = vllm_loads_and_samples(folder, "bfloat16", tensor_parallel_size=2)
