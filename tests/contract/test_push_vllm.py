@@ -27,7 +27,7 @@ from orchestrator.machine import HERE
 from rollout.engine.engine_options import engine_environment
 from rollout.errors import EngineError
 from rollout.served.client import Rendezvous, ServedEngine
-from rollout.served.servers import SERVER_MODULE
+from rollout.served.serve import VLLM_MODULE
 from weight_sync.disk.safetensors_files import read_index, tensor_metas
 
 pytest.importorskip("vllm")
@@ -100,7 +100,7 @@ class Server:
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [
-                    *[sys.executable, "-m", SERVER_MODULE, "--model", str(checkpoint), "--port", str(port)],
+                    *[sys.executable, "-m", VLLM_MODULE, "--model", str(checkpoint), "--port", str(port)],
                     *["--host", "127.0.0.1", "--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager"],
                     *["--served-model-name", "tiny", "--dtype", "bfloat16", *SMALL],
                     *["--weight-transfer-config", '{"backend": "slipstream"}'],
