@@ -114,6 +114,13 @@ class Receiver:
         """What must be sent here, and where it goes."""
         return EngineRank(self._layout, self._binding(), self._transport.link)
 
+    def enter_thread(self) -> None:
+        """Make this rank's GPU the current one of another thread, which is to use the link."""
+        for tensor in self._params.values():
+            if tensor.is_cuda:
+                torch.cuda.set_device(tensor.device)
+                return
+
     def begin(self, version: int, epoch: int, digest: str) -> Binding:
         """Mark the rank DIRTY. The engine must be idle already.
 

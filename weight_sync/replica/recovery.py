@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from weight_sync.replica.receiver import (
         Receiver,  # imports torch; offers pass through the controller, which has none
     )
-    from weight_sync.transport.base import Transport
 
 
 NUM_READS = 2
@@ -136,7 +135,7 @@ def pull(receiver: Receiver, offer: Offer, *, timeout_s: float) -> Pulled:
     addresses = [(binding.addresses[name], offer.binding.addresses[name]) for name in sizes]
     began = time.monotonic()
     try:
-        _read(receiver.transport, offer.binding.session, addresses, list(sizes.values()), timeout_s)
+        _read(receiver, offer.binding.session, addresses, list(sizes.values()), timeout_s)
     except TransportError:
         receiver.transport.reset(offer.binding.session)  # nothing of it may land after this
         raise
@@ -146,13 +145,13 @@ def pull(receiver: Receiver, offer: Offer, *, timeout_s: float) -> Pulled:
 
 
 def _read(
-    transport: Transport, session: str, addresses: Sequence[tuple[int, int]], sizes: Sequence[int], timeout_s: float
+    receiver: Receiver, session: str, addresses: Sequence[tuple[int, int]], sizes: Sequence[int], timeout_s: float
 ) -> None:
     """Read pieces at (address here, address there) in NUM_READS parts at once."""
-    with ThreadPoolExecutor(NUM_READS) as pool:
+    with ThreadPoolExecutor(NUM_READS, initializer=receiver.enter_thread) as pool:
         reads = [
             pool.submit(
-                transport.read,
+                receiver.transport.read,
                 session,
                 [here for here, _ in addresses[part]],
                 [there for _, there in addresses[part]],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from weight_sync.errors import IntegrityError, LinkMismatch, PlanMismatch, ReplicaDirty, StaleEpoch, TransferFailed
 from weight_sync.integrity import hash_bytes
 from weight_sync.replica.receiver import Receiver
-from weight_sync.replica.recovery import Offer, layout_digest, make_offer, parts_of, pull, release
+from weight_sync.replica.recovery import NUM_READS, Offer, layout_digest, make_offer, parts_of, pull, release
 from weight_sync.typed_msgpack import pack, unpack
 
 DIGEST = "9f" * 32
@@ -70,6 +71,17 @@ def test_a_fresh_rank_holds_and_serves_the_peers_bytes(pair: Pair) -> None:
         receiver.adopt(3, 5)
         assert receiver.state == pair.peer.receivers[rank].state
     assert pair.fresh.wrong_params(3) == [], "fills, repacked and derived parameters included"
+
+
+def test_threads_that_read_have_the_ranks_gpu_as_their_own(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, read = set(), []
+    link, receiver = pair.links[0], pair.rank
+    monkeypatch.setattr(receiver, "enter_thread", lambda: entered.add(threading.get_ident()))
+    reading = link.read
+    monkeypatch.setattr(link, "read", lambda *a, **k: (read.append(threading.get_ident()), reading(*a, **k)))
+    pull(receiver, pair.offer(), timeout_s=5)
+    assert len(read) == NUM_READS
+    assert set(read) <= entered
 
 
 def test_a_recovered_rank_takes_the_next_publish_and_may_be_a_peer_itself(pair: Pair) -> None:
