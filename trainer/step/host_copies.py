@@ -35,8 +35,10 @@ class HostCopies:
         self._chunks: list[Tensor] = []
         self._used: list[int] = []
         """Bytes of each chunk."""
-        if device.type == "cuda":
-            weakref.finalize(self, _unlock, self._chunks).atexit = False
+        self._locked: list[Tensor] = []
+        self._locks = device.type == "cuda"
+        if self._locks:
+            weakref.finalize(self, _unlock, self._locked).atexit = False
 
     def prepare(self, num_bytes: int) -> None:
         """Take memory for tensors of so many bytes in all, where there is not as much yet."""
@@ -73,14 +75,22 @@ class HostCopies:
 
     def _add(self, num_bytes: int) -> None:
         chunk = torch.empty(num_bytes, dtype=torch.uint8)
-        if self._device.type == "cuda":
-            runtime: Any = torch.cuda.cudart()
-            with torch.cuda.device(self._device):
-                code = runtime.cudaHostRegister(chunk.data_ptr(), num_bytes, 0)
-            if int(code) != 0:
-                logger.warning("copies for checkpoints are slower: page-locking host memory failed with code %s", code)
+        if self._locks and (code := self._lock(chunk)):
+            self._locks = False
+            logger.warning(
+                "copies for checkpoints are slower: page-locking host memory failed with CUDA's code %d", code
+            )
         self._chunks.append(chunk)
         self._used.append(0)
+
+    def _lock(self, chunk: Tensor) -> int:
+        """CUDA's code; 0: the memory is page-locked."""
+        runtime: Any = torch.cuda.cudart()
+        with torch.cuda.device(self._device):
+            code = int(runtime.cudaHostRegister(chunk.data_ptr(), len(chunk), 0))
+        if code == 0:
+            self._locked.append(chunk)
+        return code
 
 
 def _unlock(chunks: list[Tensor]) -> None:
