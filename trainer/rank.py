@@ -41,6 +41,9 @@ from conf.schema import (
 )
 from trainer.adapter_io import gather_adapter, load_adapter, save_adapter, save_merged
 from trainer.architecture.families import read_config
+from trainer.checkpoint.background_writes import BackgroundWrites
+from trainer.checkpoint.host_copies import HostCopies
+from trainer.checkpoint.rank_state import read_rank_state, state_layout, write_rank_state
 from trainer.delivery.delivery import Delivery
 from trainer.engine_ops.choose_forward import choose_forward
 from trainer.errors import LayoutError, TrainerError
@@ -50,9 +53,6 @@ from trainer.model.reference import ReferencePolicy
 from trainer.model.shard_decoder import dense_trainable, expert_trainable
 from trainer.parallel import ParallelLayout, sharded_rows, take_device
 from trainer.process_group import ControlGroup
-from trainer.step.background_writes import BackgroundWrites
-from trainer.step.checkpoint_state import read_rank_state, state_layout, write_rank_state
-from trainer.step.host_copies import HostCopies
 from trainer.step.loss import LossAccumulator, policy_loss, sft_loss
 from trainer.step.microbatches import collate
 from trainer.step.optim import ShardedAdamW, TrainableShard

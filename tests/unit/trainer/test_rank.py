@@ -42,9 +42,9 @@ from conf.schema import (
     TrainMode,
     WeightSyncConfig,
 )
+from trainer.checkpoint.rank_state import write_rank_state
 from trainer.errors import CheckpointError, LayoutError, TrainerError
 from trainer.rank import TrainerRank
-from trainer.step.checkpoint_state import write_rank_state
 from trainer.types import Denominators
 from weight_sync.publish.packing import Packet
 

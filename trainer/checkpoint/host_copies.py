@@ -13,14 +13,8 @@ Owns the memory, which stays. Does not own: what is copied, and that nobody read
 
 from __future__ import annotations
 
-import logging
-import weakref
-from typing import Any
-
 import torch
 from torch import Tensor
-
-logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 28
 ALIGNMENT_BYTES = 64
@@ -35,10 +29,6 @@ class HostCopies:
         self._chunks: list[Tensor] = []
         self._used: list[int] = []
         """Bytes of each chunk."""
-        self._locked: list[Tensor] = []
-        self._locks = device.type == "cuda"
-        if self._locks:
-            weakref.finalize(self, _unlock, self._locked).atexit = False
 
     def prepare(self, num_bytes: int) -> None:
         """Take memory for tensors of so many bytes in all, where there is not as much yet."""
@@ -74,27 +64,6 @@ class HostCopies:
         return self._chunks[index][start : start + num_bytes]
 
     def _add(self, num_bytes: int) -> None:
-        chunk = torch.empty(num_bytes, dtype=torch.uint8)
-        if self._locks and (code := self._lock(chunk)):
-            self._locks = False
-            logger.warning(
-                "copies for checkpoints are slower: page-locking host memory failed with CUDA's code %d", code
-            )
-        self._chunks.append(chunk)
+        # torch rounds page-locked memory up to a power of two
+        self._chunks.append(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda"))
         self._used.append(0)
-
-    def _lock(self, chunk: Tensor) -> int:
-        """CUDA's code; 0: the memory is page-locked."""
-        runtime: Any = torch.cuda.cudart()
-        with torch.cuda.device(self._device):
-            code = int(runtime.cudaHostRegister(chunk.data_ptr(), len(chunk), 0))
-        if code == 0:
-            self._locked.append(chunk)
-        return code
-
-
-def _unlock(chunks: list[Tensor]) -> None:
-    """Before memory is freed: the driver would hold its pages."""
-    runtime: Any = torch.cuda.cudart()
-    for chunk in chunks:
-        runtime.cudaHostUnregister(chunk.data_ptr())
