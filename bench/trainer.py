@@ -154,7 +154,9 @@ def run_row(name: str, args: argparse.Namespace, out: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"row": name, "load_s": time.perf_counter() - began, **subject.facts, "lengths": {}}
     limits = measured_limits(args.device)
     row["limits"] = limits
-    for num_tokens in args.tokens:
+    for num_tokens, share in zip(args.tokens, args.gate_up_kept, strict=True):
+        if name == "ours-offload":
+            subject.keep_gate_up(share)
         token_ids = np.random.default_rng(num_tokens).integers(0, args.vocab, num_tokens)
         cuda = args.device == "cuda"
         if cuda:
@@ -178,6 +180,7 @@ def run_row(name: str, args: argparse.Namespace, out: Path) -> dict[str, Any]:
         row["lengths"][num_tokens] = {
             "tokens_per_s": per_s,
             "step_s": step_s,
+            "gate_up_kept": share if name == "ours-offload" else None,
             "min_s": min(times[args.warmup :]),
             "max_s": max(times[args.warmup :]),
             "first_loss": losses[0],
@@ -345,7 +348,10 @@ def parse() -> argparse.Namespace:
     add_shape_options(parser, rank=64)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--gate-up-kept", type=float, default=0.0, help="trainer.gate_up_kept of ours-offload")
+    parser.add_argument(
+        "--gate-up-kept", nargs="+", type=float, default=[0.0], metavar="SHARE",
+        help="trainer.gate_up_kept of ours-offload: one, or one for each of --tokens",
+    )  # fmt: skip
     parser.add_argument("--dollars-per-gpu-hour", type=float, default=3.5, help="an H200 rented by the hour, 2026")
     parser.add_argument("--profile", action="store_true", help=f"device time by kernel, at {PROFILED_TOKENS} tokens")
     parser.add_argument("--memory", action="store_true", help="what is held at the peak of a step, by line of code")
@@ -358,6 +364,10 @@ def parse() -> argparse.Namespace:
     if args.tiny:
         shrink(args)
         args.tokens = [64, 128]
+    if len(args.gate_up_kept) == 1:
+        args.gate_up_kept *= len(args.tokens)
+    if len(args.gate_up_kept) != len(args.tokens):
+        parser.error(f"--gate-up-kept takes one share or {len(args.tokens)}, got {len(args.gate_up_kept)}")
     return args
 
 

@@ -261,11 +261,13 @@ class TrainerRank:
             return self._over(microbatches, denominators, learn=False)
 
     def _over(self, microbatches: list[list[Sample]], denominators: Denominators, *, learn: bool) -> LossStats:
-        self._loaded()
+        decoder = self._loaded()
         self._control.agree("microbatches and denominators", (len(microbatches), denominators))
         self._check_version(denominators.policy_version)
         accumulator = LossAccumulator()
         for samples in microbatches:
+            if learn and decoder.host is not None:
+                decoder.host.room_bytes = self._missing_gradient_bytes()
             part, logprobs_N = self._forward.loss(collate(samples, denominators.policy_version), denominators)
             if learn:
                 part.loss.backward()
@@ -432,6 +434,13 @@ class TrainerRank:
         if self._decoder is None:
             raise TrainerError(f"rank {self._rank}: call load() first")
         return self._decoder
+
+    def _missing_gradient_bytes(self) -> int:
+        """Memory that this rank's gradients will need and do not have yet. A backward makes them layer by layer, from
+        the last layer on, and frees at each layer what was kept for it.
+        """
+        pairs = zip(self._trainable, self._shards, strict=True)
+        return sum(shard.values.nbytes for (_, param), shard in pairs if param.grad is None)
 
     def _drop_gradients(self) -> None:
         for _, param in self._trainable:

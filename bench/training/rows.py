@@ -29,7 +29,6 @@ class Ours:
                 optim=schema.OptimConfig(lr=1e-5, state=schema.OptimState(moments)),
                 activation_checkpointing=True,
                 activations_on_host=state == "offload",
-                gate_up_kept=args.gate_up_kept if state == "offload" else 0.0,
                 embedding_on_host=state == "int8",
             ),
             algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),
@@ -50,6 +49,13 @@ class Ours:
     def decoder(self) -> Any:
         """The model."""
         return self.rank._loaded()
+
+    def keep_gate_up(self, share: float) -> None:
+        """Train from now on as with this trainer.gate_up_kept."""
+        from trainer.model.decoder import is_in_share
+
+        for layer in self.decoder.model.layers:
+            layer.keeps_gate_up = is_in_share(layer.moe_index, share)
 
     def step(self, token_ids: Any) -> float:
         """Forward, backward, update. Returns the mean negative log-probability before the update."""

@@ -191,7 +191,8 @@ class TrainerConfig:
     activations_on_host: bool = False
     """Let what a recomputed layer keeps for its backward pass (its input, attention's output and what attention adds)
     wait in page-locked host memory, while other layers compute: (4 x hidden + 2 x heads x head width) bytes per token
-    and layer in bfloat16. It changes no value. On a GPU it makes room for longer samples or larger microbatches. Needs
+    and layer in bfloat16. A step's first microbatch leaves its last layers on the GPU, as many as fit the memory that
+    gradients will take. It changes no value. On a GPU it makes room for longer samples or larger microbatches. Needs
     activation_checkpointing=true.
     """
     gate_up_kept: float = 0.0

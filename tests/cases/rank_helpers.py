@@ -68,6 +68,7 @@ def make_rank(
     weight_sync: WeightSyncConfig | None = None,
     num_ranks: int | None = None,
     parity: ParityConfig | None = None,
+    activations_on_host: bool = False,
     is_loaded: bool = True,
 ) -> TrainerRank:
     """A rank of the tiny policy."""
@@ -81,6 +82,7 @@ def make_rank(
             lora=replace(LORA, dtype=lora_dtype, init_from=None if init_from is None else str(init_from)),
             optim=optim or OptimConfig(lr=1e-2),
             logprob_chunk_tokens=5,
+            activations_on_host=activations_on_host,
         ),
         algorithm=algorithm or AlgorithmConfig(),
         sampling_temperature=0.9,

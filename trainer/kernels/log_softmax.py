@@ -22,8 +22,8 @@ BLOCK = 4096
 
 
 def log_softmax_torch(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The definition of `log_softmax`; makes one float32 copy of the logits and overwrites it."""
-    work_CV = _scaled(logits_CV, temperature)
+    """The definition of `log_softmax`; makes one float32 copy of the logits."""
+    work_CV = logits_CV.to(torch.float32, copy=True).div_(temperature)
     max_C = work_CV.amax(dim=-1)
     work_CV.sub_(max_C.unsqueeze(-1))
     target_logits_C = work_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1)
@@ -44,7 +44,7 @@ def logits_gradient_torch(
 ) -> Tensor:
     """The definition of `logits_gradient`."""
     scale_C = (grads_C.float() / temperature).unsqueeze(-1)
-    work_CV = _scaled(logits_CV, temperature)
+    work_CV = logits_CV.float().div_(temperature)  # in place if it is float32
     work_CV.sub_(normalizers_C.unsqueeze(-1))
     if entropy is None:
         work_CV.exp_().mul_(-scale_C)
@@ -56,14 +56,8 @@ def logits_gradient_torch(
     return work_CV.to(logits_CV.dtype)
 
 
-def _scaled(logits_CV: Tensor, temperature: float) -> Tensor:
-    """logits / temperature in float32; may be the logits themselves."""
-    wide_CV = logits_CV.float()
-    return wide_CV if temperature == 1.0 else wide_CV.div_(temperature)
-
-
 def log_softmax_triton(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The same as log_softmax_torch, by a kernel; does not change the logits."""
+    """The same as log_softmax_torch, by a kernel."""
     num_rows, num_columns = logits_CV.shape
     logprobs_C, normalizers_C, entropy_C = torch.empty(3, num_rows, device=logits_CV.device).unbind()
     if num_rows:
@@ -99,7 +93,7 @@ def logits_gradient_triton(
 
 
 def log_softmax(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities at the targets, log-normalizers and entropies (nats), float32. May overwrite the logits.
+    """Log-probabilities at the targets, log-normalizers and entropies (nats), float32.
 
     Args:
         logits_CV: contiguous.

@@ -66,10 +66,6 @@ class Build:
     unpacked: UnpackBuffers
     """Buffers into which all layers unpack their packed experts."""
 
-    def keeps_gate_up(self, moe_index: int) -> bool:
-        """Whether this one of the expert layers is among the share, which is spread evenly over them."""
-        return int((moe_index + 1) * self.gate_up_kept) > int(moe_index * self.gate_up_kept)
-
     def norm(self) -> RMSNorm:
         """A norm of the residual stream."""
         return RMSNorm(
@@ -171,7 +167,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = build.norm()
         self.mlp = _moe_block(build, layer) if spec.is_moe_layer(layer) else DenseMlp(build, spec.intermediate_size)
         self.moe_index = sum(map(spec.is_moe_layer, range(layer)))
-        self.keeps_gate_up = build.keeps_gate_up(self.moe_index)
+        self.keeps_gate_up = is_in_share(self.moe_index, build.gate_up_kept)
         rest: Callable[..., Any] = DecoderLayer._feed_forward
         owners = [self.post_attention_layernorm, self.mlp]
         if isinstance(self.mlp, MoeBlock):
@@ -342,8 +338,8 @@ class Decoder(nn.Module):
         last_sum = LastSum()
         stack = HostStack(self.host) if self.host is not None and torch.is_grad_enabled() else None
         on_host: HostLayer | None = None
-        for layer in self.model.layers:
-            on_host = None if stack is None else HostLayer(stack, on_host)
+        for index, layer in enumerate(self.model.layers):
+            on_host = None if stack is None else stack.next_layer(on_host, len(self.model.layers) - index)
             x_TH = layer(x_TH, rope, sequences, routes, last_sum, on_host)
         if self.last_norm_in_place is not None:
             return self.last_norm_in_place(x_TH)
@@ -382,6 +378,11 @@ class Decoder(nn.Module):
             if isinstance(module, Experts):
                 chosen["experts"] = str(module.backend)
         return chosen
+
+
+def is_in_share(index: int, share: float) -> bool:
+    """Whether one of many is among a share of them that is spread evenly."""
+    return int((index + 1) * share) > int(index * share)
 
 
 def _stays_on_device(_: Tensor) -> None:

@@ -5,8 +5,10 @@
     backward, layer g+1  the copy stream reads layer g back, while layer g+1 computes
              layer g     waits for that, and layer g-1 is read
 
+The last layers of a pass keep theirs on the device, as many as fit the pool's `room_bytes`.
+
 Owns the copies, their order and the memory on both sides. Does not own which tensors a layer names (decoder.py).
-Invariants: the device holds the named tensors of at most two layers, but for the last two of the forward, which stay;
+Invariants: the device holds the named tensors of at most two layers that move, and of those for which there is room;
 bits do not change. All copies use one stream, so they run in the order in which they were asked for, and a chunk of
 host memory that returns to the pool can be written again at once. Each layer knows the one before it and nothing knows
 a later one, so memory is free when the graph has forgotten it.
@@ -34,6 +36,8 @@ class HostPool:
         self.streams: Any = torch.get_device_module(device)
         """torch.cuda, or torch.cpu, whose streams do nothing."""
         self.copies = self.streams.Stream()
+        self.room_bytes = 0
+        """On the device, for the last layers of each pass that begins. Its owner sets it before a pass."""
         self._is_pinned = device.type == "cuda"
         self._free: list[Tensor] = []
 
@@ -55,7 +59,26 @@ class HostStack:
         self.pool = pool
         self._chunks: list[Tensor] = []
         self._used = 0
+        self._used_before_layer = 0
+        self._layer_bytes = 0
+        """The most that a layer has moved so far."""
         weakref.finalize(self, pool.give_back, self._chunks)
+
+    def next_layer(self, before: HostLayer | None, num_left: int) -> HostLayer | None:
+        """Begin a layer of the pass.
+
+        Args:
+            before: what this returned for the layer before; None for the first.
+            num_left: layers that have not run, this one among them.
+
+        Returns:
+            None if this layer and all after it stay on the device.
+        """
+        self._layer_bytes = max(self._layer_bytes, self._used - self._used_before_layer)
+        self._used_before_layer = self._used
+        if 0 < self._layer_bytes * num_left <= self.pool.room_bytes:
+            return None
+        return HostLayer(self, before)
 
     def take(self, num_bytes: int) -> list[Tensor]:
         """Pieces, uint8, that have so many bytes together."""

@@ -2,8 +2,16 @@
 
 Owns the head's mathematics, forward and backward. Does not own the head's weight: the decoder hands it over, gathered.
 
-Invariant: the logits of at most `chunk_tokens` rows exist at a time, forward and backward. The backward pass recomputes
-them and uses the saved log-normalizers, so nothing of vocabulary size is kept in between.
+    frozen head   forward   logits; log-probability; d_t = head^T (onehot(target) - p_t) / temperature
+                  backward  dhidden_t = g_t d_t                       (g_t: the gradient of the log-probability)
+    otherwise     forward   logits; log-probability, entropy and log-normalizer
+                  backward  the logits again; their gradient; dhidden and dhead
+
+A frozen head thus multiplies twice instead of three times. A gradient of the head, or through the entropy, needs more
+than one vector per row.
+
+Invariant: the logits of at most `chunk_tokens` rows exist at a time, forward and backward, and nothing of vocabulary
+size is kept in between.
 Logits are rounded to the weight's format before they become float32: the engine rounds there too, and agreeing with it
 matters more than the last bits.
 
@@ -62,9 +70,45 @@ def token_logprobs(
     if temperature <= 0 or chunk_tokens < 1:
         raise ValueError(f"need temperature > 0 and chunk_tokens >= 1, got {temperature} and {chunk_tokens}")
     assert head is None or temperature == 1.0
-    return _TokenLogprobs.apply(
-        hidden_TH, head_weight_VH, targets_T, temperature, chunk_tokens, head, differentiate_entropy
-    )
+    arguments = (hidden_TH, head_weight_VH, targets_T, temperature, chunk_tokens, head)
+    if hidden_TH.requires_grad and not head_weight_VH.requires_grad and not differentiate_entropy:
+        return _FrozenHead.apply(*arguments)
+    return _TokenLogprobs.apply(*arguments, differentiate_entropy)
+
+
+class _FrozenHead(torch.autograd.Function):
+    """token_logprobs where hidden states alone get a gradient, and from log-probabilities alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: Tensor,
+        head_weight_VH: Tensor,
+        targets_T: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        head: Head | None,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs_T, entropy_T = torch.empty(2, hidden_TH.shape[0], device=hidden_TH.device).unbind()
+        directions_TH = torch.empty_like(hidden_TH)
+        for start in range(0, hidden_TH.shape[0], chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            logits_CV, (logprobs_T[rows], normalizers_C, entropy_T[rows]) = _chunk(
+                hidden_TH[rows], head_weight_VH, targets_T[rows], temperature, head
+            )
+            ones_C = torch.ones_like(normalizers_C)
+            logits_CV = logits_gradient(logits_CV, targets_T[rows], normalizers_C, ones_C, temperature)
+            torch.mm(logits_CV, head_weight_VH, out=directions_TH[rows])
+            del logits_CV
+        ctx.save_for_backward(directions_TH)
+        ctx.mark_non_differentiable(entropy_T)
+        return logprobs_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs_T: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        (directions_TH,) = ctx.saved_tensors
+        grads_TH = (grad_logprobs_T.float()[:, None] * directions_TH).to(directions_TH.dtype)
+        return grads_TH, None, None, None, None, None
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -88,14 +132,9 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy_T = torch.empty_like(logprobs_T)
         for start in range(0, num_rows, chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            logits_CV = (
-                hidden_TH[rows] @ head_weight_VH.t() if head is None else head.logits(hidden_TH[rows], head_weight_VH)
+            logits_CV, (logprobs_T[rows], log_normalizers_T[rows], entropy_T[rows]) = _chunk(
+                hidden_TH[rows], head_weight_VH, targets_T[rows], temperature, head
             )
-            values_C = None if head is None else head.token_logprobs(logits_CV, targets_T[rows])
-            logprobs_C, log_normalizers_T[rows], entropy_T[rows] = log_softmax(  # may write over the logits
-                logits_CV, targets_T[rows], temperature
-            )
-            logprobs_T[rows] = logprobs_C if values_C is None else values_C
             del logits_CV  # before the next chunk's exist
         kept = [entropy_T] if differentiate_entropy else []
         ctx.save_for_backward(hidden_TH, head_weight_VH, targets_T, log_normalizers_T, *kept)
@@ -131,3 +170,15 @@ class _TokenLogprobs(torch.autograd.Function):
             del grad_logits_CV
         grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(head_weight_VH.dtype)
         return grad_hidden_TH, grad_weight, None, None, None, None, None
+
+
+def _chunk(
+    hidden_CH: Tensor, head_weight_VH: Tensor, targets_C: Tensor, temperature: float, head: Head | None
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Logits, and their log-probabilities at the targets, log-normalizers and entropies."""
+    if head is None:
+        logits_CV = hidden_CH @ head_weight_VH.t()
+        return logits_CV, log_softmax(logits_CV, targets_C, temperature)
+    logits_CV = head.logits(hidden_CH, head_weight_VH)
+    values_C = head.token_logprobs(logits_CV, targets_C)
+    return logits_CV, (values_C, *log_softmax(logits_CV, targets_C, temperature)[1:])

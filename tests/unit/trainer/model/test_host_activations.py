@@ -153,6 +153,24 @@ def test_the_device_holds_two_layers(gate_up_kept: float, monkeypatch: pytest.Mo
     assert not stacks
 
 
+def test_the_last_layers_stay_on_the_device_if_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of(MOE, 6)
+    assert decoder.host is not None
+    probe_loss(logits_of(decoder, packed()), packed()[0]).backward()
+    wanted = gradients(decoder)
+    tensors = living(monkeypatch, MovedTensor)
+    loss = probe_loss(logits_of(decoder, packed()), packed()[0])
+    per_layer = sum(sum(map(len, one.pieces)) for one in tensors) // 6
+    del loss
+    assert not tensors
+    for room_bytes, num_moved in ((2 * per_layer, 4), (3 * per_layer - 1, 4), (100 * per_layer, 1), (0, 6)):
+        decoder.host.room_bytes = room_bytes
+        loss = probe_loss(logits_of(decoder, packed()), packed()[0])
+        assert len(tensors) == 3 * num_moved
+        loss.backward()
+        assert all(torch.equal(one, same) for one, same in zip(gradients(decoder), wanted, strict=True))
+
+
 def living(monkeypatch: pytest.MonkeyPatch, kind: type) -> WeakSet[Any]:
     """The objects of a class that are made from now on, as long as they live."""
     alive: WeakSet[Any] = WeakSet()

@@ -24,12 +24,13 @@ def oracle(hidden, weight, targets, temperature):
     return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 23, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_values_and_gradients_equal_full_softmax(chunk_tokens, temperature):
+def test_values_and_gradients_equal_full_softmax(chunk_tokens, temperature, is_frozen):
     hidden, weight, targets = make_inputs()
     coefficients = torch.linspace(-1, 1, T)
-    mine = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    mine = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(not is_frozen)]
     logprobs, entropy = token_logprobs(mine[0], mine[1], targets, temperature=temperature, chunk_tokens=chunk_tokens)
     (logprobs * coefficients).sum().backward()
 
@@ -39,8 +40,18 @@ def test_values_and_gradients_equal_full_softmax(chunk_tokens, temperature):
 
     torch.testing.assert_close(logprobs.double(), exact_logprobs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.double(), exact_entropy, rtol=1e-5, atol=1e-5)
-    for got, want in zip(mine, exact, strict=True):
+    for got, want in zip(mine[: 1 if is_frozen else 2], exact, strict=False):
         torch.testing.assert_close(got.grad.double(), want.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_frozen_head_is_multiplied_with_twice(is_frozen):
+    hidden, weight, targets = make_inputs()
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_(not is_frozen)
+    with CountedProducts() as seen:
+        logprobs, _ = token_logprobs(hidden, weight, targets, temperature=1.0, chunk_tokens=T)
+        logprobs.sum().backward()
+    assert seen.num_products == (2 if is_frozen else 4)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -96,6 +107,16 @@ def test_zero_rows_run_forward_and_backward():
     logprobs.sum().backward()
     assert logprobs.shape == entropy.shape == (0,)
     assert hidden.grad.shape == (0, H) and not weight.grad.any()
+
+
+class CountedProducts(TorchDispatchMode):
+    """Counts matrix products."""
+
+    num_products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_products += func.overloadpacket is torch.ops.aten.mm
+        return func(*args, **(kwargs or {}))
 
 
 class WidestVocabularyTensor(TorchDispatchMode):
