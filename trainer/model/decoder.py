@@ -32,7 +32,7 @@ from trainer.model.attend import AttentionBackend
 from trainer.model.attention import GroupedQueryAttention, LatentAttention, make_attention
 from trainer.model.engine_attention import EngineKernel
 from trainer.model.flash_attention import KeptAttention
-from trainer.model.host_activations import HostLayer, HostPool, HostStack
+from trainer.model.host_activations import HostLayer, HostPass, HostPool
 from trainer.model.logprobs import Head
 from trainer.model.norm import RMSNorm
 from trainer.model.packed_sequences import PackedSequences
@@ -336,10 +336,10 @@ class Decoder(nn.Module):
         is_on_host = self.model.embed_tokens.weight.device != token_ids_T.device
         x_TH = self.model.embed_tokens(_rows_of_host if is_on_host else F.embedding, token_ids_T)
         last_sum = LastSum()
-        stack = HostStack(self.host) if self.host is not None and torch.is_grad_enabled() else None
-        on_host: HostLayer | None = None
-        for index, layer in enumerate(self.model.layers):
-            on_host = None if stack is None else stack.next_layer(on_host, len(self.model.layers) - index)
+        host = self.host if torch.is_grad_enabled() else None
+        host_pass = None if host is None else HostPass(host, len(self.model.layers))
+        for layer in self.model.layers:
+            on_host = None if host_pass is None else host_pass.next_layer()
             x_TH = layer(x_TH, rope, sequences, routes, last_sum, on_host)
         if self.last_norm_in_place is not None:
             return self.last_norm_in_place(x_TH)

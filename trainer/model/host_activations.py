@@ -1,15 +1,17 @@
 """What layers keep for their backward, in host memory meanwhile.
 
-    forward, layer g     move: the copy stream writes x, delta and attention's output to the host
-             layer g+2   layer g's copies on the device are freed, once the copy stream has read them
-    backward, layer g+1  the copy stream reads layer g back, while layer g+1 computes
-             layer g     waits for that, and layer g-1 is read
+    forward, layer g      move: the copy stream writes x, delta and attention's output to the host
+             layer g+2+n  layer g's copies on the device are freed, once the copy stream has read them
+             the last n   move nothing
+    backward, layer g+1   the copy stream reads layer g back, while layer g+1 computes
+             layer g      waits for that, and layer g-1 is read
 
-The last layers of a pass keep theirs on the device, as many as fit the pool's `room_bytes`.
+n layers fit the room that the pool's owner gives (`room_bytes`). While copies take longer than the layers' own work,
+the forward waits for them only after n layers more.
 
 Owns the copies, their order and the memory on both sides. Does not own which tensors a layer names (decoder.py).
-Invariants: the device holds the named tensors of at most two layers that move, and of those for which there is room;
-bits do not change. All copies use one stream, so they run in the order in which they were asked for, and a chunk of
+Invariants: the device holds the named tensors of at most 2 + n layers, and those of the last of the forward stay; bits
+do not change. All copies use one stream, so they run in the order in which they were asked for, and a chunk of
 host memory that returns to the pool can be written again at once. Each layer knows the one before it and nothing knows
 a later one, so memory is free when the graph has forgotten it.
 """
@@ -37,7 +39,8 @@ class HostPool:
         """torch.cuda, or torch.cpu, whose streams do nothing."""
         self.copies = self.streams.Stream()
         self.room_bytes = 0
-        """On the device, for the last layers of each pass that begins. Its owner sets it before a pass."""
+        """On the device, for layers that wait to be copied, and at last for those that are not. Its owner sets it
+        before a pass."""
         self._is_pinned = device.type == "cuda"
         self._free: list[Tensor] = []
 
@@ -58,39 +61,49 @@ class HostStack:
     def __init__(self, pool: HostPool) -> None:
         self.pool = pool
         self._chunks: list[Tensor] = []
-        self._used = 0
-        self._used_before_layer = 0
-        self._layer_bytes = 0
-        """The most that a layer has moved so far."""
+        self.num_bytes = 0
+        """So many are taken."""
         weakref.finalize(self, pool.give_back, self._chunks)
-
-    def next_layer(self, before: HostLayer | None, num_left: int) -> HostLayer | None:
-        """Begin a layer of the pass.
-
-        Args:
-            before: what this returned for the layer before; None for the first.
-            num_left: layers that have not run, this one among them.
-
-        Returns:
-            None if this layer and all after it stay on the device.
-        """
-        self._layer_bytes = max(self._layer_bytes, self._used - self._used_before_layer)
-        self._used_before_layer = self._used
-        if 0 < self._layer_bytes * num_left <= self.pool.room_bytes:
-            return None
-        return HostLayer(self, before)
 
     def take(self, num_bytes: int) -> list[Tensor]:
         """Pieces, uint8, that have so many bytes together."""
         pieces = []
         while num_bytes:
-            index, start = divmod(self._used, CHUNK_BYTES)
+            index, start = divmod(self.num_bytes, CHUNK_BYTES)
             if index == len(self._chunks):
                 self._chunks.append(self.pool.chunk())
             size = min(num_bytes, CHUNK_BYTES - start)
             pieces.append(self._chunks[index][start : start + size])
-            self._used, num_bytes = self._used + size, num_bytes - size
+            self.num_bytes, num_bytes = self.num_bytes + size, num_bytes - size
         return pieces
+
+
+class HostPass:
+    """A forward pass: which of its layers move, and when they leave the device. Forgotten when the pass is over."""
+
+    def __init__(self, pool: HostPool, num_layers: int) -> None:
+        self._stack = HostStack(pool)
+        self._num_layers = num_layers
+        self._layers: list[HostLayer] = []
+        """Those that have begun to move."""
+        self._num_begun = self._num_gone = 0
+        self._bytes_before = self._most_bytes = 0
+        """Of all layers before the last that began; of the one that moved most."""
+
+    def next_layer(self) -> HostLayer | None:
+        """Begin a layer. Returns None for one that moves nothing."""
+        num_bytes = self._stack.num_bytes
+        self._most_bytes = max(self._most_bytes, num_bytes - self._bytes_before)
+        self._bytes_before = num_bytes
+        num_fitting = self._stack.pool.room_bytes // self._most_bytes if self._most_bytes else 0
+        while self._num_gone < self._num_begun - 1 - num_fitting:
+            self._layers[self._num_gone].leave_device()
+            self._num_gone += 1
+        self._num_begun += 1
+        if self._num_begun > self._num_layers - num_fitting:
+            return None
+        self._layers.append(HostLayer(self._stack, self._layers[-1] if self._layers else None))
+        return self._layers[-1]
 
 
 class MovedTensor:
@@ -122,8 +135,6 @@ class HostLayer:
         self._moved: dict[int, MovedTensor] = {}
         self._written = self._read = None
         self._hooks: Any = None
-        if before is not None and before._before is not None:
-            before._before._leave_device()
 
     def move(self, tensor: Tensor) -> MovedTensor | None:
         """Copy a tensor to the host, if it is not there yet. It must not change any more.
@@ -152,6 +163,13 @@ class HostLayer:
         assert moved.on_device is not None
         return moved.on_device
 
+    def leave_device(self) -> None:
+        """Free the device's copies, after the copy stream has read them."""
+        if self._written is not None:
+            self._streams.current_stream().wait_event(self._written)
+        for moved in self._moved.values():
+            moved.on_device = None
+
     def __enter__(self) -> None:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpacked)
         self._hooks.__enter__()
@@ -172,13 +190,6 @@ class HostLayer:
     def _pack(self, tensor: Tensor) -> Any:
         moved = self._found(tensor)
         return tensor if moved is None else (self, moved, tensor.shape)
-
-    def _leave_device(self) -> None:
-        """Free the device's copies, after the copy stream has read them."""
-        if self._written is not None:
-            self._streams.current_stream().wait_event(self._written)
-        for moved in self._moved.values():
-            moved.on_device = None
 
     def _enter_device(self) -> None:
         """Begin to read what is in host memory alone."""

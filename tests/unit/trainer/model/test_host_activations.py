@@ -125,7 +125,10 @@ def test_without_gradients_nothing_is_moved() -> None:
 
 
 @pytest.mark.parametrize("gate_up_kept", [0.0, 1.0])
-def test_the_device_holds_two_layers(gate_up_kept: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_fitting", [0, 2])
+def test_the_device_holds_two_layers_and_those_that_fit(
+    num_fitting: int, gate_up_kept: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Counted after each call of a layer, in the forward and in the backward. The graph lives until its last node is
     done; were it to hold what was read back, all layers would be on the device at the end.
     """
@@ -144,13 +147,30 @@ def test_the_device_holds_two_layers(gate_up_kept: float, monkeypatch: pytest.Mo
         monkeypatch.setattr(HostLayer, name, watched(name, getattr(HostLayer, name)))
     decoder = decoder_of(MOE, 6, gate_up_kept=gate_up_kept)
     num_tensors = 3 + int(gate_up_kept)
+    num_moved = 6 - num_fitting
+    assert decoder.host is not None
+    decoder.host.room_bytes = num_fitting * layer_bytes(decoder)
+    for seen in counts.values():
+        seen.clear()
     loss = probe_loss(logits_of(decoder, packed()), packed()[0])
-    assert len(tensors) == num_tensors * 6
+    assert len(tensors) == num_tensors * num_moved
     loss.backward()
-    assert len(counts["get"]) == (num_tensors + 1) * 6  # two parts of a layer read its input
-    assert max(counts["move"]) == max(counts["get"]) == num_tensors * 2
+    assert len(counts["get"]) == (num_tensors + 1) * num_moved  # two parts of a layer read its input
+    assert max(counts["move"]) == num_tensors * (2 + num_fitting)
+    assert max(counts["get"]) == num_tensors * 2
     assert counts["get"][-1] == num_tensors
     assert not stacks
+
+
+def layer_bytes(decoder: Decoder) -> int:
+    """What one layer of six moves, all layers alike."""
+    with pytest.MonkeyPatch.context() as patch:
+        tensors = living(patch, MovedTensor)
+        loss = probe_loss(logits_of(decoder, packed()), packed()[0])
+        num_bytes = sum(sum(map(len, one.pieces)) for one in tensors)
+        del loss
+    assert num_bytes % 6 == 0
+    return num_bytes // 6
 
 
 def test_the_last_layers_stay_on_the_device_if_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,11 +178,8 @@ def test_the_last_layers_stay_on_the_device_if_they_fit(monkeypatch: pytest.Monk
     assert decoder.host is not None
     probe_loss(logits_of(decoder, packed()), packed()[0]).backward()
     wanted = gradients(decoder)
+    per_layer = layer_bytes(decoder)
     tensors = living(monkeypatch, MovedTensor)
-    loss = probe_loss(logits_of(decoder, packed()), packed()[0])
-    per_layer = sum(sum(map(len, one.pieces)) for one in tensors) // 6
-    del loss
-    assert not tensors
     for room_bytes, num_moved in ((2 * per_layer, 4), (3 * per_layer - 1, 4), (100 * per_layer, 1), (0, 6)):
         decoder.host.room_bytes = room_bytes
         loss = probe_loss(logits_of(decoder, packed()), packed()[0])
