@@ -6,18 +6,20 @@
     fork_engine()   it forks the EngineCore, and what    ForkServerActor   begin_as()   that one, or one of its own
                     looks at the model's class           RolloutActor      join()       it forks the worker's process,
                                                          worker process    fork_engine()       and what that asks for
+    for_ranks()     an EngineCore that was forked has its ranks forked, too (tp_size > 1)
 
 Without it, vLLM spawns the EngineCore process after the worker's own import, and it imports all of it again: 16 s of
 a start on a host with GPUs, one after the other; and so does the process that imports the class of a model which vLLM
-meets for the first time on this node. The server is one of multiprocessing's, but not the one that every other user of
-"forkserver" in this process shares. It runs no kernel and never opens a GPU, so that what is forked from it may.
+meets for the first time on this node, and so does each rank of an engine with several. The server is one of
+multiprocessing's, but not the one that every other user of "forkserver" in this process shares. It runs no kernel and
+never opens a GPU, so that what is forked from it may.
 
 Processes are forked as long as the variables that imports read (IMPORTS_READ) are what they were when the server
 imported. Where they are not, and where the server is gone, why_not() says so and the process that is asked for imports
 vLLM itself.
 
-Owns: these servers, and the processes that they fork. Does not own: the workers of an engine with tp_size > 1, which
-their EngineCore spawns (process_imports.py); when a run has a server (orchestrator/cluster).
+Owns: these servers, and the processes that they fork. Does not own: what is spawned where none can be forked
+(process_imports.py); when a run has a server (orchestrator/cluster).
 Invariant: a forked process has the environment and the output of the process that asked for it, and the variables that
 vLLM's imports have set, as a spawned one would.
 """
@@ -105,8 +107,8 @@ class _Server(forkserver.ForkServer):
 
 _server = _Server()
 _in_use = threading.Lock()
-_is_inherited = False
-"""Whether this process was itself forked from its server."""
+_forked_by: int | None = None
+"""The server's process, in one that was itself forked from its server."""
 _imported_under: dict[str, str] | None = None
 """Variables that imports read, when the first engine was forked; None before."""
 
@@ -203,7 +205,7 @@ def fork_engine() -> Generator[None]:
         yield
         return
     try:
-        if why := _why_not_again() or why_not(tries_gpu=not _is_inherited):
+        if why := _why_not_again() or why_not(tries_gpu=_forked_by is None):
             logger.warning("no fork server (%s): vLLM is imported once more", why)
             yield
             return
@@ -213,6 +215,13 @@ def fork_engine() -> Generator[None]:
             _imported_under = _comparable(os.environ)  # vLLM has set some of them
     finally:
         _in_use.release()
+
+
+def for_ranks() -> ForkContext | None:
+    """What the ranks of an engine are made in whose EngineCore is this process; None: it was not forked, or its server
+    is gone. Of variables that imports read, an EngineCore changes OMP_NUM_THREADS alone, which forked processes obey.
+    """
+    return ForkContext() if _forked_by is not None and os.getppid() == _forked_by else None
 
 
 def _comparable(environment: Mapping[str, str]) -> dict[str, str]:
@@ -357,18 +366,21 @@ class _Process(ForkServerProcess):
 
     def run(self) -> None:
         """Called in the forked process."""
-        global _is_inherited
+        global _forked_by
         for descriptor, sent in self._output.items():
             os.dup2(sent.detach(), descriptor)
         preload: Any = sys.modules.get(PRELOAD)
         environment = (preload.SET_BY_IMPORTS if preload else {}) | self._environment
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
+        threads = environment.get("OMP_NUM_THREADS", "")
+        if threads != os.environ.get("OMP_NUM_THREADS", "") and threads.isdecimal() and "torch" in sys.modules:
+            import_module("torch").set_num_threads(int(threads))  # which has read the server's
         # Only what differs: setproctitle looks for the strings with which the process began.
         os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
         inherited: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
         _server.join(inherited._forkserver_address, inherited._forkserver_alive_fd)
-        _is_inherited = True
+        _forked_by = os.getppid()
         super().run()
 
 

@@ -11,8 +11,9 @@ import os
 import warnings
 
 from rollout.die_with_owner import OWNER_VARIABLE, end_with
+from rollout.in_vllm.fork_server import for_ranks
 from rollout.in_vllm.process_imports import import_vllm
-from rollout.in_vllm.vllm_patches import send_logprobs_together
+from rollout.in_vllm.vllm_patches import make_ranks_in, send_logprobs_together
 
 BEFORE = dict(os.environ)
 """Environment in which vLLM was imported."""
@@ -20,6 +21,7 @@ BEFORE = dict(os.environ)
 end_with(int(os.environ[OWNER_VARIABLE]))
 import_vllm()
 send_logprobs_together()
+make_ranks_in(for_ranks)
 # The main module of what is forked is process_imports (come_first), which does nothing where it is imported already.
 warnings.filterwarnings("ignore", r".*process_imports' found in sys\.modules", RuntimeWarning)
 

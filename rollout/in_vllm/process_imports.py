@@ -5,7 +5,7 @@ patches that belong to a process rather than to an engine.
                                                        2. unpickles what is to be run there, which imports vLLM
 
 Inside `come_first()` the main module is this one. (Otherwise it is a Ray worker's, which imports all of Ray for
-nothing.) Its one act is that import with its patches, and step 2 finds it done; a process that an EngineCore spawns
+nothing.) Its one act is that import with its patches, and step 2 finds it done; a rank that an EngineCore spawns
 repeats both steps. Saves about 1 s of a core at each start of an engine.
 
 Owns: that module, and which modules of vLLM are imported (import_vllm). Does not own: the process that imports them

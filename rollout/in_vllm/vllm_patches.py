@@ -19,6 +19,8 @@
                                           Until torchao asks when it needs the answers.
     make_processes_in              both   One engine's EngineCore is forked from a server that has imported vLLM.
                                           Until VLLM_WORKER_MULTIPROC_METHOD may be forkserver.
+    make_ranks_in                  both   An EngineCore that was forked has its ranks forked from the same server.
+                                          Until VLLM_WORKER_MULTIPROC_METHOD may be forkserver.
     inspect_models_by              both   What a model's class says of itself is found in a process of that server.
                                           Until vLLM can be told where.
     end_for_good                   both   One engine is shut down once. Until AsyncLLM.shutdown() may be called twice.
@@ -28,12 +30,12 @@
                                           Until a layer can be built without choosing a kernel.
     be_rank                        both   Process groups that talk to nobody. Until vLLM's groups can be made so.
 
-"Both" means 0.25.1 (GPUs) and 0.32 (CPUs); the last sentence of each entry says when the patch can go. The first
-patch acts on every engine on a CPU, the next two on every batch-invariant one, compile_kernels_beside_model on every
-engine on a GPU, send_logprobs_together on the processes of a worker's engine, open_no_gpu on imports, the next five on
-the objects of one engine; the last two run in a process that computes nothing (rollout/layouts/meta_engine.py). While a
-layout is recorded, two more modules swap attributes of a model and put them back: load_time.py (parameters as they were
-at load time) and adapter_slots.py (layers without LoRA wrappers).
+"Both" means 0.25.1 (GPUs) and 0.32 (CPUs); the last sentence of each entry says when the patch can go. The first patch
+acts on every engine on a CPU, the next two on every batch-invariant one, compile_kernels_beside_model on every engine
+on a GPU, send_logprobs_together on the processes of a worker's engine, open_no_gpu on imports, make_ranks_in on forked
+processes, the other five before the last two on the objects of one engine; the last two run in a process that computes
+nothing (rollout/layouts/meta_engine.py). While a layout is recorded, two more modules swap attributes of a model and
+put them back: load_time.py (parameters as they were at load time) and adapter_slots.py (layers without LoRA wrappers).
 
 Owns this list, and these changes but for compile_kernels_beside_model, which has a file of its own. Does not own when
 they are made: each is one call, made by the code that needs it. vLLM is imported inside the functions, because
@@ -172,6 +174,23 @@ def make_processes_in(context: BaseContext) -> Iterator[None]:
 
     with replaced(utils, {"get_mp_context": chosen}):
         yield
+
+
+def make_ranks_in(choose: Callable[[], BaseContext | None]) -> None:
+    """From now on an EngineCore of this process, or of one forked from it, makes its ranks (tp_size > 1) in the context
+    of multiprocessing that `choose` names; in vLLM's own where it names none. A second call is harmless.
+    """
+    from vllm.v1.executor import multiproc_executor
+
+    own = multiproc_executor.get_mp_context
+    if own.__module__ == __name__:
+        return
+
+    def chosen() -> BaseContext:
+        default = own()  # it also sets what ranks read
+        return choose() or default
+
+    replace(multiproc_executor, "get_mp_context", chosen)
 
 
 @contextlib.contextmanager

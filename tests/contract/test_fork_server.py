@@ -39,8 +39,9 @@ from weight_sync.typed_msgpack import unpack
 
 TENSORS = json.loads(Path(sys.argv[1], "request.json").read_text())["tensors"]
 
-async def prepared():
-    config = RolloutConfig(max_model_len=64, kv_cache_bytes=64 << 20, sampling=SamplingConfig(max_tokens=8))
+async def prepared(tp_size=1):
+    sampling = SamplingConfig(max_tokens=8)
+    config = RolloutConfig(tp_size=tp_size, max_model_len=64, kv_cache_bytes=64 << 20, sampling=sampling)
     engine = Engine(Path(sys.argv[1]), config, dtype=DType.float32, device=Device.cpu, seed=0)
     await engine.prepare()
     return engine
@@ -62,7 +63,7 @@ async def layout_was_foreseen(engine, beside):
 async def main():
     first = await prepared()
     beside = LayoutBesideStart(Path(sys.argv[1], "request.json").read_text())
-    engines = [await started(first), await started(await prepared())]
+    engines = [await started(first), await started(await prepared(tp_size=2))]
     foreseen = await layout_was_foreseen(engines[0], beside)
     os.environ["VLLM_LOGGING_PREFIX"] = "third: "
     engines.append(await started(await prepared()))
@@ -95,7 +96,7 @@ def end() -> None:
 
 
 def test_engines_are_forked_but_one_in_another_environment_and_all_end_with_the_worker(tmp_path: Path) -> None:
-    """The layout of the first is recorded beside its start, and is the one that it has."""
+    """The layout of the first is recorded beside its start, and is the one that it has. The second has two ranks."""
     config = DENSE | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))
     request = request_text(
@@ -117,7 +118,7 @@ def test_engines_are_forked_but_one_in_another_environment_and_all_end_with_the_
         finally:
             worker.kill()
     assert told == [str(worker.pid), "5", "5", "5", "True"]
-    assert sorted(forked) == [False, True, True]
+    assert sorted(forked) == [False, True, True, True, True]
     _, alive = psutil.wait_procs(tree, timeout=TIMEOUT_S)
     assert not alive
 
