@@ -189,11 +189,12 @@ def measure_peer(args: argparse.Namespace, row: str, model: Path) -> dict[str, A
     started = time.monotonic()
     variables = engine_environment(Device.cpu if args.tiny else Device.cuda) | dict(os.environ)
     steps = args.peer_steps or args.steps
-    job = replace(job_of(args, model), steps=steps, warm_up=PEER_WARM_UP_STEPS, **changes)
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    job = replace(job_of(args, model), steps=steps, warm_up=PEER_WARM_UP_STEPS, server_gpu=gpus[-1], **changes)
     is_verl = module == "bench.loops.verl_row"
     first = [LONG_TAILED_ENGINES] if args.lengths == LONG_TAILED else []
     first += [args.verl] if is_verl and args.verl else []
-    devices = ",".join(map(str, range(job.num_gpus if is_verl else 1)))
+    devices = ",".join(gpus[: job.num_gpus if is_verl else 1])
     found = measure(module, job, variables | {"PYTHONPATH": python_path(*first), "CUDA_VISIBLE_DEVICES": devices})
     if "first_step_at" in found:
         found["first_step_s"] = found.pop("first_step_at") - started

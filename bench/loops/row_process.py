@@ -47,6 +47,8 @@ class Job:
     lr: float
     kv_cache_bytes: int | None
     """None: what the engine finds free."""
+    server_gpu: str = "1"
+    """Of a peer's vLLM server, where it is a process of its own."""
     concurrency: Sequence[int] = ()
     """Of a bare engine: requests at once, one figure each."""
     sleeps: bool = False

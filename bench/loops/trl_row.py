@@ -190,7 +190,7 @@ def server(job: Job) -> Iterator[None]:
         '{"backend":"nccl"}', "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1",
         "--max-model-len", str(job.max_model_len), "--max-num-seqs", str(job.responses),
     ]  # fmt: skip
-    own = {"CUDA_VISIBLE_DEVICES": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    own = {"CUDA_VISIBLE_DEVICES": job.server_gpu, "VLLM_SERVER_DEV_MODE": "1"}
     process = subprocess.Popen(command, env=os.environ | own)
     try:
         yield
