@@ -22,7 +22,7 @@ from cases.kernel_inputs import (
 )
 from conf.schema import CombineMode
 from trainer.architecture.activation import CLAMPED_SWIGLU, SWIGLU
-from trainer.kernels.experts import gather
+from trainer.kernels.experts import gather, low_rank
 from trainer.kernels.experts.combine import weighted_sum_torch, weighted_sum_triton
 from trainer.kernels.experts.counting_sort import sort_by_expert_torch, sort_by_expert_triton
 from trainer.kernels.experts.dequant import (
@@ -165,6 +165,13 @@ def case_add_low_rank(device: str) -> None:
 
 
 def case_low_rank_gradient(device: str) -> None:
+    """Whole experts, and long ones cut into parts."""
+    for num_rows in (low_rank.CUT_FROM_ROWS, 0):
+        with mock.patch.object(low_rank, "CUT_FROM_ROWS", num_rows):
+            _gradients(device)
+
+
+def _gradients(device: str) -> None:
     for counts in (COUNTS, (0, 0, 0, 0)):
         groups, num_rows = groups_of(counts, device), sum(counts)
         for i, dtype in enumerate(dtypes_of(device)):

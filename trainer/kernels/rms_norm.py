@@ -26,7 +26,7 @@ from torch import Tensor
 from trainer.kernels.launch import cdiv, next_power_of_2, programs
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-ROTATE = 8, 4
+ROTATE = 4, 1
 """The most heads, and the warps, of a program of `norm_rotate`."""
 
 

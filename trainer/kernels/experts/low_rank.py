@@ -5,8 +5,9 @@
 Both are bound by memory, and each reads the wide operand once. A gradient reads it as it was before the gather that
 sorted the rows: there a token is one row instead of K, and the cache has it for the other K - 1 reads. One thread block
 per output tile sums gradients in float32 over rows in order and writes them in the parameter's dtype: float32
-parameters get unrounded gradients, and an expert without rows gets zeros. The torch forms define the result, and run on
-devices other than CUDA.
+parameters get unrounded gradients, and an expert without rows gets zeros. Of many rows, those of an expert with more
+than twice its share are cut into parts, lest one thread block sum them while all others are done; a second kernel adds
+the parts' sums in order. The torch forms define the result, and run on devices other than CUDA.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ import triton.language as tl
 from torch import Tensor
 
 from trainer.kernels.experts.groups import RowGroups
-from trainer.kernels.launch import Tiling, cdiv, factor_of, padded_rank, precision_of, programs, tiling_of
+from trainer.kernels.launch import (
+    Tiling,
+    cdiv,
+    factor_of,
+    next_power_of_2,
+    padded_rank,
+    precision_of,
+    programs,
+    tiling_of,
+)
 
 ADD = {
     128: Tiling(64, 64, warps=4, stages=3),
@@ -33,6 +43,8 @@ GRADIENT = {
 """See launch.tiling_of."""
 SPAN = 256
 """Columns per program of `add_low_rank`."""
+CUT_FROM_ROWS = 1 << 16
+"""From so many rows on, long experts are cut. Below, the host's launches take longer than what it saves."""
 
 
 def add_low_rank_torch(
@@ -104,15 +116,30 @@ def low_rank_gradient_triton(
     weights_S: Tensor | None = None,
 ) -> Tensor:
     """The same as low_rank_gradient_torch, by a kernel."""
-    rank, num_columns = left_SR.shape[1], right_XN.shape[1]
+    num_experts, rank, num_columns = groups.num_experts, left_SR.shape[1], right_XN.shape[1]
     tiling = tiling_of(GRADIENT, rank, left_SR.element_size())
-    programs(_low_rank_gradient, (cdiv(num_columns, tiling.columns) * groups.num_experts,))(
-        left_SR, right_XN, source_S, weights_S, out_ERN, groups.ends_E, groups.num_experts, num_columns,
+    num_blocks, num_parts = cdiv(num_columns, tiling.columns), num_experts
+    parts_P3 = sums_PRN = None
+    part_rows = next_power_of_2(cdiv(2 * max(groups.num_rows, 1), num_experts))
+    if groups.num_rows >= CUT_FROM_ROWS:
+        parts_P3 = groups.tiles(part_rows)
+        num_parts = parts_P3.shape[0]
+        sums_PRN = torch.empty(num_parts, rank, num_columns, dtype=torch.float32, device=left_SR.device)
+    shape = {
+        "RANK": rank, "PADDED_RANK": padded_rank(rank), "IS_TRANSPOSED": out_ERN.stride(1) == 1 and rank > 1,
+        "BLOCK_N": tiling.columns,
+    }  # fmt: skip
+    programs(_low_rank_gradient, (num_blocks * num_parts,))(
+        left_SR, right_XN, source_S, weights_S, out_ERN, groups.ends_E, parts_P3, sums_PRN, num_parts, num_columns,
         *out_ERN.stride(), HAS_SOURCE=source_S is not None, HAS_WEIGHTS=weights_S is not None,
-        RANK=rank, PADDED_RANK=padded_rank(rank), IS_TRANSPOSED=out_ERN.stride(1) == 1 and rank > 1,
-        BLOCK_M=tiling.rows, BLOCK_N=tiling.columns, STAGES=tiling.stages, PRECISION=precision_of(left_SR),
-        num_warps=tiling.warps,
+        IS_CUT=parts_P3 is not None, BLOCK_M=tiling.rows, STAGES=tiling.stages, PRECISION=precision_of(left_SR),
+        num_warps=tiling.warps, **shape,
     )  # fmt: skip
+    if parts_P3 is not None:
+        programs(_add_parts, (num_blocks * num_experts,))(
+            sums_PRN, out_ERN, groups.counts_E, num_experts, num_columns, *out_ERN.stride(),
+            EXPERTS=next_power_of_2(num_experts), PART_ROWS=part_rows, num_warps=tiling.warps, **shape,
+        )  # fmt: skip
     return out_ERN
 
 
@@ -204,21 +231,27 @@ def _add_low_rank(
 
 @triton.jit
 def _low_rank_gradient(
-    left_ptr, right_ptr, source_ptr, weights_ptr, out_ptr, ends_ptr, num_experts, num_columns,
+    left_ptr, right_ptr, source_ptr, weights_ptr, out_ptr, ends_ptr, parts_ptr, sums_ptr, num_parts, num_columns,
     out_expert_stride, out_rank_stride, out_column_stride,
-    HAS_SOURCE: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    HAS_SOURCE: tl.constexpr, HAS_WEIGHTS: tl.constexpr, IS_CUT: tl.constexpr,
     RANK: tl.constexpr, PADDED_RANK: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """With a source, neighbouring programs share columns, so that a token's K experts find it in the cache; without,
-    they share rows."""
+    """A part is an expert, or if they are cut one of RowGroups.tiles; what is not a whole expert is summed in sums_ptr.
+
+    With a source, neighbouring programs share columns, so that a token's K experts find it in the cache; without, they
+    share rows.
+    """
     if HAS_SOURCE:
-        expert, block = tl.program_id(0) % num_experts, tl.program_id(0) // num_experts
+        part, block = tl.program_id(0) % num_parts, tl.program_id(0) // num_parts
     else:
         num_blocks = tl.cdiv(num_columns, BLOCK_N)
-        expert, block = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
-    begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(ends_ptr + expert)
+        part, block = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
+    expert = tl.load(parts_ptr + part * 3) if IS_CUT else part
+    first_row = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    last_row = tl.load(ends_ptr + expert)
+    begin = tl.load(parts_ptr + part * 3 + 1) if IS_CUT else first_row
+    end = tl.load(parts_ptr + part * 3 + 2) if IS_CUT else last_row
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
     ranks = tl.arange(0, PADDED_RANK)
     is_column, is_rank = columns < num_columns, ranks < RANK
@@ -241,8 +274,54 @@ def _low_rank_gradient(
             other=0.0,
         )
         acc = tl.dot(left, right, acc, input_precision=PRECISION)
+    if IS_CUT:
+        is_whole = (begin == first_row) & (end == last_row)
+        at = sums_ptr + (part.to(tl.int64) * RANK + ranks[:, None]) * num_columns + columns[None, :]
+        tl.store(at, acc, mask=is_rank[:, None] & is_column[None, :] & (begin < end) & (is_whole == 0))
+        is_column &= is_whole & (begin < end)
     out = out_ptr + expert.to(tl.int64) * out_expert_stride
-    value = acc.to(out_ptr.dtype.element_ty)
+    _store_factor(
+        out, acc, ranks, columns, is_rank, is_column, out_rank_stride, out_column_stride, IS_TRANSPOSED=IS_TRANSPOSED
+    )
+
+
+@triton.jit
+def _add_parts(
+    sums_ptr, out_ptr, counts_ptr, num_experts, num_columns, out_expert_stride, out_rank_stride, out_column_stride,
+    EXPERTS: tl.constexpr, PART_ROWS: tl.constexpr, RANK: tl.constexpr, PADDED_RANK: tl.constexpr,
+    IS_TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The gradients of experts with several parts, and the zeros of those with none."""
+    num_blocks = tl.cdiv(num_columns, BLOCK_N)
+    expert, block = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
+    experts = tl.arange(0, EXPERTS)
+    counts = tl.load(counts_ptr + experts, mask=experts < num_experts, other=0).to(tl.int32)
+    num_parts = (counts + PART_ROWS - 1) // PART_ROWS
+    first = tl.sum(tl.where(experts < expert, num_parts, 0), 0)
+    own = tl.sum(tl.where(experts == expert, num_parts, 0), 0)
+    if own != 1:
+        columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        ranks = tl.arange(0, PADDED_RANK)
+        is_column, is_rank = columns < num_columns, ranks < RANK
+        inside = is_rank[:, None] & is_column[None, :]
+        acc = tl.zeros([PADDED_RANK, BLOCK_N], dtype=tl.float32)
+        at = sums_ptr + (first.to(tl.int64) * RANK + ranks[:, None]) * num_columns + columns[None, :]
+        for _ in range(own):
+            acc += tl.load(at, mask=inside, other=0.0)
+            at += RANK * num_columns
+        out = out_ptr + expert.to(tl.int64) * out_expert_stride
+        _store_factor(
+            out, acc, ranks, columns, is_rank, is_column, out_rank_stride, out_column_stride,
+            IS_TRANSPOSED=IS_TRANSPOSED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_factor(
+    out, acc, ranks, columns, is_rank, is_column, out_rank_stride, out_column_stride, IS_TRANSPOSED: tl.constexpr
+):
+    """Write a tile of one expert's gradient."""
+    value = acc.to(out.dtype.element_ty)
     if IS_TRANSPOSED:  # the rank is the output's fast index: transpose the tile so that threads write adjacent elements
         at = out + columns[:, None] * out_column_stride + ranks[None, :] * out_rank_stride
         tl.store(at, tl.trans(value), mask=is_column[:, None] & is_rank[None, :])
