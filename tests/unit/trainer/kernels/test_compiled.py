@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from conf.schema import MAX_EXPERT_RANK
 from trainer.architecture.activation import SWIGLU
-from trainer.kernels.experts import grouped_gemm
+from trainer.kernels.experts import grouped_gemm, low_rank
 from trainer.kernels.experts.gather import gather_project_triton
 from trainer.kernels.experts.groups import RowGroups
 from trainer.kernels.experts.low_rank import add_low_rank_triton, low_rank_gradient_triton
@@ -62,7 +63,9 @@ def launch_expert_kernels(dtype: torch.dtype, rank: int, factor_dtype: torch.dty
     gather_project_triton(rows, source, a_gate_up, groups, 1.0, None)
     activate_triton(gu, low, inner, groups, SWIGLU)
     activate_backward_triton(gu, low, inner, h, low, weights, groups, SWIGLU, True)
-    low_rank_gradient_triton(low, rows, groups, torch.empty_like(a_gate_up), source, weights)
+    for cut_from_rows in (num_rows + 1, 0):  # the cut kernel is the one that stays in `launched`
+        with mock.patch.object(low_rank, "CUT_FROM_ROWS", cut_from_rows):
+            low_rank_gradient_triton(low, rows, groups, torch.empty_like(a_gate_up), source, weights)
     add_low_rank_triton(gu, low, b_gate_up, None, groups)
 
 
@@ -94,7 +97,8 @@ def test_every_rank_fits_into_a_blocks_shared_memory(
     """The last rank of each tiling, and rank 256; float32 factors, which take the most."""
     launch_expert_kernels(dtype, rank, torch.float32)
     assert launched.keys() == {
-        "_write_tiles", "_gather_project", "_activate", "_activate_backward", "_low_rank_gradient", "_add_low_rank",
+        "_write_tiles", "_gather_project", "_activate", "_activate_backward", "_low_rank_gradient", "_add_parts",
+        "_add_low_rank",
     }  # fmt: skip
     shared = {name: kernel.metadata.shared for name, kernel in launched.items()}
     assert max(shared.values()) <= BLOCK_SHARED_BYTES[OnlyCompiles.target], shared
