@@ -66,12 +66,13 @@ def compile_kernels_beside_model() -> None:
 
 def kernels_of_graphs(runner: Any) -> list[Kernel]:
     """What a GPUModelRunner's CUDA graphs will need of experts and adapters: the first layer of each kind is gone
-    through once for every graph. Empty where there are neither, where the model is not one stack of layers, and where
-    no process can be forked that would compile them (workers of tp_size > 1).
+    through once for every graph. Empty where there are neither, where the model is not one stack of layers, where no
+    process can be forked that would compile them, and for an engine of several ranks, each of which would ask.
     """
     decoder = _decoder(runner.get_model())
     has_any = runner.lora_config or runner.model_config.is_moe
-    if not has_any or decoder is None or not fork_server.is_known():
+    is_alone = runner.parallel_config.world_size == 1
+    if not has_any or decoder is None or not is_alone or not fork_server.is_known():
         return []
     from vllm.config import CUDAGraphMode
 

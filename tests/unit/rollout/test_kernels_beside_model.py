@@ -121,17 +121,29 @@ def test_a_model_ends_after_the_first_layer_of_the_last_kind(widths: list[int], 
 
 
 @pytest.mark.parametrize(
-    ("num_stacks", "has_adapters", "has_experts", "has_server"),
-    [(1, False, False, True), (1, True, True, False), (0, True, True, True), (2, False, True, True)],
+    ("num_stacks", "has_adapters", "has_experts", "has_server", "num_ranks"),
+    [
+        (1, False, False, True, 1),
+        (1, True, True, False, 1),
+        (0, True, True, True, 1),
+        (2, False, True, True, 1),
+        (1, True, True, True, 2),
+    ],
 )
 def test_nothing_is_asked_for_where_nothing_is_needed_or_nobody_would_compile_it(
-    num_stacks: int, has_adapters: bool, has_experts: bool, has_server: bool, monkeypatch: pytest.MonkeyPatch
+    num_stacks: int,
+    has_adapters: bool,
+    has_experts: bool,
+    has_server: bool,
+    num_ranks: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = nn.ModuleList(_Decoder([4, 4]) for _ in range(num_stacks))
     runner = SimpleNamespace(
         get_model=lambda: model,
         lora_config=object() if has_adapters else None,
         model_config=SimpleNamespace(is_moe=has_experts),
+        parallel_config=SimpleNamespace(world_size=num_ranks),
     )
     monkeypatch.setattr(fork_server, "is_known", lambda: has_server)
     assert kernels_of_graphs(runner) == []
