@@ -6,7 +6,7 @@
     fork_engine()   it forks the EngineCore, and what    ForkServerActor   begin_as()   that one, or one of its own
                     looks at the model's class           RolloutActor      join()       it forks the worker's process,
                                                          worker process    fork_engine()       and what that asks for
-    for_ranks()     an EngineCore that was forked has its ranks forked, too (tp_size > 1)
+    for_ranks()     an EngineCore that was forked has its ranks forked, too (tp_size > 1, on CPUs)
 
 Without it, vLLM spawns the EngineCore process after the worker's own import, and it imports all of it again: 16 s of
 a start on a host with GPUs, one after the other; and so does the process that imports the class of a model which vLLM

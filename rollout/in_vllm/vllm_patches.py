@@ -19,7 +19,8 @@
                                           Until torchao asks when it needs the answers.
     make_processes_in              both   One engine's EngineCore is forked from a server that has imported vLLM.
                                           Until VLLM_WORKER_MULTIPROC_METHOD may be forkserver.
-    make_ranks_in                  both   An EngineCore that was forked has its ranks forked from the same server.
+    make_ranks_in                  0.32   On CPUs an EngineCore that was forked has its ranks forked from the same server.
+                                          GPUs have not run it, so there ranks are spawned.
                                           Until VLLM_WORKER_MULTIPROC_METHOD may be forkserver.
     inspect_models_by              both   What a model's class says of itself is found in a process of that server.
                                           Until vLLM can be told where.
@@ -178,10 +179,14 @@ def make_processes_in(context: BaseContext) -> Iterator[None]:
 
 def make_ranks_in(choose: Callable[[], BaseContext | None]) -> None:
     """From now on an EngineCore of this process, or of one forked from it, makes its ranks (tp_size > 1) in the context
-    of multiprocessing that `choose` names; in vLLM's own where it names none. A second call is harmless.
+    of multiprocessing that `choose` names; in vLLM's own where it names none, and for ranks on GPUs. A second call is
+    harmless.
     """
+    from vllm.platforms import current_platform
     from vllm.v1.executor import multiproc_executor
 
+    if not current_platform.is_cpu():
+        return
     own = multiproc_executor.get_mp_context
     if own.__module__ == __name__:
         return
