@@ -19,8 +19,8 @@
                                           Until torchao asks when it needs the answers.
     make_processes_in              both   One engine's EngineCore is forked from a server that has imported vLLM.
                                           Until VLLM_WORKER_MULTIPROC_METHOD may be forkserver.
-    make_ranks_in                  0.32   On CPUs an EngineCore that was forked has its ranks forked from the same server.
-                                          GPUs have not run it, so there ranks are spawned.
+    make_ranks_in                  0.32   On CPUs an EngineCore that was forked has its ranks forked by the same
+                                          server. GPUs have not run it, so there ranks are spawned.
                                           Until VLLM_WORKER_MULTIPROC_METHOD may be forkserver.
     inspect_models_by              both   What a model's class says of itself is found in a process of that server.
                                           Until vLLM can be told where.
