@@ -48,7 +48,7 @@ class Job:
     kv_cache_bytes: int | None
     """None: what the engine finds free."""
     server_gpu: str = "1"
-    """Of a peer's vLLM server, where it is a process of its own."""
+    """The GPU of a peer's vLLM server, where that is a process of its own."""
     concurrency: Sequence[int] = ()
     """Of a bare engine: requests at once, one figure each."""
     sleeps: bool = False

@@ -88,7 +88,7 @@ class HostPass:
         """Those that have begun to move."""
         self._num_begun = self._num_gone = 0
         self._bytes_before = self._most_bytes = 0
-        """Of all layers before the last that began; of the one that moved most."""
+        """What all layers before the last that began have moved; what the one that moved most has."""
 
     def next_layer(self) -> HostLayer | None:
         """Begin a layer. Returns None for one that moves nothing."""
