@@ -167,20 +167,6 @@ def test_loss_and_gradients_do_not_depend_on_the_microbatch_split():
         assert (split[name][1] - grad).norm() <= 1e-5 * grad.norm(), name
 
 
-def test_layers_stay_on_the_device_while_gradients_have_no_memory_of_their_own():
-    """The room is what gradients will take: of all parameters in the first microbatch, of none in those after it."""
-    rank = make_rank(activations_on_host=True)
-    rooms: list[int] = []
-    hook = rank.decoder.register_forward_pre_hook(lambda decoder, _: rooms.append(decoder.host.room_bytes))
-    for version in range(2):
-        samples = make_samples(2, version)
-        rank.forward_backward([samples[:1], samples[1:]], count(samples, version))
-        rank.optimizer_step()
-    hook.remove()
-    num_bytes = sum(param.nbytes for _, param in trained(rank))
-    assert rooms == [num_bytes, 0] * 2
-
-
 @pytest.mark.parametrize("mode", list(TrainMode))
 def test_the_reference_is_the_policy_before_training(mode):
     """At the start policy and reference are equal: k3 is 0. After steps the penalty is positive, and it never

@@ -14,6 +14,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
+from cases.rank_helpers import count, make_rank, make_samples, trained
 from cases.tiny_models import (
     DEEPSEEK,
     GPT_OSS,
@@ -186,6 +187,22 @@ def test_the_last_layers_stay_on_the_device_if_they_fit(monkeypatch: pytest.Monk
         assert len(tensors) == 3 * num_moved
         loss.backward()
         assert all(torch.equal(one, same) for one, same in zip(gradients(decoder), wanted, strict=True))
+
+
+def test_layers_stay_on_the_device_while_gradients_have_no_memory_of_their_own() -> None:
+    """The room is what gradients will take: of all parameters in the first microbatch, of none in those after it."""
+    rank = make_rank(activations_on_host=True)
+    rooms: list[int] = []
+    pool = rank.decoder.host
+    assert pool is not None
+    hook = rank.decoder.register_forward_pre_hook(lambda *_: rooms.append(pool.room_bytes))
+    for version in range(2):
+        samples = make_samples(2, version)
+        rank.forward_backward([samples[:1], samples[1:]], count(samples, version))
+        rank.optimizer_step()
+    hook.remove()
+    num_bytes = sum(param.nbytes for _, param in trained(rank))
+    assert rooms == [num_bytes, 0] * 2
 
 
 def living(monkeypatch: pytest.MonkeyPatch, kind: type) -> WeakSet[Any]:
