@@ -49,6 +49,7 @@ from trainer.engine_ops.choose_forward import choose_forward
 from trainer.errors import LayoutError, TrainerError
 from trainer.model.build_decoder import build_decoder
 from trainer.model.decoder import Decoder
+from trainer.model.graphs import DecoderGraphs, refusal_of_graphs
 from trainer.model.reference import ReferencePolicy
 from trainer.model.shard_decoder import dense_trainable, expert_trainable
 from trainer.parallel import ParallelLayout, sharded_rows, take_device
@@ -127,6 +128,7 @@ class TrainerRank:
         self._local_loss = 0.0
         self._state_layout = state_layout(model, trainer, hf_config, self._device.type)
         self._decoder: Decoder | None = None
+        self._graphs: DecoderGraphs | None = None
         self._delivery: Delivery | None = None
 
     @property
@@ -170,9 +172,13 @@ class TrainerRank:
             if self._algorithm.needs_reference
             else None
         )
+        refusal = refusal_of_graphs(decoder, self._device)
+        most_tokens = self._trainer.cuda_graph_tokens
+        self._graphs = DecoderGraphs(decoder, most_tokens) if refusal is None and most_tokens else None
         self._forward = PolicyForward(
             decoder, reference, LOSSES[self._algorithm.objective], self._algorithm, self._temperature,
             self._trainer.logprob_chunk_tokens, self._parity.mask_log_ratio, self._device,
+            self._graphs,
         )  # fmt: skip
         self._delivery = Delivery(
             decoder, self._control, self._weight_sync, BlockFp8.from_hf_config(self._hf_config), lora,
@@ -184,6 +190,7 @@ class TrainerRank:
             "rank": self._rank,
             "device": str(self._device),
             "backends": decoder.backends,
+            "cuda_graphs": f"no: {refusal}" if refusal is not None else f"up to {most_tokens} tokens",
             "num_parameters": sum(math.prod(meta.shape) for meta in spec.checkpoint_tensors(self._model.dtype.value)),
             "num_trainable_parameters": num_trainable,
             "loaded_tensors": report.num_tensors,
@@ -273,9 +280,11 @@ class TrainerRank:
                 part.loss.backward()
             accumulator.add(part)
             accumulator.show(samples, logprobs_N)
+            del part  # its graph, too: the next microbatch may be captured on another stream
         stats = accumulator.result()
         if self._device.type == "cuda":
-            stats.maxima["memory/peak_device_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
+            in_graphs = 0 if self._graphs is None else self._graphs.pool_bytes
+            stats.maxima["memory/peak_device_bytes"] = float(torch.cuda.max_memory_allocated(self._device) + in_graphs)
         return stats
 
     def score(self, microbatches: list[list[Sample]], policy_version: int) -> list[list[Scores]]:

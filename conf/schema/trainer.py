@@ -218,10 +218,19 @@ class TrainerConfig:
     the trainer's. The other half of parity=bitwise, which says what it costs and which runs it is for. Needs vLLM on
     the trainer's node.
     """
+    cuda_graph_tokens: int = 8192
+    """Replay the layers of a microbatch of at most so many tokens as CUDA graphs. With few tokens the host takes longer
+    to launch kernels than the GPU to run them. The second microbatch of a size is captured; sizes are an eighth of a
+    power of two apart, and microbatches are padded to them, except long sequences for cuDNN, which are replayed at the
+    same lengths alone. It takes memory for gradients during the whole step. It changes no value by more than the choice
+    of a kernel does. The log says where it cannot be done: with several ranks, packed experts, sinks, or values from
+    the engine's kernels. 0: never.
+    """
     logprob_chunk_tokens: int = 1024
     """Tokens whose logits exist at once in the head. It limits their memory to this x vocabulary x 4 bytes."""
 
     def __post_init__(self) -> None:
+        at_least(0, "trainer", cuda_graph_tokens=self.cuda_graph_tokens)
         at_least(
             1,
             "trainer",

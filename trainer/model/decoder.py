@@ -332,11 +332,23 @@ class Decoder(nn.Module):
             hidden_TH in the compute dtype.
         """
         sequences = PackedSequences.from_cu_seqlens(cu_seqlens, token_ids_T.shape[0], token_ids_T.device)
+        host = self.host if torch.is_grad_enabled() else None
+        return self.hidden_states(token_ids_T, positions_T, sequences, routes, host)
+
+    def hidden_states(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        sequences: PackedSequences,
+        routes: RecordedRoutes | None = None,
+        host: HostPool | None = None,
+    ) -> Tensor:
+        """The same, of sequences that the caller has laid out. Layers keep what their backward needs in `host`; None:
+        on the device."""
         rope = self.rotary(positions_T, self.dtype)
         is_on_host = self.model.embed_tokens.weight.device != token_ids_T.device
         x_TH = self.model.embed_tokens(_rows_of_host if is_on_host else F.embedding, token_ids_T)
         last_sum = LastSum()
-        host = self.host if torch.is_grad_enabled() else None
         host_pass = None if host is None else HostPass(host, len(self.model.layers))
         for layer in self.model.layers:
             on_host = None if host_pass is None else host_pass.next_layer()

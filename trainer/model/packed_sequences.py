@@ -27,16 +27,24 @@ class PackedSequences:
     """int32 [B + 1] on the compute device."""
     num_sequences: int
     max_length: int
+    """Of the longest; at least, where lengths are on the device alone."""
     starts: tuple[int, ...]
-    """cu_seqlens on the host."""
+    """cu_seqlens on the host; empty: lengths are on the device alone."""
     padded_row_T: Tensor
     """int64 [T]; token t is row padded_row[t] of the padded batch flattened to [B * L]."""
     block_masks: dict[int | None, Any] = field(default_factory=dict)
     """flex_attention's mask of each window in use, made by the first layer that needs it."""
 
     @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Tensor, num_tokens: int, device: torch.device) -> PackedSequences:
-        """Args: cu_seqlens int [B + 1], preferably on the CPU: the host reads the lengths, because they decide shapes.
+    def from_cu_seqlens(
+        cls, cu_seqlens: Tensor, num_tokens: int, device: torch.device, *, row_length: int | None = None
+    ) -> PackedSequences:
+        """Where sequences with these starts lie.
+
+        Args:
+            cu_seqlens: int [B + 1], preferably on the CPU: the host reads the lengths, because they decide shapes.
+            row_length: Tokens of a row of the padded batch, where other microbatches will have the same shapes; None:
+                those of the longest sequence.
 
         Raises:
             ValueError: it does not rise from 0 to num_tokens.
@@ -46,6 +54,7 @@ class PackedSequences:
         if starts.numel() == 0 or starts[0] != 0 or starts[-1] != num_tokens or bool((lengths < 0).any()):
             raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens {num_tokens}, got {starts.tolist()}")
         max_length = int(lengths.max()) if lengths.numel() else 0
+        max_length = max_length if row_length is None else row_length
         shifts = torch.arange(lengths.numel()) * max_length - starts[:-1]
         padded_rows = torch.arange(num_tokens) + torch.repeat_interleave(shifts, lengths)
         return cls(
@@ -60,7 +69,7 @@ class PackedSequences:
     @property
     def is_long(self) -> bool:
         """Whether sequences are, on average, long enough to be computed one after the other."""
-        return self.starts[-1] >= LONG * self.num_sequences > 0
+        return bool(self.starts) and self.starts[-1] >= LONG * self.num_sequences > 0
 
     def pad(self, x: Tensor) -> Tensor:
         """[T, N, D] -> [B, N, L, D], zeros on the right."""

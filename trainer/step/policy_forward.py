@@ -17,6 +17,7 @@ from torch import Tensor
 
 from conf.schema import AlgorithmConfig
 from trainer.model.decoder import Decoder
+from trainer.model.graphs import DecoderGraphs
 from trainer.model.logprobs import token_logprobs
 from trainer.model.reference import ReferencePolicy
 from trainer.moe.replay import RecordedRoutes
@@ -56,6 +57,8 @@ class PolicyForward:
     mask_log_ratio: float
     """parity.mask_log_ratio."""
     device: torch.device
+    graphs: DecoderGraphs | None = None
+    """Runs the decoder where gradients are wanted; None: it runs itself."""
 
     def loss(self, micro: Microbatch, denominators: Denominators) -> tuple[PolicyLoss, Tensor]:
         """The loss, and the log-probabilities of the policy before the step's first update. The reference runs first,
@@ -113,7 +116,8 @@ class PolicyForward:
 
     def _logprobs(self, micro: Microbatch, routes: RecordedRoutes | None) -> tuple[Tensor, Tensor]:
         """(log-probability, entropy) of every counted token. The head runs only on the rows that predict one."""
-        hidden_TH = self.decoder(
+        run = self.graphs if self.graphs is not None and torch.is_grad_enabled() else self.decoder
+        hidden_TH = run(
             self._to_device(micro.token_ids),
             self._to_device(micro.positions),
             torch.from_numpy(micro.cu_seqlens),  # stays on the host: it decides shapes

@@ -1,0 +1,142 @@
+"""Promise of trainer.cuda_graph_tokens: replayed microbatches give what the decoder gives, kernel by kernel."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases.tiny_models import DEEPSEEK, MIXED, MOE, relative_error
+
+from conf.schema import (
+    AlgorithmConfig,
+    DType,
+    Init,
+    LoraConfig,
+    ModelConfig,
+    Objective,
+    ParityConfig,
+    TrainerConfig,
+    TrainMode,
+    WeightSyncConfig,
+)
+from trainer.model import graphs
+from trainer.rank import TrainerRank
+from trainer.step.warm_up import made_up_samples
+from trainer.types import Denominators, Sample
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+SHORT = ([200, 30, 700, 90], [60, 500, 470, 1], [333, 333, 333, 10])
+"""Lengths of microbatches of one padded size, 1,152 tokens."""
+LONG = ([1500, 1100], [1500, 1100], [1500, 1100])
+FAMILIES = {
+    "moe": {**MOE, "hidden_size": 512, "head_dim": 64, "num_experts_per_tok": 2},
+    "dense_and_moe": {**MIXED, "hidden_size": 512, "head_dim": 64},
+    "latent_attention": {**DEEPSEEK, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16},
+}
+
+
+def make_rank(hf_config: dict[str, Any], *, cuda_graph_tokens: int, **options: Any) -> TrainerRank:
+    trainer = TrainerConfig(
+        lora=LoraConfig(rank=8, alpha=16.0), cuda_graph_tokens=cuda_graph_tokens, logprob_chunk_tokens=256, **options
+    )
+    rank = TrainerRank(
+        model=ModelConfig(init=Init.random, hf_config=hf_config, dtype=DType.bfloat16),
+        trainer=trainer,
+        algorithm=AlgorithmConfig(objective=Objective.sft),
+        sampling_temperature=1.0,
+        weight_sync=WeightSyncConfig(),
+        seed=3,
+        num_steps=100,
+        rank=0,
+        world_size=1,
+        rendezvous="",
+        device="cuda",
+        hf_config=hf_config,
+        sync_key=b"0123456789abcdef-test-key",
+        parity=ParityConfig(replay_routing=False),
+    )
+    rank.load()
+    return rank
+
+
+def samples_of(rank: TrainerRank, lengths: list[int], seed: int, *, with_routes: bool) -> list[Sample]:
+    spec, draw = rank.decoder.spec, np.random.default_rng(seed)
+    made = made_up_samples(lengths, spec.vocab_size, 0, spec.moe if with_routes else None)
+    return [
+        replace(sample, token_ids=draw.integers(0, spec.vocab_size, sample.num_tokens).astype(np.int32))
+        for sample in made
+    ]
+
+
+def gradients_of(
+    rank: TrainerRank, microbatches: list[list[int]], *, with_routes: bool = False
+) -> list[tuple[dict[str, float], list[torch.Tensor]]]:
+    """Sums and gradients of three steps without updates: each microbatch alone, then all in one step, twice."""
+    results = []
+    for step in [*([lengths] for lengths in microbatches), microbatches, microbatches]:
+        batch = [samples_of(rank, lengths, seed, with_routes=with_routes) for seed, lengths in enumerate(step)]
+        num_tokens = sum(sample.num_valid_tokens for samples in batch for sample in samples)
+        stats = rank.forward_backward(batch, Denominators(num_tokens, 8, 0, num_possible_tokens=num_tokens))
+        trained = [p.grad for p in rank.decoder.parameters() if p.requires_grad and p.grad is not None]
+        results.append((stats.sums, [gradient.clone() for gradient in trained]))
+        rank._drop_gradients()
+    return results
+
+
+@pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["padded", "cudnn"])
+@pytest.mark.parametrize("mode", [TrainMode.lora, TrainMode.full])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replays_are_the_decoder(family: str, mode: TrainMode, lengths: tuple[list[int], ...]) -> None:
+    """All but a size's first microbatch are replayed, and gradients of a step's microbatches add up."""
+    plain, replayed = (make_rank(FAMILIES[family], mode=mode, cuda_graph_tokens=size) for size in (0, 8192))
+    wanted, found = (gradients_of(rank, list(lengths)) for rank in (plain, replayed))
+    assert plain._graphs is None and replayed._graphs is not None
+    assert replayed._graphs.num_replays == 8
+    for (sums, gradients), (expected_sums, expected) in zip(found, wanted, strict=True):
+        for name, value in expected_sums.items():
+            assert sums[name] == pytest.approx(value, rel=1e-2), name
+        assert len(gradients) == len(expected) > 8
+        for one, other in zip(gradients, expected, strict=True):
+            assert relative_error(one, other) < 5e-2
+    assert any(gradient.any() for gradient in found[0][1])
+
+
+def test_replays_use_new_weights_and_count_flipped_routes() -> None:
+    ranks = [make_rank(FAMILIES["moe"], cuda_graph_tokens=size) for size in (0, 8192)]
+    for step in range(4):
+        sums = []
+        for rank in ranks:
+            batch = [samples_of(rank, SHORT[step % 3], step, with_routes=True)]
+            batch = [[replace(sample, oldest_version=rank.policy_version) for sample in samples] for samples in batch]
+            num_tokens = sum(sample.num_valid_tokens for samples in batch for sample in samples)
+            denominators = Denominators(num_tokens, 4, rank.policy_version, num_possible_tokens=num_tokens)
+            sums.append(rank.forward_backward(batch, denominators).sums)
+            assert rank.optimizer_step().is_finite
+        plain, replayed = sums
+        assert replayed["loss/total_sum"] == pytest.approx(plain["loss/total_sum"], rel=1e-2)
+        assert replayed["parity/num_routings"] == plain["parity/num_routings"]
+        assert replayed["parity/num_flipped"] == pytest.approx(plain["parity/num_flipped"], rel=0.05)
+    assert ranks[1]._graphs is not None and ranks[1]._graphs.num_replays == 3
+
+
+def test_a_capture_that_fails_leaves_the_run_as_it_was(monkeypatch: Any, caplog: Any) -> None:
+    """The microbatch runs kernel by kernel, and so do all later ones."""
+
+    class Refused(graphs.CapturedPass):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    plain, refused = (make_rank(FAMILIES["moe"], cuda_graph_tokens=size) for size in (0, 8192))
+    monkeypatch.setattr(graphs, "CapturedPass", Refused)
+    with caplog.at_level(logging.WARNING):
+        wanted, found = (gradients_of(rank, list(SHORT)) for rank in (plain, refused))
+    assert "run without CUDA graphs from now on" in caplog.text
+    assert refused._graphs is not None and refused._graphs.num_replays == 0
+    for (_, gradients), (_, expected) in zip(found, wanted, strict=True):
+        assert all(relative_error(one, other) < 2e-2 for one, other in zip(gradients, expected, strict=True))

@@ -1,0 +1,89 @@
+"""Sizes of CUDA graphs, and what padding to them does to a microbatch. tests/gpu/test_graphs_gpu.py captures them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases.tiny_models import DEEPSEEK, GPT_OSS, MIXED, MOE, make_decoder, packed, relative_error
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.model.decoder import Decoder
+from trainer.model.graphs import GraphInputs, GraphSize, graph_size, refusal_of_graphs
+from trainer.moe.replay import RecordedRoutes
+
+CPU = torch.device("cpu")
+SOME_LENGTHS = st.lists(st.integers(1, 3000), min_size=1, max_size=60)
+
+
+def starts_of(lengths: list[int]) -> tuple[int, ...]:
+    return tuple(torch.tensor([0, *lengths]).cumsum(0).tolist())
+
+
+@given(SOME_LENGTHS, st.booleans(), st.booleans())
+def test_a_size_holds_its_microbatch_with_little_padding(lengths: list[int], has_routes: bool, has_cudnn: bool) -> None:
+    starts = starts_of(lengths)
+    size = graph_size(starts, has_routes=has_routes, has_cudnn=has_cudnn)
+    assert size.has_routes is has_routes
+    if size.starts is not None:
+        assert has_cudnn and sum(lengths) >= 1024 * len(lengths)
+        assert size == GraphSize(sum(lengths), len(lengths), starts, has_routes)
+        return
+    num_missing = size.num_tokens - sum(lengths)
+    assert 0 <= num_missing < max(128, sum(lengths) / 8)
+    assert size.num_sequences >= len(lengths) + (num_missing > 0)
+    assert size.num_sequences <= max(8, 2 * (len(lengths) + 1))
+
+
+@given(SOME_LENGTHS)
+def test_other_lengths_of_the_same_tokens_need_no_other_graph(lengths: list[int]) -> None:
+    size = graph_size(starts_of(lengths), has_routes=False, has_cudnn=False)
+    assert graph_size(starts_of(lengths[::-1]), has_routes=False, has_cudnn=False) == size
+
+
+@pytest.mark.parametrize("family", [MOE, MIXED, DEEPSEEK], ids=["moe", "dense_and_moe", "latent_attention"])
+@pytest.mark.parametrize("with_routes", [False, True])
+def test_padding_changes_neither_hidden_states_nor_gradients(family: dict, with_routes: bool) -> None:
+    """The second microbatch takes the tensors of the first, as a replay does."""
+    decoder = make_decoder(family)
+    first, second = packed((5, 9, 2)), packed((1, 12, 3, 4), seed=1)
+    size = graph_size(tuple(second[2].tolist()), has_routes=with_routes, has_cudnn=False)
+    assert size == graph_size(tuple(first[2].tolist()), has_routes=with_routes, has_cudnn=False)
+    inputs = GraphInputs(size, *first, routes_of(decoder, len(first[0]), with_routes))
+    for batch in (first, second):
+        routes = routes_of(decoder, len(batch[0]), with_routes)
+        wanted = decoder(*batch, routes)
+        weights = 1.0 + torch.arange(wanted.numel()).view_as(wanted) % 5
+        (wanted * weights).sum().backward()
+        expected = [p.grad for p in decoder.parameters() if p.grad is not None]
+        decoder.zero_grad()
+        inputs.fill(GraphInputs(size, *batch, routes_of(decoder, len(batch[0]), with_routes)))
+        if inputs.routes is not None:
+            inputs.routes.flipped.clear()
+        hidden = inputs.hidden_states(decoder)
+        assert len(hidden) == 128
+        hidden = hidden[: len(wanted)]
+        torch.testing.assert_close(hidden, wanted)
+        (hidden * weights).sum().backward()
+        found = [p.grad for p in decoder.parameters() if p.grad is not None]
+        decoder.zero_grad()
+        assert len(found) > 10
+        assert all(relative_error(one, other) < 1e-4 for one, other in zip(found, expected, strict=True))
+        if routes is not None and inputs.routes is not None:
+            assert [int(n) for n in inputs.routes.flipped] == [int(n) for n in routes.flipped]
+            assert sum(routes.flipped) > 0
+
+
+def routes_of(decoder: Decoder, num_tokens: int, wanted: bool) -> RecordedRoutes | None:
+    if not wanted or decoder.spec.moe is None:
+        return None
+    draw = torch.Generator().manual_seed(num_tokens)
+    moe, num_layers = decoder.spec.moe, sum(decoder.spec.moe.layers)
+    scores = torch.rand(num_tokens, num_layers, moe.num_experts, generator=draw)
+    return RecordedRoutes(scores.topk(moe.top_k).indices.to(torch.int16), torch.arange(num_tokens) % 3 > 0)
+
+
+def test_refusals_say_why() -> None:
+    assert refusal_of_graphs(make_decoder(MOE), CPU) == "the trainer has no GPU"
+    cuda = torch.device("cuda")
+    assert refusal_of_graphs(make_decoder(GPT_OSS), cuda) == "attention is padded"

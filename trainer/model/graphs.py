@@ -1,0 +1,265 @@
+"""CUDA graphs of the decoder's forward and backward, for microbatches whose kernels the host cannot launch as fast as
+the GPU runs them.
+
+    3,700 tokens of 21 sequences --padded--> 3,840 tokens, 32 sequences: one more of 140 tokens, and empty ones
+        the first microbatch of that size    kernel by kernel, unpadded
+        the second                           forward and backward are captured, then replayed
+        all later ones                       copy the tokens, replay the forward; head and loss kernel by kernel;
+                                             copy the gradient of the hidden states, replay the backward
+
+A captured kernel reads and writes the same addresses on every replay. So inputs are copied to tensors of the graph, and
+the backward adds to gradients that stay where they are from step to step. Attention by cuDNN needs lengths on the host;
+such microbatches are not padded, and one graph serves only those of the same lengths.
+
+Owns the sizes, the captured graphs and their memory: one pool for all, because at most one microbatch is between its
+forward and its backward. Does not own what is captured (decoder.py), the head or the loss.
+Invariant: hidden states and gradients are those of the decoder, up to kernels that grouped products choose by row
+count. Padding adds zeros to gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trainer.kernels.launch import next_power_of_2
+from trainer.model.attend import AttentionBackend
+from trainer.model.decoder import Decoder, DecoderLayer
+from trainer.model.flash_attention import padded_length
+from trainer.model.packed_sequences import LONG, PackedSequences
+from trainer.moe.experts import Experts
+from trainer.moe.grouped import GroupedBackend
+from trainer.moe.replay import RecordedRoutes
+
+logger = logging.getLogger(__name__)
+
+FEWEST_SEQUENCES = 8
+"""Of a padded microbatch, empty ones included."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSize:
+    """What two microbatches share that one graph serves."""
+
+    num_tokens: int
+    num_sequences: int
+    starts: tuple[int, ...] | None
+    """None: any lengths, by padding."""
+    has_routes: bool
+
+
+def graph_size(starts: tuple[int, ...], *, has_routes: bool, has_cudnn: bool) -> GraphSize:
+    """The size of the graph for a microbatch.
+
+    Args:
+        starts: First token of each sequence, and the number of tokens at the end.
+        has_cudnn: Whether long sequences go through cuDNN.
+
+    Example: graph_size((0, 100, 180), has_routes=False, has_cudnn=True) is of 256 tokens in 8 sequences.
+    """
+    num_tokens, num_sequences = starts[-1], len(starts) - 1
+    if has_cudnn and num_tokens >= LONG * num_sequences:
+        return GraphSize(num_tokens, num_sequences, starts, has_routes)
+    padded_tokens = padded_length(num_tokens)
+    num_sequences = max(FEWEST_SEQUENCES, next_power_of_2(num_sequences + (padded_tokens > num_tokens)))
+    return GraphSize(padded_tokens, num_sequences, None, has_routes)
+
+
+def refusal_of_graphs(decoder: Decoder, device: torch.device) -> str | None:
+    """Why this decoder's microbatches cannot be replayed; None if they can."""
+    if device.type != "cuda":
+        return "the trainer has no GPU"
+    if decoder.layout.world_size > 1:
+        return "the trainer has several ranks"
+    if decoder.attention_backend not in (AttentionBackend.cudnn, AttentionBackend.varlen):
+        return f"attention is {decoder.attention_backend}"
+    if any(isinstance(layer, DecoderLayer) and layer.in_place is not None for layer in decoder.model.layers):
+        return "values come from merged weights or from the engine's kernels"
+    for module in decoder.modules():
+        if isinstance(module, Experts) and module.packed is not None:
+            return "experts are packed"
+        if isinstance(module, Experts) and module.backend is GroupedBackend.native:
+            return "the host reads how many tokens each expert gets"
+    return None
+
+
+class DecoderGraphs:
+    """Called as the decoder, where gradients are wanted. Make one where `refusal_of_graphs` has nothing to say."""
+
+    def __init__(self, decoder: Decoder, max_tokens: int) -> None:
+        """Args: max_tokens: larger microbatches are not captured (trainer.cuda_graph_tokens)."""
+        self._decoder, self._max_tokens = decoder, max_tokens
+        self._trainable = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
+        self._gradients: list[Tensor] = []
+        self._seen: set[GraphSize] = set()
+        self._captured: dict[GraphSize, CapturedPass] = {}
+        self._pool: Any = None
+        self.num_replays = 0
+        """Forward passes so far that were replayed."""
+
+    @property
+    def pool_bytes(self) -> int:
+        """The most memory that a captured pass takes and that torch does not count as allocated."""
+        return max((captured.hidden_bytes for captured in self._captured.values()), default=0)
+
+    def __call__(
+        self, token_ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor, routes: RecordedRoutes | None = None
+    ) -> Tensor:
+        """As Decoder.forward. The result is overwritten by the next call; its backward must come before that."""
+        starts = tuple(cu_seqlens.tolist())
+        has_cudnn = self._decoder.attention_backend is AttentionBackend.cudnn
+        size = graph_size(starts, has_routes=routes is not None, has_cudnn=has_cudnn)
+        if not 0 < size.num_tokens <= self._max_tokens or not self._is_known(size):
+            return self._decoder(token_ids_T, positions_T, cu_seqlens, routes)
+        inputs = GraphInputs(size, token_ids_T, positions_T, cu_seqlens, routes)
+        captured = self._captured.get(size)
+        self._use_own_gradients()
+        if captured is None:
+            captured = self._capture(size, inputs)
+        else:
+            captured.inputs.fill(inputs)
+        if captured is None:
+            return self._decoder(token_ids_T, positions_T, cu_seqlens, routes)
+        self.num_replays += 1
+        if routes is not None:
+            routes.flipped.extend(captured.flipped)
+        anchor = torch.zeros((), requires_grad=True)
+        return _Replay.apply(anchor, captured, self, len(token_ids_T))
+
+    def _is_known(self, size: GraphSize) -> bool:
+        """Whether a microbatch of this size came before; remembers this one."""
+        is_known = size in self._seen
+        self._seen.add(size)
+        return is_known
+
+    def _capture(self, size: GraphSize, inputs: GraphInputs) -> CapturedPass | None:
+        """None if it failed; nothing is captured from then on."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            captured = CapturedPass(self._decoder, inputs, self._pool)
+        except RuntimeError as error:  # an OutOfMemoryError is one
+            logger.warning(
+                "microbatches run without CUDA graphs from now on, because one of %d tokens could not be captured: %s",
+                size.num_tokens, str(error).partition("\n")[0],
+            )  # fmt: skip
+            self._max_tokens = 0
+            self._captured.clear()
+            return None
+        self._captured[size] = captured
+        return captured
+
+    def _use_own_gradients(self) -> None:
+        """Let every parameter have the gradient to which captured kernels add. It is zero, or what was there."""
+        if not self._gradients:
+            self._gradients = [torch.empty_like(parameter) for parameter in self._trainable]
+        fresh = []
+        for parameter, own in zip(self._trainable, self._gradients, strict=True):
+            if parameter.grad is own:
+                continue
+            if parameter.grad is None:
+                fresh.append(own)
+            else:
+                own.copy_(parameter.grad)
+            parameter.grad = own
+        if fresh:
+            torch._foreach_zero_(fresh)
+
+
+class GraphInputs:
+    """A microbatch, padded to a graph's size, in tensors of its own."""
+
+    def __init__(
+        self,
+        size: GraphSize,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        cu_seqlens: Tensor,
+        routes: RecordedRoutes | None,
+    ) -> None:
+        num_missing = size.num_tokens - len(token_ids_T)
+        starts = cu_seqlens.to("cpu", torch.int64)
+        row_length = None
+        if size.starts is None:
+            row_length = size.num_tokens
+            starts = F.pad(starts, (0, size.num_sequences + 1 - len(starts)), value=size.num_tokens)
+        sequences = PackedSequences.from_cu_seqlens(starts, size.num_tokens, token_ids_T.device, row_length=row_length)
+        self.sequences = sequences if size.starts is not None else replace(sequences, starts=())
+        self.token_ids_T = F.pad(token_ids_T, (0, num_missing))
+        self.positions_T = F.pad(positions_T, (0, num_missing))
+        self.routes = None
+        if routes is not None:
+            experts_TLK = F.pad(routes.experts_TLK, (0, 0, 0, 0, 0, num_missing))
+            self.routes = RecordedRoutes(experts_TLK, F.pad(routes.is_recorded_T, (0, num_missing)))
+
+    def fill(self, other: GraphInputs) -> None:
+        """Take over another microbatch of the same size."""
+        for own, others in zip(self._tensors(), other._tensors(), strict=True):
+            own.copy_(others)
+
+    def hidden_states(self, decoder: Decoder) -> Tensor:
+        """The decoder's, padding included."""
+        return decoder.hidden_states(self.token_ids_T, self.positions_T, self.sequences, self.routes)
+
+    def _tensors(self) -> list[Tensor]:
+        of_routes = [] if self.routes is None else [self.routes.experts_TLK, self.routes.is_recorded_T]
+        where = [self.sequences.cu_seqlens, self.sequences.padded_row_T]
+        return [self.token_ids_T, self.positions_T, *where, *of_routes]
+
+
+class CapturedPass:
+    """The graphs of one size: forward from `inputs` to `hidden_TH`, backward from `dhidden_TH` to gradients."""
+
+    def __init__(self, decoder: Decoder, inputs: GraphInputs, pool: Any) -> None:
+        """Capture both. Every trainable parameter has the gradient to which replays shall add."""
+        self.inputs = inputs
+        self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles what is new at this size; adds zeros to gradients
+            hidden_TH = inputs.hidden_states(decoder)
+            self.dhidden_TH = torch.zeros_like(hidden_TH)
+            hidden_TH.backward(self.dhidden_TH)
+            del hidden_TH
+        torch.cuda.current_stream().wait_stream(stream)
+        if inputs.routes is not None:
+            inputs.routes.flipped.clear()
+        torch.cuda.reset_peak_memory_stats()
+        # Other threads may call CUDA meanwhile: a publish, or copies for a checkpoint.
+        options: dict[str, Any] = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(self.forward, **options):
+            hidden_TH = inputs.hidden_states(decoder)
+        with torch.cuda.graph(self.backward, **options):
+            hidden_TH.backward(self.dhidden_TH)
+        self.hidden_TH = hidden_TH.detach()
+        del hidden_TH
+        self.flipped = [] if inputs.routes is None else list(inputs.routes.flipped)
+        self.hidden_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+
+
+class _Replay(torch.autograd.Function):
+    """Replays a captured forward, and in the backward its backward, which adds to the parameters' gradients itself."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, captured: CapturedPass, graphs: DecoderGraphs, num_tokens: int) -> Tensor:
+        captured.forward.replay()
+        ctx.captured, ctx.graphs, ctx.num_tokens, ctx.replay = captured, graphs, num_tokens, graphs.num_replays
+        return captured.hidden_TH[:num_tokens].detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dhidden_TH: Tensor) -> tuple[None, None, None, None]:
+        if ctx.replay != ctx.graphs.num_replays:
+            raise RuntimeError("a captured forward was replayed again before this backward")
+        given_TH = ctx.captured.dhidden_TH
+        given_TH[: ctx.num_tokens].copy_(dhidden_TH)
+        given_TH[ctx.num_tokens :].zero_()
+        ctx.captured.backward.replay()
+        return None, None, None, None
