@@ -186,7 +186,7 @@ def run_row(name: str, args: argparse.Namespace, out: Path) -> dict[str, Any]:
             "first_loss": losses[0],
             "mfu": model * per_s / peak / 1e12 if peak else None,
             "of_roofline": executed * per_s / limits["matmul_tflops"] / 1e12,
-            "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
+            "peak_gb": (torch.cuda.max_memory_allocated() + getattr(subject, "graph_bytes", 0)) / 1e9 if cuda else None,
             "tokens_per_dollar": per_s * 3600 / args.dollars_per_gpu_hour,
         }
         print(name, num_tokens, json.dumps(row["lengths"][num_tokens]), flush=True)

@@ -283,8 +283,11 @@ class TrainerRank:
             del part  # its graph, too: the next microbatch may be captured on another stream
         stats = accumulator.result()
         if self._device.type == "cuda":
-            in_graphs = 0 if self._graphs is None else self._graphs.pool_bytes
-            stats.maxima["memory/peak_device_bytes"] = float(torch.cuda.max_memory_allocated(self._device) + in_graphs)
+            peak_bytes = torch.cuda.max_memory_allocated(self._device)
+            if self._graphs is not None:
+                self._graphs.fullest_bytes = max(self._graphs.fullest_bytes, peak_bytes)
+                peak_bytes += self._graphs.pool_bytes
+            stats.maxima["memory/peak_device_bytes"] = float(peak_bytes)
         return stats
 
     def score(self, microbatches: list[list[Sample]], policy_version: int) -> list[list[Scores]]:

@@ -44,6 +44,12 @@ class Ours:
             sync_key=b"slipstream-bench-trainer",
         )
         self.facts = {"backends": self.rank.load()["backends"]}
+        self.rank._writes.finish()  # it page-locks memory for checkpoints, and the device waits for that
+
+    @property
+    def graph_bytes(self) -> int:
+        """Device memory of CUDA graphs, which torch does not count as allocated."""
+        return 0 if self.rank._graphs is None else self.rank._graphs.pool_bytes
 
     @property
     def decoder(self) -> Any:

@@ -165,10 +165,13 @@ def case_add_low_rank(device: str) -> None:
 
 
 def case_low_rank_gradient(device: str) -> None:
-    """Whole experts, and long ones cut into parts."""
-    for num_rows in (low_rank.CUT_FROM_ROWS, 0):
-        with mock.patch.object(low_rank, "CUT_FROM_ROWS", num_rows):
-            _gradients(device)
+    _gradients(device)
+
+
+def case_low_rank_gradient_of_long_experts(device: str) -> None:
+    """They are cut into parts."""
+    with mock.patch.object(low_rank, "CUT_FROM_ROWS", 0):
+        _gradients(device)
 
 
 def _gradients(device: str) -> None:

@@ -30,7 +30,7 @@ from trainer.types import Denominators, Sample
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
-SHORT = ([200, 30, 700, 90], [60, 500, 470, 1], [333, 333, 333, 10])
+SHORT = ([200, 30, 750, 90], [60, 500, 470, 1], [333, 333, 333, 60])
 """Lengths of microbatches of one padded size, 1,152 tokens."""
 LONG = ([1500, 1100], [1500, 1100], [1500, 1100])
 FAMILIES = {

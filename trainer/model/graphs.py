@@ -8,8 +8,9 @@ the GPU runs them.
                                              copy the gradient of the hidden states, replay the backward
 
 A captured kernel reads and writes the same addresses on every replay. So inputs are copied to tensors of the graph, and
-the backward adds to gradients that stay where they are from step to step. Attention by cuDNN needs lengths on the host;
-such microbatches are not padded, and one graph serves only those of the same lengths.
+gradients lie where activations lay before: they are a parameter's own until the next replay, before which they are
+copied, and added to if the parameter has some already. Attention by cuDNN needs lengths on the host; such microbatches
+are not padded, and one graph serves only those of the same lengths.
 
 Owns the sizes, the captured graphs and their memory: one pool for all, because at most one microbatch is between its
 forward and its backward. Does not own what is captured (decoder.py), the head or the loss.
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainer.kernels.launch import next_power_of_2
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 FEWEST_SEQUENCES = 8
 """Of a padded microbatch, empty ones included."""
+MARGIN = 1.05
+"""Memory that is left beside the pool, at least, as a multiple of what the fullest microbatch took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +99,17 @@ class DecoderGraphs:
         """Args: max_tokens: larger microbatches are not captured (trainer.cuda_graph_tokens)."""
         self._decoder, self._max_tokens = decoder, max_tokens
         self._trainable = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
-        self._gradients: list[Tensor] = []
+        self._lent: list[tuple[nn.Parameter, Tensor]] = []
+        """Gradients in the pool, and the parameters that may have them."""
         self._seen: set[GraphSize] = set()
         self._captured: dict[GraphSize, CapturedPass] = {}
         self._pool: Any = None
+        self.pool_bytes = 0
+        """Device memory of the pool, which torch does not count as allocated."""
+        self.fullest_bytes = 0
+        """The most memory that was allocated so far, the pool's not counted. Its owner says so."""
         self.num_replays = 0
         """Forward passes so far that were replayed."""
-
-    @property
-    def pool_bytes(self) -> int:
-        """The most memory that a captured pass takes and that torch does not count as allocated."""
-        return max((captured.hidden_bytes for captured in self._captured.values()), default=0)
 
     def __call__(
         self, token_ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor, routes: RecordedRoutes | None = None
@@ -115,15 +118,10 @@ class DecoderGraphs:
         starts = tuple(cu_seqlens.tolist())
         has_cudnn = self._decoder.attention_backend is AttentionBackend.cudnn
         size = graph_size(starts, has_routes=routes is not None, has_cudnn=has_cudnn)
-        if not 0 < size.num_tokens <= self._max_tokens or not self._is_known(size):
-            return self._decoder(token_ids_T, positions_T, cu_seqlens, routes)
-        inputs = GraphInputs(size, token_ids_T, positions_T, cu_seqlens, routes)
-        captured = self._captured.get(size)
-        self._use_own_gradients()
-        if captured is None:
-            captured = self._capture(size, inputs)
-        else:
-            captured.inputs.fill(inputs)
+        captured = None
+        if 0 < size.num_tokens <= self._max_tokens and self._is_known(size):
+            self._take_back()
+            captured = self._filled(size, GraphInputs(size, token_ids_T, positions_T, cu_seqlens, routes))
         if captured is None:
             return self._decoder(token_ids_T, positions_T, cu_seqlens, routes)
         self.num_replays += 1
@@ -132,44 +130,70 @@ class DecoderGraphs:
         anchor = torch.zeros((), requires_grad=True)
         return _Replay.apply(anchor, captured, self, len(token_ids_T))
 
+    def add_gradients(self, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
+        """Give parameters these gradients of a replay, or add to those that they have."""
+        self._lent = gradients
+        sums, addends = [], []
+        for parameter, gradient in gradients:
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                sums.append(parameter.grad)
+                addends.append(gradient)
+        if sums:
+            torch._foreach_add_(sums, addends)
+
     def _is_known(self, size: GraphSize) -> bool:
         """Whether a microbatch of this size came before; remembers this one."""
         is_known = size in self._seen
         self._seen.add(size)
         return is_known
 
-    def _capture(self, size: GraphSize, inputs: GraphInputs) -> CapturedPass | None:
-        """None if it failed; nothing is captured from then on."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+    def _take_back(self) -> None:
+        """Copy the gradients that parameters have in the pool: the next replay writes there."""
+        for parameter, lent in self._lent:
+            if parameter.grad is lent:
+                parameter.grad = lent.clone()
+        self._lent = []
+
+    def _filled(self, size: GraphSize, inputs: GraphInputs) -> CapturedPass | None:
+        """The captured pass of this size, with these inputs. None if it cannot be captured; nothing is from then on."""
+        captured = self._captured.get(size)
+        if captured is not None:
+            captured.inputs.fill(inputs)
+            return captured
         try:
-            captured = CapturedPass(self._decoder, inputs, self._pool)
+            captured = self._capture(inputs)
         except RuntimeError as error:  # an OutOfMemoryError is one
             logger.warning(
                 "microbatches run without CUDA graphs from now on, because one of %d tokens could not be captured: %s",
                 size.num_tokens, str(error).partition("\n")[0],
             )  # fmt: skip
-            self._max_tokens = 0
+            self._max_tokens = self.pool_bytes = 0
             self._captured.clear()
             return None
         self._captured[size] = captured
         return captured
 
-    def _use_own_gradients(self) -> None:
-        """Let every parameter have the gradient to which captured kernels add. It is zero, or what was there."""
-        if not self._gradients:
-            self._gradients = [torch.empty_like(parameter) for parameter in self._trainable]
-        fresh = []
-        for parameter, own in zip(self._trainable, self._gradients, strict=True):
-            if parameter.grad is own:
-                continue
-            if parameter.grad is None:
-                fresh.append(own)
-            else:
-                own.copy_(parameter.grad)
-            parameter.grad = own
-        if fresh:
-            torch._foreach_zero_(fresh)
+    def _capture(self, inputs: GraphInputs) -> CapturedPass:
+        """Raises RuntimeError if there is too little memory for it, or for the fullest microbatch beside it."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        kept = [parameter.grad for parameter in self._trainable]
+        try:
+            captured = CapturedPass(self._decoder, inputs, self._trainable, self._pool)
+        finally:
+            for parameter, gradient in zip(self._trainable, kept, strict=True):
+                parameter.grad = gradient
+        segments = torch.cuda.memory_snapshot()
+        self.pool_bytes = sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == self._pool)
+        left = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - self.pool_bytes
+        if left < MARGIN * self.fullest_bytes:
+            raise RuntimeError(
+                f"its {self.pool_bytes / 1e9:.1f} GB would leave {left / 1e9:.1f} GB for the fullest microbatch, which "
+                f"takes {self.fullest_bytes / 1e9:.1f} GB"
+            )
+        return captured
 
 
 class GraphInputs:
@@ -214,23 +238,24 @@ class GraphInputs:
 
 
 class CapturedPass:
-    """The graphs of one size: forward from `inputs` to `hidden_TH`, backward from `dhidden_TH` to gradients."""
+    """The graphs of one size: forward from `inputs` to `hidden_TH`, backward from `dhidden_TH` to `gradients`."""
 
-    def __init__(self, decoder: Decoder, inputs: GraphInputs, pool: Any) -> None:
-        """Capture both. Every trainable parameter has the gradient to which replays shall add."""
+    def __init__(self, decoder: Decoder, inputs: GraphInputs, trainable: list[nn.Parameter], pool: Any) -> None:
+        """Capture both. Leaves gradients behind that are none."""
         self.inputs = inputs
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compiles what is new at this size; adds zeros to gradients
+        with torch.cuda.stream(stream):  # compiles what is new at this size
             hidden_TH = inputs.hidden_states(decoder)
             self.dhidden_TH = torch.zeros_like(hidden_TH)
+            _drop_gradients(trainable)
             hidden_TH.backward(self.dhidden_TH)
             del hidden_TH
         torch.cuda.current_stream().wait_stream(stream)
+        _drop_gradients(trainable)
         if inputs.routes is not None:
             inputs.routes.flipped.clear()
-        torch.cuda.reset_peak_memory_stats()
         # Other threads may call CUDA meanwhile: a publish, or copies for a checkpoint.
         options: dict[str, Any] = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
         with torch.cuda.graph(self.forward, **options):
@@ -240,12 +265,34 @@ class CapturedPass:
         self.hidden_TH = hidden_TH.detach()
         del hidden_TH
         self.flipped = [] if inputs.routes is None else list(inputs.routes.flipped)
-        self.hidden_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        self.gradients = [(one, alias(one.grad)) for one in trainable if one.grad is not None]
+        _drop_gradients(trainable)
         torch.cuda.reset_peak_memory_stats()
 
 
+def alias(tensor: Tensor) -> Tensor:
+    """The same elements in the same memory, which the result does not keep: what is captured next may use it, too."""
+    same_size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+
+    class Memory:
+        __cuda_array_interface__ = {  # noqa: RUF012
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * tensor.element_size() for stride in tensor.stride()),
+            "typestr": f"<i{tensor.element_size()}",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+    return torch.as_tensor(Memory(), dtype=same_size, device=tensor.device).view(tensor.dtype)
+
+
+def _drop_gradients(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
 class _Replay(torch.autograd.Function):
-    """Replays a captured forward, and in the backward its backward, which adds to the parameters' gradients itself."""
+    """Replays a captured forward, and in the backward its backward, which gives parameters their gradients itself."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, captured: CapturedPass, graphs: DecoderGraphs, num_tokens: int) -> Tensor:
@@ -262,4 +309,5 @@ class _Replay(torch.autograd.Function):
         given_TH[: ctx.num_tokens].copy_(dhidden_TH)
         given_TH[ctx.num_tokens :].zero_()
         ctx.captured.backward.replay()
+        ctx.graphs.add_gradients(ctx.captured.gradients)
         return None, None, None, None
