@@ -155,8 +155,8 @@ def run_row(name: str, args: argparse.Namespace, out: Path) -> dict[str, Any]:
     limits = measured_limits(args.device)
     row["limits"] = limits
     for num_tokens, share in zip(args.tokens, args.gate_up_kept, strict=True):
-        if name == "ours-offload":
-            subject.keep_gate_up(share)
+        if kind == "ours":
+            subject.begin_length(share if name == "ours-offload" else None)
         token_ids = np.random.default_rng(num_tokens).integers(0, args.vocab, num_tokens)
         cuda = args.device == "cuda"
         if cuda:
@@ -186,7 +186,9 @@ def run_row(name: str, args: argparse.Namespace, out: Path) -> dict[str, Any]:
             "first_loss": losses[0],
             "mfu": model * per_s / peak / 1e12 if peak else None,
             "of_roofline": executed * per_s / limits["matmul_tflops"] / 1e12,
-            "peak_gb": (torch.cuda.max_memory_allocated() + getattr(subject, "graph_bytes", 0)) / 1e9 if cuda else None,
+            "peak_gb": (torch.cuda.max_memory_allocated() + (subject.graph_bytes if kind == "ours" else 0)) / 1e9
+            if cuda
+            else None,
             "tokens_per_dollar": per_s * 3600 / args.dollars_per_gpu_hour,
         }
         print(name, num_tokens, json.dumps(row["lengths"][num_tokens]), flush=True)
@@ -214,6 +216,13 @@ def profile(subject: Any, token_ids: Any) -> list[dict[str, Any]]:
         {"kernel": e.key[:200], "kind": kind_of(e.key), "ms": e.self_device_time_total / 1e3, "calls": e.count}
         for e in events
     ]
+
+
+def _peak_gb(subject: Any) -> float:
+    """The most device memory that was in use. torch does not count as allocated what only CUDA graphs use."""
+    import torch
+
+    return (torch.cuda.max_memory_allocated() + getattr(subject, "graph_bytes", 0)) / 1e9
 
 
 def memory_at_peak(subject: Any, token_ids: Any) -> dict[str, Any]:

@@ -286,7 +286,7 @@ class TrainerRank:
             peak_bytes = torch.cuda.max_memory_allocated(self._device)
             if self._graphs is not None:
                 self._graphs.fullest_bytes = max(self._graphs.fullest_bytes, peak_bytes)
-                peak_bytes += self._graphs.pool_bytes
+                peak_bytes += self._graphs.peak_bytes
             stats.maxima["memory/peak_device_bytes"] = float(peak_bytes)
         return stats
 

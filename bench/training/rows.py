@@ -49,7 +49,7 @@ class Ours:
     @property
     def graph_bytes(self) -> int:
         """Device memory of CUDA graphs, which torch does not count as allocated."""
-        return 0 if self.rank._graphs is None else self.rank._graphs.pool_bytes
+        return 0 if self.rank._graphs is None else self.rank._graphs.peak_bytes
 
     @property
     def decoder(self) -> Any:
@@ -62,6 +62,13 @@ class Ours:
 
         for layer in self.decoder.model.layers:
             layer.keeps_gate_up = is_in_share(layer.moe_index, share)
+
+    def begin_length(self, gate_up_kept: float | None) -> None:
+        """As a run that has only the length that comes next. None: trainer.gate_up_kept stays."""
+        if self.rank._graphs is not None:
+            self.rank._graphs.forget()
+        if gate_up_kept is not None:
+            self.keep_gate_up(gate_up_kept)
 
     def step(self, token_ids: Any) -> float:
         """Forward, backward, update. Returns the mean negative log-probability before the update."""

@@ -29,13 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from trainer.kernels.launch import next_power_of_2
 from trainer.model.attend import AttentionBackend
 from trainer.model.decoder import Decoder, DecoderLayer
 from trainer.model.flash_attention import padded_length
 from trainer.model.packed_sequences import LONG, PackedSequences
 from trainer.moe.experts import Experts
-from trainer.moe.grouped import GroupedBackend
 from trainer.moe.replay import RecordedRoutes
 
 logger = logging.getLogger(__name__)
@@ -70,7 +68,8 @@ def graph_size(starts: tuple[int, ...], *, has_routes: bool, has_cudnn: bool) ->
     if has_cudnn and num_tokens >= LONG * num_sequences:
         return GraphSize(num_tokens, num_sequences, starts, has_routes)
     padded_tokens = padded_length(num_tokens)
-    num_sequences = max(FEWEST_SEQUENCES, next_power_of_2(num_sequences + (padded_tokens > num_tokens)))
+    num_sequences += padded_tokens > num_tokens
+    num_sequences = max(FEWEST_SEQUENCES, 1 << (num_sequences - 1).bit_length())
     return GraphSize(padded_tokens, num_sequences, None, has_routes)
 
 
@@ -87,7 +86,7 @@ def refusal_of_graphs(decoder: Decoder, device: torch.device) -> str | None:
     for module in decoder.modules():
         if isinstance(module, Experts) and module.packed is not None:
             return "experts are packed"
-        if isinstance(module, Experts) and module.backend is GroupedBackend.native:
+        if isinstance(module, Experts) and module.reads_counts:
             return "the host reads how many tokens each expert gets"
     return None
 
@@ -104,8 +103,6 @@ class DecoderGraphs:
         self._seen: set[GraphSize] = set()
         self._captured: dict[GraphSize, CapturedPass] = {}
         self._pool: Any = None
-        self.pool_bytes = 0
-        """Device memory of the pool, which torch does not count as allocated."""
         self.fullest_bytes = 0
         """The most memory that was allocated so far, the pool's not counted. Its owner says so."""
         self.num_replays = 0
@@ -129,6 +126,18 @@ class DecoderGraphs:
             routes.flipped.extend(captured.flipped)
         anchor = torch.zeros((), requires_grad=True)
         return _Replay.apply(anchor, captured, self, len(token_ids_T))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that a replay uses and that torch does not count as allocated."""
+        return max((captured.peak_bytes for captured in self._captured.values()), default=0)
+
+    def forget(self) -> None:
+        """Give the memory back. Sizes are captured anew when they come again."""
+        self._take_back()
+        self._captured.clear()
+        self._seen.clear()
+        self._pool = None
 
     def add_gradients(self, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Give parameters these gradients of a replay, or add to those that they have."""
@@ -169,8 +178,8 @@ class DecoderGraphs:
                 "microbatches run without CUDA graphs from now on, because one of %d tokens could not be captured: %s",
                 size.num_tokens, str(error).partition("\n")[0],
             )  # fmt: skip
-            self._max_tokens = self.pool_bytes = 0
-            self._captured.clear()
+            self._max_tokens = 0
+            self.forget()
             return None
         self._captured[size] = captured
         return captured
@@ -186,11 +195,11 @@ class DecoderGraphs:
             for parameter, gradient in zip(self._trainable, kept, strict=True):
                 parameter.grad = gradient
         segments = torch.cuda.memory_snapshot()
-        self.pool_bytes = sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == self._pool)
-        left = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - self.pool_bytes
+        pool_bytes = sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == self._pool)
+        left = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - pool_bytes
         if left < MARGIN * self.fullest_bytes:
             raise RuntimeError(
-                f"its {self.pool_bytes / 1e9:.1f} GB would leave {left / 1e9:.1f} GB for the fullest microbatch, which "
+                f"its {pool_bytes / 1e9:.1f} GB would leave {left / 1e9:.1f} GB for the fullest microbatch, which "
                 f"takes {self.fullest_bytes / 1e9:.1f} GB"
             )
         return captured
@@ -256,6 +265,7 @@ class CapturedPass:
         _drop_gradients(trainable)
         if inputs.routes is not None:
             inputs.routes.flipped.clear()
+        torch.cuda.reset_peak_memory_stats()
         # Other threads may call CUDA meanwhile: a publish, or copies for a checkpoint.
         options: dict[str, Any] = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
         with torch.cuda.graph(self.forward, **options):
@@ -267,6 +277,8 @@ class CapturedPass:
         self.flipped = [] if inputs.routes is None else list(inputs.routes.flipped)
         self.gradients = [(one, alias(one.grad)) for one in trainable if one.grad is not None]
         _drop_gradients(trainable)
+        self.peak_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        """Device memory that a replay uses, at most."""
         torch.cuda.reset_peak_memory_stats()
 
 

@@ -23,7 +23,7 @@ from trainer.architecture.model_spec import ExpertFormat
 from trainer.lora import Adapted, adapter_dtype
 from trainer.moe.bank import PackedBank, UnpackBuffers
 from trainer.moe.dispatch import Dispatch
-from trainer.moe.grouped import choose_grouped_backend
+from trainer.moe.grouped import GroupedBackend, choose_grouped_backend
 from trainer.moe.routed import ExpertCall, routed_experts
 
 
@@ -57,6 +57,8 @@ class Experts(Adapted):
         self.combine_mode = combine_mode
         hidden, width = hidden_size, intermediate_size
         self.backend = choose_grouped_backend(device, compute_dtype, (hidden, width, 2 * width))
+        self.reads_counts = self.backend is GroupedBackend.native
+        """Whether the host waits for the device to learn how many rows each expert gets."""
 
         def stacked(*shape: int, dtype: torch.dtype) -> nn.Parameter:
             return nn.Parameter(torch.empty(num_local_experts, *shape, dtype=dtype))
