@@ -260,7 +260,7 @@ def engine_tokens_per_s(fleet: Sequence[Mapping[str, Any]], first: float, last: 
     for row in fleet:
         if row["event"] == "tokens":
             reports.setdefault(row["worker"], {}).setdefault(row["tokens"], row["time"])
-    if first >= last or any(len(mine) < 2 for mine in reports.values()):
+    if last - first < 1e-6 or any(len(mine) < 2 for mine in reports.values()):
         return None
     total = 0.0
     for mine in reports.values():

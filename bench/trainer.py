@@ -399,8 +399,9 @@ def main() -> None:
     report: dict[str, Any] = {"environment": environment(args.commit), "arguments": given, "rows": {}}
     print(json.dumps(report["environment"]), flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
-    free: queue.Queue[int] = queue.Queue()
-    for gpu in range(args.gpus):
+    free: queue.Queue[str] = queue.Queue()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(args.gpus)))).split(",")
+    for gpu in visible[: args.gpus]:
         free.put(gpu)
 
     def run(name: str) -> dict[str, Any]:
@@ -408,7 +409,7 @@ def main() -> None:
         command = [sys.executable, __file__, *sys.argv[1:], "--row", name, "--out", str(part)]
         packages = {"PYTHONPATH": str(args.unsloth)} if name.startswith("unsloth") and args.unsloth else {}
         gpu = free.get()
-        seen = {"CUDA_VISIBLE_DEVICES": str(gpu)} if args.gpus > 1 else {}
+        seen = {"CUDA_VISIBLE_DEVICES": gpu} if args.gpus > 1 else {}
         done = subprocess.run(command, env=os.environ | packages | seen, check=False)
         free.put(gpu)
         row: dict[str, Any] = json.loads(part.read_text()) if part.exists() else {}

@@ -190,7 +190,7 @@ class TrainerRank:
             "rank": self._rank,
             "device": str(self._device),
             "backends": decoder.backends,
-            "cuda_graphs": f"no: {refusal}" if refusal is not None else f"up to {most_tokens} tokens",
+            "cuda_graphs": f"none ({refusal})" if refusal is not None else f"up to {most_tokens} tokens",
             "num_parameters": sum(math.prod(meta.shape) for meta in spec.checkpoint_tensors(self._model.dtype.value)),
             "num_trainable_parameters": num_trainable,
             "loaded_tensors": report.num_tensors,

@@ -112,12 +112,13 @@ async def _warm_up(config: RunConfig, trainer: RayTrainerGroup) -> None:
 def _log_start(facts: Sequence[dict[str, Any]]) -> None:
     """What the ranks chose and loaded, in one line; what they could not place, in another."""
     first = facts[0]
+    chosen = first["backends"] | ({} if first["device"] == "cpu" else {"CUDA graphs": first["cuda_graphs"]})
     logger.info(
         "%d trainer ranks are up: %d parameters, %d of them trainable; kernels: %s",
         len(facts),
         first["num_parameters"],
         first["num_trainable_parameters"],
-        ", ".join(f"{part} {backend}" for part, backend in first["backends"].items()),
+        ", ".join(f"{part} {backend}" for part, backend in chosen.items()),
     )
     if first["mtp_tensors"]:
         logger.info("%d tensors of multi-token prediction layers are left out: not the policy's", first["mtp_tensors"])

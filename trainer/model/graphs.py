@@ -1,7 +1,7 @@
 """CUDA graphs of the decoder's forward and backward, for microbatches whose kernels the host cannot launch as fast as
 the GPU runs them.
 
-    3,700 tokens of 21 sequences --padded--> 3,840 tokens, 32 sequences: one more of 140 tokens, and empty ones
+    3,700 tokens of 21 sequences --padded--> 3,840 tokens, 32 sequences: one more of 140 tokens, and 10 empty ones
         the first microbatch of that size    kernel by kernel, unpadded
         the second                           forward and backward are captured, then replayed
         all later ones                       copy the tokens, replay the forward; head and loss kernel by kernel;
@@ -20,6 +20,7 @@ count. Padding adds zeros to gradients.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,6 +41,10 @@ logger = logging.getLogger(__name__)
 
 FEWEST_SEQUENCES = 8
 """Of a padded microbatch, empty ones included."""
+SHORTEST = 128
+"""The least bound in tokens on the sequences of a padded microbatch."""
+MOST_GRAPHS = 32
+"""Sizes that are captured: the first ones that come twice. A graph takes some ten MB, its capture about a second."""
 MARGIN = 1.05
 """Memory that is left beside the pool, at least, as a multiple of what the fullest microbatch took."""
 
@@ -50,6 +55,8 @@ class GraphSize:
 
     num_tokens: int
     num_sequences: int
+    longest: int
+    """Tokens of a sequence, at most."""
     starts: tuple[int, ...] | None
     """None: any lengths, by padding."""
     has_routes: bool
@@ -62,15 +69,28 @@ def graph_size(starts: tuple[int, ...], *, has_routes: bool, has_cudnn: bool) ->
         starts: First token of each sequence, and the number of tokens at the end.
         has_cudnn: Whether long sequences go through cuDNN.
 
-    Example: graph_size((0, 100, 180), has_routes=False, has_cudnn=True) is of 256 tokens in 8 sequences.
+    Example: graph_size((0, 100, 180), has_routes=False, has_cudnn=True) is of 256 tokens in 8 sequences of at most 128.
     """
     num_tokens, num_sequences = starts[-1], len(starts) - 1
+    longest = max((stop - start for start, stop in itertools.pairwise(starts)), default=0)
     if has_cudnn and num_tokens >= LONG * num_sequences:
-        return GraphSize(num_tokens, num_sequences, starts, has_routes)
-    padded_tokens = padded_length(num_tokens)
-    num_sequences += padded_tokens > num_tokens
-    num_sequences = max(FEWEST_SEQUENCES, 1 << (num_sequences - 1).bit_length())
-    return GraphSize(padded_tokens, num_sequences, None, has_routes)
+        return GraphSize(num_tokens, num_sequences, longest, starts, has_routes)
+    padded_tokens, longest = padded_length(num_tokens), _power_of_2(max(longest, SHORTEST))
+    num_sequences += -((num_tokens - padded_tokens) // longest)
+    return GraphSize(padded_tokens, _power_of_2(max(num_sequences, FEWEST_SEQUENCES)), longest, None, has_routes)
+
+
+def padded_starts(starts: tuple[int, ...], size: GraphSize) -> tuple[int, ...]:
+    """Starts of a microbatch with the sequences that pad it to this size, and empty ones.
+
+    Example: (0, 100, 180) of the size above gives (0, 100, 180, 256, 256, 256, 256, 256, 256).
+    """
+    more = [*range(starts[-1], size.num_tokens, size.longest)[1:], size.num_tokens]
+    return (*starts, *more, *[size.num_tokens] * size.num_sequences)[: size.num_sequences + 1]
+
+
+def _power_of_2(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 def refusal_of_graphs(decoder: Decoder, device: torch.device) -> str | None:
@@ -116,7 +136,7 @@ class DecoderGraphs:
         has_cudnn = self._decoder.attention_backend is AttentionBackend.cudnn
         size = graph_size(starts, has_routes=routes is not None, has_cudnn=has_cudnn)
         captured = None
-        if 0 < size.num_tokens <= self._max_tokens and self._is_known(size):
+        if 0 < size.num_tokens <= self._max_tokens and self._comes_again(size):
             self._take_back()
             captured = self._filled(size, GraphInputs(size, token_ids_T, positions_T, cu_seqlens, routes))
         if captured is None:
@@ -152,11 +172,15 @@ class DecoderGraphs:
         if sums:
             torch._foreach_add_(sums, addends)
 
-    def _is_known(self, size: GraphSize) -> bool:
-        """Whether a microbatch of this size came before; remembers this one."""
-        is_known = size in self._seen
+    def _comes_again(self, size: GraphSize) -> bool:
+        """Whether this size is captured, or can be because it came before. Remembers it."""
+        if size in self._captured:
+            return True
+        if len(self._captured) == MOST_GRAPHS:
+            return False
+        came_before = size in self._seen
         self._seen.add(size)
-        return is_known
+        return came_before
 
     def _take_back(self) -> None:
         """Copy the gradients that parameters have in the pool: the next replay writes there."""
@@ -217,12 +241,11 @@ class GraphInputs:
         routes: RecordedRoutes | None,
     ) -> None:
         num_missing = size.num_tokens - len(token_ids_T)
-        starts = cu_seqlens.to("cpu", torch.int64)
-        row_length = None
         if size.starts is None:
-            row_length = size.num_tokens
-            starts = F.pad(starts, (0, size.num_sequences + 1 - len(starts)), value=size.num_tokens)
-        sequences = PackedSequences.from_cu_seqlens(starts, size.num_tokens, token_ids_T.device, row_length=row_length)
+            cu_seqlens = torch.tensor(padded_starts(tuple(cu_seqlens.tolist()), size))
+        sequences = PackedSequences.from_cu_seqlens(
+            cu_seqlens, size.num_tokens, token_ids_T.device, row_length=size.longest
+        )
         self.sequences = sequences if size.starts is not None else replace(sequences, starts=())
         self.token_ids_T = F.pad(token_ids_T, (0, num_missing))
         self.positions_T = F.pad(positions_T, (0, num_missing))

@@ -32,6 +32,7 @@ def test_an_engines_rate_is_of_all_workers_between_two_shares_of_their_tokens() 
     assert engine_tokens_per_s(fleet, 0.5, 0.75) == pytest.approx(200.0 + 100.0)
     assert engine_tokens_per_s(fleet, 0.0, 1.0) == pytest.approx(1200 / 33 + 700 / 39)
     assert engine_tokens_per_s(fleet, 0.5, 0.5) is None
+    assert engine_tokens_per_s(fleet, 2 / 3, 1 - 1 / 3) is None
     assert engine_tokens_per_s([*fleet, report(2, 5.0, 10)], 0.5, 0.75) is None
     assert engine_tokens_per_s([{**fleet[0], "event": "up"}], 0.5, 0.75) is None
 

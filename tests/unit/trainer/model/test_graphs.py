@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from cases.tiny_models import DEEPSEEK, GPT_OSS, MIXED, MOE, make_decoder, packed, relative_error
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.model.decoder import Decoder
-from trainer.model.graphs import GraphInputs, GraphSize, graph_size, refusal_of_graphs
+from trainer.model.graphs import GraphInputs, GraphSize, graph_size, padded_starts, refusal_of_graphs
 from trainer.moe.replay import RecordedRoutes
 
 CPU = torch.device("cpu")
@@ -26,13 +28,18 @@ def test_a_size_holds_its_microbatch_with_little_padding(lengths: list[int], has
     size = graph_size(starts, has_routes=has_routes, has_cudnn=has_cudnn)
     assert size.has_routes is has_routes
     if size.starts is not None:
-        assert has_cudnn and sum(lengths) >= 1024 * len(lengths)
-        assert size == GraphSize(sum(lengths), len(lengths), starts, has_routes)
+        assert has_cudnn
+        assert sum(lengths) >= 1024 * len(lengths)
+        assert size == GraphSize(sum(lengths), len(lengths), max(lengths), starts, has_routes)
         return
-    num_missing = size.num_tokens - sum(lengths)
-    assert 0 <= num_missing < max(128, sum(lengths) / 8)
-    assert size.num_sequences >= len(lengths) + (num_missing > 0)
-    assert size.num_sequences <= max(8, 2 * (len(lengths) + 1))
+    assert 0 <= size.num_tokens - sum(lengths) < max(128, sum(lengths) / 8)
+    assert size.longest < 2 * max(lengths) or size.longest == 128
+    padded = padded_starts(starts, size)
+    assert padded[: len(starts)] == starts
+    assert padded[-1] == size.num_tokens
+    assert len(padded) == size.num_sequences + 1
+    assert all(0 <= stop - start <= size.longest for start, stop in pairwise(padded))
+    assert size.num_sequences <= max(8, 2 * (len(lengths) + 1 + sum(lengths) // 8 // size.longest))
 
 
 @given(SOME_LENGTHS)
