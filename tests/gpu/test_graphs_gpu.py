@@ -30,8 +30,8 @@ from trainer.types import Denominators, Sample
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
-SHORT = ([200, 30, 750, 90], [60, 500, 470, 1], [333, 333, 333, 60])
-"""Lengths of microbatches of one padded size, 1,152 tokens."""
+SHORT = ([200, 30, 750, 90], [60, 600, 370, 1], [533, 333, 133, 60])
+"""Lengths of microbatches of one padded size: 1,152 tokens, 8 sequences of at most 1,024."""
 LONG = ([1500, 1100], [1500, 1100], [1500, 1100])
 FAMILIES = {
     "moe": {**MOE, "hidden_size": 512, "head_dim": 64, "num_experts_per_tok": 2},
