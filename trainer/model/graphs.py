@@ -137,7 +137,7 @@ class DecoderGraphs:
         size = graph_size(starts, has_routes=routes is not None, has_cudnn=has_cudnn)
         captured = None
         if 0 < size.num_tokens <= self._max_tokens and self._comes_again(size):
-            self._take_back()
+            self.take_back()
             captured = self._filled(size, GraphInputs(size, token_ids_T, positions_T, cu_seqlens, routes))
         if captured is None:
             return self._decoder(token_ids_T, positions_T, cu_seqlens, routes)
@@ -154,7 +154,7 @@ class DecoderGraphs:
 
     def forget(self) -> None:
         """Give the memory back. Sizes are captured anew when they come again."""
-        self._take_back()
+        self.take_back()
         self._captured.clear()
         self._seen.clear()
         self._pool = None
@@ -172,6 +172,13 @@ class DecoderGraphs:
         if sums:
             torch._foreach_add_(sums, addends)
 
+    def take_back(self) -> None:
+        """Copy the gradients that parameters have in the pool: the next replay writes there."""
+        for parameter, lent in self._lent:
+            if parameter.grad is lent:
+                parameter.grad = lent.clone()
+        self._lent = []
+
     def _comes_again(self, size: GraphSize) -> bool:
         """Whether this size is captured, or can be because it came before. Remembers it."""
         if size in self._captured:
@@ -181,13 +188,6 @@ class DecoderGraphs:
         came_before = size in self._seen
         self._seen.add(size)
         return came_before
-
-    def _take_back(self) -> None:
-        """Copy the gradients that parameters have in the pool: the next replay writes there."""
-        for parameter, lent in self._lent:
-            if parameter.grad is lent:
-                parameter.grad = lent.clone()
-        self._lent = []
 
     def _filled(self, size: GraphSize, inputs: GraphInputs) -> CapturedPass | None:
         """The captured pass of this size, with these inputs. None if it cannot be captured; nothing is from then on."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.model.decoder import Decoder
-from trainer.model.graphs import GraphInputs, GraphSize, graph_size, padded_starts, refusal_of_graphs
+from trainer.model.graphs import DecoderGraphs, GraphInputs, GraphSize, graph_size, padded_starts, refusal_of_graphs
 from trainer.moe.replay import RecordedRoutes
 
 CPU = torch.device("cpu")
@@ -94,3 +94,30 @@ def test_refusals_say_why() -> None:
     assert refusal_of_graphs(make_decoder(MOE), CPU) == "the trainer has no GPU"
     cuda = torch.device("cuda")
     assert refusal_of_graphs(make_decoder(GPT_OSS), cuda) == "attention is padded"
+
+
+def test_gradients_of_a_replay_are_lent_then_copied_and_added_up() -> None:
+    """A replay writes to the same memory each time."""
+    decoder = make_decoder(MOE)
+    graphs = DecoderGraphs(decoder, 0)
+    trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
+    first, *others = trained
+    memory = [torch.empty_like(parameter) for parameter in trained]
+
+    def replay(value: float) -> None:
+        graphs.take_back()
+        for gradient in memory:
+            gradient.fill_(value)
+        graphs.add_gradients(list(zip(trained, memory, strict=True)))
+
+    replay(1.0)
+    assert all(parameter.grad is lent for parameter, lent in zip(trained, memory, strict=True))
+    replay(2.0)
+    first.grad = None  # as if nothing had reached it
+    replay(4.0)
+    assert first.grad is memory[0]
+    assert all(parameter.grad is not None and (parameter.grad == 7.0).all() for parameter in others)
+    graphs.forget()
+    memory[0].fill_(9.0)
+    assert first.grad is not None
+    assert (first.grad == 4.0).all()
