@@ -219,12 +219,13 @@ class TrainerConfig:
     the trainer's node.
     """
     cuda_graph_tokens: int = 8192
-    """Replay the layers of a microbatch of at most so many tokens as CUDA graphs. With few tokens the host takes longer
-    to launch kernels than the GPU to run them. The second microbatch of a size is captured; sizes are an eighth of a
-    power of two apart, and microbatches are padded to them, except long sequences for cuDNN, which are replayed at the
-    same lengths alone. It takes memory for gradients during the whole step. It changes no value by more than the choice
-    of a kernel does. The log says where it cannot be done: with several ranks, packed experts, sinks, or values from
-    the engine's kernels. 0: never.
+    """Replay the layers of a microbatch of at most so many tokens as CUDA graphs: with few tokens, or a small model,
+    the host takes longer to launch kernels than the GPU to run them. The second microbatch of a size is captured;
+    sizes are an eighth of a power of two apart, and microbatches are padded to them, except long sequences for cuDNN,
+    which are replayed at the same lengths alone. It changes no value by more than the choice of a kernel does. The
+    graphs keep the memory of one such microbatch. Where that would not fit beside the fullest microbatch so far, a
+    warning says so, and nothing is captured; an engine on the same GPU (cluster.share_gpu) is not counted. The log says
+    where it cannot be done: with several ranks, packed experts, sinks, or values from the engine's kernels. 0: never.
     """
     logprob_chunk_tokens: int = 1024
     """Tokens whose logits exist at once in the head. It limits their memory to this x vocabulary x 4 bytes."""

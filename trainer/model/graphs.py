@@ -45,6 +45,8 @@ SHORTEST = 128
 """The least bound in tokens on the sequences of a padded microbatch."""
 MOST_GRAPHS = 32
 """Sizes that are captured: the first ones that come twice. A graph takes some ten MB, its capture about a second."""
+MOST_SEEN = 1024
+"""Sizes that are remembered. Those of long sequences hardly ever come again."""
 MARGIN = 1.05
 """Memory that is left beside the pool, at least, as a multiple of what the fullest microbatch took."""
 
@@ -120,7 +122,8 @@ class DecoderGraphs:
         self._trainable = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
         self._lent: list[tuple[nn.Parameter, Tensor]] = []
         """Gradients in the pool, and the parameters that may have them."""
-        self._seen: set[GraphSize] = set()
+        self._seen: dict[GraphSize, None] = {}
+        """Sizes that came, the oldest first."""
         self._captured: dict[GraphSize, CapturedPass] = {}
         self._pool: Any = None
         self.fullest_bytes = 0
@@ -186,7 +189,9 @@ class DecoderGraphs:
         if len(self._captured) == MOST_GRAPHS:
             return False
         came_before = size in self._seen
-        self._seen.add(size)
+        self._seen[size] = None
+        if len(self._seen) > MOST_SEEN:
+            del self._seen[next(iter(self._seen))]
         return came_before
 
     def _filled(self, size: GraphSize, inputs: GraphInputs) -> CapturedPass | None:

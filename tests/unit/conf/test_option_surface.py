@@ -74,6 +74,7 @@ OPTIONS = [
     "trainer.numerics.routed_scale",
     "trainer.combine",
     "trainer.engine_forward",
+    "trainer.cuda_graph_tokens",
     "trainer.logprob_chunk_tokens",
     "rollout.num_workers",
     "rollout.tp_size",

@@ -10,6 +10,7 @@ from cases.tiny_models import DEEPSEEK, GPT_OSS, MIXED, MOE, make_decoder, packe
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.model import graphs as graphs_module
 from trainer.model.decoder import Decoder
 from trainer.model.graphs import DecoderGraphs, GraphInputs, GraphSize, graph_size, padded_starts, refusal_of_graphs
 from trainer.moe.replay import RecordedRoutes
@@ -121,3 +122,17 @@ def test_gradients_of_a_replay_are_lent_then_copied_and_added_up() -> None:
     memory[0].fill_(9.0)
     assert first.grad is not None
     assert (first.grad == 4.0).all()
+
+
+def test_a_size_is_captured_when_it_comes_again_and_old_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs_module, "MOST_SEEN", 2)
+    graphs = DecoderGraphs(make_decoder(MOE), 0)
+    sizes = [GraphSize(128 * place, 8, 128, None, has_routes=False) for place in (1, 2, 3)]
+    assert [graphs._comes_again(sizes[place]) for place in (0, 0, 1, 2, 0, 2)] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
