@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+DASHBOARD_PORT = 8265
+"""Where Ray looks for a port of its page, upwards, unless it is told one."""
 _COUNT_GPUS = """
 import ctypes
 try:
@@ -223,6 +225,10 @@ class Machine:
     free_bytes: Callable[[Path], int] = free_bytes
     is_port_free: Callable[[int], bool] = is_port_free
     running_ray_cluster: Callable[[], str | None] = running_ray_cluster
+
+    def free_port(self, first: int) -> int | None:
+        """The first free port of the hundred from `first` on; None if none is free."""
+        return first if self.is_port_free(first) else self.next_free_port(first)
 
     def next_free_port(self, after: int) -> int | None:
         """The first free port of the hundred after `after`; None if none is free."""

@@ -42,8 +42,10 @@ class ClusterConfig:
     """
     dashboard: bool = True
     """Start the Ray dashboard, if the run starts its own cluster."""
-    dashboard_port: int = 8265
-    """Port of that dashboard."""
+    dashboard_port: int | None = None
+    """Port of that dashboard; a port that is taken is an error. null: 8265, or the next free one, which the run and
+    `slipstream status` say.
+    """
     object_store_bytes: int = 512 << 20
     """Size of Ray's object store, if the run starts its own cluster. Batches pass through it, weights never do."""
     start_timeout_s: float = 900.0
@@ -52,7 +54,7 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         at_least_or_null(1, "cluster", trainer_gpus=self.trainer_gpus, rollout_gpus=self.rollout_gpus)
         require(
-            1024 <= self.dashboard_port <= 65535,
+            self.dashboard_port is None or 1024 <= self.dashboard_port <= 65535,
             f"cluster.dashboard_port must lie in [1024, 65535], got {self.dashboard_port}",
         )
         require(

@@ -25,7 +25,7 @@ from pathlib import Path
 from conf.schema import ClusterConfig
 from orchestrator import environment
 from orchestrator.cluster.private_folder import private_folders
-from orchestrator.machine import HERE, Machine, list_interfaces
+from orchestrator.machine import DASHBOARD_PORT, HERE, Machine, list_interfaces
 
 CHILD_TIMEOUT_S = 60.0
 
@@ -258,15 +258,15 @@ def limits(machine: Machine) -> Iterator[Finding]:
 
 def ports_and_ray(machine: Machine) -> Iterator[Finding]:
     """The dashboard's port, a Ray cluster that already runs here, and the token of each run of this user."""
-    port = ClusterConfig().dashboard_port
+    port = DASHBOARD_PORT
     is_free = machine.is_port_free(port)
-    cure = f"set cluster.dashboard_port={machine.next_free_port(port)} or cluster.dashboard=false"
+    advice = f"a run takes the next free one, {machine.next_free_port(port)}, and says so"
     yield Finding(
         "ray",
         f"port {port} (dashboard)",
         "free" if is_free else "taken",
-        Status.ok if is_free else Status.warn,
-        "" if is_free else cure,
+        Status.ok if is_free else Status.note,
+        "" if is_free else advice,
     )
     address = machine.running_ray_cluster()
     if address is None:

@@ -238,7 +238,11 @@ def push() -> Parser:
     )
     flags.add_argument("--dtype", help="of the engine's weights; %(default)s: the checkpoint's")
     flags.add_argument("--host", help="address of the engines' API; %(default)s")
-    flags.add_argument("--port", type=int, help="port of the first engine's API, the others count on; %(default)s")
+    flags.add_argument(
+        "--port",
+        type=int,
+        help="port of the first engine's API, the others count on; without it the first that are free from 8000 on",
+    )
     flags.add_argument("--start-timeout-s", type=float, metavar="S", help="longest start; %(default)g")
     flags.add_argument("--log-dir", type=Path, metavar="DIR", help="what the engines say; %(default)s")
     flags = parser.add_argument_group("flags: the publish")

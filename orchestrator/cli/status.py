@@ -24,7 +24,7 @@ from orchestrator.files.run_folder import RunFolder, saved_options
 from orchestrator.files.run_log import format_s
 from orchestrator.files.startup import RUN, describe, read_starts
 from orchestrator.files.telemetry import read_rows
-from orchestrator.fleet.run_state import state_of
+from orchestrator.fleet.run_state import dashboard_of, state_of
 
 NUM_RECENT = 20
 """Means are taken over this many steps."""
@@ -78,6 +78,8 @@ class Status:
     counts: dict[str, int]
     """Metric -> its sum over the run."""
     replicas_serving: int | None
+    dashboard: str | None
+    """Where Ray's page is, with the file of its token; None unless the run goes on and has one."""
     checkpoint: int | None
     """Step of the newest one."""
     start: tuple[str, ...]
@@ -103,6 +105,8 @@ class Status:
         if self.replicas_serving is not None:
             lines.append(("replicas serving", str(self.replicas_serving)))
         lines += [(name, str(self.counts[metric])) for metric, name in _COUNTED if self.counts.get(metric)]
+        if self.dashboard is not None:
+            lines.append(("Ray dashboard", self.dashboard))
         lines.append(("checkpoint", "none" if self.checkpoint is None else f"step {self.checkpoint}"))
         width = max(len(name) for name, _ in lines)
         text = [f"{name:<{width}}  {value}" for name, value in lines]
@@ -142,6 +146,7 @@ def status_of(run: Path) -> Status:
         held_out=_held_out(rows),
         counts={metric: int(sum(row.get(metric) or 0 for row in rows)) for metric, _ in _COUNTED},
         replicas_serving=next((row["rollout/replicas_serving"] for row in reversed(rows)), None),
+        dashboard=dashboard_of(folder),
         checkpoint=step_of(checkpoints[-1]) if checkpoints else None,
         start=tuple(line for row in starts[-1:] for line in describe(row)),
         log=_last_warnings(folder.log),

@@ -76,6 +76,8 @@ class OwnRay:
         self._host: asyncio.subprocess.Process | None = None
         self._private: PrivateFolder | None = None
         self._lock: int | None = None
+        self.dashboard: str | None = None
+        """Host and port of Ray's page, once `address` has answered; None where the run has none."""
 
     @property
     def token(self) -> Path:
@@ -104,6 +106,7 @@ class OwnRay:
         options = HostOptions(
             folder=str(self._private.root),
             logs=str(self._folder.ray_logs),
+            has_dashboard=cluster.dashboard,
             dashboard_port=cluster.dashboard_port if cluster.dashboard else None,
             object_store_bytes=cluster.object_store_bytes,
             workers_import_under=self._workers_import_under(environment) if has_workers else None,
@@ -161,6 +164,7 @@ class OwnRay:
             raise ServerEnded(f"Ray did not start: {said['lost']}: {said['how']} (its logs: {self._folder.ray_logs})")
         if "failed" in said:
             raise PlacementError(f"Ray did not start: {said['failed']}")
+        self.dashboard = said.get("dashboard") if self._config.cluster.dashboard else None
         return said["address"]
 
     async def _next_word(self) -> dict[str, str]:

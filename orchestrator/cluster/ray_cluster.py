@@ -36,6 +36,8 @@ from orchestrator.cluster.own_ray import OwnRay
 from orchestrator.environment import variables_for_actors
 from orchestrator.errors import ClusterLost, OrchestratorError, PlacementError
 from orchestrator.files.run_folder import RunFolder
+from orchestrator.fleet.run_state import note_dashboard
+from orchestrator.machine import DASHBOARD_PORT
 from orchestrator.signals import take_sigterm_back
 from orchestrator.waiting import in_abandoned_thread, wait_for
 
@@ -70,6 +72,7 @@ class RayCluster:
     ) -> None:
         self.is_own = own is not None
         self._config = config
+        self._folder = folder
         self._own = own
         self.name = f"{folder.run_id}-{secrets.token_hex(4)}"
         """The run's name in Ray. Two runs of a shared cluster may have begun in the same second."""
@@ -102,9 +105,12 @@ class RayCluster:
         self._joining = asyncio.ensure_future(asyncio.to_thread(self._join, address))  # a thread cannot be cancelled
         await wait_for(asyncio.shield(self._joining), "Ray to be joined", timeout_s=START_TIMEOUT_S)
         take_sigterm_back()
-        if self._own is not None and self._config.cluster.dashboard:
-            port, token = self._config.cluster.dashboard_port, self._own.token
-            logger.info("Ray dashboard: http://127.0.0.1:%d asks for the token in %s", port, token)
+        if self._own is not None and self._own.dashboard is not None:
+            where = f"http://{self._own.dashboard}"
+            is_moved = self._config.cluster.dashboard_port is None and not where.endswith(f":{DASHBOARD_PORT}")
+            taken = f" ({DASHBOARD_PORT} is taken)" if is_moved else ""
+            logger.info("Ray dashboard: %s asks for the token in %s%s", where, self._own.token, taken)
+            note_dashboard(self._folder, f"{where}, asks for the token in {self._own.token}")
 
     async def place(self, gpus: list[float], what: str) -> PlacementGroup:
         """Reserve a bundle for every process, with so many GPUs each, or a share of one. Ray packs them as a whole.

@@ -15,8 +15,9 @@ take longer than Ray's start.
 
 Owns: Ray's servers, and everything that descends from them (it is their subreaper, so that no process gets away by
 losing its parent). Does not own: who runs in the cluster.
-Writes to stdout, a JSON object a line: {"address": ...} once Ray is up, {"failed": ...} where it does not start, and
-{"lost": "raylet", "how": "it was ended by SIGKILL"} when a server that nothing can do without has ended.
+Writes to stdout, a JSON object a line: {"address": ..., "dashboard": ...} (host and port each) once Ray is up,
+{"failed": ...} where it does not start, and {"lost": "raylet", "how": "it was ended by SIGKILL"} when a server that
+nothing can do without has ended.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ class HostOptions:
     """The run's private folder."""
     logs: str
     """Where Ray's logs are kept."""
+    has_dashboard: bool
     dashboard_port: int | None
-    """None without a dashboard."""
+    """None: Ray's own port, or the next free one."""
     object_store_bytes: int
     workers_import_under: dict[str, str] | None
     """What rollout workers' environment will hold of variables that imports read. None: the run has no workers."""
@@ -104,11 +106,10 @@ def _start_ray(options: HostOptions, controller: TextIO) -> None:
     import ray
 
     try:
-        ray.init(
+        joined = ray.init(
             address="local",
-            include_dashboard=options.dashboard_port is not None,
+            include_dashboard=options.has_dashboard,
             dashboard_host="127.0.0.1",
-            # Ray looks at the port even without a dashboard: None lets it look elsewhere when that one is taken.
             dashboard_port=options.dashboard_port,
             object_store_memory=options.object_store_bytes,
             log_to_driver=False,
@@ -118,7 +119,7 @@ def _start_ray(options: HostOptions, controller: TextIO) -> None:
     except Exception as error:  # noqa: BLE001 - what Ray raises depends on what failed; the controller says it
         _say(controller, failed=f"{type(error).__name__}: {error}")
     else:
-        _say(controller, address=ray.get_runtime_context().gcs_address)
+        _say(controller, address=ray.get_runtime_context().gcs_address, dashboard=str(joined.dashboard_url))
 
 
 def _end_with_stdin(options: HostOptions, controller: TextIO) -> None:

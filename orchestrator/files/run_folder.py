@@ -151,6 +151,11 @@ class RunFolder:
         return self.root / "model"
 
     @property
+    def dashboard(self) -> Path:
+        """Where the run's page of Ray is, while it goes on."""
+        return self.root / "control" / "dashboard.json"
+
+    @property
     def traces(self) -> Path:
         """Timelines of publishes."""
         return self.root / "traces"

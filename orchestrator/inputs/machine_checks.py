@@ -17,7 +17,7 @@ from conf.errors import ConfigError
 from conf.schema import Device, DType, Objective, RunConfig, TransportKind
 from orchestrator.inputs.facts import Fact
 from orchestrator.inputs.model_folder import resolve_hf_config
-from orchestrator.machine import Machine, answers
+from orchestrator.machine import DASHBOARD_PORT, Machine, answers
 from trainer.architecture.families import read_config
 
 MAX_PROCESSES_PER_CORE = 8
@@ -166,10 +166,14 @@ def check_ray_cluster(config: RunConfig, machine: Machine) -> Fact:
 
 
 def check_dashboard_port(config: RunConfig, machine: Machine) -> Fact:
-    """The port of the Ray dashboard is free."""
+    """The port of the Ray dashboard is free: the one that was asked for, or one near Ray's own."""
     cluster = config.cluster
     if cluster.ray_address is not None or not cluster.dashboard:
         return Fact("dashboard", "off" if cluster.ray_address is None else "the Ray cluster's own")
+    if cluster.dashboard_port is None:
+        free = machine.free_port(DASHBOARD_PORT)
+        taken = "" if free == DASHBOARD_PORT else f" ({DASHBOARD_PORT} is taken)"
+        return Fact("dashboard", f"http://127.0.0.1:{free}{taken}" if free is not None else "on a port of Ray's choice")
     if not machine.is_port_free(cluster.dashboard_port):
         free = machine.next_free_port(cluster.dashboard_port)
         cure = f"set cluster.dashboard_port={free}, which is free, or" if free is not None else "set"

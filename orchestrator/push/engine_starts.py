@@ -7,6 +7,7 @@ Owns: refusing what this machine cannot start, before it starts anything. Does n
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ from orchestrator.machine import Machine, is_port_free
 from orchestrator.push.push_options import PushOptions
 from rollout.served.client import LOOPBACK, ServedEngine, is_own_address
 from rollout.served.servers import ServerOptions, ServerProcess
+
+FIRST_PORT = 8000
+"""vLLM's own."""
 
 
 def start_servers(
@@ -39,10 +43,7 @@ def start_servers(
             raise ConfigError(
                 f"--host {options.host} is no address of this machine ({e.strerror}); give one, such as 127.0.0.1"
             ) from e
-    ports = range(options.port, options.port + options.start)
-    taken = [port for port in ports if not is_port_free(port, options.host)]
-    if taken:
-        raise ConfigError(f"port {taken[0]} is taken; choose another first port with --port")
+    ports = _ports(options)
     try:
         options.log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -63,6 +64,18 @@ def start_servers(
         cleanup.callback(server.stop)
         servers.append(server)
     return servers
+
+
+def _ports(options: PushOptions) -> Sequence[int]:
+    """A port for each engine: from --port on, or the first free ones from FIRST_PORT on."""
+    if options.port is None:
+        free = (port for port in range(FIRST_PORT, 65536) if is_port_free(port, options.host))
+        return list(itertools.islice(free, options.start))
+    ports = range(options.port, options.port + options.start)
+    taken = [port for port in ports if not is_port_free(port, options.host)]
+    if taken:
+        raise ConfigError(f"port {taken[0]} is taken; choose another first port with --port")
+    return ports
 
 
 def visible_gpus(device: Device, machine: Machine) -> list[str]:

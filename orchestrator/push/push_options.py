@@ -19,7 +19,8 @@ class PushOptions:
     enable_expert_parallel: bool = False
     dtype: str = "auto"
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: int | None = None
+    """None: the first free ones from 8000 on."""
     num_ranks: int | None = None
     num_threads: int = 8
     transport: str = "auto"
@@ -40,7 +41,7 @@ class PushOptions:
         for name, value in {"timeout-s": self.timeout_s, "start-timeout-s": self.start_timeout_s}.items():
             if value <= 0:
                 raise ConfigError(f"--{name} must be > 0, got {value:g}")
-        if not 1 <= self.port <= 65536 - max(1, self.start):
+        if self.port is not None and not 1 <= self.port <= 65536 - max(1, self.start):
             raise ConfigError(f"--port {self.port}: engines take one port each from there, and ports end at 65535")
         if self.to and (self.serve_words or self.enable_expert_parallel or self.tp_size != 1):
             raise ConfigError("--tp, --expert-parallel and words after -- shape engines that --start starts, not --to")

@@ -24,6 +24,7 @@ from cases.mapped_files import maps_of
 
 from conf.schema import Device
 from orchestrator.files.telemetry import read_rows
+from orchestrator.machine import DASHBOARD_PORT
 from rollout import worker_process
 from rollout.engine.engine_options import set_engine_environment
 from rollout.in_vllm.fork_server import BEGUN_VARIABLE, begin_beforehand, imports_read
@@ -65,16 +66,15 @@ def own_import() -> Iterator[None]:
         yield
 
 
-def free_port() -> int:
-    """A port of loopback that nothing listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def with_dashboard() -> str:
-    """The option of a run with Ray's dashboard, whose start takes 20 s of a core."""
-    return f"cluster.dashboard_port={free_port()}"
+@contextlib.contextmanager
+def dashboard_beside_another() -> Iterator[str]:
+    """The option of a run with Ray's dashboard, whose start takes 20 s of a core; its usual port is taken meanwhile."""
+    with socket.socket() as another:
+        another.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):  # a run beside the tests has it
+            another.bind(("127.0.0.1", DASHBOARD_PORT))
+            another.listen()
+        yield "cluster.dashboard_port=null"
 
 
 def command(words: list[str], folder: Path) -> list[str]:

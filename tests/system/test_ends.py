@@ -17,7 +17,14 @@ from typing import Any
 import psutil
 import pytest
 from cases.another_user import REFUSED, attempts_beside
-from system.conftest import ENDLESS, ONE_OF_EACH, RUN_TIMEOUT_S, RunUnderWay, nothing_left, with_dashboard
+from system.conftest import (
+    ENDLESS,
+    ONE_OF_EACH,
+    RUN_TIMEOUT_S,
+    RunUnderWay,
+    dashboard_beside_another,
+    nothing_left,
+)
 
 TAUGHT = ["experiment=sft_quickstart", "trainer.num_ranks=1", "trainer.ep_size=1"]
 """A run without engines, which lets no process import vLLM."""
@@ -92,12 +99,12 @@ def ended_in_a_publish() -> EndedInAPublish:
     """A step has one group: while its reward waits, the engine has no work. Another user comes then. The engine is
     stopped, and the publish after the step waits for it; it goes on once the run has said that it was told to end.
     """
-    with nothing_left() as tmp:
+    with nothing_left() as tmp, dashboard_beside_another() as dashboard:
         runs = tmp / "runs"
         runs.mkdir()
         reward, closed, waits = (runs / name for name in ("reward.py", "closed", "waits"))
         reward.write_text(GATED_REWARD)
-        words = [*ENDLESS, *ONE_OF_EACH, "algorithm.groups_per_step=1", "algorithm.group_size=4", with_dashboard()]
+        words = [*ENDLESS, *ONE_OF_EACH, "algorithm.groups_per_step=1", "algorithm.group_size=4", dashboard]
         words += [f"reward.kind={reward}:judge", f"reward.timeout_s={RUN_TIMEOUT_S}"]
         with RunUnderWay(words, runs) as run:
             run.wait_until(lambda rows: len(rows) >= 2)
@@ -131,6 +138,7 @@ def test_a_batch_system_ends_a_run_in_a_publish(ended_in_a_publish: EndedInAPubl
     assert ended.last_row["sync/replicas_committed"] == 1
     assert ended.checkpoints == [f"step-{version:0>6}"]
     assert f"Go on from step {version}: slipstream resume {ended.folder}" in ended.said
+    assert re.search(r"Ray dashboard: http://127.0.0.1:\d+ asks for the token in \S+ \(8265 is taken\)", ended.said)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, which is what this tests")

@@ -117,7 +117,7 @@ def test_defaults_of_push_are_declared_once_and_shown(capsys: pytest.CaptureFixt
     assert {name: flags[name] for name in given} == given
     assert main(["push", "--help"]) == 0
     shown = capsys.readouterr().out
-    for name in ("tp_size", "port", "num_threads", "watermark_mib", "timeout_s", "start_timeout_s", "log_dir"):
+    for name in ("tp_size", "num_threads", "watermark_mib", "timeout_s", "start_timeout_s", "log_dir"):
         assert re.search(rf"; {given[name]:g}\n" if name != "log_dir" else "; push-logs\n", shown), name
 
 

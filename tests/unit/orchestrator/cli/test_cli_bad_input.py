@@ -18,6 +18,8 @@ from conf.load import load_run_config
 from orchestrator.cli.main import main
 from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from orchestrator.inputs.machine_checks import check_dashboard_port
+from orchestrator.machine import Machine
 
 Refuse = Callable[..., str]
 
@@ -261,6 +263,9 @@ def test_dashboard_port_taken_names_a_free_one(refuse: Refuse) -> None:
         message = refuse(f"cluster.dashboard_port={port}")
     assert f"cluster.dashboard_port={port} is taken" in message
     assert "which is free" in message
+    taken = Machine(is_port_free=lambda port: port > 8266)
+    fact = check_dashboard_port(load_run_config(["experiment=quickstart"]), taken)
+    assert fact.finding == "http://127.0.0.1:8267 (8265 is taken)", "nobody asked for 8265"
 
 
 def test_run_to_resume_does_not_exist(refuse: Refuse) -> None:

@@ -55,8 +55,8 @@ def test_hidden_gpus_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_taken_port_names_a_free_one() -> None:
     finding = next(iter(doctor.ports_and_ray(Machine(is_port_free=lambda port: port == 8270))))
-    assert finding.status is Status.warn
-    assert "cluster.dashboard_port=8270" in finding.advice
+    assert finding.status is Status.note, "a run starts all the same"
+    assert "8270" in finding.advice
 
 
 def test_allocator_that_mooncake_cannot_register_fails(monkeypatch: pytest.MonkeyPatch) -> None:

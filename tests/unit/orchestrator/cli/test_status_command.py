@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from conf.load import load_run_config
 from orchestrator.cli.main import main
 from orchestrator.cli.status import NUM_RECENT, status_of
 from orchestrator.files.metrics_catalogue import METRICS
-from orchestrator.files.run_folder import to_plain
+from orchestrator.files.run_folder import RunFolder, to_plain
 from orchestrator.fleet.control_folder import alive
+from orchestrator.fleet.run_state import note_dashboard
 
 
 @pytest.fixture
@@ -65,7 +67,10 @@ def test_a_run_that_goes_on(run: Path) -> None:
         "2026-01-31 12:00:01,000 W [step 2 v2] orchestrator.supervisor: rollout-0 is out of service\n"
     )
     with alive(run):
+        note_dashboard(RunFolder(run), "http://127.0.0.1:8266, asks for the token in /tmp/slipstream-a/token")
         status = status_of(run)
+    assert re.search(r"Ray dashboard +http://127.0.0.1:8266, asks for", status.as_text())
+    assert status_of(run).dashboard is None, "it ended with the run"
     assert (status.state, status.step, status.checkpoint, status.replicas_serving) == ("running", 50, 50, 2)
     assert status.left_s == 120.0, "60 steps of 2 s: the first one, which compiles, does not count"
     assert status.recent["reward/mean"] == pytest.approx(sum(range(31, 51)) / 100 / NUM_RECENT)

@@ -28,7 +28,7 @@ class BusyMachine(OwnRay):
 
     async def _next_word(self) -> dict[str, str]:
         if self.happened.count("began") > self._times:
-            return {"address": "127.0.0.1:6379"}
+            return {"address": "127.0.0.1:6379", "dashboard": "127.0.0.1:8266"}
         return {"lost": "raylet", "how": "it exited with code 1"}
 
     async def end(self) -> None:
@@ -41,6 +41,7 @@ async def test_ray_gets_a_second_try_when_one_of_its_servers_ends_while_it_start
     machine = BusyMachine(RunConfig(), RunFolder(tmp_path))
     await machine.begin()
     assert await machine.address() == "127.0.0.1:6379"
+    assert machine.dashboard == "127.0.0.1:8266", "where Ray's page is, and not where it was looked for first"
     assert machine.happened == ["began", "ended", "began"]
     assert "raylet: it exited with code 1" in caplog.text
     busier = BusyMachine(RunConfig(), RunFolder(tmp_path), times=2)

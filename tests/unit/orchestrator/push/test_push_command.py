@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import socket
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fakes.sharded_checkpoints import TINY, save_checkpoint
 
 from conf.errors import ConfigError
+from conf.schema import Device
 from orchestrator.cli.main import main
 from orchestrator.machine import Machine
 from orchestrator.offline import record as record_command
+from orchestrator.push import engine_starts
 from orchestrator.push.command import Push
 from orchestrator.push.push_options import PushOptions
 from rollout.served.servers import SERVER_MODULE, ServerOptions, serve_command, server_environment
@@ -112,6 +116,19 @@ def test_a_taken_port_is_named(checkpoint: Path, capsys: pytest.CaptureFixture[s
         port = taken.getsockname()[1]
         text = message(["push", str(checkpoint), "--start", "1", "--port", str(port)], capsys)
     assert f"port {port} is taken" in text
+
+
+def test_engines_without_a_port_take_the_first_free_ones(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_starts, "is_port_free", lambda port, host: port not in (8000, 8002))
+    monkeypatch.setattr(
+        engine_starts, "ServerProcess", lambda common, port, gpus, log: SimpleNamespace(port=port, stop=list)
+    )
+    options = PushOptions(checkpoint=checkpoint, start=2, log_dir=tmp_path / "logs")
+    with contextlib.ExitStack() as cleanup:
+        servers = engine_starts.start_servers(options, Device.cpu, (), cleanup)
+    assert [server.port for server in servers] == [8001, 8003]
 
 
 def test_an_engine_that_is_not_there_ends_with_code_1(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
