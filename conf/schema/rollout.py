@@ -34,7 +34,8 @@ class SamplingConfig:
     max_tokens: int = 256
     """Longest response, in tokens."""
     stop_at_eos: bool = True
-    """End a response at the end-of-sequence token. false: sample exactly max_tokens, or up to one of the stops below.
+    """End a response at every end-of-sequence token that the model's generation_config.json, config.json or tokenizer
+    names. false: sample exactly max_tokens, or up to one of the stops below.
     """
     stop: tuple[str, ...] = ()
     """Texts that end a response, such as ["</answer>"]. The token that completes one is the last; it is trained and in

@@ -15,7 +15,7 @@ a token counts when its first character belongs to an assistant's turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,8 +33,8 @@ class ConversationEncoder(Protocol):
     """What turns text into tokens; orchestrator.inputs.text_encoder.TextEncoder in a run."""
 
     @property
-    def end_of_text(self) -> str:
-        """The end-of-sequence token's text; empty when the tokenizer has none."""
+    def ends(self) -> Mapping[int, str]:
+        """Tokens at which a response ends, with their texts; the first is what ends an answer that is plain text."""
         ...
 
     def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[int]]:
@@ -106,12 +106,17 @@ class ConversationReader:
     def _tokenized(self, row: dict[str, Any], where: str) -> Conversation:
         config, encoder = self._config, self._encoder
         if config.messages_key not in row:
-            text, span = _plain(row, where, encoder.end_of_text, config)
+            text, span = _plain(row, where, end_of_text(encoder), config)
             return tokenized(text, [span], where, encoder, config.add_special_tokens)
         turns = messages_in(row[config.messages_key])
         if not turns:
             raise DataError(f"{where}: messages must be a non-empty list of objects with role and content")
         return chat_conversation(turns, where, encoder)
+
+
+def end_of_text(encoder: ConversationEncoder) -> str:
+    """What ends an answer that is plain text; empty when the model's files name no end."""
+    return next(iter(encoder.ends.values()), "")
 
 
 def check_conversation(conversation: Conversation, what: str, limit: int | None) -> None:

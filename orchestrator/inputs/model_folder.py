@@ -64,11 +64,11 @@ def prepare_model(config: ModelConfig, folder: Path) -> PreparedModel:
         _copy_tokenizer(config, folder)
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
     source = Path(config.path) / "generation_config.json" if config.path else None
-    if source is not None and source.is_file():
-        shutil.copyfile(source, folder / "generation_config.json")
-    else:
-        special = {key: hf_config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in hf_config}
-        (folder / "generation_config.json").write_text(json.dumps(special, indent=2) + "\n")
+    special = {key: hf_config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in hf_config}
+    generation = json.loads(source.read_text(encoding="utf-8")) if source is not None and source.is_file() else special
+    if config.tokenizer == CHARACTERS:
+        generation |= special  # those of the model's own tokenizer are other characters here
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     return PreparedModel(folder, hf_config)
 
 

@@ -25,6 +25,7 @@ from orchestrator.inputs.conversations import (
     ConversationEncoder,
     chat_conversation,
     check_conversation,
+    end_of_text,
     tokenized,
 )
 from rollout.errors import DataError
@@ -123,7 +124,7 @@ class PreferenceReader:
         def whole(text: str) -> Conversation:
             return tokenized(text, [(0, len(text))], where, self._encoder, self._config.add_special_tokens)
 
-        ends = self._encoder.end_of_text
+        ends = end_of_text(self._encoder)
         pair = [whole((prompt or "") + answer + ends) for answer in (chosen, rejected)]
         if prompt is None and not chosen[: _num_shared(chosen, rejected)].strip():
             raise DataError(_no_prompt(where, self._config.prompt_key))

@@ -9,8 +9,10 @@ Owns: rules between a row and the run's other options. Does not own: sources (da
 
 from __future__ import annotations
 
+import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,11 +29,10 @@ from orchestrator.inputs.character_tokenizer import (
     CHARACTERS,
     SPECIAL_TOKENS,
     known_characters,
-    save_character_tokenizer,
 )
 from orchestrator.inputs.conversations import ConversationEncoder, ConversationReader, Lesson
 from orchestrator.inputs.facts import Fact
-from orchestrator.inputs.model_folder import resolve_hf_config
+from orchestrator.inputs.model_folder import prepare_model, resolve_hf_config
 from orchestrator.inputs.preferences import PreferenceReader
 from orchestrator.inputs.text_encoder import TextEncoder, has_chat_template, tokenizer_folder
 from rollout.errors import DataError
@@ -113,6 +114,7 @@ def check_data(config: RunConfig) -> Fact:
         encoder = RowEncoder(config)
     except ConfigError:
         return Fact(subject, "not read")  # other checks report what is wrong with the model or the tokenizer
+    check_ends(config, encoder.ends)
     data, warning = config.data, ""
     if objective is not Objective.policy:
         vocab_size = int(resolve_hf_config(config.model)["vocab_size"])
@@ -131,6 +133,27 @@ def check_data(config: RunConfig) -> Fact:
     for name, source in data.held_out_sources.items():
         parts.append(f"held-out {held_out[name]} in {source}")
     return Fact(subject, f"{', '.join(parts)}{warning}", is_warning=bool(warning))
+
+
+def check_ends(config: RunConfig, ends: Mapping[int, str]) -> None:
+    """Refuse a model of which nothing says where its responses end, unless an option does.
+
+    Args:
+        ends: Tokens that the model's files call an end.
+    """
+    sampling = config.rollout.sampling
+    is_sampled = config.algorithm.objective is Objective.policy
+    if ends or (is_sampled and (sampling.stop or sampling.stop_token_ids or not sampling.stop_at_eos)):
+        return
+    what = "no response would end before rollout.sampling.max_tokens"
+    cure = "set rollout.sampling.stop_token_ids=[ID] to the token that ends one, or rollout.sampling.stop_at_eos=false"
+    if not is_sampled:
+        what = "no answer would teach the model to end"
+        cure = "give model.tokenizer=FOLDER, whose tokenizer_config.json names eos_token"
+    raise ConfigError(
+        "no file of the model names a token that ends a response: eos_token_id of generation_config.json and "
+        f"config.json, or eos_token of tokenizer_config.json; {what}; {cure}"
+    )
 
 
 def lesson_reader(
@@ -198,21 +221,18 @@ class RowEncoder:
     def __init__(self, config: RunConfig) -> None:
         model = config.model
         self._has_chat_template = model.tokenizer == CHARACTERS or has_chat_template(tokenizer_folder(model))
-        if model.tokenizer != CHARACTERS:
-            self._text = TextEncoder(tokenizer_folder(model))
-            return
-        with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
-            save_character_tokenizer(Path(folder), vocab_size=int(resolve_hf_config(model)["vocab_size"]))
-            self._text = TextEncoder(Path(folder))
+        folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._text = TextEncoder(prepare_model(model, folder).folder)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of plain text."""
         return self._text.encode(text, add_special_tokens)
 
     @property
-    def end_of_text(self) -> str:
-        """The end-of-sequence token's text."""
-        return self._text.end_of_text
+    def ends(self) -> Mapping[int, str]:
+        """As TextEncoder.ends."""
+        return self._text.ends
 
     def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[int]]:
         """As TextEncoder.encode_with_places."""

@@ -15,6 +15,7 @@ import httpx
 
 from conf.errors import ConfigError
 from conf.schema import RunConfig, TeacherConfig
+from orchestrator.inputs.conversations import end_of_text
 from orchestrator.inputs.prompt_rows import RowEncoder
 from rollout.openai_client import key_headers
 from rollout.teacher import WrongAnswer, read_answer, request_of
@@ -39,7 +40,7 @@ def check_teacher(config: RunConfig) -> str:
     with httpx.Client(headers=key_headers(key), timeout=teacher.try_timeout_s, trust_env=False) as client:
         _check_model(config, _asked(client, teacher, "GET", "/models").content)
         encoder = RowEncoder(config)
-        text = PROBE + encoder.end_of_text
+        text = PROBE + end_of_text(encoder)
         answer = _asked(client, teacher, "POST", "/completions", request_of(teacher.model, text))
     try:
         theirs, _ = read_answer(answer.content)

@@ -8,7 +8,7 @@ transformers.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from conf.errors import ConfigError
 from conf.schema import ModelConfig
 from rollout.chat_template import ChatTemplate
+from rollout.ends import end_token_ids
 
 TOKENIZER_FILE = "tokenizer.json"
 """What prompts and responses are read with, by `tokenizers`."""
@@ -63,7 +64,7 @@ class TextEncoder:
     """Text or chat messages to token ids. Plain text needs only `tokenizers`; chat templates load transformers.
 
     Args:
-        folder: With tokenizer.json (check_holds_tokenizer).
+        folder: A model's (model_folder.prepare_model), with tokenizer.json (check_holds_tokenizer).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -75,6 +76,8 @@ class TextEncoder:
                 f"{folder / TOKENIZER_FILE} is not a tokenizer ({error}); copy the model's own, whole"
             ) from error
         self._template = ChatTemplate(folder)
+        ends = end_token_ids(folder, self._tokenizer)
+        self._ends = {token: self._tokenizer.decode([token], skip_special_tokens=False) for token in ends}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of plain text."""
@@ -85,10 +88,9 @@ class TextEncoder:
         return self.render_messages(messages, is_open=True)
 
     @property
-    def end_of_text(self) -> str:
-        """The end-of-sequence token's text; empty when the tokenizer has none."""
-        token: Any = _description(self._folder).get("eos_token") or ""
-        return str(cast("dict[str, Any]", token).get("content", "")) if isinstance(token, dict) else str(token)
+    def ends(self) -> Mapping[int, str]:
+        """Tokens at which a response ends, with their texts; the first is what ends an answer that is plain text."""
+        return self._ends
 
     def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[int]]:
         """(token ids, place of each token's first character in `text`; -1 for a special token that was added)."""

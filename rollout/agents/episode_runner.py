@@ -32,7 +32,7 @@ from rollout.agents.episode import Limits
 from rollout.agents.kept_process import KeptProcess
 from rollout.agents.service_options import ServiceOptions
 from rollout.branches import context_of
-from rollout.engine.engine_options import stop_token_ids
+from rollout.ends import end_token_ids
 from rollout.errors import AgentError, EngineDied
 from rollout.types import Prompt, Rollout, Routes, Turn
 
@@ -213,7 +213,7 @@ class EpisodeRunner:
         return ServiceOptions(
             agent=rollout.agent or "",
             folder=str(self._folder),
-            stop_token_ids=[*stop_token_ids(self._folder), *rollout.sampling.stop_token_ids],
+            stop_token_ids=[*end_token_ids(self._folder), *rollout.sampling.stop_token_ids],
             tool_parser=episodes.tool_parser,
             host=episodes.host,
             port=episodes.port,

@@ -34,11 +34,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig
 from rollout.die_with_owner import OWNER_VARIABLE
+from rollout.ends import end_token_ids
 from rollout.engine.engine_options import (
     SOCKETS_VARIABLE,
     engine_arguments,
     set_engine_environment,
-    stop_token_ids,
     warm_up_lengths,
 )
 from rollout.engine.same_path import same_path
@@ -153,7 +153,7 @@ class Engine:
         self._stamps: dict[str, list[int]] = {}
         self._adapters: dict[str, Adapter] = {}
         """The adapter of each request in flight that names one. All of that request's tokens get its version."""
-        self._stop_token_ids = stop_token_ids(folder)
+        self._end_token_ids = end_token_ids(folder)
         self._hangs = False
         """Whether a call passed its deadline. From then on it is unknown what the engine's ranks hold."""
         self.version = -1
@@ -297,7 +297,7 @@ class Engine:
     async def _generate(
         self, prompt_token_ids: Sequence[int], sampling: SamplingConfig, seed: int | None, adapter: Adapter | None
     ) -> Rollout:
-        params = sampling_params(sampling, self._stop_token_ids, seed)
+        params = sampling_params(sampling, self._end_token_ids, seed)
         request_id = f"rollout-{next(self._request_numbers)}"
         stamps = self._stamps[request_id] = []
         try:

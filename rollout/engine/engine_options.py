@@ -158,19 +158,6 @@ def engine_arguments(
     return arguments
 
 
-def stop_token_ids(folder: Path) -> list[int]:
-    """End-of-sequence tokens of a model folder. vLLM, which runs without a tokenizer, does not know them.
-
-    Read from generation_config.json, or else from config.json.
-    """
-    for name in ("generation_config.json", "config.json"):
-        file = folder / name
-        value = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        if value is not None:
-            return [value] if isinstance(value, int) else list(value)
-    return []
-
-
 def capture_sizes(num_seqs: int) -> list[int]:
     """Batch sizes for which an engine captures CUDA graphs: a smaller batch is padded to the next of them. Up to that
     many requests, in steps of at most a third, and of 64 from 256 on: about half as many as vLLM's own sizes, and as

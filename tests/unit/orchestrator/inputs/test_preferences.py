@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -26,7 +27,7 @@ TEMPLATE = (
 class Words:
     """One token for each word with the space before it, as BPE has; no end of text."""
 
-    end_of_text = ""
+    ends: ClassVar[dict[int, str]] = {}
 
     def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[int]]:
         starts = [0, *(place for place, one in enumerate(text) if one == " " and place)]
@@ -158,7 +159,7 @@ def test_every_pair_is_checked_before_a_run(tmp_path):
     words = ["experiment=sft_quickstart", "algorithm=dpo", "data=files", f"data.path={path}"]
     assert check_data(load_run_config(words)).finding == f"2 in {path}"
     words += ["data.max_sequence_tokens=10"]
-    with pytest.raises(DataError, match=r"pairs\.jsonl:2: column 'rejected', with its prompt, has 34 tokens"):
+    with pytest.raises(DataError, match=r"pairs\.jsonl:2: column 'rejected', with its prompt, has 35 tokens"):
         check_data(load_run_config(words))
     assert check_data(load_run_config([*words, "data.drop_too_long=true"])).finding.startswith("1 (1 too long")
     rows[0]["chosen"] = "\u00e9"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from conf.errors import ConfigError
 from conf.load import load_run_config
 from orchestrator.data.curriculum import Middling
 from orchestrator.data.streams import Mixed, Shuffled, Streamed
-from orchestrator.inputs.prompt_rows import PromptRows, RowEncoder, check_data
+from orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from orchestrator.inputs.prompt_rows import PromptRows, RowEncoder, check_data, check_ends
 from rollout.errors import DataError
 
 
@@ -98,7 +101,48 @@ def test_conversations_that_are_too_long_are_left_out_too(tmp_path: Path) -> Non
     rows = [{"prompt": "1a=", "answer": "a" * length} for length in (1, 30, 2)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["experiment=sft_quickstart", "data=files", f"data.path={path}", "data.max_sequence_tokens=10"]
-    with pytest.raises(DataError, match=r"talks\.jsonl:2: the conversation has 34 tokens.*data\.drop_too_long=true"):
+    with pytest.raises(DataError, match=r"talks\.jsonl:2: the conversation has 35 tokens.*data\.drop_too_long=true"):
         check_data(load_run_config(words))
     fact = check_data(load_run_config([*words, "data.drop_too_long=true"]))
     assert fact.finding == f"2 (1 too long and left out) in {path}"
+
+
+@pytest.mark.parametrize(
+    ("words", "cure"),
+    [
+        ([], r"set rollout\.sampling\.stop_token_ids=\[ID\] .* or rollout\.sampling\.stop_at_eos=false"),
+        (["algorithm=sft"], r"give model\.tokenizer=FOLDER, whose tokenizer_config\.json names eos_token"),
+        (["algorithm=dpo"], r"no answer would teach the model to end"),
+    ],
+)
+def test_a_model_without_an_end_is_refused(words: list[str], cure: str) -> None:
+    base = ["experiment=sft_quickstart"] if words else ["experiment=quickstart", "rollout.sampling.stop_at_eos=true"]
+    config = load_run_config([*base, *words])
+    with pytest.raises(ConfigError, match=f"no file of the model names a token that ends a response.*{cure}"):
+        check_ends(config, {})
+    check_ends(config, {2: "<eos>"})
+
+
+@pytest.mark.parametrize("word", ["stop_at_eos=false", "stop_token_ids=[3]", 'stop=["</a>"]'])
+def test_an_option_may_say_where_responses_end(word: str) -> None:
+    words = ["experiment=quickstart", "rollout.sampling.stop_at_eos=true", f"rollout.sampling.{word}"]
+    check_ends(load_run_config(words), {})
+
+
+def test_the_ends_before_a_run_are_those_of_its_model_folder(tmp_path: Path) -> None:
+    """model.tokenizer's beside those of model.path's configs, and of model.hf_config."""
+    model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
+    for folder in (model, tokenizer):
+        folder.mkdir()
+        save_character_tokenizer(folder, vocab_size=64)
+    config = load_run_config(["experiment=quickstart"])
+    (model / "config.json").write_text(json.dumps({**config.model.hf_config, "eos_token_id": 5}))
+    (model / "generation_config.json").write_text('{"eos_token_id": [6]}')
+
+    def ends(tokenizer: str, **hf_config: int) -> set[int]:
+        options = replace(config.model, path=str(model), tokenizer=tokenizer, hf_config=hf_config)
+        return set(RowEncoder(replace(config, model=options)).ends)
+
+    assert ends(str(tokenizer)) == {2, 6, 5}
+    assert ends(str(tokenizer), eos_token_id=7) == {2, 6, 7}
+    assert ends("characters") == {2}, "the configs' ids are other characters here"

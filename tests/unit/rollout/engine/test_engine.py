@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from rollout.engine.engine_options import (
     capture_sizes,
     engine_arguments,
     engine_environment,
-    stop_token_ids,
     warm_up_lengths,
 )
 from rollout.errors import EngineError, UnsupportedWeights, error_class
@@ -118,22 +116,6 @@ def test_a_warm_up_meets_every_batch_size_between_the_captured_and_the_largest()
         kernels = {(tuned(size), size % 2) for size in range(captured + 17, largest + 1)}
         assert kernels == {(tuned(length), length % 2) for length in lengths}
     assert warm_up_lengths(512, 400) == []
-
-
-@pytest.mark.parametrize(
-    ("generation", "config", "expected"),
-    [
-        ({"eos_token_id": [7, 8]}, {"eos_token_id": 2}, [7, 8]),
-        ({"temperature": 1.0}, {"eos_token_id": 2}, [2]),
-        (None, {"eos_token_id": 0}, [0]),  # id 0 is a token like any other
-        (None, {}, []),
-    ],
-)
-def test_stop_tokens_come_from_the_model_folder(tmp_path, generation, config, expected):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert stop_token_ids(tmp_path) == expected
 
 
 def test_errors_of_engine_ranks_keep_their_class():

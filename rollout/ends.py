@@ -1,0 +1,50 @@
+"""Where a response ends: the tokens that a model's folder calls an end.
+
+    generation_config.json, config.json   eos_token_id, a number or a list
+    tokenizer_config.json (or special_tokens_map.json)   eos_token, a text
+
+All of them count. A model's files often name several, and not all name the same: a chat model whose configs still have
+the end of a text, and whose tokenizer has the end of a turn. Engines end responses at them, evaluations and the
+endpoint of agents too, and fine-tuning teaches one of them after each answer. Callers add
+rollout.sampling.stop_token_ids, or leave all out (rollout.sampling.stop_at_eos=false).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+
+def end_token_ids(folder: Path, tokenizer: Tokenizer | None = None) -> list[int]:
+    """Every token that the folder calls an end, the tokenizer's first; empty if there is none.
+
+    An id that is no token of the model is left out: files have -1 for none.
+
+    Args:
+        tokenizer: The folder's, where the caller has loaded it.
+    """
+    found = _tokenizer_end(folder, tokenizer)
+    for name in ("generation_config.json", "config.json"):
+        value = _read(folder / name).get("eos_token_id")
+        found += [value] if isinstance(value, int) else list(value or ())
+    size = _read(folder / "config.json").get("vocab_size")
+    return [token for token in dict.fromkeys(found) if token >= 0 and (size is None or token < size)]
+
+
+def _tokenizer_end(folder: Path, tokenizer: Tokenizer | None) -> list[int]:
+    """The token of `eos_token`."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = _read(folder / name).get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        file = folder / "tokenizer.json"
+        if text and (tokenizer is not None or file.is_file()):
+            number = (tokenizer or Tokenizer.from_file(str(file))).token_to_id(text)
+            return [] if number is None else [number]
+    return []
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
