@@ -15,7 +15,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ from orchestrator.files.disk_space import naming_a_full_disk
 from orchestrator.files.loggers.logger import open_loggers
 from orchestrator.files.metrics_catalogue import RewardNames, catalogue
 from orchestrator.files.run_checkpoint import CheckpointStore, complete_checkpoints, fingerprint, step_of
-from orchestrator.files.run_folder import RunFolder, changed_options, keep_sources, open_run_folder, write_description
+from orchestrator.files.run_folder import RunFolder, changed_options, keep_sources, write_description
 from orchestrator.files.run_log import ProgressLine, RunLog
 from orchestrator.files.startup import RUN, Startup
 from orchestrator.files.telemetry import Telemetry
@@ -91,14 +90,14 @@ class RunResult:
         return "\n".join(f"  {name:<16} {value}" for name, value in lines)
 
 
-def run(config: RunConfig, overrides: list[str]) -> RunResult:
+def run(config: RunConfig, overrides: list[str], folder: RunFolder) -> RunResult:
     """Train, by reinforcement or on given answers.
 
     Args:
         config: complete and checked (orchestrator.inputs.preflight).
         overrides: the words of the command line, for the record.
+        folder: the run's (run_folder.open_run_folder).
     """
-    folder = open_run_folder(config.run, datetime.now())
     train = _reinforce if config.algorithm.objective is Objective.policy else _finetune
     with alive(folder.root), RunLog(folder.log) as log:
         log.say(f"run folder: {folder.root}")

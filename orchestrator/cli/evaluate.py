@@ -127,9 +127,8 @@ def _shape_of(adapter: Path) -> list[str]:
         raise ConfigError(f"--adapter {adapter} holds no adapter in PEFT's format: {error!r}") from error
 
 
-def report_of(config: RunConfig, weights: str) -> dict[str, Any]:
+def report_of(config: RunConfig, weights: str, folder: RunFolder) -> dict[str, Any]:
     """What the evaluation found, from the folder that it wrote; also written there, as evaluation.json."""
-    folder = RunFolder((Path(config.run.dir) / "latest").resolve())
     (row,) = read_rows(folder.evaluations)
     names = eval_names(config)
     figures = ["reward", *(f"pass_at_{k}" for k in names.ks), "majority"]

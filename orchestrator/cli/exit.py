@@ -6,41 +6,58 @@
               130 Ctrl-C  143 SIGTERM  129 SIGHUP (the terminal is gone): the run was wound down
 
 Owns: whose mistake an error was, and the words for it. Does not own: a run's own end, which saves and ends processes
-(controller.py, run.py). Invariant: importing this loads neither torch, Ray nor vLLM.
+(controller.py, run.py). Invariants: importing this loads neither torch, Ray nor vLLM; what is said of a run is said of
+the folder that this process opened, whatever other runs do in the same run.dir.
 """
 
 from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from conf.errors import ConfigError, SlipstreamError
 
 if TYPE_CHECKING:
     from conf.schema import RunConfig
+    from orchestrator.files.run_folder import RunFolder
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
-def run_to_an_exit_code(config: RunConfig, overrides: list[str], received: list[int]) -> int:
-    """Train, and turn every way in which that ends into an exit code."""
-    latest = Path(config.run.resume or Path(config.run.dir) / "latest")
-    before = None if config.run.resume else latest.resolve()
+def run_to_an_exit_code(
+    config: RunConfig,
+    overrides: list[str],
+    received: list[int],
+    ended: Callable[[RunFolder], None] = lambda folder: None,
+) -> int:
+    """Train, and turn every way in which that ends into an exit code.
+
+    Args:
+        config: complete and checked.
+        overrides: the words of the command line.
+        received: the signals so far.
+        ended: called with the run's folder when the run has done what it should.
+    """
+    folder: RunFolder | None = None
     try:
+        from orchestrator.files.run_folder import open_run_folder
         from orchestrator.run import run
 
-        run(config, overrides)
+        folder = open_run_folder(config.run, datetime.now())
+        run(config, overrides, folder)
+        ended(folder)
     except KeyboardInterrupt:
-        where = _where(latest, before, is_trained=config.run.num_steps > 0)
+        where = _where(folder, is_trained=config.run.num_steps > 0)
         tell(f"\nstopped; processes of the run have ended.\n{where}")
         return 128 + received[0] if received else EXIT_INTERRUPTED
     except Exception as error:  # noqa: BLE001 - whatever ends a run becomes an exit code; others keep a traceback
         if isinstance(error, SlipstreamError) and _is_users(error):
             return say(error)
-        return _fail(error, _where(latest, before, is_trained=config.run.num_steps > 0))
+        return _fail(error, _where(folder, is_trained=config.run.num_steps > 0))
     return EXIT_OK
 
 
@@ -74,19 +91,16 @@ def tell(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def _where(latest: Path, before: Path | None, *, is_trained: bool) -> str:
+def _where(folder: RunFolder | None, *, is_trained: bool) -> str:
     """Where to read on and, unless it makes no step, how to go on, once the run has a folder of its own."""
     from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
-    from orchestrator.files.run_folder import RunFolder
 
-    folder = latest.resolve()
-    if not latest.exists() or folder == before:
+    if folder is None:
         return "The run had no folder yet."
-    logs = folder / "ray"
-    said = f"Log: {folder / 'run.log'}" + (f", worker logs: {logs}" if logs.is_dir() else "")
+    said = f"Log: {folder.log}" + (f", worker logs: {folder.ray_logs}" if folder.ray_logs.is_dir() else "")
     if not is_trained:
         return said
-    complete = complete_checkpoints(folder / "checkpoints")
+    complete = complete_checkpoints(folder.checkpoints)
     if not complete:
         return f"{said}\nThere is no checkpoint yet (run.checkpoint_every_steps)."
-    return f"{said}\nGo on from step {step_of(complete[-1])}: {RunFolder(folder).how_to_resume}"
+    return f"{said}\nGo on from step {step_of(complete[-1])}: {folder.how_to_resume}"

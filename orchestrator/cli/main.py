@@ -28,6 +28,7 @@ from orchestrator.signals import wound_down_by_signals
 
 if TYPE_CHECKING:
     from conf.schema import RunConfig
+    from orchestrator.files.run_folder import RunFolder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,15 +150,23 @@ def _eval(words: list[str]) -> int:
     if overrides and "=" not in overrides[0]:
         run = Path(overrides.pop(0))
     config, weights = evaluate.eval_config(run, flags.adapter, flags.checkpoint, overrides)
-    code = _start(config, overrides, flags)
-    if code == EXIT_OK and not flags.dry_run and flags.cfg is None:
-        report = evaluate.report_of(config, weights)
+
+    def show(folder: RunFolder) -> None:
+        report = evaluate.report_of(config, weights, folder)
         print(json.dumps(report, indent=2) if flags.json else evaluate.table_of(report))
-    return code
+
+    return _start(config, overrides, flags, show)
 
 
-def _start(config: RunConfig, overrides: list[str], flags: argparse.Namespace) -> int:
-    """Check the run against this machine and train, unless --cfg or --dry-run ask for less."""
+def _start(
+    config: RunConfig,
+    overrides: list[str],
+    flags: argparse.Namespace,
+    ended: Callable[[RunFolder], None] = lambda folder: None,
+) -> int:
+    """Check the run against this machine and train, unless --cfg or --dry-run ask for less. `ended` gets the folder of
+    a run that has done what it should.
+    """
     from conf.load import check_model_reads_overrides, resolved_yaml
 
     if flags.cfg == "job":
@@ -182,7 +191,7 @@ def _start(config: RunConfig, overrides: list[str], flags: argparse.Namespace) -
         if fact.is_warning:
             tell(f"warning: {fact.subject}: {fact.finding}")
     with wound_down_by_signals() as received:
-        return run_to_an_exit_code(report.config, overrides, received)
+        return run_to_an_exit_code(report.config, overrides, received, ended)
 
 
 def _launch(words: list[str]) -> int:
@@ -387,7 +396,7 @@ def _status(words: list[str]) -> int:
     print(json.dumps(status.as_plain(), indent=2) if flags.json else status.as_text())
     if flags.curves:
         with _names_missing_packages():
-            print(f"curves: {status_command.draw(flags.run)}", file=sys.stderr)
+            print(f"curves: {status_command.draw(Path(status.run))}", file=sys.stderr)
     return EXIT_OK
 
 

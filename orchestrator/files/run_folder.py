@@ -203,8 +203,8 @@ def open_run_folder(config: RunSection, now: datetime) -> RunFolder:
 
 
 def follow_latest(config: RunConfig) -> RunConfig:
-    """The same options, with the run's own name in every path below <run.dir>/latest: the run that starts takes the
-    name `latest` over before its processes read model and adapter.
+    """The same options, with the run's own name in every path below <run.dir>/latest, which names another run as soon
+    as one starts, this one or one beside it.
     """
     link = Path(config.run.dir).absolute() / "latest"
 
@@ -216,6 +216,7 @@ def follow_latest(config: RunConfig) -> RunConfig:
     model, trainer = config.model, config.trainer
     return replace(
         config,
+        run=replace(config.run, resume=followed(config.run.resume)),
         model=replace(model, path=followed(model.path), tokenizer=followed(model.tokenizer)),
         trainer=replace(trainer, lora=replace(trainer.lora, init_from=followed(trainer.lora.init_from))),
     )

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from datetime import datetime
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +26,7 @@ from orchestrator.cli import flags as cli_flags
 from orchestrator.cli.main import main
 from orchestrator.errors import CheckpointError, NoReplicasLeft
 from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint
-from orchestrator.files.run_folder import RunFolder, write_description
+from orchestrator.files.run_folder import RunFolder, open_run_folder, write_description
 from orchestrator.push.push_options import PushOptions
 from weight_sync.errors import WatermarkError
 
@@ -163,7 +164,7 @@ def test_a_run_says_at_its_start_what_is_seldom_meant(
 
 def test_train_sets_the_environment_and_hands_over_config_and_words(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, list[str], str | None]] = []
-    fake_run(monkeypatch, lambda config, words: calls.append((config, words, os.environ.get("HF_HUB_OFFLINE"))))
+    fake_run(monkeypatch, lambda config, words, folder: calls.append((config, words, os.environ.get("HF_HUB_OFFLINE"))))
     assert main([*READY, "run.seed=5"]) == 0
     ((config, words, offline),) = calls
     assert config.run.seed == 5
@@ -188,13 +189,11 @@ def test_exit_code_and_traceback_tell_whose_mistake_it_was(
     has_traceback: bool,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
 ) -> None:
-    folder = tmp_path / "runs" / "quickstart-1"
+    opened: list[RunFolder] = []
 
-    def run(config: Any, words: list[str]) -> None:
-        folder.mkdir(parents=True)
-        (tmp_path / "runs" / "latest").symlink_to("quickstart-1")
+    def run(config: Any, words: list[str], folder: RunFolder) -> None:
+        opened.append(folder)
         raise error
 
     fake_run(monkeypatch, run)
@@ -202,20 +201,23 @@ def test_exit_code_and_traceback_tell_whose_mistake_it_was(
     err = capsys.readouterr().err
     assert ("Traceback" in err) == has_traceback
     assert str(error) in err.splitlines()[-3 if has_log else -1]
-    assert (f"Log: {folder / 'run.log'}\nThere is no checkpoint yet" in err) == has_log
+    assert (f"Log: {opened[0].log}\nThere is no checkpoint yet" in err) == has_log
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), NoReplicasLeft("every worker is gone")])
 def test_a_run_that_ended_early_says_how_to_go_on(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "runs" / "quickstart-1"
+    opened: list[RunFolder] = []
 
-    def run(config: Any, words: list[str]) -> None:
+    def run(config: Any, words: list[str], folder: RunFolder) -> None:
+        opened.append(folder)
         for name in ("step-000020", "step-000040", ".step-000060.partial"):
-            (folder / "checkpoints" / name).mkdir(parents=True)
-            (folder / "checkpoints" / name / "manifest.json").write_text("{}")
-        (tmp_path / "runs" / "latest").symlink_to("quickstart-1")
+            (folder.checkpoints / name).mkdir(parents=True)
+            (folder.checkpoints / name / "manifest.json").write_text("{}")
+        beside = open_run_folder(config.run, datetime.now())  # another run in the same run.dir: `latest` names it
+        (beside.checkpoints / "step-000012").mkdir(parents=True)
+        (beside.checkpoints / "step-000012" / "manifest.json").write_text("{}")
         raise error
 
     fake_run(monkeypatch, run)
@@ -223,7 +225,7 @@ def test_a_run_that_ended_early_says_how_to_go_on(
     (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Go on")]
     told, _, command = said.partition(": ")
     assert told == "Go on from step 40"
-    assert shlex.split(command) == ["slipstream", "resume", str(folder)]
+    assert shlex.split(command) == ["slipstream", "resume", str(opened[0].root)]
 
 
 @pytest.fixture
@@ -240,7 +242,7 @@ def old_run(tmp_path: Path) -> Path:
 
 def test_resume_goes_on_with_the_options_of_the_run(old_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    fake_run(monkeypatch, lambda config, words: calls.append((config, words)))
+    fake_run(monkeypatch, lambda config, words, folder: calls.append((config, words)))
     words = ["run.num_steps=200", "trainer.optim.lr=1e-3"]
     assert main(["resume", str(old_run), *words]) == 0
     ((config, told),) = calls
@@ -329,7 +331,7 @@ def test_signals_wind_the_run_down(
             await asyncio.sleep(0)  # teardown may await: the loop still runs
             wound_down.append(True)
 
-    def run(config: Any, words: list[str]) -> None:
+    def run(*_: Any) -> None:
         if is_async:
             asyncio.run(train())
             return

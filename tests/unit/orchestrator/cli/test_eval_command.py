@@ -12,7 +12,7 @@ import yaml
 from conf.errors import ConfigError
 from conf.load import load_run_config
 from orchestrator.cli.evaluate import eval_config, report_of, table_of
-from orchestrator.files.run_folder import to_plain
+from orchestrator.files.run_folder import RunFolder, to_plain
 
 
 @pytest.fixture
@@ -95,14 +95,15 @@ def test_the_table_has_a_line_per_set_with_standard_errors(run: Path) -> None:
     )
     folder = run / "evals" / "one"
     folder.mkdir(parents=True)
-    (run / "evals" / "latest").symlink_to("one")
+    (run / "evals" / "two").mkdir()
+    (run / "evals" / "latest").symlink_to("two")
     row: dict[str, object] = {"step": 0, "policy_version": 0, "eval/failures": 1, "eval/total_s": 2.5}
     for prefix in ("eval/", "eval/hard/"):
         for name in ("reward", "pass_at_1", "pass_at_2"):
             row |= {prefix + name: 0.5, f"{prefix}{name}_se": 0.125}
         row |= {f"{prefix}majority": None, f"{prefix}majority_se": None}
     (folder / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
-    report = report_of(config, weights)
+    report = report_of(config, weights, RunFolder(folder))
     assert json.loads((folder / "evaluation.json").read_text())["sets"]["hard"]["pass_at_2"] == {
         "mean": 0.5,
         "se": 0.125,

@@ -49,6 +49,8 @@ def test_what_lies_below_latest_stays_the_same_folder_when_the_next_run_starts(t
     assert followed.model.tokenizer == "characters"
     assert replace(followed, model=config.model) == config
 
+    again = RunConfig(run=RunSection(dir=str(tmp_path), resume=str(tmp_path / "latest")))
+    assert follow_latest(again).run.resume == str((tmp_path / "latest").resolve())
     elsewhere = RunConfig(run=RunSection(dir=str(tmp_path / "other")), model=config.model)
     assert follow_latest(elsewhere) == elsewhere
 
@@ -106,5 +108,5 @@ def test_a_run_under_way_keeps_its_description_when_it_is_resumed_again(tmp_path
     before = folder.config.read_text(), folder.environment.read_text()
     again = RunConfig(run=RunSection(dir=str(tmp_path), resume=str(folder.root), seed=7))
     with alive(folder.root), pytest.raises(ConfigError, match="is being run by another process"):
-        run(again, ["run.seed=7"])
+        run(again, ["run.seed=7"], folder)
     assert (folder.config.read_text(), folder.environment.read_text()) == before
