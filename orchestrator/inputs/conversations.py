@@ -3,7 +3,8 @@
 Owns: which tokens the model is taught, and the check of every row before the run starts. Does not own files
 (data/sources.py reads rows) nor the loop (finetuner.py). No torch.
 Invariant: the text of a conversation is exactly what the chat template makes of the whole of it, or prompt + response;
-a token counts when its first character belongs to an assistant's turn.
+a token counts when its first character belongs to an assistant's turn, or ends it as the next turn's header
+(turn_ends.py), which is added after the last turn.
 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
     {"prompt": "k 3 a =", "response": "a"}            columns: data.prompt_key, data.response_key
@@ -25,6 +26,7 @@ from conf.schema import DataConfig
 from orchestrator.data.prompts import check_text, messages_in
 from orchestrator.data.sources import Row, listed, renamed
 from orchestrator.data.streams import Tokenized
+from orchestrator.inputs.turn_ends import end_after
 from rollout.errors import DataError, RowTooLong
 from trainer.types import Sample
 
@@ -159,7 +161,9 @@ def chat_conversation(
                         f"{where}: the chat template writes turn {number + 1} in another way once later turns follow, "
                         "so its tokens cannot be told apart; split the conversation, one row for each answer"
                     )
-                spans.append((len(before), len(after)))
+                end = end_after(whole[len(before) : len(after)], whole[len(after) :], message, encoder)
+                whole += end if len(after) == len(whole) else ""
+                spans.append((len(before), len(after) + len(end)))
     except DataError:
         raise
     except Exception as error:  # the edge to a tokenizer's own template code

@@ -1,0 +1,71 @@
+"""The end of an answer in a template that ends no turn: the next turn's header.
+
+    GLM    <|user|>2 + 2?<|assistant|>4<|user|>     a model of it samples <|user|>, or <|observation|> after tool calls
+
+Owns: which text after an answer is taught with it. Does not own: which tokens are ends (rollout/ends.py), nor spans of
+answers (conversations.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+_CALL = {"id": "call-1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+_TURNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "user": ({"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}),
+    "tool": (
+        {"role": "assistant", "content": "a", "tool_calls": [_CALL]},
+        {"role": "tool", "tool_call_id": "call-1", "name": "f", "content": "b"},
+    ),
+}
+"""Role -> an answer, and what follows it."""
+
+
+class Renderer(Protocol):
+    """What of a ConversationEncoder is needed here."""
+
+    @property
+    def ends(self) -> Mapping[int, str]:
+        """Tokens at which a response ends, with their texts."""
+        ...
+
+    def render_messages(self, messages: Sequence[dict[str, Any]], *, is_open: bool) -> str:
+        """The chat template's text."""
+        ...
+
+
+def end_after(answer: str, following: str, message: Mapping[str, Any], encoder: Renderer) -> str:
+    """The text after an answer that ends it; empty if the answer has its end, or none is known.
+
+    Args:
+        answer: Its text, as the template writes it.
+        following: The template's text after it; empty after the last turn, whose next header is asked for.
+        message: The answer's message.
+    """
+    texts = [text for text in encoder.ends.values() if text]
+    if any(text in answer for text in texts):
+        return ""
+    return _beginning(following, texts) or ("" if following else _next_header(encoder, _next_role(message)))
+
+
+def _next_role(message: Mapping[str, Any]) -> str:
+    return "tool" if message.get("tool_calls") else "user"
+
+
+@functools.lru_cache(maxsize=8)
+def _next_header(encoder: Renderer, role: str) -> str:
+    """The end that begins a turn of this role after an answer; empty if none does."""
+    answer, following = _TURNS[role]
+    turns = [{"role": "user", "content": "q"}, answer]
+    try:
+        closed = encoder.render_messages(turns, is_open=False)
+        longer = encoder.render_messages([*turns, following], is_open=False)
+    except Exception:  # noqa: BLE001 - a template that knows no such turn
+        return ""
+    return _beginning(longer[len(closed) :], encoder.ends.values()) if longer.startswith(closed) else ""
+
+
+def _beginning(text: str, ends: Iterable[str]) -> str:
+    return next((end for end in ends if end and text.startswith(end)), "")

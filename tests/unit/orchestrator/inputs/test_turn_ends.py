@@ -1,0 +1,98 @@
+"""Promises of orchestrator/inputs/turn_ends.py: whatever template a model has, each answer that is taught ends in a
+token at which responses of the model end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fakes.template_tokenizer import QWEN, QWEN_PLAIN, save_template_tokenizer
+
+from conf.schema import DataConfig
+from orchestrator.data.sources import START, Row
+from orchestrator.inputs.conversations import Conversation, ConversationReader
+from orchestrator.inputs.preferences import PreferenceReader
+from orchestrator.inputs.text_encoder import TextEncoder
+from rollout.ends import end_token_ids
+
+GLM = ("<|endoftext|>", "<|user|>", "<|observation|>", "<|system|>", "<|assistant|>", "[gMASK]", "<sop>")
+LLAMA = ("<|eot_id|>", "<|eom_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>")
+SUMS = [("user", "2+2?"), ("assistant", "4"), ("user", "3+3?"), ("assistant", "6")]
+CALL = {"id": "call-1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+def save_model(folder: Path, template: str, names: tuple[str, ...], ends: tuple[str, ...]) -> Path:
+    """A tokenizer, and a config.json that names the ends."""
+    save_template_tokenizer(folder, template, names, QWEN_PLAIN if names is QWEN else ())
+    added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    ids = {one["content"]: one["id"] for one in added}
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": [ids[end] for end in ends]}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("glm"), "glm4moe", GLM, GLM[:3])
+
+
+def taught(folder: Path, one: Conversation) -> list[str]:
+    """Text of each run of taught tokens."""
+    decode = TextEncoder(folder)._tokenizer.decode
+    runs: list[list[int]] = []
+    for place, (token, is_taught) in enumerate(zip(one.token_ids, one.is_taught, strict=True)):
+        if is_taught and (place == 0 or not one.is_taught[place - 1]):
+            runs.append([])
+        if is_taught:
+            runs[-1].append(token)
+    return [decode(run, skip_special_tokens=False) for run in runs]
+
+
+def read(folder: Path, messages: list[dict]) -> Conversation:
+    return ConversationReader(DataConfig(), TextEncoder(folder)).read(Row("row 1", {"messages": messages}, START), 0)
+
+
+def test_a_header_that_ends_an_answer_is_taught_in_the_middle_and_after_the_last_one(glm):
+    conversation = read(glm, [{"role": role, "content": text} for role, text in SUMS])
+    assert taught(glm, conversation) == ["\n<think></think>\n4<|user|>", "\n<think></think>\n6<|user|>"]
+
+
+def test_a_call_of_tools_ends_with_the_header_of_their_answer(glm):
+    turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    (last,) = taught(glm, read(glm, turns))
+    assert last.startswith("\n<think></think>\n<tool_call>add") and last.endswith("</tool_call><|observation|>")
+    answered = [*turns, {"role": "tool", "tool_call_id": "call-1", "name": "add", "content": "4"}]
+    assert taught(glm, read(glm, answered)) == [last]
+
+
+def test_answers_of_pairs_end_so_too(glm):
+    turns = [{"role": role, "content": text} for role, text in SUMS[:2]]
+    row = Row("row 1", {"prompt": turns[:1], "chosen": "4", "rejected": "5"}, START)
+    pair = PreferenceReader(DataConfig(), TextEncoder(glm)).read(row, 0)
+    assert [taught(glm, one) for one in (pair.chosen, pair.rejected)] == [
+        [f"\n<think></think>\n{answer}<|user|>"] for answer in "45"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "names", "ends"),
+    [
+        ("qwen3_instruct_2507", QWEN, QWEN[:1]),
+        ("llama3_1", LLAMA, LLAMA[:2]),
+        ("glm4moe", GLM, GLM[:3]),
+        ("glm4moe", GLM, GLM[1:2]),
+    ],
+)
+def test_every_answer_teaches_a_token_at_which_responses_end(tmp_path, template, names, ends):
+    folder = save_model(tmp_path, template, names, ends)
+    conversation = read(folder, [{"role": role, "content": text} for role, text in SUMS])
+    known = set(end_token_ids(folder))
+    for last in (place for place, is_taught in enumerate(conversation.is_taught) if is_taught):
+        ends_here = last + 1 == len(conversation.token_ids) or not conversation.is_taught[last + 1]
+        assert not ends_here or known & set(conversation.token_ids[last - 1 : last + 1])
+
+
+def test_a_header_that_is_no_end_is_not_taught(tmp_path):
+    folder = save_model(tmp_path, "glm4moe", GLM, GLM[:1])
+    conversation = read(folder, [{"role": role, "content": text} for role, text in SUMS])
+    assert taught(folder, conversation) == ["\n<think></think>\n4", "\n<think></think>\n6"]
