@@ -21,7 +21,7 @@ from conf.schema.algorithm import (
 )
 from conf.schema.cluster import ClusterConfig, Device
 from conf.schema.data import Curriculum, DataConfig
-from conf.schema.loggers import MlflowConfig, WandbConfig, WandbMode
+from conf.schema.loggers import MlflowConfig, WandbConfig
 from conf.schema.model import DType, EngineFormat, Init, MlaNormEps, ModelConfig
 from conf.schema.numerics import (
     AdapterValues,
@@ -111,7 +111,6 @@ __all__ = [
     "TrainerConfig",
     "TransportKind",
     "WandbConfig",
-    "WandbMode",
     "WeightSyncConfig",
     "reward_part",
 ]

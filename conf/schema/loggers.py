@@ -27,8 +27,10 @@ class WandbConfig:
     """Project of W&B in which runs appear."""
     entity: str | None = None
     """User or team of W&B that owns the project. null: the key's default."""
-    mode: WandbMode = WandbMode.online
-    """Send rows at once, or keep them in <run>/wandb for `wandb sync`."""
+    mode: WandbMode | None = None
+    """online: send rows at once; offline: keep them in <run>/wandb for `wandb sync`. null: as WANDB_MODE says, or
+    without it online.
+    """
 
     def __post_init__(self) -> None:
         require(bool(self.project), "run.wandb.project must be a name, got nothing")

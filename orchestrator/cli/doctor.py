@@ -22,10 +22,12 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from conf.errors import ConfigError
 from conf.schema import ClusterConfig
 from orchestrator import environment
 from orchestrator.cluster.private_folder import private_folders
 from orchestrator.machine import DASHBOARD_PORT, HERE, Machine, list_interfaces
+from orchestrator.socket_folder import where_sockets_lie
 
 CHILD_TIMEOUT_S = 60.0
 
@@ -257,7 +259,9 @@ def limits(machine: Machine) -> Iterator[Finding]:
 
 
 def ports_and_ray(machine: Machine) -> Iterator[Finding]:
-    """The dashboard's port, a Ray cluster that already runs here, and the token of each run of this user."""
+    """The dashboard's port, a Ray cluster that already runs here, where sockets lie, and the token of each run of this
+    user.
+    """
     port = DASHBOARD_PORT
     is_free = machine.is_port_free(port)
     advice = f"a run takes the next free one, {machine.next_free_port(port)}, and says so"
@@ -274,6 +278,11 @@ def ports_and_ray(machine: Machine) -> Iterator[Finding]:
     else:
         advice = "a run starts its own beside it, unless cluster=attached"
         yield Finding("ray", "running cluster", address, Status.note, advice)
+    try:
+        yield Finding("ray", "Unix sockets", f"below {where_sockets_lie()}")
+    except ConfigError as error:
+        yield Finding("ray", "Unix sockets", "no folder", Status.fail, str(error))
+        return
     for folder, is_held in private_folders():
         if is_held and folder.token.exists():
             advice = "open the dashboard (URL in run.log) and paste what this prints: cat " + str(folder.token)

@@ -22,7 +22,7 @@ from conf.errors import ConfigError
 from conf.load import load_resolved_yaml, load_run_config
 from conf.schema import Init, Objective, RunConfig, TrainMode
 from orchestrator.figures.held_out import choosing_metrics, eval_names
-from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
+from orchestrator.files.run_checkpoint import complete_checkpoints, named_checkpoints, step_of
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.telemetry import read_rows
 
@@ -105,17 +105,24 @@ def _evaluated(config: RunConfig, weights: Path, name: str) -> tuple[RunConfig, 
 
 
 def _adapter_of(folder: RunFolder, checkpoint: str) -> Path:
+    named = {step_of(path): path for path in named_checkpoints(folder.checkpoints)}
     complete = {step_of(path): path for path in complete_checkpoints(folder.checkpoints)}
     steps = ", ".join(map(str, complete)) or "none"
     if checkpoint == "best":
         if not folder.best.exists():
             raise ConfigError(f"{folder.root} has no best checkpoint (run.keep_best); its steps are {steps}")
         return folder.best.resolve() / "adapter"
-    if checkpoint == "newest":
-        return max(complete.items())[1] / "adapter" if complete else folder.adapter
-    if not checkpoint.isdecimal() or int(checkpoint) not in complete:
-        raise ConfigError(f"--checkpoint {checkpoint}: give newest, best, or one of the steps {steps}")
-    return complete[int(checkpoint)] / "adapter"
+    if checkpoint == "newest" and not named:
+        return folder.adapter
+    step = max(named) if checkpoint == "newest" else int(checkpoint) if checkpoint.isdecimal() else -1
+    if step in complete:
+        return complete[step] / "adapter"
+    if step in named:
+        raise ConfigError(
+            f"--checkpoint {checkpoint}: {named[step]} lacks manifest.json, without which nothing says that it is "
+            f"whole; give one of the steps {steps}"
+        )
+    raise ConfigError(f"--checkpoint {checkpoint}: give newest, best, or one of the steps {steps}")
 
 
 def _shape_of(adapter: Path) -> list[str]:

@@ -25,10 +25,14 @@ from orchestrator.cli import flags as cli_flags
 from orchestrator.cli import help as cli_help
 from orchestrator.cli.exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, run_to_an_exit_code, say, tell
 from orchestrator.signals import wound_down_by_signals
+from orchestrator.socket_folder import for_engines_alone
 
 if TYPE_CHECKING:
     from conf.schema import RunConfig
     from orchestrator.files.run_folder import RunFolder
+
+_START_ENGINES = ("plan", "push", "parity", "record")
+"""Commands that may start engines without a run, whose sockets would be in its folder."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,6 +92,8 @@ def _dispatch(words: list[str]) -> int:
         if "=" in command:
             hint = f"Options follow a command: slipstream train {command}"
         raise ConfigError(f"unknown command {command!r}. {hint}")
+    if command in _START_ENGINES and (moved := for_engines_alone()) is not None:
+        tell(moved)
     return commands[command](rest)
 
 

@@ -1,5 +1,5 @@
 # pyright: strict
-"""The folder of a run under the system's temporary folder: Ray's files, its token, and what processes put into TMPDIR.
+"""The folder of a run, where socket_folder.py says: Ray's files, its token, and what processes put into TMPDIR.
 
     /tmp/slipstream-1a2b3c4d/   0700: Ray makes its own folders 0777, and this one is around them
       lock                      held (flock) by the processes that own the run; the kernel frees it when they are gone
@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.cluster.processes import remove_shared_memory
+from orchestrator.socket_folder import socket_folder
 
 _PREFIX = "slipstream-"
 _UNLOCKED_AGE_S = 24 * 3600.0
@@ -82,7 +83,7 @@ class PrivateFolder:
 
 def make_private_folder() -> tuple[PrivateFolder, int]:
     """A new folder with a new token. Returns it and the descriptor of its lock, which is held while that is open."""
-    folder = PrivateFolder(Path(tempfile.mkdtemp(prefix=_PREFIX)))
+    folder = PrivateFolder(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=socket_folder())))
     lock = os.open(folder.root / "locking", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.rename(folder.root / "locking", folder.root / "lock")  # nobody ever sees a lock that is not held yet
@@ -103,7 +104,7 @@ def remove_folders_of_dead_runs() -> list[Path]:
 
 def private_folders() -> Iterator[tuple[PrivateFolder, bool]]:
     """Folders of this user's runs on this machine, and whether a process of the run is alive."""
-    for root in sorted(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*")):
+    for root in sorted(socket_folder().glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError):  # it is being removed
             facts = root.lstat()
             if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid():

@@ -37,6 +37,7 @@ from rollout.types import Group, Prompt, Rollout, Routes, Turn
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
+_MANIFEST = "manifest.json"
 _CHUNK_BYTES = 1 << 22
 
 
@@ -100,9 +101,14 @@ def fingerprint(config: RunConfig) -> dict[str, Any]:
     )
 
 
+def named_checkpoints(folder: Path) -> list[Path]:
+    """Folders of a run folder's `checkpoints` with the name of a complete one, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.name[len("step-") :].isdecimal())
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Those of a run folder's `checkpoints`, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if (path / "manifest.json").is_file())
+    """Those of them that are complete: a copy that broke off, or somebody's hand, leaves a name without a manifest."""
+    return [path for path in named_checkpoints(folder) if (path / _MANIFEST).is_file()]
 
 
 def step_of(path: Path | None) -> int:
@@ -157,7 +163,7 @@ class CheckpointStore:
             CheckpointError: there is none.
         """
         damaged: dict[Path, str] = {}
-        for path in reversed(complete_checkpoints(self.folder)):
+        for path in reversed(named_checkpoints(self.folder)):
             try:
                 _verify(path)
             except CheckpointError as error:
@@ -201,7 +207,7 @@ class CheckpointStore:
             )
         )
         files = {str(path.relative_to(partial)): _facts(path) for path in _files(partial)}
-        (partial / "manifest.json").write_text(json.dumps({"format": _FORMAT, "files": files}, indent=2))
+        (partial / _MANIFEST).write_text(json.dumps({"format": _FORMAT, "files": files}, indent=2))
         for path in [*_files(partial), *[p for p in partial.rglob("*") if p.is_dir()], partial]:
             _fsync(path)
         final = self.folder / f"step-{state.step:06d}"
@@ -266,8 +272,14 @@ class CheckpointStore:
 
 
 def _verify(path: Path) -> None:
-    """Compare every file with the manifest."""
-    files = _read_json(path / "manifest.json").get("files")
+    """Compare every file of a checkpoint with its manifest.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or not to be read.
+    """
+    if not (path / _MANIFEST).is_file():
+        raise CheckpointError(f"{path} lacks {_MANIFEST}, without which nothing says that it is whole")
+    files = _read_json(path / _MANIFEST).get("files")
     if not isinstance(files, dict):
         raise CheckpointError(f"{path} is damaged: its manifest lists no files")
     for name, expected in cast("dict[str, Any]", files).items():

@@ -14,10 +14,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from conf.errors import ConfigError
-from conf.schema import RunConfig, WandbMode
+from conf.schema import RunConfig, WandbConfig
 from orchestrator.inputs.facts import Fact
 
 _WITHOUT_A_DATABASE = ("", "file", "http", "https", "databricks")
+_WANDB_MODES = ("online", "offline", "shared", "disabled", "run", "dryrun")
+_WITHOUT_A_KEY = ("offline", "disabled", "dryrun")
+"""Values of WANDB_MODE that wandb knows, and those with which it sends nothing."""
 _KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
@@ -28,7 +31,8 @@ def check_loggers(config: RunConfig) -> Fact:
         if importlib.util.find_spec(name) is None:
             how = "pip install tensorboard" if name == "tensorboard" else f"pip install 'slipstream-rl[{name}]'"
             raise ConfigError(f"run.loggers names {name}, which is not installed: {how}, or remove it from run.loggers")
-    if "wandb" in loggers and config.run.wandb.mode is WandbMode.online and not _has_key():
+    mode = _wandb_mode(config.run.wandb) if "wandb" in loggers else "offline"
+    if mode not in _WITHOUT_A_KEY and not _has_key():
         raise ConfigError(
             "run.loggers names wandb, which has no key here: call `wandb login`, set WANDB_API_KEY, or set "
             "run.wandb.mode=offline"
@@ -41,7 +45,20 @@ def check_loggers(config: RunConfig) -> Fact:
                 f"MLflow's client alone reaches no {scheme} database: give run.mlflow.tracking_uri (or "
                 "MLFLOW_TRACKING_URI) a server's address or a folder, or pip install mlflow"
             )
-    return Fact("loggers", ", ".join(["metrics.jsonl", *loggers]))
+    said = [f"{name} ({mode})" if name == "wandb" else name for name in loggers]
+    return Fact("loggers", ", ".join(["metrics.jsonl", *said]))
+
+
+def _wandb_mode(options: WandbConfig) -> str:
+    """What wandb will do: the option, or what wandb reads where that is null."""
+    if options.mode is not None:
+        return options.mode.value
+    mode = os.environ.get("WANDB_MODE") or "online"
+    if mode not in _WANDB_MODES:
+        raise ConfigError(
+            f"WANDB_MODE={mode} is no mode of W&B ({', '.join(_WANDB_MODES)}); unset it, or set run.wandb.mode"
+        )
+    return mode
 
 
 def _has_key() -> bool:

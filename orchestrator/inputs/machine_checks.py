@@ -18,6 +18,7 @@ from conf.schema import Device, DType, Objective, RunConfig, TransportKind
 from orchestrator.inputs.facts import Fact
 from orchestrator.inputs.model_folder import resolve_hf_config
 from orchestrator.machine import DASHBOARD_PORT, Machine, answers
+from orchestrator.socket_folder import where_sockets_lie
 from trainer.architecture.families import read_config
 
 MAX_PROCESSES_PER_CORE = 8
@@ -130,6 +131,13 @@ def check_shared_memory(config: RunConfig, machine: Machine) -> Fact:
         )
     slow = f"{found}: Ray's object store (cluster.object_store_bytes={store}) will be files in /tmp, which is slower"
     return Fact("/dev/shm", f"{slow}; {cure}, or lower it", is_warning=True)
+
+
+def check_sockets(config: RunConfig, machine: Machine) -> Fact:
+    """Ray and the engines find a folder for their Unix sockets."""
+    if config.cluster.ray_address is not None:
+        return Fact("sockets", "not looked at: the machines of a Ray cluster")
+    return Fact("sockets", f"below {where_sockets_lie()}")
 
 
 def check_link(config: RunConfig, machine: Machine) -> Fact:

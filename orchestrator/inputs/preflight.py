@@ -44,6 +44,7 @@ from orchestrator.inputs.machine_checks import (
     check_memory,
     check_ray_cluster,
     check_shared_memory,
+    check_sockets,
 )
 from orchestrator.inputs.model_files import check_adapter_fits, check_checkpoint_files
 from orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
@@ -370,6 +371,7 @@ MACHINE_CHECKS = (
     check_devices,
     check_memory,
     check_shared_memory,
+    check_sockets,
     check_link,
     check_ray_cluster,
     check_dashboard_port,

@@ -15,15 +15,18 @@ from typing import Any
 from conf.schema import WandbConfig
 from orchestrator.files.loggers.run_start import RunStart
 
+CONNECT_TIMEOUT_S = 10.0
+"""Longest that a connection may take before rows are kept and it is tried again; a run may wait as long to end."""
+
 
 class WandbRun:
-    """One run of W&B. With mode=offline it is a folder, RUN/wandb/offline-run-*, for `wandb sync`."""
+    """One run of W&B. Offline it is a folder, RUN/wandb/offline-run-*, for `wandb sync`."""
 
     def __init__(self, options: WandbConfig, start: RunStart, folder: Path) -> None:
         wandb: Any = importlib.import_module("wandb")
         self._settings = wandb.Settings(
             silent=True,
-            init_timeout=30.0,
+            init_timeout=CONNECT_TIMEOUT_S,
             console="off",
             save_code=False,
             disable_code=True,
@@ -36,7 +39,7 @@ class WandbRun:
         self._run: Any = wandb.init(
             project=options.project,
             entity=options.entity,
-            mode=options.mode.value,
+            mode=None if options.mode is None else options.mode.value,  # None: wandb reads WANDB_MODE
             name=start.name,
             group=start.group,
             config=dict(start.options),

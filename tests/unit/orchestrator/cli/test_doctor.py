@@ -98,9 +98,7 @@ def test_a_child_that_dies_is_a_finding_not_an_end() -> None:
     assert "orchestrator.cli.doctor" in sys.modules
 
 
-def test_a_run_that_goes_on_is_shown_with_its_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
+def test_a_run_that_goes_on_is_shown_with_its_token(short_tmpdir: Path) -> None:
     folder, lock = make_private_folder()
     (found,) = [finding for finding in doctor.ports_and_ray(HERE) if finding.name == "a run of yours"]
     assert found.advice.endswith(f"cat {folder.token}")

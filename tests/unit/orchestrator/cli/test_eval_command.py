@@ -75,6 +75,13 @@ def test_what_cannot_be_evaluated_is_refused(run: Path, checkpoint: str, words: 
         eval_config(run, None, checkpoint, words)
 
 
+@pytest.mark.parametrize("checkpoint", ["newest", "20"])
+def test_a_checkpoint_without_its_manifest_is_named(run: Path, checkpoint: str) -> None:
+    (run / "checkpoints" / "step-000020" / "adapter").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"step-000020 lacks manifest\.json.*give one of the steps 5, 10$"):
+        eval_config(run, None, checkpoint, [])
+
+
 def test_weights_that_are_not_there_are_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a run folder; give one like runs/latest"):
         eval_config(tmp_path, None, "newest", [])

@@ -51,10 +51,9 @@ input()
 
 
 @pytest.fixture(autouse=True)
-def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_tmp(short_tmpdir: Path) -> Path:
     """No folder of another run is near."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
+    return short_tmpdir
 
 
 def start(program: str, *words: str) -> tuple[subprocess.Popen[str], str]:
@@ -74,12 +73,12 @@ def test_nobody_else_can_look_into_the_folder_or_read_the_token() -> None:
     os.close(lock)
 
 
-def test_only_the_folder_of_a_dead_run_is_removed_and_its_shared_memory_with_it(tmp_path: Path) -> None:
+def test_only_the_folder_of_a_dead_run_is_removed_and_its_shared_memory_with_it(own_tmp: Path) -> None:
     noted, kept = SharedMemory(create=True, size=4096), SharedMemory(create=True, size=4096)
     try:
         dead, dead_root = start(OWNER, noted.name)
         living, living_root = start(OWNER, kept.name)
-        (tmp_path / "slipstream-link").symlink_to(living_root)
+        (own_tmp / "slipstream-link").symlink_to(living_root)
         assert {str(folder.root): is_held for folder, is_held in private_folders()} == {
             dead_root: True,
             living_root: True,

@@ -29,12 +29,12 @@ from orchestrator.inputs.logger_checks import check_loggers
 from trainer.types import OptimStats
 
 SECRETS = {"WANDB_API_KEY": "5ecre7" * 7, "MLFLOW_TRACKING_PASSWORD": "pa55w0rd-of-a-user"}
-ALL = ["experiment=quickstart", "run.loggers=[tensorboard,wandb,mlflow]", "run.wandb.mode=offline"]
+ALL = ["experiment=quickstart", "run.loggers=[tensorboard,wandb,mlflow]"]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three rows of a run with every logger, and one more of the same run, resumed after step 1."""
+    """Three rows of a run with every logger, and one more of the same run, resumed after step 1. WANDB_MODE=offline."""
     runs = tmp_path_factory.mktemp("runs")
     folder = RunFolder(runs / "mine")
     folder.root.mkdir()
@@ -42,6 +42,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SECRETS.items():
             patch.setenv(name, value)
+        patch.setenv("WANDB_MODE", "offline")
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         for first_step, steps in ((0, range(3)), (1, range(2, 3))):
             loggers = open_loggers(config, folder, after_step=first_step, meanings=METRICS)
@@ -198,7 +199,10 @@ def test_a_service_that_stays_away_is_counted_and_does_not_hold_up_the_end(
         (["run.wandb.project=x"], r"run.wandb.project has no effect with run.loggers=\[tensorboard\]; .*add wandb"),
         (["run.mlflow.experiment=x"], r"run.mlflow.experiment has no effect with .*add mlflow to run.loggers"),
         (["run.loggers=[wandb]", "run.wandb.project="], "run.wandb.project must be a name, got nothing"),
-        (["run.loggers=[wandb]", "run.wandb.mode=maybe"], "run.wandb.mode must be one of online, offline, got 'maybe'"),
+        (
+            ["run.loggers=[wandb]", "run.wandb.mode=maybe"],
+            "run.wandb.mode must be one of .* or null, got 'maybe'",
+        ),
         (["run.loggers=[mlflow]", "run.mlflow.experiment="], "run.mlflow.experiment must be a name, got nothing"),
         (["run.tensorboard=false"], "unknown option run.tensorboard"),
     ],
@@ -215,7 +219,8 @@ def test_credentials_in_an_address_are_refused_and_not_repeated() -> None:
 
 
 def test_what_is_checked_before_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "NETRC", "MLFLOW_TRACKING_URI"):
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "WANDB_MODE", "NETRC",
+                 "MLFLOW_TRACKING_URI"):  # fmt: skip
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     online, mlflow = (
@@ -224,11 +229,21 @@ def test_what_is_checked_before_a_start(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match=r"has no key here: call `wandb login`.*run.wandb.mode=offline"):
         check_loggers(online)
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password x\n")
-    assert check_loggers(online).finding == "metrics.jsonl, wandb"
+    assert check_loggers(online).finding == "metrics.jsonl, wandb (online)"
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
     with pytest.raises(ConfigError, match="has no key here"):
         check_loggers(online)
-    assert check_loggers(load_run_config(ALL)).finding == "metrics.jsonl, tensorboard, wandb, mlflow"
+    offline = load_run_config([*ALL, "run.wandb.mode=offline"])
+    assert check_loggers(offline).finding == "metrics.jsonl, tensorboard, wandb (offline), mlflow"
+    for mode in ("offline", "disabled", "dryrun"):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        assert check_loggers(online).finding == f"metrics.jsonl, wandb ({mode})", "no key is asked for"
+    with pytest.raises(ConfigError, match="has no key here"):
+        check_loggers(load_run_config(["experiment=quickstart", "run.loggers=[wandb]", "run.wandb.mode=online"]))
+    monkeypatch.setenv("WANDB_MODE", "ofline")
+    with pytest.raises(ConfigError, match=r"WANDB_MODE=ofline is no mode of W&B \(online, offline.*run.wandb.mode"):
+        check_loggers(online)
+    assert check_loggers(offline).finding == "metrics.jsonl, tensorboard, wandb (offline), mlflow", "the option wins"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://host/db")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "sqlalchemy" else object())
     with pytest.raises(ConfigError, match="reaches no postgresql database"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -128,6 +129,23 @@ def test_a_damaged_newest_one_is_named_and_the_one_before_it_resumed(
     (path / "trainer" / "rank0.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"is damaged: trainer/rank0\.bin"):
         make_store(tmp_path).read(path)
+
+
+def test_a_folder_without_its_manifest_is_named_like_any_damaged_one(tmp_path: Path) -> None:
+    store = make_store(tmp_path, keep=3)
+    for step in (5, 10):
+        write(store, step)
+    folder = tmp_path / "checkpoints"
+    (folder / "step-000010" / "manifest.json").unlink()
+    shutil.copytree(folder / "step-000005", folder / "step-000005-of-mine")  # no name of ours: nobody looks into it
+    path, damaged = store.newest_whole("runs/x")
+    assert path.name == "step-000005"
+    assert list(damaged.values()) == [
+        f"{folder}/step-000010 lacks manifest.json, without which nothing says that it is whole"
+    ]
+    (path / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"holds no whole checkpoint: .*step-000010 lacks .*step-000005 lacks"):
+        store.newest_whole("runs/x")
 
 
 def test_missing_file_is_refused_and_named(tmp_path: Path) -> None:

@@ -1,0 +1,20 @@
+"""Shared by the tests of the orchestrator."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def short_tmpdir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """TMPDIR, of its own and short enough for the sockets of a run (orchestrator/socket_folder.py)."""
+    folder = tempfile.mkdtemp(prefix="t", dir="/tmp")
+    monkeypatch.setenv("TMPDIR", folder)
+    monkeypatch.setattr("tempfile.tempdir", None)
+    yield Path(folder)
+    shutil.rmtree(folder, ignore_errors=True)
