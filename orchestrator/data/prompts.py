@@ -20,6 +20,7 @@ from typing import Any, Protocol, cast
 
 from orchestrator.data.sources import Row, listed, renamed
 from rollout.errors import DataError, RowTooLong
+from rollout.messages import text_messages
 from rollout.types import Prompt
 
 _HEAD_CHARACTERS_PER_TOKEN = 16
@@ -60,7 +61,8 @@ class PromptReader:
             DataError: The row cannot be a prompt. Names its place.
         """
         where, columns = row.where, renamed(row, self.columns)
-        text, add_special = _text_of(columns, where, self.encoder, self.prompt_key, self.add_special_tokens)
+        text, messages = _text_of(columns, where, self.encoder, self.prompt_key)
+        add_special = self.add_special_tokens and messages is None  # chat templates bring their own
         limit = self.max_prompt_tokens
         token_ids, is_whole = encode_up_to(limit, text, partial(self.encoder.encode, add_special_tokens=add_special))
         if len(token_ids) > limit:
@@ -73,7 +75,6 @@ class PromptReader:
             raise DataError(f"{where}: the prompt has no tokens")
         fields = {key: value for key, value in columns.items() if key != self.prompt_key}
         _check_plain(fields, where)
-        messages = messages_in(columns[self.prompt_key]) or None
         return Prompt(prompt_id, tuple(token_ids), text, fields, messages)
 
 
@@ -118,28 +119,43 @@ def _check_plain(fields: dict[str, Any], where: str) -> None:
             ) from e
 
 
-def messages_in(value: Any) -> list[dict[str, Any]]:
-    """The chat messages of a column; empty when it holds something else."""
-    found = cast("list[Any]", value) if isinstance(value, list) else []
-    return found if all(isinstance(one, dict) and "role" in one and "content" in one for one in found) else []
+def messages_in(value: Any, what: str) -> list[dict[str, Any]]:
+    """The chat messages of a column. A field that is null counts as missing: Parquet gives all structs all fields.
+
+    Raises:
+        DataError: See text_messages. Begins with `what`.
+    """
+    try:
+        return [{**without_nulls(message), "content": message["content"]} for message in text_messages(value)]
+    except DataError as e:
+        raise DataError(f"{what}: {e}") from e
 
 
-def _text_of(row: dict[str, Any], where: str, encoder: Encoder, key: str, add_special_tokens: bool) -> tuple[str, bool]:
-    """(the prompt's text, whether the tokenizer adds its special tokens to it)."""
+def without_nulls(value: Any) -> Any:
+    """The value without fields that are null, at any depth."""
+    if isinstance(value, dict):
+        fields = cast("dict[str, Any]", value).items()
+        return {name: without_nulls(field) for name, field in fields if field is not None}
+    return [without_nulls(one) for one in cast("list[Any]", value)] if isinstance(value, list) else value
+
+
+def _text_of(row: dict[str, Any], where: str, encoder: Encoder, key: str) -> tuple[str, list[dict[str, Any]] | None]:
+    """(the prompt's text, the messages that it was rendered from)."""
     if key not in row:
         raise DataError(f"{where}: no column {key!r} (data.prompt_key); the columns are {listed(row)}")
     value: Any = row[key]
+    messages = None
     if isinstance(value, str):
         text = value
         is_empty = not value.strip()
-    elif messages := messages_in(value):
+    elif isinstance(value, list) and value:
+        messages = messages_in(value, f"{where}: column {key!r}")
         try:
             text = encoder.render_chat(messages)
         except DataError as e:
             raise DataError(f"{where}: {e}") from e
         except Exception as e:
             raise DataError(f"{where}: the tokenizer's chat template refuses the messages: {e}") from e
-        add_special_tokens = False
         is_empty = not any(message["content"] for message in messages)
     else:
         raise DataError(
@@ -149,4 +165,4 @@ def _text_of(row: dict[str, Any], where: str, encoder: Encoder, key: str, add_sp
     if is_empty:
         raise DataError(f"{where}: the prompt is empty (column {key!r}); fill it, or remove the row")
     check_text(text, where)
-    return text, add_special_tokens
+    return text, messages

@@ -110,9 +110,7 @@ class ConversationReader:
         if config.messages_key not in row:
             text, span = _plain(row, where, end_of_text(encoder), config)
             return tokenized(text, [span], where, encoder, config.add_special_tokens)
-        turns = messages_in(row[config.messages_key])
-        if not turns:
-            raise DataError(f"{where}: messages must be a non-empty list of objects with role and content")
+        turns = messages_in(row[config.messages_key], f"{where}: column {config.messages_key!r}")
         return chat_conversation(turns, where, encoder)
 
 

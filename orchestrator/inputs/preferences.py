@@ -106,13 +106,13 @@ class PreferenceReader:
         if isinstance(value, str):
             found, is_empty = value, not value.strip()
         else:
-            found = messages_in(value)
-            is_empty = bool(found) and not _says_something(found)
-            if not found:
+            if not isinstance(value, list) or not value:
                 raise DataError(
                     f"{where}: column {name!r} ({option}) must be text or a non-empty list of messages with role and "
                     f"content, got {type(value).__name__}"
                 )
+            found = messages_in(value, f"{where}: column {name!r} ({option})")
+            is_empty = not _says_something(found)
         if is_empty:
             raise DataError(f"{where}: column {name!r} ({option}) is empty; fill it, or remove the row")
         return found

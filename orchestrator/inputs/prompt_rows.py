@@ -9,6 +9,8 @@ Owns: rules between a row and the run's other options. Does not own: sources (da
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
 import tempfile
 import weakref
@@ -81,6 +83,10 @@ class PromptRows:
                         f"{where}: no column {column!r} for {section}.kind={kind}; its other columns are "
                         f"{listed(prompt.fields)}; set {section}.{option}, or data.columns.{column}=COLUMN"
                     )
+                if option == "answer_key":
+                    _check_answer(
+                        prompt.fields[column], f"{where}: column {column!r} ({reward.section_of(name)}.{option})"
+                    )
 
     def training(self) -> list[Prompt]:
         """Training prompts, source after source; with data.stream the first ones of each."""
@@ -98,6 +104,14 @@ class PromptRows:
         if data.curriculum is Curriculum.middling:
             order = partial(_middling, data.curriculum_floor)
         return training_stream(data, self.read, seed=self._config.run.seed, order=order)
+
+
+def _check_answer(answer: object, what: str) -> None:
+    """An answer is compared as text: that of null is None, which a response may say."""
+    is_number = isinstance(answer, int) or (isinstance(answer, float) and math.isfinite(answer))
+    if isinstance(answer, bool) or not (isinstance(answer, str) or is_number):
+        got = "null" if answer is None else json.dumps(answer)[:60]
+        raise DataError(f"{what} must be text or a number, got {got}; write the answer as text, or remove the row")
 
 
 def _middling(floor: float, prompts: Sequence[Prompt], seed: int) -> Stream[Prompt]:

@@ -25,6 +25,8 @@ from typing import Any
 from aiohttp import web
 
 from rollout.agents.episode import MODEL, Answer, EngineFailed, Episode, EpisodeOver, LimitReached
+from rollout.errors import DataError
+from rollout.messages import text_messages
 
 logger = logging.getLogger(__name__)
 
@@ -176,20 +178,10 @@ def _number(body: Mapping[str, Any], name: str, least: int, *, most: int | None 
 
 
 def _messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise BadRequest("messages must be a non-empty list of objects with a role")
-    return [_with_text(message) for message in messages]
-
-
-def _with_text(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its text parts joined; other parts are for models that see."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        raise BadRequest("content: only parts of type text")
-    return {**message, "content": "".join(str(part.get("text", "")) for part in content)}
+    try:
+        return text_messages(body.get("messages"))
+    except DataError as e:
+        raise BadRequest(f"messages: {e}") from e
 
 
 def _tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -235,13 +235,11 @@ def _digests(messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
 
 
 def _canonical(message: Message) -> str:
-    """The message as text, the same however a client writes it: without empty fields, text parts joined. Frameworks
-    write answers anew: an answer is also the same with other blanks around it and other spaces in a call's arguments.
+    """The message as text, the same however a client writes it: without empty fields. Frameworks write answers anew: an
+    answer is also the same with other blanks around it and other spaces in a call's arguments.
     """
     content = message.get("content")
-    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
-    fields = {**message, "content": content}
+    fields = {**message}
     if message.get("role") == "assistant":
         fields["content"] = content.strip() if isinstance(content, str) else content
         fields["tool_calls"] = [_call(call) for call in message.get("tool_calls") or []]

@@ -44,6 +44,39 @@ def test_chat_prompts_go_through_the_template_without_special_tokens(tmp_path, e
     assert prompt.token_ids == tuple(map(ord, "user:hi|"))
 
 
+def test_content_in_parts_is_the_text_of_its_parts(tmp_path, encoder):
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2=?", "image": None}]
+    rows = [{"prompt": [{"role": "user", "content": content}]} for content in (parts, "2+2=?")]
+    path = write(tmp_path / "a.jsonl", *map(json.dumps, rows))
+    in_parts, as_text = read_prompts(path, encoder, max_prompt_tokens=20)
+    assert (in_parts.token_ids, in_parts.messages) == (as_text.token_ids, as_text.messages)
+    assert in_parts.text == "user:2+2=?|"
+
+
+def test_no_content_beside_a_tool_call_and_fields_that_are_null(tmp_path, encoder):
+    """As Parquet has them: every message of a column has the fields of all."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}
+    turns = [
+        {"role": "user", "content": "1?", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_calls": None},
+    ]
+    seen = []
+
+    class Watched(type(encoder)):
+        def render_chat(self, messages):
+            seen.extend(messages)
+            return "x"
+
+    read_prompts(write(tmp_path / "a.jsonl", json.dumps({"prompt": turns})), Watched(), max_prompt_tokens=8)
+    called = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert seen == [
+        {"role": "user", "content": "1?"},
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "content": "2"},
+    ]
+
+
 def test_special_tokens_and_the_column_are_options(tmp_path, encoder):
     path = write(tmp_path / "a.jsonl", '{"question": "x", "prompt": "kept as a field"}')
     (prompt,) = read_prompts(path, encoder, prompt_key="question", max_prompt_tokens=8, add_special_tokens=False)
@@ -74,8 +107,19 @@ def test_parquet_reads_as_jsonl_does(tmp_path, encoder):
         ('{"text": "a"}', r"a\.jsonl:2: no column 'prompt' \(data\.prompt_key\); the columns are text"),
         ('{"prompt": 3}', r"a\.jsonl:2: column 'prompt' must be text or a non-empty list of messages.*got int"),
         ('{"prompt": []}', r"a\.jsonl:2: column 'prompt' must be text or a non-empty list"),
-        ('{"prompt": [{"role": "user"}]}', r"a\.jsonl:2: column 'prompt' must be text"),
-        ('{"prompt": [{"role": "user", "content": 1}]}', r"a\.jsonl:2: the tokenizer's chat template refuses"),
+        ('{"prompt": [{"role": "user"}]}', r"a\.jsonl:2: column 'prompt': content of message 1 \(user\) must be text"),
+        (
+            '{"prompt": [{"role": "user", "content": null}]}',
+            r"a\.jsonl:2: .* message 1 \(user\) .* got null or nothing",
+        ),
+        ('{"prompt": [{"role": "user", "content": 1}]}', r"a\.jsonl:2: .* message 1 \(user\) must be text.* got int 1"),
+        ('{"prompt": [{"role": "user", "content": {"a": 1}}]}', r"a\.jsonl:2: .* must be text.* got dict"),
+        ('{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}', r"a\.jsonl:2: .* only parts of type text"),
+        ('{"prompt": [{"role": "user", "content": [{"type": "text"}]}]}', r"a\.jsonl:2: .* only parts of type text"),
+        ('{"prompt": [{"role": "user", "content": ["hi"]}]}', r"a\.jsonl:2: .* only parts of type text.* got 'hi'"),
+        ('{"prompt": [{"role": null, "content": "hi"}]}', r"a\.jsonl:2: .* message 1 must be an object with a role"),
+        ('{"prompt": [{"content": "hi"}]}', r"a\.jsonl:2: .* message 1 must be an object with a role"),
+        ('{"prompt": [{"role": "u", "content": []}]}', r"a\.jsonl:2: the prompt is empty"),
         (r'{"prompt": "ab\ud83d"}', r"a\.jsonl:2: character 3 of the text is '\\ud83d', half of a surrogate pair"),
         (r'{"prompt": [{"role": "u", "content": "\ude00"}]}', r"a\.jsonl:2: character 3 of the text is '\\ude00'"),
         ('{"prompt": ""}', r"a\.jsonl:2: the prompt is empty \(column 'prompt'\)"),

@@ -20,6 +20,7 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+TURNS = [("user", "2+2?"), ("assistant", "4")]
 FORGETFUL = (
     "{% for m in messages %}[{{ m.role }}]{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -59,6 +60,15 @@ def test_every_assistant_turn_and_its_end_are_taught_and_nothing_else(folder):
     assert len(conversation.token_ids) == len(conversation.is_taught)
 
 
+def test_content_in_parts_is_taught_as_its_text(folder):
+    turns = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in TURNS]
+    in_parts, as_text = _read(
+        folder, [{"messages": turns}, {"messages": [{"role": role, "content": text} for role, text in TURNS]}]
+    )
+    assert in_parts == as_text
+    assert _taught_text(folder, in_parts) == "4<eos>"
+
+
 def test_a_plain_row_teaches_the_response_and_the_end(folder):
     (conversation,) = _read(folder, [{"prompt": "6d8=", "response": "d"}])
     assert _taught_text(folder, conversation) == "d<eos>"
@@ -77,7 +87,8 @@ def test_the_sample_predicts_each_taught_token(folder):
     [
         ({"text": "a"}, "needs a column 'messages'"),
         ({"messages": []}, "non-empty list"),
-        ({"messages": [{"role": "user"}]}, "role and content"),
+        ({"messages": [{"role": "user"}]}, r"column 'messages': content of message 1 \(user\) must be text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only parts of type text"),
         ({"messages": [{"role": "user", "content": "hello"}]}, "nothing to learn"),
         ({"prompt": "a", "response": "b\ud83d"}, "half of a surrogate pair"),
         ({"prompt": "a", "response": "b" * 200}, r"data\.max_sequence_tokens allows 100"),

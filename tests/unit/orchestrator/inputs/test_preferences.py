@@ -79,16 +79,20 @@ def test_texts_count_behind_the_prompt_with_their_end(folder):
 CHAT = [("[user]2+2?<eos>[assistant]", "4<eos>"), ("[user]2+2?<eos>[assistant]", "5<eos>")]
 
 
+PARTS = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
+
+
 @pytest.mark.parametrize(
     "row",
     [
+        {"prompt": [{"role": "user", "content": PARTS}], "chosen": "4", "rejected": "5"},
         {"prompt": _turns("2+2?"), "chosen": _answer("4"), "rejected": _answer("5")},
         {"prompt": _turns("2+2?"), "chosen": "4", "rejected": "5"},
         {"prompt": "2+2?", "chosen": _answer("4"), "rejected": _answer("5")},
         {"chosen": _turns("2+2?", "4"), "rejected": _turns("2+2?", "5")},
         {"prompt": None, "chosen": _turns("2+2?", "4"), "rejected": _turns("2+2?", "5")},
     ],
-    ids=["explicit", "texts as answers", "text as prompt", "implicit", "null"],
+    ids=["parts", "explicit", "texts as answers", "text as prompt", "implicit", "null"],
 )
 def test_every_form_of_messages_gives_the_same_pair(folder, row):
     assert _texts(folder, _read(folder, row)) == CHAT
@@ -131,6 +135,10 @@ def test_the_trainer_gets_the_chosen_one_first(folder):
         ({"prompt": "a", "chosen": "b"}, r"no column 'rejected' \(data.columns.rejected\).* are chosen, prompt"),
         ({"prompt": "a", "chosen": "b", "rejected": 3}, "column 'rejected' .* text or a non-empty list.*got int"),
         ({"prompt": "a", "chosen": [], "rejected": "b"}, "column 'chosen' .* must be text or a non-empty list"),
+        (
+            {"prompt": "a", "chosen": [{"role": "assistant"}], "rejected": "b"},
+            "column 'chosen' .* message 1 .* must be",
+        ),
         ({"prompt": "a", "chosen": " ", "rejected": "b"}, "column 'chosen' .* is empty"),
         ({"prompt": "", "chosen": "c", "rejected": "b"}, r"column 'prompt' \(data.prompt_key\) is empty"),
         ({"prompt": "a", "chosen": "b", "rejected": _answer("")}, "column 'rejected' .* is empty"),

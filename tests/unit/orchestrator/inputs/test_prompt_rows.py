@@ -146,3 +146,27 @@ def test_the_ends_before_a_run_are_those_of_its_model_folder(tmp_path: Path) -> 
     assert ends(str(tokenizer)) == {2, 6, 5}
     assert ends(str(tokenizer), eos_token_id=7) == {2, 6, 7}
     assert ends("characters") == {2}, "the configs' ids are other characters here"
+
+
+@pytest.mark.parametrize("reward", ["exact_match", "regex", "math"])
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [(None, "null"), (True, "true"), ([1], r"\[1\]"), ({"a": 1}, r'\{"a": 1\}'), (float("nan"), "NaN")],
+)
+def test_an_answer_that_is_neither_text_nor_a_number_is_refused(tmp_path: Path, reward: str, answer, got: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "1a=", "target": {"text": one}}) + "\n" for one in ("a", answer)))
+    pattern = ['reward.pattern="(a)"'] if reward == "regex" else []
+    rows = rows_of(f"data.path={path}", f"reward={reward}", *pattern)
+    with pytest.raises(
+        DataError, match=rf"a\.jsonl:2: column 'answer' \(reward\.answer_key\) must be text or a number, got {got}"
+    ):
+        rows.training()
+
+
+def test_numbers_are_answers(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    answers = ["a", 4, 0.5, -(10**400)]
+    path.write_text("".join(json.dumps({"prompt": "1a=", "target": {"text": one}}) + "\n" for one in answers))
+    prompts = rows_of(f"data.path={path}", "reward=exact_match").training()
+    assert [prompt.fields["answer"] for prompt in prompts] == answers
