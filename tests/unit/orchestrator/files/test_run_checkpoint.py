@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import os
+import re
 import shutil
-from dataclasses import replace
+import zlib
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from conf.schema import RunConfig, RunSection
+from conf.schema import (
+    Curriculum,
+    Device,
+    DType,
+    EngineFormat,
+    Init,
+    MlaNormEps,
+    ModelConfig,
+    Objective,
+    OptimState,
+    RunConfig,
+    RunSection,
+    TrainMode,
+)
 from orchestrator.errors import CheckpointError
-from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint, step_of
+from orchestrator.files.run_checkpoint import (
+    BufferState,
+    CheckpointStore,
+    RunState,
+    complete_checkpoints,
+    fingerprint,
+    step_of,
+)
+from orchestrator.files.run_folder import flatten
 from rollout.types import Group, Prompt, Rollout, Routes, Turn
 
 
@@ -163,6 +190,203 @@ def test_other_options_are_refused_and_named_but_length_may_change(tmp_path: Pat
     other = replace(config, trainer=replace(config.trainer, lora=replace(config.trainer.lora, rank=8)))
     with pytest.raises(CheckpointError, match=r"trainer\.lora\.rank: 16 there, 8 now"):
         make_store(tmp_path, other).read(path)
+
+
+OTHER: dict[str, Any] = {
+    "model.path": "elsewhere",
+    "model.init": Init.checkpoint,
+    "model.hf_config": {"model_type": "qwen3_moe", "num_experts": 8},
+    "model.init_std": 0.03,
+    "model.dtype": DType.float32,
+    "model.mla_norm_eps": MlaNormEps.hf,
+    "model.engine_format": EngineFormat.block_fp8,
+    "model.tokenizer": "elsewhere",
+    "trainer.num_ranks": 2,
+    "trainer.ep_size": 2,
+    "trainer.mode": TrainMode.full,
+    "trainer.lora.rank": 8,
+    "trainer.lora.attention_rank": 8,
+    "trainer.lora.expert_rank": 8,
+    "trainer.lora.alpha": 16.0,
+    "trainer.lora.dtype": DType.bfloat16,
+    "trainer.lora.attention": False,
+    "trainer.lora.mlp": False,
+    "trainer.lora.experts": False,
+    "trainer.lora.init_from": "an/adapter",
+    "trainer.train_router": True,
+    "trainer.optim.state": OptimState.int8,
+    "cluster.device": Device.cuda,
+    "algorithm.objective": Objective.sft,
+    "algorithm.sequences_per_step": 32,
+    "algorithm.group_size": 8,
+    "algorithm.groups_per_step": 8,
+    "algorithm.distill_coef": 0.5,
+    "data.path": "elsewhere.jsonl",
+    "data.sources": ("a", "b"),
+    "data.weights": (1.0, 2.0),
+    "data.columns": {"prompt": "question"},
+    "data.stream": True,
+    "data.drop_too_long": True,
+    "data.curriculum": Curriculum.middling,
+    "run.seed": 1,
+    "weight_sync.enabled": False,
+    "parity.replay_routing": True,
+}
+"""For each option that a resume must not change, another value than in PLAIN."""
+PLAIN = RunConfig(model=ModelConfig(init=Init.random, hf_config={"model_type": "qwen3_moe"}))
+IN_FINGERPRINT = {"cluster.device": "device", "algorithm.distill_coef": "algorithm.distill_coef > 0"}
+"""Options that have another name there."""
+
+
+def with_option(section: Any, name: str, value: Any) -> Any:
+    """The same options but one. Rules between options are not asked: each is to be refused on its own."""
+    first, _, rest = name.partition(".")
+    other = copy.copy(section)
+    object.__setattr__(other, first, with_option(getattr(section, first), rest, value) if rest else value)
+    return other
+
+
+def test_each_option_that_a_resume_must_not_change_has_a_value_here() -> None:
+    listed = {re.sub(r"^(model\.hf_config)\..*", r"\1", name) for name, _ in flatten(fingerprint(PLAIN))}
+    assert listed == {IN_FINGERPRINT.get(name, name) for name in OTHER}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_resume_with_another_value_is_refused_and_named(tmp_path: Path, name: str) -> None:
+    plain = with_option(PLAIN, "cluster.device", Device.cpu)
+    changed = with_option(plain, name, OTHER[name])
+    path = write(make_store(tmp_path, plain))
+    assert make_store(tmp_path, plain).read(path).step == 7
+    with pytest.raises(CheckpointError, match=rf"\(.*{re.escape(IN_FINGERPRINT.get(name, name))}.*: .* there, .* now"):
+        make_store(tmp_path, changed).read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("trainer.optim.lr", 1.0), ("run.num_steps", 3), ("algorithm.clip_low", 0.1), ("algorithm.distill_coef", 0.25)],
+)
+def test_a_resume_may_change_what_no_file_depends_on(tmp_path: Path, name: str, value: float) -> None:
+    distilled = with_option(PLAIN, "algorithm.distill_coef", 0.5)
+    path = write(make_store(tmp_path, distilled))
+    assert make_store(tmp_path, with_option(distilled, name, value)).read(path).step == 7
+
+
+def test_every_field_of_a_waiting_group_comes_back(tmp_path: Path) -> None:
+    """A field that is added to one of these types needs a value here, and a place in the file."""
+    routes = Routes(np.ones((3, 1, 1), np.uint8), np.array([True, False, True]))
+    turn = Turn(0, [9], 1, "fork", "more", "so", routes)
+    rollout = Rollout([5, 6], [-0.1, -0.2], [3, 4], "so", "length", 2, routes, (turn,), "raised", 2.5, [-1.0, -2.0])
+    prompt = Prompt(3, (1, 2), "k =", {"lines": ["a"]}, [{"role": "user", "content": "k ="}])
+    group = Group(prompt, [rollout], [0.5], [{"math": 0.25}], ["42"])
+    for value in (turn, rollout, prompt, group):
+        for field in fields(value):
+            default = field.default_factory() if field.default_factory is not MISSING else field.default
+            given = getattr(value, field.name)
+            assert given is not None and (default is MISSING or given is not default), field.name
+            assert isinstance(given, (Prompt, Routes)) or given or field.name == "parent", field.name
+    state, store = make_state(), make_store(tmp_path)
+    state.buffer.groups[40] = group
+    state.buffer.in_flight[41] = prompt
+    buffer = store.read(store.finish(store.begin(7), state)).buffer
+    assert buffer.in_flight[41] == prompt
+    assert buffer.num_batches == state.buffer.num_batches
+    back = buffer.groups[40]
+    assert (back.prompt, back.rewards, back.parts, back.answers) == (prompt, [0.5], [{"math": 0.25}], ["42"])
+    np.testing.assert_equal(asdict(back), asdict(group))
+    again = store.read(store.finish(store.begin(8), replace(state, step=8, buffer=buffer)))
+    np.testing.assert_equal(asdict(again.buffer), asdict(buffer))
+
+
+def test_a_checkpoint_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file, every folder and, once it has its name, the folder that holds the name."""
+    folder, synced = tmp_path / "checkpoints", []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((str(path.relative_to(folder)), (folder / "step-000007").exists()))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write(make_store(tmp_path))
+    partial = ".step-000007.partial"
+    names = ("groups.jsonl", "manifest.json", "state.json", "trainer/rank0.bin", "trainer")
+    assert sorted(synced[:-1]) == sorted([(f"{partial}/{name}", False) for name in names] + [(partial, False)])
+    assert synced[-1] == (".", True)
+
+
+def test_what_a_crash_left_is_not_part_of_the_next_checkpoint(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    (store.begin(7) / "trainer" / "rank9.bin").write_bytes(b"half")
+    assert list(store.begin(7).rglob("*")) == [store.folder / ".step-000007.partial" / "trainer"]
+    store.discard(store.begin(7))
+    assert list(store.folder.iterdir()) == []
+    store.discard(store.folder / "not there")
+
+
+def test_a_folder_that_lost_its_manifest_is_no_checkpoint_and_gives_its_name_away(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    path = write(store)
+    (path / "manifest.json").unlink()
+    (path / "left.bin").touch()
+    assert store.newest() is None and store.of_step(7) is None
+    assert write(store) == store.of_step(7) == path
+    assert not (path / "left.bin").exists()
+    assert store.of_step(8) is None
+
+
+def test_older_checkpoints_go_and_spared_ones_stay(tmp_path: Path) -> None:
+    store = make_store(tmp_path, keep=2)
+    store.spared = {1}
+    for step in (1, 2, 3, 4):
+        write(store, step)
+    assert [step_of(path) for path in complete_checkpoints(store.folder)] == [1, 3, 4]
+    store.spared = set()
+    store.prune()
+    assert [step_of(path) for path in complete_checkpoints(store.folder)] == [3, 4]
+    assert step_of(None) == 0
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    path = write(store)
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(state | {"format": 2}))
+    files = {str(file.relative_to(path)): {"num_bytes": file.stat().st_size, "crc32": zlib.crc32(file.read_bytes())}
+             for file in path.rglob("*") if file.is_file() and file.name != "manifest.json"}  # fmt: skip
+    assert json.loads((path / "manifest.json").read_text()) == {
+        "format": 1,
+        "files": files | {"state.json": json.loads((path / "manifest.json").read_text())["files"]["state.json"]},
+    }
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+    with pytest.raises(CheckpointError, match="has format 2, this version reads 1"):
+        store.read(path)
+    (path / "manifest.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="must hold a JSON object, got list"):
+        store.read(path)
+    (path / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        store.read(path)
+
+
+def test_damage_in_every_checkpoint_is_listed(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    for step in (5, 10):
+        (write(store, step) / "groups.jsonl").write_text("x")
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint: .*step-000010.*; .*step-000005"):
+        store.newest_whole("runs/x")
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        store.to_resume("runs/x")
+    assert step_of(store.newest()) == 10, "and none loses its name"
+
+
+def test_a_damaged_checkpoint_moves_aside_also_where_one_was_before(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    for _ in range(2):
+        write(store, 5)
+        (write(store, 10) / "state.json").write_text("{}")
+        assert step_of(store.to_resume("runs/x")) == 5
+        assert (store.folder / "damaged-step-000010" / "manifest.json").exists()
 
 
 def test_nothing_to_resume_is_an_error_that_names_the_folder(tmp_path: Path) -> None:

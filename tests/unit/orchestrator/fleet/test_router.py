@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from fakes.loop import FakeWorker, World, outcome
 
+from conf.schema import SamplingConfig
 from orchestrator.errors import NoReplicasLeft
+from orchestrator.files.timeline import Activities
 from orchestrator.fleet.replicas import ReplicaState
 from orchestrator.fleet.router import Router
 from orchestrator.fleet.supervisor import Supervisor
@@ -26,6 +30,14 @@ def make(num_workers: int = 2) -> tuple[Supervisor, list[FakeWorker]]:
 async def serve(supervisor: Supervisor) -> None:
     await supervisor.hold()
     await supervisor.settle([outcome(True) for _ in supervisor.replicas])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it did not come to that")
 
 
 async def test_least_loaded_replica_is_asked() -> None:
@@ -112,3 +124,155 @@ async def test_wrong_number_of_responses_is_a_failure() -> None:
     worker.generate_group = one_too_few  # type: ignore[method-assign]
     with pytest.raises(NoReplicasLeft, match="asked for 2 responses, got 1"):
         await router.generate_group(PROMPT, 2)
+
+
+async def test_a_response_without_a_token_is_a_failure() -> None:
+    supervisor, (worker,) = make(1)
+    router = Router(supervisor, request_timeout_s=60)
+    await serve(supervisor)
+
+    async def one_empty(prompt: Prompt, n: int, sampling: object = None, version: object = None) -> list[Rollout]:
+        return [Rollout([1], [0.0], [0], "x", "stop")] * (n - 1) + [Rollout([], [], [], "", "stop")]
+
+    worker.generate_group = one_empty  # type: ignore[method-assign]
+    with pytest.raises(NoReplicasLeft, match="or one without a token"):
+        await router.generate_group(PROMPT, 2)
+
+
+async def test_groups_are_in_flight_until_they_are_answered_or_have_failed() -> None:
+    supervisor, workers = make(2)
+    activities = Activities()
+    router = Router(supervisor, request_timeout_s=60, activities=activities)
+    await serve(supervisor)
+    workers[0].gate = asyncio.Event()
+    held = asyncio.create_task(router.generate_group(PROMPT, 2))
+    await until(lambda: workers[0].num_groups == 1)
+    counts = [replica.num_in_flight for replica in supervisor.replicas]
+    assert counts == [1, 0]
+    for _ in range(2):
+        await router.generate_group(PROMPT, 2)
+        assert [replica.num_in_flight for replica in supervisor.replicas] == counts
+    assert [worker.num_groups for worker in workers] == [1, 2], "the one that is busy is not asked"
+    workers[0].gate.set()
+    await held
+    assert [replica.num_in_flight for replica in supervisor.replicas] == [0, 0]
+    workers[0].fails_after = 0
+    await router.generate_group(PROMPT, 2)
+    assert [replica.num_in_flight for replica in supervisor.replicas] == [0, 0]
+    assert router.num_failed_groups == 1
+    assert sorted(activity.who for activity in activities.take()) == ["rollout-0"] * 2 + ["rollout-1"] * 3
+
+
+async def test_a_group_that_is_given_up_is_cancelled_at_its_worker() -> None:
+    supervisor, workers = make(1)
+    router = Router(supervisor, request_timeout_s=60)
+    await serve(supervisor)
+    workers[0].gate = asyncio.Event()
+    ended = asyncio.Event()
+    generate = workers[0].generate_group
+
+    async def watched(*args: Any) -> list[Rollout]:
+        try:
+            return await generate(*args)
+        finally:
+            ended.set()
+
+    workers[0].generate_group = watched  # type: ignore[method-assign]
+    group = asyncio.create_task(router.generate_group(PROMPT, 2))
+    await until(lambda: workers[0].num_groups == 1)
+    group.cancel()
+    await until(group.done)
+    await until(ended.is_set)
+    assert supervisor.replicas[0].num_in_flight == 0
+
+
+async def test_a_group_leaves_a_worker_that_goes_out_of_service_at_once() -> None:
+    supervisor, workers = make(2)
+    router = Router(supervisor, request_timeout_s=3600)
+    await serve(supervisor)
+    workers[0].gate = asyncio.Event()
+    group = asyncio.create_task(router.generate_group(PROMPT, 2))
+    await until(lambda: workers[0].num_groups == 1)
+    await supervisor.fail(supervisor.replicas[0], "its engine froze")
+    await until(group.done)
+    assert len(group.result()) == 2
+    assert (workers[1].num_groups, router.num_failed_groups) == (1, 1)
+    assert supervisor.replicas[0].reason == "its engine froze", "and not what the group says of it"
+
+
+async def test_a_worker_is_told_what_to_sample_and_from_which_version() -> None:
+    supervisor, (worker,) = make(1)
+    router = Router(supervisor, request_timeout_s=60)
+    await serve(supervisor)
+    asked: list[tuple[object, ...]] = []
+    generate = worker.generate_group
+
+    async def watched(*args: Any) -> list[Rollout]:
+        asked.append(args)
+        return await generate(*args)
+
+    worker.generate_group = watched  # type: ignore[method-assign]
+    greedy = SamplingConfig(temperature=0.0)
+    await router.generate_group(PROMPT, 3, greedy, 7)
+    await router.generate(PROMPT, greedy)
+    assert asked == [(PROMPT, 3, greedy, 7), (PROMPT, 1, greedy, None)]
+
+
+async def test_only_workers_that_serve_are_asked_to_keep_a_version_and_silence_costs_nobody() -> None:
+    supervisor, workers = make(4)
+    router = Router(supervisor, request_timeout_s=60)
+    await serve(supervisor)
+    await supervisor.fail(supervisor.replicas[3], "it died")
+    asked: list[tuple[int, int | None]] = []
+
+    def answers(worker: FakeWorker, answer: bool | Exception) -> None:
+        async def keep(version: int | None) -> bool:
+            asked.append((worker.index, version))
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        worker.keep_version = keep  # type: ignore[method-assign]
+
+    for worker, answer in zip(workers, (True, False, ConnectionError("lost"), True), strict=True):
+        answers(worker, answer)
+    assert await router.keep_version(7) == 1
+    assert sorted(asked) == [(0, 7), (1, 7), (2, 7)]
+    assert supervisor.num_serving == 3
+
+
+async def test_scores_come_from_the_least_loaded_worker_and_from_nobody_where_none_serves() -> None:
+    supervisor, workers = make(2)
+    router = Router(supervisor, request_timeout_s=60)
+    assert await router.score([1, 5, 2], 0) is None
+    await serve(supervisor)
+    supervisor.replicas[0].num_in_flight = 1
+    assert await router.score([1, 5, 2], 0) == [-0.5, 0.0]
+    workers[1].scores_fail = True
+    with pytest.raises(ConnectionError):
+        await router.score([1, 5, 2], 0)
+    assert supervisor.num_serving == 2
+
+
+async def test_a_worker_that_refuses_after_a_publish_or_a_restart_is_not_blamed() -> None:
+    """A dirty answer is explained by a publish that began meanwhile, also when it is over by then."""
+    supervisor, (worker,) = make(1)
+    router = Router(supervisor, request_timeout_s=60)
+    await serve(supervisor)
+
+    async def published_meanwhile() -> None:
+        worker.before.clear()
+        await serve(supervisor)
+        raise ReplicaDirty("begin came first")
+
+    worker.before["generate_group"] = published_meanwhile
+    assert len(await router.generate_group(PROMPT, 2)) == 2
+
+    async def succeeded_meanwhile() -> None:
+        worker.before.clear()
+        supervisor.replicas[0].worker = FakeWorker(World(committed=[0]), 0)
+        raise ReplicaDirty("this process is not that process")
+
+    worker.before["generate_group"] = succeeded_meanwhile
+    assert len(await router.generate_group(PROMPT, 2)) == 2
+    assert supervisor.num_serving == 1

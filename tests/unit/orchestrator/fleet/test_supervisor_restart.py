@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from fakes.loop import FakeWorker, World, outcome
+from fakes.loop import FakeWorker, World, an_offer, outcome
 
 from orchestrator.errors import NoReplicasLeft
 from orchestrator.fleet.fleet_log import FleetEvent, FleetRow
@@ -85,9 +85,17 @@ async def broken_link() -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0)
+    for _ in range(5000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it did not come to that")
+
+
+async def turns() -> None:
+    """Let every ready task run."""
+    for _ in range(30):
+        await asyncio.sleep(0)
 
 
 async def test_a_failed_worker_is_restarted_and_filled_by_a_peer_while_the_other_serves() -> None:
@@ -425,3 +433,240 @@ async def test_a_worker_that_dies_while_it_comes_back_is_started_again() -> None
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.serving)
     assert cast.num_started == 2
+
+
+async def test_a_worker_that_fails_during_a_publish_does_not_serve_at_its_end() -> None:
+    """The report of a publish comes later than the failure, and says that the worker committed."""
+    cast = Cast()
+    await cast.publish(0)
+    cast.gate.clear()
+    await cast.supervisor.hold()
+    await cast.fail(0)
+    await cast.supervisor.settle([outcome(True), outcome(True)])
+    assert cast.states == [S.starting, S.serving]
+    alone = Cast(max_restarts=0)
+    await alone.supervisor.hold()
+    await alone.fail(0)
+    await alone.supervisor.settle([outcome(True), outcome(True)])
+    assert alone.states == [S.out, S.serving]
+    assert alone.supervisor.replicas[0].reason == "it died"
+    assert alone.supervisor.recoveries == []
+    await cast.supervisor.close()
+
+
+async def test_a_worker_that_left_out_a_publish_is_not_changed_by_its_end() -> None:
+    cast = Cast(num_workers=3, max_missed_publishes=1)
+    await cast.publish(0)
+    cast.gate.clear()
+    await cast.fail(0)
+    await cast.supervisor.hold(pauses=False)
+    cast.supervisor.replicas[2].state = S.pending
+    await cast.supervisor.settle([outcome(True), outcome(False, "its link stalled"), outcome(True)])
+    assert cast.states == [S.starting, S.serving, S.pending]
+    assert [replica.num_missed for replica in cast.supervisor.replicas] == [0, 1, 0]
+    assert not any(replica.is_held for replica in cast.supervisor.replicas)
+    await cast.supervisor.close()
+
+
+@pytest.mark.parametrize("call", ["offer", "pull", "adopt", "second offer", "base_wanted_at"])
+async def test_a_worker_that_leaves_while_it_comes_back_stays_where_it_went(call: str) -> None:
+    """A restart is asked for in the middle of every call of a recovery: what the old process answers changes nothing
+    any more, and the peer is read from once more."""
+    cast = Cast()
+    await cast.publish(0)
+    reached, go_on, num_calls = asyncio.Event(), asyncio.Event(), 0
+
+    async def hold_on() -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == (2 if call == "second offer" else 1):
+            cast.worker(1).before.clear()
+            reached.set()
+            await go_on.wait()
+
+    if call in ("offer", "second offer"):
+        cast.worker(1).before["offer"] = hold_on
+    elif call == "base_wanted_at":
+        cast.worker(1).before["offer"] = broken_link
+        cast.prepare = lambda worker: worker.before.update(base_wanted_at=hold_on)
+    else:
+        cast.prepare = lambda worker: worker.before.update({call: hold_on})
+    await cast.fail(0)
+    await until(reached.is_set)
+    cast.gate.clear()
+    cast.prepare = lambda worker: None
+    assert "is being restarted" in await cast.supervisor.restart_now(0)
+    go_on.set()
+    await turns()
+    assert cast.states == [S.starting, S.serving]
+    assert cast.supervisor.recoveries == []
+    assert cast.supervisor.replicas[0].reason == "a restart was asked for"
+    cast.worker(1).before.clear()
+    cast.gate.set()
+    await until(lambda: cast.states == [S.serving, S.serving])
+    assert cast.num_started == 2
+    assert cast.world.committed == [0, 0]
+    assert len(cast.supervisor.recoveries) == 1
+
+
+async def test_a_worker_that_leaves_before_it_reads_reads_once() -> None:
+    """A restart is asked for while the recovery before waits for the end of a publish."""
+    cast = Cast()
+    await cast.publish(0)
+    cast.gate.clear()
+    await cast.fail(0)
+    await cast.supervisor.hold()
+    cast.gate.set()
+    await until(lambda: cast.states[0] is S.recovering)
+    cast.gate.clear()
+    await cast.supervisor.restart_now(0)
+    cast.world.committed[1] = 1
+    await cast.supervisor.settle([outcome(False, "excluded"), outcome(True)])
+    await turns()
+    assert not any(entry[0] == "pull" for entry in cast.world.diary)
+    assert cast.states[0] is S.starting
+    cast.gate.set()
+    await until(lambda: cast.states[0] is S.serving)
+    assert [entry for entry in cast.world.diary if entry[0] == "pull"] == [("pull", 0, 1)]
+
+
+async def test_the_pause_after_a_failed_attempt_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
+    cast, pauses, sleep = Cast(max_restarts=4, backoff_s=3.0), [], asyncio.sleep
+
+    async def at_once(delay: float) -> None:
+        if delay:
+            pauses.append(delay)
+        await sleep(0)
+
+    await cast.publish(0)
+    monkeypatch.setattr(asyncio, "sleep", at_once)
+    cast.failures = [RuntimeError("a"), RuntimeError("b"), RuntimeError("c")]
+    await cast.fail(0)
+    await until(lambda: cast.states[0] is S.serving)
+    assert pauses == [3.0, 6.0, 12.0]
+    assert (cast.num_started, cast.supervisor.num_restarts) == (4, 1)
+
+
+async def test_the_peer_that_is_read_from_is_the_most_current_and_the_least_busy() -> None:
+    cast = Cast(num_workers=4, max_missed_publishes=2)
+    await cast.publish(0)
+    for index, (num_missed, num_in_flight) in enumerate([(0, 0), (1, 0), (0, 2), (0, 1)]):
+        replica = cast.supervisor.replicas[index]
+        replica.num_missed, replica.num_in_flight = num_missed, num_in_flight
+    await cast.fail(0)
+    await until(lambda: cast.states[0] is S.serving)
+    assert [row.facts["peer"] for row in cast.rows if row.event is E.read] == ["rollout-3"]
+    assert cast.supervisor.replicas[0].num_missed == 0
+
+
+async def test_what_a_restarted_worker_was_told_before_is_forgotten() -> None:
+    cast = Cast()
+    await cast.publish(0)
+    replica = cast.supervisor.replicas[0]
+    replica.num_missed, replica.base_wanted_at, replica.links = 3, "tcp://old", {1: []}
+    left = replica.left
+    await cast.fail(0)
+    assert left.is_set()
+    await until(lambda: cast.states[0] is S.serving)
+    assert (replica.num_missed, replica.base_wanted_at, replica.links, replica.is_known) == (0, "", {}, False)
+    assert replica.left is not left and not replica.left.is_set()
+    assert replica.pulled is not None and replica.reason == ""
+
+
+async def test_no_publish_begins_while_a_link_is_closed_and_no_link_is_closed_in_a_publish() -> None:
+    cast = Cast(num_workers=3)
+    await cast.publish(0)
+    cast.supervisor.linked(1, 0, [an_offer(0)])
+    cast.supervisor.linked(2, 0, [an_offer(0)])
+    await cast.supervisor.hold()
+    await cast.fail(0)
+    await turns()
+    released = [entry for entry in cast.world.diary if entry[0] == "release"]
+    assert released == [], "closing a link changes a worker's address in the middle of a publish"
+    assert cast.num_started == 0, "and the memory is not free before"
+    go_on, releasing = asyncio.Event(), asyncio.Event()
+    release = cast.worker(1).release
+
+    async def slowly(offers: object) -> None:
+        releasing.set()
+        await go_on.wait()
+        await release([an_offer(0)])
+
+    cast.worker(1).release = slowly  # type: ignore[method-assign]
+    cast.worker(2).release = broken_release  # type: ignore[method-assign]
+    await cast.supervisor.settle([outcome(False, "excluded"), outcome(True), outcome(True)])
+    await until(releasing.is_set)
+    holding = asyncio.create_task(cast.supervisor.hold())
+    await turns()
+    assert not holding.done() and cast.num_started == 0
+    go_on.set()
+    await until(holding.done)
+    await cast.supervisor.settle([outcome(False, "excluded"), outcome(True), outcome(True)])
+    await until(lambda: cast.states == [S.serving] * 3)
+    assert not cast.supervisor.replicas[1].links and not cast.supervisor.replicas[2].links
+    assert cast.num_started == 1
+
+
+async def broken_release(offers: object) -> None:
+    raise ConnectionError("the link broke")
+
+
+async def test_closing_ends_what_waits_and_nothing_fails_or_starts_after_it() -> None:
+    cast = Cast()
+    await cast.publish(0)
+    cast.gate.clear()
+    await cast.fail(0)
+    await until(lambda: cast.num_started == 1)
+    await cast.supervisor.close()
+    cast.gate.set()
+    await turns()
+    assert cast.states == [S.starting, S.serving], "the restart under way was given up"
+    await cast.fail(1)
+    assert cast.states[1] is S.serving
+
+
+async def test_a_worker_that_is_out_or_starting_fails_once() -> None:
+    cast = Cast(max_restarts=1)
+    await cast.publish(0)
+    cast.gate.clear()
+    await cast.fail(0)
+    await until(lambda: cast.num_started == 1)
+    await cast.fail(0)
+    assert [event for _, event in cast.events(0)].count(E.failed) == 1
+    cast.gate.set()
+    await until(lambda: cast.states[0] is S.serving)
+    await cast.fail(0)
+    await cast.fail(0)
+    assert [event for _, event in cast.events(0)].count(E.failed) == 2
+    assert cast.states[0] is S.out
+    assert cast.supervisor.out_of_service == [0]
+
+
+async def test_a_run_that_restarts_nobody_says_so() -> None:
+    world = World(committed=[0])
+    supervisor = Supervisor([FakeWorker(world, 0)], max_restarts=3)
+    assert "does not restart workers" in await supervisor.restart_now(0)
+    await supervisor.fail(supervisor.replicas[0], "it died")
+    assert supervisor.out_of_service == [0]
+    with pytest.raises(NoReplicasLeft, match="rollout-0: it died"):
+        supervisor.require_replicas()
+
+
+async def test_a_stranded_worker_is_not_stranded_where_another_may_fill_it() -> None:
+    """Neither one that serves, nor one in a publish, nor one that reads just now."""
+    cast = Cast()
+    for other in (S.serving, S.updating, S.recovering):
+        cast.supervisor.replicas[0].state, cast.supervisor.replicas[1].state = S.pending, other
+        stranded = asyncio.create_task(cast.supervisor.stranded())
+        await turns()
+        assert not stranded.done(), other
+        stranded.cancel()
+    for other in (S.pending, S.out, S.starting):
+        cast.supervisor.replicas[1].state = other
+        stranded = asyncio.create_task(cast.supervisor.stranded())
+        await until(stranded.done)
+    cast.supervisor.replicas[0].state = S.out
+    stranded = asyncio.create_task(cast.supervisor.stranded())
+    await turns()
+    assert not stranded.done(), "nobody needs weights"
+    stranded.cancel()

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf.schema import AlgorithmConfig
-from orchestrator.loop.advantages import group_advantages, is_informative
+from orchestrator.errors import TrainingStopped
+from orchestrator.loop.advantages import (
+    batch_advantages,
+    group_advantages,
+    is_informative,
+    teacher_term,
+    whitened,
+)
 from orchestrator.loop.samples import build_samples, denominators_of
 from rollout.types import Group, Prompt, Rollout, Routes
 
@@ -59,6 +66,50 @@ def test_advantages_sum_to_zero(rewards: list[float | None], kind: str) -> None:
 def test_equal_rewards_give_exact_zeros(rewards: list[float | None]) -> None:
     assert not is_informative(rewards)
     assert all(a in (None, 0.0) for a in group_advantages(rewards, "group_std"))
+
+
+def test_group_mean_divides_by_a_mean_that_is_above_zero() -> None:
+    # mean 0.25: 0.75 / 0.25 and -0.25 / 0.25
+    assert group_advantages([1.0, 0.0, None, 0.0, 0.0], "group_mean") == pytest.approx([3.0, -1.0, None, -1.0, -1.0])
+    assert group_advantages([-1.0, -1.0], "group_mean") == [0.0, 0.0], "nothing is divided"
+    for rewards, mean in (([1.0, -1.0], "0"), ([1.0, -2.0], "-0.5")):
+        with pytest.raises(TrainingStopped, match=f"one has {mean}: it is for rewards that are never negative"):
+            group_advantages(rewards, "group_mean")
+
+
+def test_one_known_reward_of_a_group_and_one_token_of_a_batch_have_nothing_to_be_compared_with() -> None:
+    for kind in ("group_std", "group", "leave_one_out", "group_mean"):
+        assert group_advantages([None, 0.5], kind) == [None, 0.0]
+    assert [value.tolist() for value in whitened([np.array([3.0]), np.zeros(0)])] == [[0.0], []]
+    assert whitened([]) == []
+
+
+def test_whitening_uses_the_samples_variance_over_all_tokens() -> None:
+    # 1, 2, 6: mean 3, variance (4 + 1 + 9) / 2 = 7
+    first, second = whitened([np.array([1.0, 2.0]), np.array([6.0])])
+    assert [*first, *second] == pytest.approx([-2 / 7**0.5, -1 / 7**0.5, 3 / 7**0.5], rel=1e-6)
+
+
+def test_penalties_are_subtracted_once_from_what_comes_after_them() -> None:
+    """Two responses of 2 and 1 tokens with rewards 1 and 0, whose penalties are 0.1 and 0.2, and 0.4. From token t on:
+    1 - 0.3, 1 - 0.2; 0 - 0.4. Of whole responses: 0.7 and -0.4, whose mean is 0.15."""
+    rewards, counts, penalties = [[1.0, None, 0.0]], [[2, 1, 1]], [[np.array([0.1, 0.2]), np.ones(1), np.array([0.4])]]
+    ((first, failed, last),) = batch_advantages(rewards, counts, "group", penalties)
+    assert failed is None
+    assert first.tolist() == pytest.approx([0.55, 0.55]) and last.tolist() == pytest.approx([-0.55])
+    ((first, failed, last),) = batch_advantages(rewards, counts, "batch_std", penalties)
+    assert failed is None
+    wanted = whitened([np.array([0.7, 0.8, -0.4])])[0].tolist()
+    assert [*first, *last] == pytest.approx(wanted)
+    ((first, failed, last),) = batch_advantages(rewards, counts, "group_batch_std", penalties)
+    assert failed is None
+    assert [*first, *last] == pytest.approx(whitened([np.array([0.55, 0.55, -0.55])])[0].tolist())
+    ((first, failed, last),) = batch_advantages(rewards, counts, "none")
+    assert (first.tolist(), failed, last.tolist()) == ([0, 0], None, [0])
+
+
+def test_a_teachers_term_is_its_log_probability_minus_that_of_who_sampled() -> None:
+    assert teacher_term([-1.0, -0.5], [-2.0, -0.25]).tolist() == [-1.0, 0.25]
 
 
 def make_group(rewards: list[float | None], num_tokens: list[int]) -> Group:

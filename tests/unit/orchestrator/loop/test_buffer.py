@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.loop.buffer import GroupBuffer, Ticket
+from orchestrator.loop.buffer import Batch, GroupBuffer, Ticket
 from rollout.types import Group, Prompt, Rollout
+
+T = TypeVar("T")
 
 
 def group_of(prompt_id: int, version: int) -> Group:
@@ -21,6 +25,23 @@ async def settle() -> None:
     """Let every ready task run."""
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+async def done(task: asyncio.Task[T]) -> T:
+    """The result of a task that nothing holds up: one that waits for ever fails here and at once."""
+    await settle()
+    assert task.done(), "nobody woke it"
+    return await task
+
+
+async def claim(buffer: GroupBuffer) -> Ticket | None:
+    """A ticket; None where it would be waited for."""
+    claiming = asyncio.create_task(buffer.claim_ticket())
+    await settle()
+    if claiming.done():
+        return claiming.result()
+    claiming.cancel()
+    return None
 
 
 @settings(deadline=None, max_examples=60)
@@ -84,7 +105,7 @@ async def test_tickets_stop_at_the_bound_and_go_on_with_the_commit() -> None:
     await settle()
     assert not waiting.done(), "consumed is not yet committed: version 1 does not serve"
     await buffer.open_next_batch()
-    assert (await waiting) == Ticket(2)
+    assert await done(waiting) == Ticket(2)
 
 
 async def test_late_group_is_waited_for_and_not_overtaken() -> None:
@@ -95,7 +116,7 @@ async def test_late_group_is_waited_for_and_not_overtaken() -> None:
     await settle()
     assert not taking.done()
     await buffer.deliver(late, group_of(late.number, 0))
-    assert [group.prompt.prompt_id for group in (await taking).groups] == [late.number]
+    assert [group.prompt.prompt_id for group in (await done(taking)).groups] == [late.number]
 
 
 async def test_too_old_group_is_dropped_counted_and_its_prompt_sampled_again() -> None:
@@ -104,11 +125,11 @@ async def test_too_old_group_is_dropped_counted_and_its_prompt_sampled_again() -
     await buffer.deliver(ticket, group_of(41, version=3))
     taking = asyncio.create_task(buffer.take_batch(5))  # staleness 2 > 1
     await settle()
-    again = await buffer.claim_ticket()
-    assert again.number == ticket.number
+    again = await claim(buffer)
+    assert again is not None and again.number == ticket.number
     assert again.prompt is not None and again.prompt.prompt_id == 41
     await buffer.deliver(again, group_of(41, version=4))
-    batch = await taking
+    batch = await done(taking)
     assert (batch.num_dropped, batch.staleness_steps) == (1, [1])
 
 
@@ -125,7 +146,7 @@ async def test_failure_reaches_the_waiting_train_loop() -> None:
     await settle()
     await buffer.fail(RuntimeError("all workers are out"))
     with pytest.raises(RuntimeError, match="all workers are out"):
-        await taking
+        await done(taking)
 
 
 async def test_state_hands_out_every_unfinished_ticket_again() -> None:
@@ -164,3 +185,143 @@ async def test_nothing_is_sampled_beyond_the_last_batch() -> None:
     await settle()
     assert not third.done()
     third.cancel()
+
+
+@pytest.mark.parametrize("num_batches", [None, 2])
+@pytest.mark.parametrize(("groups_per_step", "max_staleness_steps"), [(1, 0), (3, 0), (2, 1), (1, 3)])
+async def test_exactly_the_tickets_of_the_bound_are_given_out(
+    groups_per_step: int, max_staleness_steps: int, num_batches: int | None
+) -> None:
+    """S + 1 batches before the first commit, and one more with each: no ticket more and none less."""
+    buffer = GroupBuffer(groups_per_step, max_staleness_steps, num_batches=num_batches)
+    claimed: list[Ticket] = []
+    for opened in range(3):
+        while (ticket := await claim(buffer)) is not None:
+            claimed.append(ticket)
+        batches = opened + max_staleness_steps + 1
+        assert len(claimed) == groups_per_step * (batches if num_batches is None else min(batches, num_batches))
+        assert buffer.num_outstanding == len(claimed) - opened * groups_per_step
+        if opened == num_batches:
+            break
+        for ready, ticket in enumerate(claimed[opened * groups_per_step :][:groups_per_step]):
+            assert buffer.num_ready == ready
+            await buffer.deliver(ticket, group_of(ticket.number, opened))
+        assert buffer.num_ready == groups_per_step
+        assert (await done(asyncio.create_task(buffer.take_batch(opened)))).index == opened
+        assert await claim(buffer) is None, "its version is not committed"
+        await buffer.open_next_batch()
+
+
+async def test_a_prompt_that_waits_to_be_sampled_again_is_in_the_state() -> None:
+    """Two groups are too old; a checkpoint falls before one of their tickets was claimed, and before either was."""
+    buffer = GroupBuffer(groups_per_step=2, max_staleness_steps=0)
+    for number in range(2):
+        ticket = await buffer.claim_ticket()
+        buffer.assign_prompt(ticket, Prompt(70 + number, (1,), "p"))
+        await buffer.deliver(ticket, group_of(70 + number, version=3))
+    taking = asyncio.create_task(buffer.take_batch(4))
+    await settle()
+    for num_claimed in range(3):
+        resumed = GroupBuffer(groups_per_step=2, max_staleness_steps=0)
+        resumed.load_state(buffer.state())
+        found = [await claim(resumed) for _ in range(3)]
+        assert [ticket and (ticket.number, ticket.prompt and ticket.prompt.prompt_id) for ticket in found] == [
+            (0, 70), (1, 71), None
+        ]  # fmt: skip
+        if num_claimed < 2:
+            assert (await buffer.claim_ticket()).number == num_claimed
+    taking.cancel()
+
+
+class ResumedRun:
+    """A run on one buffer after the other. Prompt k belongs to ticket k; a resume takes the buffer's state and the
+    cursor of the prompts."""
+
+    def __init__(self, groups_per_step: int, max_staleness_steps: int, seed: int) -> None:
+        self.groups_per_step, self.max_staleness_steps = groups_per_step, max_staleness_steps
+        self.rng = random.Random(seed)
+        self.buffer = GroupBuffer(groups_per_step, max_staleness_steps)
+        self.cursor = self.num_taken = 0
+        self.undrawn: list[Ticket] = []
+        self.drawn: list[tuple[Ticket, Prompt]] = []
+        self.taking: asyncio.Task[Batch] | None = None
+
+    async def claim(self) -> None:
+        ticket = await claim(self.buffer)
+        if ticket is not None and ticket.prompt is None:
+            self.undrawn.append(ticket)
+        elif ticket is not None and ticket.prompt is not None:
+            assert ticket.prompt.prompt_id == ticket.number
+            self.drawn.append((ticket, ticket.prompt))
+
+    async def draw(self) -> None:
+        if self.undrawn:
+            ticket, prompt = self.undrawn.pop(0), Prompt(self.cursor, (1,), "p")
+            assert ticket.number == self.cursor
+            self.cursor += 1
+            self.buffer.assign_prompt(ticket, prompt)
+            self.drawn.append((ticket, prompt))
+
+    async def deliver(self, age: int = 0) -> None:
+        if self.drawn:
+            ticket, prompt = self.drawn.pop(self.rng.randrange(len(self.drawn)))
+            await self.buffer.deliver(ticket, group_of(prompt.prompt_id, self.num_taken - age))
+
+    async def deliver_too_old(self) -> None:
+        await self.deliver(self.max_staleness_steps + 1)
+
+    async def take(self) -> None:
+        self.taking = self.taking or asyncio.create_task(self.buffer.take_batch(self.num_taken))
+        await settle()
+        if self.taking.done():
+            batch, self.taking = self.taking.result(), None
+            assert batch.index == self.num_taken
+            first = self.num_taken * self.groups_per_step
+            prompts = [group.prompt.prompt_id for group in batch.groups]
+            assert prompts == list(range(first, first + self.groups_per_step))
+            self.num_taken += 1
+            await self.buffer.open_next_batch()
+
+    async def resume(self) -> None:
+        self.close()
+        state, self.buffer = self.buffer.state(), GroupBuffer(self.groups_per_step, self.max_staleness_steps)
+        self.undrawn.clear()
+        self.drawn.clear()
+        self.buffer.load_state(state)
+        assert self.buffer.state() == state
+
+    def close(self) -> None:
+        if self.taking is not None:
+            self.taking.cancel()
+            self.taking = None
+
+
+ACTIONS = (ResumedRun.claim, ResumedRun.draw, ResumedRun.deliver, ResumedRun.deliver_too_old, ResumedRun.take)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    groups_per_step=st.integers(1, 3),
+    max_staleness_steps=st.integers(0, 2),
+    actions=st.lists(st.sampled_from([*ACTIONS[:3], *ACTIONS, ResumedRun.resume]), max_size=60),
+    seed=st.integers(0, 1000),
+)
+def test_no_ticket_or_prompt_is_lost_or_changed_by_any_number_of_resumes(
+    groups_per_step: int,
+    max_staleness_steps: int,
+    actions: list[Callable[[ResumedRun], Awaitable[None]]],
+    seed: int,
+) -> None:
+    async def run() -> None:
+        world = ResumedRun(groups_per_step, max_staleness_steps, seed)
+        for action in actions:
+            await action(world)
+        goal = world.num_taken + max_staleness_steps + 2
+        for _ in range(400):  # whatever happened, the run goes on from here
+            if world.num_taken < goal:
+                for action in (ResumedRun.take, ResumedRun.claim, ResumedRun.draw, ResumedRun.deliver):
+                    await action(world)
+        assert world.num_taken >= goal, "a batch never became whole"
+        world.close()
+
+    asyncio.run(run())
