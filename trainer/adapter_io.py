@@ -14,7 +14,7 @@ columns of other experts.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,15 +25,18 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from conf.errors import ConfigError
 from conf.schema import LoraConfig
 from trainer.delivery.merged_source import TrainerWeightSource
 from trainer.errors import CheckpointError
 from trainer.lora import Linear
 from trainer.moe.experts import Experts
 from trainer.parallel import local_part, whole
+from trainer.weights.adapter_names import PREFIX
 from trainer.weights.fused_experts import deinterleave, interleave
 from trainer.weights.packed_experts import is_packed
 from trainer.weights.quantization import BlockFp8
+from trainer.weights.stored_adapter import ADAPTER_CONFIG, ADAPTER_FILE, check_adapter_fits, read_stored_adapter
 from weight_sync.disk.safetensors_files import INDEX_NAME
 from weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
 from weight_sync.publish.byte_collectives import all_gather_bytes
@@ -42,11 +45,7 @@ from weight_sync.typed_msgpack import pack, unpack
 if TYPE_CHECKING:
     from trainer.model.decoder import Decoder
 
-ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 SINGLE_FILE = "model.safetensors"
-PREFIX = "base_model.model."
-ReadTensor = Callable[[str, tuple[int, ...]], Tensor]
-"""(name, expected shape) -> the stored tensor."""
 MAX_FILE_BYTES = 4 << 30
 """Largest safetensors file of a merged model."""
 
@@ -55,13 +54,6 @@ _EXPERT_MODULES = {"gate_up": ".base_layer", "down": ""}
 
 # PEFT matches the end of a module's name with these.
 _ATTENTION, _EXPERTS = r"self_attn\.\w+", r"mlp\.experts(\.\w+)?"
-_OPTIONS = {
-    "r": "rank",
-    "lora_alpha": "alpha",
-    "rank_pattern": "attention_rank and expert_rank",
-    "alpha_pattern": "alpha, attention_rank and expert_rank",
-}
-"""Field of adapter_config.json -> options behind it."""
 
 # In a model type that has experts, PEFT reads these target_modules as the experts of transformers 4 and rewrites
 # them. So the dense feed-forwards of such a model are listed as parameters, which PEFT leaves alone; the tensors have
@@ -156,53 +148,35 @@ def gather_adapter(decoder: Decoder, base: str | None, to_host: Callable[[Tensor
 
 
 @torch.no_grad()
-def load_adapter(decoder: Decoder, folder: Path | str) -> None:
-    """Read an adapter that `save_adapter` wrote into this rank's shards. No communication.
+def load_adapter(decoder: Decoder, folder: Path | str) -> int:
+    """Read an adapter in PEFT's format into this rank's shards. No communication. A module without factors in the file
+    keeps those that it has: B is zero when a run starts.
+
+    Returns:
+        Matrices of the whole policy without factors in the file.
 
     Raises:
-        CheckpointError: rank, scale, a tensor or a shape differs from the decoder's.
+        CheckpointError: it is no adapter of this policy (trainer/weights/stored_adapter.py).
     """
     folder = Path(folder)
+    assert decoder.lora is not None, "a policy without adapters starts from none"
     try:
-        config = json.loads((folder / ADAPTER_CONFIG).read_text())
+        stored = read_stored_adapter(folder, "adapter")
+        num_missing = check_adapter_fits(stored, decoder.spec, decoder.lora, "adapter")
         file = safe_open(folder / ADAPTER_FILE, framework="pt", device="cpu")
-    except OSError as error:
-        raise CheckpointError(f"{folder} holds no readable adapter: {error}") from error
-    unread = set(file.keys())
-
-    def read(key: str, shape: tuple[int, ...]) -> Tensor:
-        if key not in unread:
-            raise CheckpointError(f"{folder / ADAPTER_FILE} has no tensor {key}")
-        unread.discard(key)
-        tensor = file.get_tensor(key)
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"{folder / ADAPTER_FILE}: {key} has shape {tuple(tensor.shape)}, expected {shape}")
-        return tensor
-
-    if decoder.lora is not None:
-        _refuse_other_ranks(config, decoder.lora, folder / ADAPTER_CONFIG)
+    except (ConfigError, OSError) as error:  # this machine's files are bad; the controller checked its own before
+        raise CheckpointError(str(error)) from error
     for name, module in decoder.named_modules():
         if not isinstance(module, Linear | Experts) or module.lora is None:
             continue
-        if isinstance(module, Linear):
+        if isinstance(module, Experts):
+            _load_experts(decoder, module, f"{PREFIX}{name}", stored.factors, file.get_tensor)
+        elif f"{PREFIX}{name}.lora_A.weight" in stored.factors:
             for factor, parameter in (("A", module.lora_A), ("B", module.lora_B)):
-                stored = read(f"{PREFIX}{name}.lora_{factor}.weight", tuple(parameter.shape))
+                values = file.get_tensor(f"{PREFIX}{name}.lora_{factor}.weight")
                 rows, start = local_part(parameter)
-                rows.copy_(stored[start : start + rows.shape[0]])
-        elif isinstance(module, Experts):
-            _load_experts(decoder, module, f"{PREFIX}{name}", read)
-    if unread:
-        raise CheckpointError(
-            f"{folder / ADAPTER_FILE} has tensors without a place in this policy: {sorted(unread)[:4]}"
-        )
-
-
-def _refuse_other_ranks(config: dict[str, Any], lora: LoraConfig, file: Path) -> None:
-    for key, expected in _ranks(lora).items():
-        if config.get(key) != expected:
-            raise CheckpointError(
-                f"{file} has {key}={config.get(key)!r}; trainer.lora, with {_OPTIONS[key]}, makes it {expected!r}"
-            )
+                rows.copy_(values[start : start + rows.shape[0]])
+    return num_missing
 
 
 def _ranks(lora: LoraConfig) -> dict[str, Any]:
@@ -217,16 +191,19 @@ def _ranks(lora: LoraConfig) -> dict[str, Any]:
     }
 
 
-def _load_experts(decoder: Decoder, bank: Experts, prefix: str, read: ReadTensor) -> None:
+def _load_experts(
+    decoder: Decoder, bank: Experts, prefix: str, stored: Container[str], read: Callable[[str], Tensor]
+) -> None:
     assert decoder.spec.moe is not None
     num_experts = decoder.spec.moe.num_experts
     for leaf, suffix in _EXPERT_MODULES.items():
+        if f"{prefix}{suffix}.lora_A.weight" not in stored:
+            continue
         a, start = local_part(getattr(bank, f"{leaf}_lora_A"))
         b, _ = local_part(getattr(bank, f"{leaf}_lora_B"))
         rank, in_features = getattr(bank, f"{leaf}_lora_A").shape[1:]
         out_features = getattr(bank, f"{leaf}_lora_B").shape[1]
-        stored_a = read(f"{prefix}{suffix}.lora_A.weight", (num_experts * rank, in_features))
-        stored_b = read(f"{prefix}{suffix}.lora_B.weight", (out_features, rank * num_experts))
+        stored_a, stored_b = (read(f"{prefix}{suffix}.lora_{factor}.weight") for factor in "AB")
         experts = slice(bank.first_expert + start, bank.first_expert + start + a.shape[0])
         a.copy_(stored_a.view(num_experts, rank, in_features)[experts])
         b_ENR = stored_b.view(out_features, rank, num_experts).permute(2, 0, 1)

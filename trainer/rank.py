@@ -154,8 +154,7 @@ class TrainerRank:
         report = load_weights(decoder, reader, seed=self._seed)
         is_full, lora = self._trainer.mode is TrainMode.full, self._trainer.lora
         starts_from_base = not is_full and lora.init_from is None
-        if not is_full and lora.init_from is not None:
-            load_adapter(decoder, lora.init_from)
+        num_unadapted = 0 if is_full or lora.init_from is None else load_adapter(decoder, lora.init_from)
         choose_forward(decoder, self._trainer, self._device, self._weight_sync.mode, self._engine_ranks)
         self._decoder = decoder
         self._trainable = [*dense_trainable(decoder), *expert_trainable(decoder)]
@@ -197,6 +196,7 @@ class TrainerRank:
             "loaded_bytes": report.num_bytes,
             "packed_bytes": report.num_packed_bytes,
             "ignored_tensors": list(report.ignored),
+            "unadapted_matrices": num_unadapted,
             "mtp_tensors": report.num_mtp_tensors,
             "load_s": time.perf_counter() - started,
         }

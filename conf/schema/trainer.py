@@ -65,8 +65,8 @@ class LoraConfig:
     """Adapt gate, up and down of every routed expert."""
     init_from: str | None = None
     """Folder of an adapter in PEFT format from which training starts, such as runs/NAME/adapter of a fine-tuning run.
-    It must have these ranks and this alpha. It is the policy before training, and so algorithm.kl_coef's reference.
-    null: A random, B zero.
+    It must have these ranks and this scale; a matrix that it has no factors for starts with B = 0. It is the policy
+    before training, and so algorithm.kl_coef's reference. null: A random, B zero.
     """
 
     def __post_init__(self) -> None:

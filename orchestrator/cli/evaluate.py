@@ -25,6 +25,7 @@ from orchestrator.figures.held_out import choosing_metrics, eval_names
 from orchestrator.files.run_checkpoint import complete_checkpoints, named_checkpoints, step_of
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.telemetry import read_rows
+from trainer.weights.stored_adapter import options_of, read_stored_adapter
 
 NO_USE = ("run.num_steps", "run.resume", "run.keep_best", "run.eval_beside", "run.eval_share", "trainer.lora.init_from")
 """Options that an evaluation sets itself."""
@@ -127,11 +128,8 @@ def _adapter_of(folder: RunFolder, checkpoint: str) -> Path:
 
 def _shape_of(adapter: Path) -> list[str]:
     """The options that an adapter's file decides."""
-    try:
-        saved = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-        return [f"trainer.lora.rank={int(saved['r'])}", f"trainer.lora.alpha={float(saved['lora_alpha'])}"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--adapter {adapter} holds no adapter in PEFT's format: {error!r}") from error
+    options = options_of(read_stored_adapter(adapter, "--adapter"), "--adapter")
+    return [f"trainer.lora.{name}={'null' if value is None else value}" for name, value in options.items()]
 
 
 def report_of(config: RunConfig, weights: str, folder: RunFolder) -> dict[str, Any]:

@@ -122,6 +122,12 @@ def _log_start(facts: Sequence[dict[str, Any]]) -> None:
     )
     if first["mtp_tensors"]:
         logger.info("%d tensors of multi-token prediction layers are left out: not the policy's", first["mtp_tensors"])
+    if first["unadapted_matrices"]:
+        logger.info(
+            "%d of the matrices that are trained have no factors in trainer.lora.init_from: their adapters start at "
+            "zero",
+            first["unadapted_matrices"],
+        )
     ignored = first["ignored_tensors"]
     if ignored:
         logger.warning("%d tensors of the checkpoint have no place in the model: %s ...", len(ignored), ignored[:3])

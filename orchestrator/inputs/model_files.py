@@ -1,5 +1,4 @@
-"""Checks a Hugging Face checkpoint or an adapter on disk by its headers alone: no weights are read, and torch is not
-needed.
+"""Checks a Hugging Face checkpoint on disk by its headers alone: no weights are read, and torch is not needed.
 
 Finds what makes a run die minutes later: a missing shard, an interrupted download, a Git LFS pointer in a file's
 place, a checkpoint of another architecture. The files are read by `weight_sync.disk.safetensors_files`.
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from conf.errors import ConfigError
-from weight_sync.disk.safetensors_files import read_header, read_index
+from weight_sync.disk.safetensors_files import read_index
 from weight_sync.layout import TensorMeta
 
 
@@ -70,34 +69,3 @@ def check_checkpoint_files(folder: Path, expected: Sequence[TensorMeta]) -> int:
                 f"{tensor.shape}"
             )
     return sum(path.stat().st_size for path in {tensor.path for tensor in stored.values()})
-
-
-def check_adapter_fits(folder: Path, tensors: Sequence[TensorMeta], subject: str) -> None:
-    """Check that every factor of an adapter in PEFT's format belongs to a matrix of the model and has a side of it.
-
-    Factors A (rank, in) and B (out, rank) of a matrix (out, in) are named after it; those of a layer's experts after
-    the layer (trainer/adapter_io.py), and only that it has experts is checked.
-
-    Args:
-        tensors: The model's.
-        subject: The option or flag that names the folder.
-
-    Raises:
-        ConfigError: naming the first factor that does not fit.
-    """
-    shapes = {tensor.name: tensor.shape for tensor in tensors}
-    modules = {name.rpartition(".")[0] for name in shapes}
-    layers_with_experts = {".".join(name.split(".")[:3]) for name in shapes if ".experts." in name}
-    for name, factor in read_header(folder / "adapter_model.safetensors").items():
-        module, _, which = name.removeprefix("base_model.model.").rpartition(".lora_")
-        layer, is_of_experts, _ = module.partition(".mlp.experts")
-        if layer not in layers_with_experts if is_of_experts else module not in modules:
-            raise ConfigError(
-                f"{subject}={folder}: {name} belongs to no weight of the model; is the adapter of another model?"
-            )
-        side = 1 if which.startswith("A") else 0
-        if (shape := shapes.get(f"{module}.weight")) is not None and factor.shape[side] != shape[side]:
-            raise ConfigError(
-                f"{subject}={folder}: {name} has shape {factor.shape}, and the weight that it changes {shape}; is the "
-                "adapter of another model?"
-            )

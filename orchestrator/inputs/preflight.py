@@ -12,7 +12,6 @@ found in one go, so that nobody repairs one to meet the next.
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
 import pickle
@@ -22,7 +21,6 @@ import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 from conf.errors import ConfigError, SlipstreamError
 from conf.functions import is_function_path
@@ -46,7 +44,7 @@ from orchestrator.inputs.machine_checks import (
     check_shared_memory,
     check_sockets,
 )
-from orchestrator.inputs.model_files import check_adapter_fits, check_checkpoint_files
+from orchestrator.inputs.model_files import check_checkpoint_files
 from orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
 from orchestrator.inputs.own_advantage import try_advantage
 from orchestrator.inputs.prompt_rows import check_data
@@ -57,6 +55,7 @@ from rollout.agents.tool_calls import parser_names
 from rollout.rewards.runner import check_reward
 from trainer.architecture.families import read_config
 from trainer.architecture.model_spec import ModelSpec
+from trainer.weights.stored_adapter import check_adapter_fits, read_stored_adapter
 
 MIN_FREE_BYTES = 256 << 20
 """Free space below which a run is refused: logs, metrics and the checkpoints of a tiny model."""
@@ -134,29 +133,17 @@ def check_model(config: RunConfig) -> Fact:
 
 
 def check_initial_adapter(config: RunConfig) -> Fact:
-    """The adapter to start from is one, has the ranks that are trained, and is of the model."""
+    """The adapter to start from is plain LoRA of the model, with the ranks and the scale that are trained."""
     lora = config.trainer.lora
     if config.trainer.mode is TrainMode.full or lora.init_from is None:
         return Fact("starts from", "the model")
-    path = Path(lora.init_from) / "adapter_config.json"
-    try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"trainer.lora.init_from={lora.init_from} holds no adapter in PEFT format ({path.name}: {error}); give a "
-            "folder such as runs/NAME/adapter"
-        ) from error
-    fields = cast("dict[str, Any]", saved) if isinstance(saved, dict) else {}
-    for field, option, value in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
-        if fields.get(field) != value:
-            raise ConfigError(
-                f"trainer.lora.init_from={lora.init_from} has {field}={fields.get(field)}, and "
-                f"trainer.lora.{option}={value}; set trainer.lora.{option} to what the adapter has"
-            )
-    if config.model.path is None or Path(config.model.path).is_dir():
-        tensors = read_config(resolve_hf_config(config.model)).checkpoint_tensors(config.model.dtype.value)
-        check_adapter_fits(path.parent, tensors, "trainer.lora.init_from")
-    return Fact("starts from", lora.init_from)
+    stored = read_stored_adapter(Path(lora.init_from), "trainer.lora.init_from")
+    if config.model.path is not None and not Path(config.model.path).is_dir():
+        return Fact("starts from", lora.init_from)  # check_model reports that folder
+    spec = read_config(resolve_hf_config(config.model))
+    num_missing = check_adapter_fits(stored, spec, lora, "trainer.lora.init_from")
+    rest = f"; {num_missing} matrices without factors in it start at zero" if num_missing else ""
+    return Fact("starts from", f"{lora.init_from} ({len(stored.factors) // 2} matrices{rest})")
 
 
 def _check_cache_holds_a_sequence(config: RunConfig, spec: ModelSpec) -> None:

@@ -21,6 +21,7 @@ from conf.load import load_resolved_yaml, load_run_config
 from conf.schema import Device, Init, ModelConfig, RunConfig, TrainMode
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.inputs.model_folder import resolve_hf_config
+from orchestrator.inputs.preflight import check_initial_adapter
 from orchestrator.inputs.prompt_rows import PromptRows, RowEncoder
 from rollout.errors import DataError
 
@@ -68,6 +69,7 @@ def run_parity(options: ParityOptions, overrides: Sequence[str], say: Say) -> Pa
         EngineError: vLLM refused the model.
     """
     config, has_prompts = load_config(options, overrides)
+    check_initial_adapter(config)
     usual = None if options.usual is None else _relatives(options.usual)
     prompts = _prompts(config, options) if has_prompts else _random_prompts(config, options)
     try:

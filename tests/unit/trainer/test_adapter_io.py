@@ -72,7 +72,9 @@ def test_a_rank_of_its_own_for_attention_and_experts_changes_no_scale(tmp_path):
     other = make_decoder(DEEPSEEK, trainer_config(lora=RANKS), nonzero_b=False)
     load_adapter(other, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(decoder.parameters(), other.parameters(), strict=True))
-    with pytest.raises(CheckpointError, match=r"has rank_pattern=.*attention_rank and expert_rank"):
+    with pytest.raises(
+        CheckpointError, match=r"set \S*rank=4 \S*attention_rank=6 \S*expert_rank=2 \S*alpha=8, got rank"
+    ):
         load_adapter(make_decoder(DEEPSEEK), tmp_path)
 
 
@@ -101,13 +103,13 @@ def test_a_saved_adapter_loads_back_bit_for_bit(hf_config, tmp_path):
 
 def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
     save_adapter(make_decoder(MOE), tmp_path)
-    with pytest.raises(CheckpointError, match=r"has r=4; trainer\.lora, with rank, makes it 8"):
+    with pytest.raises(CheckpointError, match=r"has r=4, lora_alpha=8\.0; set trainer\.lora\.rank=4"):
         load_adapter(make_decoder(MOE, trainer_config(lora=LoraConfig(rank=8, alpha=8.0))), tmp_path)
-    with pytest.raises(CheckpointError, match="without a place"):
+    with pytest.raises(CheckpointError, match=r"no place in a run with trainer\.lora\.attention=false"):
         load_adapter(make_decoder(MOE, trainer_config(lora=LoraConfig(rank=4, alpha=8.0, attention=False))), tmp_path)
-    with pytest.raises(CheckpointError, match="no tensor"):
+    with pytest.raises(CheckpointError, match="belongs to no weight of the model"):
         load_adapter(make_decoder(MIXED), tmp_path)
-    with pytest.raises(CheckpointError, match="no readable adapter"):
+    with pytest.raises(CheckpointError, match="holds no adapter"):
         load_adapter(make_decoder(MOE), tmp_path / "absent")
     with pytest.raises(CheckpointError, match="no adapters to save"):
         save_adapter(make_decoder(MOE, trainer_config(TrainMode.full)), tmp_path)

@@ -336,11 +336,12 @@ def test_run_to_resume_is_finished(refuse: Refuse, old_run: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "holds no adapter in PEFT format"),
-        ("{", "holds no adapter in PEFT format"),
-        ('{"r": 8, "lora_alpha": 32}', "has r=8, and trainer.lora.rank=16; set trainer.lora.rank"),
+        (None, "holds no adapter in PEFT's format"),
+        ("{", "holds no adapter in PEFT's format"),
         ("[]", "has r=None"),
         ('{"r": 16, "lora_alpha": 32}', "adapter_model.safetensors cannot be read"),
+        ('{"r": 16, "lora_alpha": 32, "use_dora": true}', "has use_dora=true, with which it computes something else"),
+        ('{"r": 16, "lora_alpha": 32, "init_lora_weights": "pissa"}', "has init_lora_weights='pissa'"),
     ],
 )
 def test_adapter_to_start_from_that_does_not_fit(

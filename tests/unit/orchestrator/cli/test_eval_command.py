@@ -6,13 +6,25 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import save_file
 
 from conf.errors import ConfigError
 from conf.load import load_run_config
 from orchestrator.cli.evaluate import eval_config, report_of, table_of
 from orchestrator.files.run_folder import RunFolder, to_plain
+
+
+def write_adapter(folder: Path, *, rank: int, alpha: float, **fields: object) -> Path:
+    """Of one matrix of 64 x 64."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"r": rank, "lora_alpha": alpha, **fields}))
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    a, b = np.ones((rank, 64), np.float32), np.ones((64, rank), np.float32)
+    save_file({f"{prefix}A.weight": a, f"{prefix}B.weight": b}, folder / "adapter_model.safetensors")
+    return folder
 
 
 @pytest.fixture
@@ -21,8 +33,7 @@ def run(tmp_path: Path) -> Path:
     root = tmp_path / "runs" / "mine"
     for step in (5, 10):
         checkpoint = root / "checkpoints" / f"step-{step:06d}"
-        (checkpoint / "adapter").mkdir(parents=True)
-        (checkpoint / "adapter" / "adapter_config.json").write_text('{"r": 16, "lora_alpha": 32.0}')
+        write_adapter(checkpoint / "adapter", rank=16, alpha=32.0)
         (checkpoint / "manifest.json").write_text("{}")
     (root / "checkpoints" / "best").symlink_to("step-000005")
     config = load_run_config(["experiment=quickstart", "run.eval_every_steps=5"])
@@ -43,16 +54,17 @@ def test_a_checkpoint_is_evaluated_with_the_runs_options_and_no_step(run: Path) 
 
 def test_an_adapter_alone_brings_its_rank(run: Path) -> None:
     adapter = run / "checkpoints" / "step-000005" / "adapter"
-    (adapter / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 4}')
+    write_adapter(adapter, rank=8, alpha=4)
     config, weights = eval_config(None, adapter, None, ["experiment=quickstart"])
     assert (config.trainer.lora.rank, config.trainer.lora.alpha, weights) == (8, 4.0, str(adapter))
     assert config.run.num_steps == 0 and config.run.dir.endswith("evals")
 
 
 def test_another_adapter_in_place_of_the_runs_brings_its_rank_too(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 4}')
+    write_adapter(tmp_path, rank=8, alpha=4, use_rslora=True)
     config, weights = eval_config(run, tmp_path, None, ["run.eval_samples_per_prompt=4"])
-    assert (config.trainer.lora.rank, config.trainer.lora.alpha, weights) == (8, 4.0, str(tmp_path))
+    assert (config.trainer.lora.rank, weights) == (8, str(tmp_path))
+    assert config.trainer.lora.scale == pytest.approx(4 / 8**0.5, rel=1e-12)
     assert (config.run.dir, config.run.eval_samples_per_prompt) == (str(run / "evals"), 4)
     with pytest.raises(ConfigError, match="--checkpoint 5 has no effect with --adapter"):
         eval_config(run, tmp_path, "5", [])

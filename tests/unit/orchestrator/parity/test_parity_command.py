@@ -11,7 +11,7 @@ import torch
 
 from conf.errors import ConfigError
 from conf.load import load_run_config, resolved_yaml
-from orchestrator.parity.command import ParityOptions, load_config
+from orchestrator.parity.command import ParityOptions, load_config, run_parity
 from orchestrator.parity.compare import difference, verdict
 from orchestrator.parity.measure import ParityReport, Sampled, Swap, agreements
 from orchestrator.parity.report import print_report, write_files
@@ -41,6 +41,14 @@ def test_a_run_folder_brings_its_options_and_its_adapter(tmp_path: Path):
     assert found.trainer.lora.init_from == str(tmp_path / "adapter")
     assert found.run.seed == 7
     assert str(found.trainer.combine) == "hf_eager"
+
+
+def test_an_adapter_that_computes_something_else_is_refused_before_the_engine_starts(tmp_path: Path):
+    (tmp_path / "adapter_config.json").write_text('{"r": 16, "lora_alpha": 32, "use_dora": true}')
+    words = [*TINY, f"trainer.lora.init_from={tmp_path}"]
+    with pytest.raises(ConfigError, match="has use_dora=true"):
+        run_parity(ParityOptions(output=tmp_path / "parity"), words, lambda phase: pytest.fail(phase))
+    assert not (tmp_path / "parity").exists()
 
 
 def test_a_run_that_trained_everything_brings_its_merged_weights(tmp_path: Path):
