@@ -39,8 +39,8 @@ class ConversationEncoder(Protocol):
         """Tokens at which a response ends, with their texts; the first is what ends an answer that is plain text."""
         ...
 
-    def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[int]]:
-        """(token ids, place of each token's first character in `text`; -1 for a special token that was added)."""
+    def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """(token ids, the characters of `text` that each token has): rollout.plain_text.encode_text."""
         ...
 
     def render_messages(self, messages: Sequence[dict[str, Any]], *, is_open: bool) -> str:
@@ -108,7 +108,7 @@ class ConversationReader:
     def _tokenized(self, row: dict[str, Any], where: str) -> Conversation:
         config, encoder = self._config, self._encoder
         if config.messages_key not in row:
-            text, span = _plain(row, where, end_of_text(encoder), config)
+            text, span = _plain(row, where, encoder, config)
             return tokenized(text, [span], where, encoder, config.add_special_tokens)
         turns = messages_in(row[config.messages_key], f"{where}: column {config.messages_key!r}")
         return chat_conversation(turns, where, encoder)
@@ -117,6 +117,15 @@ class ConversationReader:
 def end_of_text(encoder: ConversationEncoder) -> str:
     """What ends an answer that is plain text; empty when the model's files name no end."""
     return next(iter(encoder.ends.values()), "")
+
+
+def with_end(answer: str, encoder: ConversationEncoder) -> str:
+    """An answer that is plain text, and what ends it. Text that a template rendered before has its end already; blanks
+    behind that are no part of an answer.
+    """
+    ends = tuple(filter(None, encoder.ends.values()))
+    ended = (text for text in (answer, answer.rstrip()) if text.endswith(ends))
+    return next(ended, answer + end_of_text(encoder))
 
 
 def check_conversation(conversation: Conversation, what: str, limit: int | None) -> None:
@@ -134,10 +143,12 @@ def check_conversation(conversation: Conversation, what: str, limit: int | None)
 def tokenized(
     text: str, spans: Sequence[tuple[int, int]], where: str, encoder: ConversationEncoder, add_special_tokens: bool
 ) -> Conversation:
-    """A conversation of which the characters in `spans`, each (start, stop), are taught."""
+    """A conversation of which the characters in `spans`, each (start, stop), are taught: every token that has one of
+    them. The first token of an answer may begin within the prompt: " Paris" after one that ends with a space.
+    """
     check_text(text, where)
     token_ids, places = encoder.encode_with_places(text, add_special_tokens)
-    taught = [any(first <= place < last for first, last in spans) for place in places]
+    taught = [any(start < last and stop > first for first, last in spans) for start, stop in places]
     if taught:
         taught[0] = False  # nothing precedes it that could predict it
     return Conversation(tuple(token_ids), tuple(taught))
@@ -169,7 +180,9 @@ def chat_conversation(
     return tokenized(whole, spans, where, encoder, False)  # a chat template brings its own special tokens
 
 
-def _plain(row: dict[str, Any], where: str, end: str, config: DataConfig) -> tuple[str, tuple[int, int]]:
+def _plain(
+    row: dict[str, Any], where: str, encoder: ConversationEncoder, config: DataConfig
+) -> tuple[str, tuple[int, int]]:
     """Text of a row without messages, and the (start, stop) of the response in it."""
     for key, option in ((config.prompt_key, "data.prompt_key"), (config.response_key, "data.response_key")):
         if not isinstance(row.get(key), str):
@@ -177,5 +190,5 @@ def _plain(row: dict[str, Any], where: str, end: str, config: DataConfig) -> tup
                 f"{where}: needs a column {config.messages_key!r} (data.messages_key), or text in column {key!r} "
                 f"({option}); the columns are {listed(row)}"
             )
-    prompt, response = row[config.prompt_key], row[config.response_key] + end
+    prompt, response = row[config.prompt_key], with_end(row[config.response_key], encoder)
     return prompt + response, (len(prompt), len(prompt) + len(response))

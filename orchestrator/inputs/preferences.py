@@ -25,8 +25,8 @@ from orchestrator.inputs.conversations import (
     ConversationEncoder,
     chat_conversation,
     check_conversation,
-    end_of_text,
     tokenized,
+    with_end,
 )
 from rollout.errors import DataError
 from trainer.types import Sample
@@ -124,8 +124,7 @@ class PreferenceReader:
         def whole(text: str) -> Conversation:
             return tokenized(text, [(0, len(text))], where, self._encoder, self._config.add_special_tokens)
 
-        ends = end_of_text(self._encoder)
-        pair = [whole((prompt or "") + answer + ends) for answer in (chosen, rejected)]
+        pair = [whole((prompt or "") + with_end(answer, self._encoder)) for answer in (chosen, rejected)]
         if prompt is None and not chosen[: _num_shared(chosen, rejected)].strip():
             raise DataError(_no_prompt(where, self._config.prompt_key))
         before = pair[0] if prompt is None else whole(prompt)

@@ -248,7 +248,7 @@ class RowEncoder:
         """As TextEncoder.ends."""
         return self._text.ends
 
-    def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[int]]:
+    def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
         """As TextEncoder.encode_with_places."""
         return self._text.encode_with_places(text, add_special_tokens)
 

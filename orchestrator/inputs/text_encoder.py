@@ -12,15 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from tokenizers import Tokenizer
-
 from conf.errors import ConfigError
 from conf.schema import ModelConfig
 from rollout.chat_template import ChatTemplate
 from rollout.ends import end_token_ids
+from rollout.plain_text import TOKENIZER_FILE, encode_text, load_tokenizer
 
-TOKENIZER_FILE = "tokenizer.json"
-"""What prompts and responses are read with, by `tokenizers`."""
 _OLDER_TOKENIZERS = ("tokenizer.model", "vocab.json")
 """What transformers converts to TOKENIZER_FILE."""
 _CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
@@ -70,7 +67,7 @@ class TextEncoder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         try:
-            self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+            self._tokenizer = load_tokenizer(folder)
         except Exception as error:  # the only class that `tokenizers` raises
             raise ConfigError(
                 f"{folder / TOKENIZER_FILE} is not a tokenizer ({error}); copy the model's own, whole"
@@ -81,7 +78,7 @@ class TextEncoder:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of plain text."""
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return encode_text(self._tokenizer, text, add_special_tokens)[0]
 
     def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
         """Chat messages as the model sees them, ending where its answer begins."""
@@ -92,11 +89,9 @@ class TextEncoder:
         """Tokens at which a response ends, with their texts; the first is what ends an answer that is plain text."""
         return self._ends
 
-    def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[int]]:
-        """(token ids, place of each token's first character in `text`; -1 for a special token that was added)."""
-        encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        places = [-1 if first == last else first for first, last in encoded.offsets]
-        return encoded.ids, places
+    def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """See encode_text."""
+        return encode_text(self._tokenizer, text, add_special_tokens)
 
     def render_messages(self, messages: Sequence[dict[str, Any]], *, is_open: bool) -> str:
         """The chat template's text; `is_open` adds what precedes an assistant's answer."""

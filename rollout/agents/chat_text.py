@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from rollout.agents.tool_calls import ToolCallParser
 from rollout.chat_template import ChatTemplate
+from rollout.plain_text import encode_text, load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +41,19 @@ class FolderChatText:
         folder: With tokenizer.json and a chat template.
         stop_token_ids: Tokens that end a response.
         tool_parser: Name of one of vLLM's tool parsers; None: tool calls stay text.
+        add_special_tokens: data.add_special_tokens.
     """
 
-    def __init__(self, folder: Path, stop_token_ids: Sequence[int], tool_parser: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        stop_token_ids: Sequence[int],
+        tool_parser: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> None:
         self._template = ChatTemplate(folder)
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer = load_tokenizer(folder)
+        self._add_special_tokens = add_special_tokens
         self.stop_texts: Mapping[int, str] = {token: self.decode([token]) for token in stop_token_ids}
         self._specials = sorted(
             {token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special},
@@ -66,6 +73,10 @@ class FolderChatText:
     def encode(self, text: str) -> list[int]:
         """Token ids; nothing is added."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a plain prompt, those that a row with this text has."""
+        return encode_text(self._tokenizer, text, self._add_special_tokens)[0]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text, special tokens included."""

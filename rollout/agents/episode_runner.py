@@ -215,6 +215,7 @@ class EpisodeRunner:
             folder=str(self._folder),
             stop_token_ids=[*end_token_ids(self._folder), *rollout.sampling.stop_token_ids],
             tool_parser=episodes.tool_parser,
+            add_special_tokens=self._config.data.add_special_tokens,
             host=episodes.host,
             port=episodes.port,
             limits=asdict(limits),

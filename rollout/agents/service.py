@@ -49,7 +49,9 @@ class Service:
         self._channel = channel
         self._options = options
         self._limits = Limits(**options.limits)
-        self._chat = FolderChatText(Path(options.folder), options.stop_token_ids, options.tool_parser)
+        self._chat = FolderChatText(
+            Path(options.folder), options.stop_token_ids, options.tool_parser, options.add_special_tokens
+        )
         self._episodes: dict[str, Episode] = {}
         self._endpoint = Endpoint(self._episodes)
         self._pool = AgentPool(

@@ -14,6 +14,7 @@ class ServiceOptions:
     """Model folder: tokenizer and chat template."""
     stop_token_ids: list[int]
     tool_parser: str | None
+    add_special_tokens: bool
     host: str
     port: int
     limits: dict[str, int]

@@ -63,6 +63,10 @@ class ChatText(Protocol):
         """Token ids; nothing is added."""
         ...
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a plain prompt, with the special tokens that the tokenizer adds to a text."""
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text, special tokens included."""
         ...
@@ -149,7 +153,7 @@ class TokenTree:
             if not isinstance(prompt, str) and list(prompt[: turn.num_tokens]) == self._context(number):
                 added = list(prompt[turn.num_tokens :])
                 return Planned(number, added, len(prompt), self._chat.decode(added), text, history, CONTINUED)
-        token_ids = self._chat.encode(text) if isinstance(prompt, str) else list(prompt)
+        token_ids = self._chat.encode_prompt(text) if isinstance(prompt, str) else list(prompt)
         return Planned(None, token_ids, len(token_ids), text, text, history, NEW if self._turns else START)
 
     def record(self, planned: Planned, sampled: Sequence[int], reply: Message | None = None) -> tuple[int, str]:

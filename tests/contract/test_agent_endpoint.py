@@ -19,7 +19,10 @@ from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
+from orchestrator.data.prompts import PromptReader
+from orchestrator.data.sources import START, Row
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from orchestrator.inputs.text_encoder import TextEncoder
 from rollout.agents.chat_text import FolderChatText
 from rollout.agents.endpoint import Endpoint
 from rollout.agents.episode import EngineFailed, Episode, Limits, Sampled
@@ -55,7 +58,7 @@ class Script:
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> FolderChatText:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     save_character_tokenizer(folder, vocab_size=200)
     description = json.loads((folder / "tokenizer_config.json").read_text())
@@ -68,6 +71,11 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> FolderChatText:
         "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
     (folder / "tokenizer_config.json").write_text(json.dumps(description))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chat(folder: Path) -> FolderChatText:
     return FolderChatText(folder, [2], "hermes")
 
 
@@ -196,6 +204,18 @@ async def test_what_would_not_be_done_is_refused(served: Served, fields: dict[st
     with pytest.raises(openai.BadRequestError, match=message):
         await client.post("/chat/completions", body={"model": "policy", **body}, cast_to=object)
     assert not episode.turns
+
+
+@pytest.mark.parametrize("text", ["1 + 2 =", "<bos>1 + 2 ="])
+async def test_a_plain_prompt_has_the_tokens_of_a_row_with_this_text(served: Served, folder: Path, text: str) -> None:
+    client, script, _ = served
+    row = Row("rows.jsonl:1", {"prompt": text}, START)
+    prompt = PromptReader(encoder=TextEncoder(folder), max_prompt_tokens=99).prompt(row, 0)
+    script.texts = ["3", " or 4<eos>"]
+    answer = await client.completions.create(model="policy", prompt=text)
+    await client.completions.create(model="policy", prompt=text + "3")
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(prompt.token_ids) == 8
+    assert script.given == [(None, "<bos>1 + 2 ="), (0, "")]
 
 
 async def test_limits_keys_and_ends_have_codes(served: Served) -> None:

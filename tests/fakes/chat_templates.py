@@ -125,6 +125,8 @@ class FakeChatText:
             place = special.end()
         return [*token_ids, *(ord(character) for character in text[place:])]
 
+    encode_prompt = encode
+
     def decode(self, token_ids: Sequence[int]) -> str:
         names = {number: text for text, number in self._specials.items()}
         return "".join(names[token] if token in names else chr(token) for token in token_ids)

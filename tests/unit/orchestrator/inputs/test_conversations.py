@@ -6,13 +6,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from conf.schema import DataConfig
 from orchestrator.data.sources import read_rows
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from orchestrator.inputs.conversations import ConversationReader
+from orchestrator.inputs.preferences import PreferenceReader
 from orchestrator.inputs.text_encoder import TextEncoder
 from rollout.errors import DataError
 
@@ -73,6 +76,34 @@ def test_a_plain_row_teaches_the_response_and_the_end(folder):
     (conversation,) = _read(folder, [{"prompt": "6d8=", "response": "d"}])
     assert _taught_text(folder, conversation) == "d<eos>"
     assert conversation.token_ids[0] == 1, "<bos> as prompts of rollouts have it"
+
+
+def test_text_that_was_rendered_before_is_taught_as_the_plain_one(folder):
+    rows = [
+        {"prompt": "6d8=", "response": "d"},
+        {"prompt": "<bos>6d8=", "response": "d<eos>"},
+        {"prompt": "6d8=", "response": "d<eos>\n"},
+    ]
+    plain, *rendered = _read(folder, rows)
+    assert rendered == [plain, plain]
+
+
+def test_an_answer_whose_first_token_begins_in_the_prompt_is_taught_whole(folder):
+    """The tokens are "is" and " Paris", and the space is the prompt's."""
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(special_tokens=["<eos>"], show_progress=False)
+    tokenizer.train_from_iterator(["it is Paris", "is Paris"], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (conversation,) = _read(folder, [{"prompt": "it is ", "response": "Paris"}])
+    pieces = [tokenizer.decode([token], skip_special_tokens=False) for token in conversation.token_ids]
+    assert pieces == ["it", " is", " Paris", "<eos>"]
+    assert conversation.is_taught == (False, False, True, True)
+    path = folder / "pair.jsonl"
+    path.write_text(json.dumps({"prompt": "it is ", "chosen": "Paris", "rejected": "it"}))
+    pair = PreferenceReader(DataConfig(), TextEncoder(folder)).read(next(read_rows(str(path))), 0)
+    assert pair.chosen == conversation, "as algorithm=dpo counts it"
 
 
 def test_the_sample_predicts_each_taught_token(folder):

@@ -29,10 +29,10 @@ class Words:
 
     ends: ClassVar[dict[int, str]] = {}
 
-    def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[int]]:
+    def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
         starts = [0, *(place for place, one in enumerate(text) if one == " " and place)]
-        words = [text[start:stop] for start, stop in zip(starts, [*starts[1:], len(text)], strict=True)]
-        return [sum(map(ord, word)) for word in words], starts
+        places = list(zip(starts, [*starts[1:], len(text)], strict=True))
+        return [sum(map(ord, text[start:stop])) for start, stop in places], places
 
 
 @pytest.fixture
@@ -74,6 +74,13 @@ def _answer(text: str) -> list[dict]:
 def test_texts_count_behind_the_prompt_with_their_end(folder):
     pair = _read(folder, {"prompt": "2+2=", "chosen": "4", "rejected": "42"})
     assert _texts(folder, pair) == [("<bos>2+2=", "4<eos>"), ("<bos>2+2=", "42<eos>")]
+
+
+def test_texts_that_were_rendered_before_are_the_same_pair(folder):
+    plain = _read(folder, {"prompt": "2+2=", "chosen": "4", "rejected": "42"})
+    assert _read(folder, {"prompt": "<bos>2+2=", "chosen": "4<eos>", "rejected": "42<eos>\n"}) == plain
+    whole = _read(folder, {"chosen": "2+2=4", "rejected": "2+2=42"})
+    assert _read(folder, {"chosen": "<bos>2+2=4<eos>", "rejected": "<bos>2+2=42<eos>"}) == whole
 
 
 CHAT = [("[user]2+2?<eos>[assistant]", "4<eos>"), ("[user]2+2?<eos>[assistant]", "5<eos>")]
