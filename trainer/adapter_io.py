@@ -74,8 +74,20 @@ class GatheredAdapter:
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(self.tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+        _save(self.tensors, folder / ADAPTER_FILE)
         (folder / ADAPTER_CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
+
+
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write a safetensors file that others may read as far as the umask lets them; safetensors itself makes one that is
+    for its owner alone."""
+    partial = file.with_name(f".{file.name}.partial")
+    partial.unlink(missing_ok=True)
+    partial.touch()
+    mode = partial.stat().st_mode
+    save_file(tensors, partial, metadata={"format": "pt"})
+    partial.chmod(mode)
+    partial.replace(file)
 
 
 def save_adapter(decoder: Decoder, folder: Path | str, base: str | None = None) -> None:
@@ -254,9 +266,7 @@ def save_merged(decoder: Decoder, folder: Path | str, hf_config: dict[str, Any])
         content = {meta.name: next(merged_tensors) for meta in metas}
         if is_writer:
             file = SINGLE_FILE if len(files) == 1 else _numbered(number, len(files))
-            save_file(
-                {name: t for name, t in content.items() if t is not None}, folder / file, metadata={"format": "pt"}
-            )
+            _save({name: t for name, t in content.items() if t is not None}, folder / file)
     if is_writer:
         if len(files) > 1:
             weight_map = {m.name: _numbered(n, len(files)) for n, metas in enumerate(files, start=1) for m in metas}

@@ -1,19 +1,28 @@
-"""Checks a Hugging Face checkpoint on disk by its headers alone: no weights are read, and torch is not needed.
+"""Checks a Hugging Face checkpoint on disk by its headers: of the weights at most the head is read, and torch is not
+needed.
 
-Finds what makes a run die minutes later: a missing shard, an interrupted download, a Git LFS pointer in a file's
-place, a checkpoint of another architecture. The files are read by `weight_sync.disk.safetensors_files`.
+Finds what makes a run die minutes later, or compute another model: a missing shard, an interrupted download, a Git LFS
+pointer in a file's place, a checkpoint of another architecture, a head that is stored and said to be tied. The files
+are read by `weight_sync.disk.safetensors_files`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from conf.errors import ConfigError
-from weight_sync.disk.safetensors_files import read_index
+from weight_sync.disk.safetensors_files import StoredTensor, read_index
 from weight_sync.layout import TensorMeta
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+PART_ELEMENTS = 1 << 24
+"""Elements that are compared at once."""
 
 
 def read_hf_config(folder: Path, subject: str) -> dict[str, Any]:
@@ -47,13 +56,14 @@ def read_hf_config(folder: Path, subject: str) -> dict[str, Any]:
 
 
 def check_checkpoint_files(folder: Path, expected: Sequence[TensorMeta]) -> int:
-    """Check that the folder's safetensors files are whole and hold every expected tensor in its shape.
+    """Check that the folder's safetensors files are whole and hold every expected tensor in its shape. A head that is
+    stored though none is expected has to be the embedding table.
 
     Returns:
         Bytes of all shards.
 
     Raises:
-        ConfigError: naming the file, and the first tensors that are missing or of another shape.
+        ConfigError: naming the file, and the first tensors that are missing, of another shape, or unequal.
     """
     stored = read_index(folder, "model.path", ", or set model.init=random to draw them")
     missing = [tensor.name for tensor in expected if tensor.name not in stored]
@@ -68,4 +78,26 @@ def check_checkpoint_files(folder: Path, expected: Sequence[TensorMeta]) -> int:
                 f"model.path={folder}: {tensor.name} has shape {stored[tensor.name].shape}, and config.json makes it "
                 f"{tensor.shape}"
             )
+    if HEAD in stored and HEAD not in {tensor.name for tensor in expected}:
+        _check_tied(folder, stored[HEAD], stored[EMBEDDING])
     return sum(path.stat().st_size for path in {tensor.path for tensor in stored.values()})
+
+
+def _check_tied(folder: Path, head: StoredTensor, embedding: StoredTensor) -> None:
+    """Raise ConfigError where config.json ties the head to an embedding table of other values."""
+    parts = zip(_values(head), _values(embedding), strict=False)
+    if head.shape != embedding.shape or not all(np.array_equal(ours, theirs) for ours, theirs in parts):
+        raise ConfigError(
+            f"model.path={folder}: config.json says tie_word_embeddings=true, and {HEAD} is stored with other values "
+            f"than {EMBEDDING}; set tie_word_embeddings=false in config.json to keep the stored head, as transformers "
+            "does, or remove the tensor"
+        )
+
+
+def _values(stored: StoredTensor) -> Iterator[np.ndarray]:
+    """A stored tensor in float32, part by part; bytes, where its format is none of 16 or 32 bits."""
+    kind = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}.get(stored.dtype, "u1")
+    flat = np.memmap(stored.path, kind, "r", stored.offset, (math.prod(stored.shape),))
+    for start in range(0, len(flat), PART_ELEMENTS):
+        part = flat[start : start + PART_ELEMENTS]
+        yield (part.astype("<u4") << 16).view("<f4") if stored.dtype == "BF16" else part.astype("f4")

@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -99,6 +100,18 @@ def test_a_saved_adapter_loads_back_bit_for_bit(hf_config, tmp_path):
     load_adapter(other, tmp_path)
     mine, theirs = dict(decoder.named_parameters()), dict(other.named_parameters())
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_others_may_read_what_is_saved_as_the_umask_says(tmp_path):
+    decoder = make_decoder(DENSE)
+    for umask, mode in ((0o022, 0o644), (0o027, 0o640)):
+        folder, before = tmp_path / str(umask), os.umask(umask)
+        try:
+            save_adapter(decoder, folder / "adapter")
+            save_merged(decoder, folder / "merged", DENSE)
+        finally:
+            os.umask(before)
+        assert {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()} == {mode}
 
 
 def test_an_adapter_that_does_not_fit_is_refused(tmp_path):

@@ -1,0 +1,64 @@
+"""Locks: a head that is stored in the checkpoint of a tied model is the embedding table, or an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases.tiny_models import DENSE, make_decoder
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from conf.errors import ConfigError
+from orchestrator.inputs import model_files
+from orchestrator.inputs.model_files import check_checkpoint_files
+from trainer.adapter_io import save_merged
+from trainer.architecture.families import read_config
+from trainer.weights.loading import CheckpointReader, load_weights
+
+TIED: dict[str, Any] = {**DENSE, "tie_word_embeddings": True}
+FORMATS = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of a tied model in bfloat16."""
+    save_merged(make_decoder(TIED, dtype=torch.bfloat16), tmp_path, TIED)
+    return tmp_path
+
+
+def store_head(folder: Path, head: Tensor) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": head.contiguous()}, folder / "model.safetensors")
+
+
+def check(folder: Path) -> int:
+    return check_checkpoint_files(folder, read_config(TIED).checkpoint_tensors("bfloat16"))
+
+
+@pytest.mark.parametrize("stored_in", [torch.bfloat16, torch.float32], ids=str)
+def test_a_stored_head_that_is_the_embedding_needs_no_word(folder: Path, stored_in: torch.dtype) -> None:
+    store_head(folder, load_file(folder / "model.safetensors")["model.embed_tokens.weight"].to(stored_in))
+    assert check(folder) == (folder / "model.safetensors").stat().st_size
+    decoder = make_decoder(TIED, dtype=torch.bfloat16)
+    assert load_weights(decoder, CheckpointReader(folder, decoder.spec), seed=0).ignored == ()
+
+
+@pytest.mark.parametrize("stored_in", FORMATS, ids=str)
+def test_a_stored_head_of_other_values_is_refused(
+    folder: Path, stored_in: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_files, "PART_ELEMENTS", 1000)
+    head = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].to(stored_in)
+    head[-1, -1] += 1  # the last of 7 parts
+    store_head(folder, head)
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings=true, and lm_head\.weight is stored with other values"):
+        check(folder)
+
+
+def test_a_stored_head_of_another_shape_is_refused(folder: Path) -> None:
+    store_head(folder, load_file(folder / "model.safetensors")["model.embed_tokens.weight"][:-1])
+    with pytest.raises(ConfigError, match=r"lm_head\.weight is stored with other values"):
+        check(folder)
