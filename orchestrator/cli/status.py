@@ -1,6 +1,6 @@
 """Says where a run stands, from its folder alone: `slipstream status`.
 
-    config.yaml, metrics.jsonl, run.log, the run's lock --> Status --> text, or JSON
+    config.yaml, metrics.jsonl, run.log, the run's lock and end --> Status --> text, or JSON
 
 Owns: what is shown, and how many steps a mean is taken over. Does not own: the numbers (telemetry.py), the lock
 (control_folder.py). Invariant: the run is asked nothing, and nothing is written but a picture, on request; a run that
@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ NUM_RECENT = 20
 NUM_LOG_LINES = 5
 _SHOWN = (
     ("reward/mean", "reward", ".3f"),
+    ("reward/no_spread_fraction", "groups of equal rewards", ".0%"),
+    ("rollout/response_tokens_mean", "tokens of a response", ".0f"),
+    ("rollout/truncated_fraction", "responses cut off", ".0%"),
     ("sft/nll", "nll", ".4f"),
     ("dpo/loss", "preference loss", ".4f"),
     ("dpo/accuracy", "pairs in the right order", ".3f"),
@@ -63,7 +66,9 @@ class Status:
 
     run: str
     state: str
-    """running, finished, stopped, or unknown: the run is another user's, who alone may read its lock."""
+    """running, finished, stopped (as it was told), failed, or unknown: it is another user's, who alone may know."""
+    error: str | None
+    """Why it failed."""
     step: int | None
     """Optimizer steps done; None before the first row."""
     num_steps: int
@@ -94,13 +99,17 @@ class Status:
     def as_text(self) -> str:
         """For people."""
         lines = [("run", self.run), ("state", self.state)]
+        if self.error is not None:
+            lines.append(("error", self.error))
         if self.step is None:
             lines.append(("step", f"none of {self.num_steps} yet"))
         else:
             since = f", {format_s(self.since_s)} ago" if self.since_s is not None else ""
             left = f", left {format_s(self.left_s)}" if self.left_s is not None else ""
             lines.append(("step", f"{self.step} of {self.num_steps}{since}{left}"))
-        lines += [(name, format(self.recent[metric], spec)) for metric, name, spec in _SHOWN if metric in self.recent]
+        first, *others = _SHOWN
+        shown = (first, *_reward_parts([self.recent]), *others)
+        lines += [(name, format(self.recent[metric], spec)) for metric, name, spec in shown if metric in self.recent]
         lines += [(name.replace("eval/", "held-out "), f"{value:.4g}") for name, value in self.held_out.items()]
         if self.replicas_serving is not None:
             lines.append(("replicas serving", str(self.replicas_serving)))
@@ -129,8 +138,9 @@ def status_of(run: Path) -> Status:
         raise ConfigError(f"{folder.config} holds no run.num_steps: it is not the options of a run")
     rows = read_rows(folder.metrics)
     step = int(rows[-1]["step"]) if rows else None
-    state = state_of(folder, step, num_steps)
-    recent = {metric: mean for metric, _, _ in _SHOWN if (mean := _recent_mean(rows, metric)) is not None}
+    state, error = state_of(folder, step, num_steps)
+    parts = _reward_parts(rows)
+    recent = {metric: mean for metric, _, _ in (*_SHOWN, *parts) if (mean := _recent_mean(rows, metric)) is not None}
     seconds = [row["step/total_s"] for row in rows[2:][-NUM_RECENT:]]  # without the first step, which compiles kernels
     is_going_on = state == "running" and step is not None and seconds
     checkpoints = complete_checkpoints(folder.checkpoints)
@@ -138,6 +148,7 @@ def status_of(run: Path) -> Status:
     return Status(
         run=str(folder.root),
         state=state,
+        error=error,
         step=step,
         num_steps=num_steps,
         since_s=time.time() - folder.metrics.stat().st_mtime if rows else None,
@@ -165,6 +176,12 @@ def draw(run: Path) -> Path:
 def _recent_mean(rows: Sequence[dict[str, Any]], metric: str) -> float | None:
     values = [row[metric] for row in rows[1:][-NUM_RECENT:] if row.get(metric) is not None]
     return statistics.fmean(values) if values else None
+
+
+def _reward_parts(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str, str], ...]:
+    """As _SHOWN, what each reward gives where there are several; from the names in the newest row."""
+    names = [name for name in (rows[-1] if rows else {}) if name.startswith("reward/") and name.endswith("_mean")]
+    return tuple((name, f"  {name[7:-5]}", ".3f") for name in names) if len(names) > 1 else ()
 
 
 def _held_out(rows: Sequence[dict[str, Any]]) -> dict[str, float]:

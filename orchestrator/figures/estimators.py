@@ -12,6 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+def is_informative(rewards: Sequence[float | None]) -> bool:
+    """Whether a group has at least two different rewards, so that comparing them says something. None: it failed."""
+    return len({reward for reward in rewards if reward is not None}) > 1
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """A mean over prompts. Example: Estimate(0.62, 0.04, 150)."""

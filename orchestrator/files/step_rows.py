@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from orchestrator.figures.estimators import is_informative
 from orchestrator.figures.held_out import EvalNames, Evaluation
 from orchestrator.files.loss_metrics import loss_metrics
 from orchestrator.files.metrics_catalogue import NO_EVALS, NO_REWARDS, RewardNames, Value, catalogue
@@ -87,6 +88,7 @@ def _rollout_metrics(record: StepRecord) -> dict[str, Value]:
         return {}
     rollouts = [rollout for group in record.groups for rollout in group.rollouts]
     rewards = _known([group.rewards for group in record.groups])
+    have_none = [not is_informative(group.rewards) for group in record.groups if len(group.rollouts) > 1]
     num_response_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     lengths = [
         len(branch.token_ids)
@@ -108,6 +110,7 @@ def _rollout_metrics(record: StepRecord) -> dict[str, Value]:
         "reward/mean": float(np.mean(rewards)) if rewards else None,
         "reward/std": float(np.std(rewards)) if rewards else None,
         "reward/failures": len(rollouts) - len(rewards),
+        "reward/no_spread_fraction": float(np.mean(have_none)) if have_none else None,
         "distill/kl_mean": float(np.mean(log_ratios)) if log_ratios else None,
         "staleness/mean": float(np.mean(record.staleness_steps)),
         "staleness/max": max(record.staleness_steps),

@@ -122,9 +122,15 @@ class Telemetry:
         return (self._num_steps - step) * float(np.median(self._recent_s)) if self._recent_s else None
 
     def _describe(self, row: Mapping[str, Value]) -> str:
+        parts = self._rewards.all if len(self._rewards.all) > 1 else ()
+        spread = row["reward/no_spread_fraction"]
         shown = (
             ("reward", row["reward/mean"], ".3f"),
+            *((name, row[f"reward/{name}_mean"], ".3f") for name in parts),
+            ("groups of equal rewards", spread if spread == 1 else None, ".0%"),
             ("eval", self.last_eval_reward, ".3f"),
+            ("tokens", row["rollout/response_tokens_mean"], ".0f"),
+            ("cut off", row["rollout/truncated_fraction"], ".0%"),
             ("nll", row["sft/nll"], ".4f"),
             ("held-out nll", row["eval/nll"], ".4f"),
             ("loss", row["dpo/loss"], ".4f"),

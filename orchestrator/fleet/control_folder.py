@@ -4,6 +4,7 @@
     runs/NAME/control/alive              0600: locked by the controller for as long as it lives, however it ends
     runs/NAME/control/ID.request.json    {"worker": 0}, written by the command
     runs/NAME/control/ID.answer.json     {"done": true, "lines": [...]}, written by the controller
+    runs/NAME/control/end.json           {"state": "failed", "error": "..."}, written by the controller when it ends
 
 Owns: both ends, and the lock that says whether a run is alive. The kernel drops the lock with the process, so none is
 left behind. Does not own: what a restart does (supervisor.py). Files are used rather than a port or Ray: nothing
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
 ANSWER_TIMEOUT_S = 30.0
+KILLED = "its process ended without a word: it was killed, or the machine went down"
 _FLOCK = "@hhqqi4x"
 """struct flock of <fcntl.h>: type, whence, start, length (0: the whole file), pid."""
 
@@ -64,9 +66,37 @@ def alive(run: Path) -> Generator[None]:
             raise _no_locks(folder / "alive", error) from error
         for stale in folder.glob("*.json"):
             stale.unlink(missing_ok=True)
-        yield
+        try:
+            yield
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            _note_end(folder, "stopped")
+            raise
+        except BaseException as error:
+            _note_end(folder, "failed", f"{type(error).__name__}: {error}")
+            raise
+        _note_end(folder, "finished")
     finally:
         os.close(file)
+
+
+def _note_end(folder: Path, state: str, error: str | None = None) -> None:
+    with contextlib.suppress(OSError):  # a full disk: why the run ends is what is to be reported
+        _write(folder / "end.json", {"state": state, "error": error})
+
+
+def how_it_ended(run: Path) -> tuple[str, str | None]:
+    """(finished, stopped or failed, and the error) of a run that does not go on; ("", None) where nothing says so: it
+    was never started, is another user's, or of a release that did not write it down.
+    """
+    folder = run / "control"
+    try:
+        end = json.loads((folder / "end.json").read_text())
+        return str(end["state"]), end["error"]
+    except FileNotFoundError:
+        was_started = (folder / "alive").is_file()
+        return ("failed", KILLED) if was_started else ("", None)
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", None
 
 
 def is_alive(run: Path) -> bool | None:

@@ -1,6 +1,6 @@
 """Whether a run goes on, and where its page of Ray is, from its folder alone.
 
-Owns: the four words, and control/dashboard.json. Does not own: the run's lock (control_folder).
+Owns: the five words, and control/dashboard.json. Does not own: the run's lock (control_folder).
 """
 
 from __future__ import annotations
@@ -9,21 +9,26 @@ import json
 from contextlib import suppress
 
 from orchestrator.files.run_folder import RunFolder
-from orchestrator.fleet.control_folder import is_alive
+from orchestrator.fleet.control_folder import how_it_ended, is_alive
 
 
-def state_of(folder: RunFolder, step: int | None, num_steps: int) -> str:
-    """running, finished, stopped, or unknown: the run is another user's, who alone may read its lock.
+def state_of(folder: RunFolder, step: int | None, num_steps: int) -> tuple[str, str | None]:
+    """(running, finished, stopped, failed, or unknown: the run is another user's, who alone may read its lock; and the
+    error of a run that failed).
 
     Args:
         step: of the newest row of metrics; None before the first.
     """
     is_running = is_alive(folder.root)
     if is_running:
-        return "running"
-    if step is not None and step >= num_steps and (folder.adapter.is_dir() or folder.merged.is_dir()):
-        return "finished"
-    return "stopped" if is_running is False else "unknown"
+        return "running", None
+    is_done = step is not None and step >= num_steps and (folder.adapter.is_dir() or folder.merged.is_dir())
+    state, error = how_it_ended(folder.root)
+    if is_done and state != "failed":
+        return "finished", None
+    if state:
+        return state, error
+    return ("stopped" if is_running is False else "unknown"), None
 
 
 def note_dashboard(folder: RunFolder, where: str) -> None:

@@ -32,17 +32,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from orchestrator.errors import TrainingStopped
+from orchestrator.figures.estimators import is_informative
 
 _STD_EPS = 1e-6
 _VARIANCE_EPS = 1e-8
 
 Rewards = Sequence[float | None]
 """Of a group's rollouts; None where the reward failed."""
-
-
-def is_informative(rewards: Rewards) -> bool:
-    """Whether the group has at least two different rewards, so that its gradient is not zero by construction."""
-    return len({reward for reward in rewards if reward is not None}) > 1
 
 
 def group_advantages(rewards: Rewards, kind: str) -> list[float | None]:

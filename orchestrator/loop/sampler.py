@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from conf.schema import RunConfig, SamplingConfig
 from orchestrator.errors import TrainingStopped
+from orchestrator.figures.estimators import is_informative
 from orchestrator.files.timeline import REWARDS
-from orchestrator.loop.advantages import is_informative
 from orchestrator.loop.buffer import GroupBuffer, Ticket
 from orchestrator.loop.ports import LoopServices
 from orchestrator.waiting import together, wait_for

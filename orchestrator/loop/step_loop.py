@@ -32,6 +32,7 @@ from orchestrator.files.run_checkpoint import CheckpointStore, RunState, step_of
 from orchestrator.files.step_rows import StepRecord
 from orchestrator.files.telemetry import Telemetry
 from orchestrator.files.timeline import Activities, StepTimeline
+from orchestrator.loop.learning_alarm import LearningAlarm
 from orchestrator.loop.parity_alarm import ParityAlarm
 from orchestrator.loop.ports import StepTrainer, Stopwatch
 from orchestrator.waiting import finish_first, last_attempt
@@ -83,6 +84,7 @@ class StepLoop(ABC):
         """Adds checksums to the newest checkpoint and flushes it, while steps go on."""
         self._num_refused_in_a_row = 0
         self._alarm = ParityAlarm(config.parity, is_corrected=config.algorithm.is_corrected)
+        self._learning = LearningAlarm(config.algorithm)
         self._alarm_raised = ""
         """Why the last row ends the run; "" when it does not."""
 
@@ -114,6 +116,7 @@ class StepLoop(ABC):
                 if run.is_due(run.checkpoint_every_steps, self.step):
                     await self._begin_save()
             await self._completed()
+            self._learning.say_at_the_end()
         except asyncio.CancelledError:
             if self._is_whole and self.step > 0:
                 logger.info("told to end: saving step %d first", self.step)
@@ -238,6 +241,7 @@ class StepLoop(ABC):
         record.extra |= clock.laps | self._counts() | {"step/total_s": clock.total_s}
         record.timeline = StepTimeline(clock.began_at, time.time(), self._activities.take())
         row = self._telemetry.step(record)
+        self._learning.look(record.step, row)
         self._alarm_raised = self._alarm.reason_to_stop(record.step, row)
 
     async def _save_at_last(self) -> None:

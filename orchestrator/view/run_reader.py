@@ -62,10 +62,12 @@ class RunReader:
         self._metrics.refresh()
         num_steps = self.options.get("run.num_steps")
         step = self._metrics.steps[-1] if self._metrics.steps else None
+        state, error = state_of(self.folder, step, num_steps if isinstance(num_steps, int) else 0)
         return {
             "name": self.folder.run_id,
             "path": str(self.folder.root),
-            "state": state_of(self.folder, step, num_steps if isinstance(num_steps, int) else 0),
+            "state": state,
+            "error": error,
             "step": step,
             "num_steps": num_steps,
             "rows": len(self._metrics.steps),

@@ -142,6 +142,7 @@ class FakeTrainer(Watched):
         """Files of a checkpoint, and what each is to hold."""
         self.is_slow_to_write = False
         self.extra_sums: dict[str, float] = {}
+        self.grad_norm = 1.0
         """Sums of every step's loss, over those of a trainer that agrees with its engines."""
         world.committed = [-1] * num_workers
 
@@ -182,7 +183,7 @@ class FakeTrainer(Watched):
         if ends_version:
             self.world.version += int(self._is_changed)
             self._is_changed = False
-        return OptimStats(self.world.version, 1.0 if is_finite else math.nan, 1e-3, is_finite)
+        return OptimStats(self.world.version, self.grad_norm if is_finite else math.nan, 1e-3, is_finite)
 
     async def publish(self, timeout_s: float, exclude: Sequence[int] = (), trace: Path | None = None) -> PublishReport:
         await self._reached("publish")

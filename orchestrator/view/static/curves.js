@@ -4,14 +4,14 @@ import { choice, element, replace } from "./dom.js";
 import { bytes, colourOf, figure, visible } from "./format.js";
 
 const PANELS = [
-  { title: "Reward", metrics: ["reward/mean", "eval/reward"] },
+  { title: "Reward", metrics: ["reward/mean", "eval/reward"], parts: /^reward\/.+_mean$/ },
+  { title: "Response tokens", metrics: ["rollout/response_tokens_mean"] },
+  { title: "Truncated responses, groups of equal rewards, clipped tokens (fraction)", metrics: ["rollout/truncated_fraction", "reward/no_spread_fraction", "loss/clip_fraction"], zero: true },
   { title: "Negative log-likelihood", metrics: ["sft/nll", "eval/nll"] },
   { title: "Loss of pairs", metrics: ["dpo/loss", "eval/dpo_loss"] },
   { title: "Pairs in the right order", metrics: ["dpo/accuracy", "eval/dpo_accuracy"] },
   { title: "Mismatch of trainer and engine, k3", metrics: ["parity/k3", "parity/k3_stale", "parity/floor_k3"], log: true },
   { title: "Entropy, and KL to the teacher, nats per token", metrics: ["policy/entropy", "distill/kl_mean"] },
-  { title: "Response tokens", metrics: ["rollout/response_tokens_mean"] },
-  { title: "Truncated responses, clipped tokens (fraction)", metrics: ["rollout/truncated_fraction", "loss/clip_fraction"] },
   { title: "Turns of an episode", metrics: ["rollout/turns_mean", "rollout/branches_mean"] },
   { title: "Seconds of a step", metrics: ["step/total_s", "rollout/wait_s", "trainer/forward_backward_s", "sync/total_s"] },
   { title: "Seconds of a publish", metrics: ["sync/begin_s", "sync/write_s", "sync/verify_s", "sync/commit_s", "sync/pause_s"] },
@@ -60,7 +60,9 @@ export class Curves {
   panels(runs) {
     const known = new Set(runs.flatMap((run) => run.names));
     const own = this.added.map((name) => ({ title: name, metrics: [name], isAdded: true }));
-    return [...own, ...PANELS].map((panel) => ({ ...panel, metrics: panel.metrics.filter((name) => known.has(name)) }))
+    const parts = (panel) => (panel.parts ? [...known].filter((name) => panel.parts.test(name)) : []);
+    const several = (found) => (found.length > 1 ? found : []); // a reward of one part is the reward
+    return [...own, ...PANELS].map((panel) => ({ ...panel, metrics: [...panel.metrics.filter((name) => known.has(name)), ...several(parts(panel))] }))
       .filter((panel) => panel.metrics.length > 0);
   }
 

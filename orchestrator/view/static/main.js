@@ -66,7 +66,7 @@ class Page {
       const dot = element("span", { class: "dot" });
       dot.style.background = run.colour;
       const step = run.step === null ? "no step yet" : `step ${run.step} of ${figure(run.num_steps)}`;
-      return element("button", { class: this.hidden.has(run.number) ? "run off" : "run", title: visible(run.path), onclick: () => this.toggle(run.number) },
+      return element("button", { class: this.hidden.has(run.number) ? "run off" : "run", title: visible(run.error ? `${run.path}\n${run.error}` : run.path), onclick: () => this.toggle(run.number) },
         dot, element("span", { class: "name" }, visible(run.name)), element("span", { class: "state" }, `${run.state}, ${step}`));
     });
     replace(document.getElementById("runs"), ...chips);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from dataclasses import asdict
@@ -13,6 +14,7 @@ import yaml
 from conf.load import load_run_config
 from orchestrator.cli.main import main
 from orchestrator.cli.status import NUM_RECENT, status_of
+from orchestrator.errors import NoReplicasLeft
 from orchestrator.files.metrics_catalogue import METRICS
 from orchestrator.files.run_folder import RunFolder, to_plain
 from orchestrator.fleet.control_folder import alive
@@ -88,6 +90,30 @@ def test_a_run_that_is_over(run: Path) -> None:
     (run / "adapter").mkdir()
     status = status_of(run)
     assert (status.state, status.left_s) == ("finished", None)
+
+
+def test_a_run_that_failed_says_why(run: Path) -> None:
+    write_rows(run, 20)
+    with contextlib.suppress(NoReplicasLeft), alive(run):
+        raise NoReplicasLeft("every worker is gone")
+    status = status_of(run)
+    assert (status.state, status.error) == ("failed", "NoReplicasLeft: every worker is gone")
+    assert re.search(r"^state +failed\nerror +NoReplicasLeft: every worker is gone$", status.as_text(), re.MULTILINE)
+
+
+def test_reward_parts_length_and_truncation_are_shown(run: Path) -> None:
+    row = {"step": 1, "reward/mean": 0.75, "reward/right_mean": 0.5, "reward/short_mean": 0.25, "step/total_s": 1.0}
+    row |= {"rollout/response_tokens_mean": 40.5, "rollout/truncated_fraction": 0.5, "reward/no_spread_fraction": 1.0}
+    row |= {"rollout/replicas_serving": 1}
+    (run / "metrics.jsonl").write_text(json.dumps({**row, "step": 0}) + "\n" + json.dumps(row) + "\n")
+    shown = [re.split(r"  +", line.strip()) for line in status_of(run).as_text().splitlines()]
+    at = shown.index(["reward", "0.750"])
+    assert shown[at + 1 : at + 3] == [["right", "0.500"], ["short", "0.250"]]
+    assert shown[at + 3 : at + 6] == [
+        ["groups of equal rewards", "100%"],
+        ["tokens of a response", "40"],
+        ["responses cut off", "50%"],
+    ]
 
 
 def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from orchestrator.figures.held_out import EvalNames, Evaluation, evaluate_groups
 from orchestrator.files.curves import draw_curves
 from orchestrator.files.loggers.tensorboard_events import TensorBoardEvents
 from orchestrator.files.loss_metrics import loss_metrics
-from orchestrator.files.metrics_catalogue import JUDGE_METRICS, METRICS, REWARD_METRICS, RewardNames
+from orchestrator.files.metrics_catalogue import JUDGE_METRICS, METRICS, NO_REWARDS, REWARD_METRICS, RewardNames
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine, RunLog, format_s
 from orchestrator.files.step_rows import StepRecord, row_of
@@ -63,6 +63,7 @@ def test_row_has_every_metric_by_hand() -> None:
     assert row.keys() == METRICS.keys()
     assert (row["reward/mean"], row["reward/failures"]) == (1.0, 1)
     assert row["parity/k3"] == pytest.approx((4 * 0.5 + 2 * 0.2) / 6)
+    assert row["reward/no_spread_fraction"] == 1.0, "one reward of the only group failed, and one is no spread"
     assert row["parity/k3_stale"] is None
     assert row["policy/entropy"] == pytest.approx(1.5)
     assert row["rollout/tokens_per_s"] == 6 / 2.0
@@ -85,6 +86,7 @@ def test_each_reward_has_metrics_of_its_own() -> None:
         record(3, groups=[group, other], staleness_steps=[1, 1], evaluations=[evaluation]), rewards, EvalNames((), (1,))
     )
     assert row["reward/right_mean"] == pytest.approx(2 / 3)
+    assert row["reward/no_spread_fraction"] == 1.0, "a group of one response does not count"
     assert (row["reward/right_failures"], row["reward/short_failures"], row["reward/short_mean"]) == (0, 1, 0.5)
     assert (row["eval/right_mean"], row["eval/short_mean"]) == (1.0, None)
     assert (row["eval/pass_at_1"], row["eval/pass_at_1_se"], row["eval/version_spread"]) == (1.0, None, 0)
@@ -93,6 +95,25 @@ def test_each_reward_has_metrics_of_its_own() -> None:
         *(name.replace("<name>", reward) for name in REWARD_METRICS for reward in ("right", "short")),
         *(name.replace("<name>", "short") for name in JUDGE_METRICS),
     }
+
+
+def test_groups_without_spread_are_counted_and_on_the_line_when_they_are_all(tmp_path: Path) -> None:
+    rollouts = [Rollout([1, 2], [-1.0, -1.0], [0, 0], "a", "stop")] * 2
+    groups = [Group(Prompt(i, (1,), "p"), rollouts, [0.0, reward]) for i, reward in enumerate((0.0, 1.0, None, 0.0))]
+    some = record(1, groups=groups, staleness_steps=[0] * 4)
+    none = record(2, groups=groups[:1], staleness_steps=[0])
+    assert row_of(some)["reward/no_spread_fraction"] == 0.75
+    alone = record(1, groups=[Group(Prompt(0, (1,), "p"), rollouts[:1], [1.0])], staleness_steps=[0])
+    assert row_of(alone)["reward/no_spread_fraction"] is None
+    text = StringIO()
+    rewards = RewardNames(("right", "short"))
+    groups[0].parts.extend([{"right": 0.25, "short": 0.5}] * 2)
+    with open_telemetry(tmp_path, console=Console(file=text, width=300), rewards=rewards) as telemetry:
+        telemetry.step(some)
+        assert "equal" not in text.getvalue()
+        telemetry.step(replace(none, step=10))
+    line = text.getvalue().splitlines()[-1]
+    assert "reward 0.000  right 0.250  short 0.500  groups of equal rewards 100%  tokens 2  cut off 0%" in line
 
 
 def test_routes_are_counted_by_hand() -> None:
@@ -181,10 +202,14 @@ def test_metric_outside_of_the_catalogue_is_refused() -> None:
         row_of(record(1, extra={"rewrad/mean": 1.0}))
 
 
-def open_telemetry(folder: Path, first_step: int = 0, console: Console | None = None) -> Telemetry:
+def open_telemetry(
+    folder: Path, first_step: int = 0, console: Console | None = None, rewards: RewardNames = NO_REWARDS
+) -> Telemetry:
     progress = ProgressLine(console or Console(file=StringIO()))
     loggers = [TensorBoardEvents(folder / "tensorboard", after_step=first_step)]
-    return Telemetry(RunFolder(folder), num_steps=10, first_step=first_step, progress=progress, loggers=loggers)
+    return Telemetry(
+        RunFolder(folder), num_steps=10, first_step=first_step, progress=progress, loggers=loggers, rewards=rewards
+    )
 
 
 class Gone(StringIO):

@@ -17,7 +17,7 @@ from fakes.loop import FakeWorker, World
 
 from conf.errors import ConfigError
 from orchestrator.cli.main import main
-from orchestrator.fleet.control_folder import alive, answer_requests, ask, is_alive
+from orchestrator.fleet.control_folder import KILLED, alive, answer_requests, ask, how_it_ended, is_alive
 from orchestrator.fleet.replicas import ReplicaState
 from orchestrator.fleet.supervisor import Supervisor
 
@@ -142,6 +142,25 @@ def test_a_controller_that_is_killed_leaves_no_lock(run: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert not is_alive(run)
+    assert how_it_ended(run) == ("failed", KILLED)
+
+
+@pytest.mark.parametrize(
+    ("error", "ended"),
+    [
+        (None, ("finished", None)),
+        (KeyboardInterrupt(), ("stopped", None)),
+        (ZeroDivisionError("a bug"), ("failed", "ZeroDivisionError: a bug")),
+    ],
+)
+def test_the_folder_says_how_a_run_ended(run: Path, error: BaseException | None, ended: tuple[str, str | None]) -> None:
+    assert how_it_ended(run) == ("", None)
+    with contextlib.suppress(KeyboardInterrupt, ZeroDivisionError), alive(run):
+        if error is not None:
+            raise error
+    assert how_it_ended(run) == ended
+    with alive(run):
+        assert not (run / "control" / "end.json").exists(), "it goes on"
 
 
 @pytest.mark.parametrize(

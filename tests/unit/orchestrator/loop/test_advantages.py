@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 
 from conf.schema import AlgorithmConfig
 from orchestrator.errors import TrainingStopped
-from orchestrator.loop.advantages import (
-    batch_advantages,
-    group_advantages,
-    is_informative,
-    teacher_term,
-    whitened,
-)
+from orchestrator.figures.estimators import is_informative
+from orchestrator.loop.advantages import batch_advantages, group_advantages, teacher_term, whitened
 from orchestrator.loop.samples import build_samples, denominators_of
 from rollout.types import Group, Prompt, Rollout, Routes
 

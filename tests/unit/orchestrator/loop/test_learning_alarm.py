@@ -1,0 +1,74 @@
+"""Steps that teach nothing are told: after a few in a row, again after a while, and at the end of a run."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from fakes.loop import Loop, make_config
+
+from conf.schema import AlgorithmConfig
+from orchestrator.files.metrics_catalogue import Value
+from orchestrator.loop.learning_alarm import REPEAT_STEPS, WARN_STEPS, LearningAlarm
+
+TAUGHT: dict[str, Value] = {
+    "optim/skipped": 0,
+    "optim/grad_norm": 0.5,
+    "reward/no_spread_fraction": 0.5,
+    "reward/mean": 0.25,
+}
+EQUAL = TAUGHT | {"reward/no_spread_fraction": 1.0}
+
+
+def warned(alarm: LearningAlarm, rows: list[dict[str, Value]], caplog: pytest.LogCaptureFixture) -> list[int]:
+    """Steps, from 0, after which a warning was logged."""
+    found = []
+    for step, row in enumerate(rows):
+        caplog.clear()
+        alarm.look(step, row)
+        found += [step] * len(caplog.records)
+    return found
+
+
+def test_a_warning_comes_after_a_few_steps_and_again_after_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    start: dict[str, Value] = {"optim/skipped": None}
+    rows = [start, *[EQUAL] * (WARN_STEPS - 1), TAUGHT, *[EQUAL] * (WARN_STEPS + REPEAT_STEPS)]
+    first = 2 * WARN_STEPS
+    assert warned(LearningAlarm(AlgorithmConfig()), rows, caplog) == [first, first + REPEAT_STEPS]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"reward/no_spread_fraction": 1.0}, r"rewards of each group are all equal \(reward/mean 0.25\)"),
+        ({"optim/grad_norm": 0.0}, "the gradient is 0"),
+        ({"optim/skipped": 1, "optim/grad_norm": None}, "changed no weight"),
+    ],
+)
+def test_the_end_of_a_short_run_says_why_nothing_was_learned(
+    change: dict[str, Value], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    alarm = LearningAlarm(AlgorithmConfig())
+    warned(alarm, [TAUGHT | change] * 3, caplog)
+    alarm.say_at_the_end()
+    assert caplog.messages[-1].startswith("none of the 3 steps taught anything: ")
+    caplog.clear()
+    alarm.look(4, TAUGHT)
+    alarm.say_at_the_end()
+    assert not caplog.messages
+
+
+def test_equal_rewards_teach_where_advantages_compare_the_batch_or_a_teacher_speaks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for algorithm in (AlgorithmConfig(advantage="batch_std"), AlgorithmConfig(advantage="own.py:f")):
+        assert not warned(LearningAlarm(algorithm), [EQUAL] * WARN_STEPS, caplog)
+
+
+async def test_a_run_that_learned_nothing_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(tmp_path, make_config())
+    loop.trainer.grad_norm = 0.0
+    with caplog.at_level(logging.WARNING):
+        await loop.run()
+    assert "none of the 4 steps taught anything: the gradient is 0 (optim/grad_norm)" in caplog.messages
