@@ -38,6 +38,8 @@ def _text(content: object, what: str, has_calls: bool) -> str | None:
     if not isinstance(content, list):
         got = "null or nothing" if content is None else f"{type(content).__name__} {content!r:.60}"
         raise DataError(f"{what} must be text, or a list of parts of type text, got {got}")
+    if content and isinstance(content[0], Mapping) and "role" in content[0]:
+        raise DataError(f"{what} is a list of messages, such as a row's prompt may be: give those as messages")
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise DataError(f"{what}: only parts of type text, with their text, can be read, got {part!r:.60}")

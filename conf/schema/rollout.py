@@ -104,7 +104,7 @@ class EpisodesConfig:
     the run folder. It also gets PATH, HOME, the locale and what its libraries need, but no other variable.
     """
     tool_parser: str | None = None
-    """vLLM's parser of the model's tool calls, such as hermes or qwen3_coder. null: tool calls stay text."""
+    """vLLM's parser of the model's tool calls, such as hermes or qwen3_coder. null: requests with tools are refused."""
     host: str = "127.0.0.1"
     """Address on which the endpoint listens (OpenAI's protocol). Every request needs its episode's key, but nothing is
     encrypted.

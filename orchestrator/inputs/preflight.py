@@ -48,7 +48,12 @@ from orchestrator.inputs.model_files import check_checkpoint_files
 from orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
 from orchestrator.inputs.own_advantage import try_advantage
 from orchestrator.inputs.prompt_rows import check_data
-from orchestrator.inputs.text_encoder import TextEncoder, check_holds_tokenizer, tokenizer_folder
+from orchestrator.inputs.text_encoder import (
+    TextEncoder,
+    check_holds_tokenizer,
+    template_knows_tools,
+    tokenizer_folder,
+)
 from orchestrator.machine import HERE, Machine, nearest_existing
 from rollout.agents.episode_runner import check_agent
 from rollout.agents.tool_calls import parser_names
@@ -290,6 +295,7 @@ def check_agent_loads(config: RunConfig) -> Fact:
         raise ConfigError(
             f"rollout.episodes.tool_parser={episodes.tool_parser} is none of vLLM's: give one of {', '.join(known)}"
         )
+    _check_template_knows_tools(config)
     try:
         family, kind, *_, address = socket.getaddrinfo(episodes.host, episodes.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -302,6 +308,20 @@ def check_agent_loads(config: RunConfig) -> Fact:
         ) from error
     check_agent(config)
     return Fact("agent", f"{name}, at most {episodes.max_turns} turns")
+
+
+def _check_template_knows_tools(config: RunConfig) -> None:
+    """A parser of tool calls is for an agent with tools, which the chat template must show to the model."""
+    folder = tokenizer_folder(config.model)
+    is_characters = config.model.tokenizer == CHARACTERS  # its template knows none
+    if config.rollout.episodes.tool_parser is None or not (is_characters or folder.is_dir()):
+        return
+    if is_characters or not template_knows_tools(folder):
+        raise ConfigError(
+            f"rollout.episodes.tool_parser={config.rollout.episodes.tool_parser}, and the chat template of "
+            f"{'model.tokenizer=characters' if is_characters else folder} writes no tools: a model would never see "
+            "them; give model.tokenizer=FOLDER with a template that does, or rollout.episodes.tool_parser=null"
+        )
 
 
 def check_run_folder(config: RunConfig, machine: Machine) -> Fact:

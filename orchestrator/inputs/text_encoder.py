@@ -35,6 +35,12 @@ def has_chat_template(folder: Path) -> bool:
     )
 
 
+def template_knows_tools(folder: Path) -> bool:
+    """Whether a chat template of a tokenizer's folder mentions tools at all; without a template, there are none."""
+    written = [file.read_text(encoding="utf-8") for name in _CHAT_TEMPLATE_FILES if (file := folder / name).is_file()]
+    return "tools" in str([*written, _description(folder).get("chat_template")])
+
+
 def _description(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json; empty where there is none that can be read."""
     try:

@@ -34,13 +34,17 @@ class Reply:
         return message | {"content": self.content}
 
 
+class ToolsRefused(Exception):
+    """A request has tools, and the model would not see them, or the agent not its calls."""
+
+
 class FolderChatText:
     """See the module's docstring.
 
     Args:
         folder: With tokenizer.json and a chat template.
         stop_token_ids: Tokens that end a response.
-        tool_parser: Name of one of vLLM's tool parsers; None: tool calls stay text.
+        tool_parser: Name of one of vLLM's tool parsers; None: tools are refused.
         add_special_tokens: data.add_special_tokens.
     """
 
@@ -60,6 +64,8 @@ class FolderChatText:
             key=len,
             reverse=True,
         )
+        self._writes_tools = False
+        """Whether the template is known to write a request's tools."""
         self._parser = None if tool_parser is None else ToolCallParser(tool_parser, self._template.tokenizer)
 
     def load(self) -> None:
@@ -69,6 +75,26 @@ class FolderChatText:
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
         """The template's text, and what precedes an answer."""
         return self._template.render(messages, is_open=True, tools=tools)
+
+    def check_tools(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse tools that the model would not see, or whose calls the agent would not.
+
+        Raises:
+            ToolsRefused: There is no parser, or the template writes no tools.
+            Exception: The template refuses the messages.
+        """
+        if tools and self._parser is None:
+            raise ToolsRefused(
+                "tools: rollout.episodes.tool_parser is null, so that no call would be found in what the model says; "
+                "give the parser of the model's family, such as hermes"
+            )
+        if tools and not self._writes_tools:
+            if self.render(messages, tools) == self.render(messages, ()):
+                raise ToolsRefused(
+                    "tools: the model's chat template writes none, so that the model would not see them; give "
+                    "model.tokenizer=FOLDER with a template that does, or write them into a message"
+                )
+            self._writes_tools = True
 
     def encode(self, text: str) -> list[int]:
         """Token ids; nothing is added."""

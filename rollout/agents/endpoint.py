@@ -5,8 +5,8 @@
     GET  /v1/models             one model, "policy"
     Authorization: Bearer KEY   the key of one episode; requests of different episodes never meet
 
-Owns: the protocol, and what of it is refused. Does not own: what a request samples (episode.py), when an episode ends
-(service.py).
+Owns: the protocol. Does not own: which fields of a request are refused (request_fields.py), what a request samples
+(episode.py), when an episode ends (service.py).
 What would make the log-probabilities that training needs wrong is refused or taken from the run's options: temperature
 and top_p are rollout.sampling's, whatever a request says; constrained decoding is refused. A streamed answer is sent
 when it is complete, in the protocol's events.
@@ -19,12 +19,14 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiohttp import web
 
+from rollout.agents.chat_text import ToolsRefused
 from rollout.agents.episode import MODEL, Answer, EngineFailed, Episode, EpisodeOver, LimitReached
+from rollout.agents.request_fields import FIXED, FieldRefused, check_fields
 from rollout.errors import DataError
 from rollout.messages import text_messages
 
@@ -32,24 +34,14 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
 MAX_CHOICES = 64
-_REFUSED = {
-    "stop": "a stop text of one request (rollout.sampling.stop is for all of them)",
-    "response_format": "constrained decoding",
-    "guided_json": "constrained decoding",
-    "guided_regex": "constrained decoding",
-    "guided_choice": "constrained decoding",
-    "guided_grammar": "constrained decoding",
-    "structured_outputs": "constrained decoding",
-    "functions": "functions (the protocol's older form of tools)",
-    "logit_bias": "logit_bias",
-    "suffix": "suffix",
-    "echo": "echo",
-}
-"""Fields that change what is sampled, and that this endpoint does not do."""
 
 
 class BadRequest(Exception):
     """What a client asked for is refused; the message says why."""
+
+
+def _warn(text: str) -> None:
+    logger.warning("%s", text)
 
 
 class Endpoint:
@@ -57,12 +49,18 @@ class Endpoint:
 
     Args:
         episodes: Key -> episode, of all that go on.
+        fixed: The run's values of what a request cannot choose (request_fields.FIXED).
+        tell: Called with what the user should read in the run's log.
     """
 
-    def __init__(self, episodes: Mapping[str, Episode]) -> None:
+    def __init__(
+        self, episodes: Mapping[str, Episode], fixed: Mapping[str, float], tell: Callable[[str], None] = _warn
+    ) -> None:
         self._episodes = episodes
+        self._fixed = fixed
+        self._tell = tell
+        self._told: set[str] = set()
         self._runner: web.AppRunner | None = None
-        self._has_warned = False
 
     async def start(self, host: str, port: int) -> str:
         """Listen. Returns the base URL.
@@ -105,7 +103,9 @@ class Endpoint:
             return _wrong_key()
         try:
             body = await _body_of(request)
-            self._check(body)
+            check_fields(body, is_chat=is_chat)
+            self._tell_what_is_fixed(body)
+            _check_values(body, is_chat=is_chat)
             answers = await self._sample(episode, body, is_chat=is_chat)
         except LimitReached as e:
             code = "turn_limit_exceeded" if e.kind == "turns" else "context_length_exceeded"
@@ -116,8 +116,10 @@ class Endpoint:
             return _error(500, str(e), "engine_failed")
         except web.HTTPException:
             raise
-        except BadRequest as e:
+        except (BadRequest, ToolsRefused) as e:
             return _error(400, str(e), "invalid_request")
+        except FieldRefused as e:
+            return _error(400, str(e), "invalid_request", param=e.name)
         except Exception as e:  # noqa: BLE001 - a template's own code may raise anything
             return _error(400, f"the chat template refuses the messages: {type(e).__name__}: {e}", "invalid_request")
         answer = _chat_answer(answers, body) if is_chat else _completion_answer(answers, body)
@@ -130,27 +132,23 @@ class Endpoint:
         max_tokens = _number(body, "max_completion_tokens", 1) or _number(body, "max_tokens", 1)
         if is_chat:
             messages, tools = _messages_of(body), _tools_of(body)
+            episode.check_tools(messages, tools)
             calls = [episode.chat(messages, tools, max_tokens=max_tokens) for _ in range(num)]
         else:
             prompt = _prompt_of(body)
             calls = [episode.complete(prompt, max_tokens=max_tokens) for _ in range(num)]
         return list(await asyncio.gather(*calls))
 
-    def _check(self, body: Mapping[str, Any]) -> None:
-        """Refuse what is not done; say once that temperatures are not a client's."""
-        for name, what in _REFUSED.items():
-            value = body.get(name)
-            is_plain_text = name == "response_format" and isinstance(value, Mapping) and value.get("type") == "text"
-            if value not in (None, [], {}, False, "") and not is_plain_text:
-                raise BadRequest(f"{name}: {what} is not supported by the endpoint of a training run")
-        if body.get("tool_choice") not in (None, "auto", "none"):
-            raise BadRequest('tool_choice: only "auto" and "none"; a forced call would be constrained decoding')
-        if not self._has_warned and any(body.get(name) is not None for name in ("temperature", "top_p")):
-            self._has_warned = True
-            logger.warning(
-                "an agent asks for a temperature or top_p of its own; it gets rollout.sampling's, under which the "
-                "trainer computes log-probabilities"
-            )
+    def _tell_what_is_fixed(self, body: Mapping[str, Any]) -> None:
+        """Say once of each field that a request's value was replaced."""
+        for name in FIXED:
+            asked, used = body.get(name), self._fixed[name]
+            if asked is not None and asked != used and name not in self._told:
+                self._told.add(name)
+                self._tell(
+                    f"an agent asks for {name}={asked!r:.40} and gets rollout.sampling.{name}={used:g}, with which the "
+                    f"trainer computes log-probabilities (evaluations have rollout.eval_{name})"
+                )
 
     def _episode_of(self, request: web.Request) -> Episode | None:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
@@ -166,6 +164,21 @@ async def _body_of(request: web.Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise BadRequest(f"the body must be a JSON object, got {type(body).__name__}")
     return body
+
+
+def _check_values(body: Mapping[str, Any], *, is_chat: bool) -> None:
+    """Refuse values of honoured fields that are not done. Raises: BadRequest."""
+    if body.get("model") not in (None, MODEL):
+        raise BadRequest(f'model={body["model"]!r:.40}: this endpoint has one model, "{MODEL}" (session.model)')
+    if body.get("tool_choice") not in (None, "auto", "none"):
+        raise BadRequest('tool_choice: only "auto" and "none"; a forced call would be constrained decoding')
+    logprobs = body.get("logprobs")
+    if is_chat and not isinstance(logprobs, bool | None):
+        raise BadRequest(f"logprobs must be true or false, got {logprobs!r:.40}")
+    if not is_chat and logprobs not in (None, 0):
+        raise BadRequest(
+            f"logprobs={logprobs!r:.40} asks for the likeliest tokens; there are those of the sampled tokens alone: 0"
+        )
 
 
 def _number(body: Mapping[str, Any], name: str, least: int, *, most: int | None = None) -> int | None:
@@ -227,7 +240,7 @@ def _completion_answer(answers: list[Answer], body: Mapping[str, Any]) -> dict[s
                 "top_logprobs": None,
                 "text_offset": [],
             }
-            if body.get("logprobs") is not None
+            if body.get("logprobs") is not None and body["logprobs"] is not False
             else None,
         }
         for index, answer in enumerate(answers)
@@ -292,6 +305,6 @@ def _wrong_key() -> web.Response:
     return _error(401, "this key is not of an episode that goes on (Authorization: Bearer KEY)", "invalid_api_key")
 
 
-def _error(status: int, message: str, code: str) -> web.Response:
+def _error(status: int, message: str, code: str, *, param: str | None = None) -> web.Response:
     kind = "authentication_error" if status == 401 else "invalid_request_error"
-    return web.json_response({"error": {"message": message, "type": kind, "param": None, "code": code}}, status=status)
+    return web.json_response({"error": {"message": message, "type": kind, "param": param, "code": code}}, status=status)

@@ -138,6 +138,10 @@ class Episode:
         self._check_size(sum(len(str(value)) for message in messages for value in message.values()))
         return await self._turn(self._tree.plan(messages, tools), max_tokens, tools, is_chat=True)
 
+    def check_tools(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse tools that would have no effect. Raises: as FolderChatText.check_tools()."""
+        self._chat.check_tools(messages, tools)
+
     async def complete(self, prompt: str | Sequence[int], *, max_tokens: int | None = None) -> Answer:
         """One turn after a plain prompt. Raises: as chat()."""
         self._check_size(len(prompt))

@@ -30,6 +30,7 @@ from rollout.agents.agent_pool import AgentPool
 from rollout.agents.channel import Channel, Disconnected
 from rollout.agents.episode import Limits
 from rollout.agents.kept_process import KeptProcess
+from rollout.agents.request_fields import FIXED
 from rollout.agents.service_options import ServiceOptions
 from rollout.branches import context_of
 from rollout.ends import end_token_ids
@@ -216,6 +217,7 @@ class EpisodeRunner:
             stop_token_ids=[*end_token_ids(self._folder), *rollout.sampling.stop_token_ids],
             tool_parser=episodes.tool_parser,
             add_special_tokens=self._config.data.add_special_tokens,
+            fixed={name: getattr(rollout.sampling, name) for name in FIXED},
             host=episodes.host,
             port=episodes.port,
             limits=asdict(limits),
@@ -252,6 +254,8 @@ class EpisodeRunner:
                     case ["drop", request]:
                         if request in self._requests:
                             self._requests[request].cancel()
+                    case ["told", text]:
+                        logger.warning("%s", text)
                     case ["ended", number, said]:
                         if number in self._open:
                             self._finish(self._open[number], said)

@@ -14,7 +14,8 @@ It ends when the controller closes the connection, and so do the agents' process
     controller -> options, then ["episode", number, task], ["cancel", number], ["sampled", request, token ids,
                   log-probabilities, finish reason], ["failed", request, reason]
     service    -> ["ready", base URL, source file] or ["refused", reason], then ["generate", request, episode, parent
-                  request, token ids, most tokens], ["drop", request], ["ended", episode, {...}]
+                  request, token ids, most tokens], ["drop", request], ["told", text for run.log],
+                  ["ended", episode, {...}]
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Service:
             Path(options.folder), options.stop_token_ids, options.tool_parser, options.add_special_tokens
         )
         self._episodes: dict[str, Episode] = {}
-        self._endpoint = Endpoint(self._episodes)
+        self._endpoint = Endpoint(self._episodes, options.fixed, self._tell)
         self._pool = AgentPool(
             options.agent,
             num_processes=options.num_processes,
@@ -109,6 +110,9 @@ class Service:
         """End the agents and listen no more."""
         await self._pool.close()
         await self._endpoint.close()
+
+    def _tell(self, text: str) -> None:
+        self._channel.send(["told", text])
 
     def _waiting_for(self, request: int) -> asyncio.Future[Sampled] | None:
         answered = self._requests.get(request)

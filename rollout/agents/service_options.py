@@ -15,6 +15,8 @@ class ServiceOptions:
     stop_token_ids: list[int]
     tool_parser: str | None
     add_special_tokens: bool
+    fixed: dict[str, float]
+    """rollout.sampling's values of request_fields.FIXED."""
     host: str
     port: int
     limits: dict[str, int]

@@ -26,6 +26,15 @@ from orchestrator.inputs.text_encoder import TextEncoder
 from rollout.agents.chat_text import FolderChatText
 from rollout.agents.endpoint import Endpoint
 from rollout.agents.episode import EngineFailed, Episode, Limits, Sampled
+from rollout.agents.request_fields import (
+    FIXED,
+    HARMLESS,
+    HONOURED,
+    HONOURED_OF_CHAT,
+    HONOURED_OF_TEXT,
+    FieldRefused,
+    check_fields,
+)
 from rollout.agents.tool_calls import ToolCallParser, parser_names
 from rollout.chat_template import ChatTemplate
 from rollout.errors import AgentError
@@ -47,6 +56,8 @@ class Script:
         self.texts: list[str] = []
         self.given: list[tuple[int | None, str]] = []
         self.error: Exception | None = None
+        self.told: list[str] = []
+        """What the run's log gets."""
 
     async def generate(self, parent: int | None, token_ids: list[int], max_tokens: int) -> Sampled:
         if self.error is not None:
@@ -84,7 +95,7 @@ async def served(chat: FolderChatText) -> AsyncIterator[tuple[openai.AsyncOpenAI
     script = Script(chat)
     limits = Limits(max_turns=6, max_tokens=400, max_turn_tokens=80, max_model_len=2000)
     episode = Episode(0, "sesame", chat, limits, script.generate)
-    endpoint = Endpoint({"sesame": episode})
+    endpoint = Endpoint({"sesame": episode}, {"temperature": 1.0, "top_p": 1.0}, script.told.append)
     base_url = await endpoint.start("127.0.0.1", 0)
     async with openai.AsyncOpenAI(base_url=base_url, api_key="sesame", max_retries=0) as client:
         yield client, script, episode
@@ -187,13 +198,26 @@ async def test_several_choices_and_log_probabilities(served: Served) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"stop": ["x"]}, "rollout.sampling.stop"),
+        ({"stop": ["x"]}, r"rollout\.sampling\.stop is for all"),
+        ({"stop_token_ids": [5]}, r"stop_token_ids=\[5\] .* rollout\.sampling\.stop_token_ids is for all"),
         ({"response_format": {"type": "json_object"}}, "constrained decoding"),
+        ({"guided_choice": ["a"]}, "guided_choice.*constrained decoding"),
+        ({"top_k": 5}, "top_k=5 .* the model's own distribution"),
+        ({"seed": 1}, r"seed=1 .* rollout\.sampling\.seed"),
+        ({"continue_final_message": True}, r"continue_final_message=True .*session\.complete"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"top_logprobs": 2, "logprobs": True}, "top_logprobs=2"),
+        ({"logprobs": 1}, "logprobs must be true or false"),
+        ({"a_field_of_tomorrow": 1}, "a_field_of_tomorrow=1 is not supported .* leave it out"),
+        ({"stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats=True"),
+        ({"stream_options": [1]}, "stream_options must be an object"),
+        ({"model": "gpt-5"}, r"""model='gpt-5': this endpoint has one model, "policy" """.strip()),
         ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
         ({"n": 0}, "n must be a whole number"),
         ({"messages": []}, "messages: must be a non-empty list"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only parts of type text"),
         ({"messages": [{"role": "user", "content": None}]}, "content of message 1 .user. must be text"),
+        ({"messages": [{"role": "user", "content": [{"role": "user", "content": "go"}]}]}, "is a list of messages"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"max_tokens": 0}, "max_tokens must be"),
     ],
@@ -216,6 +240,91 @@ async def test_a_plain_prompt_has_the_tokens_of_a_row_with_this_text(served: Ser
     await client.completions.create(model="policy", prompt=text + "3")
     assert answer.usage is not None and answer.usage.prompt_tokens == len(prompt.token_ids) == 8
     assert script.given == [(None, "<bos>1 + 2 ="), (0, "")]
+
+
+def fields_of(request: str) -> dict[str, Any]:
+    """Fields of OpenAI's and of vLLM's requests, with the defaults of vLLM, which a client library may send."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    is_chat = request == "chat"
+    model = ChatCompletionRequest if is_chat else CompletionRequest
+    theirs = openai.types.chat.completion_create_params if is_chat else openai.types.completion_create_params
+    known = dict.fromkeys(theirs.CompletionCreateParamsBase.__annotations__)
+    return known | {
+        name: field.get_default(call_default_factory=True)
+        for name, field in model.model_fields.items()
+        if not field.is_required()
+    }
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_each_field_of_the_protocol_is_honoured_harmless_or_refused_by_its_name(kind: str) -> None:
+    """Whatever a client library sends because it is the default asks for nothing."""
+    is_chat = kind == "chat"
+    done = HONOURED | HARMLESS | {*FIXED} | (HONOURED_OF_CHAT if is_chat else HONOURED_OF_TEXT)
+    fields = fields_of(kind)
+    assert len(fields) > 50
+    check_fields(fields, is_chat=is_chat)
+    for name in fields.keys() - done:
+        with pytest.raises(FieldRefused, match=f"^{name}='something else' is not supported") as refused:
+            check_fields({name: "something else"}, is_chat=is_chat)
+        assert refused.value.name == name
+
+
+async def test_values_that_ask_for_nothing_are_taken(served: Served) -> None:
+    client, script, _ = served
+    script.texts = ["a<eos>", "b<eos>"]
+    nothing: dict[str, Any] = {
+        "n": 1, "logprobs": False, "stream": False, "top_k": -1, "min_p": 0.0, "presence_penalty": 0, "user": "me",
+        "frequency_penalty": 0.0, "stop": None, "tools": [], "response_format": {"type": "text"}, "metadata": {},
+    }  # fmt: skip
+    body = {"model": "policy", "messages": [{"role": "user", "content": "go"}], **nothing}
+    await client.post("/chat/completions", body=body, cast_to=object)
+    body = {"model": "policy", "prompt": "go", "best_of": 1, "echo": False, "suffix": None, "logprobs": None}
+    await client.post("/completions", body=body, cast_to=object)
+    with pytest.raises(openai.BadRequestError, match="the sampled tokens alone: 0") as refused:
+        await client.completions.create(model="policy", prompt="go", logprobs=3)
+    assert refused.value.code == "invalid_request"
+    with pytest.raises(openai.BadRequestError, match="suffix='x'") as refused:
+        await client.completions.create(model="policy", prompt="go", suffix="x")
+    assert refused.value.param == "suffix"
+
+
+async def test_a_temperature_that_is_replaced_is_told_once(served: Served) -> None:
+    client, script, _ = served
+    script.texts = ["a<eos>"] * 4
+    messages: list[Any] = [{"role": "user", "content": "go"}]
+    for temperature in (None, 1.0, 0.3, 0.2):
+        await client.chat.completions.create(model="policy", messages=messages, temperature=temperature, top_p=1)
+    (told,) = script.told
+    assert told.startswith("an agent asks for temperature=0.3 and gets rollout.sampling.temperature=1")
+
+
+@pytest.mark.parametrize(
+    ("parser", "knows_tools", "message"),
+    [(None, True, r"rollout\.episodes\.tool_parser is null"), ("hermes", False, "chat template writes none")],
+)
+async def test_tools_that_the_model_or_the_agent_would_not_see_are_refused(
+    chat: FolderChatText, tmp_path: Path, parser: str | None, knows_tools: bool, message: str
+) -> None:
+    save_character_tokenizer(tmp_path, vocab_size=200)
+    description = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    if knows_tools:
+        description["chat_template"] = "{% if tools %}{{ tools | tojson }}{% endif %}" + description["chat_template"]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(description))
+    own = FolderChatText(tmp_path, [2], parser)
+    script = Script(own)
+    limits = Limits(max_turns=6, max_tokens=400, max_turn_tokens=80, max_model_len=2000)
+    endpoint = Endpoint({"sesame": Episode(0, "sesame", own, limits, script.generate)}, {"temperature": 1, "top_p": 1})
+    base_url = await endpoint.start("127.0.0.1", 0)
+    script.texts = ["a<eos>"]
+    messages: list[Any] = [{"role": "user", "content": "go"}]
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="sesame", max_retries=0) as client:
+        with pytest.raises(openai.BadRequestError, match=message):
+            await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+        await client.chat.completions.create(model="policy", messages=messages)
+    await endpoint.close()
 
 
 async def test_limits_keys_and_ends_have_codes(served: Served) -> None:

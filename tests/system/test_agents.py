@@ -28,7 +28,7 @@ Rows = list[dict[str, Any]]
 TALK = [
     *SMALL, "rollout.agent=tests.fakes.openai_agent:talk", "rollout.sampling.max_tokens=3", "rollout.max_model_len=512",
     "data.max_prompt_tokens=64", "rollout.sampling.stop_at_eos=true", "rollout.episodes.max_turns=8",
-    "data.eval_path=null",
+    "rollout.episodes.tool_parser=hermes", "data.eval_path=null",
     "algorithm.groups_per_step=4", "algorithm.group_size=4", "algorithm.max_staleness_steps=1",
     "run.checkpoint_every_steps=2", "trainer.optim.lr=1.0e-6",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from fakes.template_tokenizer import QWEN, save_template_tokenizer
 
 from conf.errors import ConfigError
 from conf.load import load_run_config
@@ -22,6 +23,7 @@ GAME = ["experiment=agent_game", "cluster.device=cpu"]
         ("rollout.agent=rollout.agents.games.missing:play", "importing 'rollout.agents.games.missing' failed"),
         ("rollout.agent=rollout.agents.games.letters:Session", "must be `async def`"),
         ("rollout.episodes.tool_parser=herms", r"is none of vLLM's: give one of .*hermes"),
+        ("rollout.episodes.tool_parser=hermes", "the chat template of model.tokenizer=characters writes no tools"),
         ("rollout.episodes.env=[NO_SUCH_KEY_HERE]", "NO_SUCH_KEY_HERE, which is not set"),
         ("rollout.episodes.host=203.0.113.7", "give an address of this machine"),
     ],
@@ -30,6 +32,15 @@ def test_what_cannot_run_is_refused(word: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as refused:
         check_agent_loads(load_run_config([*GAME, word]))
     assert word.partition("=")[0] in str(refused.value)
+
+
+def test_a_parser_needs_a_template_that_writes_tools(tmp_path: Path) -> None:
+    words = [*GAME, f"model.tokenizer={tmp_path}", "rollout.episodes.tool_parser=hermes"]
+    save_template_tokenizer(tmp_path, "deepseek_r1_distill", QWEN)
+    with pytest.raises(ConfigError, match=r"the chat template of .* writes no tools.*tool_parser=null"):
+        check_agent_loads(load_run_config(words))
+    save_template_tokenizer(tmp_path, "qwen3", QWEN)
+    assert check_agent_loads(load_run_config(words)).finding
 
 
 def test_a_taken_port_is_refused() -> None:

@@ -69,6 +69,8 @@ AGENTS = """
             await asyncio.create_subprocess_exec("sleep", "86413", start_new_session=True)
         if what == "huge":
             await session.chat([{"role": "user", "content": "x" * 10_000_000}])
+        if what == "heat":
+            await session.chat([{"role": "user", "content": "go"}], temperature=0.5)
         if what == "wait":
             await asyncio.sleep(1)
         if what == "turns":
@@ -263,6 +265,15 @@ async def test_an_engine_that_dies_in_the_middle_of_an_episode_costs_the_turn_th
     assert router.num_failed_groups >= 1
     assert [episode.rollout.failure for episode in episodes] == [""] * 3
     assert [len(episode.rollout.turns) for episode in episodes] == [3] * 3
+
+
+async def test_a_temperature_that_is_replaced_is_said_in_the_runs_log(
+    config: Callable[..., RunConfig], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(config("behave"), tmp_path) as (runner, _):
+        await play(runner, "heat", "heat")
+    told = [record.getMessage() for record in caplog.records if "temperature" in record.getMessage()]
+    assert len(told) == 1 and "temperature=0.5 and gets rollout.sampling.temperature=1" in told[0]
 
 
 async def test_a_lost_service_ends_the_group_with_an_error(config: Callable[..., RunConfig], tmp_path: Path) -> None:

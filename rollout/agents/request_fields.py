@@ -1,0 +1,143 @@
+"""Which fields of a request the endpoint honours. The table is closed: any other field is refused by its name.
+
+    honoured   the endpoint does what it says
+    harmless   no token depends on it
+    fixed      the run's options decide, and the log says so
+    others     refused, unless the value asks for nothing: null, or what OpenAI's and vLLM's servers take it for when it
+               is absent (every client library sends some of those)
+
+Most of what is refused would change the distribution that tokens are drawn from, so that the trainer's
+log-probabilities would be of another one. Owns the table. Does not own what honoured fields may say (endpoint.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+HONOURED = frozenset({"model", "max_tokens", "max_completion_tokens", "n", "logprobs", "stream", "stream_options"})
+HONOURED_OF_CHAT = frozenset({"messages", "tools", "tool_choice"})
+HONOURED_OF_TEXT = frozenset({"prompt"})
+HARMLESS = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "request_id", "session_id"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_salt", "priority"),
+        *("stream_interval", "mm_payload", "return_mm_kwargs"),
+    }
+)
+"""Names, accounts, caches, queues; how many tokens a part of a stream has, which comes as one; and what vLLM ignores,
+too."""
+FIXED = ("temperature", "top_p")
+"""They are rollout.sampling's."""
+
+_NO_CONSTRAINTS = "constrained decoding"
+_OF_THE_RUN = "rollout.sampling.{0} is for all requests"
+_OTHER_DISTRIBUTION = "the trainer's log-probabilities are of the model's own distribution"
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "stop": ([], ""),
+    "stop_token_ids": ([],),
+    "seed": (),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "watermarking": (False,),
+    "response_format": ({}, {"type": "text"}),
+    "structured_outputs": ({},),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True,),
+    "top_logprobs": (0,),
+    "echo": (False,),
+    "suffix": ("",),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "include_reasoning": (True,),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "return_prompt_text": (False,),
+    "routed_experts_prompt_start": (0,),
+}
+"""Fields that are not honoured -> values that ask for nothing, beside null."""
+_NEUTRAL_OF_CHAT: dict[str, tuple[Any, ...]] = {"add_special_tokens": (False,)}
+_NEUTRAL_OF_TEXT: dict[str, tuple[Any, ...]] = {"add_special_tokens": (True,)}
+_WHY: dict[str, str] = {
+    "stop": _OF_THE_RUN.format("stop"),
+    "stop_token_ids": _OF_THE_RUN.format("stop_token_ids"),
+    "ignore_eos": _OF_THE_RUN.format("stop_at_eos"),
+    "seed": _OF_THE_RUN.format("seed") + ", and gives each request numbers of its own",
+    **dict.fromkeys(("top_k", "min_p", "logit_bias", "min_tokens", "bad_words"), _OTHER_DISTRIBUTION),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty"), _OTHER_DISTRIBUTION),
+    "allowed_token_ids": _OTHER_DISTRIBUTION,
+    **dict.fromkeys(("response_format", "structured_outputs", "vllm_xargs"), _NO_CONSTRAINTS),
+    "functions": "the protocol's older form of tools",
+    "function_call": "the protocol's older form of tool_choice",
+    "top_logprobs": "log-probabilities are those of the sampled tokens (logprobs)",
+    "prompt_logprobs": "log-probabilities are those of the sampled tokens (logprobs)",
+    "continue_final_message": "give the text so far to session.complete, or to /v1/completions",
+    "add_generation_prompt": "give the text to session.complete, or to /v1/completions",
+    "best_of": "ask for n, and choose",
+}
+_STREAM_OPTIONS: dict[str, tuple[Any, ...] | None] = {
+    "include_usage": None,  # any
+    "include_obfuscation": None,
+    "continuous_usage_stats": (False,),
+}
+
+
+class FieldRefused(Exception):
+    """The request asks for what is not done. The message names the field."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
+def check_fields(body: Mapping[str, Any], *, is_chat: bool) -> None:
+    """Refuse a request with a field that the endpoint would ignore.
+
+    Raises:
+        FieldRefused: With the first such field.
+    """
+    known = HONOURED | HARMLESS | {*FIXED} | (HONOURED_OF_CHAT if is_chat else HONOURED_OF_TEXT)
+    neutral = _NEUTRAL | (_NEUTRAL_OF_CHAT if is_chat else _NEUTRAL_OF_TEXT)
+    for name, value in body.items():
+        if name in known or value is None or value in neutral.get(name, ()):
+            continue
+        if name.startswith("guided_"):
+            why = _NO_CONSTRAINTS
+        else:
+            why = _WHY.get(name, "it would be ignored")
+        raise FieldRefused(
+            name, f"{name}={_short(value)} is not supported by the endpoint of a training run: {why}; leave it out"
+        )
+    options = body.get("stream_options") or {}
+    if not isinstance(options, Mapping):
+        raise FieldRefused("stream_options", f"stream_options must be an object, got {_short(options)}")
+    for name, value in options.items():
+        allowed = _STREAM_OPTIONS.get(name, ())
+        if allowed is not None and value is not None and value not in allowed:
+            raise FieldRefused(
+                "stream_options", f"stream_options: {name}={_short(value)} is not supported; leave it out"
+            )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
