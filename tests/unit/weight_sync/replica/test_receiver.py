@@ -12,9 +12,11 @@ from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.publish import PlainEngine, engine_bytes, engine_layout, engine_params, repacked
 
 from weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
-from weight_sync.integrity import hash_bytes
+from weight_sync.integrity import HASH_MASK, hash_bytes
+from weight_sync.layout import DestLayout, Fill, Region
 from weight_sync.replica.messages import Expected
 from weight_sync.replica.receiver import Receiver
+from weight_sync.replica.version_state import Phase
 
 DIGEST = "9f" * 32
 
@@ -231,7 +233,9 @@ def test_a_commit_hook_that_raises_leaves_the_rank_dirty() -> None:
     receiver.verify(4, 1, DIGEST, expected_of(4))
     with pytest.raises(RuntimeError, match="recompute broke"):
         receiver.commit(4, 1)
-    assert not receiver.state.is_serving
+    assert receiver.state.phase is Phase.dirty
+    with pytest.raises(ProtocolError, match="needs phase verified"):
+        receiver.commit(4, 1)
 
 
 @pytest.mark.parametrize(
@@ -252,3 +256,255 @@ def test_memory_that_contradicts_the_layout_is_refused(change: Callable[[dict], 
 def test_a_repacked_parameter_needs_its_hook() -> None:
     with pytest.raises(ProtocolError, match=r"w2 .*no repack hook"):
         Receiver(engine_params(0), engine_layout(0), MemoryTransport(MemoryFabric()))
+
+
+class Queue:
+    """A device that does what it is told in order, and only once somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], object]] = []
+        self.diary: list[str] = []
+
+    def then(self, what: str, work: Callable[[], object]) -> None:
+        self.work.append(lambda: (self.diary.append(what), work()))
+
+    def synchronize(self) -> None:
+        self.diary.append("synchronize")
+        todo, self.work = self.work, []
+        for work in todo:
+            work()
+
+
+class QueuedRank:
+    """A receiver whose hooks only tell the device."""
+
+    def __init__(self, layout: DestLayout | None = None) -> None:
+        self.queue, self.params = Queue(), engine_params(0)
+        self.transport = MemoryTransport(MemoryFabric())
+        params, queue = self.params, self.queue
+        self.receiver = Receiver(
+            params,
+            layout or engine_layout(0),
+            self.transport,
+            repack=lambda name, tensor: queue.then(f"repack {name}", lambda: tensor.copy_(repacked(tensor.clone()))),
+            recompute=lambda: queue.then("recompute", lambda: params["absorbed"].copy_(params["norm"] * 2)),
+            synchronize=queue.synchronize,
+        )
+        renew = self.transport.renew
+
+        def noted() -> None:
+            queue.diary.append("renew")
+            renew()
+
+        self.transport.renew = noted  # type: ignore[method-assign]
+
+    def land(self, version: int) -> None:
+        """The link's last bytes are still on their way through the device."""
+        for name, data in wire_bytes(version).items():
+            self.queue.then("land", lambda name=name, data=data: self.params[name][: len(data)].copy_(data))
+
+
+def test_the_device_is_waited_for_before_anybody_writes_reads_or_serves() -> None:
+    """Kernels of the step before may still read what Begin lets others write; the last bytes may still be on their way
+    when they are hashed; derived parameters are hashed after they were computed."""
+    rank = QueuedRank()
+    receiver, queue = rank.receiver, rank.queue
+    for version in (4, 5):
+        queue.then("the step before", lambda: None)
+        receiver.begin(version, version, DIGEST)
+        assert queue.work == [] and receiver.state.phase is Phase.dirty
+        rank.land(version)
+        receiver.verify(version, version, DIGEST, expected_of(version))
+        assert receiver.state.phase is Phase.verified
+        receiver.commit(version, version)
+        assert queue.work == [] and receiver.state.is_serving
+        assert receiver.committed_hashes == {name: hash_bytes(tensor) for name, tensor in rank.params.items()}
+    one = ["the step before", *["land"] * 5, "repack w2", "recompute"]
+    assert [entry for entry in queue.diary if entry != "synchronize"] == one * 2
+    assert queue.diary.count("synchronize") == 6, "once in each of begin, verify and commit"
+
+
+def test_a_link_is_renewed_after_the_device_and_only_where_an_epoch_was_left_open() -> None:
+    rank = QueuedRank()
+    rank.receiver.begin(4, 1, DIGEST)
+    rank.receiver.begin(4, 2, DIGEST)
+    assert rank.queue.diary == ["synchronize", "synchronize", "renew"]
+    with pytest.raises(StaleEpoch):
+        rank.receiver.begin(4, 2, DIGEST)
+    assert rank.queue.diary.count("renew") == 1
+
+
+def test_a_rank_is_dirty_before_the_device_is_waited_for() -> None:
+    rank = QueuedRank()
+    rank.receiver.begin(4, 1, DIGEST)
+    rank.land(4)
+    rank.receiver.verify(4, 1, DIGEST, expected_of(4))
+    rank.receiver.commit(4, 1)
+
+    def lost() -> None:
+        raise RuntimeError("the device is lost")
+
+    rank.queue.then("the step before", lost)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        rank.receiver.begin(5, 2, DIGEST)
+    assert rank.receiver.state.phase is Phase.dirty and rank.receiver.state.epoch == 2
+
+
+def test_what_came_from_a_peer_is_proven_with_what_is_derived_of_it() -> None:
+    """Bytes at rest arrive; derived parameters are computed here, before all is compared with what the peer says."""
+    peer = QueuedRank()
+    peer.receiver.begin(4, 1, DIGEST)
+    peer.land(4)
+    peer.receiver.verify(4, 1, DIGEST, expected_of(4))
+    peer.receiver.commit(4, 1)
+    hashes = peer.receiver.committed_hashes
+    assert set(hashes) == set(peer.params)
+
+    def fresh(*, damaged: str = "") -> QueuedRank:
+        rank = QueuedRank()
+        rank.receiver.begin(4, 1, DIGEST)
+        for param in rank.receiver.sent_params:
+            data = peer.params[param.name]
+            rank.queue.then("land", lambda data=data, name=param.name: rank.params[name].copy_(data))
+        if damaged:
+            rank.queue.then("damage", lambda: rank.params[damaged].view(torch.int16).view(-1)[3:4].bitwise_xor_(1))
+        return rank
+
+    rank = fresh()
+    rank.receiver.verify_at_rest(4, 1, DIGEST, hashes)
+    assert rank.receiver.state.phase is Phase.verified and rank.queue.diary[-1] == "recompute"
+    assert torch.equal(rank.params["absorbed"], peer.params["absorbed"])
+    rank.receiver.adopt(4, 1)
+    assert rank.receiver.state == peer.receiver.state
+    assert rank.receiver.committed_hashes == hashes
+    for name in ("w2", "embed", "norm"):
+        rank = fresh(damaged=name)
+        also = ", absorbed" if name == "norm" else ""
+        with pytest.raises(IntegrityError, match=rf"{2 if also else 1} of 6 parameters read .*: {name}{also}$"):
+            rank.receiver.verify_at_rest(4, 1, DIGEST, hashes)
+        assert rank.receiver.state.phase is Phase.dirty
+    for change in ({"absorbed": 0}, {"qk": 0}):
+        rank = fresh()
+        with pytest.raises(IntegrityError, match=f"1 of 6 parameters read .*: {next(iter(change))}$"):
+            rank.receiver.verify_at_rest(4, 1, DIGEST, hashes | change)
+    rank = fresh()
+    with pytest.raises(IntegrityError, match="absorbed"):
+        rank.receiver.verify_at_rest(
+            4, 1, DIGEST, {name: value for name, value in hashes.items() if name != "absorbed"}
+        )
+    rank = fresh(damaged="w2")
+    rank.receiver.verify_at_rest(4, 1, DIGEST, {})
+    rank.receiver.adopt(4, 1)
+    assert rank.receiver.committed_hashes == {}, "with hashes off nothing is known of them"
+    with pytest.raises(ProtocolError, match="plan"):
+        fresh().receiver.verify_at_rest(4, 1, "00" * 32, hashes)
+
+
+def test_a_rank_that_was_filled_by_a_peer_knows_nothing_of_earlier_bytes() -> None:
+    """Its next publish names bytes that did not arrive as what they are."""
+    rank = QueuedRank()
+    rank.receiver.begin(4, 1, DIGEST)
+    rank.land(4)
+    rank.receiver.verify(4, 1, DIGEST, expected_of(4))
+    rank.receiver.commit(4, 1)
+    rank.receiver.begin(4, 2, DIGEST)
+    rank.receiver.verify_at_rest(4, 2, DIGEST, {})
+    rank.receiver.adopt(4, 2)
+    rank.receiver.begin(5, 3, DIGEST)
+    with pytest.raises(IntegrityError, match=r"norm .* hash [0-9a-f]{16}, sent [0-9a-f]{16}"):
+        rank.receiver.verify(5, 3, DIGEST, expected_of(5))
+
+
+def test_fills_have_their_own_values_and_places() -> None:
+    """Of eight rows of the embedding, 35 elements are sent; of the five left, two are -inf and three are 1."""
+    layout = replace(engine_layout(0), fills=(Fill("embed", 35, 2, float("-inf")), Fill("embed", 37, 3, 1.0)))
+    rank = QueuedRank(layout)
+    for version in (4, 5):
+        rank.receiver.begin(version, version, DIGEST)
+        rank.land(version)
+        rank.params["embed"][7] = 99.0
+        rank.receiver.verify(version, version, DIGEST, expected_of(version))
+        rank.receiver.commit(version, version)
+        assert rank.params["embed"][7].tolist() == [float("-inf")] * 2 + [1.0] * 3
+        assert torch.equal(rank.params["embed"][:7], engine_bytes(version, 0)["embed"][:7])
+        assert rank.receiver.committed_hashes["embed"] == hash_bytes(rank.params["embed"])
+
+
+def test_a_fill_between_sent_bytes_is_hashed_around() -> None:
+    """A fill in the middle: what is sent lies on both sides of it."""
+    layout = engine_layout(0)
+    loads = [load for load in layout.loads if load.param != "embed"]
+    (embed,) = (load for load in layout.loads if load.param == "embed")
+    rows = [replace(embed, region=Region((row, 0), (1, 5)), offset=(row + (row > 2)) * 5) for row in range(7)]
+    layout = replace(layout, loads=(*loads, *rows), fills=(Fill("embed", 15, 5, 2.0),))
+    order = {param.name: number for number, param in enumerate(layout.params)}
+    layout = replace(layout, loads=tuple(sorted(layout.loads, key=lambda load: order[load.param])))
+    params = engine_params(0)
+    receiver = Receiver(params, layout, MemoryTransport(MemoryFabric()), repack=lambda *_: None)
+    whole = torch.arange(40, dtype=torch.bfloat16).view(8, 5)
+    whole[3] = 2.0
+    receiver.begin(4, 1, DIGEST)
+    for name, data in wire_bytes(4).items():
+        params[name][: len(data)] = data
+    params["embed"].copy_(whole)
+    params["embed"][3] = 77.0
+    raw = whole.view(torch.uint8).view(-1)
+    pieces = hash_bytes(raw[:30]) + hash_bytes(raw[40:], offset_bytes=40)
+    sums = sums_of(4) | {"embed": (70, pieces & HASH_MASK)}
+    receiver.verify(4, 1, DIGEST, publish.expected_of(sums))
+    receiver.commit(4, 1)
+    assert torch.equal(params["embed"], whole)
+    assert receiver.committed_hashes["embed"] == hash_bytes(whole)
+
+
+def test_a_repacked_parameter_with_fills_is_refused() -> None:
+    layout = engine_layout(0)
+    loads = [load for load in layout.loads if load.param != "w2"]
+    (first, _) = (load for load in layout.loads if load.param == "w2")
+    with pytest.raises(ProtocolError, match="w2 is repacked after loading and has fill bytes"):
+        Receiver(
+            engine_params(0),
+            replace(layout, loads=(*loads, first), fills=(*layout.fills, Fill("w2", 20, 20))),
+            MemoryTransport(MemoryFabric()),
+            repack=lambda *_: None,
+        )
+
+
+def test_counts_are_proven_before_hashes_and_each_shortfall_is_named() -> None:
+    rank = QueuedRank()
+    rank.receiver.begin(4, 1, DIGEST)
+    sums = {name: (size + 2, value) for name, (size, value) in sums_of(4).items()}
+    sizes = {name: size for name, (size, _) in sums_of(4).items()}
+    for has_hashes in (True, False):
+        with pytest.raises(IntegrityError, match=r"5 parameters were not sent: .*w2 \(sent 82 of 80 bytes\)$"):
+            rank.receiver.verify(4, 1, DIGEST, publish.expected_of(sums, sizes=sizes, has_hashes=has_hashes))
+    assert rank.receiver.state.phase is Phase.dirty
+
+
+def test_an_abort_leaves_a_rank_dirty_and_one_that_committed_as_it_is(rank: Rank) -> None:
+    rank.receiver.begin(4, 1, DIGEST)
+    rank.write(4)
+    rank.receiver.verify(4, 1, DIGEST, expected_of(4))
+    rank.receiver.abort(9, "another epoch")
+    assert rank.receiver.state.phase is Phase.verified
+    rank.receiver.abort(1, "the publisher gave up")
+    assert rank.receiver.state.phase is Phase.dirty
+    rank.publish(4, 2)
+    rank.receiver.abort(2, "too late")
+    assert rank.receiver.state.is_serving
+    rank.receiver.invalidate()
+    assert rank.receiver.state.phase is Phase.dirty
+
+
+def test_only_what_is_sent_is_registered_and_bound() -> None:
+    rank = QueuedRank()
+    sent = ["qk", "norm", "embed", "w13", "w2"]
+    assert [param.name for param in rank.receiver.sent_params] == sent
+    described = rank.receiver.describe()
+    assert described.binding.addresses == {name: rank.params[name].data_ptr() for name in sent}
+    assert described.binding.session == rank.transport.session and described.link == "memory"
+    assert sum(held.num_bytes for held in rank.transport.registered) >= sum(
+        param.num_bytes for param in rank.receiver.sent_params
+    )
+    absorbed = rank.params["absorbed"].data_ptr()
+    assert not any(held.address <= absorbed < held.stop for held in rank.transport.registered)

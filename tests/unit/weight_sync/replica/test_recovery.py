@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +15,30 @@ from fakes.publish import PlainEngine, engine_bytes, expected_of, repacked
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_sync.errors import IntegrityError, LinkMismatch, PlanMismatch, ReplicaDirty, StaleEpoch, TransferFailed
+from weight_sync.errors import (
+    IntegrityError,
+    LinkMismatch,
+    PlanMismatch,
+    ProtocolError,
+    ReplicaDirty,
+    StaleEpoch,
+    TransferFailed,
+    TransferTimeout,
+)
 from weight_sync.integrity import hash_bytes
 from weight_sync.replica.receiver import Receiver
-from weight_sync.replica.recovery import NUM_READS, Offer, layout_digest, make_offer, parts_of, pull, release
+from weight_sync.replica.recovery import (
+    NUM_READS,
+    Offer,
+    Pulled,
+    layout_digest,
+    make_offer,
+    parts_of,
+    pull,
+    release,
+    slowest,
+)
+from weight_sync.replica.version_state import Phase
 from weight_sync.typed_msgpack import pack, unpack
 
 DIGEST = "9f" * 32
@@ -145,6 +168,80 @@ def test_a_failed_read_leaves_a_fresh_connection_to_the_next_publish(pair: Pair)
     publish(pair.fresh, 0, version=4, epoch=6)
     assert pair.rank.describe().binding.session != before
     assert pair.rank.state.is_serving
+
+
+class HalfBrokenLink(MemoryTransport):
+    """Of the transfers of a read, one fails when the others are over."""
+
+    fails = 0
+    """Which one, in the order of memory."""
+
+    def read(self, session: str, dst_ptrs: Sequence[int], src_ptrs: Sequence[int], *args: Any, **kwargs: Any) -> None:
+        assert kwargs["timeout_s"] == 5
+        self.reads.append(list(src_ptrs))
+        if src_ptrs[0] == self.order[self.fails]:
+            while len(self.reads) < NUM_READS:
+                time.sleep(0.001)
+            raise TransferFailed("the link broke")
+        super().read(session, dst_ptrs, src_ptrs, *args, **kwargs)
+
+    def expect(self, receiver: Receiver, offer: Offer) -> None:
+        sizes = [param.num_bytes for param in receiver.sent_params]
+        names = [param.name for param in receiver.sent_params]
+        self.order = [offer.binding.addresses[names[part.start]] for part in parts_of(sizes, NUM_READS)]
+        self.reads: list[list[int]] = []
+
+
+@pytest.mark.parametrize("fails", range(NUM_READS))
+@pytest.mark.parametrize("has_hashes", [True, False])
+def test_a_read_of_which_any_part_failed_is_an_error_and_its_link_is_closed(fails: int, has_hashes: bool) -> None:
+    """With hashes off nothing else would notice what did not arrive."""
+    pair = Pair()
+    link = HalfBrokenLink(pair.fabric)
+    fresh, offer = PlainEngine([link]), pair.offer()
+    receiver = fresh.receivers[0]
+    offer = offer if has_hashes else dataclasses.replace(offer, hashes={})
+    link.fails = fails
+    link.expect(receiver, offer)
+    with pytest.raises(TransferFailed, match="the link broke"):
+        pull(receiver, offer, timeout_s=5)
+    assert len(link.reads) == NUM_READS
+    assert link.closed == [offer.binding.session], "nothing of it may land any more"
+    assert receiver.state.phase is Phase.dirty
+    with pytest.raises(ProtocolError, match="needs phase verified"):
+        receiver.adopt(3, 5)
+
+
+def test_what_a_failed_read_had_not_copied_never_lands(pair: Pair) -> None:
+    offer = pair.offer()
+    pair.fabric.inject(offer.binding.session, *[Fault(stall=True)] * NUM_READS)
+    with pytest.raises(TransferTimeout):
+        pull(pair.rank, offer, timeout_s=0)
+    assert pair.fabric.land_late_writes() == 0
+    assert not any(tensor.any() for tensor in pair.fresh.params[0].values())
+
+
+def test_a_read_that_never_began_leaves_the_rank_as_it_was(pair: Pair) -> None:
+    """A stale offer names an epoch that this rank has seen."""
+    publish(pair.fresh, 0, version=4, epoch=6)
+    with pytest.raises(StaleEpoch):
+        pull(pair.rank, pair.offer(), timeout_s=5)
+    assert pair.rank.state.is_serving and pair.links[0].closed == []
+
+
+def test_pulls_add_up_one_after_the_other_and_ranks_side_by_side() -> None:
+    first, second = Pulled(10, 1.0, 0.25), Pulled(30, 0.5, 2.0)
+    assert first.then(second) == Pulled(40, 1.5, 2.25)
+    assert slowest([first, second]) == Pulled(40, 1.0, 2.0)
+
+
+def test_an_offer_says_what_is_held_and_keeps_its_own_copy_of_the_hashes(pair: Pair) -> None:
+    offer, peer = pair.offer(), pair.peer.receivers[0]
+    assert (offer.version, offer.epoch, offer.plan, offer.link) == (3, 5, DIGEST, "memory")
+    assert offer.binding == peer.describe().binding
+    assert offer.hashes == {name: hash_bytes(tensor) for name, tensor in pair.peer.params[0].items()}
+    peer.committed_hashes.clear()
+    assert offer.hashes
 
 
 def test_another_layout_or_link_is_refused_before_a_byte_moves(pair: Pair) -> None:

@@ -1,0 +1,259 @@
+"""Locks: whom rank 0 asks, tells and waits for how long, and what the report says of it. No socket, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from weight_sync.errors import ReplicaError, TransferTimeout
+from weight_sync.publish import transaction as module
+from weight_sync.publish.address_book import AddressBook
+from weight_sync.publish.lanes import RankPublishReport
+from weight_sync.publish.report import EXCLUDED, ReplicaReport
+from weight_sync.publish.trace import Span
+from weight_sync.publish.transaction import MIN_COMMIT_S, Alive, Transaction
+from weight_sync.replica.messages import Abort, Aborted, Begin, Begun, Bound, Commit, Committed, addresses_digest
+
+PARAMS = (("norm", "qk"), ("qk",))
+ADDRESSES = [{"norm": 1, "qk": 2, "more": 3}, {"qk": 4}]
+COMMON: dict[str, Any] = {"version": 7, "epoch": 3, "digest": "plan"}
+FIELDS: dict[str, Any] = {"run_id": "run", "client": "client", "request_id": 1}
+
+
+class Clock:
+    """Goes on only when it is told to."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@dataclass
+class Clients:
+    """Replicas that answer what they were given; a replica without an answer gets the usual one."""
+
+    clock: Clock
+    answers: dict[tuple[type, int], object] = field(default_factory=dict)
+    takes_s: dict[type, float] = field(default_factory=dict)
+    answer_s: dict[int, float] = field(default_factory=dict)
+    asked: list[tuple[type, dict[int, Mapping[str, object]], dict[int, float]]] = field(default_factory=list)
+
+    def call(self, kind: type, fields: Mapping, timeouts_s: Mapping[int, float], **common: object) -> dict[int, object]:
+        assert common == COMMON
+        self.asked.append((kind, dict(fields), dict(timeouts_s)))
+        self.clock.now += self.takes_s.get(kind, 0.0)
+        usual = {Begin: begun(), Commit: committed(), Abort: Aborted(**FIELDS)}[kind]
+        return {number: self.answers.get((kind, number), usual) for number in fields}
+
+    def of(self, kind: type) -> list[tuple[dict[int, Mapping[str, object]], dict[int, float]]]:
+        return [(fields, timeouts_s) for one, fields, timeouts_s in self.asked if one is kind]
+
+
+def begun(known: bool = False, idle_s: float = 0.25, mark_s: float = 0.125) -> Begun:
+    bounds = [Bound(f"session {rank}", addresses_digest(held), None if known else held)
+              for rank, held in enumerate(ADDRESSES)]  # fmt: skip
+    return Begun(**FIELDS, bindings=tuple(bounds), idle_s=idle_s, mark_s=mark_s)
+
+
+def committed(verify_s: float = 0.5, commit_s: float = 1.0, pause_s: float = 2.0) -> Committed:
+    return Committed(**FIELDS, verify_s=verify_s, commit_s=commit_s, pause_s=pause_s)
+
+
+class Setup:
+    """Three replicas, of which two take part."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, included: tuple[int, ...] = (0, 2), timeout_s: float = 10.0):
+        self.clock = Clock()
+        monkeypatch.setattr(module, "time", self.clock)
+        self.clients = Clients(self.clock, answer_s={0: 1.0, 1: 9.0, 2: 4.0})
+        self.book = AddressBook()
+        self.transaction = Transaction(
+            self.clients, self.book, ["tcp://a", "tcp://b", "tcp://c"], included, timeout_s=timeout_s, **COMMON
+        )
+
+    def begin(self) -> Alive:
+        return self.transaction.begin(lambda replica: PARAMS)
+
+    def finish(self, *results: RankPublishReport) -> None:
+        self.transaction.finish(results, lambda number: (f"expected of {number}",))  # type: ignore[arg-type,return-value]
+
+    @property
+    def errors(self) -> list[str | None]:
+        return [replica.error for replica in self.transaction.replicas]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Setup]:
+    return lambda *args, **kwargs: Setup(monkeypatch, *args, **kwargs)
+
+
+def test_who_takes_part_is_asked_to_begin_and_has_the_rest_of_its_deadline_for_writes(make) -> None:
+    setup = make()
+    alive = setup.begin()
+    assert setup.clients.asked == [(Begin, {0: {"known": ()}, 2: {"known": ()}}, {0: 10.0, 2: 10.0})]
+    assert alive.budgets_s == {0: 9.0, 2: 6.0}
+    digests = [addresses_digest(held) for held in ADDRESSES]
+    assert alive.bound == {(replica, rank): (f"session {rank}", digests[rank]) for replica in (0, 2) for rank in (0, 1)}
+    assert alive.fresh == {replica: dict(zip(digests, ADDRESSES, strict=True)) for replica in (0, 2)}
+    assert alive.forgotten == []
+    assert setup.errors == [None, EXCLUDED, None]
+
+
+def test_addresses_that_are_known_are_named_and_not_said_again(make) -> None:
+    setup = make()
+    digests = tuple(addresses_digest(held) for held in ADDRESSES)
+    setup.book.learn(2, dict(zip(digests, ADDRESSES, strict=True)))
+    setup.clients.answers[Begin, 2] = begun(known=True)
+    alive = setup.begin()
+    assert setup.clients.of(Begin)[0][0] == {0: {"known": ()}, 2: {"known": digests}}
+    assert list(alive.fresh[0].values()) == ADDRESSES and alive.fresh[2] == {}
+
+
+def test_a_begin_that_used_up_the_deadline_leaves_no_time_and_not_less(make) -> None:
+    setup = make()
+    setup.clients.answer_s[2] = 10.5
+    assert setup.begin().budgets_s == {0: 9.0, 2: 0.0}
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (TransferTimeout("it did not answer"), "TransferTimeout: it did not answer"),
+        (Aborted(**FIELDS), "unexpected Aborted"),
+    ],
+)
+def test_a_replica_that_does_not_begin_is_not_written_to_and_told_nothing(make, answer, error) -> None:
+    setup = make()
+    setup.clients.answers[Begin, 0] = answer
+    alive = setup.begin()
+    assert set(alive.budgets_s) == set(alive.fresh) == {2} and {replica for replica, _ in alive.bound} == {2}
+    setup.finish(RankPublishReport(write_s={2: 1.0}))
+    assert [set(fields) for _, fields, _ in setup.clients.asked] == [{0, 2}, {2}], "Begin, and Commit of the other"
+    assert setup.errors == [error, EXCLUDED, None]
+
+
+def test_a_replica_that_contradicts_itself_is_not_written_to_and_aborted(make) -> None:
+    setup = make()
+    setup.clients.answers[Begin, 0] = begun(known=True)
+    alive = setup.begin()
+    assert alive.forgotten == [0]
+    assert set(alive.fresh) == {2} and {replica for replica, _ in alive.bound} == {2}
+    setup.finish(RankPublishReport(write_s={2: 1.0}))
+    ((fields, timeouts_s),) = setup.clients.of(Abort)
+    assert set(fields) == {0} and "never said" in str(fields[0]["reason"]) and timeouts_s == {0: MIN_COMMIT_S}
+    assert set(setup.clients.of(Commit)[0][0]) == {2}
+
+
+def test_a_commit_has_what_begin_and_the_slowest_ranks_writes_left(make) -> None:
+    """10 s - 1 s of Begin - 5 s of the slower rank; 10 - 4 - 5.75 is less than a commit gets at least."""
+    setup = make()
+    setup.begin()
+    setup.finish(RankPublishReport(write_s={0: 2.0, 2: 5.75}), RankPublishReport(write_s={0: 5.0}))
+    ((fields, timeouts_s),) = setup.clients.of(Commit)
+    assert fields == {number: {"expected": (f"expected of {number}",)} for number in (0, 2)}
+    assert timeouts_s == {0: 4.0, 2: MIN_COMMIT_S}
+    assert setup.clients.of(Abort) == []
+    assert setup.errors == [None, EXCLUDED, None]
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_error_of_any_rank_keeps_a_replica_from_committing(make, failing: int) -> None:
+    setup = make()
+    setup.begin()
+    results = [RankPublishReport(write_s={0: 1.0, 2: 1.0}) for _ in range(3)]
+    results[failing].errors[2] = "TransferFailed: no"
+    setup.finish(*results)
+    assert list(setup.clients.of(Commit)[0][0]) == [0]
+    reason = f"trainer rank {failing}: TransferFailed: no"
+    assert setup.clients.of(Abort) == [({2: {"reason": reason}}, {2: MIN_COMMIT_S})]
+    assert setup.errors == [None, EXCLUDED, reason]
+
+
+def test_errors_of_all_ranks_are_in_the_report(make) -> None:
+    setup = make()
+    setup.begin()
+    setup.finish(*(RankPublishReport(errors={0: f"E{rank}", 2: f"F{rank}"}) for rank in range(2)))
+    assert setup.errors == [
+        "trainer rank 0: E0; trainer rank 1: E1",
+        EXCLUDED,
+        "trainer rank 0: F0; trainer rank 1: F1",
+    ]
+    assert [set(fields) for fields, _ in setup.clients.of(Commit)] == [set()]
+
+
+def test_the_others_are_told_to_commit_before_anybody_is_aborted(make) -> None:
+    setup = make()
+    setup.begin()
+    setup.finish(RankPublishReport(errors={2: "no"}))
+    assert [kind for kind, _, _ in setup.clients.asked] == [Begin, Commit, Abort]
+
+
+@pytest.mark.parametrize("answer", [ReplicaError("it broke"), Aborted(**FIELDS)])
+def test_a_replica_whose_commit_failed_is_not_told_again(make, answer) -> None:
+    setup = make()
+    setup.begin()
+    setup.clients.answers[Commit, 0] = answer
+    setup.finish(RankPublishReport())
+    assert setup.clients.of(Abort) == []
+    assert setup.errors[0] in ("ReplicaError: it broke", "unexpected Aborted") and setup.errors[2] is None
+    report = setup.transaction.report([RankPublishReport()], watermark_bytes=1, num_changed_params=None)
+    assert [replica.committed for replica in report.replicas] == [False, False, True]
+    assert report.num_committed == 1
+
+
+def test_the_report_has_the_slowest_of_each_and_the_sum_of_bytes(make) -> None:
+    setup = make()
+    setup.clients.takes_s = {Begin: 4.5, Commit: 2.0}
+    setup.clients.answers |= {
+        (Begin, 0): begun(idle_s=0.5, mark_s=0.0), (Begin, 2): begun(idle_s=0.25, mark_s=0.125),
+        (Commit, 0): committed(0.5, 1.0, 2.0), (Commit, 2): committed(0.25, 3.0, 1.0),
+    }  # fmt: skip
+    setup.begin()
+    setup.clock.now += 3.0
+    results = [
+        RankPublishReport(write_s={0: 1.0}, num_bytes=100, prepare_s=0.5, busy_write_s=2.0, peak_bytes=7),
+        RankPublishReport(write_s={2: 1.0}, num_bytes=20, prepare_s=0.75, busy_write_s=1.0, peak_bytes=9),
+    ]
+    setup.finish(*results)
+    report = setup.transaction.report(results, watermark_bytes=11, num_changed_params=5)
+    assert report.replicas == (
+        ReplicaReport("tcp://a", True, None, 2.0),
+        ReplicaReport("tcp://b", False, EXCLUDED, 0.0),
+        ReplicaReport("tcp://c", True, None, 1.0),
+    )
+    assert (report.version, report.epoch) == (7, 3)
+    assert (report.pause_s, report.idle_s, report.mark_s) == (2.0, 0.5, 0.125)
+    assert (report.verify_s, report.commit_s) == (0.5, 3.0)
+    assert (report.begin_s, report.total_s) == (4.5, 4.5 + 3.0 + 2.0)
+    assert (report.prepare_s, report.write_s, report.peak_bytes, report.num_bytes) == (0.75, 2.0, 9, 120)
+    assert (report.watermark_bytes, report.num_changed_params) == (11, 5)
+
+
+def test_a_publish_to_nobody_asks_nobody(make) -> None:
+    setup = make(())
+    assert setup.begin() == Alive()
+    setup.finish(RankPublishReport())
+    assert [fields for _, fields, _ in setup.clients.asked] == [{}, {}]
+    report = setup.transaction.report([RankPublishReport()], watermark_bytes=1, num_changed_params=None)
+    assert (report.pause_s, report.verify_s, report.commit_s, report.idle_s, report.mark_s) == (0, 0, 0, 0, 0)
+
+
+def test_timelines_are_of_all_ranks_and_of_the_replicas_that_began(make) -> None:
+    setup = make()
+    setup.clients.takes_s = {Begin: 4.0}
+    setup.clients.answers[Begin, 2] = TransferTimeout("late")
+    setup.begin()
+    setup.clock.now += 3.0
+    results = [RankPublishReport(spans=[Span("gather", str(rank), 0.0, 1.0)]) for rank in range(2)]
+    setup.finish(*results)
+    spans = setup.transaction.spans(results)
+    assert list(spans) == ["trainer rank 0", "trainer rank 1", "replica tcp://a"]
+    assert [spans[f"trainer rank {rank}"] for rank in range(2)] == [result.spans for result in results]
+    lengths = {span.name: span.stop_s - span.start_s for span in spans["replica tcp://a"]}
+    assert lengths == pytest.approx(
+        {"pause": 0.25, "mark dirty": 0.125, "writes arrive": 7.0 - 0.375, "verify": 0.5, "commit": 1.0}, abs=1e-6
+    )
