@@ -77,6 +77,15 @@ def test_one_known_reward_of_a_group_and_one_token_of_a_batch_have_nothing_to_be
         assert group_advantages([None, 0.5], kind) == [None, 0.0]
     assert [value.tolist() for value in whitened([np.array([3.0]), np.zeros(0)])] == [[0.0], []]
     assert whitened([]) == []
+    # of two: mean 0, variance 2, and 1e-8 more
+    assert whitened([np.array([1.0, -1.0])])[0].tolist() == pytest.approx([(2 + 1e-8) ** -0.5, -((2 + 1e-8) ** -0.5)])
+    # variance 2e-8, and as much as half of it more
+    assert whitened([np.array([1e-4, -1e-4])])[0].tolist() == pytest.approx([1 / 3**0.5, -1 / 3**0.5], rel=1e-6)
+
+
+def test_a_spread_near_zero_is_divided_by_little_more_than_itself() -> None:
+    # std 5e-7, and 1e-6 more: 5e-7 / 1.5e-6
+    assert group_advantages([1e-6, 0.0], "group_std") == pytest.approx([1 / 3, -1 / 3])
 
 
 def test_whitening_uses_the_samples_variance_over_all_tokens() -> None:

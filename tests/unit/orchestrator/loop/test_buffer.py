@@ -78,7 +78,7 @@ def test_bound_holds_without_drops_for_any_interleaving(
 
         workers = [asyncio.create_task(sample()) for _ in range(num_workers)]
         for step in range(num_steps):
-            batch = await done(asyncio.create_task(buffer.take_batch(committed)), num_turns=20_000)
+            batch = await done(asyncio.create_task(buffer.take_batch(committed)), num_turns=2000)
             assert batch.num_dropped == 0
             assert max(batch.staleness_steps) <= max_staleness_steps
             tickets = [group.prompt.prompt_id for group in batch.groups]
@@ -212,6 +212,33 @@ async def test_exactly_the_tickets_of_the_bound_are_given_out(
         assert (await done(asyncio.create_task(buffer.take_batch(opened)))).index == opened
         assert await claim(buffer) is None, "its version is not committed"
         await buffer.open_next_batch()
+
+
+async def test_fewer_batches_are_open_ahead_until_the_first_is_taken() -> None:
+    buffer = GroupBuffer(groups_per_step=2, max_staleness_steps=2)
+    assert buffer.is_wide_open
+    await buffer.open_ahead(0)
+    assert not buffer.is_wide_open
+    first = [await buffer.claim_ticket(), await buffer.claim_ticket()]
+    waiting = asyncio.create_task(buffer.claim_ticket())
+    await settle()
+    assert not waiting.done()
+    await buffer.open_ahead(1)
+    assert await done(waiting) == Ticket(2) and not buffer.is_wide_open
+    assert await claim(buffer) == Ticket(3) and await claim(buffer) is None
+    waiting = asyncio.create_task(buffer.claim_ticket())
+    await settle()
+    for ticket in first:
+        assert buffer.num_outstanding == 4
+        await buffer.deliver(ticket, group_of(ticket.number, 0))
+    await buffer.take_batch(0)
+    assert buffer.num_outstanding == 2 and buffer.is_wide_open
+    assert await done(waiting) == Ticket(4), "the first batch ends the ramp"
+    await buffer.open_ahead(2)
+    resumed = GroupBuffer(groups_per_step=2, max_staleness_steps=2)
+    resumed.load_state(buffer.state())
+    await resumed.open_ahead(0)
+    assert resumed.is_wide_open, "a run that goes on has no start"
 
 
 async def test_a_prompt_that_waits_to_be_sampled_again_is_in_the_state() -> None:

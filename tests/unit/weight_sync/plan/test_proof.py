@@ -165,3 +165,143 @@ def _one_vector(whole: Region):
     source = SourceLayout(0, (TensorMeta("t", whole.shape, "float32"),), (SourceShard("t", whole),))
     load = Load("t", whole, (0,), "p", 0, (1,))
     return (source,), ((DestLayout(0, (Param("p", whole.shape, "float32"),), (load,)),),)
+
+
+class Joined:
+    """A parameter of 2 x 4 elements, loaded from two tensors of 2 x 2 side by side, or of two rows of another."""
+
+    def __init__(self) -> None:
+        metas = (TensorMeta("t", (2, 4), "float32"), TensorMeta("u", (2, 4), "float32"))
+        whole = Region((0, 0), (2, 4))
+        self.sources = (SourceLayout(0, metas, (SourceShard("t", whole), SourceShard("u", whole))),)
+        self.layout = DestLayout(
+            0,
+            (Param("p", (2, 4), "float32"), Param("q", (2, 4), "float32")),
+            (
+                Load("t", Region((0, 0), (1, 4)), (0, 1), "p", 0, (4, 1)),
+                Load("u", Region((1, 0), (1, 4)), (0, 1), "p", 4, (4, 1)),
+                Load("u", Region((0, 0), (1, 4)), (0, 1), "q", 0, (4, 1)),
+                Load("t", Region((1, 0), (1, 4)), (0, 1), "q", 4, (4, 1)),
+            ),
+        )
+        self.plan = build_plan(self.sources, [[self.layout]], max_task_bytes=64)
+
+    def refused(self, tasks: list[Task], **changes: object) -> str:
+        plan = dataclasses.replace(self.plan, tasks={0: TaskTable.of(0, tasks)}, **changes)
+        by_element = is_refused(prove_by_element, plan, [[self.layout]], self.sources)
+        by_columns = is_refused(prove_coverage, plan, [[self.layout]], self.sources)
+        assert bool(by_element) == bool(by_columns), (by_element, by_columns)
+        return by_columns
+
+    def task(self, param: str, *pieces: Piece, at: int = 0, num_bytes: int = 32) -> Task:
+        return dataclasses.replace(
+            next(iter(self.plan.tasks[0])), param=param, pieces=pieces, dest_offset_bytes=at, num_bytes=num_bytes
+        )
+
+    @property
+    def right(self) -> list[Task]:
+        return list(self.plan.tasks[0])
+
+
+def test_a_piece_that_reaches_beyond_its_load_is_refused() -> None:
+    """Offsets and counts are right, and the piece begins where a load does; its second row is another load's."""
+    joined = Joined()
+    assert joined.refused(joined.right) == ""
+    others = [task for task in joined.right if task.param == "q"]
+    beyond = joined.task("p", Piece("t", Region((0, 0), (2, 4)), (0, 1), 0))
+    assert "no load puts t start [0, 0] shape [2, 4]" in joined.refused([beyond, *others])
+    others = [task for task in joined.right if task.param == "p"]
+    beyond = joined.task("q", Piece("u", Region((0, 0), (2, 4)), (0, 1), 0))
+    assert "no load puts u start [0, 0] shape [2, 4]" in joined.refused([*others, beyond])
+
+
+def test_a_piece_that_begins_before_its_load_is_refused() -> None:
+    """The second row alone is a load's."""
+    joined = Joined()
+    others = [task for task in joined.right if task.param == "q"]
+    first = joined.task("p", Piece("t", Region((0, 0), (1, 4)), (0, 1), 0), num_bytes=16)
+    before = joined.task("p", Piece("u", Region((0, 0), (1, 4)), (0, 1), 0), at=16, num_bytes=16)
+    assert "no load puts u start [0, 0]" in joined.refused([first, before, *others])
+
+
+def rows_of(*rows: int) -> list[Piece]:
+    """Rows of p, as pieces: 0 is t's first, 1 is u's second."""
+    return [Piece("tu"[row], Region((row, 0), (1, 4)), (0, 1), 4 * place) for place, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize(
+    ("first", "message"),
+    [
+        (lambda j: [j.task("p", *rows_of(0, 1))], ""),
+        (lambda j: [j.task("p", *rows_of(0), num_bytes=16)], "p: tasks and fills end at byte 16 of 32"),
+        (lambda j: [j.task("p", *rows_of(1), at=16, num_bytes=16)], "p: nobody writes bytes 0..15 "),
+        (
+            lambda j: [j.task("p", *rows_of(0, 1)), j.task("p", *rows_of(1), at=16, num_bytes=16)],
+            "p: written twice: bytes 16..31 ",
+        ),
+        (
+            lambda j: [j.task("p", *rows_of(0, 1), num_bytes=16), j.task("p", *rows_of(1), at=16, num_bytes=16)],
+            "its pieces pack to 32 bytes, it says 16",
+        ),
+        (lambda j: [j.task("p", *rows_of(0), num_bytes=32)], "its pieces pack to 16 bytes, it says 32"),
+        (lambda j: [j.task("p", rows_of(0)[0], dataclasses.replace(rows_of(1)[0], offset_elements=3))],
+         "u is packed at 3, not at 4"),
+        (lambda j: [dataclasses.replace(j.task("p", *rows_of(0, 1)), dtype="int32")], "32 bytes of int32"),
+        (lambda j: [dataclasses.replace(j.task("p", *rows_of(0, 1)), mesh_group="experts")], "sent in mesh group"),
+        (lambda j: [j.task("r", *rows_of(0, 1))], "tasks write parameters that it does not have: r"),
+        (lambda j: [dataclasses.replace(j.task("p", *rows_of(0, 1)), replica=1)], "goes to replica 1 rank 0, unknown"),
+        (lambda j: [dataclasses.replace(j.task("p", *rows_of(0, 1)), dest_rank=1)], "replica 0 rank 1, unknown"),
+    ],
+)  # fmt: skip
+def test_each_thing_that_is_wrong_with_a_task_is_named(first, message: str) -> None:
+    joined = Joined()
+    others = [task for task in joined.right if task.param == "q"]
+    said = joined.refused([*first(joined), *others])
+    assert message in said if message else said == ""
+
+
+def test_a_task_longer_than_the_bound_is_refused_and_one_as_long_is_not() -> None:
+    joined = Joined()
+    tasks = [joined.task("p", *rows_of(0, 1)), *(task for task in joined.right if task.param == "q")]
+    assert joined.refused(tasks, max_task_bytes=32) == ""
+    assert "the bound 31 bytes" in joined.refused(tasks, max_task_bytes=31)
+
+
+def test_every_rank_must_hold_all_that_it_packs() -> None:
+    """A shard that lacks a row at either end, of one tensor or of the other."""
+    joined = Joined()
+    for tensor in "tu":
+        for region, is_right in ((((0, 0), (2, 4)), True), (((1, 0), (1, 4)), False), (((0, 0), (1, 4)), False),
+                                 (((0, 1), (2, 3)), False), (((0, 0), (2, 3)), False)):  # fmt: skip
+            (source,) = joined.sources
+            shards = [shard for shard in source.shards if shard.tensor != tensor]
+            held = dataclasses.replace(source, shards=(*shards, SourceShard(tensor, Region(*region))))
+            said = is_refused(prove_coverage, joined.plan, [[joined.layout]], (held,))
+            assert (said == "") == is_right, said
+            assert is_right or (f"is to send {tensor} start" in said and "does not hold it" in said)
+    assert "does not hold it" in is_refused(prove_coverage, joined.plan, [[joined.layout]], ())
+
+
+def test_a_row_that_names_a_replica_twice_is_refused() -> None:
+    joined = Joined()
+    plan = build_plan(joined.sources, [[joined.layout], [joined.layout]], max_task_bytes=64)
+    table = plan.tasks[0]
+    twice = dataclasses.replace(table, replica_sets=[(0, 1, 1) for _ in table.replica_sets])
+    said = is_refused(
+        prove_coverage, dataclasses.replace(plan, tasks={0: twice}), [[joined.layout]] * 2, joined.sources
+    )
+    assert "written twice: a row names replicas (0, 1, 1)" in said
+    once = dataclasses.replace(table, replica_sets=[(0,) for _ in table.replica_sets])
+    said = is_refused(prove_coverage, dataclasses.replace(plan, tasks={0: once}), [[joined.layout]] * 2, joined.sources)
+    assert said.startswith("replica 1 rank 0") and "tasks and fills end at byte 0 of 32" in said
+
+
+@pytest.mark.parametrize("change", [-4, 4])
+def test_bytes_that_are_expected_but_not_needed_are_refused(change: int) -> None:
+    joined = Joined()
+    expected = {(0, 0): {"p": 32 + change, "q": 32}}
+    plan = dataclasses.replace(joined.plan, expected=expected)
+    said = is_refused(prove_coverage, plan, [[joined.layout]], joined.sources)
+    assert said.startswith("replica 0 rank 0: the expected bytes per parameter differ")
+    plan = dataclasses.replace(joined.plan, expected={})
+    assert is_refused(prove_coverage, plan, [[joined.layout]], joined.sources)

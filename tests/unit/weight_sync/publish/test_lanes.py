@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,11 +14,12 @@ import pytest
 from cases.pipeline_world import HASH_BYTES, NUM_RANKS, UnclosableTransport, World, destinations, num_reads
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 
-from weight_sync.errors import TransferTimeout
+from weight_sync.errors import TransferTimeout, TransportError
 from weight_sync.plan.budget import NUM_SLOTS
+from weight_sync.publish import lanes
 from weight_sync.publish.lanes import Door, FreeSlots
 from weight_sync.publish.pipeline import Pipeline
-from weight_sync.publish.staging_slots import Slots
+from weight_sync.publish.staging_slots import Filled, Slots
 
 
 class SlowTransport(MemoryTransport):
@@ -291,3 +293,230 @@ def test_no_write_begins_while_a_failed_one_is_closed() -> None:
         assert not has_entered.wait(timeout=0.2)
     assert has_entered.wait(timeout=20)
     writer.join()
+
+
+class Events:
+    """One device event a slot: packed once somebody has waited for it."""
+
+    def __init__(self, world: World) -> None:
+        assert world.pipeline._slots is not None
+        self.slots = world.pipeline._slots
+        self.packed = [True] * NUM_SLOTS
+        self.num_waits = 0
+        self.is_waiting = threading.Event()
+        self.may_end = threading.Event()
+        self.may_end.set()
+        events: Any = [self.Event(self, slot) for slot in range(NUM_SLOTS)]
+        self.slots._ready = events
+
+    class Event:
+        def __init__(self, of: Events, slot: int) -> None:
+            self.of, self.slot = of, slot
+
+        def record(self) -> None:
+            self.of.packed[self.slot] = False
+
+        def synchronize(self) -> None:
+            self.of.num_waits += 1
+            self.of.is_waiting.set()
+            assert self.of.may_end.wait(timeout=60)
+            self.of.packed[self.slot] = True
+
+    def slot_of(self, address: int) -> int:
+        starts = [slot.data_ptr() for slot in self.slots._slots]
+        return next(i for i, start in enumerate(starts) if start <= address < start + self.slots._slots[i].numel())
+
+
+class AfterPacking(MemoryTransport):
+    """Notes of each write whether its slot was packed."""
+
+    events: Events
+    wrote_packed: list[bool]
+
+    def write(self, session: str, src_ptrs: Sequence[int], *args: Any, **kwargs: Any) -> None:
+        self.wrote_packed += [self.events.packed[self.events.slot_of(address)] for address in src_ptrs]
+        super().write(session, src_ptrs, *args, **kwargs)
+
+
+def packing_world() -> tuple[World, Events]:
+    world = World(2, transport=AfterPacking)
+    world.transport.events, world.transport.wrote_packed = Events(world), []
+    return world, world.transport.events
+
+
+def test_nothing_is_written_before_the_device_has_packed_it() -> None:
+    world, events = packing_world()
+    for version in (1, 2):
+        assert world.run(version).report.errors == {}
+        assert world.arrived(0, version) and world.arrived(1, version)
+    assert world.transport.wrote_packed and all(world.transport.wrote_packed)
+    assert events.num_waits == 2 * len(world.pipeline.loads), "one lane asks the device, the others wait for it"
+
+
+def test_a_lane_waits_while_another_one_asks_the_device() -> None:
+    world, events = packing_world()
+    events.may_end.clear()
+    running = threading.Thread(target=world.run, args=(1,))
+    running.start()
+    assert events.is_waiting.wait(timeout=60)
+    assert not world.transport.wrote_packed
+    time.sleep(0.05)  # a lane that does not wait writes by now; nothing fails where it is late
+    assert not world.transport.wrote_packed
+    events.may_end.set()
+    running.join(timeout=60)
+    assert all(world.transport.wrote_packed) and world.arrived(1, 1)
+
+
+class ClockedTransport(MemoryTransport):
+    """Each write takes two seconds of a clock that nothing else moves."""
+
+    now = 1000.0
+
+    def __init__(self, fabric: MemoryFabric) -> None:
+        super().__init__(fabric)
+        self.timeouts: list[float] = []
+
+    def write(self, *args: Any, timeout_s: float) -> None:
+        self.timeouts.append(timeout_s)
+        self.now += 2.0
+        super().write(*args, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("budget_s", [100.0, 5.0])
+def test_all_writes_to_a_rank_share_one_deadline(monkeypatch: pytest.MonkeyPatch, budget_s: float) -> None:
+    """Each has what the ones before have left, down to nothing; and their seconds are in the report."""
+    world = World(transport=ClockedTransport)
+    monkeypatch.setattr(lanes, "time", SimpleNamespace(monotonic=lambda: world.transport.now))
+    dest, binding = world.bindings().popitem()
+    world.budgets_s = {dest[0]: budget_s}
+    result = world.run(1, {dest: binding})
+    num_writes = len(world.transport.timeouts)
+    assert num_writes > 2
+    assert world.transport.timeouts == [max(budget_s - 2.0 * number, 0.0) for number in range(num_writes)]
+    assert result.report.write_s == {0: 2.0 * num_writes}
+    assert result.report.busy_write_s == 2.0 * num_writes
+
+
+def test_the_seconds_of_a_replica_are_those_of_its_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two lanes: a load goes to one rank, or to both; each write takes its rank as many seconds as it has bytes."""
+    world = World()
+    per_thread = threading.local()
+    spent: Counter[str] = Counter()
+    write = world.transport.write
+
+    def timed(session: str, src: Any, dst: Any, sizes: Sequence[int], *, timeout_s: float) -> None:
+        assert timeout_s == 10_000 - spent[session]
+        write(session, src, dst, sizes, timeout_s=timeout_s)
+        spent[session] += sum(sizes)
+        per_thread.now = getattr(per_thread, "now", 0.0) + sum(sizes)
+
+    world.transport.write = timed
+    world.budgets_s = {0: 10_000.0}
+    monkeypatch.setattr(lanes, "time", SimpleNamespace(monotonic=lambda: getattr(per_thread, "now", 0.0)))
+    report = world.run(1).report
+    assert report.write_s == {0: max(spent.values())}
+    assert report.num_bytes == sum(spent.values())
+
+
+def test_a_lane_that_fails_wakes_packing_which_waits_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both slots are with lanes that fail in another way than a link does. Packing learns of it at once, and not when
+    it next says what it waits for."""
+    world = World()
+    ended = threading.Event()
+    takes, take = [], FreeSlots.take
+
+    def noted(self: FreeSlots, seconds: Any) -> int | None:
+        takes.append(1)
+        return take(self, seconds)
+
+    def breaks(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(FreeSlots, "take", noted)
+    world.transport.write = breaks
+
+    def run() -> None:
+        result = world.run(1)
+        assert set(result.report.errors) == {0} and "illegal memory access" in result.report.errors[0]
+        ended.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    assert ended.wait(timeout=20), "packing waits for ever"
+    assert takes, "it had to wait"
+
+
+def test_a_load_is_over_when_its_last_lane_and_not_when_its_first_has_written() -> None:
+    load = lanes._OnItsWay(Filled(0, World().pipeline._slots.loads[0], None), 3)
+    assert [load.part_is_over() for _ in range(3)] == [False, False, True]
+    assert load.wait_until_packed() == 0.0
+
+
+def test_free_slots_say_what_they_wait_for_and_end() -> None:
+    free = FreeSlots({})
+    free.give_back(1)
+    free.give_back(0)
+    assert [free.take({}), free.take({})] == [1, 0]
+    free.end()
+    assert free.take({}) is None
+    lost = FreeSlots({slot: ["session"] for slot in range(NUM_SLOTS)})
+    lost.give_back(0)
+    with pytest.raises(TransportError, match="no staging slot is left"):
+        lost.take({})
+    some = FreeSlots({0: ["session"]})
+    some.give_back(0)
+    some.give_back(1)
+    assert some.take({}) == 1, "the lost one is not among them"
+
+
+def test_a_slot_is_quarantined_with_every_session_that_may_still_read_it() -> None:
+    quarantined: dict[int, list[str]] = {}
+    free = FreeSlots(quarantined)
+
+    def stuck(session: str) -> None:
+        raise TransferTimeout(f"{session} is still draining")
+
+    closed: list[str] = []
+    free.close_failed(0, "a", closed.append)
+    assert (quarantined, closed) == ({}, ["a"])
+    free.close_failed(0, "b", stuck)
+    free.close_failed(0, "c", stuck)
+    assert quarantined == {0: ["b", "c"]}
+    with pytest.raises(KeyboardInterrupt):
+        free.close_failed(1, "d", lambda _: (_ for _ in ()).throw(KeyboardInterrupt()))
+    assert quarantined == {0: ["b", "c"], 1: ["d"]}
+
+
+def test_the_door_counts_the_seconds_in_which_anybody_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=10.0)
+    monkeypatch.setattr(lanes, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    door = Door()
+    with door.writing():
+        clock.now += 1
+        with door.writing():  # two at once count once
+            clock.now += 2
+        clock.now += 4
+    clock.now += 8
+    with pytest.raises(RuntimeError), door.writing():
+        clock.now += 16
+        raise RuntimeError("a write that fails ends, too")
+    with door.alone():
+        clock.now += 32
+    assert door.busy_s == 1 + 2 + 4 + 16
+
+
+def test_closing_waits_for_every_write_under_way() -> None:
+    door, closed = Door(), threading.Event()
+
+    def close() -> None:
+        with door.alone():
+            closed.set()
+
+    with door.writing():
+        with door.writing():
+            closer = threading.Thread(target=close)
+            closer.start()
+        assert not closed.wait(timeout=0.1)
+    assert closed.wait(timeout=60)
+    closer.join()
+    with door.writing():
+        pass

@@ -1,0 +1,296 @@
+"""Several trainer ranks publish together: one rank's failure is everybody's knowledge, and none is left waiting.
+
+The ranks are threads, their group a room in which all must make the same calls (fakes.meeting).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from fakes.meeting import Room, ThreadMeeting, on_all_ranks
+from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
+from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine
+
+from conf.schema import WeightSyncConfig
+from weight_sync.errors import LinkMismatch, PlanError, ProtocolError, ReplicaError, WeightSyncError
+from weight_sync.publish import publisher as module
+from weight_sync.publish.publisher import Publisher
+from weight_sync.publish.report import PublishReport
+from weight_sync.publish.transaction import Transaction
+
+T = TypeVar("T")
+NUM_RANKS = 2
+NUM_BYTES = sum((40, 10, 70, 80, 80))
+"""Of one engine rank."""
+
+
+class World:
+    """Two trainer ranks that hold different shards, and two replicas of two ranks."""
+
+    def __init__(self, num_replicas: int = 2, num_waves: int = 1) -> None:
+        self.fabric = MemoryFabric()
+        self.room = Room(NUM_RANKS)
+        self.engines = [PlainEngine([MemoryTransport(self.fabric) for _ in range(2)]) for _ in range(num_replicas)]
+        self.endpoints = [EndpointThread(engine) for engine in self.engines]
+        self.sources = [DictSource(rank, num_ranks=NUM_RANKS) for rank in range(NUM_RANKS)]
+        self.links = [MemoryTransport(self.fabric) for _ in range(NUM_RANKS)]
+        self.publishers: list[Publisher] = [
+            Publisher(
+                self.sources[rank], self.links[rank], rank=rank, world_size=NUM_RANKS, group=self.room, key=KEY,
+                config=WeightSyncConfig(watermark_bytes=1 << 16, timeout_s=30.0, publish_waves=num_waves),
+            )
+            for rank in range(NUM_RANKS)
+        ]  # fmt: skip
+
+    @property
+    def addresses(self) -> list[str]:
+        return [endpoint.address for endpoint in self.endpoints]
+
+    def connect(self) -> None:
+        self.all(lambda publisher: publisher.connect(self.addresses))
+
+    def all(self, call: Callable[[Publisher], T]) -> list[T]:
+        return on_all_ranks(NUM_RANKS, lambda rank: call(self.publishers[rank]))
+
+    def publish(self, version: int, **options: Any) -> PublishReport:
+        first, *others = self.all(lambda publisher: publisher.publish(version, **options))
+        assert all(report == first for report in others), "the same on every rank"
+        return first
+
+    def raises(self, error: type[Exception], match: str, call: Callable[[Publisher], object]) -> None:
+        """Every rank raises it."""
+
+        def one(publisher: Publisher) -> None:
+            with pytest.raises(error, match=match):
+                call(publisher)
+
+        self.all(one)
+
+    def sessions(self, replica: int) -> list[str]:
+        return sorted(one.describe().binding.session for one in self.engines[replica].receivers)
+
+    def serving(self) -> list[bool]:
+        return [endpoint.endpoint.state.is_serving for endpoint in self.endpoints]
+
+    def close(self) -> None:
+        for publisher in self.publishers:
+            publisher.close()
+        for endpoint in self.endpoints:
+            endpoint.close()
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
+    monkeypatch.setattr(module, "Meeting", ThreadMeeting)
+    made: list[World] = []
+
+    def one(**options: Any) -> World:
+        made.append(World(**options))
+        made[-1].connect()
+        return made[-1]
+
+    yield one
+    for world in made:
+        world.close()
+
+
+def committed(report: PublishReport) -> list[bool]:
+    return [replica.committed for replica in report.replicas]
+
+
+def test_every_rank_writes_its_part_and_the_sums_of_all_are_what_is_proven(make) -> None:
+    world = make()
+    for version in (0, 1):
+        report = world.publish(version)
+        assert committed(report) == [True, True]
+        assert [engine.wrong_params(version) for engine in world.engines] == [[], []]
+    assert report.num_bytes == 2 * 2 * NUM_BYTES
+    assert report.num_changed_params == 2 * 2 * 5
+    assert world.room.calls.count("add_up") == 2
+
+
+@pytest.mark.parametrize("broken", range(NUM_RANKS))
+def test_a_link_that_fails_on_any_rank_costs_its_replica_and_is_named(make, broken: int) -> None:
+    world = make()
+    world.publish(0)
+    session = world.sessions(1)[0]
+    write = world.links[broken].write
+
+    def refuses(to: str, *args: Any, **kwargs: Any) -> None:
+        if to == session:
+            world.fabric.inject(session, Fault(refuse=True))
+        write(to, *args, **kwargs)
+
+    world.links[broken].write = refuses
+    report = world.publish(1)
+    assert committed(report) == [True, False]
+    assert f"trainer rank {broken}: TransferFailed" in (report.replicas[1].error or "")
+    assert world.engines[0].wrong_params(1) == []
+    assert world.engines[1].aborted.is_set() and world.serving() == [True, False]
+    for link in world.links:
+        assert set(world.sessions(1)) <= set(link.closed), "links to it are closed on every rank"
+        assert not set(world.sessions(0)) & set(link.closed)
+    world.links[broken].write = write
+    assert committed(world.publish(2)) == [True, True]
+
+
+@pytest.mark.parametrize("broken", range(NUM_RANKS))
+def test_a_source_that_fails_on_any_rank_is_every_replicas_error(make, broken: int) -> None:
+    world = make()
+    world.sources[broken].begin_error = RuntimeError("gather broke")
+    report = world.publish(0)
+    assert committed(report) == [False, False]
+    assert {replica.error for replica in report.replicas} == {f"trainer rank {broken}: RuntimeError: gather broke"}
+    assert [source.num_ends for source in world.sources] == [1, 1], "on every rank"
+    world.sources[broken].begin_error = None
+    assert committed(world.publish(0)) == [True, True]
+
+
+@pytest.mark.parametrize("broken", range(NUM_RANKS))
+@pytest.mark.parametrize("verb", ["layout", "compile", "allocate"])
+def test_a_rank_that_cannot_connect_is_an_error_on_every_rank(make, monkeypatch, broken: int, verb: str) -> None:
+    world = make()
+
+    def breaks(*_: object) -> None:
+        raise PlanError("no room")
+
+    owner = world.sources[broken] if verb == "layout" else world.publishers[broken]._pipeline
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, verb, breaks)
+        layouts = world.publishers[0]._met
+        world.raises(PlanError, f"trainer rank {broken}: no room", lambda publisher: (
+            publisher.plan_for(layouts), publisher.connect(world.addresses)
+        ))  # fmt: skip
+        world.raises(ProtocolError, r"publish\(\) before connect\(\)", lambda publisher: publisher.publish(0))
+    world.connect()
+    assert committed(world.publish(0)) == [True, True]
+
+
+@pytest.mark.parametrize("broken", range(NUM_RANKS))
+def test_a_rank_that_cannot_release_its_memory_says_so_on_every_rank(make, monkeypatch, broken: int) -> None:
+    world = make()
+
+    def breaks() -> None:
+        raise WeightSyncError("still draining")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.publishers[broken]._pipeline, "release", breaks)
+        world.raises(WeightSyncError, f"trainer rank {broken}: still draining", Publisher.release)
+    world.all(Publisher.release)
+    assert [link.registered for link in world.links] == [[], []]
+    assert committed(world.publish(0)) == [True, True]
+
+
+def test_a_link_of_any_rank_must_be_the_replicas(make) -> None:
+    world = make()
+    for rank in range(NUM_RANKS):
+        plain = type(world.links[rank])
+        world.links[rank].__class__ = type("Other", (plain,), {"link": property(lambda _: "rdma")})
+        world.raises(
+            LinkMismatch, "receives over memory, the trainer's ranks send over .*rdma",
+            lambda publisher: publisher.connect(world.addresses),
+        )  # fmt: skip
+        world.links[rank].__class__ = plain
+    world.connect()
+
+
+@pytest.mark.parametrize("verb", ["begin", "finish"])
+def test_what_fails_on_rank_0_alone_is_raised_on_every_rank_and_leaves_nothing_behind(make, monkeypatch, verb) -> None:
+    world = make()
+
+    def breaks(*_: object) -> None:
+        raise WeightSyncError("no socket")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Transaction, verb, breaks)
+        world.raises(WeightSyncError, "no socket", lambda publisher: publisher.publish(0))
+    assert [source.num_ends for source in world.sources] == [1, 1]
+    assert committed(world.publish(1)) == [True, True]
+
+
+def test_a_replica_started_again_is_met_by_rank_0_and_known_to_all(make) -> None:
+    world = make()
+    world.publish(0)
+    old = world.sessions(0)
+    world.endpoints[0].close()
+    assert committed(world.publish(1)) == [False, True]
+    for link in world.links:
+        assert sorted(link.closed) == old
+    world.engines[0] = PlainEngine([MemoryTransport(world.fabric) for _ in range(2)])
+    world.endpoints[0] = EndpointThread(world.engines[0])
+    world.all(lambda publisher: publisher.reconnect(0, world.addresses[0]))
+    report = world.publish(2)
+    assert committed(report) == [True, True]
+    assert report.num_changed_params == 2 * 5, "what the old process held is no measure for the new one"
+    assert report.replicas[0].endpoint == world.addresses[0]
+    world.endpoints[0].close()
+    world.raises(ReplicaError, "gone", lambda publisher: publisher.reconnect(0, "tcp://127.0.0.1:9"))
+    for replica in (-1, 2):
+        world.raises(ProtocolError, f"names replica {replica}", lambda publisher, replica=replica: publisher.reconnect(
+            replica, "tcp://127.0.0.1:9"
+        ))  # fmt: skip
+    assert committed(world.publish(3)) == [False, True]
+    world.endpoints[0] = EndpointThread(world.engines[0])
+
+
+def test_waves_are_epochs_of_their_own_and_traced_apart(make, tmp_path: Path) -> None:
+    world = make(num_waves=2)
+    first = world.publish(0, trace=tmp_path / "t.json")
+    assert committed(first) == [True, True] and len(first.wave_s) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t-wave1.json", "t.json"]
+    second = world.publish(1)
+    assert second.epoch == first.epoch + 2
+    assert second.num_bytes == 2 * 2 * NUM_BYTES
+
+
+def test_excluded_replicas_are_left_alone_by_every_rank(make) -> None:
+    world = make()
+    world.publish(0)
+    sessions = world.sessions(0)
+    report = world.publish(1, exclude=[0])
+    assert committed(report) == [False, True] and report.num_bytes == 2 * NUM_BYTES
+    assert world.engines[0].wrong_params(0) == [] and world.engines[1].wrong_params(1) == []
+    for link in world.links:
+        assert sorted(link.closed) == sessions
+    world.raises(ProtocolError, r"excludes replicas \[-1, 2\]", lambda publisher: publisher.publish(1, exclude=[-1, 2]))
+    nobody = world.publish(2, exclude=[0, 1])
+    assert committed(nobody) == [False, False] and nobody.num_bytes == 0
+    assert committed(world.publish(3)) == [True, True]
+
+
+def test_a_link_that_cannot_be_closed_is_tried_again(make) -> None:
+    from weight_sync.errors import TransferTimeout
+
+    world = make()
+    world.publish(0)
+    link, reset, tries = world.links[1], world.links[1].reset, []
+
+    def stuck(session: str) -> None:
+        tries.append(session)
+        raise TransferTimeout("still draining")
+
+    link.reset = stuck
+    world.all(lambda publisher: publisher.disconnect([0]))
+    link.reset = reset
+    assert sorted(tries) == world.sessions(0) and link.closed == []
+    for _ in range(2):
+        world.all(lambda publisher: publisher.disconnect([0]))
+    assert sorted(link.closed) == world.sessions(0), "and once"
+
+
+def test_a_plan_is_kept_for_the_same_layouts_and_made_anew_for_others(make) -> None:
+    world = make()
+    world.room.calls.clear()
+    world.connect()
+    assert "deal" not in world.room.calls
+    world.publish(0)
+    first = world.engines.pop()
+    world.endpoints.pop().close()
+    world.connect()
+    assert "deal" in world.room.calls
+    report = world.publish(1)
+    assert committed(report) == [True] and report.num_changed_params is None
+    assert first.wrong_params(0) == []
