@@ -8,6 +8,7 @@ Invariant: nothing is started, allocated or changed, and no reader raises becaus
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -76,8 +77,14 @@ def count_gpus(environ: Mapping[str, str] | None = None) -> int:
 
     A child process asks the driver, because asking here would leave CUDA state that does not survive a fork.
     """
-    environment = dict(os.environ if environ is None else environ)
-    output = _output([sys.executable, "-I", "-S", "-c", _COUNT_GPUS], environment)
+    environment = os.environ if environ is None else environ
+    return _count_gpus(tuple(sorted(environment.items())))
+
+
+@functools.lru_cache(maxsize=8)
+def _count_gpus(environment: tuple[tuple[str, str], ...]) -> int:
+    """Asked once: the driver takes seconds to answer on a host of many GPUs."""
+    output = _output([sys.executable, "-I", "-S", "-c", _COUNT_GPUS], dict(environment))
     return int(output) if output.strip().isdigit() else 0
 
 

@@ -1,8 +1,8 @@
 """A tokenizer's chat template: messages to text, for prompts, conversations and agents.
 
-Does not own: tokens, because its callers encode the text themselves. Loads transformers when it first renders a chat.
-The folder's own tokenizer class costs 5 s of imports (torch among them), so it renders only where its text may differ
-from that of transformers' plain class.
+Does not own: tokens, because its callers encode the text themselves, nor how a template alone is rendered
+(plain_template.py). The folder's own tokenizer class costs 5 s of imports (torch among them), so it renders only where
+its text may differ from that of transformers' plain class.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_CLASS_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-"""Variables of templates that a tokenizer class may fill with tokens of its own."""
+from rollout.plain_template import read_plain
 
 
 class ChatTemplate:
@@ -38,23 +37,7 @@ class ChatTemplate:
     def load(self) -> None:
         """Load what render() needs. Without this, its first call does."""
         if self._renderer is None:
-            self._renderer = self.tokenizer if self._tokenizer is not None else self._plain() or self.tokenizer
-
-    def _plain(self) -> Any:
-        """The folder in transformers' plain class, or None where its own class may render something else: code of its
-        own, and special tokens that the template writes and the folder does not name.
-        """
-        config_file = self._folder / "tokenizer_config.json"
-        if not config_file.is_file() or (self._folder / "tekken.json").exists():  # Mistral's own format
-            return None
-        config = json.loads(config_file.read_text(encoding="utf-8"))
-        if "auto_map" in config:
-            return None
-        import transformers
-
-        plain: Any = transformers.PreTrainedTokenizerFast.from_pretrained(self._folder)
-        template = str(plain.chat_template)
-        return plain if all(name in config for name in _CLASS_TOKENS if name in template) else None
+            self._renderer = read_plain(self._folder) or self.tokenizer
 
     def render(
         self,

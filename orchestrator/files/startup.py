@@ -40,6 +40,8 @@ class Span:
     """Seconds since the command was given."""
     to_s: float | None = None
     """None while it goes on."""
+    cpu_s: float | None = None
+    """Seconds of a core that the controller used meanwhile; of the run's own phases alone."""
 
 
 class Startup:
@@ -62,6 +64,8 @@ class Startup:
         self._now: dict[str, Span] = {}
         """The phase of everybody who is not up yet."""
         self._showing: asyncio.Task[None] | None = None
+        self._cpu_until_s = 0.0
+        """What the phases of the run so far have used."""
 
     def expect(self, kind: str, names: Sequence[str]) -> None:
         """Count these processes under `kind`. Example: expect("engines", ["rollout-0", "rollout-1"])."""
@@ -80,7 +84,11 @@ class Startup:
     def ready(self, who: str) -> None:
         """`who` is up."""
         if who in self._now:
-            self._now.pop(who).to_s = self._now_s()
+            span = self._now.pop(who)
+            span.to_s = self._now_s()
+            if who == RUN:
+                span.cpu_s = round(time.process_time() - self._cpu_until_s, 2)
+                self._cpu_until_s += span.cpu_s
 
     def waits_for(self) -> str:
         """What is not there yet, in words."""
@@ -128,7 +136,7 @@ class Startup:
         for span in spans:
             self._now.pop(span.who, None)
             span.to_s = end_s if span.to_s is None else span.to_s
-        row = {"start": what, "total_s": end_s - spans[0].from_s, "spans": [asdict(span) for span in spans]}
+        row = {"start": what, "total_s": end_s - spans[0].from_s, "spans": [_plain(span) for span in spans]}
         self._spans = [span for span in self._spans if span not in spans]
         with suppress(OSError), self._file.open("a") as file:  # a full disk ends the run where its metrics are written
             file.write(json.dumps(row) + "\n")
@@ -154,6 +162,10 @@ def describe(row: Mapping[str, Any]) -> list[str]:
         kind = name.partition("-")[0]
         slowest[kind] = max(slowest.get(kind, own), own, key=lambda spans: spans[-1].to_s or 0.0)
     return lines + [f"slowest {kind}, {own[0].who}: {_seconds(own)}" for kind, own in slowest.items()]
+
+
+def _plain(span: Span) -> dict[str, Any]:
+    return {name: value for name, value in asdict(span).items() if value is not None}
 
 
 def _seconds(spans: Sequence[Span]) -> str:

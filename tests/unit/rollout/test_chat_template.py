@@ -1,4 +1,4 @@
-"""Locks: a chat is rendered as the folder's own tokenizer class renders it, and without torch where that is known."""
+"""Locks: a chat is rendered as the folder's own tokenizer class does, without transformers where that is known."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.chat_template import ChatTemplate
+from rollout.plain_template import read_plain
 
 TEMPLATES = Path(__file__).parents[2] / "cases" / "chat_templates"
 CHAT = [
@@ -43,7 +44,47 @@ def test_published_templates_are_rendered_as_their_own_class_does(name: str, tmp
     template = (TEMPLATES / f"{name}.jinja").read_text()
     folder = save(tmp_path, template, bos_token="<bos>", eos_token="<eos>", pad_token=None)
     for tools in ([], [TOOL]):
+        assert read_plain(folder) is not None
         assert ChatTemplate(folder).render(CHAT, is_open=True, tools=tools) == by_its_own_class(folder, tools)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% if loop.last %}{% break %}"
+        "{% endif %}{% endfor %}{{ {'a': '<\\xfc>', 'b': [1]} | tojson }}{{ {'a': 1} | tojson(indent=2) }}",
+        "{{ bos_token }}{{ sep_token is defined }}{{ unk_token }}{{ eos_token }}{{ tools is none }}"
+        "{{ documents is none }}{{ pad_token is defined }}",
+        "{% set max_tokens = 3 %}{{ max_tokens }}{{ strftime_now('%Y') }}\n  {%- if true %}\n x {% endif %}",
+    ],
+)
+def test_what_templates_may_use_is_rendered_as_transformers_does(template: str, tmp_path: Path) -> None:
+    tokens = {
+        "bos_token": {"__type": "AddedToken", "content": "<bos>", "lstrip": False},
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+    }
+    folder = save(tmp_path, template, **tokens, pad_token=None, sep_token=None)
+    assert read_plain(folder) is not None
+    assert ChatTemplate(folder).render(CHAT, is_open=True) == by_its_own_class(folder, [])
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        {"extra_special_tokens": {"image_token": "<unk>"}},
+        {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}},
+        {"chat_template": [{"name": "default", "template": "x"}]},
+    ],
+)
+def test_folders_that_need_more_are_left_to_transformers(description: dict[str, Any], tmp_path: Path) -> None:
+    assert read_plain(save(tmp_path, "{{ image_token }}", **description)) is None
+
+
+def test_a_templates_own_refusal_is_raised(tmp_path: Path) -> None:
+    folder = save(tmp_path, "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(Exception, match="roles must alternate"):
+        ChatTemplate(folder).render(CHAT, is_open=True)
 
 
 def test_special_tokens_that_only_the_class_knows_are_rendered(tmp_path: Path) -> None:
@@ -52,11 +93,12 @@ def test_special_tokens_that_only_the_class_knows_are_rendered(tmp_path: Path) -
     assert rendered == by_its_own_class(folder, []) == "<|endoftext|>you are."
 
 
-def test_rendering_imports_no_torch(tmp_path: Path) -> None:
+def test_rendering_imports_no_transformers(tmp_path: Path) -> None:
     save_character_tokenizer(tmp_path, vocab_size=64)
     code = (
         "import sys; from pathlib import Path; from rollout.chat_template import ChatTemplate; "
-        f"print(ChatTemplate(Path({str(tmp_path)!r})).render({CHAT!r}, is_open=True)); sys.exit('torch' in sys.modules)"
+        f"print(ChatTemplate(Path({str(tmp_path)!r})).render({CHAT!r}, is_open=True)); "
+        "sys.exit('transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

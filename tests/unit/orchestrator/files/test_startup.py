@@ -55,6 +55,7 @@ async def test_what_is_waited_for_is_said_and_what_took_how_long_is_kept(tmp_pat
     assert shown[0] == (1.0, "options and files")
     (row,) = read_starts(tmp_path / "startup.jsonl")
     assert {"who": "rollout-0", "what": "importing", "from_s": 6.0, "to_s": 16.0} in row["spans"]
+    assert [span["who"] for span in row["spans"] if "cpu_s" in span] == [RUN] * 4, "the controller's own"
     assert describe(row) == [
         "start-up, 21.0 s: options and files 2.0, Ray 3.0, trainer ranks and engines 15.0, the plan of transfers 1.0",
         "slowest trainer, trainer-0: loading weights 1.0",
