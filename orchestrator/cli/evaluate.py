@@ -1,9 +1,10 @@
 """`slipstream eval`: the options of an evaluation alone, and its table.
 
-    RUN, or an adapter and options --eval_config--> RunConfig of no step --as any run--> evaluations.jsonl --> a table
+    RUN, MODEL, adapter, options --eval_config--> RunConfig of no step --as any run--> evaluations.jsonl --> a table
 
 The trainer's ranks read base and adapter, and publish them to the engines over the same path as in training; no step is
-made. So what is evaluated is what a run would train on, with its rewards, sampling and engines.
+made. A model alone is published with adapters that add nothing. So what is evaluated is what a run would train on, with
+its rewards, sampling and engines.
 
 Owns: which weights are evaluated, which options are of no use then, the table. Does not own: the evaluation
 (loop/evaluations.py), the figures (figures/held_out.py). Invariant: importing this loads neither torch nor Ray.
@@ -38,8 +39,8 @@ def eval_config(
     """The options of an evaluation, and the folder of the weights that it is of.
 
     Args:
-        run: A run's folder; None: all options are in `overrides`.
-        adapter: An adapter in PEFT's format; None: the one of `checkpoint`.
+        run: A run's folder or a model's; None: all options are in `overrides`.
+        adapter: An adapter in PEFT's format; None: the one of `checkpoint`, or of a model none.
         checkpoint: newest, best, or a step of `run`; None: newest.
         overrides: `section.option=value`.
 
@@ -51,15 +52,15 @@ def eval_config(
             raise ConfigError(f"{name} has no effect with slipstream eval, which makes no step; remove it")
     if adapter is not None and checkpoint is not None:
         raise ConfigError(f"--checkpoint {checkpoint} has no effect with --adapter, which is evaluated; remove one")
-    if run is None:
-        if adapter is None:
-            raise ConfigError("slipstream eval needs a run folder, or --adapter FOLDER and the options of its model")
-        return _evaluated(load_run_config([*overrides, *_shape_of(adapter)]), adapter, "adapter")
+    if run is None or is_model_folder(run):
+        model = [] if run is None else ["model=checkpoint", f"model.path={run}"]
+        words = [*model, *_data_of(overrides), *overrides, *([] if adapter is None else _shape_of(adapter))]
+        return _of_model(load_run_config(words), adapter, checkpoint)
     folder = RunFolder(run.resolve())
     try:
         saved = folder.config.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{run} is not a run folder; give one like runs/latest") from error
+        raise ConfigError(f"{run} is neither a run folder (runs/latest) nor a model's (config.json)") from error
     config = load_resolved_yaml(saved, overrides, subject=f"{folder.config}: ")
     config = replace(config, run=replace(config.run, dir=str(folder.root)))
     if config.trainer.mode is TrainMode.full:
@@ -70,15 +71,43 @@ def eval_config(
                 f"{run} has no {folder.merged.name}/, which a run with trainer.mode=full writes at its end"
             )
         model = replace(config.model, path=str(folder.merged), init=Init.checkpoint, hf_config={})
-        return _evaluated(replace(config, model=model), folder.merged, folder.run_id)
+        return _evaluated(replace(config, model=model), None, folder.run_id, str(folder.merged))
     if adapter is not None:
         config = replace(
             load_resolved_yaml(saved, [*overrides, *_shape_of(adapter)], subject=f"{folder.config}: "), run=config.run
         )
-    return _evaluated(config, adapter or _adapter_of(folder, checkpoint or "newest"), folder.run_id)
+    return _evaluated(config, adapter or adapter_of(folder, checkpoint or "newest"), folder.run_id)
 
 
-def _evaluated(config: RunConfig, weights: Path, name: str) -> tuple[RunConfig, str]:
+def is_model_folder(path: Path) -> bool:
+    """Whether it holds a Hugging Face model and no run."""
+    return (path / "config.json").is_file() and not RunFolder(path).config.exists()
+
+
+def _data_of(overrides: Sequence[str]) -> list[str]:
+    """Options of data that an evaluation does not need and a run does, where they are not given."""
+    given = {name: value for name, _, value in (word.lstrip("+").partition("=") for word in overrides)}
+    words = [] if {"data", "experiment"} & set(given) else ["data=files"]
+    path = given.get("data.eval_path")
+    return words if not words or path is None or "data.path" in given else [*words, f"data.path={path}"]
+
+
+def _of_model(config: RunConfig, adapter: Path | None, checkpoint: str | None) -> tuple[RunConfig, str]:
+    """Without a run: an adapter, or the model as it is."""
+    if checkpoint is not None:
+        raise ConfigError(f"--checkpoint {checkpoint} is of a run; give its folder")
+    if adapter is not None:
+        return _evaluated(config, adapter, "adapter")
+    if config.model.init is Init.random or config.model.path is None:
+        raise ConfigError(
+            "slipstream eval needs a run's folder or a model's, or model.path=FOLDER, beside which --adapter DIR may "
+            f"stand: random weights (model.init={config.model.init}) are not evaluated"
+        )
+    return _evaluated(config, None, Path(config.model.path).name, config.model.path)
+
+
+def _evaluated(config: RunConfig, adapter: Path | None, name: str, weights: str = "") -> tuple[RunConfig, str]:
+    """The options of an evaluation of an adapter; None: of the model, which `weights` names."""
     if config.algorithm.objective is not Objective.policy:
         raise ConfigError(
             f"slipstream eval samples responses, and algorithm.objective={config.algorithm.objective} judges none; its "
@@ -87,10 +116,10 @@ def _evaluated(config: RunConfig, weights: Path, name: str) -> tuple[RunConfig, 
     if not config.data.held_out_sources:
         raise ConfigError("slipstream eval needs held-out prompts: set data.eval_path, or data.eval_sets.NAME")
     trainer = config.trainer
-    if trainer.mode is TrainMode.lora:
-        if not (weights / "adapter_config.json").is_file():
-            raise ConfigError(f"{weights} holds no adapter in PEFT's format (adapter_config.json)")
-        trainer = replace(trainer, lora=replace(trainer.lora, init_from=str(weights.resolve())))
+    if adapter is not None:
+        if not (adapter / "adapter_config.json").is_file():
+            raise ConfigError(f"{adapter} holds no adapter in PEFT's format (adapter_config.json)")
+        trainer = replace(trainer, lora=replace(trainer.lora, init_from=str(adapter.resolve())))
     run = replace(
         config.run,
         name=f"eval-{name}",
@@ -102,10 +131,15 @@ def _evaluated(config: RunConfig, weights: Path, name: str) -> tuple[RunConfig, 
         samples_per_step=EVERY_SAMPLE,
         max_sample_bytes_per_step=EVERY_BYTE,
     )
-    return replace(config, run=run, trainer=trainer), str(weights)
+    return replace(config, run=run, trainer=trainer), weights or str(adapter)
 
 
-def _adapter_of(folder: RunFolder, checkpoint: str) -> Path:
+def adapter_of(folder: RunFolder, checkpoint: str) -> Path:
+    """The adapter of a checkpoint (newest, best or a step); of a run that kept none, the one that its end wrote.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
+    """
     named = {step_of(path): path for path in named_checkpoints(folder.checkpoints)}
     complete = {step_of(path): path for path in complete_checkpoints(folder.checkpoints)}
     steps = ", ".join(map(str, complete)) or "none"

@@ -369,10 +369,22 @@ def evaluate() -> Parser:
     flags = parser.add_argument_group("flags")
     flags.add_argument("--checkpoint", metavar="C", help="newest, best (run.keep_best) or a step; default newest")
     flags.add_argument(
-        "--adapter", type=Path, metavar="DIR", help="an adapter in PEFT's format, in place of RUN's or without RUN"
+        "--adapter", type=Path, metavar="DIR", help="an adapter in PEFT's format, in place of RUN's or beside MODEL"
     )
     flags.add_argument("--json", action="store_true", help="the table for programs")
     _start_nothing(flags.add_argument)
+    return parser
+
+
+def merge() -> Parser:
+    """Flags of `slipstream merge`."""
+    parser = Parser(texts.MERGE)
+    parser.add_argument("run", type=Path, nargs="?", help=argparse.SUPPRESS)
+    flags = parser.add_argument_group("flags")
+    flags.add_argument(
+        "--checkpoint", default="newest", metavar="C", help="newest, best (run.keep_best) or a step; %(default)s"
+    )
+    flags.add_argument("--output", type=Path, metavar="DIR", help="a folder that is not there yet; RUN/merged")
     return parser
 
 

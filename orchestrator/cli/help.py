@@ -47,7 +47,8 @@ carries the policy's new weights from one to the other after every step.
 commands
   train     start a run; its options are the words that follow
   resume    go on with a run that ended, from its newest checkpoint
-  eval      evaluate a run's checkpoint, or an adapter alone; makes no step
+  eval      evaluate a run's checkpoint, an adapter or a model; makes no step
+  merge     write the model of a run's checkpoint, its adapter merged in, as a Hugging Face folder
   stop      let a run finish its step, save its state and end
   launch    write a job for SLURM, KubeRay or SkyPilot that starts a run; starts nothing
   plan      say what a publish of a run would move, hold and take, on any cluster; starts nothing
@@ -109,19 +110,38 @@ EVAL = CommandText(
     command="eval",
     usage="""\
 slipstream eval RUN [SECTION.OPTION=VALUE ...] [flags]
-slipstream eval --adapter DIR [GROUP=CHOICE ...] [SECTION.OPTION=VALUE ...] [flags]""",
+slipstream eval MODEL [--adapter DIR] [GROUP=CHOICE ...] [SECTION.OPTION=VALUE ...] [flags]""",
     about="""\
-Samples and judges held-out prompts with the weights of a run's checkpoint, or of an adapter, and prints mean reward,
-pass@k and majority vote with standard errors. Options are the run's; others may follow. Writes a folder below RUN/evals
-with evaluation.json, samples.jsonl (every response) and logs.
+Samples and judges held-out prompts with the weights of a run's checkpoint, of a model's folder, or of an adapter beside
+it, and prints mean reward, pass@k and majority vote with standard errors. Options are the run's; others may follow.
+Writes a folder below RUN/evals (of a model, below run.dir/evals) with evaluation.json, samples.jsonl (every response)
+and logs.
 
 examples
   slipstream eval runs/latest --checkpoint best run.eval_samples_per_prompt=16 run.eval_pass_at=[1,4,16]
   slipstream eval runs/latest data.eval_path=null data.eval_sets.aime=aime.jsonl
-  slipstream eval --adapter DIR model=checkpoint model.path=FOLDER data=files data.path=X data.eval_path=X reward=math
-      rank and alpha are the adapter's; data.path is checked and not trained on""",
+  slipstream eval MODEL data.eval_path=test.jsonl reward=math
+      a base model, or one that slipstream merge wrote
+  slipstream eval MODEL --adapter DIR data.eval_path=test.jsonl reward=math
+      rank and alpha are the adapter's""",
     end="""\
 exit code: as of slipstream train; 2 when there are no such weights or nothing is held out""",
+)
+
+MERGE = CommandText(
+    command="merge",
+    usage="""\
+slipstream merge RUN [--checkpoint C] [--output DIR]""",
+    about="""\
+Writes W + scale * B @ A of the newest checkpoint of a run, or of its end, in the model's format: a folder with weights,
+config.json and tokenizer, which transformers, vLLM and model.path read. The run may go on meanwhile. It computes on the
+CPU and needs memory for the whole model there.
+
+examples
+  slipstream merge runs/latest && vllm serve runs/latest/merged
+  slipstream merge runs/latest --checkpoint best --output models/best""",
+    end="""\
+exit code: 0, or 2 when there are no such weights or the folder is there already""",
 )
 
 STOP = CommandText(

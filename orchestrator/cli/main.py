@@ -74,6 +74,7 @@ def _dispatch(words: list[str]) -> int:
         "train": _train,
         "resume": _resume,
         "eval": _eval,
+        "merge": _merge,
         "stop": _stop,
         "launch": _launch,
         "plan": _plan,
@@ -162,6 +163,21 @@ def _eval(words: list[str]) -> int:
         print(json.dumps(report, indent=2) if flags.json else evaluate.table_of(report))
 
     return _start(config, overrides, flags, show)
+
+
+def _merge(words: list[str]) -> int:
+    parser = cli_flags.merge()
+    flags = parser.parse_args(words)
+    if flags.help or not words:
+        print(parser.format_help(), end="")
+        return EXIT_OK
+    if flags.run is None:
+        raise ConfigError("slipstream merge needs a run folder, e.g. slipstream merge runs/latest")
+    with _names_missing_packages():
+        from orchestrator.cli.merge import merge
+
+        print(f"model: {merge(flags.run, flags.checkpoint, flags.output)}")
+    return EXIT_OK
 
 
 def _start(

@@ -124,7 +124,21 @@ def test_defaults_of_push_are_declared_once_and_shown(capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize(
     "command",
-    ["train", "resume", "eval", "stop", "launch", "plan", "parity", "push", "record", "doctor", "status", "recover"],
+    [
+        "train",
+        "resume",
+        "eval",
+        "merge",
+        "stop",
+        "launch",
+        "plan",
+        "parity",
+        "push",
+        "record",
+        "doctor",
+        "status",
+        "recover",
+    ],
 )
 def test_every_flag_of_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0

@@ -70,6 +70,30 @@ def test_another_adapter_in_place_of_the_runs_brings_its_rank_too(run: Path, tmp
         eval_config(run, tmp_path, "5", [])
 
 
+def test_a_model_is_evaluated_as_it_is(run: Path, tmp_path: Path) -> None:
+    model = tmp_path / "base"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    words = ["data.eval_path=test.jsonl", "reward=math", "rollout.max_model_len=512"]
+    config, weights = eval_config(model, None, None, words)
+    assert (config.model.path, weights, config.trainer.lora.init_from) == (str(model), str(model), None)
+    assert (config.data.path, config.data.eval_path) == ("test.jsonl", "test.jsonl")
+    assert (config.run.name, config.run.num_steps, config.run.dir) == ("eval-base", 0, "runs/evals")
+    assert eval_config(None, None, None, ["model=checkpoint", f"model.path={model}", *words]) == (config, weights)
+    adapter = write_adapter(tmp_path / "adapter", rank=8, alpha=4)
+    config, weights = eval_config(model, adapter, None, [*words, "data.path=train.jsonl"])
+    assert (config.trainer.lora.init_from, config.trainer.lora.rank, weights) == (str(adapter), 8, str(adapter))
+    assert (config.model.path, config.data.path) == (str(model), "train.jsonl")
+    with pytest.raises(ConfigError, match="--checkpoint best is of a run"):
+        eval_config(model, None, "best", words)
+
+
+def test_the_export_of_a_run_that_trained_everything_is_no_adapter(run: Path) -> None:
+    (run / "merged").mkdir()
+    config, weights = eval_config(run, None, None, ["trainer.mode=full"])
+    assert (config.model.path, weights, config.trainer.lora.init_from) == (*[str(run / "merged")] * 2, None)
+
+
 @pytest.mark.parametrize(
     ("checkpoint", "words", "message"),
     [
@@ -95,10 +119,10 @@ def test_a_checkpoint_without_its_manifest_is_named(run: Path, checkpoint: str) 
 
 
 def test_weights_that_are_not_there_are_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not a run folder; give one like runs/latest"):
+    with pytest.raises(ConfigError, match=r"is neither a run folder \(runs/latest\) nor a model's \(config.json\)"):
         eval_config(tmp_path, None, "newest", [])
-    with pytest.raises(ConfigError, match="needs a run folder, or --adapter FOLDER"):
-        eval_config(None, None, "newest", ["experiment=quickstart"])
+    with pytest.raises(ConfigError, match=r"needs a run's folder or a model's.*random weights"):
+        eval_config(None, None, None, ["experiment=quickstart"])
     with pytest.raises(ConfigError, match="holds no adapter in PEFT's format"):
         eval_config(None, tmp_path, None, ["experiment=quickstart"])
     with pytest.raises(ConfigError, match="holds no adapter in PEFT's format"):

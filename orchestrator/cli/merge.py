@@ -1,0 +1,89 @@
+"""`slipstream merge`: the model of a run's checkpoint as a Hugging Face folder.
+
+    RUN, checkpoint --adapter of it--> base + adapter in one process --as an export of trainer.mode=full--> folder
+
+Owns: which adapter is merged, and what is refused before weights are read. Does not own: the arithmetic and the files
+(trainer.adapter_io.save_merged). Invariant: the folder is there once it is whole. Importing this loads no torch.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from conf.errors import ConfigError
+from conf.load import load_resolved_yaml
+from conf.schema import Device, Init, RunConfig, TrainerConfig, TrainMode
+from orchestrator.cli.evaluate import adapter_of
+from orchestrator.environment import resolve_device
+from orchestrator.files.run_folder import RunFolder
+from orchestrator.inputs.model_files import check_checkpoint_files, read_hf_config
+from orchestrator.inputs.model_folder import complete_export
+from trainer.architecture.families import read_config
+from trainer.architecture.model_spec import ExpertFormat, ModelSpec
+from trainer.weights.stored_adapter import check_adapter_fits, read_stored_adapter
+
+
+def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
+    """Write the merged model.
+
+    Args:
+        run: A run's folder.
+        checkpoint: newest, best, or a step.
+        output: A folder that is not there yet; None: merged/ in the run's.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: there is no such adapter, its base is not there, or the folder is.
+    """
+    folder = RunFolder(run.resolve())
+    try:
+        config = load_resolved_yaml(folder.config.read_text(encoding="utf-8"), [], subject=f"{folder.config}: ")
+    except OSError as error:
+        raise ConfigError(f"{run} is not a run folder; give one like runs/latest") from error
+    if config.trainer.mode is TrainMode.full:
+        raise ConfigError(f"{run} trains all weights (trainer.mode=full): what its end writes is {folder.merged}")
+    target = output or folder.merged
+    if target.exists():
+        raise ConfigError(f"{target} is there already; give another folder with --output, or remove it")
+    adapter = adapter_of(folder, checkpoint)
+    hf_config = read_hf_config(folder.model, "RUN/model")
+    spec = read_config(hf_config, config.model.mla_norm_eps)
+    _check_sources(config, spec, adapter)
+    lora = replace(config.trainer.lora, init_from=str(adapter))
+
+    from trainer.scoring import Scorer  # imports torch
+
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        scorer = Scorer(
+            config.model, TrainerConfig(lora=lora), hf_config, seed=config.run.seed, device=_device(config).value
+        )
+        scorer.save(partial)
+        complete_export(folder.model, partial)
+        partial.rename(target)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _check_sources(config: RunConfig, spec: ModelSpec, adapter: Path) -> None:
+    """Raise ConfigError where base and adapter cannot be merged. Reads headers alone."""
+    if spec.moe is not None and spec.moe.expert_format is not ExpertFormat.plain:
+        raise ConfigError(
+            f"a model of packed experts ({spec.moe.expert_format}) is not written merged; serve {adapter} beside it, "
+            "or merge it into a float copy of the model with PEFT"
+        )
+    if config.model.init is Init.checkpoint:
+        check_checkpoint_files(Path(config.model.path or ""), spec.checkpoint_tensors(config.model.dtype.value))
+    check_adapter_fits(read_stored_adapter(adapter, "adapter"), spec, config.trainer.lora, "adapter")
+
+
+def _device(config: RunConfig) -> Device:
+    """The CPU, unless the base was drawn at random: other devices draw other values."""
+    return Device.cpu if config.model.init is Init.checkpoint else Device(resolve_device(config.cluster.device))

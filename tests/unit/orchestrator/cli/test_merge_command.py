@@ -1,0 +1,92 @@
+"""Locks: `slipstream merge` writes the model that base and adapter of a run compute, and refuses before it reads."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from cases.tiny_models import DENSE, hf_logits, logits_of, make_decoder, packed, relative_error, trainer_config
+
+from conf.load import load_run_config
+from conf.schema import LoraConfig
+from orchestrator.cli.main import main
+from orchestrator.files.run_folder import to_plain
+from orchestrator.inputs.model_folder import prepare_model
+from trainer.adapter_io import save_adapter, save_merged
+
+LORA = LoraConfig(rank=4, alpha=8.0)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder over a base model in bfloat16, with an adapter in its checkpoint of step 5."""
+    base, root = tmp_path / "base", tmp_path / "runs" / "mine"
+    save_merged(make_decoder(DENSE, nonzero_b=False, dtype=torch.bfloat16), base, DENSE)
+    checkpoint = root / "checkpoints" / "step-000005"
+    save_adapter(make_decoder(DENSE, trainer_config(lora=LORA)), checkpoint / "adapter")
+    (checkpoint / "manifest.json").write_text("{}")
+    words = ["experiment=quickstart", "model=checkpoint", f"model.path={base}", "model.tokenizer=characters"]
+    config = load_run_config([*words, "trainer.ep_size=1"])
+    config = replace(config, trainer=replace(config.trainer, lora=LORA))
+    (root / "config.yaml").write_text(yaml.safe_dump(to_plain(asdict(config))))
+    prepare_model(config.model, root / "model")
+    return root
+
+
+def test_the_model_is_what_base_and_adapter_compute(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert main(["merge", str(run)]) == 0
+    assert capsys.readouterr().out == f"model: {run / 'merged'}\n"
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(run / "merged", attn_implementation="eager")
+    assert model.dtype is torch.bfloat16 and not list(run.glob(".*"))
+    expected, base = make_decoder(DENSE), make_decoder(DENSE, nonzero_b=False)
+    with torch.no_grad():
+        for name, parameter in expected.named_parameters():
+            if "lora_" not in name:
+                parameter.copy_(parameter.bfloat16())
+    # Of this float32 sum each merged weight is one rounding off, at most 2^-9 of itself.
+    assert relative_error(hf_logits(model.float().eval(), packed()), logits_of(expected, packed())) < 2**-7
+    assert relative_error(logits_of(base, packed()), logits_of(expected, packed())) > 0.1
+    assert AutoTokenizer.from_pretrained(run / "merged")("ab")["input_ids"]
+
+
+def test_a_folder_of_choice_and_a_step(run: Path, tmp_path: Path) -> None:
+    assert main(["merge", str(run), "--checkpoint", "5", "--output", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file() and not (run / "merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "is there already; give another folder with --output"),
+        (["--output", "{tmp}/out", "--checkpoint", "6"], "--checkpoint 6: give newest, best, or one of the steps 5"),
+        (["--output", "{tmp}/out", "--checkpoint", "best"], "has no best checkpoint"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(
+    words: list[str], message: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "merged").mkdir()
+    assert main(["merge", str(run), *(word.format(tmp=tmp_path) for word in words)]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_runs_without_an_adapter_or_a_base_are_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["merge", str(tmp_path)]) == 2
+    assert "is not a run folder" in capsys.readouterr().err
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("mode: lora", "mode: full"))
+    assert main(["merge", str(run)]) == 2
+    assert "trains all weights (trainer.mode=full)" in capsys.readouterr().err
+    (run / "config.yaml").write_text(text)
+    (tmp_path / "base" / "model.safetensors").unlink()
+    assert main(["merge", str(run)]) == 2
+    assert "holds no .safetensors file" in capsys.readouterr().err
