@@ -16,7 +16,18 @@ from fakes.chat_templates import SAMPLED_END, TEMPLATES, FakeChatText
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.agents.token_tree import CONTINUED, EDITED, FORK, NEW, START, TEMPLATE, TOOLS, TokenTree
+from rollout.agents.token_tree import (
+    CONTINUED,
+    EDITED,
+    FORK,
+    NEW,
+    START,
+    TEMPLATE,
+    TOOLS,
+    Planned,
+    TokenTree,
+    _digests,
+)
 
 Messages = list[dict[str, Any]]
 
@@ -151,6 +162,120 @@ def test_plain_prompts_go_on_by_text_and_by_tokens() -> None:
     third = tree.plan_text(tokens)
     assert (third.parent, third.token_ids, third.num_tokens) == (0, [77, 78], len(tokens))
     assert tree.plan_text("twice upon").parent is None
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_a_plain_prompt_goes_on_from_the_longest_of_the_turns_that_it_begins_with(as_tokens: bool) -> None:
+    """Of five turns, three are prefixes of it, the longest neither the first nor the last."""
+    chat = FakeChatText("llama3")
+    tree = TokenTree(chat)
+
+    def plan(text: str) -> Planned:
+        return tree.plan_text(chat.encode(text) if as_tokens else text)
+
+    for prompt, said in (("on", "ce"), ("once", " upon"), ("once upon", " a time"), ("once upon", " a"), ("two", "ce")):
+        tree.record(plan(prompt), chat.encode(said))
+    planned = plan("once upon a time there")
+    assert (planned.parent, chat.decode(planned.token_ids), planned.text) == (2, " there", " there")
+    assert planned.num_tokens == len("once upon a time there")
+    assert (plan("once upon an").parent, plan("once more").parent, plan("twenty").parent) == (3, 0, None)
+    assert plan("once upon a time").token_ids == []
+
+
+def test_reasons_of_plain_prompts() -> None:
+    chat = FakeChatText("llama3")
+    tree = TokenTree(chat)
+
+    def ask(prompt: str, said: str) -> str:
+        return tree.record(tree.plan_text(prompt), chat.encode(said))[1]
+
+    assert [ask("once", " upon"), ask("once upon a", " time"), ask("once upon the", " sea")] == [START, CONTINUED, FORK]
+    assert [ask("twice", " upon"), ask("twice", " more"), ask("once", " again")] == [NEW, FORK, FORK]
+
+
+def test_requests_that_were_planned_before_the_first_was_sampled_are_forks_or_new() -> None:
+    chat = FakeChatText("chatml")
+    tree = TokenTree(chat)
+    planned = [tree.plan([user(text)]) for text in ("one", "one", "two")]
+    assert [one.reason for one in planned] == [START] * 3
+    assert [tree.record(one, chat.encode("a<|im_end|>"))[1] for one in planned] == [START, FORK, NEW]
+
+
+def test_the_newest_of_equal_histories_is_gone_on_from() -> None:
+    talk = Conversation("chatml")
+    for _ in range(2):
+        reply, _ = talk.ask([user("one")], "first<|im_end|>")
+    assert talk.ask([user("one"), reply, user("two")], "a<|im_end|>")[1] == CONTINUED
+    assert talk.parents == [None, None, 1]
+
+
+def test_the_longest_known_history_is_gone_on_from() -> None:
+    talk = Conversation("chatml")
+    messages = [user("one")]
+    for said in ("first", "second", "third"):
+        reply, _ = talk.ask(messages, said + "<|im_end|>")
+        messages = [*messages, reply, user("more")]
+    assert talk.ask(messages, "a<|im_end|>")[1] == CONTINUED
+    assert talk.parents[-1] == 2
+    assert talk.ask(messages[:-2], "b<|im_end|>")[1] == FORK, "there are two answers now"
+    assert talk.parents[-1] == 1
+
+
+def test_a_longer_history_that_cannot_be_kept_gives_way_to_a_shorter_one() -> None:
+    """The template removes the second answer's thinking; the first answer is still as it was sampled."""
+    talk = Conversation("qwen3")
+    first, _ = talk.ask([user("one")], "plain<|im_end|>")
+    second, _ = talk.ask([user("one"), first, user("two")], "<think>\nhm\n</think>\n\nsecond<|im_end|>")
+    _, reason = talk.ask([user("one"), first, user("two"), second, user("three")], "third<|im_end|>")
+    assert (talk.parents, reason) == ([None, 0, 0], TEMPLATE)
+    assert "hm" not in talk.text() and "second" in talk.text()
+
+
+@pytest.mark.parametrize(
+    ("given", "is_same"),
+    [
+        ({"role": "assistant", "content": "first"}, True),
+        ({"role": "assistant", "content": " first\n", "refusal": None, "audio": {}, "name": ""}, True),
+        ({"role": "assistant", "content": "first", "tool_calls": []}, True),
+        ({"role": "assistant", "content": "fir st"}, False),
+        ({"role": "assistant", "content": "first", "name": "Ann"}, False),
+        ({"role": "assistant", "content": "first", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}, False),
+        ({"role": "user", "content": "first"}, False),
+    ],
+)
+def test_which_answers_are_those_that_were_given(given: dict[str, Any], is_same: bool) -> None:
+    said = {"role": "assistant", "content": "first"}
+    one, other = (_digests([user("one"), answer], ())[-1] for answer in (given, said))
+    assert (one == other) == is_same
+
+
+def test_other_blanks_of_a_user_are_another_message() -> None:
+    one, other = (_digests([user(text)], ())[-1] for text in ("one", "one "))
+    assert one != other
+    assert _digests([user("one")], [{"type": "function"}])[-1] != one
+
+
+def test_a_tokenizer_that_treats_beginnings_in_a_special_way_encodes_behind_the_end_of_the_turn() -> None:
+    """As SentencePiece does, it puts a token before each text; behind a special token it puts none."""
+
+    class Marked(FakeChatText):
+        def encode(self, text: str) -> list[int]:
+            plain = super().encode(text)
+            return plain if text.startswith("<|") else [1, *plain]
+
+    for said, is_marked in (("first<|im_end|>", False), ("cut o", True)):
+        chat = Marked("chatml")
+        tree = TokenTree(chat)
+        sampled = FakeChatText.encode(chat, said)
+        reply = chat.reply(sampled, ())
+        tree.record(tree.plan([user("one")]), sampled, reply)
+        planned = tree.plan([user("one"), reply, user("two")])
+        assert planned.parent == 0
+        added = (
+            "" if said.endswith(">") else "<|im_end|>"
+        ) + "\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
+        assert chat.decode(planned.token_ids).lstrip("\x01") == added
+        assert (planned.token_ids[0] == 1) == (is_marked and not added.startswith("<|"))
 
 
 def specials_of(text: str) -> list[str]:

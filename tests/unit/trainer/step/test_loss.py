@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 from fakes.loop import MAXIMA, SUMS, VECTORS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conf.schema import AlgorithmConfig, Correction, Normalization, RatioBaseline
+from conf.schema import AlgorithmConfig, Correction, KlEstimator, KlPlace, Normalization, RatioBaseline
 from trainer.step.corrections import LOG_RATIO_BOUND
-from trainer.step.loss import CountedTokens, LossAccumulator, policy_loss, sft_loss
-from trainer.types import Denominators
+from trainer.step.loss import CountedTokens, LossAccumulator, PolicyLoss, policy_loss, sft_loss
+from trainer.step.surrogates import LossTokens, clipped_loss
+from trainer.types import Denominators, Sample
 
 TRAINER = AlgorithmConfig(ratio_baseline=RatioBaseline.trainer, correction=Correction.tis, correction_max=2.0)
 ROLLOUT = AlgorithmConfig(
@@ -100,6 +103,131 @@ def test_reference_kl_is_k3_of_reference_over_policy():
     assert result.sums["kl/ref_k3_sum"].item() == pytest.approx(1 - LN(2))
     with pytest.raises(ValueError, match="kl_coef"):
         run(algorithm, [-2.0], [-2.0], [0.0])
+
+
+def test_kl_in_the_reward_is_measured_and_has_no_gradient():
+    """It was subtracted from the rewards; here it would count twice. The metric is k3 by whatever is estimated."""
+    for estimator in KlEstimator:
+        shared = {"kl_coef": 0.5, "correction": Correction.none, "kl_estimator": estimator}
+        inside = AlgorithmConfig(kl_in=KlPlace.reward, **shared)
+        result, grad = run(inside, [-2.0, -1.0], [-2.0, -1.0], [1.0, 0.0], ref=[-2.0 + LN(2), -1.0])
+        assert result.loss.item() == pytest.approx(-0.5) and grad == pytest.approx([-0.5, 0.0])
+        assert result.sums["kl/ref_k3_sum"].item() == pytest.approx(1 - LN(2))
+        result, grad = run(AlgorithmConfig(**shared), [-2.0], [-2.0], [0.0], ref=[-2.0 + LN(2)])
+        assert result.sums["kl/ref_k3_sum"].item() == pytest.approx(1 - LN(2))
+        assert grad != [0.0], "in the loss it has"
+    plain, _ = run(AlgorithmConfig(kl_coef=0.0), [-2.0], [-2.0], [1.0], ref=[-1.0])
+    assert plain.sums["kl/ref_k3_sum"].item() == 0.0
+
+
+def test_entropy_is_added_and_weighed_like_a_token():
+    """Two tokens of entropy 1 and 3: the loss is lower by 0.1 * 4 / 2; each entropy has the gradient -0.1 / 2."""
+    logprobs = torch.tensor([-1.0, -1.0], dtype=torch.float64)
+    entropy = torch.tensor([1.0, 3.0], dtype=torch.float64, requires_grad=True)
+    zeros = torch.zeros(2, dtype=torch.float64)
+    tokens = CountedTokens(logprobs, zeros, torch.tensor([2, 2]), *numbered([2, 2]), torch.zeros(2, dtype=torch.int64))
+    for coef in (0.1, -0.1):
+        result = policy_loss(logprobs, entropy, tokens, AlgorithmConfig(entropy_coef=coef), Denominators(2, 1, 0))
+        assert result.loss.item() == pytest.approx(-coef * 2)
+        (grad,) = torch.autograd.grad(result.loss, entropy)
+        assert grad.tolist() == pytest.approx([-coef / 2] * 2)
+        assert result.sums["loss/policy_sum"].item() == 0.0
+
+
+def test_after_the_first_update_weights_and_mismatch_are_those_of_before_it():
+    """pi before: 2 mu, now 3 mu. Ratio baseline trainer: L = -w pi / old A, w = min(2, 2) = 2, pi / old = 1.5 clipped
+    to 1.28. Ratio baseline rollout: w = 1, pi / mu = 3 clipped to 1.28. The mismatch is log 2 in both."""
+    old, now = torch.tensor([LN(2) - 1]).double(), torch.tensor([LN(3) - 1]).double()
+    counts = Denominators(1, 1, 0)
+    one = torch.ones(1, dtype=torch.int64)
+    zero = torch.zeros(1, dtype=torch.int64)
+    tokens = CountedTokens(-torch.ones(1).double(), torch.ones(1).double(), one, zero, zero, zero, None, old)
+    for algorithm, wanted in ((TRAINER, -2 * 1.28), (ROLLOUT, -1.28)):
+        algorithm = replace(algorithm, clip_low=0.2, clip_high=0.28)
+        result = policy_loss(now, torch.zeros(1), tokens, algorithm, counts)
+        assert result.loss.item() == pytest.approx(wanted, rel=1e-6)
+        assert result.maxima["parity/log_ratio_max"].item() == pytest.approx(LN(2))
+        assert result.sums["policy/num_clipped_high"].item() == 1
+        assert result.sums["policy/ratio_sum"].item() == pytest.approx(2)
+
+
+def test_a_token_beyond_the_mask_has_no_policy_term_and_keeps_the_others():
+    """|log ratio| of ln 3 is beyond ln 2; of ln 1.5 it is not. The penalty of KL stays: k3's gradient at 2 is -1."""
+    logprobs = torch.tensor([-1 + LN(3), -1 + LN(1.5)], dtype=torch.float64, requires_grad=True)
+    mu, zeros = -torch.ones(2).double(), torch.zeros(2, dtype=torch.int64)
+    tokens = CountedTokens(
+        mu, torch.ones(2).double(), torch.tensor([2, 2]), *numbered([2, 2]), zeros, logprobs.detach() + LN(2)
+    )
+    for mask, weights in ((LN(2), [0.0, 1.0]), (0.0, [1.0, 1.0])):
+        algorithm = AlgorithmConfig(correction=Correction.none, kl_coef=0.5)
+        result = policy_loss(logprobs, torch.zeros(2), tokens, algorithm, Denominators(2, 1, 0), mask)
+        (grad,) = torch.autograd.grad(result.loss, logprobs)
+        assert grad.tolist() == pytest.approx([-weight / 2 - 0.25 for weight in weights])
+        assert result.sums["correction/num_masked"].item() == weights.count(0.0)
+
+
+def test_a_loss_sees_every_field_of_its_tokens(monkeypatch):
+    """Each of them is another tensor, and none stands in another's place."""
+    seen = {}
+    names = ("rollout_logprobs_N", "advantages_N", "sequence_lengths_N", "sequence_index_N", "positions_N",
+             "staleness_N", "ref_logprobs_N", "old_logprobs_N")  # fmt: skip
+    floats = {"rollout_logprobs_N", "advantages_N", "ref_logprobs_N", "old_logprobs_N"}
+    given = {
+        name: torch.tensor([-1.0 - place / 16, -2.0]) if name in floats else torch.tensor([2 + place, 3])
+        for place, name in enumerate(names)
+    }
+    given["sequence_index_N"] = torch.tensor([0, 1])
+
+    def loss(tokens, algorithm):
+        seen.update({field.name: getattr(tokens, field.name) for field in fields(LossTokens)})
+        return clipped_loss(tokens, algorithm)
+
+    monkeypatch.setattr("trainer.step.loss.loss_function", lambda name: loss)
+    logprobs, entropy = torch.tensor([-0.5, -0.75]), torch.tensor([4.0, 5.0])
+    for algorithm, old in ((TRAINER, "old_logprobs_N"), (ROLLOUT, "rollout_logprobs_N")):
+        policy_loss(logprobs, entropy, CountedTokens(**given), algorithm, Denominators(2, 2, 9))
+        weights = seen.pop("weights_N")
+        wanted = {**given, "old_logprobs_N": given[old], "logprobs_N": logprobs, "entropy_N": entropy}
+        assert {name: value.tolist() for name, value in seen.items()} == {
+            name: value.tolist() for name, value in wanted.items()
+        }
+        ratio = (given["old_logprobs_N"] - given["rollout_logprobs_N"]).exp()
+        assert weights.tolist() == pytest.approx((ratio if algorithm is TRAINER else torch.ones(2)).tolist())
+
+
+def test_log_probabilities_of_the_samples_that_are_shown_are_kept_apart():
+    """Of two microbatches; lengths 2, 1 and 3, the middle one is not shown."""
+    accumulated = LossAccumulator()
+
+    def sample(origin, num_valid, is_shown):
+        mask = np.arange(num_valid + 1) > 0
+        zeros = np.zeros(num_valid + 1, np.float32)
+        return Sample(np.zeros(num_valid + 1, np.int32), mask, zeros, zeros, 0, origin=origin, is_shown=is_shown)
+
+    accumulated.show(
+        [sample((0, 0, 0), 2, True), sample((0, 1, 0), 1, False)], torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    )
+    accumulated.show([sample((0, 2, 0), 2, False)], torch.tensor([-9.0, -9.0]))
+    accumulated.show([sample((1, 0, 0), 3, True)], torch.tensor([-4.0, -5.0, -6.0]))
+    accumulated.add(PolicyLoss(torch.zeros(()), {"a": torch.ones((), dtype=torch.float64)}))
+    shown = accumulated.result().logprobs
+    assert {origin: values.tolist() for origin, values in shown.items()} == {
+        (0, 0, 0): [-1.0, -2.0], (1, 0, 0): [-4.0, -5.0, -6.0]
+    }  # fmt: skip
+
+
+def test_sums_and_vectors_add_up_and_maxima_do_not():
+    accumulated = LossAccumulator()
+    for a, b in ((1.0, 5.0), (2.0, 3.0)):
+        accumulated.add(
+            PolicyLoss(
+                torch.zeros(()), {"s": torch.tensor(a), "other": torch.tensor(10.0)}, {"m": torch.tensor(b)},
+                {"v": torch.tensor([a, b]), "w": torch.tensor([b])},
+            )
+        )  # fmt: skip
+    stats = accumulated.result()
+    assert (stats.sums, stats.maxima) == ({"s": 3.0, "other": 20.0}, {"m": 5.0})
+    assert stats.vectors == {"v": [3.0, 8.0], "w": [8.0]}
 
 
 def test_token_and_sequence_normalization():

@@ -4,14 +4,14 @@ shift of targets.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.step.microbatches import collate, pack, sample_cost
+from trainer.step.microbatches import Microbatch, collate, pack, sample_cost
 from trainer.types import Sample
 
 lengths_strategy = st.lists(st.integers(1, 400), max_size=60)
@@ -101,6 +101,82 @@ def test_collate_shifts_targets_to_the_row_before_them():
     assert micro.rollout_logprobs.tolist() == [-1.5, -2.5, -1.5]
     assert micro.sequence_lengths.tolist() == [2, 2, 1]
     assert micro.staleness.tolist() == [2, 2, 0]
+    assert micro.advantages.tolist() == [2.0] * 3
+    assert micro.sequence_index.tolist() == [0, 0, 1]
+    assert micro.response_positions.tolist() == [0, 1, 0]
+    assert micro.old_logprobs is None and micro.ref_logprobs is None
+
+
+def test_each_array_of_a_microbatch_has_the_type_that_the_device_reads():
+    known = replace(make_sample([7], [8]), old_logprobs=np.ones(2), ref_logprobs=np.ones(2))
+    for micro in (collate([known], policy_version=3), collate([], policy_version=3)):
+        types = {field.name: getattr(micro, field.name) for field in fields(Microbatch)}
+        dtypes = {name: array.dtype for name, array in types.items() if array is not None}
+        floats = {"rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs"}
+        assert {name for name, dtype in dtypes.items() if dtype == np.float32} == floats & dtypes.keys()
+        assert dtypes.pop("cu_seqlens") == np.int32
+        assert all(dtype == np.int64 for name, dtype in dtypes.items() if name not in floats)
+
+
+def test_positions_in_a_response_count_what_lies_between_its_counted_tokens():
+    """Of an agent's episode: two turns of the model, and two tokens of a tool between them. Tokens 2, 3 and 6 count,
+    hence positions 0, 1 and 4."""
+    sample = make_sample([7, 7], [1, 2, 3, 4, 5])
+    mask = np.array([False, False, True, True, False, False, True])
+    micro = collate([make_sample([4], [5]), replace(sample, loss_mask=mask)], policy_version=3)
+    assert micro.response_positions.tolist() == [0, 0, 1, 4]
+    assert micro.predictor_rows.tolist() == [0, 2 + 1, 2 + 2, 2 + 5]
+    assert micro.targets.tolist() == [5, 1, 2, 5]
+    assert micro.sequence_lengths.tolist() == [1, 3, 3, 3]
+    assert micro.sequence_index.tolist() == [0, 1, 1, 1]
+    assert micro.rollout_logprobs.tolist() == [-1.5, -2.5, -3.5, -6.5]
+
+
+def test_log_probabilities_are_given_where_every_sample_has_them():
+    old, ref = np.arange(3) / 4, np.arange(3) / 8
+    first, second = make_sample([7], [8, 9]), make_sample([4], [5, 6])
+    both = [replace(sample, old_logprobs=old + n, ref_logprobs=ref + n) for n, sample in enumerate((first, second))]
+    micro = collate(both, policy_version=3)
+    assert micro.old_logprobs is not None and micro.ref_logprobs is not None
+    assert micro.old_logprobs.tolist() == [0.25, 0.5, 1.25, 1.5]
+    assert micro.ref_logprobs.tolist() == [0.125, 0.25, 1.125, 1.25]
+    one = collate([replace(both[0], ref_logprobs=None), both[1]], policy_version=3)
+    assert one.ref_logprobs is None and one.old_logprobs is not None
+    one = collate([both[0], replace(both[1], old_logprobs=None)], policy_version=3)
+    assert one.old_logprobs is None and one.ref_logprobs is not None
+
+
+def test_a_sample_of_the_version_that_is_trained_is_fresh_and_one_of_a_later_version_refused():
+    assert collate([make_sample([7], [8], oldest_version=3)], policy_version=3).staleness.tolist() == [0]
+    for changes in ({"rollout_logprobs": np.zeros(1)}, {"advantages": np.zeros(3)}, {"token_ids": np.zeros(0)}):
+        with pytest.raises(ValueError, match="sample 1 needs arrays of one length >= 1"):
+            collate([make_sample([7], [8]), replace(make_sample([7], [8]), **changes)], policy_version=3)
+    nothing = np.zeros(0)
+    with pytest.raises(ValueError, match="sample 0 needs arrays"):
+        collate([Sample(nothing, nothing, nothing, nothing, 0)], policy_version=3)
+
+
+def test_the_costs_of_attention_and_of_everything_else_are_equal_at_the_given_length():
+    assert sample_cost(100, 100) == 200 and sample_cost(50, 100) == 75
+    assert sample_cost(16384) == 2 * 16384
+
+
+def test_the_heaviest_bins_meet_and_the_least_loaded_rank_gets_the_heaviest():
+    """Four bins of 8, 7, 6 and 5 tokens for two ranks: 8 beside 7, then 6 to the rank of 7; loads of 13 and 13."""
+    ranks = pack([5, 6, 7, 8], num_ranks=2, max_tokens=8, attention_equal_tokens=10**9)
+    assert ranks == [[[3], [0]], [[2], [1]]]
+
+
+def test_a_bin_is_full_at_the_bound_and_a_sample_beyond_it_is_alone():
+    assert pack([4, 4], num_ranks=1, max_tokens=8) == [[[0, 1]]]
+    assert pack([4, 5], num_ranks=1, max_tokens=8) == [[[1], [0]]]
+    assert pack([9, 1], num_ranks=1, max_tokens=8) == [[[0], [1]]]
+    assert pack([1], num_ranks=1, max_tokens=1) == [[[0]]]
+
+
+def test_members_of_a_microbatch_ascend_and_equal_samples_keep_their_order():
+    assert pack([2, 2, 2, 2], num_ranks=2, max_tokens=4) == [[[0, 2]], [[1, 3]]]
+    assert pack([1, 3, 2], num_ranks=1, max_tokens=6) == [[[0, 1, 2]]]
 
 
 def with_routes(sample: Sample, first: int) -> Sample:

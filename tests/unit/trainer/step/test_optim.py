@@ -171,3 +171,68 @@ def test_empty_shards_and_state_before_the_first_update():
 def test_host_moments_refuse_bfloat16_parameters():
     with pytest.raises(TrainerError, match=r"trainer\.lora\.dtype=float32"):
         make(OptimConfig(state=OptimState.host), torch.zeros(2, dtype=torch.bfloat16))
+
+
+def test_the_norm_of_bfloat16_gradients_is_a_float32_number():
+    """257 ones: sqrt(257) = 16.03; in bfloat16, whose neighbour of 16 is 16.125, it would be 16, and the sum of squares
+    would end at 256."""
+    optimizer = make(OptimConfig(max_grad_norm=0.0), torch.zeros(257, dtype=torch.bfloat16))
+    result = optimizer.step([torch.ones(257, dtype=torch.bfloat16)], 0.0)
+    assert result.grad_norm == pytest.approx(math.sqrt(257), rel=1e-6)
+
+
+def test_gradients_of_another_dtype_and_empty_shards_between_others_count_in_their_own_place():
+    """Norm sqrt(9 + 16 / 2): a shard that is empty here has two copies elsewhere, which take no part in it."""
+    values = [torch.zeros(1), torch.zeros(0), torch.zeros(1)]
+    shards = [TrainableShard("a", values[0]), TrainableShard("b", values[1], 5), TrainableShard("c", values[2], 2)]
+    optimizer = ShardedAdamW(shards, OptimConfig(lr=0.1, max_grad_norm=0.0), num_steps=10, group=None, device=CPU)
+    gradients = [torch.tensor([3.0], dtype=torch.bfloat16), torch.zeros(0), torch.tensor([-4.0])]
+    assert optimizer.step(gradients, 0.0).grad_norm == pytest.approx(math.sqrt(9 + 16 / 2))
+    assert [value.tolist() for value in values] == [[pytest.approx(-0.1)], [], [pytest.approx(0.1)]]
+    assert sorted(optimizer.state_tensors()) == ["a.exp_avg", "a.exp_avg_sq", "c.exp_avg", "c.exp_avg_sq"]
+
+
+def test_the_rate_of_an_update_is_that_of_its_number_also_after_a_resume_and_a_refusal():
+    """Warm-up 3: 1/4, 2/4, 3/4 of 4; a refused step has the rate of the update that it would have been."""
+    config = OptimConfig(lr=4.0, warmup_steps=3)
+    optimizer = make(config, torch.zeros(1))
+    grad = torch.ones(1)
+    assert [optimizer.step([grad], loss).lr for loss in (0.0, 0.0, math.nan, 0.0)] == [1.0, 2.0, 3.0, 3.0]
+    assert optimizer.num_updates == 3
+    resumed = make(config, torch.zeros(1))
+    resumed.load_state_tensors(optimizer.state_tensors(), num_updates=2)
+    assert resumed.step([grad], 0.0).lr == 3.0
+    empty = make(config, torch.zeros(0))
+    empty.load_state_tensors({}, num_updates=2)
+    assert empty.step([torch.zeros(0)], 0.0).lr == 3.0, "ranks without a shard keep the same schedule"
+
+
+@pytest.mark.parametrize(("num_steps", "warmup"), [(1, 0), (3, 3), (3, 2), (2, 9)])
+def test_a_schedule_without_room_for_a_decay_has_finite_rates(num_steps, warmup):
+    config = OptimConfig(lr=1.0, warmup_steps=warmup, final_lr_fraction=0.25)
+    rates = [learning_rate(config, step, num_steps) for step in range(warmup, warmup + 4)]
+    assert rates[0] == 1.0 and all(0.25 <= rate <= 1.0 for rate in rates)
+    assert rates[-1] == pytest.approx(0.25)
+
+
+def test_gradients_must_be_one_per_shard():
+    with pytest.raises(ValueError, match="zip"):
+        make(OptimConfig(), torch.zeros(1)).step([], 0.0)
+
+
+def test_a_bound_just_below_the_norm_clips_to_it():
+    values = torch.zeros(2)
+    optimizer = make(OptimConfig(lr=0.1, max_grad_norm=4.999), values)
+    assert optimizer.step([torch.tensor([3.0, 4.0])], 0.0).grad_norm == pytest.approx(5.0), "the norm before"
+    moments = optimizer.state_tensors()["p0.exp_avg"]
+    assert moments.norm().item() == pytest.approx(0.4999, rel=1e-5)
+
+
+def test_a_norm_that_is_infinite_for_its_squares_is_refused():
+    """Each element is finite, its square in float32 is not; and a NaN is no zero."""
+    values = torch.zeros(2)
+    optimizer = make(OptimConfig(lr=0.1), values)
+    for bad in (float("inf"), float("nan"), -float("inf")):
+        result = optimizer.step([torch.tensor([bad, 1.0])], 0.0)
+        assert not result.is_finite and not math.isfinite(result.grad_norm)
+    assert values.tolist() == [0.0, 0.0]

@@ -508,3 +508,34 @@ def test_only_what_is_sent_is_registered_and_bound() -> None:
     )
     absorbed = rank.params["absorbed"].data_ptr()
     assert not any(held.address <= absorbed < held.stop for held in rank.transport.registered)
+
+
+def test_a_derived_parameter_may_lie_in_any_way(rank: Rank) -> None:
+    """Nobody writes to it; its hash is that of its elements in order."""
+    layout = engine_layout(0)
+    params = (*layout.params[:-1], replace(layout.params[-1], shape=(3, 2)))
+    held = engine_params(0) | {"absorbed": torch.arange(6, dtype=torch.bfloat16).view(2, 3).t()}
+    transport = MemoryTransport(MemoryFabric())
+    receiver = Receiver(held, replace(layout, params=params), transport, repack=lambda *_: None)
+    receiver.begin(4, 1, DIGEST)
+    for name, data in wire_bytes(4).items():
+        held[name][: len(data)] = data
+    receiver.verify(4, 1, DIGEST, expected_of(4))
+    receiver.commit(4, 1)
+    assert receiver.committed_hashes["absorbed"] == hash_bytes(held["absorbed"].contiguous())
+    receiver.begin(4, 2, DIGEST)
+    receiver.verify_at_rest(4, 2, DIGEST, dict(receiver.committed_hashes))
+    del held["absorbed"]
+    with pytest.raises(ProtocolError, match="absorbed, which the engine does not have"):
+        Receiver(held, replace(layout, params=params), transport, repack=lambda *_: None)
+
+
+def test_a_wrong_parameter_is_shown_with_what_it_is_made_of(rank: Rank) -> None:
+    rank.receiver.begin(4, 1, DIGEST)
+    rank.write(4)
+    for name in ("qk", "norm"):
+        rank.params[name][0] += 1
+    with pytest.raises(IntegrityError) as error:
+        rank.receiver.verify(4, 1, DIGEST, expected_of(4))
+    assert "qk (from layers.0.q.weight and 1 more) hash" in str(error.value)
+    assert "norm (from norm.weight) hash" in str(error.value)
