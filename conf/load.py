@@ -24,13 +24,13 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from conf.checks import check_all
+from conf.elsewhere import counterpart
 from conf.errors import ConfigError
 from conf.ignored import check_no_override_is_ignored
 from conf.options import (
@@ -45,6 +45,7 @@ from conf.options import (
 )
 from conf.register import register_schema, schema_node
 from conf.schema import Init, RunConfig
+from conf.words import read_word
 
 REMOVED = {
     "algorithm.tis_max": "set algorithm.correction=tis and algorithm.correction_max, or algorithm.correction=none "
@@ -116,8 +117,8 @@ def check_model_reads_overrides(config: RunConfig, overrides: Sequence[str], hf_
     Raises:
         ConfigError: An override has no effect on such a model.
     """
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
-    check_no_override_is_ignored(config, [override.key_or_group for override in parsed], hf_config)
+    names = [read_word(word).key_or_group for word in overrides]
+    check_no_override_is_ignored(config, names, hf_config)
 
 
 def resolved_yaml(config: RunConfig) -> str:
@@ -168,7 +169,7 @@ def _checked(config: RunConfig, overrides: Sequence[Override]) -> RunConfig:
 def _read_override(text: str, config_dir: Path | None) -> Override:
     """Parse one word of the command line, and check all that can be checked about it alone."""
     try:
-        (override,) = OverridesParser.create().parse_overrides([text])
+        override = read_word(text)
     except HydraException as error:
         raise ConfigError(_explain_syntax(text)) from error
     if override.is_sweep_override():
@@ -203,7 +204,8 @@ def _check_choice(text: str, group: str, value: Any, config_dir: Path | None) ->
         raise ConfigError(f"{text}: {group} is a section; set its options one by one, as in {_example_of(group)}")
     names = [choice.name for choice in group_choices(group, config_dir)]
     if str(value) not in names:
-        hint = did_you_mean(str(value), names)
+        is_path = group == "model" and "/" in str(value)
+        hint = f"Did you mean model=checkpoint model.path={value}?" if is_path else did_you_mean(str(value), names)
         raise ConfigError(
             f"{group}={show(value)}: {group} has no such choice.{' ' + hint if hint else ''} Choices: "
             f"{', '.join(names)}"
@@ -265,18 +267,31 @@ def _explain_unknown(name: str) -> str:
         return f"there is no option {name} any more; {REMOVED[name]}"
     if name in section_docs():
         return f"{name} is a section; set its options one by one, as in {_example_of(name)}"
-    hint = did_you_mean(name, [*options_by_name(), *GROUPS])
-    return f"unknown option {name}. {hint or 'See all of them with: slipstream train --help options'}"
+    return f"unknown option {name}. {_hint(name) or 'See all of them with: slipstream train --help options'}"
+
+
+def _hint(name: str) -> str:
+    """What was probably meant: another library's name for one of our options, or a misspelt one. Empty: no idea."""
+    if (ours := counterpart(name)) is not None:
+        return f"Here its counterpart is {ours} (docs/coming_from.md)"
+    return did_you_mean(name, [*options_by_name(), *GROUPS])
 
 
 def _explain_syntax(text: str) -> str:
     name = text.split("=", 1)[0].strip("+~ ")
     if text.startswith("-"):
-        hint = did_you_mean(name.strip("-").replace("-", "_"), options_by_name())
+        hint = _hint(name.strip("-").replace("-", "_"))
         return f"unknown flag {text}. Options are written section.option=value, without dashes. {hint}".rstrip()
     if "=" not in text:
         known = name in options_by_name() or name in GROUPS
         return f"{text!r} is not NAME=VALUE" + (f"; write {name}=VALUE" if known else f". {_explain_unknown(name)}")
+    if not name.isascii() and _open_dict_above(name) is None:
+        return _explain_unknown(name)
+    if not name.isascii() or (not text.isascii() and "={" in text):
+        return (
+            f"cannot read {text!r}: here names are ASCII; give others in a YAML file, --config-dir DIR with "
+            "DIR/experiment/NAME.yaml"
+        )
     return (
         f"cannot read {text!r}: the value has characters with a meaning of their own (one of {{}}[]():,\\ or a quote); "
         f"quote it twice, as in '{name}=\"...\"'"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +24,16 @@ from weight_sync.layout import TensorMeta
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PART_ELEMENTS = 1 << 24
 """Elements that are compared at once."""
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def download_first(folder: Path) -> str:
+    """The command that fetches what is not there, where it can be the name of a repository of the hub; else empty."""
+    if not _HUB_NAME.fullmatch(str(folder)) or folder.parent.is_dir():
+        return ""
+    own = f"models/{folder.name}"
+    return f"of the hub's, it is downloaded first: hf download {folder} --local-dir {own}; then give {own}"
 
 
 def read_hf_config(folder: Path, subject: str) -> dict[str, Any]:
@@ -39,10 +50,11 @@ def read_hf_config(folder: Path, subject: str) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         if not folder.exists():
-            raise ConfigError(
-                f"{subject}={folder}: no such folder; give a Hugging Face model folder on this machine (a model of the"
-                " hub is downloaded first: hf download NAME --local-dir FOLDER)"
-            ) from error
+            cure = download_first(folder) or (
+                "give a Hugging Face model folder on this machine, with config.json and *.safetensors (one of the hub "
+                "is downloaded first: hf download NAME --local-dir FOLDER)"
+            )
+            raise ConfigError(f"{subject}={folder}: no such folder; {cure}") from error
         raise ConfigError(f"{subject}={folder} has no config.json; give a Hugging Face model folder") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error

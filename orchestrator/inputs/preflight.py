@@ -44,7 +44,7 @@ from orchestrator.inputs.machine_checks import (
     check_shared_memory,
     check_sockets,
 )
-from orchestrator.inputs.model_files import check_checkpoint_files
+from orchestrator.inputs.model_files import check_checkpoint_files, download_first
 from orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
 from orchestrator.inputs.own_advantage import try_advantage
 from orchestrator.inputs.prompt_rows import check_data
@@ -114,9 +114,9 @@ def check_packages(config: RunConfig) -> Fact:
 def check_model(config: RunConfig) -> Fact:
     """config.json exists, describes an architecture we have, fits the run, and the weights are whole."""
     model = config.model
-    if model.path is not None and not Path(model.path).is_dir():
+    if model.path is not None and Path(model.path).is_file():
         raise ConfigError(
-            f"model.path={model.path}: no such folder; give a Hugging Face checkpoint (config.json, *.safetensors)"
+            f"model.path={model.path} is a file; give the folder that holds config.json and *.safetensors"
         )
     hf_config = resolve_hf_config(model)
     spec = read_config(hf_config)
@@ -177,7 +177,8 @@ def check_tokenizer(config: RunConfig) -> Fact:
         return Fact("tokenizer", "not looked for")  # it would be in model.path, and check_model reports that folder
     option = "model.path" if config.model.tokenizer is None else "model.tokenizer"
     if not folder.is_dir():
-        raise ConfigError(f"{option}={folder}: no such folder; give one that holds a tokenizer")
+        cure = download_first(folder) or "give one that holds a tokenizer"
+        raise ConfigError(f"{option}={folder}: no such folder; {cure}")
     check_holds_tokenizer(option, folder)
     TextEncoder(folder)
     return Fact("tokenizer", str(folder))

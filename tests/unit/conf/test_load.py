@@ -254,3 +254,47 @@ def test_processes_that_share_a_gpu_fit_it_together(num_workers: int, share: flo
 def test_processes_have_whole_gpus_by_default() -> None:
     config = load_run_config(["experiment=quickstart_gpu", "rollout.tp_size=2"])
     assert (config.gpus_of_rank, config.gpus_of_worker) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("word", "read"),
+    [
+        ("run.name=Übung", "Übung"),
+        ("run.name=日本語 2", "日本語 2"),
+        ("run.name=l’essai: 1", "l’essai: 1"),
+        ('run.name="Übung"', "Übung"),
+        ("data.columns={answer:Lösung, level: x}", {"answer": "Lösung", "level": "x"}),
+        ("data.columns.answer=答え", {"answer": "答え"}),
+        ("rollout.sampling.stop=[。,'b, ö', c d]", ["。", "b, ö", "c d"]),
+    ],
+)
+def test_letters_beyond_ascii_need_no_quotes(word: str, read: object, tmp_path: Path) -> None:
+    """Hydra's grammar takes them in quotes alone."""
+
+    def value(config: RunConfig) -> object:
+        found: object = config
+        for name in word.partition("=")[0].removesuffix(".answer").split("."):
+            found = getattr(found, name)
+        return list(found) if isinstance(found, tuple) else found
+
+    (tmp_path / "experiment").mkdir()
+    words, saved = [QUICKSTART, word], resolved_yaml(load_run_config([QUICKSTART]))
+    for config in (load_run_config(words), load_run_config(words, tmp_path), load_resolved_yaml(saved, [word])):
+        assert value(config) == read
+        assert load_resolved_yaml(resolved_yaml(config)) == config
+        load.check_model_reads_overrides(config, [word], {})
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("data.columns.größe=x", "names are ASCII; give others in a YAML file"),
+        ("data.columns={größe:x}", "names are ASCII; give others in a YAML file"),
+        ("größe=3", "unknown option größe"),
+        ("run.num_steps=–5", "run.num_steps must be an integer, got '–5'"),
+        ('run.name=ü"', "quote it twice, as in 'run.name=\"...\"'"),
+        ("experiment=größe", "experiment has no such choice"),
+    ],
+)
+def test_what_beyond_ascii_cannot_be_read_is_one_message(word: str, message: str) -> None:
+    assert message in refusal_of(word)

@@ -77,6 +77,49 @@ def test_missing_model_folder(refuse: Refuse, tmp_path: Path) -> None:
     assert f"model.path={tmp_path}/absent: no such folder" in message
 
 
+def test_the_name_of_a_model_of_the_hub_gets_the_command_that_fetches_it(
+    refuse: Refuse, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = (
+        "no such folder; of the hub's, it is downloaded first: hf download Qwen/Qwen3-0.6B --local-dir "
+        "models/Qwen3-0.6B; then give models/Qwen3-0.6B"
+    )
+    assert refuse("model=checkpoint", "model.path=Qwen/Qwen3-0.6B") == f"error: model.path=Qwen/Qwen3-0.6B: {said}\n"
+    assert f"model.tokenizer=Qwen/Qwen3-0.6B: {said}" in refuse("model.tokenizer=Qwen/Qwen3-0.6B")
+    for command in (
+        ["record"],
+        ["parity"],
+        ["push", "--start", "1"],
+        ["plan", "experiment=quickstart", "model=checkpoint"],
+    ):
+        word = "model.path=Qwen/Qwen3-0.6B" if command[0] == "plan" else "Qwen/Qwen3-0.6B"
+        assert main([*command, word]) == 2
+        assert f"=Qwen/Qwen3-0.6B: {said}" in capsys.readouterr().err
+    (tmp_path / "models").mkdir()
+    assert "give a Hugging Face model folder" in refuse("model=checkpoint", "model.path=models/Qwen3")
+    assert "Did you mean model=checkpoint model.path=Qwen/Qwen3-0.6B?" in refuse("model=Qwen/Qwen3-0.6B")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert "model.path=model.gguf is a file; give the folder" in refuse("model=checkpoint", "model.path=model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [
+        ("learning_rate=1e-6", "trainer.optim.lr"),
+        ("num_generations=8", "algorithm.group_size"),
+        ("per_device_train_batch_size=4", "trainer.max_microbatch_tokens"),
+        ("+actor_rollout_ref.rollout.n=8", "algorithm.group_size"),
+        ("beta=0.04", "algorithm.kl_coef"),
+        ("max_completion_length=512", "rollout.sampling.max_tokens"),
+        ("loss_type=dr_grpo", "algorithm.loss or algorithm.normalization"),
+        ("--num-generations=8", "algorithm.group_size"),
+        ("--learning_rate", "trainer.optim.lr"),
+    ],
+)
+def test_another_librarys_option_is_answered_with_ours(refuse: Refuse, word: str, ours: str) -> None:
+    assert f"Here its counterpart is {ours} (docs/coming_from.md)" in refuse(word)
+
+
 def test_model_folder_without_config(refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "tokenizer.json").write_text("{}")

@@ -1,0 +1,187 @@
+# pyright: strict
+"""What options of verl, TRL and prime-rl are called here, for the message about an unknown option.
+
+The same table with its remarks is docs/coming_from.md; a unit test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+ELSEWHERE: Mapping[tuple[str, ...], tuple[str, ...]] = {
+    ("model.path",): ("actor_rollout_ref.model.path", "model.name"),
+    ("trainer.num_ranks",): ("trainer.n_gpus_per_node", "trainer.nnodes", "deployment.num_train_gpus"),
+    ("rollout.num_workers", "rollout.tp_size"): (
+        "rollout.n_gpus_per_node",
+        "rollout.nnodes",
+        "deployment.num_infer_gpus",
+    ),
+    ("rollout.tp_size",): (
+        "actor_rollout_ref.rollout.tensor_model_parallel_size",
+        "vllm_tensor_parallel_size",
+        "inference.vllm.tensor_parallel_size",
+    ),
+    ("trainer.ep_size",): ("actor_rollout_ref.actor.megatron.expert_model_parallel_size", "trainer.model.ep"),
+    ("run.num_steps",): ("trainer.total_training_steps", "trainer.total_epochs", "max_steps", "num_train_epochs"),
+    ("algorithm.groups_per_step",): ("data.train_batch_size", "generation_batch_size", "orchestrator.batch_size"),
+    ("algorithm.group_size",): ("actor_rollout_ref.rollout.n", "num_generations", "orchestrator.group_size"),
+    ("trainer.max_microbatch_tokens",): (
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        "actor_rollout_ref.actor.use_dynamic_bsz",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "trainer.model.seq_len",
+    ),
+    ("data.max_prompt_tokens",): ("data.max_prompt_length",),
+    ("rollout.sampling.max_tokens",): (
+        "data.max_response_length",
+        "max_completion_length",
+        "orchestrator.train.sampling.max_completion_tokens",
+    ),
+    ("rollout.max_model_len",): (
+        "actor_rollout_ref.rollout.max_model_len",
+        "vllm_max_model_length",
+        "inference.vllm.max_model_len",
+        "orchestrator.seq_len",
+    ),
+    ("rollout.sampling.temperature",): (
+        "actor_rollout_ref.rollout.temperature",
+        "temperature",
+        "orchestrator.train.sampling.temperature",
+    ),
+    ("rollout.gpu_memory_utilization",): (
+        "actor_rollout_ref.rollout.gpu_memory_utilization",
+        "vllm_gpu_memory_utilization",
+        "inference.vllm.gpu_memory_utilization",
+    ),
+    ("trainer.optim.lr",): ("actor_rollout_ref.actor.optim.lr", "learning_rate"),
+    ("trainer.optim.warmup_steps",): (
+        "actor_rollout_ref.actor.optim.lr_warmup_steps",
+        "warmup_steps",
+        "trainer.scheduler.warmup_steps",
+    ),
+    ("trainer.optim.final_lr_fraction",): (
+        "actor_rollout_ref.actor.optim.lr_scheduler_type",
+        "lr_scheduler_type",
+        "trainer.scheduler.type",
+    ),
+    ("trainer.optim.weight_decay",): ("actor_rollout_ref.actor.optim.weight_decay", "weight_decay"),
+    ("trainer.optim.max_grad_norm",): (
+        "actor_rollout_ref.actor.optim.clip_grad",
+        "max_grad_norm",
+        "trainer.optim.max_norm",
+    ),
+    ("trainer.activation_checkpointing",): (
+        "actor_rollout_ref.model.enable_gradient_checkpointing",
+        "gradient_checkpointing",
+        "trainer.model.ac",
+    ),
+    ("trainer.mode=lora",): ("peft_config", "trainer.model.lora"),
+    ("trainer.lora.rank",): ("actor_rollout_ref.model.lora_rank", "r", "trainer.model.lora.rank"),
+    ("trainer.lora.alpha",): (
+        "actor_rollout_ref.model.lora_alpha",
+        "lora_alpha",
+        "trainer.model.lora.alpha",
+        "use_rslora",
+    ),
+    ("trainer.lora.attention", "trainer.lora.mlp", "trainer.lora.experts"): (
+        "actor_rollout_ref.model.target_modules",
+        "target_modules",
+        "trainer.model.lora.target_modules",
+    ),
+    ("trainer.lora.init_from",): ("actor_rollout_ref.model.lora_adapter_path",),
+    ("algorithm.advantage",): ("algorithm.adv_estimator", "scale_rewards", "orchestrator.algo.type"),
+    ("algorithm.loss",): ("actor_rollout_ref.actor.policy_loss.loss_mode", "loss_type", "importance_sampling_level"),
+    ("algorithm.loss=FILE.py:function",): ("register_policy_loss", "trainer.loss.type", "trainer.loss.import_path"),
+    ("algorithm.minibatches_per_step",): ("actor_rollout_ref.actor.ppo_mini_batch_size", "steps_per_generation"),
+    ("algorithm.epochs_per_step",): ("actor_rollout_ref.actor.ppo_epochs", "num_iterations"),
+    ("algorithm.normalization",): ("actor_rollout_ref.actor.loss_agg_mode", "loss_type"),
+    ("algorithm.clip_low",): ("actor_rollout_ref.actor.clip_ratio_low", "epsilon", "trainer.loss.dppo_mask_low"),
+    ("algorithm.clip_high",): (
+        "actor_rollout_ref.actor.clip_ratio_high",
+        "epsilon_high",
+        "trainer.loss.dppo_mask_high",
+    ),
+    ("algorithm.correction",): (
+        "algorithm.rollout_correction.rollout_is",
+        "algorithm.rollout_correction.rollout_rs",
+        "vllm_importance_sampling_mode",
+    ),
+    ("algorithm.correction_min",): ("vllm_importance_sampling_clip_min",),
+    ("algorithm.correction_max",): (
+        "algorithm.rollout_correction.rollout_is_threshold",
+        "algorithm.rollout_correction.rollout_rs_threshold",
+        "vllm_importance_sampling_clip_max",
+    ),
+    ("algorithm.kl_coef",): (
+        "actor_rollout_ref.actor.use_kl_loss",
+        "actor_rollout_ref.actor.kl_loss_coef",
+        "beta",
+        "trainer.loss.kl_tau",
+    ),
+    ("algorithm.kl_estimator",): ("actor_rollout_ref.actor.kl_loss_type",),
+    ("algorithm.kl_in",): ("algorithm.use_kl_in_reward",),
+    ("algorithm.entropy_coef",): ("actor_rollout_ref.actor.entropy_coeff", "entropy_coef"),
+    ("algorithm.dual_clip",): ("actor_rollout_ref.actor.clip_ratio_c", "delta"),
+    ("algorithm.mask_truncated",): ("mask_truncated_completions",),
+    ("algorithm.drop_zero_variance_groups",): (
+        "algorithm.filter_groups.enable",
+        "orchestrator.train.filter_zero_advantages",
+    ),
+    ("reward.overlong_tokens",): ("orchestrator.algo.length_penalty",),
+    ("parity.replay_routing",): (
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay",
+        "trainer.enable_router_replay",
+    ),
+    ("weight_sync.transport",): ("actor_rollout_ref.rollout.checkpoint_engine.backend", "weight_broadcast.type"),
+    ("weight_sync.watermark_bytes",): ("actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes",),
+    ("weight_sync.mode=adapter",): ("actor_rollout_ref.model.lora.merge", "inference.vllm.enable_lora"),
+    ("algorithm.max_staleness_steps",): (
+        "async_training.staleness_threshold",
+        "max_staleness",
+        "orchestrator.max_off_policy_steps",
+    ),
+    ("weight_sync.pause_mode",): ("async_training.partial_rollout",),
+    ("rollout.max_concurrent_groups", "rollout.max_num_seqs"): (
+        "actor_rollout_ref.rollout.max_num_seqs",
+        "max_inflight_tasks",
+        "orchestrator.concurrency.max_inflight",
+    ),
+    ("data.path", "data.sources"): ("data.train_files", "train_dataset", "orchestrator.train.source"),
+    ("data.eval_path",): ("data.val_files", "eval_dataset", "orchestrator.eval.source"),
+    ("data.prompt_key",): ("prompt",),
+    ("reward.answer_key",): ("reward_model.ground_truth",),
+    ("data.drop_too_long",): ("data.filter_overlong_prompts",),
+    ("reward.kind=FILE.py:function",): (
+        "reward.custom_reward_function.path",
+        "reward.custom_reward_function.name",
+        "reward_funcs",
+    ),
+    ("reward.parts",): ("reward_weights",),
+    ("rollout.agent=FILE.py:function",): (
+        "actor_rollout_ref.rollout.agent.default_agent_loop",
+        "actor_rollout_ref.rollout.multi_turn",
+        "tools",
+        "environment_factory",
+        "orchestrator.train.source",
+    ),
+    ("run.dir", "run.name"): ("trainer.default_local_dir", "output_dir"),
+    ("run.checkpoint_every_steps",): ("trainer.save_freq", "save_steps", "ckpt.interval"),
+    ("run.eval_every_steps",): ("trainer.test_freq", "eval_steps", "orchestrator.eval.interval"),
+    ("run.loggers",): ("trainer.logger", "report_to", "wandb"),
+    ("slipstream resume RUN",): ("trainer.resume_mode", "resume_from_checkpoint", "resume"),
+}
+"""Our words -> options of others, row by row of the page."""
+
+
+def counterpart(name: str) -> str | None:
+    """Our words for another library's option, or for the end of its name where that has one meaning."""
+    exact = [ours for ours, others in ELSEWHERE.items() if name in others]
+    similar = [
+        ours
+        for ours, others in ELSEWHERE.items()
+        if any(other.endswith(f".{name}") or name.endswith(f".{other}") for other in others)
+    ]
+    found = exact or (similar if len(similar) == 1 else [])
+    return " or ".join(word for ours in found for word in ours) or None

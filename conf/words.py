@@ -1,0 +1,52 @@
+# pyright: strict
+"""One word of the command line, NAME=VALUE in Hydra's grammar.
+
+Owns: how a word is read. Does not own: what its name and its value mean (load.py).
+Invariant: what Hydra reads is read as by Hydra. Its grammar takes letters beyond ASCII only in quotes, and does not say
+so; here a value that needs them gets them.
+"""
+
+from __future__ import annotations
+
+import re
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+_QUOTED_OR_BARE = re.compile(r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[^\[\]{},:"'\\]+""")
+"""In a list or a mapping: text in quotes, or text between the signs of the grammar."""
+
+
+def read_word(text: str) -> Override:
+    """Parse one word.
+
+    Raises:
+        HydraException: Hydra's grammar has no such word.
+    """
+    try:
+        return _parsed(text)
+    except HydraException:
+        name, equals, value = text.partition("=")
+        if value.isascii():
+            raise
+        return _parsed(f"{name}{equals}{_quoted(value)}")
+
+
+def _parsed(text: str) -> Override:
+    (override,) = OverridesParser.create().parse_overrides([text])
+    return override
+
+
+def _quoted(value: str) -> str:
+    """The value with quotes around what is not ASCII; a value that has quotes or brackets of its own keeps them."""
+    if not set(value) & set("[]{}\"'\\"):
+        return f'"{value}"'
+    return _QUOTED_OR_BARE.sub(lambda found: _quoted_if_bare(found[0]), value)
+
+
+def _quoted_if_bare(text: str) -> str:
+    bare = text.strip()
+    if text[0] in "\"'" or bare.isascii():
+        return text
+    return text.replace(bare, f'"{bare}"')
