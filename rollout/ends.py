@@ -11,11 +11,12 @@ rollout.sampling.stop_token_ids, or leave all out (rollout.sampling.stop_at_eos=
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+
+from conf.json_files import read_json_object
 
 
 def end_token_ids(folder: Path, tokenizer: Tokenizer | None = None) -> list[int]:
@@ -47,4 +48,4 @@ def _tokenizer_end(folder: Path, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return read_json_object(file) if file.is_file() else {}

@@ -8,16 +8,16 @@ are read by `weight_sync.disk.safetensors_files`.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from conf.errors import ConfigError
+from conf.json_files import read_json_object
 from weight_sync.disk.safetensors_files import StoredTensor, read_index
 from weight_sync.layout import TensorMeta
 
@@ -47,7 +47,7 @@ def read_hf_config(folder: Path, subject: str) -> dict[str, Any]:
     """
     path = folder if folder.is_file() else folder / "config.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return read_json_object(path)
     except FileNotFoundError as error:
         if not folder.exists():
             cure = download_first(folder) or (
@@ -56,15 +56,6 @@ def read_hf_config(folder: Path, subject: str) -> dict[str, Any]:
             )
             raise ConfigError(f"{subject}={folder}: no such folder; {cure}") from error
         raise ConfigError(f"{subject}={folder} has no config.json; give a Hugging Face model folder") from error
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text; save the file as UTF-8") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object, got a {type(content).__name__}; give a model's config.json")
-    return cast("dict[str, Any]", content)
 
 
 def check_checkpoint_files(folder: Path, expected: Sequence[TensorMeta]) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import ConfigError
+from conf.json_files import read_json_object
 from conf.schema import DType, EngineFormat, Init, ModelConfig, RunConfig
 from orchestrator.inputs.character_tokenizer import CHARACTERS, save_character_tokenizer
 from orchestrator.inputs.model_files import read_hf_config
@@ -65,7 +66,7 @@ def prepare_model(config: ModelConfig, folder: Path) -> PreparedModel:
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
     source = Path(config.path) / "generation_config.json" if config.path else None
     special = {key: hf_config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in hf_config}
-    generation = json.loads(source.read_text(encoding="utf-8")) if source is not None and source.is_file() else special
+    generation = read_json_object(source) if source is not None and source.is_file() else special
     if config.tokenizer == CHARACTERS:
         generation |= special  # those of the model's own tokenizer are other characters here
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

@@ -14,12 +14,14 @@ from types import ModuleType
 
 import pytest
 
+from conf.errors import ConfigError
 from conf.load import load_run_config
 from orchestrator.cli.main import main
 from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from orchestrator.inputs.machine_checks import check_dashboard_port
 from orchestrator.machine import Machine
+from rollout.ends import end_token_ids
 
 Refuse = Callable[..., str]
 
@@ -151,6 +153,9 @@ def test_config_of_a_model_that_is_no_object(refuse: Refuse, tmp_path: Path) -> 
     assert "config.json must hold a JSON object, got a list" in refuse("model=checkpoint", "model.path=model")
     (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-16")
     assert "config.json is not UTF-8 text; save the file as UTF-8" in refuse("model=checkpoint", "model.path=model")
+    (tmp_path / "model" / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"generation_config\.json is not JSON"):
+        end_token_ids(tmp_path / "model")
 
 
 def test_tokenizer_that_is_none(refuse: Refuse, tmp_path: Path) -> None:
