@@ -137,15 +137,29 @@ def rows_of_rank(num_rows: int, rank: int, num_ranks: int) -> tuple[int, int]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All rows of a parameter, without a graph. If it is sharded, this is collective on the mesh that shards it."""
-    values = tensor.detach()
-    return values.full_tensor() if isinstance(values, DTensor) else values
+    """All rows of a parameter, without a graph. If it is sharded, this is collective on the mesh that shards it.
+
+    Not DTensor.full_tensor(), whose exchange on gloo has a long name (see gather_wholes).
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    local, _ = local_part(tensor)
+    num_ranks, num_rows = tensor.device_mesh.size(), tensor.shape[0]
+    rows_a_rank = -(-num_rows // num_ranks)
+    sent = local.detach().contiguous()
+    if len(sent) < rows_a_rank:  # of the last ranks, so that what is added comes after all rows
+        sent = torch.cat([sent, sent.new_zeros(rows_a_rank - len(sent), *sent.shape[1:])])
+    out = sent.new_empty(num_ranks * rows_a_rank, *sent.shape[1:])
+    dist.all_gather_into_tensor(out, sent, group=tensor.device_mesh.get_group())
+    return out[:num_rows]
 
 
 def gather_wholes(tensors: Sequence[DTensor], outs: Sequence[Tensor]) -> None:
     """Write `whole` of many parameters into `outs`. Collective, in the order given.
 
-    Parameters that are cut evenly share one exchange per mesh, because an exchange costs the host 0.2 ms.
+    Parameters that are cut evenly share one exchange per mesh, because an exchange costs the host 0.2 ms. On gloo they
+    are packed for that: no collective there may have a name of more than 15 characters, such as ALLGATHER_COALESCED.
+    Gloo's two workers write that name into one string without a lock, and free a long one twice (docs/gloo_race.md).
     """
     even: dict[dist.ProcessGroup, list[tuple[Tensor, Tensor]]] = {}
     for tensor, out in zip(tensors, outs, strict=True):
@@ -154,4 +168,18 @@ def gather_wholes(tensors: Sequence[DTensor], outs: Sequence[Tensor]) -> None:
         else:
             out.copy_(whole(tensor))
     for group, pairs in even.items():
-        group.allgather_into_tensor_coalesced(*map(list, zip(*pairs, strict=True))).wait()
+        whole_ones, parts = map(list, zip(*pairs, strict=True))
+        if dist.get_backend(group) == "gloo":
+            _gather_packed(whole_ones, parts, group)
+        else:
+            group.allgather_into_tensor_coalesced(whole_ones, parts).wait()
+
+
+def _gather_packed(outs: list[Tensor], parts: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Exchange the bytes of all parts at once."""
+    sent = torch.cat([part.flatten().view(torch.uint8) for part in parts])
+    received = sent.new_empty(group.size() * len(sent))
+    dist.all_gather_into_tensor(received, sent, group=group)
+    rows_of_ranks = received.view(group.size(), -1).split([part.nbytes for part in parts], dim=1)
+    for out, rows in zip(outs, rows_of_ranks, strict=True):
+        out.view(group.size(), -1).view(torch.uint8).copy_(rows)
