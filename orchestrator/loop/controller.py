@@ -100,6 +100,7 @@ class Controller(StepLoop):
         opening = asyncio.create_task(ramp.run())
         try:
             await self.run_steps()
+            self.sampler.unjudged_of_all.stop_if_all()
         finally:
             self._evaluations.cancel()
             sampling.cancel()

@@ -89,6 +89,11 @@ class Teacher(Protocol):
 class Episodes(Protocol):
     """Runs an agent's episodes (rollout.agents.episode_runner.EpisodeRunner)."""
 
+    @property
+    def first_report(self) -> str:
+        """What the first episode that failed reported."""
+        ...
+
     async def run_group(
         self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None
     ) -> list[FinishedEpisode]: ...

@@ -5,7 +5,8 @@
                                               +-------------------------------+
 
 Owns: how many groups of both kinds are in flight (`rollout.max_concurrent_groups`), dynamic sampling, and when sampling
-has become pointless: the reward or the teacher fails on every response, or all groups have equal rewards. Does not own:
+has become pointless: the teacher fails on every response, or all groups have equal rewards; the reward or the agent
+fails on every one (unjudged.py). Does not own:
 when an evaluation is due (controller), which group belongs to which batch (buffer), who serves (supervisor).
 Invariant: a failure to sample ends `run`; the buffer raises it between two steps, and nothing else does.
 """
@@ -25,15 +26,12 @@ from orchestrator.figures.estimators import is_informative
 from orchestrator.files.timeline import REWARDS
 from orchestrator.loop.buffer import GroupBuffer, Ticket
 from orchestrator.loop.ports import LoopServices
+from orchestrator.loop.unjudged import Unjudged, most_in_a_row
 from orchestrator.waiting import together, wait_for
 from rollout.types import Group, Judgement, Prompt
 
 if TYPE_CHECKING:
     from rollout.agents.episode_runner import FinishedEpisode
-
-MAX_UNJUDGED_GROUPS = 8
-"""Groups in a row (and at least a batch of them) without one reward after which the run stops: the reward is broken.
-The same of a teacher."""
 
 
 class Sampler:
@@ -49,7 +47,10 @@ class Sampler:
         self.num_uninformative = 0
         """Groups among them that were replaced because their rewards were all equal."""
         self._num_uninformative_in_a_row = 0
-        self._num_unjudged_in_a_row = 0
+        self._unjudged = Unjudged(config, services.episodes)
+        """Of the groups that train."""
+        self.unjudged_of_all = Unjudged(config, services.episodes)
+        """Of those of evaluations, too."""
         self._num_untaught_in_a_row = 0
 
     async def run(self) -> None:
@@ -115,7 +116,8 @@ class Sampler:
                 own = None if sampling.seed is None else seeded(sampling, ticket.number, attempt)
                 group = await self._sample(prompt, algorithm.group_size, own)
                 self._services.prompts.observe(prompt.prompt_id, group.rewards)
-                self._stop_if_unjudged(group)
+                self._unjudged.note(group)
+                self._unjudged.stop_if_too_many()
                 if not algorithm.drop_zero_variance_groups or self._is_informative(group):
                     break
                 prompt, attempt = self._draw(ticket), attempt + 1
@@ -138,13 +140,15 @@ class Sampler:
             judgements = await self._judge(prompt, episodes)
         services.activities.note(REWARDS, "judge", sampled_at, prompt.prompt_id)
         self.num_generated += 1
-        return Group(
+        group = Group(
             prompt,
             rollouts,
             [one.reward for one in judgements],
             [one.parts for one in judgements],
             [one.answer for one in judgements],
         )
+        self.unjudged_of_all.note(group)
+        return group
 
     async def _judge(self, prompt: Prompt, episodes: Sequence[FinishedEpisode]) -> list[Judgement]:
         """What agents returned; the run's reward judges the last response of the others, unless they failed."""
@@ -173,18 +177,13 @@ class Sampler:
             rewards[i] = None if logprobs is None else rewards[i]
         is_untaught = all(logprobs is None for logprobs in found)
         self._num_untaught_in_a_row = self._num_untaught_in_a_row + 1 if is_untaught else 0
-        if self._num_untaught_in_a_row >= self._most_in_a_row:
+        if self._num_untaught_in_a_row >= most_in_a_row(self._config):
             raise TrainingStopped(
                 f"the teacher, algorithm.teacher.base_url={self._config.algorithm.teacher.base_url}, failed on every "
                 f"response of {self._num_untaught_in_a_row} groups in a row; run.log has the first failure of each "
                 "kind. Repair it and go on with slipstream resume"
             )
         return replace(group, rollouts=rollouts, rewards=rewards)
-
-    @property
-    def _most_in_a_row(self) -> int:
-        """Groups without one reward, or without one answer of the teacher, after which the run stops."""
-        return max(MAX_UNJUDGED_GROUPS, self._config.algorithm.groups_per_step)
 
     def _draw(self, ticket: Ticket) -> Prompt:
         prompt = next(self._services.prompts)
@@ -209,18 +208,6 @@ class Sampler:
                 "slipstream resume"
             )
         return False
-
-    def _stop_if_unjudged(self, group: Group) -> None:
-        """A reward that fails now and then costs samples. One that fails on a whole batch's groups is broken."""
-        is_unjudged = all(reward is None for reward in group.rewards)
-        self._num_unjudged_in_a_row = self._num_unjudged_in_a_row + 1 if is_unjudged else 0
-        if self._num_unjudged_in_a_row >= self._most_in_a_row:
-            raise TrainingStopped(
-                f"reward {', '.join(self._config.reward.names)} failed on every response of "
-                f"{self._num_unjudged_in_a_row} groups in a row, so there is nothing to learn from; run.log has the "
-                "first failure of each kind, and rewards.log what the reward printed. Repair it and go on with "
-                "slipstream resume"
-            )
 
 
 def seeded(sampling: SamplingConfig, *numbers: int) -> SamplingConfig:

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
-import numbers
 import os
 import reprlib
 import socket
@@ -33,6 +31,7 @@ from rollout.agents.channel import Channel, Disconnected
 from rollout.agents.failures import NOT_A_NUMBER, RAISED
 from rollout.agents.session import Session
 from rollout.errors import AgentError
+from rollout.plain_number import plain_number
 
 Agent = Callable[[dict[str, Any], Session], Awaitable[Any]]
 MAX_REPORT = 4000
@@ -70,8 +69,8 @@ async def _run(agent: Agent, number: int, task: dict[str, Any], session: Session
         return ["failed", number, RAISED, *_report(e)]
     if reward is None:
         return ["ended", number, None]
-    if isinstance(reward, numbers.Real) and math.isfinite(reward):
-        return ["ended", number, float(reward)]
+    if (value := plain_number(reward)) is not None:
+        return ["ended", number, value]
     kind = type(reward).__name__
     report = f"an agent must return a finite number or None, got {kind}: {reprlib.repr(reward)}"
     return ["failed", number, NOT_A_NUMBER, report, f"got {kind}"]

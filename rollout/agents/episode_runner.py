@@ -145,6 +145,8 @@ class EpisodeRunner:
         self._open: dict[int, _Open] = {}
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._reported: set[str] = set()
+        self.first_report = ""
+        """What the first episode that failed reported: for an exception, the end of its traceback."""
 
     async def start(self) -> str:
         """Start the service and the agents. Returns the endpoint's base URL.
@@ -321,6 +323,7 @@ class EpisodeRunner:
 
     def _report_once(self, said: Mapping[str, Any], prompt: Prompt) -> None:
         """Log the first failure of each kind in full (for exceptions: of each class and place). Count the others."""
+        self.first_report = self.first_report or said["report"]
         key = f"{said['failure']}: {said['place']}"
         if key not in self._reported:
             self._reported.add(key)

@@ -379,9 +379,13 @@ class FakeEpisodes:
     failed.
     """
 
+    first_report = "Traceback:\n  agent.py, line 7, in play\nKeyError: 'hints'\n"
+
     def __init__(self, world: World) -> None:
         self.world = world
         self.num_groups = 0
+        self.all_fail = False
+        self.has_rewards = True
 
     async def run_group(self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None) -> list[FinishedEpisode]:
         version = self.world.committed[0]
@@ -390,12 +394,12 @@ class FakeEpisodes:
         turns = (Turn(None, [1, 7], 2, "start"), Turn(0, [8], 1, ""), Turn(None, [1, 9], 1, "edited"))
         episodes: list[FinishedEpisode] = []
         for index in range(n):
-            failure = "raised" if index % 4 == 3 else ""
+            failure = "raised" if index % 4 == 3 or self.all_fail else ""
             rollout = Rollout(
                 [5, 2, 6, 3], [-1.0, -0.5, -0.25, -0.75], [version] * 4, "right", "stop",
                 turns=turns, failure=failure, seconds=0.5,
             )  # fmt: skip
-            reward = [1.0, 0.0, None, None][index % 4]
+            reward = None if failure or not self.has_rewards else [1.0, 0.0, None, None][index % 4]
             episodes.append(FinishedEpisode(rollout, reward))
         return episodes
 

@@ -16,8 +16,6 @@ each has reward.timeout_s, after which it is cancelled and the others go on.
 from __future__ import annotations
 
 import asyncio
-import math
-import numbers
 import reprlib
 import socket
 import sys
@@ -28,6 +26,7 @@ from typing import Any, cast
 
 from conf.errors import SlipstreamError
 from conf.schema import reward_part
+from rollout.plain_number import plain_list, plain_number
 from rollout.rewards.counting import counted
 from rollout.rewards.function import Reward, load_reward
 from rollout.rewards.processes import frames
@@ -120,7 +119,7 @@ async def _judge_soon(
 def _outcomes(reward: Reward, value: Any, num_responses: int) -> list[Outcome]:
     if not reward.is_of_group:
         return [_outcome(value)]
-    values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
+    values = plain_list(value)
     if values is None or len(values) != num_responses:
         got = type(value).__name__ if values is None else f"{len(values)} values"
         report = f"a reward of a group must be a list of one number per response, here {num_responses}, got {got}"
@@ -134,12 +133,8 @@ def _outcome(value: Any) -> Outcome:
         number, given = cast("tuple[Any, Any]", value)
         if given is None or isinstance(given, str):
             value, answer = number, given
-    if isinstance(value, numbers.Real):
-        try:
-            if math.isfinite(value):
-                return Outcome(SCORE, float(value), answer=answer)
-        except OverflowError as e:  # an integer of hundreds of digits
-            return _raised(e)
+    if (number := plain_number(value)) is not None:
+        return Outcome(SCORE, number, answer=answer)
     report = f"a reward must be a finite number, got {type(value).__name__}: {reprlib.repr(value)}"
     return Outcome(NOT_A_NUMBER, report=report, place=f"got {type(value).__name__}")
 

@@ -374,3 +374,11 @@ async def test_with_a_relay_the_trainer_writes_to_one_replica_and_after_its_fail
     assert loop.trainer.traced[2] == Path("traces/publish-000002-round1.json"), "beside that of the round before"
     for version, samples in loop.trainer.trained:
         assert {sample.oldest_version for sample in samples} == {version}
+
+
+async def test_an_evaluation_in_which_every_reward_fails_is_no_success(tmp_path: Path) -> None:
+    config = make_config(num_steps=0)
+    loop = Loop(tmp_path, replace(config, run=replace(config.run, eval_every_steps=1)))
+    loop.rewards.fails = lambda: True
+    with pytest.raises(TrainingStopped, match=r"reward exact_match failed on every response of 2 groups.*start again"):
+        await loop.run()

@@ -58,6 +58,11 @@ AGENTS = """
                     pass
         if what == "nan":
             return float("nan")
+        if what == "tensor":
+            import numpy
+            return numpy.bool_(True)
+        if what == "large":
+            return 10**400
         if what == "text":
             return "1.0"
         if what == "nothing":
@@ -191,7 +196,8 @@ def left_behind() -> list[psutil.Process]:
 async def test_what_an_agent_does_costs_its_own_episode(config: Callable[..., RunConfig], tmp_path: Path) -> None:
     expected = {
         "raise": "raised", "sys.exit": "raised", "nan": "not_a_number", "text": "not_a_number", "nothing": "",
-        "print": "", "turns": "turns", "fork": "", "wait": "", "huge": "tokens", "leave": "",
+        "print": "", "turns": "turns", "fork": "", "wait": "", "huge": "tokens", "leave": "", "tensor": "",
+        "large": "not_a_number",
     }  # fmt: skip
     async with running(config("behave", max_turns=4), tmp_path) as (runner, _):
         episodes = dict(zip(expected, await play(runner, *expected), strict=True))
@@ -203,6 +209,7 @@ async def test_what_an_agent_does_costs_its_own_episode(config: Callable[..., Ru
     )
     assert {what: episode.rollout.failure for what, episode in episodes.items()} == expected
     assert episodes["nothing"].reward is None
+    assert episodes["tensor"].reward == 1.0
     assert episodes["print"].reward == episodes["wait"].reward == again.reward == 0.5
     assert len(episodes["turns"].rollout.turns) == 4
     assert [turn.reason for turn in episodes["fork"].rollout.turns] == ["start", "fork", "fork", "fork"]

@@ -38,6 +38,41 @@ def rank(prompt, responses, fields):
     assert fields["finish_reason"] == ["stop"] * len(responses)
     return [min(map(len, responses)) / len(response) for response in responses]
 
+def numpy_bool(prompt, response, fields):
+    import numpy
+    return numpy.bool_(response == "a")
+
+def array(prompt, response, fields):
+    import numpy
+    return numpy.array(0.25)
+
+def tensor(prompt, response, fields):
+    import torch
+    return torch.tensor(0.25), response
+
+def array_of_two(prompt, response, fields):
+    import numpy
+    return numpy.array([0.25, 0.5])
+
+def not_finite(prompt, response, fields):
+    import numpy
+    return numpy.array(float("inf"))
+
+def too_large(prompt, response, fields):
+    return 10**400
+
+def group_array(prompt, responses, fields):
+    import numpy
+    return numpy.array([len(response) for response in responses]) > 1
+
+def group_tensor(prompt, responses, fields):
+    import torch
+    return torch.tensor([len(response) / 4 for response in responses])
+
+def group_matrix(prompt, responses, fields):
+    import numpy
+    return numpy.zeros((len(responses), 1))
+
 class Barrier:
     waiting = 0
     opened = asyncio.Event()
@@ -252,3 +287,23 @@ def test_parts_survive_the_file_that_a_run_keeps():
     assert load_resolved_yaml(resolved_yaml(config)) == config
     assert config.reward.names == ("right", "b")
     assert config.reward.by_name["b"].env == ("KEY",)
+
+
+@pytest.mark.parametrize(
+    ("function", "rewards"),
+    [
+        ("numpy_bool", [1.0, 0.0]),
+        ("array", [0.25, 0.25]),
+        ("tensor", [0.25, 0.25]),
+        ("group_array", [0.0, 1.0]),
+        ("group_tensor", [0.25, 0.5]),
+        ("array_of_two", [None, None]),
+        ("not_finite", [None, None]),
+        ("too_large", [None, None]),
+        ("group_matrix", [None, None]),
+    ],
+)
+async def test_numbers_of_numpy_and_torch_are_rewards(file: Path, function: str, rewards: list[float | None]):
+    async with running(RewardConfig(kind=f"{file}:{function}", timeout_s=60)) as runner:
+        judged = await runner.score_group(PROMPT, rollouts("a", "bb"))
+    assert [one.reward for one in judged] == rewards
