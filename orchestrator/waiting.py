@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import TypeVar
@@ -44,20 +43,20 @@ async def wait_for(
     Raises:
         WaitTimeout: naming what was waited for and how long.
     """
-    task = asyncio.ensure_future(awaitable)
-    started = since = time.monotonic()
+    task, now = asyncio.ensure_future(awaitable), asyncio.get_running_loop().time
+    started = since = now()
     seen = progress() if progress else 0
     try:
         while True:
-            left_s = since + timeout_s - time.monotonic()
+            left_s = since + timeout_s - now()
             await asyncio.wait({task}, timeout=max(0.0, min(say_every_s, left_s)))
             if task.done():
                 return task.result()
             if progress and progress() != seen:
-                since, seen = time.monotonic(), progress()
-            waited_s = time.monotonic() - started
+                since, seen = now(), progress()
+            waited_s = now() - started
             sentence = what if isinstance(what, str) else what()
-            if time.monotonic() - since >= timeout_s:
+            if now() - since >= timeout_s:
                 raise WaitTimeout(f"gave up after {waited_s:.0f} s of waiting for {sentence}")
             if waited_s >= say_every_s:
                 logger.info("waited %.0f s for %s (gives up after %.0f s)", waited_s, sentence, timeout_s)

@@ -24,14 +24,14 @@ from fakes.publish_processes import Cluster, committed
 from weight_sync.errors import RankLost
 from weight_sync.replica.version_state import Phase
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 8.0
 """Time of a publish to one replica, and of a transfer without progress. Mooncake accepts no less."""
-MESSAGE_TIMEOUT_S = 3.0
+MESSAGE_TIMEOUT_S = 8.0
 """The same where nothing is wrong with the link."""
 PATIENT_S = 30.0
 """The same where no deadline is what is tried: a process that is gone is noticed at once, however busy the machine."""
-GROUP_TIMEOUT_S = 4.0
-SLACK_S = 12.0
+GROUP_TIMEOUT_S = 8.0
+SLACK_S = 60.0
 """What a loaded machine may add. The waits that the bounds exclude are minutes."""
 
 Make = Callable[..., Cluster]

@@ -448,7 +448,7 @@ class Loop:
             services = LoopServices(
                 trainer=self.trainer,
                 supervisor=supervisor,
-                router=Router(supervisor, request_timeout_s=5, activities=activities),
+                router=Router(supervisor, request_timeout_s=60, activities=activities),
                 activities=activities,
                 prompts=self.prompts,
                 eval_sets={"": [Prompt(1000, (1,), "held out"), Prompt(1001, (1,), "held out")]},
@@ -460,7 +460,7 @@ class Loop:
                 traces=Path("traces"),
             )
             self.controller = Controller(self.config, services)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 await self.controller.start(self.checkpoints.newest() if self.resume_step else None)
                 await self.controller.train()
         return self.controller

@@ -245,11 +245,11 @@ class EndpointThread:
 
     def run(self, coroutine):
         """Run a coroutine on the endpoint's loop and wait for it."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout=20)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout=60)
 
     def close(self) -> None:
         """Stop serving and end the loop."""
         self.run(self.endpoint.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(timeout=20)
+        self._thread.join(timeout=60)
         self.loop.close()

@@ -168,7 +168,7 @@ def parts_of(sizes: Sequence[int], count: int) -> list[slice]:
     """Cut pieces, in their order, into at most `count` parts of about as many bytes each; none is empty."""
     total = sum(sizes)
     starts = itertools.accumulate(sizes, initial=0)
-    part_of = [start * count // (total + 1) for start, _ in zip(starts, sizes, strict=False)]
+    part_of = [min(start * count // max(total, 1), count - 1) for start, _ in zip(starts, sizes, strict=False)]
     cuts = [0, *(index for index in range(1, len(part_of)) if part_of[index] != part_of[index - 1]), len(sizes)]
     return [slice(first, stop) for first, stop in itertools.pairwise(cuts) if first < stop]
 

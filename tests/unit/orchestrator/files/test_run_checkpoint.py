@@ -38,7 +38,7 @@ from orchestrator.files.run_checkpoint import (
     fingerprint,
     step_of,
 )
-from orchestrator.files.run_folder import flatten
+from orchestrator.files.run_folder import flatten, to_plain
 from rollout.types import Group, Prompt, Rollout, Routes, Turn
 
 
@@ -259,6 +259,18 @@ def test_a_resume_with_another_value_is_refused_and_named(tmp_path: Path, name: 
     assert make_store(tmp_path, plain).read(path).step == 7
     with pytest.raises(CheckpointError, match=rf"\(.*{re.escape(IN_FINGERPRINT.get(name, name))}.*: .* there, .* now"):
         make_store(tmp_path, changed).read(path)
+
+
+def test_options_that_came_later_are_there_where_they_are_set() -> None:
+    """A checkpoint that was written before such an option says nothing of it, and goes on with its default."""
+    later = ("algorithm.distill_coef", "data.sources", "data.weights", "data.columns", "data.stream",
+             "data.drop_too_long", "data.curriculum")  # fmt: skip
+    plain = fingerprint(PLAIN)
+    assert [plain[IN_FINGERPRINT.get(name, name)] for name in later] == [None] * len(later)
+    for name in later[1:]:
+        assert fingerprint(with_option(PLAIN, name, OTHER[name]))[name] == to_plain(OTHER[name])
+    assert fingerprint(with_option(PLAIN, "algorithm.distill_coef", 0.5))["algorithm.distill_coef > 0"] is True
+    assert fingerprint(with_option(PLAIN, "trainer.mode", TrainMode.full))["trainer.lora"] is None
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ async def counted(replicas: list[Replica], path: Path, is_enough: Callable[[list
     """Count until the file says enough."""
     counting = asyncio.create_task(count_tokens(replicas, FleetLog(path), every_s=0.001))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not is_enough(rows_of(path)):
                 await asyncio.sleep(0.001)
     finally:

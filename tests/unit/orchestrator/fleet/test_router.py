@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fakes.clock import on_jumping_clock
 from fakes.loop import FakeWorker, World, outcome
 
 from conf.schema import SamplingConfig
@@ -42,7 +43,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_least_loaded_replica_is_asked() -> None:
     supervisor, workers = make()
-    router = Router(supervisor, request_timeout_s=5)
+    router = Router(supervisor, request_timeout_s=60)
     await serve(supervisor)
     for worker in workers:
         worker.gate = asyncio.Event()
@@ -57,7 +58,7 @@ async def test_least_loaded_replica_is_asked() -> None:
 
 async def test_no_group_starts_before_the_first_commit_or_during_a_publish() -> None:
     supervisor, workers = make()
-    router = Router(supervisor, request_timeout_s=5)
+    router = Router(supervisor, request_timeout_s=60)
     call = asyncio.create_task(router.generate_group(PROMPT, 2))
     for _ in range(10):
         await asyncio.sleep(0)
@@ -75,7 +76,7 @@ async def test_no_group_starts_before_the_first_commit_or_during_a_publish() -> 
 
 async def test_request_that_crossed_a_publish_is_repeated_and_costs_nobody() -> None:
     supervisor, (worker,) = make(1)
-    router = Router(supervisor, request_timeout_s=5)
+    router = Router(supervisor, request_timeout_s=60)
     await serve(supervisor)
 
     async def dirty_once() -> None:
@@ -92,7 +93,7 @@ async def test_request_that_crossed_a_publish_is_repeated_and_costs_nobody() -> 
 
 async def test_replica_that_refuses_without_a_publish_goes_out() -> None:
     supervisor, (worker,) = make(1)
-    router = Router(supervisor, request_timeout_s=5)
+    router = Router(supervisor, request_timeout_s=60)
     await serve(supervisor)
 
     async def dirty() -> None:
@@ -103,19 +104,22 @@ async def test_replica_that_refuses_without_a_publish_goes_out() -> None:
         await router.generate_group(PROMPT, 2)
 
 
+@on_jumping_clock
 async def test_hanging_request_times_out_and_moves_to_another_replica() -> None:
     supervisor, workers = make(2)
-    router = Router(supervisor, request_timeout_s=0.05)
+    router = Router(supervisor, request_timeout_s=50)
     await serve(supervisor)
     workers[0].gate = asyncio.Event()
     assert len(await router.generate_group(PROMPT, 2)) == 2
     assert router.num_failed_groups == 1
-    assert supervisor.replicas[0].state is ReplicaState.out and "gave up" in supervisor.replicas[0].reason
+    assert supervisor.replicas[0].state is ReplicaState.out
+    assert "gave up after 50 s of waiting for a group of 2 on rollout-0 (prompt 0)" in supervisor.replicas[0].reason
+    assert asyncio.get_running_loop().time() == pytest.approx(1050)
 
 
 async def test_wrong_number_of_responses_is_a_failure() -> None:
     supervisor, (worker,) = make(1)
-    router = Router(supervisor, request_timeout_s=5)
+    router = Router(supervisor, request_timeout_s=60)
     await serve(supervisor)
 
     async def one_too_few(prompt: Prompt, n: int, sampling: object = None, version: object = None) -> list[Rollout]:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 import pytest
+from fakes.clock import on_jumping_clock
 from fakes.loop import FakeWorker, World, outcome
 
 from orchestrator.errors import WaitTimeout
@@ -37,22 +38,46 @@ async def test_replica_once_out_stays_out() -> None:
     assert [replica.state for replica in supervisor.replicas] == [ReplicaState.out, ReplicaState.serving]
 
 
+@on_jumping_clock
 async def test_waiting_speaks_gives_up_and_takes_progress_as_patience(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    with pytest.raises(WaitTimeout, match="waiting for godot"):
-        await wait_for(asyncio.Event().wait(), "godot", timeout_s=0.05, say_every_s=0.01)
-    assert "s for godot" in caplog.text
+    now = asyncio.get_running_loop().time
+    began, says = now(), iter(["godot", "godot", "somebody else"])
+    with pytest.raises(WaitTimeout, match="gave up after 70 s of waiting for somebody else"):
+        await wait_for(asyncio.Event().wait(), lambda: next(says), timeout_s=70, say_every_s=30)
+    assert now() - began == pytest.approx(70)
+    assert caplog.messages == [f"waited {waited} s for godot (gives up after 70 s)" for waited in (30, 60)]
 
-    looks = 0
+    began, grows_until = now(), now() + 100
+    with pytest.raises(WaitTimeout, match="gave up after 150 s"):
+        await wait_for(
+            asyncio.Event().wait(), "godot", timeout_s=50, progress=lambda: int(min(now(), grows_until)), say_every_s=10
+        )
+    assert now() - began == pytest.approx(150), "every growth of the counter starts the deadline again"
 
-    def progress() -> int:
-        nonlocal looks
-        looks += 1
-        return min(looks, 8)
 
-    with pytest.raises(WaitTimeout):
-        await wait_for(asyncio.Event().wait(), "godot", timeout_s=0.01, progress=progress, say_every_s=0.01)
-    assert looks >= 8, "every growth of the counter starts the deadline again"
+@on_jumping_clock
+async def test_what_is_waited_for_ends_with_the_wait_and_comes_first(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert await wait_for(asyncio.sleep(29, "it"), "godot", timeout_s=29.5) == "it"
+    assert caplog.messages == []
+    with pytest.raises(KeyError):
+        await wait_for(fails_after(1), "godot", timeout_s=2)
+    for how in ("timeout", "cancelled"):
+        hangs = asyncio.ensure_future(asyncio.Event().wait())
+        waiting = asyncio.ensure_future(wait_for(hangs, "godot", timeout_s=5))
+        await asyncio.sleep(1)
+        if how == "cancelled":
+            waiting.cancel()
+        with pytest.raises(WaitTimeout if how == "timeout" else asyncio.CancelledError):
+            await waiting
+        await asyncio.sleep(0)
+        assert hangs.cancelled()
+
+
+async def fails_after(seconds: float) -> None:
+    await asyncio.sleep(seconds)
+    raise KeyError
 
 
 async def test_together_raises_the_first_failure_as_it_is_and_cancels_the_rest() -> None:

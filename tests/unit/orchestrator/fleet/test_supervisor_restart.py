@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from fakes.loop import FakeWorker, World, an_offer, outcome
 
 from orchestrator.errors import NoReplicasLeft
+from orchestrator.fleet import supervisor as supervisor_module
 from orchestrator.fleet.fleet_log import FleetEvent, FleetRow
 from orchestrator.fleet.replicas import ReplicaState
 from orchestrator.fleet.router import Router
@@ -119,12 +121,19 @@ async def test_a_failed_worker_is_restarted_and_filled_by_a_peer_while_the_other
     assert [(one.index, one.worker.endpoint) for one in held.joining] == [(0, "tcp://1")], "it is not met yet"
 
 
-async def test_every_step_of_a_restart_is_noted_with_its_time() -> None:
+async def test_every_step_of_a_restart_is_noted_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=50.0)
+    monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now))
     cast = Cast()
     await cast.publish(7)
     assert cast.events(0) == [("rollout-0", E.process_up), ("rollout-0", E.up)], "its first start"
     cast.rows.clear()
-    cast.prepare = lambda worker: setattr(worker, "started_at", {"up": 9.0, "process_up": 4.0, "imported": 6.0})
+
+    def started(worker: FakeWorker) -> None:
+        worker.started_at = {"up": 9.0, "process_up": 4.0, "imported": 6.0}
+        clock.now += 7.5
+
+    cast.prepare = started
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.serving)
     assert cast.events(0) == [
@@ -138,9 +147,10 @@ async def test_every_step_of_a_restart_is_noted_with_its_time() -> None:
     assert by_event[E.restarting].facts == {"attempt": 1}
     assert by_event[E.process_up].facts == {"pid": 1000}
     assert by_event[E.read].facts == {"peer": "rollout-1", "version": 7, "bytes": 10, "read_s": 0.5, "verify_s": 0.1}
-    assert by_event[E.serving].facts["down_s"] == pytest.approx(
-        by_event[E.serving].time - by_event[E.failed].time, abs=0.1
-    )
+    assert by_event[E.failed].time == 50.0
+    assert (by_event[E.serving].time, by_event[E.serving].facts["down_s"]) == (57.5, 7.5)
+    (recovery,) = cast.supervisor.recoveries
+    assert recovery.down_s == 7.5
 
 
 async def test_a_worker_that_waits_for_a_publish_and_one_that_stays_out_say_why() -> None:
@@ -290,7 +300,7 @@ async def test_a_worker_with_nobody_to_read_from_is_stranded_until_it_is_publish
     await until(lambda: group.done() or cast.worker(0).num_groups == 1)
     assert not stranded.done()
     await cast.fail(0)
-    await asyncio.wait_for(stranded, 5)
+    await until(stranded.done)
     assert cast.states == [S.pending]
     waiting = asyncio.create_task(cast.router.generate_group(PROMPT, 2))
     await asyncio.sleep(0)

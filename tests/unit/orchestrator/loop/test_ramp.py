@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes.clock import on_jumping_clock
 from fakes.loop import FakeWorker, Loop, World, make_config
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,8 +28,8 @@ TOKENS_PER_BATCH = 2 * 2 * CONFIG.rollout.sampling.max_tokens
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ramp, "ASK_EVERY_S", 0.001)
-    monkeypatch.setattr(ramp, "ANSWER_WITHIN_S", 0.05)
+    monkeypatch.setattr(ramp, "ASK_EVERY_S", 0.1)
+    monkeypatch.setattr(ramp, "ANSWER_WITHIN_S", 5)
 
 
 @given(max_staleness_steps=st.integers(1, 6), num_slots=st.integers(30, 400))
@@ -73,11 +74,12 @@ class Fleet:
         """Let a worker make progress. Returns how many batches are open then."""
         one = self.workers[worker]
         one.progress_made = replace(one.progress_made, num_tokens=tokens, num_finished=finished)
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(3)
         assert self.tickets == list(range(len(self.tickets)))
         return len(self.tickets) // 2
 
 
+@on_jumping_clock
 async def test_batches_are_opened_by_tokens_of_the_whole_fleet() -> None:
     fleet = Fleet()
     await fleet.sampled(0, tokens=10**9)  # an evaluation, before the ramp
@@ -91,12 +93,13 @@ async def test_batches_are_opened_by_tokens_of_the_whole_fleet() -> None:
         assert await fleet.sampled(1, tokens=TOKENS_PER_BATCH * 5 // 8) == 3
         assert await fleet.sampled(0, tokens=before + TOKENS_PER_BATCH) == 4
         assert fleet.buffer.is_wide_open
-        await asyncio.wait_for(tasks[1], 1)
+        await asyncio.wait_for(tasks[1], 20)
     finally:
         for task in tasks:
             task.cancel()
 
 
+@on_jumping_clock
 async def test_responses_that_end_early_open_batches_too() -> None:
     """Most have far fewer than max_tokens: engines must not stand idle behind the longest."""
     fleet = Fleet()
@@ -109,6 +112,7 @@ async def test_responses_that_end_early_open_batches_too() -> None:
             task.cancel()
 
 
+@on_jumping_clock
 async def test_workers_that_fail_or_hang_hold_nothing_back_for_good() -> None:
     fleet = Fleet()
 
@@ -129,7 +133,7 @@ async def test_workers_that_fail_or_hang_hold_nothing_back_for_good() -> None:
             await fleet.buffer.deliver(ticket, group)  # type: ignore[arg-type]
         await fleet.buffer.take_batch(0)
         assert await fleet.sampled(0) == 4
-        await asyncio.wait_for(tasks[1], 1)
+        await asyncio.wait_for(tasks[1], 20)
     finally:
         for task in tasks:
             task.cancel()
@@ -141,8 +145,10 @@ async def test_a_run_begins_with_one_batch_and_a_resumed_one_with_all(
     """The fake workers report no progress, so only the first batch that is taken ends the ramp."""
     train = Controller.train
 
-    async def asked_for(resume_step: int, num_steps: int) -> int:
-        """Groups that workers are asked for in the first moments of training, while none ends."""
+    async def asked_for(wanted: int, resume_step: int, num_steps: int) -> int:
+        """Groups that workers are asked for in the first moments of training, while none ends: once they are those that
+        are wanted, there are no more.
+        """
         loop = Loop(tmp_path, make_config(staleness=2, num_steps=num_steps), resume_step=resume_step)
         before = asyncio.get_running_loop().create_future()
 
@@ -155,13 +161,21 @@ async def test_a_run_begins_with_one_batch_and_a_resumed_one_with_all(
         monkeypatch.setattr(Controller, "train", gated)
         running = asyncio.create_task(loop.run())
         num_before = await before
-        await asyncio.sleep(0.1)
-        num_asked = sum(worker.num_groups for worker in loop.workers) - num_before
+
+        def num_asked_now() -> int:
+            return sum(worker.num_groups for worker in loop.workers) - num_before
+
+        async with asyncio.timeout(60):
+            while num_asked_now() < wanted:
+                await asyncio.sleep(0.001)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        num_asked = num_asked_now()
         for worker in loop.workers:
             assert worker.gate is not None
             worker.gate.set()
         await running
         return num_asked
 
-    assert await asked_for(resume_step=0, num_steps=4) == 3
-    assert await asked_for(resume_step=4, num_steps=6) == 6
+    assert await asked_for(3, resume_step=0, num_steps=4) == 3
+    assert await asked_for(6, resume_step=4, num_steps=6) == 6

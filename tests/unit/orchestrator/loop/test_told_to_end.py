@@ -26,7 +26,7 @@ async def end(running: asyncio.Task[object]) -> None:
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not is_so():
             await asyncio.sleep(0)
 

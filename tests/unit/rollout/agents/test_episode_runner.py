@@ -226,7 +226,7 @@ async def test_an_episode_that_hangs_is_ended_even_if_it_refuses_to_be(
 
 async def test_an_agent_process_that_is_lost_is_replaced(config: Callable[..., RunConfig], tmp_path: Path) -> None:
     lost, fine = {}, []
-    async with running(config("behave", blocked_s=4), tmp_path) as (runner, _):
+    async with running(config("behave", blocked_s=8), tmp_path) as (runner, _):
         for what in ("exit", "block", "garbage"):
             (lost[what],) = await play(runner, what)
             fine += await play(runner, "wait")

@@ -74,7 +74,7 @@ def group_matrix(prompt, responses, fields):
     return numpy.zeros((len(responses), 1))
 
 class Barrier:
-    waiting = 0
+    waiting = most = 0
     opened = asyncio.Event()
 
 async def all_four(prompt, response, fields):
@@ -86,12 +86,15 @@ async def all_four(prompt, response, fields):
     return 1.0
 
 async def crowd(prompt, response, fields):
-    """How many are judged at the same time."""
+    """How many are judged at the same time: three at least, and more may come meanwhile."""
     Barrier.waiting += 1
-    await asyncio.sleep(0.1)
-    most = Barrier.waiting
+    Barrier.most = max(Barrier.most, Barrier.waiting)
+    if Barrier.waiting == 3:
+        Barrier.opened.set()
+    await Barrier.opened.wait()
+    await asyncio.sleep(0.05)
     Barrier.waiting -= 1
-    return most
+    return Barrier.most
 
 async def behave(prompt, response, fields):
     if response == "hang":
@@ -203,13 +206,13 @@ async def test_coroutines_of_one_process_judge_at_the_same_time(file: Path):
 
 
 async def test_max_concurrent_bounds_the_samples_of_one_process(file: Path):
-    async with running(RewardConfig(kind=f"{file}:crowd", max_concurrent=3)) as runner:
+    async with running(RewardConfig(kind=f"{file}:crowd", max_concurrent=3, timeout_s=60)) as runner:
         judged = await runner.score_group(PROMPT, rollouts(*"abcdefghij"))
     assert max(one.reward or 0.0 for one in judged) == 3
 
 
 async def test_a_coroutine_that_hangs_or_raises_costs_one_sample_and_its_process_goes_on(file: Path):
-    async with running(RewardConfig(kind=f"{file}:behave", timeout_s=2)) as runner:
+    async with running(RewardConfig(kind=f"{file}:behave", timeout_s=5)) as runner:
         judged = await runner.score_group(PROMPT, rollouts("pid", "hang", "raise", "ok", "pid"))
         (later,) = await runner.score_group(PROMPT, rollouts("pid"))
     first, hung, raised, fine, last = (one.reward for one in judged)
@@ -219,7 +222,7 @@ async def test_a_coroutine_that_hangs_or_raises_costs_one_sample_and_its_process
 
 @pytest.mark.parametrize("how", ["block", "exit"])
 async def test_a_coroutine_that_takes_its_process_costs_what_was_in_it(file: Path, how: str):
-    async with running(RewardConfig(kind=f"{file}:behave", timeout_s=1)) as runner:
+    async with running(RewardConfig(kind=f"{file}:behave", timeout_s=5)) as runner:
         judged = await runner.score_group(PROMPT, rollouts("hang", how))
         assert [one.reward for one in judged] == [None, None]
         assert [one.reward for one in await runner.score_group(PROMPT, rollouts("ok", "ok"))] == [0.5, 0.5]

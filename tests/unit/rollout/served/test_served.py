@@ -28,6 +28,7 @@ class Api(ThreadingHTTPServer):
         self.calls: list[tuple[str, Any]] = []
         self.reports: list[RankReport] = []
         self.sign_with = KEY
+        self.report_s = 60.0
         self.status: dict[str, int] = {}
         self.headers: dict[str, str] = {}
         self.answers: dict[str, bytes] = {"/is_paused": b'{"is_paused": false}'}
@@ -48,7 +49,9 @@ class Handler(BaseHTTPRequestHandler):
         self.server.calls.append((self.path, body))
         if self.path == "/init_weight_transfer_engine":
             for report in self.server.reports:
-                send_report(body["init_info"]["report_to"], self.server.sign_with, report, timeout_s=1.0)
+                send_report(
+                    body["init_info"]["report_to"], self.server.sign_with, report, timeout_s=self.server.report_s
+                )
         self.send_response(self.server.status.get(self.path, 200))
         for name, value in self.server.headers.items():
             self.send_header(name, value)
@@ -70,7 +73,7 @@ def api() -> Iterator[Api]:
     api.server_close()
 
 
-def attach(api: Api, timeout_s: float = 5.0) -> list[str]:
+def attach(api: Api, timeout_s: float = 60.0) -> list[str]:
     rendezvous = Rendezvous(KEY, "127.0.0.1")
     try:
         return ServedEngine(api.url).attach(TENSORS, KEY, rendezvous, transport="tcp", timeout_s=timeout_s)
@@ -98,7 +101,7 @@ def test_a_missing_rank_and_an_unsigned_report_are_not_taken_for_endpoints(api: 
     api.reports = [RankReport(0, 2, "tcp://a")]
     with pytest.raises(EngineError, match="1 ranks reported within"):
         attach(api, 0.3)
-    api.reports, api.sign_with = [RankReport(0, 1, "tcp://evil")], b"x" * 32
+    api.reports, api.sign_with, api.report_s = [RankReport(0, 1, "tcp://evil")], b"x" * 32, 1.0
     with pytest.raises(EngineError, match="0 ranks reported within"):
         attach(api, 0.3)
 

@@ -45,7 +45,7 @@ def test_a_device_that_fails_does_not_leave_a_write_under_way() -> None:
 
     def broken(_: str) -> None:
         if world.source.num_reads == prepared_reads:
-            assert world.transport.is_writing.wait(5)
+            assert world.transport.is_writing.wait(60)
             raise RuntimeError("the device is gone")
 
     world.source.before_read = broken
@@ -192,7 +192,7 @@ class GatedTransport(MemoryTransport):
     def write(self, session: str, *args: Any, **kwargs: Any) -> None:
         if self.num_done[session] >= self.num_passing.get(session, 1 << 30):
             self.is_writing.set()
-            assert self.go_on.wait(timeout=20)
+            assert self.go_on.wait(timeout=60)
         super().write(session, *args, **kwargs)
         self.num_done[session] += 1
         self.after_write(session)
@@ -210,7 +210,7 @@ def test_packing_goes_on_while_a_load_is_written() -> None:
 
     def watched(_: str) -> None:
         if world.source.num_reads == prepared_reads:  # load 2 is packed while the gate holds load 1 in its write
-            assert gated.is_writing.wait(timeout=20)
+            assert gated.is_writing.wait(timeout=60)
             during_write.set()
             gated.go_on.set()
 
@@ -242,7 +242,9 @@ def test_a_link_goes_on_while_another_one_still_sends_its_part_of_a_load() -> No
 
 
 class WatchedTransport(MemoryTransport):
-    """Slow writes, and a count of those under way whenever a session is reset."""
+    """Slow writes, and a count of those under way whenever a session is reset, which takes an hour of its clock."""
+
+    now = 0.0
 
     def __init__(self, fabric: MemoryFabric) -> None:
         super().__init__(fabric)
@@ -261,14 +263,15 @@ class WatchedTransport(MemoryTransport):
 
     def reset(self, session: str) -> None:
         self.writing_at_reset.append(self.num_writing)
-        time.sleep(0.5)
+        time.sleep(0.05)  # others may come meanwhile
+        self.now += 1000.0
         self.writing_at_reset.append(self.num_writing)
         super().reset(session)
 
 
-def test_a_failed_write_is_closed_alone_and_nobody_elses_time_runs_meanwhile() -> None:
+def test_a_failed_write_is_closed_alone_and_nobody_elses_time_runs_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(3, transport=WatchedTransport)
-    world.budgets_s = dict.fromkeys(range(3), 0.4)
+    monkeypatch.setattr(lanes, "time", SimpleNamespace(monotonic=lambda: world.transport.now))
     for replica in (0, 2):
         for transport in world.sessions[replica]:
             world.fabric.inject(transport.session, Fault(delay_s=0.1), Fault(delay_s=0.02))
@@ -277,7 +280,7 @@ def test_a_failed_write_is_closed_alone_and_nobody_elses_time_runs_meanwhile() -
     assert set(world.transport.writing_at_reset) == {0}
     assert set(result.report.errors) == {1}
     assert world.arrived(0, 1) and world.arrived(2, 1)
-    assert max(result.report.write_s[0], result.report.write_s[2]) < 0.4
+    assert (result.report.write_s[0], result.report.write_s[2]) == (0.0, 0.0)
 
 
 def test_no_write_begins_while_a_failed_one_is_closed() -> None:
@@ -291,7 +294,7 @@ def test_no_write_begins_while_a_failed_one_is_closed() -> None:
     with door.alone():
         writer.start()
         assert not has_entered.wait(timeout=0.2)
-    assert has_entered.wait(timeout=20)
+    assert has_entered.wait(timeout=60)
     writer.join()
 
 
@@ -441,7 +444,7 @@ def test_a_lane_that_fails_wakes_packing_which_waits_for_a_slot(monkeypatch: pyt
         ended.set()
 
     threading.Thread(target=run, daemon=True).start()
-    assert ended.wait(timeout=20), "packing waits for ever"
+    assert ended.wait(timeout=60), "packing waits for ever"
     assert takes, "it had to wait"
 
 

@@ -160,6 +160,22 @@ def test_a_commit_has_what_begin_and_the_slowest_ranks_writes_left(make) -> None
     assert setup.errors == [None, EXCLUDED, None]
 
 
+def test_a_rank_that_wrote_nothing_took_no_time(make) -> None:
+    setup = make()
+    setup.begin()
+    setup.finish(RankPublishReport(), RankPublishReport(write_s={0: 0.25}))
+    assert setup.clients.of(Commit)[0][1] == {0: 10 - 1 - 0.25, 2: 10 - 4}
+
+
+def test_who_did_not_commit_is_in_the_log_and_who_was_left_out_is_not(make, caplog) -> None:
+    setup = make()
+    setup.begin()
+    setup.clients.answers[Commit, 0] = ReplicaError("it broke")
+    setup.finish(RankPublishReport())
+    (record,) = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert record.getMessage() == "version 7, epoch 3: tcp://a did not commit: ReplicaError: it broke"
+
+
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_an_error_of_any_rank_keeps_a_replica_from_committing(make, failing: int) -> None:
     setup = make()

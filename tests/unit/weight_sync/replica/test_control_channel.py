@@ -182,7 +182,7 @@ def test_a_recorded_answer_is_no_answer_to_another_publisher(clients: list[Repli
     thread.start()
     clients.append(client := ReplicaClients([address], KEY))
     answer = ask(client, Describe)
-    thread.join(10)
+    thread.join(60)
     assert isinstance(answer, Described)
     assert answer.own_epoch == 1
     router.close(0)
@@ -274,7 +274,7 @@ def test_a_replica_that_vanished_without_a_word_is_gone_before_its_deadline(
     replica: Replica, clients: list[ReplicaClients]
 ) -> None:
     cable = Cable(replica.address)
-    clients.append(client := ReplicaClients([cable.address], KEY, heartbeat_s=0.1, silence_s=0.4))
+    clients.append(client := ReplicaClients([cable.address], KEY, heartbeat_s=0.2, silence_s=2.0))
     assert isinstance(ask(client, Describe), Described)
     cable.is_cut = True
     answer = ask(client, Begin, 60.0, version=1, epoch=1, digest="d")
@@ -288,11 +288,9 @@ def test_a_replica_whose_loop_is_busy_for_longer_than_a_silence_is_not_gone(
 ) -> None:
 
     async def busy(version: int, epoch: int, digest: str) -> None:
-        until = time.monotonic() + 1.5
-        while time.monotonic() < until:
-            pass
+        time.sleep(4)  # noqa: ASYNC251 - what is tried
 
     monkeypatch.setattr(replica.engine, "pause", busy)
-    clients.append(client := ReplicaClients([replica.address], KEY, heartbeat_s=0.1, silence_s=0.4))
+    clients.append(client := ReplicaClients([replica.address], KEY, heartbeat_s=0.2, silence_s=2.0))
     assert isinstance(ask(client, Describe), Described)
     assert isinstance(ask(client, Begin, version=1, epoch=1, digest="d"), Begun)

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from weight_sync.errors import (
     TransferTimeout,
 )
 from weight_sync.integrity import hash_bytes
+from weight_sync.replica import recovery
 from weight_sync.replica.receiver import Receiver
 from weight_sync.replica.recovery import (
     NUM_READS,
@@ -210,6 +212,34 @@ def test_a_read_of_which_any_part_failed_is_an_error_and_its_link_is_closed(fail
     assert receiver.state.phase is Phase.dirty
     with pytest.raises(ProtocolError, match="needs phase verified"):
         receiver.adopt(3, 5)
+
+
+def test_a_pull_says_how_long_reading_and_proving_took(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(recovery, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    read, prove = pair.links[0].read, pair.rank.verify_at_rest
+    takes = iter([2.0, 0.0])
+
+    def slow_read(*args: Any, **kwargs: Any) -> None:
+        clock.now += next(takes)
+        read(*args, **kwargs)
+
+    def slow_proof(*args: Any) -> None:
+        clock.now += 4.0
+        prove(*args)
+
+    pair.links[0].read = slow_read  # type: ignore[method-assign]
+    monkeypatch.setattr(pair.rank, "verify_at_rest", slow_proof)
+    pulled = pull(pair.rank, pair.offer(), timeout_s=5)
+    assert (pulled.read_s, pulled.verify_s) == (2.0, 4.0)
+
+
+def test_pieces_are_parted_where_half_of_the_bytes_are() -> None:
+    assert parts_of([10] * 4, 2) == [slice(0, 2), slice(2, 4)]
+    assert parts_of([10, 10, 20], 2) == [slice(0, 2), slice(2, 3)]
+    assert parts_of([30, 1, 1], 2) == [slice(0, 1), slice(1, 3)]
+    assert parts_of([1], 2) == [slice(0, 1)] and parts_of([], 2) == []
+    assert parts_of([0, 1, 1], 2) == [slice(0, 2), slice(2, 3)]
 
 
 def test_what_a_failed_read_had_not_copied_never_lands(pair: Pair) -> None:
