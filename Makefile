@@ -56,7 +56,7 @@ style: setup      ## What CI checks beside the tests: ruff, imports, spelling, D
 
 lock: setup       ## Resolve requirements/*.in again, with the hashes of every file that may be installed
 	@.venv/bin/uv pip compile $(LOCKED) --python-version 3.11 $(foreach l,$(shell $(PY) -m pip config get global.find-links 2>/dev/null),--find-links $(l)) --no-emit-find-links --override requirements/overrides.txt requirements/cpu.in -o requirements/cpu.lock
-	@.venv/bin/uv pip compile $(LOCKED) --python-version 3.12 --python-platform x86_64-manylinux_2_28 requirements/gpu.in -o requirements/gpu.lock
+	@.venv/bin/uv pip compile $(LOCKED) --python-version 3.11 --python-platform x86_64-manylinux_2_28 requirements/gpu.in -o requirements/gpu.lock
 	@.venv/bin/uv pip compile $(LOCKED) --python-version 3.11 requirements/uv.in -o requirements/uv.lock
 	@.venv/bin/uv pip compile $(LOCKED) --no-deps --python-version 3.11 requirements/oracles.in -o requirements/oracles.lock
 

@@ -3,10 +3,10 @@
 #   docker run --rm -it --shm-size=2g slipstream:cpu slipstream train experiment=quickstart
 FROM python:3.11-slim-bookworm
 
-# libibverbs1: Mooncake's engine links it even when it only speaks TCP. gcc: Triton and torch build small helpers at run time.
+# The libraries: Mooncake's engine links them even when it only speaks TCP. gcc: Triton and torch build small helpers at run time.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends libibverbs1 libnuma1 gcc g++ make git \
+    && apt-get install -y --no-install-recommends libibverbs1 libnuma1 libcurl4 gcc g++ make git \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/slipstream

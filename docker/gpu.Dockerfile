@@ -5,7 +5,7 @@ FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends python3.12 python3.12-dev python3.12-venv libibverbs1 ibverbs-providers libnuma1 gcc g++ make git \
+    && apt-get install -y --no-install-recommends python3.12 python3.12-dev python3.12-venv libibverbs1 ibverbs-providers libnuma1 libcurl4 gcc g++ make git \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/slipstream

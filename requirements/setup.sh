@@ -15,26 +15,36 @@ if [ -z "$target" ]; then target=cpu; nvidia-smi -L 2>/dev/null | grep -q GPU &&
 lock=requirements/$target.lock
 stamp=$(cat "$lock" requirements/uv.lock pyproject.toml requirements/setup.sh | sha256sum | cut -c1-16)-$target
 
-libibverbs_missing() { ! python3 -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null && [ ! -e .venv/lib/native/libibverbs.so.1 ]; }
+# What Mooncake's engine links, also where it speaks TCP -> Debian's package of it.
+declare -A package_of=([libibverbs.so.1]=libibverbs1 [libmlx5.so.1]=ibverbs-providers [libnuma.so.1]=libnuma1 [libcurl.so.4]=libcurl4)
 
-# Mooncake's engine links libibverbs even when it only speaks TCP. With root it is installed; without, it is unpacked into .venv/lib/native,
-# from where the transport loads it.
-install_libibverbs() {
-  libibverbs_missing || return 0
-  command -v apt-get >/dev/null || fail "Mooncake needs libibverbs.so.1: install your system's libibverbs (rdma-core) package, then run this again"
+# Of these, what is not here. The driver of GPUs (libcuda.so.1) comes with them, and not from here.
+missing_libraries() { ldd .venv/lib/python3*/site-packages/mooncake/engine*.so 2>/dev/null | awk '/not found/ && !/libcuda\.so/ { print $1 }' | sort -u; }
+
+# With root they are installed; without, they are unpacked where the engine looks first: beside the libraries of its wheel.
+install_libraries() {
+  mapfile -t missing < <(missing_libraries)
+  [ ${#missing[@]} != 0 ] || return 0
+  names=(); for library in "${missing[@]}"; do names+=("${package_of[$library]:-$library}"); done
+  cure="install your system's packages of it (Debian: ${names[*]}; elsewhere rdma-core, numactl, libcurl), then run this again"
+  command -v apt-get >/dev/null || fail "Mooncake needs ${missing[*]}: $cure"
   if [ "$(id -u)" = 0 ]; then
-    say "installing libibverbs1"
-    apt-get install -y -qq --no-install-recommends libibverbs1 >/dev/null 2>&1 ||
-      { apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1 >/dev/null; }
+    say "installing ${names[*]}"
+    apt-get install -y -qq --no-install-recommends "${names[@]}" >/dev/null 2>&1 ||
+      { apt-get update -qq && apt-get install -y -qq --no-install-recommends "${names[@]}" >/dev/null; } || fail "Mooncake needs ${missing[*]}: $cure"
   else
-    say "unpacking libibverbs1 into .venv/lib/native (no root)"
-    work=$(mktemp -d); mkdir -p .venv/lib/native
-    (cd "$work" && apt-get download -qq libibverbs1 libnl-3-200 libnl-route-3-200) ||
-      fail "could not download libibverbs1; ask an administrator to run: apt-get install libibverbs1"
+    say "unpacking ${names[*]} into .venv (no root)"
+    work=$(mktemp -d)
+    mapfile -t names < <(apt-get install -s --no-install-recommends "${names[@]}" | awk '/^Inst/ { print $2 }') # with what they need
+    (cd "$work" && apt-get download -qq "${names[@]}") ||
+      fail "could not download ${names[*]}; ask an administrator to run: apt-get install ${names[*]}"
     for deb in "$work"/*.deb; do dpkg -x "$deb" "$work/root"; done
-    find "$work/root" -name '*.so*' -exec cp -P {} .venv/lib/native/ \;
+    beside=(.venv/lib/python3*/site-packages/mooncake_transfer_engine*.libs)
+    find "$work/root" -name '*.so*' -exec cp -P -t "${beside[0]}" {} +
     rm -rf "$work"
   fi
+  mapfile -t missing < <(missing_libraries)
+  [ ${#missing[@]} = 0 ] || fail "Mooncake needs ${missing[*]}: $cure"
 }
 
 # A virtual environment's scripts begin with the path that it was made at. One that was moved or copied with its checkout is made again; one
@@ -43,7 +53,7 @@ made_in=$(dirname "$(sed -n 's/^command = .* -m venv //p' .venv/pyvenv.cfg 2>/de
 is_own() { [ "$made_in" -ef . ]; }
 is_linked() { [ -L .venv ] && [ "$made_in/.venv" -ef .venv ]; }
 
-if { is_own || is_linked; } && [ "$(cat .venv/.slipstream-stamp 2>/dev/null)" = "$stamp" ]; then install_libibverbs; exit 0; fi
+if { is_own || is_linked; } && [ "$(cat .venv/.slipstream-stamp 2>/dev/null)" = "$stamp" ]; then install_libraries; exit 0; fi
 
 python=
 candidates="python3.11 python3.12 python3"; [ "$target" = gpu ] && candidates="python3.12 python3.11 python3"
@@ -52,7 +62,7 @@ for candidate in $candidates; do
     python=$candidate; break
   fi
 done
-[ -n "$python" ] || fail "needs Python 3.11 or 3.12 on PATH"
+[ -n "$python" ] || fail "needs Python 3.11 or 3.12 on PATH, with its venv module (Debian 12: apt-get install python3.11-venv; Ubuntu 24.04: python3.12-venv; a cluster: module load python)"
 say "$target environment with $($python --version) from $lock ($(grep -c '^[a-zA-Z0-9].*==' "$lock") packages, about a minute)"
 
 if is_own && .venv/bin/python -m pip --version >/dev/null 2>&1 && [ "$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')" = "$($python -c 'import sys; print("%d.%d" % sys.version_info[:2])')" ]; then :; else
@@ -78,6 +88,7 @@ if ! install --require-hashes "${links[@]}" -r "$lock" 2>"$log"; then
 fi
 .venv/bin/uv pip install -q --python .venv/bin/python --no-deps --no-build-isolation -e . 2>"$log" || { cat "$log" >&2; fail "could not install Slipstream itself"; }
 rm -f "$log"
-install_libibverbs
+install_libraries
+say "packages: .venv ($(du -sh .venv | cut -f1)). What slipstream doctor finds here:"
+.venv/bin/slipstream doctor || fail "not ready: cure what doctor says above, then run this again"
 echo "$stamp" >.venv/.slipstream-stamp
-say "ready: .venv ($(du -sh .venv | cut -f1))"

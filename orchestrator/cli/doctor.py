@@ -83,8 +83,18 @@ PACKAGES = (
 """
 
 
+NO_GPU = Finding(
+    "gpu",
+    "GPUs",
+    "none",
+    Status.warn,
+    "the packages are those for GPUs: runs need a host that has them; plan, record, launch, view, status do not",
+)
+"""A cluster's login node: nothing is broken, and no run can work."""
+
+
 def run_doctor(*, as_json: bool) -> int:
-    """Print all findings. Returns 0 if a run can work here, 1 if something required is missing or broken."""
+    """Print all findings. Returns 1 if something required is missing or broken, else 0."""
     return print_findings(list(gather(HERE, trouble_in_child)), as_json=as_json)
 
 
@@ -92,7 +102,8 @@ def print_findings(findings: list[Finding], *, as_json: bool) -> int:
     """Print the findings. Returns the exit code that follows from them."""
     failed = any(finding.status is Status.fail for finding in findings)
     if as_json:
-        print(json.dumps({"usable": not failed, "findings": [asdict(finding) for finding in findings]}, indent=2))
+        usable = not failed and NO_GPU not in findings
+        print(json.dumps({"usable": usable, "findings": [asdict(finding) for finding in findings]}, indent=2))
     else:
         _print_table(findings, failed)
     return 1 if failed else 0
@@ -111,7 +122,7 @@ def gather(machine: Machine, trouble_in_child: Callable[[str], str | None]) -> I
     yield from networks(machine)
     yield from limits(machine)
     yield from ports_and_ray(machine)
-    yield from mooncake_library(trouble_in_child)
+    yield mooncake_library(machine, trouble_in_child)
     yield from environment_variables(machine)
 
 
@@ -184,7 +195,8 @@ def gpus_and_links(machine: Machine) -> Iterator[Finding]:
     """GPUs, how many of them CUDA may use, and the links between them."""
     gpus, usable = machine.list_gpus(), machine.count_gpus()
     if not gpus and not usable:
-        yield Finding("gpu", "GPUs", "none", Status.note, "runs use cluster.device=cpu")
+        on_cpu = Finding("gpu", "GPUs", "none", Status.note, "runs use cluster.device=cpu")
+        yield NO_GPU if machine.is_set_up_for_gpus() else on_cpu
         return
     for gpu in gpus:
         yield Finding("gpu", f"GPU {gpu.index}", f"{gpu.name}, {_gb(gpu.memory_bytes)}, driver {gpu.driver}")
@@ -292,19 +304,14 @@ def ports_and_ray(machine: Machine) -> Iterator[Finding]:
             yield Finding("ray", "folder of a dead run", str(folder.root), Status.note, advice)
 
 
-def mooncake_library(trouble_in_child: Callable[[str], str | None]) -> Iterator[Finding]:
-    """Whether Mooncake's engine loads, and the library that it needs."""
-    verbs = trouble_in_child("import ctypes; ctypes.CDLL('libibverbs.so.1')")
-    native = Path(sys.prefix) / "lib" / "native" / "libibverbs.so.1"
-    found = "present" if verbs is None else f"present in {native.parent}" if native.exists() else "absent"
-    cure = "apt-get install libibverbs1 (or your system's rdma-core); Mooncake links it even over TCP"
-    is_absent = found == "absent"
-    yield Finding(
-        "mooncake", "libibverbs.so.1", found, Status.fail if is_absent else Status.ok, cure if is_absent else ""
-    )
+def mooncake_library(machine: Machine, trouble_in_child: Callable[[str], str | None]) -> Finding:
+    """Whether Mooncake's engine loads."""
     trouble = trouble_in_child("from weight_sync.transport.mooncake import engine_module; engine_module()")
-    advice = "make setup installs the build for this machine" if trouble else ""
-    yield Finding("mooncake", "import", trouble or "works", Status.fail if trouble else Status.ok, advice)
+    if trouble is None:
+        return Finding("mooncake", "import", "works")
+    if "libcuda.so" in trouble and not machine.list_gpus():
+        return Finding("mooncake", "import", "needs the driver of GPUs (libcuda.so.1)", Status.note)
+    return Finding("mooncake", "import", trouble, Status.fail, "make setup")
 
 
 def environment_variables(machine: Machine) -> Iterator[Finding]:
@@ -351,8 +358,11 @@ def _print_table(findings: list[Finding], failed: bool) -> None:
         console.print(table)
     print(captured.get(), end="")
     count = Counter(finding.status for finding in findings)
-    verdict = f"{count[Status.fail]} to repair before a run can work" if failed else "A run can work here"
-    then = "" if failed else " Next: slipstream train experiment=quickstart --dry-run"
+    verdict, then = "A run can work here", " Next: slipstream train experiment=quickstart --dry-run"
+    if NO_GPU in findings:
+        verdict, then = "Nothing to repair; no run can work here without a GPU", ""
+    if failed:
+        verdict, then = f"{count[Status.fail]} to repair before a run can work", ""
     print(f"\n{verdict}; {count[Status.warn]} warnings.{then}")
 
 

@@ -22,7 +22,6 @@ from typing import Any, cast
 from conf.errors import ConfigError
 from conf.load import load_resolved_yaml, load_run_config
 from conf.schema import Init, Objective, RunConfig, TrainMode
-from orchestrator.cli.working_folder import stand_where_it_began
 from orchestrator.figures.held_out import choosing_metrics, eval_names
 from orchestrator.files.run_checkpoint import complete_checkpoints, named_checkpoints, step_of
 from orchestrator.files.run_folder import RunFolder
@@ -62,9 +61,6 @@ def eval_config(
         saved = folder.config.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{run} is neither a run folder (runs/latest) nor a model's (config.json)") from error
-    if adapter is not None:
-        adapter = adapter.absolute()
-    overrides = stand_where_it_began(folder, overrides)
     config = load_resolved_yaml(saved, overrides, subject=f"{folder.config}: ")
     config = replace(config, run=replace(config.run, dir=str(folder.root)))
     if config.trainer.mode is TrainMode.full:

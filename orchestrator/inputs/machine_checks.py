@@ -32,6 +32,10 @@ DEFAULT_CPU_CACHE_BYTES = 256 << 20
 ENGINE_QUEUE_BYTES = 160 << 20
 """Bytes of /dev/shm for the messages of an engine with several ranks: 10 chunks of 16 MiB (vLLM 0.32,
 `multiproc_executor.py`, `check_shm_free_space`)."""
+FOR_GPUS = (
+    "the installed vLLM is the build for GPUs, whose engines run on GPUs alone; start the run where GPUs are "
+    "(slipstream launch writes a job), or set up for CPUs: SLIPSTREAM_TARGET=cpu make setup"
+)
 MAX_SLOW_STORE_BYTES = 10**10
 """Ray keeps a larger object store only in /dev/shm (`REQUIRE_SHM_SIZE_THRESHOLD`)."""
 
@@ -53,17 +57,19 @@ def check_devices(config: RunConfig, machine: Machine) -> Fact:
         check_transport_fits_device(config)
         processes += f", {rollout.num_workers} engines of {rollout.tp_size}"
     if config.cluster.device is Device.cpu:
+        if has_engines and machine.is_set_up_for_gpus():
+            raise ConfigError(f"cluster.device=cpu, and {FOR_GPUS}")
         return Fact("devices", f"CPU, {machine.count_cpus()} cores: {processes}")
     if config.cluster.ray_address is not None:
         return Fact("devices", f"GPUs of the Ray cluster at {config.cluster.ray_address}: {processes}")
     present = machine.count_gpus()
     needed = 1 if config.cluster.share_gpu else trainer.num_ranks + num_engine_ranks
     if present == 0:
+        trouble = f"cluster.device=cuda, and this machine has no usable CUDA GPU{_hidden_gpus()}"
+        if machine.is_set_up_for_gpus():
+            raise ConfigError(f"{trouble}: {FOR_GPUS}")
         needs_gpus = has_engines and config.weight_sync.transport is TransportKind.nvlink
-        raise ConfigError(
-            f"cluster.device=cuda, and this machine has no usable CUDA GPU{_hidden_gpus()}; set cluster.device=cpu"
-            + (" weight_sync.transport=auto" if needs_gpus else "")
-        )
+        raise ConfigError(f"{trouble}; set cluster.device=cpu" + (" weight_sync.transport=auto" if needs_gpus else ""))
     if needed > present:
         engines = f" + rollout.num_workers={rollout.num_workers} * rollout.tp_size={rollout.tp_size}"
         ranks = f"trainer.num_ranks={trainer.num_ranks}{engines if has_engines else ''}"

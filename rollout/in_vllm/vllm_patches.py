@@ -29,13 +29,15 @@
                                           Until add_adapter() takes tensors.
     kernels_of_gpus                both   FP8 layers take the kernels of GPUs on a host that has none.
                                           Until a layer can be built without choosing a kernel.
+    be_on_cpu_without_gpu          0.25   vLLM's build for GPUs takes a host without one for a CPU's.
+                                          Until vLLM can be told its platform.
     be_rank                        both   Process groups that talk to nobody. Until vLLM's groups can be made so.
 
 "Both" means 0.25.1 (GPUs) and 0.32 (CPUs); the last sentence of each entry says when the patch can go. The first patch
 acts on every engine on a CPU, the next two on every batch-invariant one, compile_kernels_beside_model on every engine
 on a GPU, send_logprobs_together on the processes of a worker's engine, open_no_gpu on imports, make_ranks_in on forked
-processes, the other five before the last two on the objects of one engine; the last two run in a process that computes
-nothing (rollout/layouts/meta_engine.py). While a layout is recorded, two more modules swap attributes of a model and
+processes, the other five before the last three on the objects of one engine; the last three run in a process that
+computes nothing (rollout/layouts/). While a layout is recorded, two more modules swap attributes of a model and
 put them back: load_time.py (parameters as they were at load time) and adapter_slots.py (layers without LoRA wrappers).
 
 Owns this list, and these changes but for compile_kernels_beside_model, which has a file of its own. Does not own when
@@ -317,6 +319,30 @@ def kernels_of_gpus() -> Iterator[None]:
     }
     with replaced(fp8, chosen):
         yield
+
+
+def be_on_cpu_without_gpu() -> None:
+    """On a host without a GPU, give vLLM's build for GPUs its platform of CPUs, which builds models without the GPUs'
+    driver, latent attention among them. Call it before the rest of vLLM is imported. Where vLLM finds a platform,
+    nothing is changed.
+    """
+    from vllm import platforms
+
+    if not platforms.current_platform.is_unspecified():
+        return
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    class WithoutKernels(CpuPlatform):
+        @classmethod
+        def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, **options: Any) -> str:
+            if attn_selector_config.use_mla:
+                return AttentionBackendEnum.TRITON_MLA.get_path()
+            return super().get_attn_backend_cls(selected_backend, attn_selector_config, **options)
+
+    replace(platforms, "_current_platform", WithoutKernels())
+    register_mla_prefill_backend(MLAPrefillBackendEnum.FLASH_ATTN, "types.SimpleNamespace")  # nothing attends
 
 
 def be_rank(rank: int, tp_size: int) -> None:

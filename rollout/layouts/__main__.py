@@ -9,6 +9,9 @@ import sys
 from weight_sync.gc_freeze import frozen_imports
 
 with frozen_imports():
+    from rollout.in_vllm.vllm_patches import be_on_cpu_without_gpu
+
+    be_on_cpu_without_gpu()
     from rollout.layouts.meta_engine import main
 
 sys.exit(main(sys.argv[1], sys.argv[2]))

@@ -29,6 +29,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from rollout.die_with_owner import OWNER_VARIABLE, end_with
@@ -72,6 +73,8 @@ def record_all(request: dict[str, Any]) -> tuple[DestLayout, ...]:
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(request["hf_config"]))
         arguments = engine_arguments(Path(folder), rollout, dtype=dtype, device=here, seed=0)
+        if arguments.get("attention_backend") not in AttentionBackendEnum.__members__:
+            arguments.pop("attention_backend", None)  # the build for GPUs lacks those of CPUs; nothing attends here
         config = EngineArgs(**arguments).create_engine_config()
         record = record_layout if request["every_layer"] else record_repeating
         layouts: list[DestLayout] = []

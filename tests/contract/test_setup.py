@@ -41,9 +41,6 @@ def checkout_with_environment(folder: Path) -> Path:
     (site,) = folder.glob(".venv/lib/python3*/site-packages")
     (site / "pip").mkdir()
     (site / "pip/__main__.py").touch()
-    native = folder / ".venv/lib/native/libibverbs.so.1"  # else set-up would look for it in this machine's packages
-    native.parent.mkdir()
-    native.touch()
     digest = hashlib.sha256(b"".join((folder / name).read_bytes() for name in FILES)).hexdigest()
     (folder / ".venv/.slipstream-stamp").write_text(f"{digest[:16]}-cpu\n")
     return folder
@@ -82,6 +79,79 @@ def test_an_environment_linked_from_another_checkout_is_used_while_its_packages_
     assert is_made_for(linked)
     assert is_made_for(other)
     assert set_up(other) == ""
+
+
+TOOLS = {
+    "id": "echo {uid}",
+    "ldd": """
+for library in {missing}; do
+  [ -e {folder}/installed ] || ls .venv/lib/python3*/*/*.libs/$library >/dev/null 2>&1 || echo "$library => not found"
+done""",
+    "apt-get": """
+case "$*" in
+  *-s*) echo "Inst ibverbs-providers (44.0)"; echo "Inst libnl-3-200 (3.7)" ;;
+  download*) touch ibverbs-providers.deb libnl-3-200.deb ;;
+  install*) echo "$@" >{folder}/installed ;;
+esac""",
+    "dpkg": """
+case "$2" in *ibverbs*) name=libmlx5.so.1 ;; *) name=libnl-3.so.200 ;; esac
+mkdir -p "$3/usr/lib" && touch "$3/usr/lib/$name"
+""",
+}  # fmt: skip
+"""Stand-ins for what looks for libraries and installs them."""
+
+
+def on_path(folder: Path, missing: str, uid: int) -> None:
+    for name, script in TOOLS.items():
+        for old, new in {"{missing}": missing, "{uid}": str(uid), "{folder}": str(folder)}.items():
+            script = script.replace(old, new)
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / "bin" / name).chmod(0o755)
+
+
+def test_libraries_that_the_transport_links_are_installed_with_root(tmp_path: Path) -> None:
+    on_path(tmp_path, "libmlx5.so.1 libcuda.so.1", uid=0)
+    said = set_up(checkout_with_environment(tmp_path / "checkout"))
+    assert "installing ibverbs-providers" in said
+    assert (tmp_path / "installed").read_text().split()[-1] == "ibverbs-providers"
+
+
+def test_libraries_that_the_transport_links_are_unpacked_without_root(tmp_path: Path) -> None:
+    on_path(tmp_path, "libmlx5.so.1 libcuda.so.1", uid=1000)
+    checkout = checkout_with_environment(tmp_path / "checkout")
+    (site,) = checkout.glob(".venv/lib/python3*/site-packages")
+    libraries = site / "mooncake_transfer_engine_cuda13.libs"
+    libraries.mkdir()
+    assert "unpacking ibverbs-providers" in set_up(checkout)
+    assert {file.name for file in libraries.iterdir()} == {"libmlx5.so.1", "libnl-3.so.200"}
+    assert set_up(checkout) == ""
+
+
+def test_the_driver_of_gpus_is_not_looked_for(tmp_path: Path) -> None:
+    on_path(tmp_path, "libcuda.so.1", uid=0)
+    assert set_up(checkout_with_environment(tmp_path / "checkout")) == ""
+
+
+@pytest.mark.parametrize(("verdict", "code"), [("1 to repair before a run can work", 1), ("A run can work here", 0)])
+def test_set_up_ends_with_what_doctor_finds(tmp_path: Path, verdict: str, code: int) -> None:
+    checkout = checkout_with_environment(tmp_path / "checkout")
+    stamp = checkout / ".venv/.slipstream-stamp"
+    stamp.unlink()
+    for name, script in {"uv": "true", "slipstream": f"echo {verdict}; exit {code}"}.items():
+        (checkout / ".venv/bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (checkout / ".venv/bin" / name).chmod(0o755)
+    said = set_up(checkout)
+    assert verdict in said
+    assert stamp.exists() == (code == 0)
+    assert said.strip().endswith(verdict) == (code == 0)
+    assert ("not ready" in said) == (code != 0)
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_the_image_has_every_library_that_set_up_would_install(name: str) -> None:
+    (pairs,) = re.findall(r"package_of=\((.*)\)", (ROOT / "requirements/setup.sh").read_text())
+    packages = {pair.partition("=")[2] for pair in pairs.split()} - ({"ibverbs-providers"} if name == "cpu" else set())
+    assert packages <= set((ROOT / f"docker/{name}.Dockerfile").read_text().split())
 
 
 @pytest.mark.parametrize("name", ["cpu", "gpu", "uv"])

@@ -30,17 +30,14 @@ Its traps, and what this file does about each:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import math
 import os
 import random
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -54,8 +51,6 @@ from weight_sync.transport.loopback_only import new_listeners_on_loopback
 
 logger = logging.getLogger(__name__)
 
-_NATIVE_LIBRARIES = ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1")
-"""Libraries that Mooncake's engine links, each after those that it needs itself."""
 _OVERLAP = -7
 _MIN_TRANSFER_TIMEOUT_S = 5
 """Smallest MC_TRANSFER_TIMEOUT that Mooncake accepts."""
@@ -337,17 +332,14 @@ def _environment(link: str, native_timeout_s: int) -> dict[str, str | None]:
 
 
 def engine_module() -> Any:
-    """mooncake.engine, imported late, because it needs libibverbs, which may be absent where this file is imported."""
-    for name in _NATIVE_LIBRARIES:
-        unpacked = Path(sys.prefix) / "lib" / "native" / name
-        if unpacked.exists():  # a set-up without root unpacks them where the loader does not look
-            ctypes.CDLL(str(unpacked), ctypes.RTLD_GLOBAL)
+    """mooncake.engine, imported late, because it links what may be absent where this file is imported: on GPUs, their
+    driver.
+    """
     try:
         import mooncake.engine
     except ImportError as e:
         raise TransferFailed(
-            f"Mooncake cannot be loaded ({e}); it needs libibverbs (Debian: libibverbs1 ibverbs-providers)"
-            " and, for GPUs, their driver"
+            f"Mooncake cannot be loaded ({e}); `make setup` installs what it links, but for the driver of GPUs"
         ) from e
     return cast(Any, mooncake.engine)  # pyright: ignore[reportUnknownMemberType]
 

@@ -44,6 +44,28 @@ def test_small_shared_memory_is_a_warning_with_a_cure() -> None:
     assert "--shm-size" in finding.advice
 
 
+NO_DRIVER = "TransferFailed: Mooncake cannot be loaded (libcuda.so.1: cannot open shared object file)"
+ABSENT = "TransferFailed: Mooncake cannot be loaded (libmlx5.so.1: cannot open shared object file)"
+
+
+def test_a_login_node_is_whole_and_no_run_can_work_there(capsys: pytest.CaptureFixture[str]) -> None:
+    machine = Machine(list_gpus=list, count_gpus=lambda: 0, is_set_up_for_gpus=lambda: True)
+    findings = [*doctor.gpus_and_links(machine), doctor.mooncake_library(machine, lambda code: NO_DRIVER)]
+    assert [finding.status for finding in findings] == [Status.warn, Status.note]
+    assert doctor.print_findings(findings, as_json=False) == 0
+    assert "Nothing to repair; no run can work here without a GPU" in capsys.readouterr().out
+    doctor.print_findings(findings, as_json=True)
+    assert json.loads(capsys.readouterr().out)["usable"] is False
+
+
+@pytest.mark.parametrize(("gpus", "trouble"), [(1, NO_DRIVER), (0, ABSENT)])
+def test_a_transport_that_cannot_be_loaded_is_to_be_repaired(gpus: int, trouble: str) -> None:
+    machine = Machine(list_gpus=lambda: [Gpu(0, "NVIDIA H200", 150 << 30, "580")] * gpus)
+    finding = doctor.mooncake_library(machine, lambda code: trouble)
+    assert finding.status is Status.fail
+    assert trouble in finding.value
+
+
 def test_hidden_gpus_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [Gpu(i, "NVIDIA H200", 150 << 30, "580") for i in range(2)]
     machine = Machine(list_gpus=lambda: gpus, count_gpus=lambda: 1, read_topology=lambda: None)

@@ -9,7 +9,8 @@ import pytest
 
 from conf.errors import ConfigError
 from conf.load import load_run_config
-from conf.schema import RunConfig
+from conf.schema import Device, RunConfig
+from orchestrator.environment import resolve_device
 from orchestrator.inputs.facts import Fact
 from orchestrator.inputs.machine_checks import (
     check_devices,
@@ -51,6 +52,16 @@ def test_no_gpu_at_all() -> None:
     assert "cluster.device=cpu" in message
     message = refused(check_devices, none, "cluster.device=cuda", "weight_sync.transport=nvlink")
     assert "set cluster.device=cpu weight_sync.transport=auto" in message, "all that the next try needs"
+
+
+def test_packages_for_gpus_on_a_host_without_one() -> None:
+    login = Machine(count_gpus=lambda: 0, is_set_up_for_gpus=lambda: True)
+    assert resolve_device(Device.auto, login) == "cuda", "auto trains nothing on a login node's CPU"
+    for device, words in (("cuda", "no usable CUDA GPU"), ("cpu", "cluster.device=cpu, and")):
+        message = refused(check_devices, login, f"cluster.device={device}")
+        assert words in message
+        assert "start the run where GPUs are" in message
+        assert "SLIPSTREAM_TARGET=cpu make setup" in message
 
 
 def test_rdma_without_a_device() -> None:
