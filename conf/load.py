@@ -45,6 +45,7 @@ from conf.options import (
 )
 from conf.register import register_schema, schema_node
 from conf.schema import Init, RunConfig
+from conf.several_runs import answer, is_multirun, values_of
 from conf.words import read_word
 
 REMOVED = {
@@ -65,6 +66,7 @@ def load_run_config(overrides: Sequence[str], config_dir: Path | None = None) ->
     Raises:
         ConfigError: An override, a YAML file or the resulting configuration cannot run.
     """
+    _refuse_several_runs(overrides)
     parsed = [_read_override(text, config_dir) for text in overrides]
     try:
         if config_dir is None and all(o.type is not OverrideType.DEL and o.package is None for o in parsed):
@@ -166,6 +168,19 @@ def _checked(config: RunConfig, overrides: Sequence[Override]) -> RunConfig:
     return config
 
 
+def _refuse_several_runs(words: Sequence[str]) -> None:
+    """Answer `-m` and several values of an option with the loop that is meant; a list without its brackets is none."""
+    if any(map(is_multirun, words)) or any(
+        values_of(word) is not None and not _is_of_a_list(word.partition("=")[0].lstrip("+")) for word in words
+    ):
+        raise ConfigError(answer(words))
+
+
+def _is_of_a_list(name: str) -> bool:
+    option = options_by_name().get(name)
+    return option is not None and option.type_label.startswith("list")
+
+
 def _read_override(text: str, config_dir: Path | None) -> Override:
     """Parse one word of the command line, and check all that can be checked about it alone."""
     try:
@@ -173,8 +188,7 @@ def _read_override(text: str, config_dir: Path | None) -> Override:
     except HydraException as error:
         raise ConfigError(_explain_syntax(text)) from error
     if override.is_sweep_override():
-        option = options_by_name().get(override.key_or_group)
-        if option is not None and option.type_label.startswith("list"):
+        if _is_of_a_list(override.key_or_group):
             raise ConfigError(f"{text}: a list is written in brackets: '{text.replace('=', '=[', 1)}]'")
         raise ConfigError(f"{text}: a run takes one value per option; quote a text with a comma, as in 'name=\"a,b\"'")
     name, value = override.key_or_group, override.value()

@@ -16,6 +16,7 @@ from conf.errors import ConfigError
 from conf.load import load_resolved_yaml
 from conf.schema import Device, Init, RunConfig, TrainerConfig, TrainMode
 from orchestrator.cli.evaluate import adapter_of
+from orchestrator.cli.working_folder import stand_where_it_began
 from orchestrator.environment import resolve_device
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.inputs.model_files import check_checkpoint_files, read_hf_config
@@ -46,7 +47,8 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
         raise ConfigError(f"{run} is not a run folder; give one like runs/latest") from error
     if config.trainer.mode is TrainMode.full:
         raise ConfigError(f"{run} trains all weights (trainer.mode=full): what its end writes is {folder.merged}")
-    target = output or folder.merged
+    target = (output or folder.merged).absolute()
+    stand_where_it_began(folder, [])
     if target.exists():
         raise ConfigError(f"{target} is there already; give another folder with --output, or remove it")
     adapter = adapter_of(folder, checkpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
@@ -180,6 +181,48 @@ def test_mistakes_in_one_word_are_named(word: str, parts: list[str]) -> None:
     assert "\n" not in message
     for part in parts:
         assert part in message
+
+
+LOOP = (
+    'for lr in 0.001 0.0001; do slipstream train experiment=quickstart trainer.optim.lr="$lr" run.name="lr-$lr"; done'
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["experiment=quickstart", "trainer.optim.lr=1e-3,1e-4"], LOOP),
+        (["-m", "experiment=quickstart", "trainer.optim.lr=1e-3,1e-4"], LOOP),
+        (["--multirun", "experiment=quickstart", "hydra/launcher=joblib", "trainer.optim.lr=1e-3,1e-4"], LOOP),
+        (
+            ["run.name=try", "run.seed=range(0,2)", "algorithm=grpo,dapo", "data.path='my rows.jsonl'"],
+            "for seed in 0 1; do for algorithm in grpo dapo; do slipstream train "
+            "run.seed=\"$seed\" algorithm=\"$algorithm\" 'data.path='\"'\"'my rows.jsonl'\"'\"'' "
+            'run.name="try-seed-$seed-algorithm-$algorithm"; done; done',
+        ),
+        (["model.path=/a/one,/a/two"], 'for path in /a/one /a/two; do slipstream train model.path="$path"; done'),
+        (["-m", "experiment=quickstart"], "-m: a command starts one run, and none of its options has several values"),
+        (["hydra/launcher=joblib"], "hydra/launcher=joblib: a command starts one run"),
+    ],
+)
+def test_several_runs_are_answered_with_the_loop_that_makes_them(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(words)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_loop_runs_in_a_shell(tmp_path: Path) -> None:
+    (tmp_path / "slipstream").write_text('#!/bin/sh\nprintf "%s|" "$@"; echo\n')
+    (tmp_path / "slipstream").chmod(0o755)
+    message = refusal_of("run.seed=1,2", "data.path='my rows.jsonl'")
+    loop = message[message.index("for seed") : message.index(" (a text with")]
+    done = subprocess.run(
+        ["sh", "-c", loop], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == [
+        f"train|{QUICKSTART}|run.seed={seed}|data.path='my rows.jsonl'|run.name=seed-{seed}|" for seed in (1, 2)
+    ]
 
 
 def test_no_options_at_all_says_where_to_begin() -> None:
