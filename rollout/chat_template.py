@@ -13,7 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.plain_template import read_plain
+from rollout.errors import DataError
+from rollout.messages import TEMPLATE_OPTIONS, TOOLS, Chat
+from rollout.plain_template import CLASS_TOKENS, read_plain, variables_of
+
+_GIVEN = frozenset({"messages", "tools", "add_generation_prompt"})
+"""Variables that render() fills."""
 
 
 class ChatTemplate:
@@ -23,6 +28,8 @@ class ChatTemplate:
         self._folder = folder
         self._tokenizer: Any = None
         self._renderer: Any = None
+        self._writes_tools = False
+        """Whether the template is known to write tools."""
 
     @property
     def tokenizer(self) -> Any:
@@ -38,6 +45,52 @@ class ChatTemplate:
         """Load what render() needs. Without this, its first call does."""
         if self._renderer is None:
             self._renderer = read_plain(self._folder) or self.tokenizer
+
+    def check(self, chat: Chat) -> None:
+        """Refuse tools that the template does not write, and options that it does not read: a model would not see them.
+
+        Raises:
+            DataError: Names the tools, or the option.
+            Exception: The template refuses the messages.
+        """
+        self.load()
+        if chat.options:
+            self.check_options(chat.options)
+        if not chat.tools or self._writes_tools:
+            return
+        with_tools, without = (
+            self.render(chat.messages, is_open=True, tools=tools, options=chat.options) for tools in (chat.tools, ())
+        )
+        if with_tools == without:
+            raise DataError(
+                f"{TOOLS}: the model's chat template writes none, so that the model would not see them; give "
+                "model.tokenizer=FOLDER with a template that does, or write them into a message"
+            )
+        self._writes_tools = True
+
+    def check_options(self, options: Mapping[str, Any], name: str = TEMPLATE_OPTIONS) -> None:
+        """Refuse options that are no variables of the template.
+
+        Args:
+            name: How messages call the options.
+
+        Raises:
+            DataError: Names the option.
+        """
+        known = self._variables()
+        for option in options:
+            if option in _GIVEN or (known is not None and option not in known):
+                read = ", ".join(sorted((known or set()) - _GIVEN - set(CLASS_TOKENS))) or "none"
+                raise DataError(f"{name}.{option}: the model's chat template reads no such option; it reads {read}")
+
+    def _variables(self) -> set[str] | None:
+        """Names that the template reads; None where there is none in Jinja."""
+        self.load()
+        template = self._renderer.chat_template
+        texts = list(template.values()) if isinstance(template, dict) else [template]
+        if not all(isinstance(text, str) for text in texts):
+            return None
+        return {name for text in texts for name in variables_of(text)}
 
     def render(
         self,

@@ -1,15 +1,38 @@
-"""What chat messages must be, in rows and in requests: objects with a role, whose content is text.
+"""What chat messages must be, in rows and in requests, and what a chat template takes beside them.
 
-Owns: the form of messages. Does not own: what a chat template makes of them (chat_template.py). Callers: the readers of
-rows (orchestrator/data/prompts.py) and the agents' endpoint (agents/endpoint.py), so that both take the same.
+    messages               a list of objects with a role, whose content is text
+    tools                  a list of what the assistant may call
+    chat_template_kwargs   further variables of the template, such as enable_thinking
+
+Owns: these forms. Does not own: what a chat template makes of them (chat_template.py). Callers: the readers of rows
+(orchestrator/data/prompts.py) and the agents' endpoint (agents/endpoint.py), so that both take the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollout.errors import DataError
+
+TOOLS, TEMPLATE_OPTIONS = "tools", "chat_template_kwargs"
+"""Names of columns, and of fields of a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What a chat template takes."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further variables of the template."""
+
+    def first(self, count: int) -> Chat:
+        """The first `count` messages, with the same tools and options."""
+        return replace(self, messages=self.messages[:count])
 
 
 def text_messages(value: object) -> list[dict[str, Any]]:
@@ -44,3 +67,36 @@ def _text(content: object, what: str, has_calls: bool) -> str | None:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise DataError(f"{what}: only parts of type text, with their text, can be read, got {part!r:.60}")
     return "".join(part["text"] for part in content)
+
+
+def tools_of(value: object) -> list[dict[str, Any]]:
+    """The tools of a column, which may be JSON text: Parquet mixes up the fields of several tools. null: none.
+
+    Raises:
+        DataError: It is no list of objects.
+    """
+    found = _parsed(value, TOOLS) or []
+    if not isinstance(found, list) or not all(isinstance(tool, dict) and tool for tool in found):
+        raise DataError(f"{TOOLS} must be a list of objects, as OpenAI's protocol has them, got {value!r:.60}")
+    return found
+
+
+def template_options(value: object) -> dict[str, Any]:
+    """The further variables of the template in a column or a request; may be JSON text. null: none.
+
+    Raises:
+        DataError: It is no object.
+    """
+    found = _parsed(value, TEMPLATE_OPTIONS) or {}
+    if not isinstance(found, dict):
+        raise DataError(f"{TEMPLATE_OPTIONS} must be an object such as {{'enable_thinking': false}}, got {value!r:.60}")
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def _parsed(value: object, what: str) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as e:
+        raise DataError(f"{what} is text that is not JSON ({e}): {value!r:.60}") from e

@@ -18,11 +18,12 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_CLASS_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+CLASS_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 """Variables of templates that a tokenizer class may fill with tokens of its own."""
 _OTHER_PLACES = ("tekken.json", "chat_template.json", "additional_chat_templates")
 """Files that make transformers look elsewhere, too."""
@@ -34,13 +35,7 @@ class PlainTemplate:
     def __init__(self, chat_template: str, special_tokens: Mapping[str, str]) -> None:
         self.chat_template = chat_template
         self._special_tokens = special_tokens
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _now
-        self._template = environment.from_string(chat_template)
+        self._template = _environment().from_string(chat_template)
 
     def apply_chat_template(
         self,
@@ -77,10 +72,26 @@ def read_plain(folder: Path) -> PlainTemplate | None:
         return None
     if "added_tokens_decoder" not in config and (folder / "special_tokens_map.json").is_file():
         return None  # it has tokens that tokenizer_config.json may lack
-    if "special_tokens" in template or any(name in template and name not in config for name in _CLASS_TOKENS):
+    if "special_tokens" in template or any(name in template and name not in config for name in CLASS_TOKENS):
         return None
-    tokens = {name: _text_of(config[name]) for name in _CLASS_TOKENS if config.get(name) is not None}
+    tokens = {name: _text_of(config[name]) for name in CLASS_TOKENS if config.get(name) is not None}
     return PlainTemplate(template, tokens)
+
+
+def variables_of(chat_template: str) -> set[str]:
+    """Names that a template reads from what it is given."""
+    environment = _environment()
+    return find_undeclared_variables(environment.parse(chat_template)) - set(environment.globals)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _now
+    return environment
 
 
 def _text_of(token: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from conf.schema.rules import above, at_least, at_least_or_null, require
 
@@ -78,6 +79,10 @@ class DataConfig:
     add_special_tokens: bool = True
     """Let the tokenizer add its special tokens to plain-text prompts. Chat prompts always go through the chat
     template.
+    """
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Further variables of the model's chat template, for rows, held-out rows and agents' requests:
+    `data.chat_template_kwargs.enable_thinking=false`. A row's column of this name, and a request's field, go first.
     """
 
     def __post_init__(self) -> None:

@@ -20,22 +20,26 @@ from typing import Any, Protocol, cast
 
 from orchestrator.data.sources import Row, listed, renamed
 from rollout.errors import DataError, RowTooLong
-from rollout.messages import text_messages
+from rollout.messages import TEMPLATE_OPTIONS, TOOLS, Chat, template_options, text_messages, tools_of
 from rollout.types import Prompt
 
 _HEAD_CHARACTERS_PER_TOKEN = 16
 """A text with more characters per allowed token is tokenized only after its beginning alone was not too long."""
 
 
-class Encoder(Protocol):
+class Renderer(Protocol):
+    """What turns a chat into text."""
+
+    def render(self, chat: Chat, *, is_open: bool) -> str:
+        """A chat as the model sees it; `is_open`: ending where its answer begins."""
+        ...
+
+
+class Encoder(Renderer, Protocol):
     """What turns text into token ids; `orchestrator.inputs.text_encoder.TextEncoder` in a run, ten lines in tests."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of plain text."""
-        ...
-
-    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
-        """Chat messages as the model sees them, ending where its answer begins."""
         ...
 
 
@@ -53,6 +57,10 @@ class PromptReader:
     """For plain text; chat templates bring their own."""
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
     """data.columns."""
+    template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """data.chat_template_kwargs."""
+    is_for_agent: bool = False
+    """The columns are an agent's task. It offers tools of its own, and its chats are rendered request by request."""
 
     def prompt(self, row: Row, prompt_id: int) -> Prompt:
         """Check and tokenize one row.
@@ -61,7 +69,7 @@ class PromptReader:
             DataError: The row cannot be a prompt. Names its place.
         """
         where, columns = row.where, renamed(row, self.columns)
-        text, messages = _text_of(columns, where, self.encoder, self.prompt_key)
+        text, messages = self._text_of(columns, where)
         add_special = self.add_special_tokens and messages is None  # chat templates bring their own
         limit = self.max_prompt_tokens
         token_ids, is_whole = encode_up_to(limit, text, partial(self.encoder.encode, add_special_tokens=add_special))
@@ -76,6 +84,34 @@ class PromptReader:
         fields = {key: value for key, value in columns.items() if key != self.prompt_key}
         _check_plain(fields, where)
         return Prompt(prompt_id, tuple(token_ids), text, fields, messages)
+
+    def _text_of(self, row: dict[str, Any], where: str) -> tuple[str, list[dict[str, Any]] | None]:
+        """(the prompt's text, the messages that it was rendered from)."""
+        key = self.prompt_key
+        if key not in row:
+            raise DataError(f"{where}: no column {key!r} (data.prompt_key); the columns are {listed(row)}")
+        value: Any = row[key]
+        messages = None
+        if isinstance(value, str):
+            if not self.is_for_agent:
+                check_no_chat_columns(row, where)
+            text = value
+            is_empty = not value.strip()
+        elif isinstance(value, list) and value:
+            messages = messages_in(value, f"{where}: column {key!r}")
+            used = {name: column for name, column in row.items() if not (self.is_for_agent and name == TOOLS)}
+            chat = chat_of(messages, used, self.template_options, where)
+            text = rendered(self.encoder, chat, where, is_open=True)
+            is_empty = not any(message["content"] for message in messages)
+        else:
+            raise DataError(
+                f"{where}: column {key!r} must be text or a non-empty list of messages with role and content, "
+                f"got {type(value).__name__}"
+            )
+        if is_empty:
+            raise DataError(f"{where}: the prompt is empty (column {key!r}); fill it, or remove the row")
+        check_text(text, where)
+        return text, messages
 
 
 def encode_up_to(limit: int, text: str, encode: Callable[[str], list[int]]) -> tuple[list[int], bool]:
@@ -139,30 +175,41 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(one) for one in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
-def _text_of(row: dict[str, Any], where: str, encoder: Encoder, key: str) -> tuple[str, list[dict[str, Any]] | None]:
-    """(the prompt's text, the messages that it was rendered from)."""
-    if key not in row:
-        raise DataError(f"{where}: no column {key!r} (data.prompt_key); the columns are {listed(row)}")
-    value: Any = row[key]
-    messages = None
-    if isinstance(value, str):
-        text = value
-        is_empty = not value.strip()
-    elif isinstance(value, list) and value:
-        messages = messages_in(value, f"{where}: column {key!r}")
-        try:
-            text = encoder.render_chat(messages)
-        except DataError as e:
-            raise DataError(f"{where}: {e}") from e
-        except Exception as e:
-            raise DataError(f"{where}: the tokenizer's chat template refuses the messages: {e}") from e
-        is_empty = not any(message["content"] for message in messages)
-    else:
-        raise DataError(
-            f"{where}: column {key!r} must be text or a non-empty list of messages with role and content, "
-            f"got {type(value).__name__}"
-        )
-    if is_empty:
-        raise DataError(f"{where}: the prompt is empty (column {key!r}); fill it, or remove the row")
-    check_text(text, where)
-    return text, messages
+def chat_of(
+    messages: Sequence[dict[str, Any]], columns: Mapping[str, Any], options: Mapping[str, Any], where: str
+) -> Chat:
+    """What the chat template is given of a row: its messages, its tools, and its options on top of the run's.
+
+    Raises:
+        DataError: The column `tools` or `chat_template_kwargs` holds something else.
+    """
+    try:
+        given, own = columns.get(TOOLS), template_options(columns.get(TEMPLATE_OPTIONS))
+        tools = tools_of(given)
+        return Chat(messages, tools if isinstance(given, str) else without_nulls(tools), {**options, **own})
+    except DataError as e:
+        raise DataError(f"{where}: column {e}") from e
+
+
+def rendered(encoder: Renderer, chat: Chat, where: str, *, is_open: bool) -> str:
+    """The text of a row's chat.
+
+    Raises:
+        DataError: The template refuses it. Names the row.
+    """
+    try:
+        return encoder.render(chat, is_open=is_open)
+    except DataError as e:
+        raise DataError(f"{where}: {e}") from e
+    except Exception as e:  # the edge to a tokenizer's own template code
+        raise DataError(f"{where}: the tokenizer's chat template refuses the messages: {e}") from e
+
+
+def check_no_chat_columns(columns: Mapping[str, Any], where: str) -> None:
+    """Refuse columns that are for chat templates beside plain text, which goes through none."""
+    for name in (TOOLS, TEMPLATE_OPTIONS):
+        if columns.get(name):
+            raise DataError(
+                f"{where}: column {name!r} is for the chat template, and text goes through none; give the row as chat "
+                "messages, or remove the column (rename it, if it means something else)"
+            )

@@ -92,6 +92,7 @@ def fingerprint(config: RunConfig) -> dict[str, Any]:
             "data.sources": list(config.data.sources) or None,
             "data.weights": list(config.data.weights) or None,
             "data.columns": dict(config.data.columns) or None,
+            "data.chat_template_kwargs": dict(config.data.chat_template_kwargs) or None,
             "data.stream": config.data.stream or None,
             "data.drop_too_long": config.data.drop_too_long or None,
             "data.curriculum": config.data.curriculum if config.data.curriculum != "none" else None,

@@ -23,11 +23,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from conf.schema import DataConfig
-from orchestrator.data.prompts import check_text, messages_in
+from orchestrator.data.prompts import chat_of, check_no_chat_columns, check_text, messages_in, rendered
 from orchestrator.data.sources import Row, listed, renamed
 from orchestrator.data.streams import Tokenized
 from orchestrator.inputs.turn_ends import end_after
 from rollout.errors import DataError, RowTooLong
+from rollout.messages import Chat
 from trainer.types import Sample
 
 
@@ -43,7 +44,7 @@ class ConversationEncoder(Protocol):
         """(token ids, the characters of `text` that each token has): rollout.plain_text.encode_text."""
         ...
 
-    def render_messages(self, messages: Sequence[dict[str, Any]], *, is_open: bool) -> str:
+    def render(self, chat: Chat, *, is_open: bool) -> str:
         """The chat template's text; `is_open` adds what precedes an assistant's answer."""
         ...
 
@@ -108,10 +109,11 @@ class ConversationReader:
     def _tokenized(self, row: dict[str, Any], where: str) -> Conversation:
         config, encoder = self._config, self._encoder
         if config.messages_key not in row:
+            check_no_chat_columns(row, where)
             text, span = _plain(row, where, encoder, config)
             return tokenized(text, [span], where, encoder, config.add_special_tokens)
         turns = messages_in(row[config.messages_key], f"{where}: column {config.messages_key!r}")
-        return chat_conversation(turns, where, encoder)
+        return chat_conversation(chat_of(turns, row, config.chat_template_kwargs, where), where, encoder)
 
 
 def end_of_text(encoder: ConversationEncoder) -> str:
@@ -154,29 +156,22 @@ def tokenized(
     return Conversation(tuple(token_ids), tuple(taught))
 
 
-def chat_conversation(
-    turns: Sequence[dict[str, Any]], where: str, encoder: ConversationEncoder, first_taught: int = 0
-) -> Conversation:
+def chat_conversation(chat: Chat, where: str, encoder: ConversationEncoder, first_taught: int = 0) -> Conversation:
     """Messages as the chat template writes them. Taught are the assistant's turns from number `first_taught` on."""
-    try:
-        whole = encoder.render_messages(turns, is_open=False)
-        spans: list[tuple[int, int]] = []
-        for number, message in enumerate(turns):
-            if message["role"] == "assistant" and number >= first_taught:
-                before = encoder.render_messages(turns[:number], is_open=True)
-                after = encoder.render_messages(turns[: number + 1], is_open=False)
-                if not (whole.startswith(before) and whole.startswith(after)):
-                    raise DataError(
-                        f"{where}: the chat template writes turn {number + 1} in another way once later turns follow, "
-                        "so its tokens cannot be told apart; split the conversation, one row for each answer"
-                    )
-                end = end_after(whole[len(before) : len(after)], whole[len(after) :], message, encoder)
-                whole += end if len(after) == len(whole) else ""
-                spans.append((len(before), len(after) + len(end)))
-    except DataError:
-        raise
-    except Exception as error:  # the edge to a tokenizer's own template code
-        raise DataError(f"{where}: the tokenizer's chat template refuses the messages: {error}") from error
+    whole = rendered(encoder, chat, where, is_open=False)
+    spans: list[tuple[int, int]] = []
+    for number, message in enumerate(chat.messages):
+        if message["role"] == "assistant" and number >= first_taught:
+            before = rendered(encoder, chat.first(number), where, is_open=True)
+            after = rendered(encoder, chat.first(number + 1), where, is_open=False)
+            if not (whole.startswith(before) and whole.startswith(after)):
+                raise DataError(
+                    f"{where}: the chat template writes turn {number + 1} in another way once later turns follow, "
+                    "so its tokens cannot be told apart; split the conversation, one row for each answer"
+                )
+            end = end_after(whole[len(before) : len(after)], whole[len(after) :], message, encoder)
+            whole += end if len(after) == len(whole) else ""
+            spans.append((len(before), len(after) + len(end)))
     return tokenized(whole, spans, where, encoder, False)  # a chat template brings its own special tokens
 
 

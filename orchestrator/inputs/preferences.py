@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from conf.schema import DataConfig
-from orchestrator.data.prompts import messages_in
+from orchestrator.data.prompts import chat_of, check_no_chat_columns, messages_in
 from orchestrator.data.sources import Row, listed, renamed
 from orchestrator.inputs.conversations import (
     Conversation,
@@ -29,6 +29,7 @@ from orchestrator.inputs.conversations import (
     with_end,
 )
 from rollout.errors import DataError
+from rollout.messages import Chat
 from trainer.types import Sample
 
 ANSWERS = ("chosen", "rejected")
@@ -80,12 +81,14 @@ class PreferenceReader:
         if chosen == rejected:
             raise DataError(f"{where}: columns 'chosen' and 'rejected' are equal: neither is preferred; remove the row")
         if isinstance(chosen, str) and isinstance(rejected, str) and (prompt is None or isinstance(prompt, str)):
+            check_no_chat_columns(columns, where)
             pair = self._of_texts(prompt, chosen, rejected, where)
         else:
             pair = self._of_messages(
                 None if prompt is None else _turns(prompt, "user"),
                 _turns(chosen, "assistant"),
                 _turns(rejected, "assistant"),
+                chat_of([], columns, self._config.chat_template_kwargs, where),
                 where,
             )
         if pair.chosen == pair.rejected:
@@ -131,7 +134,8 @@ class PreferenceReader:
         first = min(_num_shared(before.token_ids, one.token_ids) for one in pair)
         return Pair(*(_taught_from(first, one) for one in pair))
 
-    def _of_messages(self, prompt: Turns | None, chosen: Turns, rejected: Turns, where: str) -> Pair:
+    def _of_messages(self, prompt: Turns | None, chosen: Turns, rejected: Turns, beside: Chat, where: str) -> Pair:
+        """`beside`: what the template is given beside the messages."""
         answers = [list(chosen), list(rejected)]
         if prompt is None:
             shared = _num_shared(chosen, rejected)
@@ -150,7 +154,8 @@ class PreferenceReader:
             if not _says_something([turn for turn in turns if turn["role"] == "assistant"]):
                 raise DataError(f"{where}: the answer of column {name!r} is empty; fill it, or remove the row")
         first = len(prompt)
-        return Pair(*(chat_conversation([*prompt, *turns], where, self._encoder, first) for turns in answers))
+        chats = [replace(beside, messages=[*prompt, *turns]) for turns in answers]
+        return Pair(*(chat_conversation(chat, where, self._encoder, first) for chat in chats))
 
 
 def _turns(value: str | Turns, role: str) -> Turns:

@@ -38,6 +38,7 @@ from orchestrator.inputs.model_folder import prepare_model, resolve_hf_config
 from orchestrator.inputs.preferences import PreferenceReader
 from orchestrator.inputs.text_encoder import TextEncoder, has_chat_template, tokenizer_folder
 from rollout.errors import DataError
+from rollout.messages import Chat
 from rollout.rewards.judge_prompt import columns_needed
 from rollout.rewards.runner import chosen_rewards
 from rollout.types import Prompt
@@ -62,6 +63,8 @@ class PromptRows:
             prompt_key=data.prompt_key,
             add_special_tokens=data.add_special_tokens,
             columns=data.columns,
+            template_options=data.chat_template_kwargs,
+            is_for_agent=config.rollout.agent is not None,
         )
 
     def read(self, row: Row, prompt_id: int) -> Prompt:
@@ -129,6 +132,8 @@ def check_data(config: RunConfig) -> Fact:
     except ConfigError:
         return Fact(subject, "not read")  # other checks report what is wrong with the model or the tokenizer
     check_ends(config, encoder.ends)
+    if config.data.chat_template_kwargs:
+        encoder.check_options(config.data.chat_template_kwargs, "data.chat_template_kwargs")
     data, warning = config.data, ""
     if objective is not Objective.policy:
         vocab_size = int(resolve_hf_config(config.model)["vocab_size"])
@@ -239,6 +244,11 @@ class RowEncoder:
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._text = TextEncoder(prepare_model(model, folder).folder)
 
+    def check_options(self, options: Mapping[str, Any], name: str) -> None:
+        """As TextEncoder.check_options."""
+        self._require_chat_template()
+        self._text.check_options(options, name)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of plain text."""
         return self._text.encode(text, add_special_tokens)
@@ -252,15 +262,11 @@ class RowEncoder:
         """As TextEncoder.encode_with_places."""
         return self._text.encode_with_places(text, add_special_tokens)
 
-    def render_messages(self, messages: Sequence[dict[str, Any]], *, is_open: bool) -> str:
-        """About what the chat template makes of the messages."""
+    def render(self, chat: Chat, *, is_open: bool) -> str:
+        """About what the chat template makes of the chat, at least its text."""
         self._require_chat_template()
-        return "".join(f"{message['role']}\n{message['content']}\n" for message in messages)
-
-    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
-        """About what the chat template makes of the messages, at least their text."""
-        self._require_chat_template()
-        return "\n".join(str(message["content"]) for message in messages)
+        tools = json.dumps(chat.tools, default=str) if chat.tools else ""
+        return tools + "".join(f"{message['role']}\n{message['content'] or ''}\n" for message in chat.messages)
 
     def _require_chat_template(self) -> None:
         if not self._has_chat_template:

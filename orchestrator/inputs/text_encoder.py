@@ -8,7 +8,7 @@ transformers.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from conf.errors import ConfigError
 from conf.schema import ModelConfig
 from rollout.chat_template import ChatTemplate
 from rollout.ends import end_token_ids
+from rollout.messages import Chat
 from rollout.plain_text import TOKENIZER_FILE, encode_text, load_tokenizer
 
 _OLDER_TOKENIZERS = ("tokenizer.model", "vocab.json")
@@ -86,10 +87,6 @@ class TextEncoder:
         """Token ids of plain text."""
         return encode_text(self._tokenizer, text, add_special_tokens)[0]
 
-    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
-        """Chat messages as the model sees them, ending where its answer begins."""
-        return self.render_messages(messages, is_open=True)
-
     @property
     def ends(self) -> Mapping[int, str]:
         """Tokens at which a response ends, with their texts; the first is what ends an answer that is plain text."""
@@ -99,6 +96,11 @@ class TextEncoder:
         """See encode_text."""
         return encode_text(self._tokenizer, text, add_special_tokens)
 
-    def render_messages(self, messages: Sequence[dict[str, Any]], *, is_open: bool) -> str:
-        """The chat template's text; `is_open` adds what precedes an assistant's answer."""
-        return self._template.render(messages, is_open=is_open)
+    def render(self, chat: Chat, *, is_open: bool) -> str:
+        """The chat template's text; `is_open` adds what precedes an assistant's answer. Raises: as the template."""
+        self._template.check(chat)
+        return self._template.render(chat.messages, is_open=is_open, tools=chat.tools, options=chat.options)
+
+    def check_options(self, options: Mapping[str, Any], name: str) -> None:
+        """See ChatTemplate.check_options."""
+        self._template.check_options(options, name)

@@ -9,8 +9,10 @@ answers (conversations.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
+
+from rollout.messages import Chat
 
 _CALL = {"id": "call-1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 _TURNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -31,7 +33,7 @@ class Renderer(Protocol):
         """Tokens at which a response ends, with their texts."""
         ...
 
-    def render_messages(self, messages: Sequence[dict[str, Any]], *, is_open: bool) -> str:
+    def render(self, chat: Chat, *, is_open: bool) -> str:
         """The chat template's text."""
         ...
 
@@ -60,8 +62,8 @@ def _next_header(encoder: Renderer, role: str) -> str:
     answer, following = _TURNS[role]
     turns = [{"role": "user", "content": "q"}, answer]
     try:
-        closed = encoder.render_messages(turns, is_open=False)
-        longer = encoder.render_messages([*turns, following], is_open=False)
+        closed = encoder.render(Chat(turns), is_open=False)
+        longer = encoder.render(Chat([*turns, following]), is_open=False)
     except Exception:  # noqa: BLE001 - a template that knows no such turn
         return ""
     return _beginning(longer[len(closed) :], encoder.ends.values()) if longer.startswith(closed) else ""

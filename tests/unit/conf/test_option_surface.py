@@ -190,6 +190,7 @@ OPTIONS = [
     "data.drop_too_long",
     "data.shuffle",
     "data.add_special_tokens",
+    "data.chat_template_kwargs",
     "reward.kind",
     "reward.weight",
     "reward.answer_key",

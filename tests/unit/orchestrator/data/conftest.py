@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
+
+from rollout.messages import Chat
 
 
 class LetterEncoder:
@@ -15,11 +14,9 @@ class LetterEncoder:
         """Token ids of `text`."""
         return [1] * add_special_tokens + [ord(c) for c in text]
 
-    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+    def render(self, chat: Chat, *, is_open: bool) -> str:
         """Messages as one text."""
-        if any(not isinstance(message["content"], str) for message in messages):
-            raise TypeError("content must be text")
-        return "".join(f"{message['role']}:{message['content']}|" for message in messages)
+        return "".join(f"{message['role']}:{message['content']}|" for message in chat.messages)
 
 
 @pytest.fixture

@@ -64,8 +64,8 @@ def test_no_content_beside_a_tool_call_and_fields_that_are_null(tmp_path, encode
     seen = []
 
     class Watched(type(encoder)):
-        def render_chat(self, messages):
-            seen.extend(messages)
+        def render(self, chat, *, is_open):
+            seen.extend(chat.messages)
             return "x"
 
     read_prompts(write(tmp_path / "a.jsonl", json.dumps({"prompt": turns})), Watched(), max_prompt_tokens=8)
@@ -75,6 +75,51 @@ def test_no_content_beside_a_tool_call_and_fields_that_are_null(tmp_path, encode
         {"role": "assistant", "content": None, "tool_calls": [called]},
         {"role": "tool", "content": "2"},
     ]
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def chats_of(tmp_path, encoder, row, **options):
+    """What the chat template is given of a row."""
+    seen = []
+
+    class Watched(type(encoder)):
+        def render(self, chat, *, is_open):
+            seen.append(chat)
+            return "x"
+
+    read_prompts(write(tmp_path / "a.jsonl", json.dumps(row)), Watched(), max_prompt_tokens=8, **options)
+    return [(list(chat.tools), dict(chat.options)) for chat in seen]
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_and_options_of_a_row_reach_the_template(tmp_path, encoder, as_text):
+    row = {"prompt": [{"role": "user", "content": "hi"}], "tools": [TOOL], "chat_template_kwargs": {"a": 1, "b": None}}
+    if as_text:
+        row |= {name: json.dumps(row[name]) for name in ("tools", "chat_template_kwargs")}
+    options = {"a": 0, "c": 2}
+    assert chats_of(tmp_path, encoder, row, template_options=options) == [([TOOL], {"a": 1, "c": 2})]
+    plain = {"prompt": row["prompt"], "tools": None, "chat_template_kwargs": None}
+    assert chats_of(tmp_path, encoder, plain, template_options=options) == [([], options)]
+    assert chats_of(tmp_path, encoder, row, is_for_agent=True) == [([], {"a": 1})], "an agent offers its own tools"
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"tools": ["search"]}, "column tools must be a list of objects"),
+        ({"tools": {"name": "f"}}, "column tools must be a list of objects"),
+        ({"tools": "search"}, "column tools is text that is not JSON"),
+        ({"chat_template_kwargs": [1]}, "column chat_template_kwargs must be an object"),
+        ({"prompt": "hi", "tools": [TOOL]}, "column 'tools' is for the chat template, and text goes through none"),
+        ({"prompt": "hi", "chat_template_kwargs": {"a": 1}}, "column 'chat_template_kwargs' is for the chat template"),
+    ],
+)
+def test_tools_and_options_that_cannot_reach_it_are_refused(tmp_path, encoder, columns, message):
+    row = {"prompt": [{"role": "user", "content": "hi"}], **columns}
+    with pytest.raises(DataError, match=rf"a\.jsonl:1: {message}"):
+        read_prompts(write(tmp_path / "a.jsonl", json.dumps(row)), encoder, max_prompt_tokens=8)
 
 
 def test_special_tokens_and_the_column_are_options(tmp_path, encoder):

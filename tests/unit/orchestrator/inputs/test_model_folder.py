@@ -12,6 +12,7 @@ from conf.schema import DType, Init, ModelConfig
 from orchestrator.inputs.character_tokenizer import ALPHABET, SPECIAL_TOKENS, save_character_tokenizer
 from orchestrator.inputs.model_folder import complete_export, prepare_model
 from orchestrator.inputs.text_encoder import TextEncoder
+from rollout.messages import Chat
 
 TINY = {
     "model_type": "qwen3",
@@ -63,8 +64,8 @@ def test_chat_messages_have_a_template(tmp_path: Path) -> None:
     save_character_tokenizer(tmp_path, vocab_size=64)
     encoder = TextEncoder(tmp_path)
     turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
-    assert encoder.render_chat(turns[:1]) == "<bos>user: 2 + 2?\nassistant: "
-    whole = encoder.render_messages(turns, is_open=False)
+    assert encoder.render(Chat(turns[:1]), is_open=True) == "<bos>user: 2 + 2?\nassistant: "
+    whole = encoder.render(Chat(turns), is_open=False)
     assert whole == "<bos>user: 2 + 2?\nassistant: 4<eos>\n"
     ids, _ = encoder.encode_with_places(whole, add_special_tokens=False)
     assert (ids[0], ids[-2]) == (1, 2)
