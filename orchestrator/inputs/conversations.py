@@ -2,22 +2,23 @@
 
 Owns: which tokens the model is taught, and the check of every row before the run starts. Does not own files
 (data/sources.py reads rows) nor the loop (finetuner.py). No torch.
-Invariant: the text of a conversation is exactly what the chat template makes of the whole of it, or prompt + response;
-a token counts when its first character belongs to an assistant's turn, or ends it as the next turn's header
-(turn_ends.py), which is added after the last turn.
+Invariant: the text of a conversation is exactly what the chat template makes of it up to an answer in the last place
+(answers.py has the exceptions), or prompt + response; a token counts when one of its characters belongs to an
+assistant's turn, or ends it as the next turn's header (turn_ends.py), which is added after the last turn.
 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
     {"prompt": "k 3 a =", "response": "a"}            columns: data.prompt_key, data.response_key
 
     whole      <user> 2 + 2? <end> <assistant> 4 <end>
     template of messages[:1] + generation prompt  --> ends here ^        the span after it, to the end of the template
-    of messages[:2], is taught: the answer and the token that ends a turn.
+    of messages[:2], is taught: the answer and the token that ends a turn. A template that writes earlier turns in
+    another way later (Qwen3 without their thinking) makes several sequences of a row, each answer in one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,6 +27,7 @@ from conf.schema import DataConfig
 from orchestrator.data.prompts import chat_of, check_no_chat_columns, check_text, messages_in, rendered
 from orchestrator.data.sources import Row, listed, renamed
 from orchestrator.data.streams import Tokenized
+from orchestrator.inputs.answers import Answer, answer_of
 from orchestrator.inputs.turn_ends import end_after
 from rollout.errors import DataError, RowTooLong
 from rollout.messages import Chat
@@ -52,8 +54,8 @@ class ConversationEncoder(Protocol):
 class Lesson(Tokenized, Protocol):
     """What one row teaches: a Conversation, or a Pair (preferences.py)."""
 
-    def samples(self, policy_version: int) -> list[Sample]:
-        """Token sequences, in the order in which the loss takes them."""
+    def samples(self, policy_version: int) -> list[list[Sample]]:
+        """Token sequences, those that must be in one microbatch together, in the order in which the loss takes them."""
         ...
 
 
@@ -64,6 +66,8 @@ class Conversation:
     token_ids: tuple[int, ...]
     is_taught: tuple[bool, ...]
     """One per token: whether its prediction counts in the loss. The first token's never does."""
+    unseen: str = ""
+    """What a generation prompt has before an answer, and this text has not (answers.py)."""
 
     def sample(self, policy_version: int) -> Sample:
         """As the trainer takes it; fields of rollouts are zeros."""
@@ -71,9 +75,25 @@ class Conversation:
         zeros = np.zeros(len(mask), dtype=np.float32)
         return Sample(np.asarray(self.token_ids, dtype=np.int32), mask, zeros, zeros, policy_version)
 
-    def samples(self, policy_version: int) -> list[Sample]:
+    def samples(self, policy_version: int) -> list[list[Sample]]:
         """See Lesson."""
-        return [self.sample(policy_version)]
+        return [[self.sample(policy_version)]]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """One row: the sequences in which its answers are taught, each answer in one."""
+
+    sequences: tuple[Conversation, ...]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Token ids of all, one after the other; streams tell rows apart by them."""
+        return tuple(token for one in self.sequences for token in one.token_ids)
+
+    def samples(self, policy_version: int) -> list[list[Sample]]:
+        """See Lesson."""
+        return [[one.sample(policy_version)] for one in self.sequences]
 
 
 class ConversationReader:
@@ -93,7 +113,7 @@ class ConversationReader:
         self._encoder = encoder
         self._check = check
 
-    def read(self, row: Row, number: int) -> Conversation:
+    def read(self, row: Row, number: int) -> Conversations:
         """Check and tokenize one row.
 
         Raises:
@@ -101,19 +121,22 @@ class ConversationReader:
                 its place.
         """
         where, columns = row.where, renamed(row, self._config.columns)
-        conversation = self._tokenized(columns, where)
-        check_conversation(conversation, f"{where}: the conversation", self._config.max_sequence_tokens)
-        self._check(where, conversation.token_ids)
-        return conversation
+        found = self._tokenized(columns, where)
+        for conversation in found:
+            check_conversation(conversation, f"{where}: the conversation", self._config.max_sequence_tokens)
+            self._check(where, conversation.token_ids)
+        if not found:
+            raise DataError(f"{where}: the conversation has no turn of an assistant: there is nothing to learn from it")
+        return Conversations(tuple(found))
 
-    def _tokenized(self, row: dict[str, Any], where: str) -> Conversation:
+    def _tokenized(self, row: dict[str, Any], where: str) -> list[Conversation]:
         config, encoder = self._config, self._encoder
         if config.messages_key not in row:
             check_no_chat_columns(row, where)
             text, span = _plain(row, where, encoder, config)
-            return tokenized(text, [span], where, encoder, config.add_special_tokens)
+            return [tokenized(text, [span], where, encoder, config.add_special_tokens)]
         turns = messages_in(row[config.messages_key], f"{where}: column {config.messages_key!r}")
-        return chat_conversation(chat_of(turns, row, config.chat_template_kwargs, where), where, encoder)
+        return chat_conversations(chat_of(turns, row, config.chat_template_kwargs, where), where, encoder)
 
 
 def end_of_text(encoder: ConversationEncoder) -> str:
@@ -156,23 +179,36 @@ def tokenized(
     return Conversation(tuple(token_ids), tuple(taught))
 
 
-def chat_conversation(chat: Chat, where: str, encoder: ConversationEncoder, first_taught: int = 0) -> Conversation:
-    """Messages as the chat template writes them. Taught are the assistant's turns from number `first_taught` on."""
-    whole = rendered(encoder, chat, where, is_open=False)
-    spans: list[tuple[int, int]] = []
+def chat_conversations(
+    chat: Chat, where: str, encoder: ConversationEncoder, first_taught: int = 0
+) -> list[Conversation]:
+    """Messages as the chat template writes them: the sequences that teach the assistant's turns from number
+    `first_taught` on, each as the template writes it in the last place. A turn goes on in the sequence of the one
+    before it, unless the template writes the turns up to there in another way by now (without their thinking): then it
+    begins one of its own.
+    """
+    found: list[list[tuple[int, Answer]]] = []
     for number, message in enumerate(chat.messages):
-        if message["role"] == "assistant" and number >= first_taught:
-            before = rendered(encoder, chat.first(number), where, is_open=True)
-            after = rendered(encoder, chat.first(number + 1), where, is_open=False)
-            if not (whole.startswith(before) and whole.startswith(after)):
-                raise DataError(
-                    f"{where}: the chat template writes turn {number + 1} in another way once later turns follow, "
-                    "so its tokens cannot be told apart; split the conversation, one row for each answer"
-                )
-            end = end_after(whole[len(before) : len(after)], whole[len(after) :], message, encoder)
-            whole += end if len(after) == len(whole) else ""
-            spans.append((len(before), len(after) + len(end)))
-    return tokenized(whole, spans, where, encoder, False)  # a chat template brings its own special tokens
+        if message["role"] != "assistant" or number < first_taught:
+            continue
+        answer = answer_of(chat, number, where, encoder)
+        if found and answer.text[: answer.start].startswith(found[-1][-1][1].text):
+            found[-1].append((number, answer))
+        else:
+            found.append([(number, answer)])
+    whole = rendered(encoder, chat, where, is_open=False)
+    conversations: list[Conversation] = []
+    for answers in found:
+        text, spans = answers[-1][1].text, list[tuple[int, int]]()
+        text = whole if whole.startswith(text) else text
+        for number, answer in answers:
+            stop = len(answer.text)
+            end = end_after(text[answer.start : stop], text[stop:], chat.messages[number], encoder)
+            text += end if stop == len(text) else ""
+            spans.append((answer.start, stop + len(end)))
+        one = tokenized(text, spans, where, encoder, False)  # a chat template brings its own special tokens
+        conversations.append(replace(one, unseen=next((answer.unseen for _, answer in answers if answer.unseen), "")))
+    return conversations
 
 
 def _plain(

@@ -20,10 +20,11 @@ from typing import Any
 from conf.schema import DataConfig
 from orchestrator.data.prompts import chat_of, check_no_chat_columns, messages_in
 from orchestrator.data.sources import Row, listed, renamed
+from orchestrator.inputs.answers import num_shared
 from orchestrator.inputs.conversations import (
     Conversation,
     ConversationEncoder,
-    chat_conversation,
+    chat_conversations,
     check_conversation,
     tokenized,
     with_end,
@@ -49,9 +50,9 @@ class Pair:
         """Token ids of both answers, one after the other; streams tell rows apart by them."""
         return self.chosen.token_ids + self.rejected.token_ids
 
-    def samples(self, policy_version: int) -> list[Sample]:
+    def samples(self, policy_version: int) -> list[list[Sample]]:
         """As the trainer takes them: the chosen one first."""
-        return [self.chosen.sample(policy_version), self.rejected.sample(policy_version)]
+        return [[self.chosen.sample(policy_version), self.rejected.sample(policy_version)]]
 
 
 class PreferenceReader:
@@ -128,17 +129,17 @@ class PreferenceReader:
             return tokenized(text, [(0, len(text))], where, self._encoder, self._config.add_special_tokens)
 
         pair = [whole((prompt or "") + with_end(answer, self._encoder)) for answer in (chosen, rejected)]
-        if prompt is None and not chosen[: _num_shared(chosen, rejected)].strip():
+        if prompt is None and not chosen[: num_shared(chosen, rejected)].strip():
             raise DataError(_no_prompt(where, self._config.prompt_key))
         before = pair[0] if prompt is None else whole(prompt)
-        first = min(_num_shared(before.token_ids, one.token_ids) for one in pair)
+        first = min(num_shared(before.token_ids, one.token_ids) for one in pair)
         return Pair(*(_taught_from(first, one) for one in pair))
 
     def _of_messages(self, prompt: Turns | None, chosen: Turns, rejected: Turns, beside: Chat, where: str) -> Pair:
         """`beside`: what the template is given beside the messages."""
         answers = [list(chosen), list(rejected)]
         if prompt is None:
-            shared = _num_shared(chosen, rejected)
+            shared = num_shared(chosen, rejected)
             if shared == 0:
                 raise DataError(_no_prompt(where, self._config.prompt_key))
             prompt, answers = chosen[:shared], [answer[shared:] for answer in answers]
@@ -155,7 +156,18 @@ class PreferenceReader:
                 raise DataError(f"{where}: the answer of column {name!r} is empty; fill it, or remove the row")
         first = len(prompt)
         chats = [replace(beside, messages=[*prompt, *turns]) for turns in answers]
-        return Pair(*(chat_conversation(chat, where, self._encoder, first) for chat in chats))
+        return Pair(*(self._in_one(chat, where, first, name) for name, chat in zip(ANSWERS, chats, strict=True)))
+
+    def _in_one(self, chat: Chat, where: str, first: int, name: str) -> Conversation:
+        """The answers from turn `first` on as one sequence."""
+        found = chat_conversations(chat, where, self._encoder, first)
+        if len(found) > 1:
+            raise DataError(
+                f"{where}: the chat template writes turns of the answer of column {name!r} in another way once later "
+                "turns follow (without their thinking), so that they are no one sequence; give pairs that part at "
+                "their last turn"
+            )
+        return found[0]
 
 
 def _turns(value: str | Turns, role: str) -> Turns:
@@ -169,12 +181,6 @@ def _says_something(turns: Turns) -> bool:
 def _taught_from(first: int, one: Conversation) -> Conversation:
     taught = tuple(is_taught and place >= first for place, is_taught in enumerate(one.is_taught))
     return replace(one, is_taught=taught)
-
-
-def _num_shared(some: Sequence[Any], others: Sequence[Any]) -> int:
-    """Length of the common beginning."""
-    pairs = enumerate(zip(some, others, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(some), len(others)))
 
 
 def _no_prompt(where: str, key: str) -> str:

@@ -26,6 +26,7 @@ from orchestrator.data.prompts import Encoder, PromptReader, encode_up_to
 from orchestrator.data.sources import Row, listed
 from orchestrator.data.streams import Stream
 from orchestrator.data.training_stream import Read, held_out_items, training_items, training_stream
+from orchestrator.inputs.answers import THOUGHT_ENDS, THOUGHT_FIELDS
 from orchestrator.inputs.character_tokenizer import (
     ALPHABET,
     CHARACTERS,
@@ -263,10 +264,17 @@ class RowEncoder:
         return self._text.encode_with_places(text, add_special_tokens)
 
     def render(self, chat: Chat, *, is_open: bool) -> str:
-        """About what the chat template makes of the chat, at least its text."""
+        """About what the chat template makes of the chat, at least its text. Templates leave out earlier thinking."""
         self._require_chat_template()
-        tools = json.dumps(chat.tools, default=str) if chat.tools else ""
-        return tools + "".join(f"{message['role']}\n{message['content'] or ''}\n" for message in chat.messages)
+        parts = [json.dumps(chat.tools, default=str)] if chat.tools else []
+        for number, message in enumerate(chat.messages, start=1):
+            content = str(message["content"] or "")
+            if number == len(chat.messages):
+                content += "".join(str(message.get(name) or "") for name in THOUGHT_FIELDS)
+            elif message["role"] == "assistant":
+                content = content.rpartition(THOUGHT_ENDS)[2]
+            parts.append(f"{message['role']}\n{content}\n")
+        return "".join(parts)
 
     def _require_chat_template(self) -> None:
         if not self._has_chat_template:

@@ -6,7 +6,7 @@ preferred (dpo), instead of rewards. No engines, no weight sync.
 Owns: what a step of such a run does. Does not own: what it shares with reinforcement (step_loop), the trainer
 (trainer/), where it lives (placement), which tokens count (conversations, preferences), rows (telemetry), what is
 started and ended around it.
-Invariants: a resumed run continues with the next lesson. All samples of a lesson are in one microbatch.
+Invariants: a resumed run continues with the next lesson. Both samples of a pair are in one microbatch.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Finetuner(StepLoop):
 
     def _packed(self, lessons: Sequence[Lesson]) -> tuple[list[Sample], list[list[list[Sample]]]]:
         """(all samples, the microbatches of each rank)."""
-        parts = [lesson.samples(self.policy_version) for lesson in lessons]
+        parts = [part for lesson in lessons for part in lesson.samples(self.policy_version)]
         lengths = [sum(sample.num_tokens for sample in part) for part in parts]
         plan = pack(lengths, self._trainer.num_ranks, self._config.trainer.max_microbatch_tokens)
         microbatches = [[[one for i in indices for one in parts[i]] for indices in of_rank] for of_rank in plan]

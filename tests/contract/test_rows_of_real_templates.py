@@ -6,6 +6,7 @@ Templates (tests/cases/chat_templates) and transformers' rendering are real; the
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from orchestrator.inputs.conversations import ConversationReader
 from orchestrator.inputs.preferences import PreferenceReader
 from orchestrator.inputs.text_encoder import TextEncoder
 from rollout.errors import DataError
+from rollout.plain_text import load_tokenizer
 
 TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "description": "w", "parameters": {"type": "object"}}}
@@ -127,3 +129,85 @@ def test_options_that_are_no_variables_of_the_template_are_refused(
         read(folder, {"prompt": [USER], "chat_template_kwargs": {option: True}}, DataConfig())
     with pytest.raises(DataError, match=rf"^data\.{message}"):
         TextEncoder(folder).check_options({option: True}, "data.chat_template_kwargs")
+
+
+def turns(*texts: str) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
+
+
+def taught(folder: Path, messages: list[dict[str, Any]], **columns: Any) -> list[tuple[str, list[str], str]]:
+    """(text, the pieces of it that are taught, what a generation prompt has beyond it) of each sequence of a row."""
+    encoder = TextEncoder(folder)
+    tokenizer = load_tokenizer(folder)
+    row = Row("rows.jsonl:1", {"messages": messages, **columns}, START)
+    found = []
+    for one in ConversationReader(DataConfig(), encoder).read(row, 0).sequences:
+        runs = itertools.groupby(zip(one.token_ids, one.is_taught, strict=True), key=lambda pair: pair[1])
+        pieces = [
+            tokenizer.decode([t for t, _ in run], skip_special_tokens=False) for is_taught, run in runs if is_taught
+        ]
+        found.append((tokenizer.decode(one.token_ids, skip_special_tokens=False), pieces, one.unseen))
+    return found
+
+
+@pytest.mark.parametrize("name", SPECIALS)
+def test_every_answer_is_taught_once_and_as_the_template_writes_it_in_the_last_place(tmp_path: Path, name: str) -> None:
+    folder = saved(tmp_path, name)
+    messages = turns("2+2?", "4", "3+3?", "6")
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+
+    def theirs(count: int, is_open: bool = False) -> str:
+        return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=is_open)
+
+    header = "<|user|>" if name == "glm4moe" else ""  # what a model of it samples to end a turn
+    begun = "<think>\n" if name.startswith("deepseek") else ""  # of its generation prompt alone
+    answers = [
+        theirs(count).removeprefix(theirs(count - 1, is_open=True).removesuffix(begun)) + header for count in (2, 4)
+    ]
+    assert all(len(answer) < 50 for answer in answers)
+    found = taught(folder, messages)
+    assert [piece for _, pieces, _ in found for piece in pieces] == answers
+    assert {unseen for _, _, unseen in found} == {begun}
+    assert [text for text, _, _ in found] == [theirs(count) + header for count in ((2, 4) if len(found) == 2 else (4,))]
+    assert (len(found) == 2) == (name in ("qwen3", "gptoss")), "these write an answer in another way later"
+
+
+@pytest.mark.parametrize("name", ["deepseekv3", "deepseek_r1_distill"])
+def test_thinking_that_the_template_leaves_out_is_taught_behind_its_beginning(tmp_path: Path, name: str) -> None:
+    """A model of it is given <think>, and goes on."""
+    said = "hm\n</think>\n\n4<｜end▁of▁sentence｜>"
+    folder = saved(tmp_path, name)
+    (one, two) = taught(folder, turns("2+2?", "<think>\nhm\n</think>\n\n4", "3+3?", "<think>so</think>6"))
+    assert one == ("<｜begin▁of▁sentence｜><｜User｜>2+2?<｜Assistant｜><think>\n" + said, [said], "")
+    assert two[1:] == (["so</think>6<｜end▁of▁sentence｜>"], "")
+    assert two[0].endswith(
+        "<｜Assistant｜>\n\n4<｜end▁of▁sentence｜><｜User｜>3+3?<｜Assistant｜><think>\n" + two[1][0]
+    )
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4moe"])
+def test_thinking_of_every_answer_is_taught(tmp_path: Path, name: str) -> None:
+    messages = turns("2+2?", "<think>\nhm\n</think>\n\n4", "3+3?", "6")
+    messages[3]["reasoning_content"] = "so"
+    first, second = (pieces for _, pieces, _ in taught(saved(tmp_path, name), messages))
+    assert "hm" in first[0] and "4" in first[0] and "so" in second[0] and "6" in second[0]
+
+
+@pytest.mark.parametrize("name", ["deepseekv3", "llama3_1", "qwen3_instruct_2507"])
+def test_thinking_in_a_field_that_the_template_does_not_write_is_refused(tmp_path: Path, name: str) -> None:
+    messages = [*turns("2+2?"), {"role": "assistant", "content": "4", "reasoning_content": "hm"}]
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: turn 2 has thinking in its field 'reasoning_content', which"):
+        taught(saved(tmp_path, name), messages)
+
+
+def test_answers_of_several_turns_that_are_no_one_sequence_are_no_pair(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "qwen3")
+    row = {"prompt": turns("2+2?"), "chosen": turns("4", "3+3?", "6"), "rejected": turns("4", "3+3?", "7")}
+    for answer in (row["chosen"], row["rejected"]):
+        for number, turn in enumerate(answer):
+            turn["role"] = ("assistant", "user")[number % 2]
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the chat template writes turns .* column 'chosen' in another"):
+        read(folder, row, DataConfig())
+    whole = {name: [*turns("2+2?"), *row[name]] for name in ("chosen", "rejected")}
+    chosen, rejected = read(folder, whole, DataConfig())
+    assert chosen[:-4] == rejected[:-4] and chosen != rejected

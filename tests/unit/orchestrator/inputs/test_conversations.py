@@ -47,7 +47,7 @@ def _read(folder: Path, rows: list[dict], config: DataConfig | None = None):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     reader = ConversationReader(config or DataConfig(), TextEncoder(folder))
-    return [reader.read(row, 0) for row in read_rows(str(path))]
+    return [one for row in read_rows(str(path)) for one in reader.read(row, 0).sequences]
 
 
 def _taught_text(folder: Path, conversation) -> str:
@@ -132,8 +132,11 @@ def test_a_bad_row_is_named_with_its_line(folder, row, complaint):
     assert "rows.jsonl:2" in str(caught.value)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(folder):
+def test_a_template_that_rewrites_earlier_turns_makes_a_sequence_of_each_answer(folder):
     _set_template(folder, FORGETFUL)
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    with pytest.raises(DataError, match="another way once later turns follow"):
-        _read(folder, [{"messages": [{"role": r, "content": c} for r, c in turns]}])
+    first, second = _read(folder, [{"messages": [{"role": r, "content": c} for r, c in turns]}])
+    decode = TextEncoder(folder)._tokenizer.decode
+    assert decode(first.token_ids) == "[user]a[assistant]b"
+    assert decode(second.token_ids) == "[user]a[assistant][user]c[assistant]d"
+    assert (_taught_text(folder, first), _taught_text(folder, second)) == ("b", "d")

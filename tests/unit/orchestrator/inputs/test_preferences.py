@@ -132,7 +132,7 @@ def test_other_columns_can_be_named(folder):
 
 def test_the_trainer_gets_the_chosen_one_first(folder):
     pair = _read(folder, {"prompt": "2+2=", "chosen": "4", "rejected": "42"})
-    chosen, rejected = pair.samples(policy_version=7)
+    ((chosen, rejected),) = pair.samples(policy_version=7)
     assert (chosen.num_valid_tokens, rejected.num_valid_tokens, rejected.oldest_version) == (2, 3, 7)
 
 
