@@ -8,6 +8,7 @@ its text may differ from that of transformers' plain class.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -77,12 +78,13 @@ class ChatTemplate:
         Raises:
             DataError: Names the option.
         """
-        known = self._variables()
+        known = self._variables
         for option in options:
             if option in _GIVEN or (known is not None and option not in known):
                 read = ", ".join(sorted((known or set()) - _GIVEN - set(CLASS_TOKENS))) or "none"
                 raise DataError(f"{name}.{option}: the model's chat template reads no such option; it reads {read}")
 
+    @functools.cached_property
     def _variables(self) -> set[str] | None:
         """Names that the template reads; None where there is none in Jinja."""
         self.load()

@@ -48,11 +48,10 @@ class PlainTemplate:
     ) -> str:
         """As the method of transformers' tokenizers."""
         assert not tokenize
-        variables = {**self._special_tokens, **options}
+        variables = {"documents": None, **self._special_tokens, **options}
         return self._template.render(
             messages=messages,
             tools=tools,
-            documents=None,
             add_generation_prompt=add_generation_prompt,
             **variables,
         )

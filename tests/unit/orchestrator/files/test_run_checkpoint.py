@@ -225,6 +225,7 @@ OTHER: dict[str, Any] = {
     "data.sources": ("a", "b"),
     "data.weights": (1.0, 2.0),
     "data.columns": {"prompt": "question"},
+    "data.chat_template_kwargs": {"enable_thinking": False},
     "data.stream": True,
     "data.drop_too_long": True,
     "data.curriculum": Curriculum.middling,

@@ -49,7 +49,9 @@ def taught(folder: Path, one: Conversation) -> list[str]:
 
 
 def read(folder: Path, messages: list[dict]) -> Conversation:
-    return ConversationReader(DataConfig(), TextEncoder(folder)).read(Row("row 1", {"messages": messages}, START), 0)
+    reader = ConversationReader(DataConfig(), TextEncoder(folder))
+    (conversation,) = reader.read(Row("row 1", {"messages": messages}, START), 0).sequences
+    return conversation
 
 
 def test_a_header_that_ends_an_answer_is_taught_in_the_middle_and_after_the_last_one(glm):
