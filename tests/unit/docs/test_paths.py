@@ -18,7 +18,9 @@ PATH = re.compile(rf"(?<![\w/.])((?:{FOLDERS})/[\w/-]+\.\w+)")
 
 SECTIONS = "|".join(sorted({name.split(".")[0] for name in options_by_name()}))
 OPTION = re.compile(rf"`((?:{SECTIONS})\.[a-z_.]+[a-z])(?:=[^`]*)?`")
-NO_OPTIONS = re.compile(r"\.(py|log|json|png)$|^weight_sync\.api\b|^data\.(columns|eval_sets)\.|^reward\.parts\.")
+NO_OPTIONS = re.compile(
+    r"\.(py|log|json|png)$|^weight_sync\.api\b|^data\.(columns|eval_sets|chat_template_kwargs)\.|^reward\.parts\."
+)
 """Files and modules; and options whose last part is a name that the user chooses."""
 
 
