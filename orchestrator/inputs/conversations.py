@@ -126,7 +126,9 @@ class ConversationReader:
             check_conversation(conversation, f"{where}: the conversation", self._config.max_sequence_tokens)
             self._check(where, conversation.token_ids)
         if not found:
-            raise DataError(f"{where}: the conversation has no turn of an assistant: there is nothing to learn from it")
+            raise DataError(
+                f"{where}: the conversation has no turn of an assistant: there is nothing to learn from this row"
+            )
         return Conversations(tuple(found))
 
     def _tokenized(self, row: dict[str, Any], where: str) -> list[Conversation]:
