@@ -198,6 +198,7 @@ def _start(
     from orchestrator import environment
     from orchestrator.inputs.model_folder import resolve_hf_config
     from orchestrator.inputs.preflight import run_preflight
+    from orchestrator.inputs.reward_facts import unchosen_reward
 
     report = run_preflight(config)
     check_model_reads_overrides(config, overrides, resolve_hf_config(config.model))
@@ -208,6 +209,8 @@ def _start(
         print(f"\nReady to {'train' if config.run.num_steps else 'evaluate'}. Nothing was started (--dry-run).")
         return EXIT_OK
     for note in environment.apply(environment.variables_of(report.config)):
+        tell(note)
+    if note := unchosen_reward(config, overrides):
         tell(note)
     for fact in report.facts:
         if fact.is_warning:

@@ -48,6 +48,7 @@ from orchestrator.inputs.model_files import check_checkpoint_files, download_fir
 from orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
 from orchestrator.inputs.own_advantage import try_advantage
 from orchestrator.inputs.prompt_rows import check_data
+from orchestrator.inputs.reward_facts import who_judges
 from orchestrator.inputs.text_encoder import (
     TextEncoder,
     check_holds_tokenizer,
@@ -248,8 +249,7 @@ def check_reward_loads(config: RunConfig) -> Fact:
     if config.algorithm.objective is not Objective.policy:
         return Fact("reward", f"none: algorithm={config.algorithm.objective}")
     check_reward(config.reward)
-    parts = config.reward.by_name.items() if config.reward.parts else ()
-    return Fact("reward", ", ".join(f"{part.weight:g} x {name}" for name, part in parts) or config.reward.kind)
+    return Fact("reward", who_judges(config))
 
 
 def check_algorithm_loads(config: RunConfig) -> Fact:

@@ -1,7 +1,8 @@
 """What an agent gets: `session`, a client of the run's endpoint for one episode.
 
     async def agent(task, session):
-        messages = [{"role": "user", "content": task["prompt"]}]
+        prompt = task["prompt"]  # text, or chat messages, as the row has it
+        messages = list(prompt) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         reply = await session.chat(messages)
         messages += [reply.message, {"role": "user", "content": "Are you sure?"}]
         reply = await session.chat(messages)

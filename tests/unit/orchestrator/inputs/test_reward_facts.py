@@ -1,0 +1,41 @@
+"""Promises of orchestrator/inputs/reward_facts.py: a run says who judges, and that the default does if nobody chose."""
+
+from __future__ import annotations
+
+import pytest
+
+from conf.load import load_run_config
+from orchestrator.inputs.reward_facts import unchosen_reward, who_judges
+
+MINE = ["model.path=/m", "data.path=rows.jsonl"]
+GAME = "rollout.agent=agent.py:play"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "exact_match: 1 if a response equals the row's column 'answer', otherwise 0"),
+        (["reward.answer_key=a"], "exact_match: 1 if a response equals the row's column 'a', otherwise 0"),
+        (["reward=math"], "math"),
+        (["reward.parts={right: {}, math: {kind: math, weight: 0.5}}"], "1 x right, 0.5 x math"),
+        ([GAME], "what the agent returns"),
+        ([GAME, "reward=math"], "what the agent returns; where that is None, math"),
+    ],
+)
+def test_who_judges_is_told(words: list[str], said: str) -> None:
+    assert who_judges(load_run_config([*MINE, *words])) == said
+
+
+def test_the_default_reward_is_told_where_nobody_chose_it() -> None:
+    said = unchosen_reward(load_run_config(MINE), MINE)
+    assert said.startswith("reward: exact_match, which no word of the command chose: 1 if a response equals")
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["reward=exact_match"], ["reward.answer_key=a"], ["reward=math"], [GAME], ["algorithm=sft"], ["run.num_steps=0"]],
+)
+def test_nothing_is_told_of_a_reward_that_was_chosen_or_does_not_judge(words: list[str]) -> None:
+    words = [*(["experiment=sft_quickstart"] if words == ["algorithm=sft"] else []), *MINE, *words]
+    assert unchosen_reward(load_run_config(words), words) == ""
