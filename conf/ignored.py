@@ -395,6 +395,12 @@ def _reasons_of_sampling(config: RunConfig) -> tuple[Ignored, ...]:
             "remove it, or set weight_sync.mode=merged",
         ),
         Ignored(
+            "weight_sync.rounding",
+            config.weight_sync.mode is SyncMode.adapter or config.trainer.mode is TrainMode.full,
+            "weight_sync.mode=adapter or trainer.mode=full: no adapter is merged",
+            "remove it",
+        ),
+        Ignored(
             "weight_sync.on_busy_slot",
             config.weight_sync.mode is SyncMode.merged,
             "weight_sync.mode=merged, which has no slots",

@@ -9,8 +9,9 @@ A layer's weight may be float32 while activations are bfloat16 (full training): 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ class Adapted(nn.Module):
     lora: LoraConfig | None
     """None: this layer is not adapted."""
     adapters_enabled: bool = True
+    rounding_keys: Mapping[str, int] = MappingProxyType({})
+    """Of each adapted parameter by its name here: the key of the thresholds by which its merged values are rounded
+    (trainer.weights.rounding). Without one they are rounded to nearest."""
     merged: tuple[Tensor, ...] | None = None
     """Weights with the adapter in them, to compute with instead of both; see trainer.engine_ops.merged_forward."""
 

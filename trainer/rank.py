@@ -32,6 +32,7 @@ from torch import Tensor
 from conf.schema import (
     AlgorithmConfig,
     Init,
+    MergeRounding,
     ModelConfig,
     Objective,
     ParityConfig,
@@ -149,7 +150,10 @@ class TrainerRank:
         spec = read_config(self._hf_config, self._model.mla_norm_eps)
         layout = ParallelLayout.create(self._world_size, self._trainer.ep_size, self._rank, self._device)
         dtype = getattr(torch, self._model.dtype.value)
-        decoder = build_decoder(spec, dtype=dtype, device=self._device, trainer=self._trainer, layout=layout)
+        decoder = build_decoder(
+            spec, dtype=dtype, device=self._device, trainer=self._trainer, layout=layout,
+            rounding_seed=self._seed if self._weight_sync.rounding is MergeRounding.dithered else None,
+        )  # fmt: skip
         reader = open_reader(self._model, spec, seed=self._seed, device=self._device)
         report = load_weights(decoder, reader, seed=self._seed)
         is_full, lora = self._trainer.mode is TrainMode.full, self._trainer.lora

@@ -62,7 +62,7 @@ class Scorer:
     Args:
         model, trainer: Sections of the options. Adapters start from trainer.lora.init_from, else they add nothing.
         hf_config: The policy's Hugging Face config.
-        seed: Of random weights.
+        seed: Of random weights, and of the thresholds of merged ones.
         device: "cpu" or "cuda".
     """
 
@@ -73,7 +73,7 @@ class Scorer:
         self._trainer, self._hf_config = trainer, hf_config
         spec = read_config(hf_config, model.mla_norm_eps)
         self.decoder: Decoder = build_decoder(
-            spec, dtype=getattr(torch, model.dtype.value), device=self.device, trainer=trainer
+            spec, dtype=getattr(torch, model.dtype.value), device=self.device, trainer=trainer, rounding_seed=seed
         )
         load_weights(self.decoder, open_reader(model, spec, seed=seed, device=self.device), seed=seed)
         if trainer.mode is TrainMode.lora and trainer.lora.init_from is not None:

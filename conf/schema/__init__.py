@@ -55,7 +55,7 @@ from conf.schema.trainer import (
     TrainerConfig,
     TrainMode,
 )
-from conf.schema.weight_sync import BusySlot, PauseMode, Relay, SyncMode, TransportKind, WeightSyncConfig
+from conf.schema.weight_sync import BusySlot, MergeRounding, PauseMode, Relay, SyncMode, TransportKind, WeightSyncConfig
 
 __all__ = [
     "ENGINE_LORA_RANKS",
@@ -83,6 +83,7 @@ __all__ = [
     "KlEstimator",
     "KlPlace",
     "LoraConfig",
+    "MergeRounding",
     "MlaNormEps",
     "MlflowConfig",
     "ModelConfig",

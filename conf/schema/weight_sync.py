@@ -45,6 +45,15 @@ class PauseMode(StrEnum):
     abort = "abort"
 
 
+class MergeRounding(StrEnum):
+    """How merged weights become the engine's format: by a threshold of each element, so that their mean is right, or
+    to nearest, which loses what is less than half a step of the format.
+    """
+
+    dithered = "dithered"
+    nearest = "nearest"
+
+
 class Relay(StrEnum):
     """Who sends a version to a replica: always the trainer, or the trainer to one replica per node, from which the
     node's other replicas read."""
@@ -64,6 +73,12 @@ class WeightSyncConfig:
     (INT4: engines load it from model.path), then only A and B, into a free slot of the engine, which is never paused;
     requests finish with the version with which they started. adapter needs trainer.mode=lora and, for a model with
     experts, GPU engines.
+    """
+    rounding: MergeRounding = MergeRounding.dithered
+    """How W + (alpha / rank) * B @ A is rounded to bfloat16 or FP8, in engines and in merged/. dithered: up or down by
+    a threshold of each element, which stays the same for the run, so that an update smaller than the format's step is
+    right in the mean. nearest: such an update is lost, and engines sample from nearly the base (docs/parity.md).
+    Ignored when mode=adapter or trainer.mode=full.
     """
     on_busy_slot: BusySlot = BusySlot.wait
     """What to do when requests of older versions read every slot (there are algorithm.max_staleness_steps + 2 slots,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,9 @@ from trainer.kernels.rms_norm import (
     rms_norm_triton,
     rotate_torch,
 )
+from trainer.rounding import dithered, thresholds
 from trainer.weights import fp8_kernels, merge, merge_kernel
+from trainer.weights.merge import round_into
 from trainer.weights.merge_operands import MergeOperands
 from trainer.weights.quantization import BLOCK
 from trainer.weights.row_runs import Rows
@@ -274,14 +277,17 @@ def case_route(device: str) -> None:
     assert bool(((experts >= 0) & (experts < 16)).all())
 
 
-def merged_bands(base: Tensor, b: Tensor, a: Tensor, scale: float, rows: Rows, columns: slice) -> Tensor:
+def merged_bands(
+    base: Tensor, b: Tensor, a: Tensor, scale: float, rows: Rows, columns: slice, key: int | None = None
+) -> Tensor:
     """Rows of the kernel's merge, into columns one after the other."""
     rows_a_factor = len(base) // len(a)
     base_GRN = rows.of(base)[..., columns]
     out_GRN = torch.full_like(base_GRN.transpose(1, 2), torch.nan).transpose(1, 2)
     skipped, first_row = divmod(rows.start, rows_a_factor)
     operands = MergeOperands(
-        base_GRN, rows.of(b), a[skipped:], scale, first_row, rows_a_factor, rows.pitch, columns.start
+        base_GRN, rows.of(b), a[skipped:], scale, first_row, rows_a_factor, rows.pitch, columns.start, key,
+        500 + skipped * rows_a_factor,
     )  # fmt: skip
     merge_kernel.merger(operands, out_GRN)()
     return out_GRN
@@ -299,14 +305,21 @@ def case_merge(device: str) -> None:
     scale = 0.7
     if device == "cpu":
         drawn, scale = [(2 * values).round() for values in drawn], 0.5
-    for dtype in dtypes_of(device):
+    for dtype, key in itertools.product(dtypes_of(device), (None, 2**31 - 7)):
         base, b, a = drawn[0].to(dtype), *drawn[1:]
         everything = slice(0, WIDTH)
-        whole = merged_bands(base, b, a, scale, Rows(0, len(base)), everything)[0]
+        whole = merged_bands(base, b, a, scale, Rows(0, len(base)), everything, key)[0]
         wanted = torch.empty(base.shape, dtype=dtype)
-        operands = MergeOperands(base.cpu()[None], b.cpu()[None], a.cpu(), scale, 0, rows_a_factor)
+        operands = MergeOperands(
+            base.cpu()[None], b.cpu()[None], a.cpu(), scale, 0, rows_a_factor, key=key, stack_row=500
+        )  # fmt: skip
         merge.merger(operands, wanted[None])()
         assert_near(whole.cpu(), wanted, f"whole {dtype}")
+        if key is not None and dtype is torch.bfloat16:  # of equal float32 values, equal bits
+            exact = merged_bands(base.float(), b, a, scale, Rows(0, len(base)), everything)[0].cpu()
+            round_into(wanted, exact, key, torch.arange(500, 500 + len(base)), 0)
+            assert torch.equal(whole.cpu(), wanted)
+            assert device == "cpu" or not torch.equal(wanted, exact.to(dtype))
         for rows, columns in (
             (Rows(TILE_ROWS, 2 * rows_a_factor), everything),  # from amid one A to amid another
             (Rows(rows_a_factor + 5, 70), slice(7, 40)),
@@ -315,7 +328,7 @@ def case_merge(device: str) -> None:
             (Rows(5, rows_a_factor - 5, 3, rows_a_factor), everything),
             (Rows(9, 64, 2, 2 * rows_a_factor), slice(0, 33)),
         ):
-            merged = merged_bands(base, b, a, scale, rows, columns)
+            merged = merged_bands(base, b, a, scale, rows, columns, key)
             assert torch.equal(merged, rows.of(whole)[..., columns]), (rows, columns, dtype)
 
 
@@ -368,3 +381,14 @@ def case_block_fp8(device: str) -> None:
             fp8_kernels.caster(part, rows.of(row_block), scales, 448.0, out)()
             wanted = rows.of(values.float())[..., first_column:]
             assert torch.equal(out.float(), wanted), (rows, first_column, dtype, rank)
+            if device == "cpu":  # codes are not cast here
+                continue
+            fp8_kernels.caster(
+                replace(part, key=99, stack_row=skipped * rows_a_factor), rows.of(row_block), scales, 448.0, out
+            )()
+            scales_RN = scales[row_block.long()].repeat_interleave(BLOCK, 1)[:, :width]
+            codes = (base.float() / scales_RN).clamp_(-448.0, 448.0).to(values.dtype).float()
+            sums = (codes + (merged - base.float()) / scales_RN).clamp_(-448.0, 448.0).cpu()
+            drawn_RN = thresholds(99, torch.arange(len(base)), range(width))
+            wanted = rows.of(dithered(sums, drawn_RN, values.dtype).to(device))[..., first_column:]
+            assert torch.equal(out.float(), wanted), ("dithered", rows, first_column, dtype, rank)

@@ -133,7 +133,9 @@ def files(folder: Path, ep_size: int, world_size: int, rank: int, hf_config: dic
     spec = read_config(hf_config)
     lora = LoraConfig(rank=6, alpha=12.0)  # which two ranks cut evenly, and four do not
     config = trainer_config(num_ranks=world_size, ep_size=ep_size, lora=lora)
-    decoder = build_decoder(spec, dtype=torch.bfloat16, device="cpu", trainer=config, layout=layout)
+    decoder = build_decoder(
+        spec, dtype=torch.bfloat16, device="cpu", trainer=config, layout=layout, rounding_seed=5
+    )  # fmt: skip
     load_weights(decoder, RandomReader(spec, seed=11, std=0.05, device="cpu"), seed=11)
     draw_b(decoder)
     save_adapter(decoder, out / "adapter")

@@ -22,9 +22,8 @@ from trainer.model.decoder import Decoder
 from trainer.parallel import local_address
 from trainer.weights.block_scales import BlockScales, ScaleRun
 from trainer.weights.fused_experts import FusedRun, FusedTensor
-from trainer.weights.merge import merge_scratch_bytes
 from trainer.weights.packed_experts import is_packed
-from trainer.weights.quantization import SCALE_SUFFIX, BlockFp8, engine_tensors
+from trainer.weights.quantization import SCALE_SUFFIX, BlockFp8, engine_tensors, merge_scratch_bytes
 from trainer.weights.row_runs import RowRun
 from trainer.weights.shards import HeldTensor, gather_lora_a, local_shards, sharded_lora_a
 from weight_sync.layout import Region, SourceLayout, SourceShard
@@ -82,10 +81,8 @@ class TrainerWeightSource:
                 if isinstance(held, FusedTensor):
                     raise LayoutError(f"{held.tensor} is a fused stack of experts, which cannot be published in FP8")
                 quantized.append(held)
-            if held.delta is not None:
-                merge_bytes = max(
-                    merge_bytes, merge_scratch_bytes(held.region.shape[1], held.delta.rank, held.base.device)
-                )
+            if held.delta is not None and not held.base.is_cuda:  # its kernel needs none
+                merge_bytes = max(merge_bytes, merge_scratch_bytes(held.region.shape[1], held.delta.rank))
         self._scales = BlockScales(quantized, shapes) if shapes else None
         if self._scales is not None:
             shards.extend(self._scales.shards())

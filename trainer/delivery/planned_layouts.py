@@ -23,11 +23,11 @@ from trainer.architecture.model_spec import CORRECTION_BIAS, ModelSpec
 from trainer.moe.expert_placement import expert_shares
 from trainer.weights.adapter_names import adapter_tensors
 from trainer.weights.quantization import (
-    MERGE_ROWS,
     SCALE_SUFFIX,
     BlockFp8,
     engine_tensors,
     held_bytes,
+    merge_scratch_bytes,
     owned_blocks,
     scale_shape,
     scratch_bytes,
@@ -158,8 +158,7 @@ def temporary_bytes(
         if not adapter.is_expert and trainer.num_ranks > 1:
             gathered += DTYPE_BYTES[trainer.lora.dtype] * rank * adapter.in_features
         if device is Device.cpu:
-            in_features = adapter.in_features
-            scratch = max(scratch, 4 * (MERGE_ROWS * (in_features + rank) + rank * in_features))
+            scratch = max(scratch, merge_scratch_bytes(adapter.in_features, rank))
     return gathered + scratch + scales
 
 

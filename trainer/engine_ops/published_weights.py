@@ -24,7 +24,7 @@ def published_linears(linears: Sequence[Linear], dtype: torch.dtype) -> tuple[Te
     rows = [linear.weight.shape[0] for linear in linears]
     weight = linears[0].weight.new_empty(sum(rows), linears[0].weight.shape[1], dtype=dtype)
     for linear, out in zip(linears, weight.split(rows), strict=True):
-        _write(linear, linear.weight, linear.lora_A, linear.lora_B, out)
+        _write(linear, "weight", linear.weight, linear.lora_A, linear.lora_B, out)
     return weight.detach(), _biases(linears, dtype)
 
 
@@ -42,8 +42,8 @@ def published_experts(bank: Experts, dtype: torch.dtype) -> tuple[Tensor, Tensor
     gate_up, down = bank.gate_up_proj, bank.down_proj
     assert gate_up is not None and down is not None, "packed experts have no merged weights"
     outs = torch.empty_like(gate_up, dtype=dtype), torch.empty_like(down, dtype=dtype)
-    _write(bank, gate_up, bank.gate_up_lora_A, bank.gate_up_lora_B, outs[0])
-    _write(bank, down, bank.down_lora_A, bank.down_lora_B, outs[1])
+    _write(bank, "gate_up_proj", gate_up, bank.gate_up_lora_A, bank.gate_up_lora_B, outs[0])
+    _write(bank, "down_proj", down, bank.down_lora_A, bank.down_lora_B, outs[1])
     return outs
 
 
@@ -65,8 +65,8 @@ def _biases(linears: Sequence[Linear], dtype: torch.dtype) -> Tensor | None:
 
 
 @torch.no_grad()
-def _write(module: Linear | Experts, base: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Merge a matrix, or a stack of them, into `out`."""
+def _write(module: Linear | Experts, leaf: str, base: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Merge the parameter `leaf`, a matrix or a stack of them, into `out`."""
     if not is_adapted(module):
         out.copy_(base)
         return
@@ -79,5 +79,6 @@ def _write(module: Linear | Experts, base: Tensor, a: Tensor, b: Tensor, out: Te
         module.lora.scale,
         first_row=0,
         rows_a_factor=rows,
+        key=module.rounding_keys.get(leaf),
     )
     merger(operands, out.view(1, -1, columns))()

@@ -11,13 +11,16 @@ from torch import nn
 from conf.errors import ConfigError
 from conf.schema import LoraConfig, TrainerConfig, TrainMode
 from trainer.architecture.model_spec import CORRECTION_BIAS, ExpertFormat, ModelSpec
+from trainer.lora import Adapted
 from trainer.model.attend import choose_attention_backend
 from trainer.model.decoder import Build, Decoder
 from trainer.model.host_activations import HostPool
 from trainer.model.shard_decoder import shard_decoder
 from trainer.moe.bank import UnpackBuffers
+from trainer.moe.experts import Experts
 from trainer.moe.router import Router
 from trainer.parallel import ParallelLayout
+from trainer.rounding import key_of
 
 
 def build_decoder(
@@ -27,11 +30,15 @@ def build_decoder(
     device: torch.device | str,
     trainer: TrainerConfig,
     layout: ParallelLayout | None = None,
+    rounding_seed: int | None = None,
 ) -> Decoder:
     """Construct on meta, apply FSDP2, allocate on `device`. Values are undefined until
     `trainer.weights.loading.load_weights`.
 
     Trainable weights are float32, adapters in trainer.lora.dtype; frozen weights (LoRA mode) are in `dtype`.
+
+    Args:
+        rounding_seed: The run's, for the thresholds by which merged weights are rounded. None: to nearest.
 
     Raises:
         ConfigError: there are more ep_ranks than experts, or LoRA finds nothing to adapt.
@@ -58,6 +65,8 @@ def build_decoder(
     with torch.device("meta"):
         decoder = Decoder(build)
     _choose_trainable(decoder, trainer)
+    if rounding_seed is not None:
+        _name_merged_parameters(decoder, rounding_seed)
     shard_decoder(decoder, layout)
     decoder.to_empty(device=device)
     if trainer.activations_on_host:
@@ -88,6 +97,13 @@ def _refuse_misfits(spec: ModelSpec, lora: LoraConfig | None, layout: ParallelLa
                 f"layers have experts: got attention={lora.attention}, mlp={lora.mlp}, experts={lora.experts}; "
                 "set one to true that the model has"
             )
+
+
+def _name_merged_parameters(decoder: Decoder, seed: int) -> None:
+    for name, module in decoder.named_modules():
+        if isinstance(module, Adapted) and module.lora is not None:
+            leaves = ("gate_up_proj", "down_proj") if isinstance(module, Experts) else ("weight",)
+            module.rounding_keys = {leaf: key_of(seed, f"{name}.{leaf}") for leaf in leaves}
 
 
 def _choose_trainable(decoder: Decoder, trainer: TrainerConfig) -> None:

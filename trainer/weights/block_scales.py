@@ -4,11 +4,15 @@
               MAX over ranks, only for blocks that several of them touch          one small all-reduce
               scale = amax / 448, and 1 for a block of zeros
     read()    weight = float8_e4m3fn((W + s B A) / scale)                          rank-local
+              by thresholds: float8_e4m3fn(float8_e4m3fn(W / scale) + ((W + s B A) - W) / scale)
 
 The format is DeepSeek-V3's (inference/kernel.py): value = weight * weight_scale_inv of its block, as in weight_dequant.
 The rule is act_quant's: divide by amax / 448, cast. vLLM's per_block_cast_to_fp8 and transformers' quantizer multiply
 by the reciprocal of the same scale instead, which may choose the neighbouring FP8 value; they can read what is written
 here. A correctly rounded division has the same bits on every device.
+
+With thresholds (trainer.rounding) the base is cast to nearest, and what the adapter adds to its code is rounded by
+them: a weight that no adapter changes keeps the base's code, whose error is that of nearest.
 
 As in merge.py there are two forms: on CUDA the kernels of fp8_kernels.py, one launch per parameter and per run of rows,
 without scratch; elsewhere torch, chunk by chunk.
@@ -33,6 +37,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.errors import LayoutError
+from trainer.rounding import FP8_MAX
+from trainer.weights.merge import round_into
 from trainer.weights.quantization import (
     BLOCK,
     MERGE_ROWS,
@@ -49,9 +55,6 @@ from trainer.weights.shards import HeldTensor
 from weight_sync.layout import Region, SourceShard
 from weight_sync.publish.byte_collectives import all_gather_bytes
 from weight_sync.typed_msgpack import pack, unpack
-
-FP8_MAX = 448.0
-"""Largest finite float8_e4m3fn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +200,7 @@ class BlockScales:
 
             fp8_kernels.measurer(stack.run.operands(gathered_a), stack.row_block_R[None], scales)()
             return
-        for _, rows, merged_RBK in self._merged(stack, stack.run, gathered_a):
+        for _, _, rows, merged_RBK in self._merged(stack, stack.run, gathered_a):
             amax_RB = merged_RBK.abs_().amax(-1)
             scales.scatter_reduce_(0, rows[:, None].expand_as(amax_RB), amax_RB, "amax")
 
@@ -207,10 +210,22 @@ class BlockScales:
         blocks = slice(run.columns.start // BLOCK, -(-run.columns.stop // BLOCK))
         scales_RB = stack.scales(self._computed())[:, blocks]
         skipped = run.columns.start - blocks.start * BLOCK
-        for first, rows, merged_RBK in self._merged(stack, run, gathered_a):
-            merged_RBK.div_(scales_RB[rows].unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX)
-            merged_RN = merged_RBK.flatten(1)[:, skipped : skipped + out_RN.shape[1]]
-            out_RN[first : first + len(rows)].copy_(merged_RN)
+        for first, part, rows, merged_RBK in self._merged(stack, run, gathered_a):
+            scales_RB1 = scales_RB[rows].unsqueeze(-1)
+            key = None if part.delta is None else part.delta.rounding_key
+            if key is not None:
+                base_RBK = self._padded(replace(part, delta=None), gathered_a)
+                update_RBK = merged_RBK.sub_(base_RBK).div_(scales_RB1)
+                codes_RBK = base_RBK.div_(scales_RB1).clamp_(-FP8_MAX, FP8_MAX).to(out_RN.dtype).float()
+                merged_RBK = codes_RBK.add_(update_RBK)
+            else:
+                merged_RBK.div_(scales_RB1)
+            values_RN = merged_RBK.clamp_(-FP8_MAX, FP8_MAX).flatten(1)[:, skipped : skipped + out_RN.shape[1]]
+            out = out_RN[first : first + len(rows)]
+            if key is None:
+                out.copy_(values_RN)
+            else:
+                round_into(out, values_RN, key, part.stack_rows(), run.columns.start)
 
     def _computed(self) -> Tensor:
         if not self._is_computed:
@@ -219,20 +234,24 @@ class BlockScales:
 
     def _merged(
         self, stack: _Stack, run: RowRun, gathered_a: dict[str, Tensor]
-    ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield, per chunk, (first row, row of scales of each of its rows, merged values in float32 as (R, B, BLOCK)).
+    ) -> Iterator[tuple[int, RowRun, Tensor, Tensor]]:
+        """Yield, per chunk of rows, (rows before it, its rows, row of scales of each of them, merged values).
 
-        Columns that were not asked for are zeros. The caller may change the values.
+        The caller may change the values.
         """
+        for first, rows in run.rows.parts(MERGE_ROWS):
+            part = replace(run, rows=rows)
+            yield first, part, rows.of(stack.row_block_R).flatten().long(), self._padded(part, gathered_a)
+
+    def _padded(self, run: RowRun, gathered_a: dict[str, Tensor]) -> Tensor:
+        """Merged values in float32, as (R, B, BLOCK). Columns that were not asked for are zeros."""
         columns = run.columns
         assert columns is not None
         first_block, stop_block = columns.start // BLOCK, -(-columns.stop // BLOCK)
-        width = (stop_block - first_block) * BLOCK
-        inside = slice(columns.start - first_block * BLOCK, columns.stop - first_block * BLOCK)
-        for first, rows in run.rows.parts(MERGE_ROWS):
-            merged = torch.zeros(len(rows), width, dtype=torch.float32, device=self._device)
-            replace(run, rows=rows).write(merged[:, inside], gathered_a)
-            yield first, rows.of(stack.row_block_R).flatten().long(), merged.view(len(rows), width // BLOCK, BLOCK)
+        num_blocks = stop_block - first_block
+        values = torch.zeros(len(run.rows), num_blocks * BLOCK, dtype=torch.float32, device=self._device)
+        run.write(values[:, columns.start - first_block * BLOCK : columns.stop - first_block * BLOCK], gathered_a)
+        return values.view(len(run.rows), num_blocks, BLOCK)
 
     def _add_stack(self, parts: list[HeldTensor], offset: int) -> int:
         """Give each held tensor of one parameter its rows of scales. Returns how many scales they take."""

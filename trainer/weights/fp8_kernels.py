@@ -14,7 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.weights.merge_kernel import NOT_SPECIALIZED, TILE_COLUMNS, merged_tile, tiles_of
+from trainer.weights.merge_kernel import (
+    NOT_SPECIALIZED,
+    ROUNDING,
+    TILE_COLUMNS,
+    cut_bits,
+    merged_tile,
+    rounding_of,
+    tile_thresholds,
+    tiles_of,
+)
 from trainer.weights.merge_operands import MergeOperands
 from trainer.weights.quantization import BLOCK
 
@@ -56,7 +65,7 @@ def _largest_of_blocks(
     PRECISION: tl.constexpr,
 ):
     """scales[row_block[row], column // FP8_BLOCK] = max(itself, |merged|) over a tile. Scales are 0 before."""
-    merged, band, at, is_row, _, _ = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]
+    merged, _, band, at, is_row, _, _ = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]
         base_ptr, b_ptr, a_ptr, scale, num_rows, num_columns, skipped_rows, first_tile, band_rows, tiles_a_band,
         first_row, pitch, rows_a_factor, base_band_stride, base_stride, b_band_stride, b_stride, a_stack_stride,
         a_stride, RANK, PADDED_RANK, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
@@ -71,7 +80,7 @@ def _largest_of_blocks(
         tl.atomic_max(scales_ptr + one * scales_stride + column_block, of_block, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "first_column"])
+@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, *ROUNDING])
 def _cast_to_blocks(
     base_ptr,
     b_ptr,
@@ -96,11 +105,14 @@ def _cast_to_blocks(
     row_block_band_stride,
     scales_ptr,
     scales_stride,
-    first_column,
     out_ptr,
     out_band_stride,
     out_stride,
     out_column_stride,
+    key,
+    stack_row,
+    first_column,
+    DITHERED: tl.constexpr,
     LARGEST: tl.constexpr,
     FP8_BLOCK: tl.constexpr,
     RANK: tl.constexpr,
@@ -110,8 +122,9 @@ def _cast_to_blocks(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out = merged / its block's scale, in the format of `out`. The first column is the weight's `first_column`."""
-    merged, band, at, is_row, columns, is_column = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]
+    """out = merged / its block's scale, in the format of `out`. The first column is the weight's `first_column`. If
+    DITHERED, what the adapter adds to the base's own code is rounded by the thresholds of `key`."""
+    merged, base, band, at, is_row, columns, is_column = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]
         base_ptr, b_ptr, a_ptr, scale, num_rows, num_columns, skipped_rows, first_tile, band_rows, tiles_a_band,
         first_row, pitch, rows_a_factor, base_band_stride, base_stride, b_band_stride, b_stride, a_stack_stride,
         a_stride, RANK, PADDED_RANK, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
@@ -120,7 +133,19 @@ def _cast_to_blocks(
     row_block = tl.load(row_block_ptr + band * row_block_band_stride + at, mask=is_row, other=0).to(tl.int64)
     column_block = (first_column + columns) // FP8_BLOCK
     scales = tl.load(scales_ptr + row_block[:, None] * scales_stride + column_block[None, :], mask=inside, other=1.0)
-    quotient = tl.clamp(tl.div_rn(merged, scales), -LARGEST, LARGEST)
+    if DITHERED:
+        code = tl.clamp(tl.div_rn(base, scales), -LARGEST, LARGEST).to(out_ptr.dtype.element_ty).to(tl.float32)
+        quotient = tl.clamp(code + tl.div_rn(merged - base, scales), -LARGEST, LARGEST)
+        thresholds = tile_thresholds(
+            key, stack_row, first_row, pitch, skipped_rows, first_column, band, at, columns
+        )  # fmt: skip
+        part = (thresholds >> 12).to(tl.float32) * 9.5367431640625e-07  # 2^-20
+        small = tl.floor(tl.abs(quotient) * 512.0 + part) * 0.001953125
+        small = tl.where(quotient < 0, -small, small)
+        quotient = tl.where(tl.abs(quotient) < 0.015625, small, cut_bits(quotient, thresholds, 20))
+        quotient = tl.clamp(quotient, -LARGEST, LARGEST)
+    else:
+        quotient = tl.clamp(tl.div_rn(merged, scales), -LARGEST, LARGEST)
     out = out_ptr + band * out_band_stride
     out += at[:, None] * out_stride + columns[None, :].to(tl.int64) * out_column_stride
     tl.store(out, quotient.to(out_ptr.dtype.element_ty), mask=inside)
@@ -155,6 +180,9 @@ def caster(
     """
     tiles = tiles_of(operands)
     launch: Any = _cast_to_blocks[tiles.grid]
-    blocks = (row_block_GR, tiles.band_stride(row_block_GR), scales, scales.stride(0), operands.first_column)
+    blocks = (row_block_GR, tiles.band_stride(row_block_GR), scales, scales.stride(0))
     places = (out_GRN, tiles.band_stride(out_GRN), out_GRN.stride(1), out_GRN.stride(2))
-    return partial(launch, *tiles.arguments, *blocks, *places, LARGEST=largest, FP8_BLOCK=BLOCK, **tiles.constants)
+    return partial(
+        launch, *tiles.arguments, *blocks, *places, *rounding_of(operands), DITHERED=operands.key is not None,
+        LARGEST=largest, FP8_BLOCK=BLOCK, **tiles.constants,
+    )  # fmt: skip

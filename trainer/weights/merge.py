@@ -8,7 +8,7 @@ of the sum over the rank, by shape and alignment. (On a CPU, about half of rando
 bit from the same rectangle of the full product.) Hence there are two forms; the kind of device decides which one runs:
 
 * CUDA: the kernel of `merge_kernel.py`, which fixes that order itself. No scratch, one launch for a stack of experts.
-* elsewhere: torch. Every product has the shape (BLOCK_ROWS, r) x (r, in), row i under its A sits in row i % BLOCK_ROWS
+* elsewhere: torch. Every product has the shape (MERGE_ROWS, r) x (r, in), row i under its A sits in row i % MERGE_ROWS
   of its block, and operands are aligned. Rows outside the rectangle are zeros, columns outside it are computed and
   dropped. Everything after the product is elementwise, in float32, one rounding at a time.
 
@@ -17,31 +17,22 @@ Shapes: G bands, R rows of a band, N columns, K rank of the adapter, E adapters 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from trainer.rounding import dithered, thresholds
 from trainer.weights.merge_operands import MergeOperands
-
-BLOCK_ROWS = 256
-"""Rows of one product. Larger means fewer kernels, smaller means less scratch and less waste at the edges of a
-rectangle.
-"""
+from trainer.weights.quantization import MERGE_ROWS, ROUNDED_ROWS
 
 ALIGNMENT_BYTES = 64
 """In bytes. torch's allocators align at least to this, and for aligned operands a BLAS library takes one code path."""
 
 
-def merge_scratch_bytes(in_features: int, rank: int, device: torch.device) -> int:
-    """The most temporary bytes of one merge: the product, the block of B, and an aligned copy of A."""
-    if device.type == "cuda":
-        return 0
-    return 4 * (BLOCK_ROWS * in_features + BLOCK_ROWS * rank + rank * in_features)
-
-
 def merger(operands: MergeOperands, out_GRN: Tensor) -> Callable[[], object]:
-    """A function that writes base + (scale * b) @ a[:, :, columns] into `out`, computed in float32, cast to out.dtype.
+    """A function that writes base + (scale * b) @ a[:, :, columns] into `out`, computed in float32, rounded to
+    out.dtype: by the thresholds of operands.key if there is one and the format is bfloat16, else to nearest.
 
     The function keeps the tensors, and may be called again after their values changed.
 
@@ -61,34 +52,51 @@ def merger(operands: MergeOperands, out_GRN: Tensor) -> Callable[[], object]:
         for band, (base_RN, b_RK, out_RN) in enumerate(bands):
             done = 0
             while done < len(base_RN):
-                factor, place = divmod(operands.first_row + band * operands.pitch + done, rows_a_factor)
+                first_row = operands.first_row + band * operands.pitch + done
+                factor, place = divmod(first_row, rows_a_factor)
                 count = min(rows_a_factor - place, len(base_RN) - done)
                 rows = slice(done, done + count)
-                _merge_with_torch(
-                    base_RN[rows], b_RK[rows], a_EKN[factor], operands.scale, out_RN[rows], place, operands.first_column
+                parts = _merged_with_torch(
+                    base_RN[rows], b_RK[rows], a_EKN[factor], operands.scale, place, operands.first_column
                 )
+                for first, merged in parts:
+                    out = out_RN[done + first :][: len(merged)]
+                    if operands.key is None or out.dtype is not torch.bfloat16:
+                        out.copy_(merged)
+                        continue
+                    stack_row = operands.stack_row + first_row + first
+                    numbers = torch.arange(stack_row, stack_row + len(merged))
+                    round_into(out, merged, operands.key, numbers, operands.first_column)
                 done += count
 
     return merge_on_host
 
 
-def _merge_with_torch(
-    base: Tensor, b: Tensor, a: Tensor, scale: float, out: Tensor, first_row: int, first_column: int
-) -> None:
-    """Merge rows under one A, in products of one shape."""
+def _merged_with_torch(
+    base: Tensor, b: Tensor, a: Tensor, scale: float, first_row: int, first_column: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Merge rows under one A, in products of one shape. Yields (rows before, merged rows in float32), which end with
+    the next ones."""
     num_rows, num_columns = base.shape
     columns = slice(first_column, first_column + num_columns)
     a = a.to(torch.float32)
     a = a.contiguous() if a.data_ptr() % ALIGNMENT_BYTES == 0 else a.clone(memory_format=torch.contiguous_format)
-    block = torch.empty(BLOCK_ROWS, b.shape[1], dtype=torch.float32, device=b.device)
-    product = torch.empty(BLOCK_ROWS, a.shape[1], dtype=torch.float32, device=b.device)
+    block = torch.empty(MERGE_ROWS, b.shape[1], dtype=torch.float32, device=b.device)
+    product = torch.empty(MERGE_ROWS, a.shape[1], dtype=torch.float32, device=b.device)
     done = 0
     while done < num_rows:
-        place = (first_row + done) % BLOCK_ROWS
-        count = min(BLOCK_ROWS - place, num_rows - done)
+        place = (first_row + done) % MERGE_ROWS
+        count = min(MERGE_ROWS - place, num_rows - done)
         rows, places = slice(done, done + count), slice(place, place + count)
         block.zero_()
         block[places].copy_(b[rows]).mul_(scale)  # float32 for any format of B
         torch.mm(block, a, out=product)
-        out[rows].copy_(product[places, columns].add_(base[rows]))
+        yield done, product[places, columns].add_(base[rows])
         done += count
+
+
+def round_into(out_RN: Tensor, values_RN: Tensor, key: int, rows_R: Tensor, first_column: int) -> None:
+    """Round float32 values by thresholds into `out`, a few rows at a time; see trainer.rounding."""
+    columns = range(first_column, first_column + out_RN.shape[1])
+    for out, values, rows in zip(*(part.split(ROUNDED_ROWS) for part in (out_RN, values_RN, rows_R)), strict=True):
+        out.copy_(dithered(values, thresholds(key, rows, columns), out.dtype))

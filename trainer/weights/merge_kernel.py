@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer import rounding
 from trainer.weights.merge_operands import MergeOperands
 
 TILE_ROWS, TILE_COLUMNS, TILE_RANK = 64, 64, 32
@@ -26,6 +28,11 @@ NOT_SPECIALIZED = (
     "num_rows", "skipped_rows", "first_tile", "band_rows", "tiles_a_band", "first_row", "pitch"
 )  # fmt: skip
 """Integers whose values do not make Triton compile a kernel again."""
+ROUNDING = ("key", "stack_row", "first_column")
+"""Likewise; see `rounding_of`."""
+ROW_FACTOR, COLUMN_FACTOR, FIRST_MIX, SECOND_MIX = (
+    tl.constexpr(factor) for factor in (rounding.ROW_FACTOR, rounding.COLUMN_FACTOR, *rounding.MIX_FACTORS)
+)
 
 
 @triton.jit
@@ -60,8 +67,8 @@ def merged_tile(
     first band.
 
     Returns:
-        The merged values, float32, 0 outside; the band; rows, counted from that of the pointers; which of them there
-        are; columns; which of them there are.
+        The merged values, float32, 0 outside; those of the base; the band; rows, counted from that of the pointers;
+        which of them there are; columns; which of them there are.
     """
     tile = tl.program_id(1) + first_tile
     band = tile // tiles_a_band
@@ -88,11 +95,34 @@ def merged_tile(
         acc = tl.dot(b.to(tl.float32) * scale, a.to(tl.float32), acc, input_precision=PRECISION)
     inside = is_row[:, None] & is_column[None, :]
     base = base_ptr + band * base_band_stride + at[:, None] * base_stride + columns[None, :]
-    merged = acc + tl.load(base, mask=inside, other=0.0).to(tl.float32)
-    return merged, band, at, is_row, columns, is_column
+    base_values = tl.load(base, mask=inside, other=0.0).to(tl.float32)
+    return acc + base_values, base_values, band, at, is_row, columns, is_column
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@triton.jit
+def tile_thresholds(key, stack_row, first_row, pitch, skipped_rows, first_column, band, at, columns):
+    """trainer.rounding.thresholds of a tile's elements, as uint32."""
+    rows = stack_row + first_row + band * pitch + at + skipped_rows
+    rows = _mix(rows.to(tl.uint32) * ROW_FACTOR + key.to(tl.uint32))
+    return _mix(rows[:, None] ^ ((first_column + columns).to(tl.uint32) * COLUMN_FACTOR)[None, :])
+
+
+@triton.jit
+def _mix(bits):
+    bits = (bits ^ (bits >> 16)) * FIRST_MIX
+    bits = (bits ^ (bits >> 13)) * SECOND_MIX
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def cut_bits(values, thresholds, NUM_BITS: tl.constexpr):
+    """Drop the lowest bits of float32 after a threshold of as many bits is added to them; NaN stays NaN."""
+    bits = values.to(tl.uint32, bitcast=True) + (thresholds >> (32 - NUM_BITS))
+    cut = ((bits >> NUM_BITS) << NUM_BITS).to(tl.float32, bitcast=True)
+    return tl.where(values == values, cut, values)
+
+
+@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, *ROUNDING])
 def _merge(
     base_ptr,
     b_ptr,
@@ -117,6 +147,10 @@ def _merge(
     out_band_stride,
     out_stride,
     out_column_stride,
+    key,
+    stack_row,
+    first_column,
+    DITHERED: tl.constexpr,
     RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -124,12 +158,17 @@ def _merge(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out = merged, in the format of `out`."""
-    merged, band, at, is_row, columns, is_column = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]
+    """out = merged, in the format of `out`; if DITHERED, bfloat16, by the thresholds of `key`."""
+    merged, _, band, at, is_row, columns, is_column = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]
         base_ptr, b_ptr, a_ptr, scale, num_rows, num_columns, skipped_rows, first_tile, band_rows, tiles_a_band,
         first_row, pitch, rows_a_factor, base_band_stride, base_stride, b_band_stride, b_stride, a_stack_stride,
         a_stride, RANK, PADDED_RANK, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
     )  # fmt: skip
+    if DITHERED:
+        thresholds = tile_thresholds(
+            key, stack_row, first_row, pitch, skipped_rows, first_column, band, at, columns
+        )  # fmt: skip
+        merged = cut_bits(merged, thresholds, 16)
     out = out_ptr + band * out_band_stride
     out += at[:, None] * out_stride + columns[None, :].to(tl.int64) * out_column_stride
     tl.store(out, merged.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
@@ -191,7 +230,15 @@ def merger(operands: MergeOperands, out_GRN: Tensor) -> Callable[[], object]:
     tiles = tiles_of(operands)
     launch: Any = _merge[tiles.grid]
     places = (tiles.band_stride(out_GRN), out_GRN.stride(1), out_GRN.stride(2))
-    return partial(launch, *tiles.arguments, out_GRN, *places, **tiles.constants)
+    is_dithered = operands.key is not None and out_GRN.dtype is torch.bfloat16
+    return partial(
+        launch, *tiles.arguments, out_GRN, *places, *rounding_of(operands), DITHERED=is_dithered, **tiles.constants
+    )
+
+
+def rounding_of(operands: MergeOperands) -> tuple[int, int, int]:
+    """The arguments of ROUNDING."""
+    return operands.key or 0, operands.stack_row, operands.first_column
 
 
 def _band_stride(tensor_GR: Tensor, rows_a_band: int | None) -> int:

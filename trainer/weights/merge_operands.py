@@ -33,6 +33,10 @@ class MergeOperands:
     """Rows from a band's first one to the next band's; ignored for one band."""
     first_column: int = 0
     """The column of A that belongs to base's first column."""
+    key: int | None = None
+    """Of the parameter's thresholds (rounding.py). None: values are rounded to nearest."""
+    stack_row: int = 0
+    """Index of the first row under a[0], counted through the parameter over all ranks."""
 
     def a_of_columns(self) -> Tensor:
         """The columns of A that belong to those of base."""

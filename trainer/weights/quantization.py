@@ -27,7 +27,11 @@ BLOCK = 128
 WEIGHT_DTYPE, SCALE_DTYPE = "float8_e4m3fn", "float32"
 SCALE_SUFFIX = "_scale_inv"
 MERGE_ROWS = 256
-"""BLOCK_ROWS of merge.py, which needs torch."""
+"""Rows of one product of a merge on the host. Larger means fewer kernels, smaller means less scratch and less waste at
+the edges of a rectangle.
+"""
+ROUNDED_ROWS = 32
+"""Rows that are rounded at once on the host."""
 _NEVER = ("embed_tokens", "lm_head", "norm", "layernorm")
 """Ends of the names of modules that vLLM keeps in the model's own format."""
 
@@ -132,8 +136,18 @@ def held_bytes(num_scales: int, num_shared: int) -> int:
 def scratch_bytes(num_blocks: Iterable[int], device: str) -> int:
     """Scratch of the largest step over matrices of these widths, in blocks; kernels on GPUs need none."""
     widest = max(num_blocks, default=0) if device != "cuda" else 0
-    # Merged values, a scale for every block of a row, and the numbers of the rows.
-    return MERGE_ROWS * (4 * widest * BLOCK + 4 * widest + 8) if widest else 0
+    # Merged values and the base's, a scale for every block of a row, the numbers of the rows, and rounding.
+    return MERGE_ROWS * (8 * widest * BLOCK + 4 * widest + 8) + rounding_bytes(widest * BLOCK) if widest else 0
+
+
+def merge_scratch_bytes(in_features: int, rank: int) -> int:
+    """Scratch of one merge on the host: the product, the block of B, an aligned copy of A, and rounding."""
+    return 4 * (MERGE_ROWS * (in_features + rank) + rank * in_features) + rounding_bytes(in_features)
+
+
+def rounding_bytes(num_columns: int) -> int:
+    """Scratch of rounding some rows by thresholds on the host: ten tensors of four bytes a value."""
+    return 40 * ROUNDED_ROWS * num_columns
 
 
 def _is_router(module: str) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -91,6 +92,10 @@ class LoraDelta:
     """Index of this rank's first row among those under its A; not 0 where FSDP2 cuts rows."""
     scale: float
     """alpha / rank."""
+    rounding_key: int | None = None
+    """See `MergeOperands.key`."""
+    stack_row: int = 0
+    """Index of this rank's first row under its A, counted through the parameter over all ranks, less `first_row`."""
 
     @property
     def rank(self) -> int:
@@ -153,6 +158,13 @@ class RowRun:
         rows = len(self.rows)
         return (rows,) if self.columns is None else (rows, self.columns.stop - self.columns.start)
 
+    def stack_rows(self) -> Tensor:
+        """Index of each adapted row, counted through the parameter over all ranks."""
+        assert self.delta is not None
+        first = self.delta.stack_row + self.delta.first_row
+        stop = self.rows.start + (self.rows.num_bands - 1) * self.rows.pitch + self.rows.height
+        return self.rows.of(torch.arange(first, first + stop)).flatten()
+
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """All parameters that write() reads."""
@@ -189,6 +201,8 @@ class RowRun:
             self.delta.rows_a_factor,
             self.rows.pitch,
             self.columns.start,
+            self.delta.rounding_key,
+            self.delta.stack_row + skipped * self.delta.rows_a_factor,
         )
 
     def _base(self) -> Tensor:

@@ -139,8 +139,9 @@ def _linear_delta(name: str, module: Linear) -> LoraDelta | None:
     # W and B have the same number of rows, so FSDP2 gives this rank the same rows of both.
     first_row = local_part(module.weight)[1]
     return LoraDelta(
-        f"{name}.lora_A", module.lora_A, module.lora_B, module.weight.shape[0], first_row, module.lora.scale
-    )
+        f"{name}.lora_A", module.lora_A, module.lora_B, module.weight.shape[0], first_row, module.lora.scale,
+        module.rounding_keys.get("weight"),
+    )  # fmt: skip
 
 
 def _held_experts(name: str, bank: Experts, projections: tuple[str, str, str]) -> Iterator[HeldTensor | FusedTensor]:
@@ -169,4 +170,6 @@ def _stack_delta(name: str, bank: Experts, stack: str) -> LoraDelta | None:
     if bank.lora is None:
         return None
     a, b = getattr(bank, f"{stack}_lora_A"), getattr(bank, f"{stack}_lora_B")
-    return LoraDelta(f"{name}.{stack}_lora_A", a, b, b.shape[1], 0, bank.lora.scale)
+    stack_row = (bank.first_expert + local_part(b)[1]) * b.shape[1]
+    key = bank.rounding_keys.get(f"{stack}_proj")
+    return LoraDelta(f"{name}.{stack}_lora_A", a, b, b.shape[1], 0, bank.lora.scale, key, stack_row)

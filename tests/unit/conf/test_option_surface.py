@@ -129,6 +129,7 @@ OPTIONS = [
     "weight_sync.timeout_s",
     "weight_sync.publish_waves",
     "weight_sync.relay",
+    "weight_sync.rounding",
     "weight_sync.trace_every_steps",
     "algorithm.objective",
     "algorithm.sequences_per_step",

@@ -42,8 +42,6 @@ from trainer.model.build_decoder import build_decoder
 from trainer.moe.expert_placement import expert_shares
 from trainer.moe.experts import Experts
 from trainer.parallel import ParallelLayout
-from trainer.weights.merge import BLOCK_ROWS
-from trainer.weights.quantization import MERGE_ROWS
 from weight_sync.layout import SourceLayout
 
 ODD = {**MIXED, "vocab_size": 97, "num_experts": 6, "tie_word_embeddings": True}
@@ -205,7 +203,6 @@ def test_shares_of_experts_tile_and_even_out_over_layers(num_experts, ep_size):
 
 
 def test_constants_and_names():
-    assert MERGE_ROWS == BLOCK_ROWS
     assert temporary_bytes(read_config(MOE), trainer_config(), Device.cuda) == 0
     assert expert_of("model.layers.0.mlp.experts.13.up_proj.weight") == 13
     assert expert_of("model.layers.0.mlp.gate.weight") is None

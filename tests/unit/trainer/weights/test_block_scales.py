@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from conf.errors import ConfigError
-from conf.schema import Device, DType, TrainerConfig, TrainMode
+from conf.schema import Device, DType, MergeRounding, TrainerConfig, TrainMode, WeightSyncConfig
 from trainer.delivery.merged_source import TrainerWeightSource
 from trainer.delivery.planned_layouts import source_layouts, temporary_bytes
 from trainer.errors import LayoutError
@@ -90,9 +90,12 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 @pytest.fixture(scope="module", params=[DType.bfloat16, DType.float32])
 def exported(request, tmp_path_factory) -> tuple[TrainerRank, dict[str, torch.Tensor]]:
-    """One LoRA rank, and its export."""
-    folder = tmp_path_factory.mktemp("fp8")
-    rank = make_rank(dtype=request.param, hf_config=QUANTIZED)
+    """One LoRA rank that rounds to nearest, and its export."""
+    return _export(request.param, MergeRounding.nearest, tmp_path_factory.mktemp("fp8"))
+
+
+def _export(dtype: DType, rounding: MergeRounding, folder: Path) -> tuple[TrainerRank, dict[str, torch.Tensor]]:
+    rank = make_rank(dtype=dtype, hf_config=QUANTIZED, weight_sync=WeightSyncConfig(rounding=rounding))
     fill_adapters(rank, 1)
     with torch.no_grad():
         rank.decoder.get_parameter("model.layers.0.mlp.up_proj.weight")[128:256, 128:].zero_()
@@ -122,6 +125,35 @@ def test_weights_and_scales_are_those_of_float64(exported):
     assert export["model.layers.0.mlp.up_proj.weight_scale_inv"][1, 1] == 1.0  # a block of zeros
     base = rank.decoder.get_parameter("model.layers.1.mlp.experts.down_proj")[1].float()
     assert not torch.equal(merged["model.layers.1.mlp.experts.1.down_proj.weight"], base)
+
+
+def test_thresholds_round_what_adapters_add_to_the_codes_of_the_base(tmp_path):
+    """Each element between its code without an adapter and the one next to it on the other side of the exact sum; the
+    mean over elements is the sum's; what has no adapter keeps the bits of nearest."""
+    rank, export = _export(DType.bfloat16, MergeRounding.dithered, tmp_path)
+    merged = merged_in_float32(rank)
+    checked = 0
+    for held in local_shards(rank.decoder):
+        name = held.tensor
+        if name + SCALE_SUFFIX not in export:
+            continue
+        scales = export[name + SCALE_SUFFIX].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        scales = scales[: merged[name].shape[0], : merged[name].shape[1]]
+        got = export[name].float()
+        codes = (held.base.detach().float() / scales).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        if held.delta is None:
+            assert torch.equal(got, codes), name
+            continue
+        exact = (codes + (merged[name] - held.base.float()) / scales).clamp(-448, 448)
+        table = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        above = torch.searchsorted(table, exact.abs())
+        low, high = table[(above - 1).clamp(min=0)], table[above]
+        assert ((got.abs() == low) | (got.abs() == high)).all(), name
+        step = (high - low).clamp(min=2.0**-9)
+        error = ((got - exact) / step).double()
+        assert abs(float(error.mean())) < 5 * 0.5 / error.numel() ** 0.5, name
+        checked += 1
+    assert checked > 10
 
 
 def test_vllm_reads_it_as_its_own_format(exported):

@@ -35,8 +35,9 @@ def test_a_rectangle_is_bitwise_the_slice_of_the_whole_stack(data):
     rank = data.draw(st.sampled_from([1, 3, 4, 8, 16, 64]))
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32]))
     base, b, a = make_factors(num_factors, rows, columns, rank, dtype, data.draw(st.booleans()))
+    key = data.draw(st.sampled_from([None, 12345]))
     whole = torch.empty_like(base)
-    merge_rows(base, b, a, 0.7, whole, first_row=0, rows_a_factor=rows)
+    merge_rows(base, b, a, 0.7, whole, first_row=0, rows_a_factor=rows, key=key)
 
     first_row = data.draw(st.integers(0, len(base) - 1))
     stop_row = data.draw(st.integers(first_row + 1, len(base)))
@@ -54,6 +55,8 @@ def test_a_rectangle_is_bitwise_the_slice_of_the_whole_stack(data):
         first_row=place,
         rows_a_factor=rows,
         first_column=first_column,
+        key=key,
+        stack_row=skipped * rows,
     )
     assert torch.equal(part, whole[window])
 
@@ -70,6 +73,22 @@ def test_values_are_those_of_the_formula(dtype):
     exact = base.double() + delta
     bound = 2**-8 if dtype is torch.bfloat16 else 2**-20
     assert ((out.double() - exact).abs() <= bound * (1 + exact.abs())).all()
+
+
+def test_a_small_update_is_right_in_the_mean_and_lost_to_nearest():
+    """Updates of a tenth of a bfloat16 step of weights near 1: along themselves, engines get all of them by thresholds,
+    within what 300 * 200 errors of at most half a step's standard deviation make of their sum, and nothing to nearest.
+    """
+    step = 2**-7
+    base = torch.full((300, 200), 1.0, dtype=torch.bfloat16)
+    b, a = torch.full((300, 1), 0.1 * step), torch.ones(1, 1, 200)
+    got = {}
+    for key in (None, 12345):
+        out = torch.empty_like(base)
+        merge_rows(base, b, a, 1.0, out, first_row=0, rows_a_factor=300, key=key)
+        got[key] = float((out.double() - 1).mean()) / (0.1 * step)
+    assert got[None] == 0
+    assert abs(got[12345] - 1) < 5 * 0.5 / 0.1 / (300 * 200) ** 0.5
 
 
 def test_bfloat16_factors_are_multiplied_in_float32():
@@ -105,8 +124,9 @@ def test_bands_at_a_pitch_are_one_run_and_bitwise_slices_of_the_whole_stack(data
     whole = base.clone()
     delta = None
     if data.draw(st.booleans()):
-        delta = LoraDelta("a", nn.Parameter(a), nn.Parameter(b), rows_a_factor, 0, 0.7)
-        merge_rows(base, b, a, 0.7, whole, first_row=0, rows_a_factor=rows_a_factor)
+        key = data.draw(st.sampled_from([None, 12345]))
+        delta = LoraDelta("a", nn.Parameter(a), nn.Parameter(b), rows_a_factor, 0, 0.7, key, 77)
+        merge_rows(base, b, a, 0.7, whole, first_row=0, rows_a_factor=rows_a_factor, key=key, stack_row=77)
     left = data.draw(st.integers(0, columns - 1))
     window = slice(left, data.draw(st.integers(left + 1, columns)))
 
