@@ -62,19 +62,22 @@ class Scorer:
     Args:
         model, trainer: Sections of the options. Adapters start from trainer.lora.init_from, else they add nothing.
         hf_config: The policy's Hugging Face config.
-        seed: Of random weights, and of the thresholds of merged ones.
+        seed: Of random weights.
+        rounding_seed: See `build_decoder`; for save().
         device: "cpu" or "cuda".
     """
 
     def __init__(
-        self, model: ModelConfig, trainer: TrainerConfig, hf_config: dict[str, Any], *, seed: int, device: str
-    ) -> None:
+        self, model: ModelConfig, trainer: TrainerConfig, hf_config: dict[str, Any], *, seed: int, device: str,
+        rounding_seed: int | None = None,
+    ) -> None:  # fmt: skip
         self.device = torch.device(device)
         self._trainer, self._hf_config = trainer, hf_config
         spec = read_config(hf_config, model.mla_norm_eps)
         self.decoder: Decoder = build_decoder(
-            spec, dtype=getattr(torch, model.dtype.value), device=self.device, trainer=trainer, rounding_seed=seed
-        )
+            spec, dtype=getattr(torch, model.dtype.value), device=self.device, trainer=trainer,
+            rounding_seed=rounding_seed,
+        )  # fmt: skip
         load_weights(self.decoder, open_reader(model, spec, seed=seed, device=self.device), seed=seed)
         if trainer.mode is TrainMode.lora and trainer.lora.init_from is not None:
             load_adapter(self.decoder, trainer.lora.init_from)

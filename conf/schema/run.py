@@ -15,7 +15,7 @@ from conf.schema.reward import RewardConfig
 from conf.schema.rollout import RolloutConfig
 from conf.schema.rules import at_least, require
 from conf.schema.trainer import TrainerConfig
-from conf.schema.weight_sync import WeightSyncConfig
+from conf.schema.weight_sync import MergeRounding, WeightSyncConfig
 
 SEQS_OF_A_GRAPH = 16
 """vLLM captures CUDA graphs for multiples of this many requests, above 256."""
@@ -167,6 +167,11 @@ class RunConfig:
             wanted += math.ceil(wanted * self.run.eval_share)
         num_seqs = -(-wanted // SEQS_OF_A_GRAPH) * SEQS_OF_A_GRAPH
         return min(num_seqs, MOST_SEQS, rollout.max_num_batched_tokens)
+
+    @property
+    def rounding_seed(self) -> int | None:
+        """Seed of the thresholds by which merged weights are rounded; None: to nearest."""
+        return self.run.seed if self.weight_sync.rounding is MergeRounding.dithered else None
 
     @property
     def evaluates_beside(self) -> bool:

@@ -62,8 +62,9 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
     partial = target.with_name(f".{target.name}.partial")
     try:
         scorer = Scorer(
-            config.model, TrainerConfig(lora=lora), hf_config, seed=config.run.seed, device=_device(config).value
-        )
+            config.model, TrainerConfig(lora=lora), hf_config, seed=config.run.seed, device=_device(config).value,
+            rounding_seed=config.rounding_seed,
+        )  # fmt: skip
         scorer.save(partial)
         complete_export(folder.model, partial)
         partial.rename(target)

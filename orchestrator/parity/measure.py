@@ -275,7 +275,10 @@ def _engine_folder(config: RunConfig, hf_config: dict[str, Any], device: Device,
         return Path(config.model.path)
     say("trainer: write what it computes with as a checkpoint for the engine")
     with _freed(device):
-        scorer = Scorer(config.model, config.trainer, hf_config, seed=config.run.seed, device=str(device))
+        scorer = Scorer(
+            config.model, config.trainer, hf_config, seed=config.run.seed, device=str(device),
+            rounding_seed=config.rounding_seed,
+        )  # fmt: skip
         scorer.save(made)
         del scorer
     return made
