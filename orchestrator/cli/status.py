@@ -180,7 +180,8 @@ def _recent_mean(rows: Sequence[dict[str, Any]], metric: str) -> float | None:
 
 def _reward_parts(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str, str], ...]:
     """As _SHOWN, what each reward gives where there are several; from the names in the newest row."""
-    names = [name for name in (rows[-1] if rows else {}) if name.startswith("reward/") and name.endswith("_mean")]
+    newest: Mapping[str, Any] = rows[-1] if rows else {}
+    names = [name for name in newest if name.startswith("reward/") and name.endswith("_mean")]
     return tuple((name, f"  {name[7:-5]}", ".3f") for name in names) if len(names) > 1 else ()
 
 

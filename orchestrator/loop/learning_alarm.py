@@ -44,8 +44,9 @@ class LearningAlarm:
     def say_at_the_end(self) -> None:
         """Log it if the steps up to the last one taught nothing: all, or so many that a warning was due."""
         if self._why and self._num_in_a_row >= min(WARN_STEPS, self._num_steps):
-            last = "" if self._num_in_a_row == self._num_steps else "last "
-            logger.warning("none of the %s%d steps taught anything: %s", last, self._num_in_a_row, self._why)
+            which = "" if self._num_in_a_row == self._num_steps else "last "
+            steps = f"{self._num_in_a_row} {which}step{'s' if self._num_in_a_row > 1 else ''}"
+            logger.warning("nothing was learned in the %s of this start: %s", steps, self._why)
 
     def _why_nothing(self, row: Mapping[str, Value]) -> str:
         """Why the step taught nothing; "" where it did."""

@@ -26,6 +26,9 @@ from system.conftest import (
     nothing_left,
 )
 
+from orchestrator.cli.status import status_of
+from orchestrator.fleet.control_folder import KILLED
+
 TAUGHT = ["experiment=sft_quickstart", "trainer.num_ranks=1", "trainer.ep_size=1"]
 """A run without engines, which lets no process import vLLM."""
 
@@ -161,6 +164,7 @@ def test_a_killed_controller_leaves_nothing(run: RunUnderWay) -> None:
         run.wait_for(lambda: has_joined(run))
         os.kill(run.pid, signal.SIGKILL)
         assert run.exit_code() == -signal.SIGKILL
+        assert (status_of(run.folder).state, status_of(run.folder).error) == ("failed", KILLED)
 
 
 @pytest.mark.parametrize(("run", "name"), [(ONE_OF_EACH, "raylet"), (TAUGHT, "gcs_server")], indirect=["run"])
@@ -172,3 +176,4 @@ def test_a_killed_server_of_ray_is_named(run: RunUnderWay, name: str) -> None:
         assert f"error: ClusterLost: {name}, which holds the run's Ray cluster, is gone: it was ended by SIGKILL" in (
             run.said
         )
+        assert f"ClusterLost: {name}, which holds" in (status_of(run.folder).error or "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,11 @@ def test_the_end_of_a_short_run_says_why_nothing_was_learned(
     alarm = LearningAlarm(AlgorithmConfig())
     warned(alarm, [TAUGHT | change] * 3, caplog)
     alarm.say_at_the_end()
-    assert caplog.messages[-1].startswith("none of the 3 steps taught anything: ")
+    assert re.match(f"nothing was learned in the 3 steps of this start: .*{why}", caplog.messages[-1])
+    one = LearningAlarm(AlgorithmConfig())
+    warned(one, [TAUGHT | change], caplog)
+    one.say_at_the_end()
+    assert caplog.messages[-1].startswith("nothing was learned in the 1 step of this start: ")
     caplog.clear()
     alarm.look(4, TAUGHT)
     alarm.say_at_the_end()
@@ -71,4 +76,4 @@ async def test_a_run_that_learned_nothing_says_so(tmp_path: Path, caplog: pytest
     loop.trainer.grad_norm = 0.0
     with caplog.at_level(logging.WARNING):
         await loop.run()
-    assert "none of the 4 steps taught anything: the gradient is 0 (optim/grad_norm)" in caplog.messages
+    assert "nothing was learned in the 4 steps of this start: the gradient is 0 (optim/grad_norm)" in caplog.messages
