@@ -18,7 +18,7 @@ ENGINE_CPU_old = $(filter-out DNNL_% ATEN_%,$(CPU_old))
 
 LOCKED := -q --generate-hashes --no-header --no-annotate
 
-.PHONY: help setup quickstart test unit contract system long lint style lock oracles tensorboard docs docs-serve
+.PHONY: help setup quickstart test unit contract system long mutants lint style lock oracles tensorboard docs docs-serve
 
 help:            ## This list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | column -t -s "$$(printf '\t')"
@@ -47,6 +47,11 @@ system: setup     ## Real Ray, vLLM, Mooncake and FSDP2 together
 
 long: setup       ## What is learned in many steps; before a release, beside what CI runs
 	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(PY) -m pytest tests/long -q $(SHARED) -o timeout=900 --durations=40
+	@$(MAKE) --no-print-directory mutants
+
+mutants: setup    ## Faults planted in the modules that can hurt a user: do their unit tests notice? Part of long
+	@.venv/bin/uv pip install -q --no-deps --require-hashes --target .mutants --python $(PY) -r requirements/mutants.lock
+	@$(TEST_ENV) $(PY) tests/mutants/plant.py $(MODULES)
 
 lint: style       ## What pre-commit checks: style, and types, which take two minutes of a core
 	@.venv/bin/basedpyright
@@ -59,6 +64,7 @@ lock: setup       ## Resolve requirements/*.in again, with the hashes of every f
 	@.venv/bin/uv pip compile $(LOCKED) --python-version 3.11 --python-platform x86_64-manylinux_2_28 requirements/gpu.in -o requirements/gpu.lock
 	@.venv/bin/uv pip compile $(LOCKED) --python-version 3.11 requirements/uv.in -o requirements/uv.lock
 	@.venv/bin/uv pip compile $(LOCKED) --no-deps --python-version 3.11 requirements/oracles.in -o requirements/oracles.lock
+	@.venv/bin/uv pip compile $(LOCKED) --no-deps --python-version 3.11 requirements/mutants.in -o requirements/mutants.lock
 
 oracles: setup   ## Losses and advantages against TRL's and verl's own functions, which are installed into .oracles
 	@.venv/bin/uv pip install -q --no-deps --require-hashes --target .oracles --python $(PY) -r requirements/oracles.lock

@@ -96,12 +96,18 @@ async def test_replica_that_refuses_without_a_publish_goes_out() -> None:
     router = Router(supervisor, request_timeout_s=60)
     await serve(supervisor)
 
+    num_refused = 0
+
     async def dirty() -> None:
-        raise ReplicaDirty("phase DIRTY")
+        nonlocal num_refused
+        num_refused += 1
+        if num_refused < 20:  # asked for ever, it would answer at last
+            raise ReplicaDirty("phase DIRTY")
 
     worker.before["generate_group"] = dirty
-    with pytest.raises(NoReplicasLeft, match="phase DIRTY"):
+    with pytest.raises(NoReplicasLeft, match="it committed the newest version, yet it refuses: phase DIRTY"):
         await router.generate_group(PROMPT, 2)
+    assert num_refused == 1
 
 
 @on_jumping_clock

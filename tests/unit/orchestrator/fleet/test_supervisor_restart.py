@@ -163,6 +163,7 @@ async def test_a_worker_that_waits_for_a_publish_and_one_that_stays_out_say_why(
     await cast.publish(0)
     await cast.fail(0)
     assert [row.event for row in cast.rows[-3:]] == [E.serving, E.failed, E.out]
+    assert cast.rows[-1].facts == cast.rows[-2].facts == {"reason": "it died"}
 
 
 async def test_the_first_attempt_comes_at_once_and_only_a_failed_one_is_followed_by_a_pause() -> None:
@@ -474,6 +475,9 @@ async def test_a_worker_that_left_out_a_publish_is_not_changed_by_its_end() -> N
     await cast.supervisor.settle([outcome(True), outcome(False, "its link stalled"), outcome(True)])
     assert cast.states == [S.starting, S.serving, S.pending]
     assert [replica.num_missed for replica in cast.supervisor.replicas] == [0, 1, 0]
+    await cast.supervisor.settle([outcome(False), outcome(False, "excluded"), outcome(False)])
+    assert cast.states == [S.starting, S.serving, S.pending], "it was not held"
+    assert cast.supervisor.replicas[1].num_missed == 1
     assert not any(replica.is_held for replica in cast.supervisor.replicas)
     await cast.supervisor.close()
 
@@ -583,9 +587,12 @@ async def test_what_a_restarted_worker_was_told_before_is_forgotten() -> None:
     assert replica.pulled is not None and replica.reason == ""
 
 
-async def test_no_publish_begins_while_a_link_is_closed_and_no_link_is_closed_in_a_publish() -> None:
-    cast = Cast(num_workers=3)
+async def test_no_publish_begins_while_a_link_is_closed_and_no_link_is_closed_in_a_publish(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cast = Cast(num_workers=4)
     await cast.publish(0)
+    cast.supervisor.replicas[3].state = S.out
     cast.supervisor.linked(1, 0, [an_offer(0)])
     cast.supervisor.linked(2, 0, [an_offer(0)])
     await cast.supervisor.hold()
@@ -604,15 +611,17 @@ async def test_no_publish_begins_while_a_link_is_closed_and_no_link_is_closed_in
 
     cast.worker(1).release = slowly  # type: ignore[method-assign]
     cast.worker(2).release = broken_release  # type: ignore[method-assign]
-    await cast.supervisor.settle([outcome(False, "excluded"), outcome(True), outcome(True)])
+    outcomes = [outcome(False, "excluded"), outcome(True), outcome(True), outcome(False, "excluded")]
+    await cast.supervisor.settle(outcomes)
     await until(releasing.is_set)
     holding = asyncio.create_task(cast.supervisor.hold())
     await turns()
     assert not holding.done() and cast.num_started == 0
     go_on.set()
     await until(holding.done)
-    await cast.supervisor.settle([outcome(False, "excluded"), outcome(True), outcome(True)])
-    await until(lambda: cast.states == [S.serving] * 3)
+    await cast.supervisor.settle(outcomes)
+    await until(lambda: cast.states == [S.serving] * 3 + [S.out])
+    assert "rollout-2 keeps its link to rollout-0: the link broke" in caplog.text
     assert not cast.supervisor.replicas[1].links and not cast.supervisor.replicas[2].links
     assert cast.num_started == 1
 

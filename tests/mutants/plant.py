@@ -1,0 +1,189 @@
+"""Plant small faults in the modules that can hurt a user, one at a time, and see whether their unit tests notice.
+
+    python tests/mutants/plant.py [--seed N] [--sample N] [MODULE ...]      `make mutants` runs it on all of MODULES
+
+Faults are mutmut's (docs/decisions/0029): it writes a copy of the module that has all of them, runs the tests once, and
+forks for each fault with the tests imported. Owns: which faults are drawn, of which modules and for which tests; the
+copy of the tree, under build/mutants, in which all of it happens; the judgement. A fault in the text of a message or in
+what is logged is not drawn: tests may read messages, and need not.
+Invariant: equal seeds draw equal faults of equal code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+WORK = ROOT / "build" / "mutants"
+TOOL = ROOT / ".mutants"
+PACKAGES = ("conf", "weight_sync", "trainer", "rollout", "orchestrator")
+LEAST_SHARE = 0.85
+"""Of all drawn faults. Some change nothing that anybody could see, and mutmut's share of those is about a tenth."""
+SURVIVED, UNTESTED = 0, 33
+"""mutmut's exit codes: all tests passed; no test calls the function."""
+
+UNIT = "tests/unit"
+MODULES: dict[str, tuple[str, ...]] = {
+    "weight_sync/plan/plan.py": ("weight_sync/plan",),
+    "weight_sync/plan/proof.py": ("weight_sync/plan",),
+    "weight_sync/plan/schedule.py": ("weight_sync/plan",),
+    "weight_sync/publish/pipeline.py": ("weight_sync/publish/test_pipeline.py", "weight_sync/publish/test_lanes.py"),
+    "weight_sync/publish/lanes.py": ("weight_sync/publish/test_pipeline.py", "weight_sync/publish/test_lanes.py"),
+    "weight_sync/publish/transaction.py": ("weight_sync/publish/test_transaction.py",),
+    "weight_sync/publish/publisher.py": (
+        "weight_sync/publish/test_publisher.py",
+        "weight_sync/publish/test_publisher_ranks.py",
+        "weight_sync/publish/test_publisher_rejoin.py",
+    ),
+    "weight_sync/replica/receiver.py": ("weight_sync/replica/test_receiver.py", "weight_sync/replica/test_recovery.py"),
+    "weight_sync/replica/version_state.py": ("weight_sync/replica/test_version_state.py",),
+    "weight_sync/replica/recovery.py": ("weight_sync/replica/test_recovery.py",),
+    "weight_sync/integrity.py": ("weight_sync/test_integrity.py",),
+    "trainer/step/loss.py": ("trainer/step/test_loss.py",),
+    "trainer/step/surrogates.py": ("trainer/step/test_surrogates.py", "trainer/step/test_loss.py"),
+    "trainer/step/corrections.py": ("trainer/step/test_corrections.py",),
+    "trainer/step/microbatches.py": ("trainer/step/test_microbatches.py",),
+    "trainer/step/optim.py": ("trainer/step/test_optim.py",),
+    "trainer/moe/dispatch.py": ("trainer/moe/test_moe_block.py", "trainer/moe/test_moe_pieces.py"),
+    "trainer/moe/routed.py": ("trainer/moe/test_moe_block.py", "trainer/moe/test_moe_pieces.py"),
+    "trainer/moe/router.py": ("trainer/moe/test_moe_block.py", "trainer/moe/test_moe_pieces.py"),
+    "orchestrator/loop/buffer.py": ("orchestrator/loop/test_buffer.py",),
+    "orchestrator/loop/advantages.py": ("orchestrator/loop/test_advantages.py",),
+    "orchestrator/loop/samples.py": ("orchestrator/loop/test_advantages.py", "orchestrator/loop/test_distillation.py"),
+    "orchestrator/loop/publication.py": ("orchestrator/loop/test_publication.py",),
+    "orchestrator/files/run_checkpoint.py": ("orchestrator/files/test_run_checkpoint.py",),
+    "rollout/agents/token_tree.py": ("rollout/agents/test_token_tree.py",),
+    "rollout/agents/episode.py": ("rollout/agents/test_episode.py",),
+    "rollout/branches.py": ("rollout/test_branches.py",),
+    "orchestrator/fleet/supervisor.py": (
+        "orchestrator/fleet/test_supervisor.py",
+        "orchestrator/fleet/test_supervisor_restart.py",
+    ),
+    "orchestrator/fleet/router.py": ("orchestrator/fleet/test_router.py",),
+}
+"""Module -> its own tests, below tests/unit."""
+
+
+def main() -> int:
+    """See the module's docstring. Returns 1 where too few faults were noticed."""
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("modules", nargs="*", default=list(MODULES))
+    arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--sample", type=int, default=12, help="faults of each module")
+    given = arguments.parse_args()
+    num_drawn = num_noticed = 0
+    for module in given.modules:
+        copy_tree(module)
+        drawn = drawn_faults(module, given.sample, given.seed)
+        missed = [name for name, code in run_faults(module, drawn).items() if code in (SURVIVED, UNTESTED)]
+        num_drawn, num_noticed = num_drawn + len(drawn), num_noticed + len(drawn) - len(missed)
+        print(f"{module}: {len(drawn) - len(missed)} of {len(drawn)}", flush=True)
+        for name in missed:
+            print(mutmut("show", name).stdout, flush=True)
+    share = num_noticed / max(num_drawn, 1)
+    print(f"unit tests noticed {num_noticed} of {num_drawn} faults ({share:.0%}; asked for: {LEAST_SHARE:.0%})")
+    return int(share < LEAST_SHARE)
+
+
+def copy_tree(module: str) -> None:
+    """Copy what git knows of, and tell mutmut what to change and which tests to run."""
+    shutil.rmtree(WORK, ignore_errors=True)
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", *PACKAGES, "tests", "pyproject.toml"],
+                            cwd=ROOT, check=True, capture_output=True, text=True)  # fmt: skip
+    for name in filter(lambda name: (ROOT / name).is_file(), listed.stdout.splitlines()):
+        (WORK / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, WORK / name)
+    options = {
+        "source_paths": list(PACKAGES),
+        "only_mutate": [module],
+        "pytest_add_cli_args": ["-p", "no:cacheprovider", "-p", "no:xdist"],
+        "pytest_add_cli_args_test_selection": [f"{UNIT}/{tests}" for tests in MODULES[module]],
+        "use_git_change_detection": False,
+    }
+    lines = [f"{key} = {json.dumps(value)}" for key, value in options.items()]
+    text = "\n".join(["", "[tool.mutmut]", *lines, ""])
+    tomllib.loads(text)
+    with (WORK / "pyproject.toml").open("a") as file:
+        file.write(text)
+
+
+def mutmut(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run it in the copy."""
+    environment = os.environ | {"PYTHONPATH": str(TOOL)}
+    return subprocess.run(
+        [sys.executable, "-m", "mutmut", *words], cwd=WORK, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def drawn_faults(module: str, count: int, seed: int) -> list[str]:
+    """Names of some of the module's faults."""
+    made = mutmut("run", "--max-children", "1", "no such fault")  # writes them all, and sees what each test calls
+    path = WORK / "mutants" / module
+    if not path.with_name(f"{path.name}.meta").is_file():
+        raise SystemExit(f"{module}: no faults were made\n{made.stdout[-3000:]}{made.stderr[-3000:]}")
+    known = json.loads(path.with_name(f"{path.name}.meta").read_text())["exit_code_by_key"]
+    forms = {node.name: bare(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, FUNCTIONS)}
+    names = []
+    for name in sorted(known):
+        function = name.rpartition(".")[2]
+        original = f"{function.rpartition('__mutmut_')[0]}__mutmut_orig"
+        if function in forms and forms[function] != forms.get(original):
+            names.append(name)
+    return sorted(random.Random(f"{seed} {module}").sample(names, min(count, len(names))))
+
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class _Bare(ast.NodeTransformer):
+    """Leaves out what is said: texts, what is logged, the words of an error, and how types are called."""
+
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        said = isinstance(node.value, ast.Constant) or "logger." in ast.unparse(node)
+        return ast.Pass() if said else self.generic_visit(node)
+
+    def visit_Raise(self, node: ast.Raise) -> Any:
+        kind = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+        return ast.Raise(kind, None)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> Any:
+        return ast.Constant("")
+
+    def visit_Constant(self, node: ast.Constant) -> Any:
+        return ast.Constant("") if isinstance(node.value, str) else node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
+        value = None if node.value is None else self.visit(node.value)
+        return ast.Assign([node.target], value) if value is not None else ast.Pass()
+
+
+def bare(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """What a function does, without what it says."""
+    body = ast.Module([_Bare().visit(statement) for statement in function.body], [])
+    return ast.unparse(ast.fix_missing_locations(body))
+
+
+def run_faults(module: str, names: Sequence[str]) -> dict[str, int]:
+    """mutmut's exit code of each of these faults."""
+    done = mutmut("run", "--max-children", "1", *names)
+    path = WORK / "mutants" / f"{module}.meta"
+    codes = json.loads(path.read_text())["exit_code_by_key"]
+    unknown = [name for name in names if codes[name] is None]
+    if unknown:
+        raise SystemExit(f"{module}: {len(unknown)} faults were not tried\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return {name: codes[name] for name in names}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
