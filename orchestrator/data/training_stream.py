@@ -68,13 +68,14 @@ def training_stream(data: DataConfig, read: Read[Item], *, seed: int, order: Ord
     return Mixed(streams, data.weights or [1.0] * len(streams), seed=seed)
 
 
-def training_items(data: DataConfig, index: int, read: Read[Item]) -> Items[Item]:
-    """The items of data.training_sources[index]; with data.stream those of its first rows.
+def training_items(data: DataConfig, index: int, read: Read[Item], most_rows: int | None = None) -> Items[Item]:
+    """The items of data.training_sources[index]; with data.stream, or with most_rows, those of its first rows.
 
     Raises: as training_stream.
     """
     source = data.training_sources[index]
-    rows = islice(read_rows(source, stream=data.stream), data.stream_buffer_rows if data.stream else None)
+    most = most_rows if most_rows is not None else data.stream_buffer_rows if data.stream else None
+    rows = islice(read_rows(source, stream=data.stream), most)
     return _items(source, rows, _reader(data, index, read))
 
 

@@ -17,7 +17,9 @@ import numpy as np
 
 from conf.errors import ConfigError
 from conf.functions import import_function
+from conf.schema import RunConfig
 from orchestrator.errors import TrainingStopped
+from rollout.rewards.runner import chosen_rewards
 from rollout.types import Group, Prompt, Rollout
 
 logger = logging.getLogger(__name__)
@@ -58,23 +60,41 @@ def own_advantage(value: str) -> AdvantageFunction:
     return call
 
 
-def try_advantage(value: str) -> None:
-    """Call the function on two made-up groups, one of them with a reward that failed.
+def try_advantage(config: RunConfig, prompts: Sequence[Prompt]) -> None:
+    """Call the function on a group of each prompt. A group has the size and the reward parts of the run's; what its
+    responses say and are worth is made up, and one reward failed.
+
+    Args:
+        prompts: Of the run's own rows; without any, it is only looked at how the function can be called.
 
     Raises:
         ConfigError: It cannot be used.
     """
-
-    def group(number: int, rewards: list[float | None]) -> Group:
-        rollouts = [
-            Rollout([5] * (i + 1), [-1.0] * (i + 1), [0] * (i + 1), "text", "stop") for i in range(len(rewards))
-        ]
-        return Group(Prompt(number, (1, 2), "prompt", {"answer": "a"}), rollouts, rewards, [{}] * len(rewards))
-
+    function = own_advantage(config.algorithm.advantage)
+    groups = [_made_up(config, prompt, has_failure=prompt is prompts[-1]) for prompt in prompts]
     try:
-        own_advantage(value)([group(0, [1.0, 0.0, 0.5]), group(1, [0.0, None, 0.0])], None)
+        if groups:
+            function(groups, None)
     except TrainingStopped as error:
-        raise ConfigError(f"{error} (tried on two made-up groups)") from error
+        raise ConfigError(
+            f"{error} (tried on {len(groups)} groups of the first rows; their responses and rewards are made up, and "
+            "the last group has one reward that failed, None)"
+        ) from error
+
+
+def _made_up(config: RunConfig, prompt: Prompt, *, has_failure: bool) -> Group:
+    reward, most_tokens = config.reward, config.rollout.sampling.max_tokens
+    weights = {name: reward.by_name[name].weight for name in chosen_rewards(reward, prompt)}
+    rollouts: list[Rollout] = []
+    rewards: list[float | None] = []
+    parts: list[dict[str, float | None]] = []
+    for i in range(config.algorithm.group_size):
+        length, value = min(i + 1, most_tokens), float(i % 2)
+        rollouts.append(Rollout([5] * length, [-1.0] * length, [0] * length, "text", "stop"))
+        is_failed = has_failure and i == 0
+        rewards.append(None if is_failed else value * sum(weights.values()))
+        parts.append(dict.fromkeys(weights, None if is_failed else value) | dict.fromkeys(reward.shapings, 0.0))
+    return Group(prompt, rollouts, rewards, parts)
 
 
 def _checked(found: Any, groups: Sequence[Group], value: str) -> list[list[np.ndarray | None]]:

@@ -47,7 +47,7 @@ from orchestrator.inputs.machine_checks import (
 from orchestrator.inputs.model_files import check_checkpoint_files, download_first
 from orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
 from orchestrator.inputs.own_advantage import try_advantage
-from orchestrator.inputs.prompt_rows import check_data
+from orchestrator.inputs.prompt_rows import check_data, first_prompts
 from orchestrator.inputs.reward_facts import who_judges
 from orchestrator.inputs.text_encoder import (
     TextEncoder,
@@ -261,7 +261,7 @@ def check_algorithm_loads(config: RunConfig) -> Fact:
     problems: list[str] = []
     if is_function_path(algorithm.advantage):
         try:
-            try_advantage(algorithm.advantage)
+            try_advantage(config, first_prompts(config, most_rows=2))
         except ConfigError as error:
             problems.append(str(error))
     if is_function_path(algorithm.loss):

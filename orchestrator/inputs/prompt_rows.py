@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from conf.errors import ConfigError
+from conf.errors import ConfigError, SlipstreamError
 from conf.schema import Curriculum, Objective, RunConfig
 from orchestrator.data.curriculum import Middling
 from orchestrator.data.prompts import Encoder, PromptReader, encode_up_to
@@ -153,6 +153,17 @@ def check_data(config: RunConfig) -> Fact:
     for name, source in data.held_out_sources.items():
         parts.append(f"held-out {held_out[name]} in {source}")
     return Fact(subject, f"{', '.join(parts)}{warning}", is_warning=bool(warning))
+
+
+def first_prompts(config: RunConfig, *, most_rows: int) -> list[Prompt]:
+    """Prompts of the first rows of each training source; none where they cannot be read, which check_data reports."""
+    sources = range(len(config.data.training_sources))
+    try:
+        read = PromptRows(config, RowEncoder(config)).read
+        items = [training_items(config.data, index, read, most_rows) for index in sources]
+    except SlipstreamError:
+        return []
+    return [prompt for of_source in items for prompt in of_source.found]
 
 
 def check_ends(config: RunConfig, ends: Mapping[int, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,13 @@ import pytest
 
 from conf.errors import ConfigError
 from conf.functions import source_of
+from conf.load import load_run_config
 from conf.schema import AlgorithmConfig, RunConfig
 from orchestrator.errors import TrainingStopped
 from orchestrator.files.run_folder import RunFolder, keep_sources
 from orchestrator.inputs.own_advantage import own_advantage, try_advantage
+from orchestrator.inputs.preflight import check_algorithm_loads
+from orchestrator.inputs.prompt_rows import first_prompts
 from orchestrator.loop.samples import build_samples
 from rollout.types import Group, Prompt, Rollout
 
@@ -85,8 +89,39 @@ def test_penalties_come_off_the_rewards_that_it_sees(path: Path) -> None:
     ],
 )
 def test_what_is_wrong_with_an_advantage_is_one_message(path: Path, name: str, message: str) -> None:
+    config = load_run_config(["experiment=quickstart", f"algorithm.advantage={path}:{name}", "algorithm.group_size=3"])
     with pytest.raises(ConfigError, match=rf"^algorithm\.advantage={path}:{name}.*{message}"):
-        try_advantage(f"{path}:{name}")
+        try_advantage(config, first_prompts(config, most_rows=2))
+
+
+READS = """
+def by_level(groups):
+    for group in groups:
+        assert group.prompt.fields["level"] in (1, 2), group.prompt.fields
+        assert len(group.rollouts) == len(group.rewards) == len(group.parts) == 4
+    return [[(part["right"] or 0) * 0.5 + part["overlong_penalty"] for part in group.parts] for group in groups]
+
+def careless(groups):
+    return [[reward - 1 for reward in group.rewards] for group in groups]
+"""
+
+
+def test_an_advantage_is_tried_on_the_runs_own_rows_and_reward_parts(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(READS)
+    rows = [{"prompt": "a=", "answer": "a", "level": 1}, {"prompt": "b=", "answer": "b", "level": 2}] * 2
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        *("experiment=quickstart", "data=files", f"data.path={tmp_path}/rows.jsonl", "data.eval_path=null"),
+        *("run.eval_every_steps=0", "reward.parts={right:{kind:exact_match}}", "reward.overlong_tokens=1"),
+        *("algorithm.group_size=4",),
+    ]
+    right = load_run_config([*words, f"algorithm.advantage={tmp_path}/own.py:by_level"])
+    assert check_algorithm_loads(right).finding == f"{tmp_path}/own.py:by_level"
+    careless = load_run_config([*words, f"algorithm.advantage={tmp_path}/own.py:careless"])
+    with pytest.raises(ConfigError, match=r"raised TypeError.*tried on 2 groups of the first rows.*failed, None"):
+        check_algorithm_loads(careless)
+    absent = replace(right, data=replace(right.data, path=str(tmp_path / "absent.jsonl")))
+    assert check_algorithm_loads(absent).finding == f"{tmp_path}/own.py:by_level", "another check names the data"
 
 
 def test_numbers_that_are_not_finite_end_the_run_with_the_response(path: Path) -> None:
