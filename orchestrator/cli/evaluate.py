@@ -26,6 +26,7 @@ from orchestrator.figures.held_out import choosing_metrics, eval_names
 from orchestrator.files.run_checkpoint import complete_checkpoints, named_checkpoints, step_of
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.telemetry import read_rows
+from orchestrator.inputs.model_files import download_first
 from trainer.weights.stored_adapter import options_of, read_stored_adapter
 
 NO_USE = ("run.num_steps", "run.resume", "run.keep_best", "run.eval_beside", "run.eval_share", "trainer.lora.init_from")
@@ -60,7 +61,8 @@ def eval_config(
     try:
         saved = folder.config.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{run} is neither a run folder (runs/latest) nor a model's (config.json)") from error
+        cure = f"; {found}" if (found := download_first(run)) else ""
+        raise ConfigError(f"{run} is neither a run folder (runs/latest) nor a model's (config.json){cure}") from error
     config = load_resolved_yaml(saved, overrides, subject=f"{folder.config}: ")
     config = replace(config, run=replace(config.run, dir=str(folder.root)))
     if config.trainer.mode is TrainMode.full:

@@ -25,7 +25,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PART_ELEMENTS = 1 << 24
 """Elements that are compared at once."""
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_NAME = re.compile(r"(?!models/|runs/)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def download_first(folder: Path) -> str:

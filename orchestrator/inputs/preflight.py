@@ -143,6 +143,8 @@ def check_initial_adapter(config: RunConfig) -> Fact:
     lora = config.trainer.lora
     if config.trainer.mode is TrainMode.full or lora.init_from is None:
         return Fact("starts from", "the model")
+    if not Path(lora.init_from).is_dir() and (cure := download_first(Path(lora.init_from))):
+        raise ConfigError(f"trainer.lora.init_from={lora.init_from}: no such folder; {cure}")
     stored = read_stored_adapter(Path(lora.init_from), "trainer.lora.init_from")
     if config.model.path is not None and not Path(config.model.path).is_dir():
         return Fact("starts from", lora.init_from)  # check_model reports that folder

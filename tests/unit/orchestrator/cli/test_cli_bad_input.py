@@ -91,12 +91,15 @@ def test_the_name_of_a_model_of_the_hub_gets_the_command_that_fetches_it(
     for command in (
         ["record"],
         ["parity"],
+        ["eval"],
         ["push", "--start", "1"],
         ["plan", "experiment=quickstart", "model=checkpoint"],
     ):
         word = "model.path=Qwen/Qwen3-0.6B" if command[0] == "plan" else "Qwen/Qwen3-0.6B"
         assert main([*command, word]) == 2
-        assert f"=Qwen/Qwen3-0.6B: {said}" in capsys.readouterr().err
+        assert said.partition("; ")[2] in capsys.readouterr().err
+    adapter = refuse("trainer.lora.init_from=me/mine")
+    assert "trainer.lora.init_from=me/mine: no such folder; of the hub's" in adapter
     (tmp_path / "models").mkdir()
     assert "give a Hugging Face model folder" in refuse("model=checkpoint", "model.path=models/Qwen3")
     assert "Did you mean model=checkpoint model.path=Qwen/Qwen3-0.6B?" in refuse("model=Qwen/Qwen3-0.6B")
