@@ -1,7 +1,7 @@
 """A function that an option names: `FILE.py:function`, or `package.module:function`.
 
-Owns: finding, importing and describing it. Does not own: what it is called with, or in which process it runs. Whoever
-calls `import_function` runs code of the user's.
+Owns: finding and importing it, and the copy of its file that a run keeps. Does not own: what it is called with, or in
+which process it runs. Whoever calls `import_function` runs code of the user's.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import itertools
+import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from conf.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def is_function_path(value: str) -> bool:
@@ -57,36 +60,40 @@ def import_function(option: str, value: str) -> Callable[..., Any]:
     return function
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The file that holds a function, as it is when it is read."""
-
-    path: Path
-    content: bytes
-
-    @property
-    def sha256(self) -> str:
-        """Of the content, in hexadecimal digits."""
-        return hashlib.sha256(self.content).hexdigest()
-
-
-def source_of(value: str) -> Source | None:
-    """The file that `value` names, without importing it; None where there is no such file."""
+def source_of(value: str) -> Path | None:
+    """The file that `value` names, without importing it; None where no module has that name."""
     place = value.rpartition(":")[0]
     if place.endswith(".py"):
-        path = Path(place).absolute()
-    else:
-        try:
-            spec = importlib.util.find_spec(place)
-        except (ImportError, ValueError):
-            return None
-        if spec is None or spec.origin is None:
-            return None
-        path = Path(spec.origin)
+        return Path(place).absolute()
     try:
-        return Source(path, path.read_bytes())
-    except OSError:
+        spec = importlib.util.find_spec(place)
+    except (ImportError, ValueError):
         return None
+    return None if spec is None or spec.origin is None else Path(spec.origin)
+
+
+def keep_copy(option: str, file: Path, copy: Path | None) -> None:
+    """Copy a file that an option names to where a run keeps it, and log its hash. A copy of other content, from an
+    earlier start of the run, gets a name with a number, and the log says so.
+
+    Args:
+        option: With its value, for the log.
+        copy: None: nothing is kept.
+    """
+    try:
+        content = file.read_bytes()
+    except OSError as error:  # whoever needed it could read it, so only the copy is missing
+        logger.warning("%s: %s was not copied into the run folder: %s", option, file, error)
+        return
+    logger.info("%s: %s, sha256 %s", option, file, hashlib.sha256(content).hexdigest())
+    if copy is None:
+        return
+    if copy.is_file() and copy.read_bytes() != content:
+        names = (copy.with_name(f"{copy.stem}.{number}{copy.suffix}") for number in itertools.count(1))
+        before = next(name for name in names if not name.exists())
+        copy.rename(before)
+        logger.warning("resumed with another content of %s (%s); the one before is kept in %s", file, option, before)
+    copy.write_bytes(content)
 
 
 def _load_file(file: Path) -> ModuleType:

@@ -14,7 +14,7 @@ from conf.schema.parity import ParityConfig
 from conf.schema.reward import RewardConfig
 from conf.schema.rollout import RolloutConfig
 from conf.schema.rules import at_least, require
-from conf.schema.trainer import TrainerConfig
+from conf.schema.trainer import TrainerConfig, TrainMode
 from conf.schema.weight_sync import MergeRounding, WeightSyncConfig
 
 SEQS_OF_A_GRAPH = 16
@@ -150,6 +150,15 @@ class RunConfig:
     @property
     def _share_of_gpu(self) -> float:
         return 10_000 // (1 + self.rollout.num_workers) / 10_000  # Ray counts ten-thousandths
+
+    @property
+    def reads_initial_adapter(self) -> bool:
+        """Whether trainer.lora.init_from is read. A checkpoint has what training made of it, so that a resumed run
+        needs it for a reference alone, or for engines that keep version 0.
+        """
+        is_given = self.trainer.mode is TrainMode.lora and self.trainer.lora.init_from is not None
+        is_needed = self.run.resume is None or self.algorithm.needs_reference or not self.weight_sync.enabled
+        return is_given and is_needed
 
     @property
     def engine_num_seqs(self) -> int:

@@ -22,6 +22,7 @@ from typing import Any, cast
 from conf.errors import ConfigError
 from conf.load import load_resolved_yaml, load_run_config
 from conf.schema import Init, Objective, RunConfig, TrainMode
+from orchestrator.cli.working_folder import stand_where_it_began
 from orchestrator.figures.held_out import choosing_metrics, eval_names
 from orchestrator.files.run_checkpoint import complete_checkpoints, named_checkpoints, step_of
 from orchestrator.files.run_folder import RunFolder
@@ -63,6 +64,9 @@ def eval_config(
     except OSError as error:
         cure = f"; {found}" if (found := download_first(run)) else ""
         raise ConfigError(f"{run} is neither a run folder (runs/latest) nor a model's (config.json){cure}") from error
+    if adapter is not None:
+        adapter = adapter.absolute()
+    overrides = stand_where_it_began(folder, overrides)
     config = load_resolved_yaml(saved, overrides, subject=f"{folder.config}: ")
     config = replace(config, run=replace(config.run, dir=str(folder.root)))
     if config.trainer.mode is TrainMode.full:

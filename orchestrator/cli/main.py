@@ -128,6 +128,7 @@ def _resume(words: list[str]) -> int:
             raise ConfigError(f"{name} has no effect with slipstream resume, which goes on in {flags.run}; remove it")
     with _names_missing_packages():
         from conf.load import load_resolved_yaml
+        from orchestrator.cli.working_folder import stand_where_it_began
         from orchestrator.files.run_folder import RunFolder
 
     folder = RunFolder(flags.run.resolve())
@@ -140,6 +141,7 @@ def _resume(words: list[str]) -> int:
         raise ConfigError(
             f"{folder.config} cannot be read: {why}; give all options again, and run.resume={folder.root}"
         ) from error
+    overrides = stand_where_it_began(folder, overrides)
     config = load_resolved_yaml(saved, overrides, subject=f"{folder.config}: ")
     return _start(replace(config, run=replace(config.run, resume=str(folder.root))), overrides, flags)
 

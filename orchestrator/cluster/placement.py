@@ -233,10 +233,11 @@ class Cluster:
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """For processes that run in another folder; without an adapter that nobody needs, and that may be gone."""
     model, lora = config.model, config.trainer.lora
     if model.path is not None:
         config = replace(config, model=replace(model, path=str(Path(model.path).absolute())))
     if lora.init_from is not None:
-        lora = replace(lora, init_from=str(Path(lora.init_from).absolute()))
-        config = replace(config, trainer=replace(config.trainer, lora=lora))
+        init_from = str(Path(lora.init_from).absolute()) if config.reads_initial_adapter else None
+        config = replace(config, trainer=replace(config.trainer, lora=replace(lora, init_from=init_from)))
     return config

@@ -21,7 +21,8 @@
       adapter/           the trained adapter, in PEFT format (merged/ when trainer.mode=full)
       rewards.log        whatever rewards print
       reward_source.py   the file that defines the reward, where that is a function
-      loss_source.py, advantage_source.py    the same of algorithm.loss and algorithm.advantage
+      loss_source.py, advantage_source.py, agent_source.py    the same of algorithm.loss, algorithm.advantage and
+                         rollout.agent; a run that is resumed with another file keeps the one before: reward_source.1.py
       ray/               logs of workers
       control/           requests to the run while it goes on (slipstream recover, slipstream stop)
 
@@ -48,7 +49,7 @@ from typing import Any, cast
 import yaml
 
 from conf.errors import ConfigError
-from conf.functions import is_function_path, source_of
+from conf.functions import is_function_path, keep_copy, source_of
 from conf.schema import Objective, RunConfig, RunSection
 
 logger = logging.getLogger(__name__)
@@ -238,8 +239,7 @@ def keep_sources(folder: RunFolder, config: RunConfig) -> None:
         if source is None:
             logger.warning("algorithm.%s=%s: its file was not copied into the run folder", name, value)
             continue
-        (folder.root / f"{name}_source.py").write_bytes(source.content)
-        logger.info("algorithm.%s=%s: %s, sha256 %s", name, value, source.path, source.sha256)
+        keep_copy(f"algorithm.{name}={value}", source, folder.root / f"{name}_source.py")
 
 
 def saved_options(run: Path) -> dict[str, Any]:
@@ -258,6 +258,15 @@ def saved_options(run: Path) -> dict[str, Any]:
     if not isinstance(saved, dict):
         raise ConfigError(f"{path} holds no options of a run")
     return cast("dict[str, Any]", saved)
+
+
+def working_folder(folder: RunFolder) -> Path | None:
+    """Where the run was started, which its relative paths are relative to; None where it does not say."""
+    try:
+        found = json.loads(folder.environment.read_text(encoding="utf-8"))
+        return Path(found["folder"])
+    except (OSError, ValueError, KeyError, TypeError):  # of a release that did not write it down
+        return None
 
 
 def changed_options(folder: RunFolder, config: RunConfig) -> list[str]:
@@ -292,9 +301,10 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def describe_environment(overrides: list[str]) -> dict[str, Any]:
-    """What was run where: command, commit, versions, machine."""
+    """What was run where: command, working folder, commit, versions, machine."""
     return {
         "command": sys.argv,
+        "folder": str(Path.cwd()),
         "overrides": overrides,
         "git": _git_commit(),
         "python": platform.python_version(),

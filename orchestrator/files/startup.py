@@ -124,6 +124,7 @@ class Startup:
         if self._showing is not None:
             self._showing.cancel()
             self._showing = None
+            self.ready(RUN)
             self._keep(RUN, self._spans)
 
     def came_back(self, who: str) -> None:

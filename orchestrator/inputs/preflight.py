@@ -143,6 +143,8 @@ def check_initial_adapter(config: RunConfig) -> Fact:
     lora = config.trainer.lora
     if config.trainer.mode is TrainMode.full or lora.init_from is None:
         return Fact("starts from", "the model")
+    if not config.reads_initial_adapter:
+        return Fact("starts from", f"a checkpoint; {lora.init_from} is not read again")
     if not Path(lora.init_from).is_dir() and (cure := download_first(Path(lora.init_from))):
         raise ConfigError(f"trainer.lora.init_from={lora.init_from}: no such folder; {cure}")
     stored = read_stored_adapter(Path(lora.init_from), "trainer.lora.init_from")

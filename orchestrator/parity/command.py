@@ -124,6 +124,7 @@ def _of_run(run: Path, overrides: Sequence[str]) -> RunConfig:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{folder.config} cannot be read: {error}") from error
     config = load_resolved_yaml(saved, overrides, subject=f"{folder.config}: ")
+    config = replace(config, run=replace(config.run, resume=None))  # what is compared is an adapter, not a checkpoint
     if config.trainer.mode is TrainMode.full:
         merged = folder.root / "merged"
         if not merged.is_dir():

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from conf.functions import keep_copy
 from conf.schema import EpisodesConfig, RunConfig, SamplingConfig
 from rollout.agents.agent_pool import AgentPool
 from rollout.agents.channel import Channel, Disconnected
@@ -333,15 +334,8 @@ class EpisodeRunner:
 
     def _keep_source(self, file: str) -> None:
         """Copy the file that defines the agent into the run folder, and log its hash."""
-        agent = self._config.rollout.agent
-        try:
-            source = Path(file).read_bytes()
-        except OSError as e:
-            logger.warning("rollout.agent=%s: its source was not copied into the run folder: %s", agent, e)
-            return
-        logger.info("rollout.agent=%s: %s, sha256 %s", agent, file, hashlib.sha256(source).hexdigest())
-        if self._log_path is not None:
-            self._log_path.with_name("agent_source.py").write_bytes(source)
+        copy = None if self._log_path is None else self._log_path.with_name("agent_source.py")
+        keep_copy(f"rollout.agent={self._config.rollout.agent}", Path(file), copy)
 
 
 def _from(routes: Routes, num_before: int) -> Routes:

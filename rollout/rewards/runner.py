@@ -12,12 +12,12 @@ Invariant: score_group() returns one judgement per rollout, in order, whatever t
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from conf.functions import keep_copy
 from conf.schema import RewardConfig
 from rollout.errors import RewardError
 from rollout.rewards.function import FINISH_REASON
@@ -163,15 +163,8 @@ class RewardRunner:
     def _keep_source(self, name: str, file: Path) -> None:
         """Copy the file that defines a reward into the run folder, and log its hash."""
         what = f"{self._config.section_of(name)}.kind={self._parts[name].kind}"
-        try:
-            source = file.read_bytes()
-        except OSError as e:  # the reward's process could read it, so only the copy is missing
-            logger.warning("%s: %s was not copied into the run folder: %s", what, file, e)
-            return
-        logger.info("%s: %s, sha256 %s", what, file, hashlib.sha256(source).hexdigest())
-        if self._log_path is not None:
-            copy = f"reward_source_{name}.py" if self._config.parts else "reward_source.py"
-            self._log_path.with_name(copy).write_bytes(source)
+        copy = f"reward_source_{name}.py" if self._config.parts else "reward_source.py"
+        keep_copy(what, file, None if self._log_path is None else self._log_path.with_name(copy))
 
 
 def chosen_rewards(config: RewardConfig, prompt: Prompt, where: str = "") -> list[str]:

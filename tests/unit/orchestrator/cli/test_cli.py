@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
+import json
 import os
 import re
 import shlex
@@ -264,6 +265,44 @@ def test_resume_goes_on_with_the_options_of_the_run(old_run: Path, monkeypatch: 
     expected = load_run_config([*READY[1:], "run.seed=7", "model.hf_config.rope_theta=5.0", *words])
     assert replace(config, run=replace(config.run, resume=None)) == expected
     assert config.run.resume == str(old_run)
+
+
+def test_resume_works_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Relative paths of the options are from where the run was started; a word of the command names what is here."""
+    began, here = tmp_path / "began", tmp_path / "here"
+    for folder in (began, here):
+        folder.mkdir()
+    row = json.dumps({"prompt": "a", "answer": "a"}) + "\n"
+    (began / "prompts.jsonl").write_text(row)
+    (began / "reward.py").write_text("def score(prompt, response, fields):\n    return 0.5\n")
+    (here / "other.jsonl").write_text(row)
+    monkeypatch.chdir(began)
+    opened: list[RunFolder] = []
+
+    def run(config: Any, words: list[str], folder: RunFolder) -> None:
+        opened.append(folder)
+        write_description(folder, config, words)
+        (folder.checkpoints / "step-000003").parent.mkdir(exist_ok=True)
+        store = CheckpointStore(folder.checkpoints, keep=2, options=fingerprint(config))
+        store.finish(store.begin(3), RunState(3, 3, {"epoch": 0}, {}, BufferState(3)))
+
+    fake_run(monkeypatch, run)
+    own = ["data.path=prompts.jsonl", "data.eval_path=prompts.jsonl", "reward.kind=reward.py:score"]
+    assert main([*READY, "reward=exact_match", *own]) == 0
+    calls: list[Any] = []
+    fake_run(monkeypatch, lambda config, words, folder: calls.append((config, folder)))
+    monkeypatch.chdir(here)
+    assert main(["resume", str(opened[0].root), "data.eval_path=other.jsonl"]) == 0
+    assert f"relative paths of the run's options start at {began}" in capsys.readouterr().err
+    ((config, folder),) = calls
+    assert (config.data.path, config.data.eval_path, Path.cwd()) == ("prompts.jsonl", str(here / "other.jsonl"), began)
+    assert folder.root == opened[0].root
+    (began / "reward.py").unlink()
+    monkeypatch.chdir(here)
+    assert main(["resume", str(opened[0].root)]) == 2
+    assert f"there is no file {began / 'reward.py'}" in capsys.readouterr().err
 
 
 def test_resume_without_starting_says_what_it_would_do(

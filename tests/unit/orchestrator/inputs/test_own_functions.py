@@ -138,4 +138,11 @@ def test_their_files_are_kept_with_their_hashes(path: Path, tmp_path: Path, capl
     assert (tmp_path / "run" / "loss_source.py").read_text() == OWN
     assert "def whitened(" in (tmp_path / "run" / "advantage_source.py").read_text()
     assert hashlib.sha256(OWN.encode()).hexdigest() in caplog.text
+    path.write_text(OWN + "# mended\n")
+    keep_sources(RunFolder(tmp_path / "run"), replace(config, algorithm=own))
+    assert (tmp_path / "run" / "loss_source.1.py").read_text() == OWN, "the one before is kept"
+    assert (tmp_path / "run" / "loss_source.py").read_text() == OWN + "# mended\n"
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    (line,) = said
+    assert line.startswith(f"resumed with another content of {path} (algorithm.loss={path}:centred); ")
     assert source_of("no_such_module_at_all.inside:f") is None

@@ -18,7 +18,7 @@ from orchestrator.environment import resolve_device
 from orchestrator.errors import PreflightError
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from orchestrator.inputs.model_files import check_checkpoint_files
-from orchestrator.inputs.preflight import check_evaluation, check_routes, run_preflight
+from orchestrator.inputs.preflight import check_evaluation, check_initial_adapter, check_routes, run_preflight
 from orchestrator.machine import Machine
 from trainer.architecture.families import read_config
 from weight_sync.disk.safetensors_files import INDEX_NAME, read_header
@@ -322,3 +322,15 @@ def test_the_figure_that_chooses_the_best_checkpoint_is_one_of_the_runs() -> Non
     wrong = load_run_config([*words, "run.keep_best=eval/hard/pass_at_2"])
     with pytest.raises(ConfigError, match=r"pass_at_2 is no figure of this run's evaluations. Did you mean eval/hard"):
         check_evaluation(wrong)
+
+
+def test_an_adapter_to_start_from_is_needed_again_for_a_reference_alone() -> None:
+    words = ["experiment=quickstart", "trainer.lora.init_from=gone"]
+    resumed = ["run.resume=runs/latest", *words]
+    assert "is not read again" in check_initial_adapter(load_run_config(resumed)).finding
+    assert not load_run_config(resumed).reads_initial_adapter
+    for needs_it in (words, [*resumed, "algorithm.kl_coef=0.1"], [*resumed, "weight_sync.enabled=false"]):
+        config = load_run_config(needs_it)
+        assert config.reads_initial_adapter
+        with pytest.raises(ConfigError, match=r"trainer\.lora\.init_from=gone"):
+            check_initial_adapter(config)

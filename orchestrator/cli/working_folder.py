@@ -1,0 +1,45 @@
+"""Commands that go on from a run's options stand where the run was started: relative paths of them begin there.
+
+Owns: going there, and the words of the command line, whose paths are from where the user stands. Does not own: where
+that is written down (files/run_folder.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from orchestrator.cli.exit import tell
+from orchestrator.files.run_folder import RunFolder, working_folder
+
+_PATH = re.compile(
+    r"(?P<option>\+*(?:model\.path|model\.tokenizer|data\.path|data\.eval_path|data\.eval_sets\.\w+"
+    r"|trainer\.lora\.init_from|reward\.judge\.prompt_file|rollout\.agent|algorithm\.(?:loss|advantage)"
+    r"|reward\.(?:parts\.\w+\.)?kind))=(?P<path>[\w./-]+)(?P<function>:\w+)?"
+)
+"""A word that names a file or a folder of the user's."""
+
+
+def stand_where_it_began(run: RunFolder, overrides: Sequence[str]) -> list[str]:
+    """Change to the run's working folder, and say so. Returns the words; those that name a file that is here name it
+    still.
+    """
+    began, here = working_folder(run), Path.cwd()
+    if began is None or began == here:
+        return list(overrides)
+    if not began.is_dir():
+        tell(f"warning: {began}, where the run was started, is not there: relative paths of its options start here")
+        return list(overrides)
+    words = [_anchored(word, here) for word in overrides]
+    os.chdir(began)
+    tell(f"relative paths of the run's options start at {began}, where it was started")
+    return words
+
+
+def _anchored(word: str, here: Path) -> str:
+    found = _PATH.fullmatch(word)
+    if found is None or not (here / found["path"]).exists():
+        return word
+    return f"{found['option']}='{here / found['path']}{found['function'] or ''}'"
