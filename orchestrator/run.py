@@ -28,7 +28,7 @@ from orchestrator.files.disk_space import naming_a_full_disk
 from orchestrator.files.loggers.logger import open_loggers
 from orchestrator.files.metrics_catalogue import RewardNames, catalogue
 from orchestrator.files.run_checkpoint import CheckpointStore, complete_checkpoints, fingerprint, step_of
-from orchestrator.files.run_folder import RunFolder, changed_options, keep_sources, write_description
+from orchestrator.files.run_folder import RunFolder, changed_options, keep_sources, point_latest, write_description
 from orchestrator.files.run_log import ProgressLine, RunLog
 from orchestrator.files.startup import RUN, Startup
 from orchestrator.files.telemetry import Telemetry
@@ -100,6 +100,7 @@ def run(config: RunConfig, overrides: list[str], folder: RunFolder) -> RunResult
     """
     train = _reinforce if config.algorithm.objective is Objective.policy else _finetune
     with alive(folder.root), RunLog(folder.log) as log:
+        point_latest(folder.root)
         log.say(f"run folder: {folder.root}")
         for option in changed_options(folder, config):
             log.say(f"resumed with another {option}")

@@ -188,7 +188,7 @@ class RunFolder:
 
 
 def open_run_folder(config: RunSection, now: datetime) -> RunFolder:
-    """Create the run's folder, or open the one to resume, and point `latest` at it.
+    """Create the run's folder, or open the one to resume.
 
     Raises:
         ConfigError: the folder to resume does not exist, or run.dir cannot be written.
@@ -199,7 +199,6 @@ def open_run_folder(config: RunSection, now: datetime) -> RunFolder:
             raise ConfigError(f"run.resume={config.resume} is not a folder; give a run folder, e.g. runs/latest")
     else:
         folder = _create(config, now)
-    _point_latest(folder.root)
     return folder
 
 
@@ -349,8 +348,8 @@ def _create(config: RunSection, now: datetime) -> RunFolder:
     raise ConfigError(f"run.dir={config.dir} already holds a hundred runs named {stem}; choose another run.name")
 
 
-def _point_latest(root: Path) -> None:
-    """Atomically point <dir>/latest at the run. A real file or folder of that name is left alone."""
+def point_latest(root: Path) -> None:
+    """Atomically point <dir>/latest at the run, whose lock is held. A real file or folder of that name stays."""
     link = root.parent / "latest"
     if link.exists() and not link.is_symlink():
         return

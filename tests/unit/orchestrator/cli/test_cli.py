@@ -27,7 +27,7 @@ from orchestrator.cli import flags as cli_flags
 from orchestrator.cli.main import main
 from orchestrator.errors import CheckpointError, NoReplicasLeft
 from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint
-from orchestrator.files.run_folder import RunFolder, open_run_folder, write_description
+from orchestrator.files.run_folder import RunFolder, open_run_folder, point_latest, write_description
 from orchestrator.push.push_options import PushOptions
 from weight_sync.errors import WatermarkError
 
@@ -231,6 +231,7 @@ def test_a_run_that_ended_early_says_how_to_go_on(
             (folder.checkpoints / name).mkdir(parents=True)
             (folder.checkpoints / name / "manifest.json").write_text("{}")
         beside = open_run_folder(config.run, datetime.now())  # another run in the same run.dir: `latest` names it
+        point_latest(beside.root)
         (beside.checkpoints / "step-000012").mkdir(parents=True)
         (beside.checkpoints / "step-000012" / "manifest.json").write_text("{}")
         raise error

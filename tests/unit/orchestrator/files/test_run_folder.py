@@ -12,7 +12,13 @@ import yaml
 
 from conf.errors import ConfigError
 from conf.schema import ModelConfig, RunConfig, RunSection
-from orchestrator.files.run_folder import changed_options, follow_latest, open_run_folder, write_description
+from orchestrator.files.run_folder import (
+    changed_options,
+    follow_latest,
+    open_run_folder,
+    point_latest,
+    write_description,
+)
 from orchestrator.fleet.control_folder import alive
 from orchestrator.run import run
 
@@ -25,7 +31,9 @@ def test_folder_is_named_by_run_and_time_and_latest_follows(tmp_path: Path) -> N
     second = open_run_folder(section, NOON)
     assert first.root.name == "demo-20260131-120000"
     assert second.root.name == "demo-20260131-120000-2"
-    assert (tmp_path / "runs" / "latest").resolve() == second.root
+    for folder in (first, second):
+        point_latest(folder.root)
+        assert (tmp_path / "runs" / "latest").resolve() == folder.root
 
 
 def test_resume_opens_the_folder_and_refuses_a_missing_one(tmp_path: Path) -> None:
@@ -33,7 +41,7 @@ def test_resume_opens_the_folder_and_refuses_a_missing_one(tmp_path: Path) -> No
     first = open_run_folder(section, NOON)
     open_run_folder(section, NOON)
     assert open_run_folder(RunSection(dir=str(tmp_path), resume=str(first.root)), NOON) == first
-    assert (tmp_path / "latest").resolve() == first.root
+    point_latest(first.root)
     assert open_run_folder(RunSection(dir=str(tmp_path), resume=str(tmp_path / "latest")), NOON) == first
     with pytest.raises(ConfigError, match=r"run\.resume"):
         open_run_folder(RunSection(resume=str(tmp_path / "absent")), NOON)
@@ -41,10 +49,11 @@ def test_resume_opens_the_folder_and_refuses_a_missing_one(tmp_path: Path) -> No
 
 def test_what_lies_below_latest_stays_the_same_folder_when_the_next_run_starts(tmp_path: Path) -> None:
     first = open_run_folder(RunSection(name="demo", dir=str(tmp_path)), NOON)
+    point_latest(first.root)
     below = {"path": str(tmp_path / "latest" / "merged"), "tokenizer": "characters"}
     config = RunConfig(run=RunSection(dir=str(tmp_path)), model=ModelConfig(**below))
     followed = follow_latest(config)
-    open_run_folder(config.run, NOON)
+    point_latest(open_run_folder(config.run, NOON).root)
     assert followed.model.path == str(first.merged)
     assert followed.model.tokenizer == "characters"
     assert replace(followed, model=config.model) == config
@@ -57,7 +66,7 @@ def test_what_lies_below_latest_stays_the_same_folder_when_the_next_run_starts(t
 
 def test_real_file_called_latest_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("mine")
-    open_run_folder(RunSection(dir=str(tmp_path)), NOON)
+    point_latest(open_run_folder(RunSection(dir=str(tmp_path)), NOON).root)
     assert (tmp_path / "latest").read_text() == "mine"
 
 
@@ -107,6 +116,9 @@ def test_a_run_under_way_keeps_its_description_when_it_is_resumed_again(tmp_path
     write_description(folder, RunConfig(), [])
     before = folder.config.read_text(), folder.environment.read_text()
     again = RunConfig(run=RunSection(dir=str(tmp_path), resume=str(folder.root), seed=7))
+    beside = open_run_folder(RunSection(dir=str(tmp_path)), NOON)
+    point_latest(beside.root)
     with alive(folder.root), pytest.raises(ConfigError, match="is being run by another process"):
         run(again, ["run.seed=7"], folder)
     assert (folder.config.read_text(), folder.environment.read_text()) == before
+    assert (tmp_path / "latest").resolve() == beside.root
