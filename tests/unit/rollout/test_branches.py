@@ -100,3 +100,24 @@ def test_a_group_whose_episodes_all_failed_before_a_token_has_no_age() -> None:
     failed = Rollout([], [], [], "", "stop", failure="raised", seconds=0.1)
     assert Group(PROMPT, [failed, failed], [None, None]).staleness_steps(7) == 0
     assert build_samples([Group(PROMPT, [failed], [None])], AlgorithmConfig(), np.random.default_rng(0)) == []
+
+
+def test_one_response_is_one_sequence_behind_its_prompt() -> None:
+    routes = Routes(np.zeros((4, 1, 1), np.uint8), np.ones(4, bool))
+    (branch,) = branches_of(PROMPT, Rollout([5, 6], [-0.5, -0.25], [3, 4], "t", "stop", routes=routes))
+    assert (branch.token_ids, branch.counts) == ([1, 2, 3, 5, 6], [False] * 3 + [True] * 2)
+    assert (branch.logprobs, branch.policy_versions) == ([0.0] * 3 + [-0.5, -0.25], [3, 4])
+    assert (list(branch.places), branch.routes) == ([0, 1], routes)
+    assert branches_of(PROMPT, Rollout([], [], [], "", "length")) == []
+
+
+def test_the_first_response_of_a_branch_ends_where_the_engine_was_given_more() -> None:
+    """Turn 1 goes on from turn 0, and turn 2 from it, too: in its branch the tokens of turn 0 are context."""
+    turns = (Turn(None, [1], 2), Turn(0, [2], 1), Turn(0, [3], 2))
+    first, second = branches_of(PROMPT, Rollout([5, 6, 7, 8, 9], [-1.0, -2.0, -3.0, -4.0, -5.0], [0] * 5, "", "stop",
+                                               turns=turns))  # fmt: skip
+    assert first.first_response == ([1], [5, 6], [-1.0, -2.0])
+    assert second.first_response == ([1, 5, 6, 3], [8, 9], [-4.0, -5.0])
+    assert (first.token_ids, list(first.places)) == ([1, 5, 6, 2, 7], [0, 1, 2])
+    assert (second.token_ids, list(second.places)) == ([1, 5, 6, 3, 8, 9], [3, 4])
+    assert first.routes is None

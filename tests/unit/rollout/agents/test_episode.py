@@ -156,6 +156,16 @@ async def test_sampled_tokens_add_up_to_the_limit_and_no_further() -> None:
     assert len(table.engine.asked) == 2
 
 
+async def test_the_last_token_is_sampled_too() -> None:
+    table = Table(Limits(max_turns=99, max_tokens=7, max_turn_tokens=4, max_model_len=100))
+    table.say("abc", "abc", "a")
+    for prompt in "xyz":
+        await table.episode.complete(prompt)
+    assert [most for _, _, most in table.engine.asked] == [4, 4, 1]
+    with pytest.raises(LimitReached):
+        await table.episode.complete("x")
+
+
 async def test_requests_at_the_same_time_share_the_limit_and_give_back_what_they_did_not_use() -> None:
     table = Table(Limits(max_turns=99, max_tokens=7, max_turn_tokens=4, max_model_len=100))
     table.engine.gate.clear()

@@ -249,6 +249,21 @@ def test_which_answers_are_those_that_were_given(given: dict[str, Any], is_same:
     assert (one == other) == is_same
 
 
+def test_other_tools_are_told_from_another_conversation_however_long_it_was() -> None:
+    """And tools are the same whatever the order of their keys."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    same = {"function": {"parameters": {}, "name": "f"}, "type": "function"}
+    talk = Conversation("chatml")
+    messages = [{"role": "system", "content": "be brief"}, user("one")]
+    reply, _ = talk.ask(messages, "first<|im_end|>", [tool])
+    messages = [*messages, reply, user("two")]
+    assert _digests([user("one")], [tool]) == _digests([user("one")], [same])
+    assert talk.ask(messages, "a<|im_end|>", [tool])[1] == CONTINUED
+    assert talk.ask(messages, "b<|im_end|>", [])[1] == TOOLS
+    assert talk.ask([user("elsewhere"), user("two")], "c<|im_end|>", [])[1] == NEW
+    assert talk.parents == [None, 0, None, None]
+
+
 def test_other_blanks_of_a_user_are_another_message() -> None:
     one, other = (_digests([user(text)], ())[-1] for text in ("one", "one "))
     assert one != other

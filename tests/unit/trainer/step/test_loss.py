@@ -116,6 +116,9 @@ def test_kl_in_the_reward_is_measured_and_has_no_gradient():
         result, grad = run(AlgorithmConfig(**shared), [-2.0], [-2.0], [0.0], ref=[-2.0 + LN(2)])
         assert result.sums["kl/ref_k3_sum"].item() == pytest.approx(1 - LN(2))
         assert grad != [0.0], "in the loss it has"
+        # x = log pi - log ref = -ln 2
+        value = {KlEstimator.k1: -LN(2), KlEstimator.k2: LN(2) ** 2 / 2, KlEstimator.k3: 1 - LN(2)}[estimator]
+        assert result.loss.item() == pytest.approx(0.5 * value)
     plain, _ = run(AlgorithmConfig(kl_coef=0.0), [-2.0], [-2.0], [1.0], ref=[-1.0])
     assert plain.sums["kl/ref_k3_sum"].item() == 0.0
 

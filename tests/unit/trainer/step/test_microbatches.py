@@ -210,7 +210,11 @@ def test_collate_leaves_the_choice_to_the_trainer_where_a_sample_has_no_routes()
 def test_collate_of_nothing_is_one_dummy_token_that_does_not_count():
     micro = collate([], policy_version=0)
     assert micro.token_ids.tolist() == [0] and micro.cu_seqlens.tolist() == [0, 1]
-    assert len(micro.targets) == 0
+    assert micro.positions.tolist() == [0]
+    known = {field.name: getattr(micro, field.name) for field in fields(Microbatch)}
+    sizes = {name: len(array) for name, array in known.items() if array is not None}
+    assert sizes == dict.fromkeys(sizes, 0) | {"token_ids": 1, "positions": 1, "cu_seqlens": 2}
+    assert known.keys() - sizes.keys() == {"routed_experts", "has_route", "old_logprobs", "ref_logprobs"}
 
 
 def test_collate_refuses_what_cannot_be_trained():

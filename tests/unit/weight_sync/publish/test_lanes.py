@@ -290,7 +290,7 @@ def test_no_write_begins_while_a_failed_one_is_closed() -> None:
         with door.writing():
             has_entered.set()
 
-    writer = threading.Thread(target=write)
+    writer = threading.Thread(target=write, daemon=True)
     with door.alone():
         writer.start()
         assert not has_entered.wait(timeout=0.2)
@@ -444,7 +444,7 @@ def test_a_lane_that_fails_wakes_packing_which_waits_for_a_slot(monkeypatch: pyt
         ended.set()
 
     threading.Thread(target=run, daemon=True).start()
-    assert ended.wait(timeout=60), "packing waits for ever"
+    assert ended.wait(timeout=20), "packing waits for ever"
     assert takes, "it had to wait"
 
 
@@ -507,6 +507,40 @@ def test_the_door_counts_the_seconds_in_which_anybody_writes(monkeypatch: pytest
     assert door.busy_s == 1 + 2 + 4 + 16
 
 
+def test_waits_say_how_long_they_last(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """For a slot, and for the end of the writes under way; each goes on when there is something."""
+    monkeypatch.setattr(lanes, "WAIT_LOG_S", 0.01)
+    free, door = FreeSlots({}), Door()
+
+    def said(num_times: int) -> None:
+        for _ in range(10_000):
+            if len(caplog.messages) >= num_times:
+                return
+            time.sleep(0.001)
+        raise AssertionError("nothing is said")
+
+    taken: list[int | None] = []
+    taker = threading.Thread(target=lambda: taken.append(free.take({(0, 1): 2.5})), daemon=True)
+    taker.start()
+    said(2)
+    free.give_back(1)
+    taker.join(timeout=20)
+    assert taken == [1]
+    assert "writes so far: {(0, 1): 2.5} s" in caplog.text
+    caplog.clear()
+
+    def close() -> None:
+        with door.alone():
+            pass
+
+    closer = threading.Thread(target=close, daemon=True)
+    with door.writing():
+        closer.start()
+        said(2)
+    closer.join(timeout=20)
+    assert not closer.is_alive() and "1 still running" in caplog.text
+
+
 def test_closing_waits_for_every_write_under_way() -> None:
     door, closed = Door(), threading.Event()
 
@@ -516,10 +550,10 @@ def test_closing_waits_for_every_write_under_way() -> None:
 
     with door.writing():
         with door.writing():
-            closer = threading.Thread(target=close)
+            closer = threading.Thread(target=close, daemon=True)
             closer.start()
         assert not closed.wait(timeout=0.1)
-    assert closed.wait(timeout=60)
+    assert closed.wait(timeout=20)
     closer.join()
     with door.writing():
         pass

@@ -59,9 +59,11 @@ class World:
 @pytest.fixture
 def world() -> Iterator[World]:
     made = World(2)
-    made.connect()
-    yield made
-    made.close()
+    try:
+        made.connect()
+        yield made
+    finally:
+        made.close()
 
 
 def committed(report: PublishReport) -> list[bool]:

@@ -281,6 +281,23 @@ def test_a_link_that_cannot_be_closed_is_tried_again(make) -> None:
     assert sorted(link.closed) == world.sessions(0), "and once"
 
 
+def test_a_publisher_that_met_somebody_else_in_vain_publishes_to_nobody(make) -> None:
+    world = make()
+    world.raises(ReplicaError, "gone", lambda publisher: publisher.connect(["tcp://127.0.0.1:9"]))
+    world.raises(ProtocolError, r"publish\(\) before connect\(\)", lambda publisher: publisher.publish(0))
+    world.connect()
+    assert committed(world.publish(0)) == [True, True]
+
+
+def test_nothing_of_a_publisher_is_left_at_its_end(make) -> None:
+    world = make()
+    world.publish(0)
+    for publisher in world.publishers:
+        publisher.close()
+        publisher.close()
+    assert [link.registered for link in world.links] == [[], []]
+
+
 def test_a_plan_is_kept_for_the_same_layouts_and_made_anew_for_others(make) -> None:
     world = make()
     world.room.calls.clear()

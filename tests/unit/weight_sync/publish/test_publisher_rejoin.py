@@ -29,7 +29,11 @@ class World:
             DictSource(0, num_ranks=1), self.transport, rank=0, world_size=1, group=None,
             config=WeightSyncConfig(watermark_bytes=1 << 16, timeout_s=10.0, publish_waves=num_waves), key=KEY,
         )  # fmt: skip
-        self.publisher.connect([endpoint.address for endpoint in self.endpoints])
+        try:
+            self.publisher.connect([endpoint.address for endpoint in self.endpoints])
+        except BaseException:
+            self.close()
+            raise
 
     def engine(self) -> PlainEngine:
         return PlainEngine([MemoryTransport(self.fabric) for _ in range(2)])
