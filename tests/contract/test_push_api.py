@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -165,20 +164,3 @@ def test_tensors_that_cannot_be_sent_are_named() -> None:
         register_tensors({"w": torch.zeros(2, 3).t()})
     with pytest.raises(ConfigError, match=r"w: \(3, 2\) at \(2, 0\) is not inside \(4, 2\)"):
         register_tensors({"w": Part(torch.zeros(3, 2), (2, 0), (4, 2))})
-
-
-def test_the_examples_of_the_documentation_run(replicas: list[Replica], tmp_path: Path) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "push.md").read_text()
-    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(examples) == 2
-    save_file(checkpoint(2), tmp_path / "model.safetensors")
-    names = {
-        "my_model": checkpoint(0),
-        "checkpoint_folder": tmp_path,
-        "engines": [replica.address for replica in replicas],
-        "key": KEY,
-        "device": "cpu",
-    }
-    for example in examples:
-        exec(compile(example, "docs/push.md", "exec"), names)
-    assert [replica.engine.wrong_params(2) for replica in replicas] == [[], []]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -158,6 +159,21 @@ def test_a_served_engine_holds_what_its_own_loader_makes_of_each_checkpoint(serv
             8 + int.from_bytes(file.read_bytes()[:8], "little") for file in (folder / name).glob("*.safetensors")
         )
         assert held(server.engine) == oracle(folder / name)
+
+
+def test_the_scripts_of_the_page_run_as_they_stand_there(server: Server, folder: Path) -> None:
+    """The first halves the weights twice; the others send the checkpoint, the second one from two ranks."""
+    scripts = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "push.md").read_text(), re.DOTALL)
+    assert len(scripts) == 3
+    for script, words in zip(scripts, ([], ["-m", "torch.distributed.run", "--nproc-per-node", "2"], []), strict=True):
+        text = script.replace("/models/Qwen3-30B-A3B", str(folder / "one"))
+        (folder / "script.py").write_text(text.replace("http://127.0.0.1:8000", server.engine.url))
+        done = subprocess.run(
+            [sys.executable, *words, str(folder / "script.py")],
+            cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr + server.log.read_text()[-3000:]
+        assert (held(server.engine) == oracle(folder / "one")) == (script is not scripts[0])
 
 
 def test_an_update_that_fails_leaves_the_engine_paused_and_another_one_repairs_it(server: Server, folder: Path) -> None:
