@@ -91,15 +91,17 @@ class PromptReader:
         if key not in row:
             raise DataError(f"{where}: no column {key!r} (data.prompt_key); the columns are {listed(row)}")
         value: Any = row[key]
+        used = {name: column for name, column in row.items() if not (self.is_for_agent and name == TOOLS)}
         messages = None
         if isinstance(value, str):
-            if not self.is_for_agent:
+            if self.is_for_agent:
+                chat_of([], used, {}, where)
+            else:
                 check_no_chat_columns(row, where)
             text = value
             is_empty = not value.strip()
         elif isinstance(value, list) and value:
             messages = messages_in(value, f"{where}: column {key!r}")
-            used = {name: column for name, column in row.items() if not (self.is_for_agent and name == TOOLS)}
             chat = chat_of(messages, used, self.template_options, where)
             text = rendered(self.encoder, chat, where, is_open=True)
             is_empty = not any(message["content"] for message in messages)

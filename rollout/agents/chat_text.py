@@ -15,6 +15,8 @@ from typing import Any
 
 from rollout.agents.tool_calls import ToolCallParser
 from rollout.chat_template import ChatTemplate
+from rollout.errors import DataError
+from rollout.messages import Chat
 from rollout.plain_text import encode_text, load_tokenizer
 
 
@@ -32,10 +34,6 @@ class Reply:
         if self.tool_calls:
             return message | {"tool_calls": self.tool_calls}
         return message | {"content": self.content}
-
-
-class ToolsRefused(Exception):
-    """A request has tools, and the model would not see them, or the agent not its calls."""
 
 
 class FolderChatText:
@@ -64,37 +62,34 @@ class FolderChatText:
             key=len,
             reverse=True,
         )
-        self._writes_tools = False
-        """Whether the template is known to write a request's tools."""
         self._parser = None if tool_parser is None else ToolCallParser(tool_parser, self._template.tokenizer)
 
     def load(self) -> None:
         """Load what render() needs. Without this, its first call does."""
         self._template.load()
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
-        """The template's text, and what precedes an answer."""
-        return self._template.render(messages, is_open=True, tools=tools)
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The template's text, and what precedes an answer. `options`: further variables of the template."""
+        return self._template.render(messages, is_open=True, tools=tools, options=options)
 
-    def check_tools(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse tools that the model would not see, or whose calls the agent would not.
+    def check(self, chat: Chat) -> None:
+        """Refuse tools and options that the model would not see, and tools whose calls the agent would not.
 
         Raises:
-            ToolsRefused: There is no parser, or the template writes no tools.
+            DataError: There is no parser, or the template does not write or read them.
             Exception: The template refuses the messages.
         """
-        if tools and self._parser is None:
-            raise ToolsRefused(
+        if chat.tools and self._parser is None:
+            raise DataError(
                 "tools: rollout.episodes.tool_parser is null, so that no call would be found in what the model says; "
                 "give the parser of the model's family, such as hermes"
             )
-        if tools and not self._writes_tools:
-            if self.render(messages, tools) == self.render(messages, ()):
-                raise ToolsRefused(
-                    "tools: the model's chat template writes none, so that the model would not see them; give "
-                    "model.tokenizer=FOLDER with a template that does, or write them into a message"
-                )
-            self._writes_tools = True
+        self._template.check(chat)
 
     def encode(self, text: str) -> list[int]:
         """Token ids; nothing is added."""

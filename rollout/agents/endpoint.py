@@ -24,11 +24,10 @@ from typing import Any
 
 from aiohttp import web
 
-from rollout.agents.chat_text import ToolsRefused
 from rollout.agents.episode import MODEL, Answer, EngineFailed, Episode, EpisodeOver, LimitReached
 from rollout.agents.request_fields import FIXED, FieldRefused, check_fields
 from rollout.errors import DataError
-from rollout.messages import text_messages
+from rollout.messages import TEMPLATE_OPTIONS, template_options, text_messages
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +115,7 @@ class Endpoint:
             return _error(500, str(e), "engine_failed")
         except web.HTTPException:
             raise
-        except (BadRequest, ToolsRefused) as e:
+        except (BadRequest, DataError) as e:
             return _error(400, str(e), "invalid_request")
         except FieldRefused as e:
             return _error(400, str(e), "invalid_request", param=e.name)
@@ -132,8 +131,9 @@ class Endpoint:
         max_tokens = _number(body, "max_completion_tokens", 1) or _number(body, "max_tokens", 1)
         if is_chat:
             messages, tools = _messages_of(body), _tools_of(body)
-            episode.check_tools(messages, tools)
-            calls = [episode.chat(messages, tools, max_tokens=max_tokens) for _ in range(num)]
+            options = template_options(body.get(TEMPLATE_OPTIONS))
+            episode.check(messages, tools, options)
+            calls = [episode.chat(messages, tools, options=options, max_tokens=max_tokens) for _ in range(num)]
         else:
             prompt = _prompt_of(body)
             calls = [episode.complete(prompt, max_tokens=max_tokens) for _ in range(num)]

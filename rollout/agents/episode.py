@@ -19,6 +19,7 @@ from typing import Any
 from rollout.agents.chat_text import FolderChatText, Reply
 from rollout.agents.failures import TOKENS, TURNS
 from rollout.agents.token_tree import Planned, TokenTree
+from rollout.messages import Chat
 
 MAX_CHARACTERS_PER_TOKEN = 64
 """A conversation with more characters per allowed token is refused without being tokenized."""
@@ -98,9 +99,18 @@ class Episode:
     Args:
         number: The controller's number of it.
         key: What its requests are authenticated with.
+        template_options: Variables of the chat template, for requests that do not give them.
     """
 
-    def __init__(self, number: int, key: str, chat: FolderChatText, limits: Limits, generate: Generate) -> None:
+    def __init__(
+        self,
+        number: int,
+        key: str,
+        chat: FolderChatText,
+        limits: Limits,
+        generate: Generate,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> None:
         self.number = number
         self.key = key
         self.turns: list[TurnRecord] = []
@@ -114,6 +124,7 @@ class Episode:
         self._chat = chat
         self._limits = limits
         self._generate = generate
+        self._template_options = template_options or {}
         self._tree = TokenTree(chat)
         self._num_turns = 0
         self._num_tokens = 0
@@ -125,6 +136,7 @@ class Episode:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         *,
+        options: Mapping[str, Any] | None = None,
         max_tokens: int | None = None,
     ) -> Answer:
         """One turn of a conversation.
@@ -136,11 +148,17 @@ class Episode:
             Exception: The template refuses the messages.
         """
         self._check_size(sum(len(str(value)) for message in messages for value in message.values()))
-        return await self._turn(self._tree.plan(messages, tools), max_tokens, tools, is_chat=True)
+        planned = self._tree.plan(messages, tools, {**self._template_options, **(options or {})})
+        return await self._turn(planned, max_tokens, tools, is_chat=True)
 
-    def check_tools(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse tools that would have no effect. Raises: as FolderChatText.check_tools()."""
-        self._chat.check_tools(messages, tools)
+    def check(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+    ) -> None:
+        """Refuse tools and template options that would have no effect. Raises: as FolderChatText.check()."""
+        self._chat.check(Chat(messages, tools, {**self._template_options, **options}))
 
     async def complete(self, prompt: str | Sequence[int], *, max_tokens: int | None = None) -> Answer:
         """One turn after a plain prompt. Raises: as chat()."""

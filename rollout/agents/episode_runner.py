@@ -36,6 +36,7 @@ from rollout.agents.service_options import ServiceOptions
 from rollout.branches import context_of
 from rollout.ends import end_token_ids
 from rollout.errors import AgentError, EngineDied
+from rollout.messages import TEMPLATE_OPTIONS, template_options
 from rollout.types import Prompt, Rollout, Routes, Turn
 
 logger = logging.getLogger(__name__)
@@ -236,7 +237,8 @@ class EpisodeRunner:
         number = next(self._numbers)
         self._open[number] = _Open(prompt, sampling, asyncio.get_running_loop().create_future())
         task = {**prompt.fields, "prompt": prompt.text if prompt.messages is None else prompt.messages}
-        self._send(["episode", number, task])
+        own = template_options(prompt.fields.get(TEMPLATE_OPTIONS))
+        self._send(["episode", number, task, {**self._config.data.chat_template_kwargs, **own}])
         return number
 
     def _send(self, message: Any) -> None:

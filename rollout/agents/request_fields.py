@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 HONOURED = frozenset({"model", "max_tokens", "max_completion_tokens", "n", "logprobs", "stream", "stream_options"})
-HONOURED_OF_CHAT = frozenset({"messages", "tools", "tool_choice"})
+HONOURED_OF_CHAT = frozenset({"messages", "tools", "tool_choice", "chat_template_kwargs"})
 HONOURED_OF_TEXT = frozenset({"prompt"})
 HARMLESS = frozenset(
     {

@@ -11,8 +11,8 @@ controller, the one place that knows which engines serve. Owns: episodes from th
 and their keys. Does not own: a turn (episode.py), the tokens that were sampled (episode_runner.py, in the controller).
 It ends when the controller closes the connection, and so do the agents' processes.
 
-    controller -> options, then ["episode", number, task], ["cancel", number], ["sampled", request, token ids,
-                  log-probabilities, finish reason], ["failed", request, reason]
+    controller -> options, then ["episode", number, task, template options], ["cancel", number], ["sampled",
+                  request, token ids, log-probabilities, finish reason], ["failed", request, reason]
     service    -> ["ready", base URL, source file] or ["refused", reason], then ["generate", request, episode, parent
                   request, token ids, most tokens], ["drop", request], ["told", text for run.log],
                   ["ended", episode, {...}]
@@ -91,8 +91,8 @@ class Service:
         while True:
             message = await self._channel.receive()
             match message:
-                case ["episode", number, task]:
-                    running = self._running[number] = asyncio.create_task(self._run(number, task))
+                case ["episode", number, task, template_options]:
+                    running = self._running[number] = asyncio.create_task(self._run(number, task, template_options))
                     running.add_done_callback(lambda _, number=number: self._running.pop(number, None))
                 case ["cancel", number]:
                     if number in self._running:
@@ -118,10 +118,11 @@ class Service:
         answered = self._requests.get(request)
         return None if answered is None or answered.done() else answered
 
-    async def _run(self, number: int, task: dict[str, Any]) -> None:
+    async def _run(self, number: int, task: dict[str, Any], template_options: dict[str, Any]) -> None:
         """One episode, from its key to the message that tells its end."""
         key = secrets.token_urlsafe(24)
-        episode = Episode(number, key, self._chat, self._limits, partial(self._generate, number))
+        generate = partial(self._generate, number)
+        episode = Episode(number, key, self._chat, self._limits, generate, template_options)
         self._episodes[key] = episode
         limit_s = self._options.timeout_s
         try:

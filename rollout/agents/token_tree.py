@@ -55,7 +55,9 @@ class ChatText(Protocol):
         """Tokens that end a turn, with their texts."""
         ...
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any] | None = None
+    ) -> str:
         """The template's text, and what precedes an answer. Raises what the template raises."""
         ...
 
@@ -120,12 +122,17 @@ class TokenTree:
         """Digests of messages and reply, without the tools."""
         self._went_on_from: set[tuple[int | None, bytes]] = set()
 
-    def plan(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Planned:
+    def plan(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: Mapping[str, Any] | None = None
+    ) -> Planned:
         """Find out what a chat request goes on from, and what is new in it.
+
+        Args:
+            options: Further variables of the template. Where others change the history's text, a branch begins.
 
         Raises: what the template raises.
         """
-        rendered = self._chat.render(messages, tools)
+        rendered = self._chat.render(messages, tools, options)
         digests = _digests(messages, tools)
         plain = _digests(messages, ())
         reason = self._reason_without_parent(messages, plain)

@@ -8,10 +8,12 @@ has the same client in a run with a real engine.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 import openai
 import pytest
@@ -35,6 +37,7 @@ from rollout.agents.request_fields import (
     FieldRefused,
     check_fields,
 )
+from rollout.agents.session import Session, SessionError
 from rollout.agents.tool_calls import ToolCallParser, parser_names
 from rollout.chat_template import ChatTemplate
 from rollout.errors import AgentError
@@ -324,6 +327,39 @@ async def test_tools_that_the_model_or_the_agent_would_not_see_are_refused(
         with pytest.raises(openai.BadRequestError, match=message):
             await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
         await client.chat.completions.create(model="policy", messages=messages)
+    await endpoint.close()
+
+
+async def test_options_of_the_template_are_the_episodes_unless_a_request_gives_them(folder: Path) -> None:
+    """In the text that the model is given; a name that the template does not read is refused."""
+    own = folder.parent / "options"
+    shutil.copytree(folder, own, dirs_exist_ok=True)
+    description = json.loads((own / "tokenizer_config.json").read_text())
+    description["chat_template"] += "{% if enable_thinking %}think: {% endif %}"
+    (own / "tokenizer_config.json").write_text(json.dumps(description))
+    chat = FolderChatText(own, [2])
+    script = Script(chat)
+    limits = Limits(max_turns=6, max_tokens=400, max_turn_tokens=80, max_model_len=2000)
+    episode = Episode(0, "sesame", chat, limits, script.generate, {"enable_thinking": True})
+    endpoint = Endpoint({"sesame": episode}, {"temperature": 1, "top_p": 1})
+    base_url = await endpoint.start("127.0.0.1", 0)
+    async with aiohttp.ClientSession() as client:
+        session = Session(client, base_url, "sesame", "policy")
+        go = [{"role": "user", "content": "go"}]
+        for given in ({}, {"chat_template_kwargs": {"enable_thinking": False}}, {"chat_template_kwargs": None}):
+            script.texts.append("a<eos>")
+            await session.chat(go, **given)
+        closed = "<bos>user: go\nassistant: "
+        assert [text for _, text in script.given] == [closed + "think: ", closed, closed + "think: "]
+        for refused, message in (
+            ({"enable_thought": True}, "chat_template_kwargs.enable_thought: .* it reads enable_thinking"),
+            ({"messages": []}, "chat_template_kwargs.messages: "),
+            ([1], "chat_template_kwargs must be an object"),
+        ):
+            with pytest.raises(SessionError, match=message):
+                await session.chat(go, chat_template_kwargs=refused)
+        with pytest.raises(SessionError, match=r"chat_template_kwargs=.* is not supported"):
+            await session.complete("go", chat_template_kwargs={"enable_thinking": False})
     await endpoint.close()
 
 

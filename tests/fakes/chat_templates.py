@@ -112,9 +112,16 @@ class FakeChatText:
         ends = [self.end, *([SAMPLED_END] if name == "gpt_oss" else [])]
         self.stop_texts = {self._id(end): end for end in ends if end}
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
         parsed = [_with_objects(message) for message in messages]
-        return self._template.render(messages=parsed, tools=list(tools) or None, add_generation_prompt=True)
+        return self._template.render(
+            messages=parsed, tools=list(tools) or None, add_generation_prompt=True, **(options or {})
+        )
 
     def encode(self, text: str) -> list[int]:
         token_ids: list[int] = []
