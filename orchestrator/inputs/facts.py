@@ -13,3 +13,5 @@ class Fact:
     finding: str
     is_warning: bool = False
     """Allowed, and seldom what was meant: said at the start of a run, too."""
+    also: tuple[Fact, ...] = ()
+    """What the same check found beside it."""

@@ -93,7 +93,8 @@ def run_preflight(config: RunConfig, machine: Machine = HERE) -> PreflightReport
     problems: list[str] = []
     for check in (*OPTION_CHECKS, *(partial(check, machine=machine) for check in MACHINE_CHECKS)):
         try:
-            facts.append(check(config))
+            fact = check(config)
+            facts += [fact, *fact.also]
         except SlipstreamError as error:
             problems.append(str(error))
     if problems:
@@ -248,6 +249,21 @@ def check_routes(config: RunConfig) -> Fact:
     )
 
 
+def check_training(config: RunConfig) -> Fact:
+    """What a step trains, and of how much."""
+    run, trainer, algorithm = config.run, config.trainer, config.algorithm
+    if run.num_steps == 0:
+        return Fact("training", "none: run.num_steps=0")
+    lora = trainer.lora
+    what = "all weights" if trainer.mode is TrainMode.full else f"LoRA rank {lora.rank}, alpha {lora.alpha:g}"
+    if algorithm.objective is Objective.policy:
+        groups, size = algorithm.groups_per_step, algorithm.group_size
+        step = f"{groups} prompts x {size} responses = {groups * size} responses a step"
+    else:
+        step = f"{algorithm.sequences_per_step} rows a step"
+    return Fact("training", f"{what}, lr {trainer.optim.lr:g}, {step}, {run.num_steps} steps")
+
+
 def check_reward_loads(config: RunConfig) -> Fact:
     """The reward can be set up; tried in a process of its own, as in the run."""
     if config.algorithm.objective is not Objective.policy:
@@ -370,6 +386,7 @@ OPTION_CHECKS = (
     check_initial_adapter,
     check_tokenizer,
     check_data,
+    check_training,
     check_sampling,
     check_evaluation,
     check_routes,

@@ -37,12 +37,16 @@ from orchestrator.inputs.conversations import ConversationEncoder, ConversationR
 from orchestrator.inputs.facts import Fact
 from orchestrator.inputs.model_folder import prepare_model, resolve_hf_config
 from orchestrator.inputs.preferences import PreferenceReader
-from orchestrator.inputs.text_encoder import TextEncoder, has_chat_template, tokenizer_folder
+from orchestrator.inputs.shown_row import shown_row, thoughts_not_given
+from orchestrator.inputs.text_encoder import TextEncoder
 from rollout.errors import DataError
 from rollout.messages import Chat
 from rollout.rewards.judge_prompt import columns_needed
 from rollout.rewards.runner import chosen_rewards
 from rollout.types import Prompt
+
+RENDERED_ROWS = 256
+"""Rows of each source that go through the chat template before a run starts. The run itself reads all rows so."""
 
 
 class PromptRows:
@@ -124,7 +128,8 @@ def _middling(floor: float, prompts: Sequence[Prompt], seed: int) -> Stream[Prom
 
 def check_data(config: RunConfig) -> Fact:
     """Every row of all sources can be read and is short enough; prompts have the column that the reward reads. With
-    data.stream only the first rows of the training sources are read.
+    data.stream only the first rows of the training sources are read. The first RENDERED_ROWS of each source go through
+    the chat template, as in the run.
     """
     objective = config.algorithm.objective
     subject = {Objective.policy: "prompts", Objective.sft: "conversations", Objective.dpo: "pairs"}[objective]
@@ -134,25 +139,45 @@ def check_data(config: RunConfig) -> Fact:
         return Fact(subject, "not read")  # other checks report what is wrong with the model or the tokenizer
     check_ends(config, encoder.ends)
     if config.data.chat_template_kwargs:
-        encoder.check_options(config.data.chat_template_kwargs, "data.chat_template_kwargs")
-    data, warning = config.data, ""
+        encoder.exact.check_options(config.data.chat_template_kwargs, "data.chat_template_kwargs")
+    data, warnings, seen = config.data, list[str](), list[tuple[str, Prompt | Lesson]]()
     if objective is not Objective.policy:
         vocab_size = int(resolve_hf_config(config.model)["vocab_size"])
-        read = lesson_reader(
-            config, encoder, lambda where, token_ids: check_vocabulary(config, vocab_size, where, token_ids)
+        check = partial(check_vocabulary, config, vocab_size)
+        read = _rendering_the_first(
+            lesson_reader(config, encoder.exact, check), lesson_reader(config, encoder, check), seen
         )
         training = [str(training_items(data, index, read)) for index in range(len(data.training_sources))]
         held_out = held_out_items(data, read)
+        warnings += thoughts_not_given([lesson for _, lesson in seen])
     else:
-        rows = PromptRows(config, encoder)
-        prompts = [training_items(data, index, rows.read) for index in range(len(data.training_sources))]
-        training, held_out = [str(items) for items in prompts], held_out_items(data, rows.read)
-        warning = _answers_out_of_reach(config, [prompt for items in prompts for prompt in items.found], encoder)
+        of_prompts, quick_ones = (PromptRows(config, one) for one in (encoder.exact, encoder))
+        read = _rendering_the_first(of_prompts.read, quick_ones.read, seen)
+        prompts = [training_items(data, index, read) for index in range(len(data.training_sources))]
+        training, held_out = [str(items) for items in prompts], held_out_items(data, read)
+        found = [prompt for items in prompts for prompt in items.found]
+        warnings += _answers_out_of_reach(config, found, encoder)
     what = "the first " if data.stream else ""
     parts = [f"{what}{items} in {source}" for items, source in zip(training, data.training_sources, strict=True)]
     for name, source in data.held_out_sources.items():
         parts.append(f"held-out {held_out[name]} in {source}")
-    return Fact(subject, f"{', '.join(parts)}{warning}", is_warning=bool(warning))
+    bound = f"; the chat template was tried on the first {RENDERED_ROWS} rows of each" if encoder.has_estimated else ""
+    shown = (Fact(f"first {subject[:-1]}", f"{seen[0][0]}, {shown_row(seen[0][1], encoder.exact)}"),) if seen else ()
+    finding = "; ".join([", ".join(parts) + bound, *warnings])
+    return Fact(subject, finding, is_warning=bool(warnings), also=shown)
+
+
+def _rendering_the_first(exact: Read[Any], quick: Read[Any], seen: list[tuple[str, Any]]) -> Read[Any]:
+    """Reads the first RENDERED_ROWS of a source as the run will, and notes them with their places; others quickly."""
+
+    def read(row: Row, number: int) -> Any:
+        if row.after.num_rows > RENDERED_ROWS:
+            return quick(row, number)
+        item = exact(row, number)
+        seen.append((row.where, item))
+        return item
+
+    return read
 
 
 def first_prompts(config: RunConfig, *, most_rows: int) -> list[Prompt]:
@@ -198,11 +223,11 @@ def lesson_reader(
     return ConversationReader(config.data, encoder, check).read
 
 
-def _answers_out_of_reach(config: RunConfig, prompts: Sequence[Prompt], encoder: RowEncoder) -> str:
+def _answers_out_of_reach(config: RunConfig, prompts: Sequence[Prompt], encoder: RowEncoder) -> list[str]:
     """What to say of answers that no response can equal, being longer or, without an end of sequence, shorter."""
     sampling = config.rollout.sampling
     if config.reward.parts or config.reward.kind != "exact_match" or config.rollout.agent is not None:
-        return ""
+        return []
     found: list[tuple[Prompt, int]] = []
     for prompt in prompts:
         answer = str(prompt.fields[config.reward.answer_key]).strip()
@@ -212,17 +237,17 @@ def _answers_out_of_reach(config: RunConfig, prompts: Sequence[Prompt], encoder:
         ):
             found.append((prompt, len(token_ids)))
     if not found:
-        return ""
+        return []
     prompt, num_tokens = found[0]
     row = prompt.prompt_id // len(config.data.training_sources) + 1
     have, cure = "at most", "raise it"
     if not sampling.can_end_early:
         have, cure = "exactly", "set it to that, or set rollout.sampling.stop_at_eos=true, which ends them earlier"
-    return (
-        f"; reward.kind=exact_match can hardly be 1 for {len(found)} of {len(prompts)} rows: responses have {have} "
+    return [
+        f"reward.kind=exact_match can hardly be 1 for {len(found)} of {len(prompts)} rows: responses have {have} "
         f"rollout.sampling.max_tokens={sampling.max_tokens} tokens, and the answer of row {row} has "
         f"{num_tokens if num_tokens <= sampling.max_tokens else 'more'}; {cure}"
-    )
+    ]
 
 
 def check_vocabulary(config: RunConfig, vocab_size: int, where: str, token_ids: Sequence[int], text: str = "") -> None:
@@ -245,38 +270,35 @@ def check_vocabulary(config: RunConfig, vocab_size: int, where: str, token_ids: 
 
 
 class RowEncoder:
-    """Tokenizes plain text as the run will. Chat messages are joined instead of rendered: their template needs
-    transformers, which take seconds to load; the run counts their tokens exactly before it starts Ray.
+    """Tokenizes plain text as the run will. Chat messages are joined instead of rendered: templates take time with many
+    rows. `exact` renders them, as long as this object lives; the run renders all.
     """
 
     def __init__(self, config: RunConfig) -> None:
         model = config.model
-        self._has_chat_template = model.tokenizer == CHARACTERS or has_chat_template(tokenizer_folder(model))
         folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self._text = TextEncoder(prepare_model(model, folder).folder)
-
-    def check_options(self, options: Mapping[str, Any], name: str) -> None:
-        """As TextEncoder.check_options."""
-        self._require_chat_template()
-        self._text.check_options(options, name)
+        self.has_estimated = False
+        """Whether a chat was joined."""
+        self.exact = TextEncoder(prepare_model(model, folder).folder)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of plain text."""
-        return self._text.encode(text, add_special_tokens)
+        return self.exact.encode(text, add_special_tokens)
 
     @property
     def ends(self) -> Mapping[int, str]:
         """As TextEncoder.ends."""
-        return self._text.ends
+        return self.exact.ends
 
     def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
         """As TextEncoder.encode_with_places."""
-        return self._text.encode_with_places(text, add_special_tokens)
+        return self.exact.encode_with_places(text, add_special_tokens)
 
     def render(self, chat: Chat, *, is_open: bool) -> str:
         """About what the chat template makes of the chat, at least its text. Templates leave out earlier thinking."""
-        self._require_chat_template()
+        self.exact.require_chat_template()
+        self.has_estimated = True
         parts = [json.dumps(chat.tools, default=str)] if chat.tools else []
         for number, message in enumerate(chat.messages, start=1):
             content = str(message["content"] or "")
@@ -286,11 +308,3 @@ class RowEncoder:
                 content = content.rpartition(THOUGHT_ENDS)[2]
             parts.append(f"{message['role']}\n{content}\n")
         return "".join(parts)
-
-    def _require_chat_template(self) -> None:
-        if not self._has_chat_template:
-            raise DataError(
-                "rows are lists of chat messages, and the tokenizer has no chat template (chat_template.jinja, "
-                "or chat_template in tokenizer_config.json); give plain text, or a tokenizer with a template: "
-                "model.tokenizer=FOLDER"
-            )

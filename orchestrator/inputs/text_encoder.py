@@ -8,7 +8,7 @@ transformers.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from conf.errors import ConfigError
 from conf.schema import ModelConfig
 from rollout.chat_template import ChatTemplate
 from rollout.ends import end_token_ids
+from rollout.errors import DataError
 from rollout.messages import Chat
 from rollout.plain_text import TOKENIZER_FILE, encode_text, load_tokenizer
 
@@ -80,6 +81,7 @@ class TextEncoder:
                 f"{folder / TOKENIZER_FILE} is not a tokenizer ({error}); copy the model's own, whole"
             ) from error
         self._template = ChatTemplate(folder)
+        self._has_template = has_chat_template(folder)
         ends = end_token_ids(folder, self._tokenizer)
         self._ends = {token: self._tokenizer.decode([token], skip_special_tokens=False) for token in ends}
 
@@ -96,11 +98,26 @@ class TextEncoder:
         """See encode_text."""
         return encode_text(self._tokenizer, text, add_special_tokens)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text, special tokens included."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def require_chat_template(self) -> None:
+        """Raise DataError unless the tokenizer has a chat template."""
+        if not self._has_template:
+            raise DataError(
+                "rows are lists of chat messages, and the tokenizer has no chat template (chat_template.jinja, "
+                "or chat_template in tokenizer_config.json); give plain text, or a tokenizer with a template: "
+                "model.tokenizer=FOLDER"
+            )
+
     def render(self, chat: Chat, *, is_open: bool) -> str:
         """The chat template's text; `is_open` adds what precedes an assistant's answer. Raises: as the template."""
+        self.require_chat_template()
         self._template.check(chat)
         return self._template.render(chat.messages, is_open=is_open, tools=chat.tools, options=chat.options)
 
     def check_options(self, options: Mapping[str, Any], name: str) -> None:
         """See ChatTemplate.check_options."""
+        self.require_chat_template()
         self._template.check_options(options, name)

@@ -121,6 +121,15 @@ def test_whole_checkpoint_passes_and_is_described(checkpoint: Path) -> None:
     assert not (checkpoint.parent / "runs").exists()
 
 
+def test_a_report_says_what_a_step_trains_and_shows_the_first_prompt(checkpoint: Path) -> None:
+    words = ["trainer.lora.rank=4", "trainer.lora.alpha=8", "trainer.optim.lr=1e-4", "algorithm.groups_per_step=3"]
+    report = run_preflight(load_run_config(words_for(checkpoint, *words, "algorithm.group_size=5")))
+    facts = {fact.subject: fact.finding for fact in report.facts}
+    step = "3 prompts x 5 responses = 15 responses a step, 110 steps"
+    assert facts["training"] == f"LoRA rank 4, alpha 8, lr 0.0001, {step}"
+    assert facts["first prompt"].endswith("letters_train.jsonl:1, 5 tokens: '<bos>6d8='")
+
+
 def test_rules_about_the_architecture_hold_for_a_checkpoint_too(checkpoint: Path) -> None:
     words = words_for(checkpoint, "trainer.num_ranks=16", "trainer.ep_size=16")
     with pytest.raises(PreflightError, match=r"trainer\.ep_size=16 is more than the model's 8 experts.*1, 2, 4, 8"):

@@ -6,15 +6,17 @@ import json
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conf.errors import ConfigError
 from conf.load import load_run_config
+from conf.schema import RunConfig
 from orchestrator.data.curriculum import Middling
 from orchestrator.data.streams import Mixed, Shuffled, Streamed
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from orchestrator.inputs.prompt_rows import PromptRows, RowEncoder, check_data, check_ends
+from orchestrator.inputs.prompt_rows import RENDERED_ROWS, PromptRows, RowEncoder, check_data, check_ends
 from rollout.errors import DataError
 
 
@@ -170,3 +172,83 @@ def test_numbers_are_answers(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({"prompt": "1a=", "target": {"text": one}}) + "\n" for one in answers))
     prompts = rows_of(f"data.path={path}", "reward=exact_match").training()
     assert [prompt.fields["answer"] for prompt in prompts] == answers
+
+
+REFUSES = "{% if messages[0].content == 'no' %}{{ raise_exception('not so') }}{% endif %}"
+THINKS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]<think>{{ effort }}{% endif %}"
+)
+
+
+def chats(folder: Path, template: str, rows: list[dict[str, Any]], *words: str) -> RunConfig:
+    """A run of the quick start whose tokenizer has this template, on these rows."""
+    tokenizer = folder / "tokenizer"
+    tokenizer.mkdir()
+    save_character_tokenizer(tokenizer, vocab_size=64)
+    described = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(described | {"chat_template": template}))
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["data=files", f"data.path={folder}/a.jsonl", f"model.tokenizer={tokenizer}"]
+    first = "experiment=sft_quickstart" if "messages" in rows[0] else "experiment=quickstart"
+    return load_run_config([first, *data, *words])
+
+
+def says(text: str, answer: str = "") -> dict[str, Any]:
+    asked = [{"role": "user", "content": text}]
+    return {"messages": [*asked, {"role": "assistant", "content": answer}]} if answer else {"prompt": asked}
+
+
+def test_the_first_rows_of_each_source_are_rendered_before_a_run(tmp_path: Path) -> None:
+    template = REFUSES + THINKS
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    config = chats(tmp_path / "one", template, [says("yes")] * (RENDERED_ROWS - 1) + [says("no")])
+    with pytest.raises(DataError, match=rf"a\.jsonl:{RENDERED_ROWS}: .* chat template refuses the messages: not so"):
+        check_data(config)
+    config = chats(tmp_path / "two", template, [says("yes")] * RENDERED_ROWS + [says("no")])
+    fact = check_data(config)
+    assert fact.finding.endswith(f"a.jsonl; the chat template was tried on the first {RENDERED_ROWS} rows of each")
+    assert not fact.is_warning
+    (shown,) = fact.also
+    assert shown.subject == "first prompt"
+    assert shown.finding.endswith("a.jsonl:1, 27 tokens: '[user]yes[assistant]<think>'")
+
+
+def test_rows_that_are_held_out_are_rendered_too(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text(json.dumps(says("no")))
+    config = chats(tmp_path, REFUSES + THINKS, [says("yes")], f"data.eval_path={tmp_path}/b.jsonl")
+    with pytest.raises(DataError, match=r"b\.jsonl:1: .* chat template refuses the messages: not so"):
+        check_data(config)
+
+
+def test_what_a_row_teaches_is_shown_and_answers_without_a_thought_are_told(tmp_path: Path) -> None:
+    """The model is given [assistant]<think>, and the answers begin behind [assistant]."""
+    fact = check_data(chats(tmp_path, THINKS, [says("a", "b"), says("c", "<think>hm</think>d")]))
+    assert "1 of the first 2 rows have answers without '<think>'" in fact.finding
+    assert fact.is_warning
+    (shown,) = fact.also
+    assert shown.subject == "first conversation"
+    assert shown.finding.endswith("a.jsonl:1, 20 tokens (2 taught): '[user]a[assistant]>>>b<eos><<<'")
+
+
+def test_a_pair_is_shown_with_both_answers(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": "1a=", "chosen": "a", "rejected": "bb"}))
+    words = ["experiment=sft_quickstart", "algorithm=dpo", "data=files", f"data.path={path}"]
+    (shown,) = check_data(load_run_config(words)).also
+    assert shown.finding == (
+        f"{path}:1, chosen 6 tokens (2 taught): '<bos>1a=>>>a<eos><<<', "
+        "rejected 7 tokens (3 taught): '<bos>1a=>>>bb<eos><<<'"
+    )
+
+
+def test_options_of_the_template_are_checked_and_used_before_a_run(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    config = chats(tmp_path / "one", THINKS, [says("yes")], "data.chat_template_kwargs.effort=low")
+    (shown,) = check_data(config).also
+    assert shown.finding.endswith("'[user]yes[assistant]<think>low'")
+    (tmp_path / "two").mkdir()
+    config = chats(tmp_path / "two", THINKS, [says("yes")], "data.chat_template_kwargs.efort=low")
+    with pytest.raises(DataError, match=r"^data\.chat_template_kwargs\.efort: .* no such option; it reads effort"):
+        check_data(config)

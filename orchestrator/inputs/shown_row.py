@@ -1,0 +1,72 @@
+"""What a check before the start shows of rows as the model will get them: their tokens' text, taught ones marked.
+
+    rows.jsonl:1, 9 tokens (2 taught): '<bos>user: 2 + 2?\\nassistant: >>>4<eos><<<'
+
+Owns: how a row is shown, and what is said of answers without the thinking that a generation prompt begins. Does not own
+the reading of rows (prompt_rows.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Protocol
+
+from orchestrator.inputs.conversations import Conversation, Conversations, Lesson
+from orchestrator.inputs.preferences import Pair
+from rollout.types import Prompt
+
+MAX_SHOWN = 600
+"""Characters of one sequence; of a longer one, beginning and end."""
+
+
+class Decoder(Protocol):
+    """What makes tokens text again."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text, special tokens included."""
+        ...
+
+
+def shown_row(row: Prompt | Lesson, decoder: Decoder) -> str:
+    """A row in words: how many tokens, and their text."""
+    if isinstance(row, Prompt):
+        return f"{len(row.token_ids)} tokens: {_cut(decoder.decode(row.token_ids))}"
+    if isinstance(row, Pair):
+        return f"chosen {_shown(row.chosen, decoder)}, rejected {_shown(row.rejected, decoder)}"
+    first, *others = sequences_of(row)
+    more = f" (and {len(others)} more sequences of this row)" if others else ""
+    return _shown(first, decoder) + more
+
+
+def sequences_of(row: Lesson) -> Sequence[Conversation]:
+    """The token sequences of a row that is learned from."""
+    if isinstance(row, Pair):
+        return row.chosen, row.rejected
+    return row.sequences if isinstance(row, Conversations) else ()
+
+
+def thoughts_not_given(rows: Sequence[Lesson]) -> list[str]:
+    """What to say of answers that lack what the model is given at their place (answers.py); [] if none do."""
+    unseen = [next((one.unseen for one in sequences_of(row) if one.unseen), "") for row in rows]
+    found = [text for text in unseen if text]
+    if not found:
+        return []
+    return [
+        f"{len(found)} of the first {len(rows)} rows have answers without {found[0]!r}, which the chat template's "
+        "generation prompt gives the model: they are taught where the template writes them, without it; write the "
+        "thinking into the answers, or give model.tokenizer=FOLDER with a template that begins no thought"
+    ]
+
+
+def _shown(one: Conversation, decoder: Decoder) -> str:
+    parts: list[str] = []
+    for is_taught, run in itertools.groupby(zip(one.token_ids, one.is_taught, strict=True), key=lambda pair: pair[1]):
+        text = decoder.decode([token for token, _ in run])
+        parts.append(f">>>{text}<<<" if is_taught else text)
+    return f"{len(one.token_ids)} tokens ({sum(one.is_taught)} taught): {_cut(''.join(parts))}"
+
+
+def _cut(text: str) -> str:
+    half = MAX_SHOWN // 2
+    return repr(text if len(text) <= MAX_SHOWN else f"{text[:half]} ... {text[-half:]}")
