@@ -108,7 +108,7 @@ class PromptReader:
         else:
             raise DataError(
                 f"{where}: column {key!r} must be text or a non-empty list of messages with role and content, "
-                f"got {type(value).__name__}"
+                f"got {type(cast('object', value)).__name__}"
             )
         if is_empty:
             raise DataError(f"{where}: the prompt is empty (column {key!r}); fill it, or remove the row")

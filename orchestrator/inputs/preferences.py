@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from conf.schema import DataConfig
 from orchestrator.data.prompts import chat_of, check_no_chat_columns, messages_in
@@ -113,7 +113,7 @@ class PreferenceReader:
             if not isinstance(value, list) or not value:
                 raise DataError(
                     f"{where}: column {name!r} ({option}) must be text or a non-empty list of messages with role and "
-                    f"content, got {type(value).__name__}"
+                    f"content, got {type(cast('object', value)).__name__}"
                 )
             found = messages_in(value, f"{where}: column {name!r} ({option})")
             is_empty = not _says_something(found)

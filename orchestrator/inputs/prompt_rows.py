@@ -140,7 +140,7 @@ def check_data(config: RunConfig) -> Fact:
     check_ends(config, encoder.ends)
     if config.data.chat_template_kwargs:
         encoder.exact.check_options(config.data.chat_template_kwargs, "data.chat_template_kwargs")
-    data, warnings, seen = config.data, list[str](), list[tuple[str, Prompt | Lesson]]()
+    data, warnings, seen = config.data, list[str](), list[tuple[str, Any]]()
     if objective is not Objective.policy:
         vocab_size = int(resolve_hf_config(config.model)["vocab_size"])
         check = partial(check_vocabulary, config, vocab_size)

@@ -249,6 +249,8 @@ def test_options_of_the_template_are_checked_and_used_before_a_run(tmp_path: Pat
     (shown,) = check_data(config).also
     assert shown.finding.endswith("'[user]yes[assistant]<think>low'")
     (tmp_path / "two").mkdir()
-    config = chats(tmp_path / "two", THINKS, [says("yes")], "data.chat_template_kwargs.efort=low")
-    with pytest.raises(DataError, match=r"^data\.chat_template_kwargs\.efort: .* no such option; it reads effort"):
+    config = chats(tmp_path / "two", THINKS, [says("yes")], "data.chat_template_kwargs.effort_level=low")
+    with pytest.raises(
+        DataError, match=r"^data\.chat_template_kwargs\.effort_level: .* no such option; it reads effort"
+    ):
         check_data(config)
