@@ -6,6 +6,9 @@ import os
 import socket
 from pathlib import Path
 
+import pytest
+
+from orchestrator import machine
 from orchestrator.machine import (
     HERE,
     Gpu,
@@ -77,6 +80,13 @@ def test_rdma_nics_are_read_from_sysfs(tmp_path: Path) -> None:
 
 def test_cuda_visible_devices_hides_every_gpu() -> None:
     assert count_gpus({**os.environ, "CUDA_VISIBLE_DEVICES": ""}) == 0
+
+
+def test_the_driver_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(machine, "_output", lambda command, environment: asked.append(environment["GPUS"]) or "8\n")
+    assert [count_gpus({"GPUS": which}) for which in ("a", "a", "b")] == [8, 8, 8]
+    assert asked == ["a", "b"]
 
 
 def test_ports() -> None:

@@ -66,6 +66,24 @@ def write(store: CheckpointStore, step: int = 7) -> Path:
     return store.finish(partial, make_state(step))
 
 
+def test_a_resume_reads_the_files_once_and_again_when_one_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(make_store(tmp_path))
+    for file in path.rglob("*"):
+        os.utime(file, (1e9, 1e9))
+    read: list[int] = []
+    crc32 = zlib.crc32
+    monkeypatch.setattr(zlib, "crc32", lambda chunk, crc=0: read.append(len(chunk)) or crc32(chunk, crc))
+    for _ in range(2):  # the check before the start, and the run
+        assert make_store(tmp_path).newest_whole("runs/x")[0] == path
+    num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file() and file.name != "manifest.json")
+    assert sum(read) == num_bytes
+    (path / "trainer" / "rank0.bin").write_bytes(bytes(range(256)) * 39 + bytes(256))
+    with pytest.raises(CheckpointError, match="its manifest says"):
+        make_store(tmp_path).newest_whole("runs/x")
+
+
 def test_state_comes_back_exactly(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     state = store.read(write(store))
