@@ -48,6 +48,7 @@ from orchestrator.loop.publication import RAY_CALL_S
 from orchestrator.signals import second_interrupt_ends_at_once
 from orchestrator.waiting import together
 from rollout.agents.episode_runner import EpisodeRunner
+from rollout.crash_reports import command_reports_crashes
 from rollout.rewards.runner import RewardRunner
 from rollout.teacher import Teacher
 
@@ -99,7 +100,7 @@ def run(config: RunConfig, overrides: list[str], folder: RunFolder) -> RunResult
         folder: the run's (run_folder.open_run_folder).
     """
     train = _reinforce if config.algorithm.objective is Objective.policy else _finetune
-    with alive(folder.root), RunLog(folder.log) as log:
+    with alive(folder.root), RunLog(folder.log) as log, command_reports_crashes(folder.crashes):
         point_latest(folder.root)
         log.say(f"run folder: {folder.root}")
         for option in changed_options(folder, config):

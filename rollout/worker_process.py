@@ -26,7 +26,6 @@ import logging
 import multiprocessing
 import os
 import pickle
-import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import SlipstreamError
+from rollout.crash_reports import death_in, how_it_ended, report_crashes
 from rollout.die_with_owner import end_with
 from rollout.errors import EngineDied
 from rollout.in_vllm import fork_server
@@ -78,9 +78,13 @@ class WorkerProcess:
         process: Started.
         connection: Our end of its pipe.
         on_end: Called once in the event loop when the process has ended, or has closed its end of the pipe.
+        report: See start().
     """
 
-    def __init__(self, process: BaseProcess, connection: Connection, on_end: Callable[[], object]) -> None:
+    def __init__(
+        self, process: BaseProcess, connection: Connection, on_end: Callable[[], object], report: Path | None
+    ) -> None:
+        self._report = report
         self._process = process
         self._connection = connection
         self._on_end = on_end
@@ -93,7 +97,14 @@ class WorkerProcess:
 
     @classmethod
     async def start(
-        cls, options: WorkerOptions, *, seed: int, host: str, name: str, on_end: Callable[[], object]
+        cls,
+        options: WorkerOptions,
+        *,
+        seed: int,
+        host: str,
+        name: str,
+        on_end: Callable[[], object],
+        report: Path | None = None,
     ) -> WorkerProcess:
         """Start the process, in this one's environment and with its output. Blocks until the fork server is ready.
 
@@ -103,9 +114,10 @@ class WorkerProcess:
             host: Address at which trainer ranks reach this worker.
             name: In its log.
             on_end: See the class.
+            report: Where it leaves a word when it dies of a signal (crash_reports.py); None: nowhere.
         """
-        process, connection = await asyncio.to_thread(_start, (options, seed, host, name))
-        return cls(process, connection, on_end)
+        process, connection = await asyncio.to_thread(_start, (options, seed, host, name, report))
+        return cls(process, connection, on_end, report)
 
     async def call(self, name: str, *args: object) -> Any:
         """Call a method of the worker, or read an attribute.
@@ -155,16 +167,9 @@ class WorkerProcess:
         self._on_end()
 
     def _death(self) -> EngineDied:
-        return EngineDied(f"process {self._process.pid} of the rollout worker {how_it_ended(self._process.exitcode)}")
-
-
-def how_it_ended(exit_code: int | None) -> str:
-    """In words. multiprocessing has the negative number of a signal for a process that it ended; None: not known."""
-    if exit_code is None:
-        return "has ended"
-    if exit_code < 0:
-        return f"was ended by {signal.Signals(-exit_code).name}"
-    return f"ended with exit code {exit_code}"
+        how = death_in(self._report) if self._report is not None else ""
+        how = how or how_it_ended(self._process.exitcode)
+        return EngineDied(f"process {self._process.pid} of the rollout worker {how}")
 
 
 def _start(arguments: tuple[Any, ...]) -> tuple[BaseProcess, Connection]:
@@ -182,13 +187,23 @@ def _start(arguments: tuple[Any, ...]) -> tuple[BaseProcess, Connection]:
     return process, ours
 
 
-def _work(connection: Connection, owner_pid: int, options: WorkerOptions, seed: int, host: str, name: str) -> None:
+def _work(
+    connection: Connection,
+    owner_pid: int,
+    options: WorkerOptions,
+    seed: int,
+    host: str,
+    name: str,
+    report: Path | None,
+) -> None:
     """In the worker's process."""
     from setproctitle import setproctitle
 
     setproctitle(f"slipstream::{name}")
     end_with(owner_pid)
     log_to_stderr(name)
+    if report is not None:
+        report_crashes(report)
     asyncio.run(_answer(connection, options, seed, host))
     os._exit(0)  # the caller is gone; vLLM's clean-up at a normal exit has nobody to talk to
 

@@ -26,6 +26,7 @@ from ray.exceptions import RayError
 
 from orchestrator.cluster import nodes
 from rollout import worker_process
+from rollout.crash_reports import report_crashes
 from rollout.engine.engine_options import set_engine_environment
 from rollout.engine.start_phase import IMPORTING
 from rollout.in_vllm import fork_server
@@ -75,8 +76,10 @@ class TrainerOptions:
 class TrainerActor:
     """Runs inside the actor's process: holds one TrainerRank, which imports torch only there."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, crashes: Path) -> None:
         log_to_stderr(name)
+        self._report = crashes / name
+        report_crashes(self._report)
         self._started: TrainerRank | None = None
         self._reserved: socket.socket | None = None
 
@@ -136,7 +139,9 @@ class TrainerActor:
     @ray.method
     def load(self) -> dict[str, Any]:
         """TrainerRank.load."""
-        return self._rank.load()
+        facts = self._rank.load()
+        report_crashes(self._report)  # it may have imported vLLM
+        return facts
 
     @ray.method
     def warm_up(self, lengths: list[int]) -> dict[str, float]:
@@ -217,8 +222,9 @@ class TrainerActor:
 class ForkServerActor:
     """Runs inside one actor's process on each node with engines: holds the server that forks the rollout workers."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, crashes: Path) -> None:
         log_to_stderr(name)
+        report_crashes(crashes / name.replace(" ", "-"))
 
     @ray.method
     def address(self, environment: Mapping[str, str]) -> str:
@@ -231,8 +237,10 @@ class RolloutActor:
     sample (rollout/sampling_calls.py). It ends with it. Asynchronous, so that calls overlap.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, crashes: Path) -> None:
         log_to_stderr(name)
+        report_crashes(crashes / f"{name}-actor")
+        self._report = crashes / name
         self._name = name
         self._began_at = time.time()
         self._started: WorkerProcess | None = None
@@ -268,6 +276,7 @@ class RolloutActor:
             seed=seed,
             host=nodes.address_of_this_node(is_only=is_only_node),
             name=self._name,
+            report=self._report,
             on_end=self._end_soon,
         )
         await self._call("prepare")

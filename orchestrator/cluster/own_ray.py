@@ -30,10 +30,11 @@ import psutil
 from conf.schema import Device, Objective, RunConfig
 from orchestrator.cluster.private_folder import PrivateFolder, make_private_folder, remove_folders_of_dead_runs
 from orchestrator.cluster.processes import end_processes
-from orchestrator.cluster.ray_host import HostOptions
+from orchestrator.cluster.ray_host import HOST, HostOptions
 from orchestrator.environment import resolve_device
 from orchestrator.errors import PlacementError
 from orchestrator.files.run_folder import RunFolder
+from rollout.crash_reports import death_in, how_it_ended
 from rollout.engine.engine_options import compile_cache, set_engine_environment
 from rollout.in_vllm.fork_server import imports_read
 
@@ -106,6 +107,7 @@ class OwnRay:
         options = HostOptions(
             folder=str(self._private.root),
             logs=str(self._folder.ray_logs),
+            crashes=str(self._folder.crashes),
             has_dashboard=cluster.dashboard,
             dashboard_port=cluster.dashboard_port if cluster.dashboard else None,
             object_store_bytes=cluster.object_store_bytes,
@@ -174,7 +176,8 @@ class OwnRay:
         line = await self._host.stdout.readline()
         if line:
             return json.loads(line)
-        return {"lost": "ray_host", "how": f"it ended with code {await self._host.wait()}"}
+        exit_code = await self._host.wait()
+        return {"lost": "ray_host", "how": f"it {death_in(self._folder.crashes / HOST) or how_it_ended(exit_code)}"}
 
     def _workers_import_under(self, environment: dict[str, str]) -> dict[str, str]:
         """Variables that imports read, in a rollout worker's actor of a Ray with this environment."""

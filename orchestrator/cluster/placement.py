@@ -161,9 +161,10 @@ class Cluster:
         if self._ray is None:
             return
         if self._ray.lost is None:
+            told = [f"{who} {how}" for who, how in self._ray.dead.items()]
             problems = await asyncio.gather(self._stop_trainer(), self._stop_workers(), return_exceptions=True)
             for problem in problems:
-                if problem is not None:
+                if problem is not None and str(problem) not in told:
                     logger.warning("while stopping: %s", problem)
         self._trainer = self._rollout = None
         await self._ray.stop()

@@ -25,6 +25,7 @@ from typing import Any, TypeVar, cast
 
 import ray
 from ray import ObjectRef
+from ray._private import worker as ray_worker
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group
@@ -40,6 +41,7 @@ from orchestrator.fleet.run_state import note_dashboard
 from orchestrator.machine import DASHBOARD_PORT
 from orchestrator.signals import take_sigterm_back
 from orchestrator.waiting import in_abandoned_thread, wait_for
+from rollout.crash_reports import death_in
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -77,6 +79,9 @@ class RayCluster:
         self.name = f"{folder.run_id}-{secrets.token_hex(4)}"
         """The run's name in Ray. Two runs of a shared cluster may have begun in the same second."""
         self._needs_gpus = needs_gpus
+        self._crashes = folder.crashes
+        self.dead: dict[str, str] = {}
+        """Actors whose process has died, and how."""
         self._actors: list[object] = []
         self._group: PlacementGroup | None = None
         self._joining: asyncio.Future[None] | None = None
@@ -105,6 +110,8 @@ class RayCluster:
         self._joining = asyncio.ensure_future(asyncio.to_thread(self._join, address))  # a thread cannot be cancelled
         await wait_for(asyncio.shield(self._joining), "Ray to be joined", timeout_s=START_TIMEOUT_S)
         take_sigterm_back()
+        # What it would print here of an actor that died, in a long paragraph, result_of() tells.
+        ray_worker._worker_logs_enabled = False  # pyright: ignore[reportPrivateUsage]
         if self._own is not None and self._own.dashboard is not None:
             where = f"http://{self._own.dashboard}"
             is_moved = self._config.cluster.dashboard_port is None and not where.endswith(f":{DASHBOARD_PORT}")
@@ -152,7 +159,7 @@ class RayCluster:
         return await self._made(described, name)
 
     async def _made(self, described: Any, name: str) -> Any:
-        actor = await self.in_thread(lambda: described.remote(name))
+        actor = await self.in_thread(lambda: described.remote(name, self._crashes))
         self._actors.append(actor)
         return actor
 
@@ -165,7 +172,7 @@ class RayCluster:
         return await self._unless_lost(in_abandoned_thread(call))
 
     async def result_of(self, reference: ObjectRef[T], who: str, error_type: type[OrchestratorError]) -> T:
-        """Await a Ray call.
+        """Await a Ray call. `who` is the actor's name, where it is an actor's.
 
         Raises:
             SlipstreamError: as the call raised it.
@@ -181,7 +188,10 @@ class RayCluster:
                 raise cause from None
             raise error_type(f"{who} failed with {type(cause).__name__}: {cause}") from error
         except RayActorError as error:
-            raise error_type(f"the process of {who} died: {error}") from error
+            if who not in self.dead:
+                logger.debug("what Ray says of %s:\n%s", who, error)
+                self.dead[who] = death_in(self._crashes / who) or _as_ray_says(error)
+            raise error_type(f"{who} {self.dead[who]}") from None
 
     async def _unless_lost(self, work: Awaitable[T]) -> T:
         task = asyncio.ensure_future(work)
@@ -251,6 +261,16 @@ class RayCluster:
 def kill_actor(actor: object) -> None:
     """End an actor's process at once. Its handle passes for the actor's class, so that its methods have types."""
     ray.kill(cast("ActorHandle[Any]", actor))
+
+
+def _as_ray_says(error: RayActorError) -> str:
+    """How an actor's process ended that left no report, in one line; Ray's own text is three paragraphs."""
+    text = str(error)
+    if "connection error code 2" in text:
+        return "died without a word: by SIGKILL, as the kernel ends processes where memory runs out, or by a library"
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("\t")]
+    line = lines[-1] if error.actor_init_failed else " ".join(lines[:2])
+    return f"died: {line[:300]}"
 
 
 async def _awaited(reference: ObjectRef[T]) -> T:

@@ -8,6 +8,7 @@ and rollouts do.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -18,7 +19,7 @@ from orchestrator.cluster.actors import RolloutActor, TrainerActor
 from orchestrator.cluster.nodes import ProcessId, end_trees
 from orchestrator.cluster.ray_cluster import STOP_TIMEOUT_S, RayCluster, kill_actor
 from orchestrator.errors import OrchestratorError, TrainingStopped
-from orchestrator.waiting import together, wait_for
+from orchestrator.waiting import wait_for
 from rollout.errors import EngineDied
 from rollout.sampling_calls import SamplingClient
 from rollout.types import Progress, Prompt, Rollout
@@ -33,6 +34,8 @@ T = TypeVar("T")
 
 _SAVE_TIMEOUT_S = 1800.0
 """Longest a rank may write or read its files: 100 GB at 60 MB/s, a slow shared disk."""
+_DEATH_TOLD_S = 3.0
+"""How long after a rank's error it is asked whether another one has died, of which Ray tells within a second."""
 _STEP_TIMEOUT_S = 3600.0
 """Longest forward-backward of one batch. A backstop only: a rank that dies ends its call at once, and one that hangs in
 a collective fails there after 10 minutes (trainer.process_group). What is left is a rank that computes for ever."""
@@ -142,12 +145,30 @@ class RayTrainerGroup:
     async def _on_all(
         self, what: str, call: Callable[[type[TrainerActor], int], ObjectRef[T]], timeout_s: float
     ) -> list[T]:
-        """Call every rank. The first failure is raised at once: its peers may hang in a collective without it."""
+        """Call every rank. A failure is raised without waiting for its peers, which may hang in a collective. But of a
+        rank that died Ray tells later than its peers, whose collective fails at once: the one that died is raised.
+        """
         calls = [
-            self._cluster.result_of(call(actor, rank), f"trainer rank {rank}", TrainingStopped)
+            asyncio.ensure_future(self._cluster.result_of(call(actor, rank), f"trainer-{rank}", TrainingStopped))
             for rank, actor in enumerate(self._actors)
         ]
-        return await wait_for(together(*calls), f"{what} on {self.num_ranks} trainer ranks", timeout_s=timeout_s)
+        waited_for = f"{what} on {self.num_ranks} trainer ranks"
+        try:
+            return await wait_for(self._all_of(calls), waited_for, timeout_s=timeout_s)
+        finally:
+            for one in calls:
+                one.cancel()
+
+    async def _all_of(self, calls: Sequence[asyncio.Future[T]]) -> list[T]:
+        done, others = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [error for call in done if (error := call.exception()) is not None]
+        if not failed:
+            return [call.result() for call in calls]
+        if others:
+            done, _ = await asyncio.wait(calls, timeout=_DEATH_TOLD_S)
+        errors = [call.exception() for call in calls if call in done]
+        died = [e for e in errors if e is not None and any(str(e).startswith(f"{who} ") for who in self._cluster.dead)]
+        raise (died or failed)[0]
 
 
 class RayRolloutWorker:

@@ -42,12 +42,15 @@ import psutil
 from orchestrator.cluster.private_folder import PrivateFolder
 from orchestrator.cluster.processes import SHARED_MEMORY, end_processes, shared_memory_of
 from rollout import worker_process
+from rollout.crash_reports import COMMAND, death_in, drop_empty_reports, report_crashes
 from rollout.in_vllm import fork_server
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_EVERY_S = 2.0
 _END_TIMEOUT_S = 10.0
 _VITAL = ("gcs_server", "raylet")
+HOST = "ray-host"
+"""Name of this process, in the run folder too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ class HostOptions:
     """The run's private folder."""
     logs: str
     """Where Ray's logs are kept."""
+    crashes: str
+    """Where processes of the run report that they die of a signal (rollout/crash_reports.py)."""
     has_dashboard: bool
     dashboard_port: int | None
     """None: Ray's own port, or the next free one."""
@@ -70,6 +75,7 @@ def main(options: HostOptions) -> None:
     """Start Ray, and end when the controller is gone or has had enough."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, _ignore)  # the controller says when; SIG_IGN would be inherited by all that is started
+    report_crashes(Path(options.crashes) / HOST)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     controller = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is none of our lines
@@ -127,9 +133,14 @@ def _end_with_stdin(options: HostOptions, controller: TextIO) -> None:
     folder = PrivateFolder(Path(options.folder))
     try:
         _watch(folder, controller)
+        how = death_in(Path(options.crashes) / COMMAND)
+        if how:
+            sys.stderr.write(f"the command {how}\n")
         left = end_processes(_descendants, timeout_s=_END_TIMEOUT_S)
         if left:
             _say(controller, left=left)
+        if how:
+            drop_empty_reports(Path(options.crashes))
         folder.keep_logs(Path(options.logs))
         folder.remove()
     finally:

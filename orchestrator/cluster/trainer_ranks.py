@@ -73,7 +73,7 @@ async def start_trainer_ranks(
     )
 
     async def start(rank: int) -> dict[str, Any]:
-        actor, who = actors[rank], f"trainer rank {rank}"
+        actor, who = actors[rank], names[rank]
         startup.enter(names[rank], "importing PyTorch")
         await cluster.result_of(prepared[rank], who, TrainingStopped)
         startup.enter(names[rank], "meeting the other ranks")

@@ -24,6 +24,7 @@
       loss_source.py, advantage_source.py, agent_source.py    the same of algorithm.loss, algorithm.advantage and
                          rollout.agent; a run that is resumed with another file keeps the one before: reward_source.1.py
       ray/               logs of workers
+      crash/             frames of all threads of a process that died of a signal
       control/           requests to the run while it goes on (slipstream recover, slipstream stop)
 
 Owns: names and creation of these. Does not own: their content (telemetry, checkpoint, prepare write it).
@@ -185,6 +186,11 @@ class RunFolder:
     def ray_logs(self) -> Path:
         """Logs of trainer ranks and rollout workers."""
         return self.root / "ray"
+
+    @property
+    def crashes(self) -> Path:
+        """What processes left that died of a signal (rollout/crash_reports.py)."""
+        return self.root / "crash"
 
 
 def open_run_folder(config: RunSection, now: datetime) -> RunFolder:

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 from conf.errors import ConfigError, SlipstreamError
 from conf.schema import TransportKind
 from orchestrator.errors import PushError
+from rollout.crash_reports import how_it_ended
 from weight_sync.errors import WeightSyncError
 from weight_sync.gc_freeze import freeze_heap
 from weight_sync.layout import DestLayout
@@ -87,13 +88,13 @@ class RankProcess:
         """
         if not self._pipe.poll(timeout_s):
             if not self._process.is_alive() and not self._pipe.poll(0):
-                raise PushError(f"rank {self.rank} ended with code {self._process.exitcode}")
+                raise PushError(f"rank {self.rank} {how_it_ended(self._process.exitcode)}")
             return None
         try:
             answer = self._pipe.recv()
         except EOFError:
             self._process.join(JOIN_TIMEOUT_S)
-            raise PushError(f"rank {self.rank} ended with code {self._process.exitcode}") from None
+            raise PushError(f"rank {self.rank} {how_it_ended(self._process.exitcode)}") from None
         if answer[0] == "failed":
             _, error, text = answer
             raise ConfigError(text) if error == "ConfigError" else PushError(f"{error}: {text}")

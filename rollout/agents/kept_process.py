@@ -55,7 +55,7 @@ class KeptProcess:
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", keeper.__file__, fd, str(max_log_bytes)),
-                *(sys.executable, "-P", "-m", module, fd, *arguments),
+                *(sys.executable, "-X", "faulthandler", "-P", "-m", module, fd, *arguments),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,
                 stderr=output,

@@ -25,14 +25,17 @@ import asyncio
 import dataclasses
 import itertools
 import logging
+import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig
+from rollout.crash_reports import death_of_a_child, how_it_ended
 from rollout.die_with_owner import OWNER_VARIABLE
 from rollout.ends import end_token_ids
 from rollout.engine.engine_options import (
@@ -69,6 +72,8 @@ T = TypeVar("T")
 CALL_TIMEOUT_S = 1800.0
 """Longest that a call to the engine may take if the caller sets no deadline; recording a large model takes minutes."""
 WAIT_LOG_S = 30.0
+LOOK_EVERY_S = 1.0
+"""Pause between two looks at whether the engine still runs, while a call is under way."""
 SHUTDOWN_TIMEOUT_S = 1.0
 """How long the engine's processes get to end after SIGTERM. They hold nothing that must be saved."""
 DRAIN_TIMEOUT_S = 30.0
@@ -154,6 +159,8 @@ class Engine:
         self._adapters: dict[str, Adapter] = {}
         """The adapter of each request in flight that names one. All of that request's tokens get its version."""
         self._end_token_ids = end_token_ids(folder)
+        self._processes: list[BaseProcess] = []
+        """The engine's, of those that this one has started."""
         self._hangs = False
         """Whether a call passed its deadline. From then on it is unknown what the engine's ranks hold."""
         self.version = -1
@@ -210,8 +217,11 @@ class Engine:
             self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
             os.environ[SOCKETS_VARIABLE] = self._sockets.name
         self._output = output = OutputSince()
+        others = multiprocessing.active_children()
         try:
-            return self._make_llm(self._arguments)
+            llm = self._make_llm(self._arguments)
+            self._processes = [child for child in multiprocessing.active_children() if child not in others]
+            return llm
         except Exception as e:  # the edge to vLLM: pydantic, ValueError, RuntimeError, EngineDeadError
             self._drop_sockets()
             if isinstance(e, EngineError):
@@ -326,7 +336,7 @@ class Engine:
                 final = output
             return final
         except EngineDeadError as e:
-            raise EngineDied("the engine's process died while it sampled; this rollout worker must be restarted") from e
+            raise self._death() from e
         except EngineError:
             raise
         except Exception as e:  # the edge to vLLM, whose refusals share no base between releases
@@ -377,7 +387,7 @@ class Engine:
         if mode is not PauseMode.wait:
             return await self._in_time(call, "pause", timeout_s)
         try:
-            await _within(call, "pause", timeout_s)
+            await self._within(call, "pause", timeout_s)
         except TimeoutError as e:
             raise EngineError(
                 f"requests in flight did not end within {timeout_s:g} s; raise weight_sync.timeout_s, or set "
@@ -443,13 +453,40 @@ class Engine:
     async def _in_time(self, call: Awaitable[T], what: str, timeout_s: float) -> T:
         """The call's result. If it does not come in time, the engine takes no further calls."""
         try:
-            return await _within(call, what, timeout_s)
+            return await self._within(call, what, timeout_s)
         except TimeoutError as e:
             self._hangs = True
             raise EngineDied(
                 f"the engine did not answer {what} within {timeout_s:g} s: a rank of it hangs; this rollout worker must"
                 " be restarted"
             ) from e
+
+    async def _within(self, call: Awaitable[T], what: str, timeout_s: float) -> T:
+        """Return the call's result, or raise TimeoutError. Logs every WAIT_LOG_S what it waits for.
+
+        Raises:
+            EngineDied: The engine died meanwhile; vLLM leaves calls under way unanswered then.
+        """
+        task, began, logged_s = asyncio.ensure_future(call), time.monotonic(), 0.0
+        try:
+            while (left_s := began + timeout_s - time.monotonic()) > 0:
+                done, _ = await asyncio.wait([task], timeout=min(LOOK_EVERY_S, left_s))
+                if done:
+                    return task.result()
+                self._running()
+                waited_s = time.monotonic() - began
+                if waited_s - logged_s >= WAIT_LOG_S:
+                    logged_s = waited_s
+                    logger.warning("waited %.0f s of at most %g s for the engine's %s", waited_s, timeout_s, what)
+        finally:
+            task.cancel()
+        raise TimeoutError
+
+    def _death(self) -> EngineDied:
+        """The engine's process is gone: how, where that is known."""
+        codes = [code for process in self._processes if (code := process.exitcode) is not None]
+        how = death_of_a_child() or (how_it_ended(codes[0]) if codes else "died")
+        return EngineDied(f"the engine's process {how}; this rollout worker must be restarted")
 
     def shutdown(self) -> None:
         """End the engine's processes. Idempotent."""
@@ -467,22 +504,7 @@ class Engine:
         if self._llm is None:
             raise EngineError("the engine is not running")
         if self._llm.errored:
-            raise EngineDied("the engine's process died; this rollout worker must be restarted")
+            raise self._death()
         if self._hangs:
             raise EngineDied("the engine left a call unanswered; this rollout worker must be restarted")
         return self._llm
-
-
-async def _within(call: Awaitable[T], what: str, timeout_s: float) -> T:
-    """Return the call's result, or raise TimeoutError. Logs every WAIT_LOG_S what it waits for."""
-    task, began = asyncio.ensure_future(call), time.monotonic()
-    try:
-        while (left_s := began + timeout_s - time.monotonic()) > 0:
-            done, _ = await asyncio.wait([task], timeout=min(WAIT_LOG_S, left_s))
-            if done:
-                return task.result()
-            waited_s = time.monotonic() - began
-            logger.warning("waited %.0f s of at most %g s for the engine's %s", waited_s, timeout_s, what)
-    finally:
-        task.cancel()
-    raise TimeoutError

@@ -1,7 +1,7 @@
 """What vLLM imports into each process of an engine before it loads the model: the product's worker_extension_cls.
 
 This module acts when it is imported, and no other of the product does but process_imports.py: vLLM calls nothing of
-ours at this point, and both actions must come before the model is loaded. (vLLM calls its plugins there, but finds them
+ours at this point, and what it does must come before the model is loaded. (vLLM calls its plugins there, but finds them
 only if the package is installed.)
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 
+from rollout.crash_reports import report_beside_parent
 from rollout.die_with_owner import OWNER_VARIABLE, end_with
 from rollout.in_vllm.kernels_beside_model import compile_kernels_beside_model
 from rollout.in_vllm.vllm_patches import (
@@ -39,3 +40,4 @@ norm_sums_batch_invariantly()
 add_expert_adapters_batch_invariantly()
 compile_kernels_beside_model()
 _end_with_the_owner()
+report_beside_parent()

@@ -42,6 +42,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from rollout.crash_reports import report_beside_parent
 from rollout.die_with_owner import OWNER_VARIABLE
 from rollout.in_vllm.vllm_patches import inspect_models_by, make_processes_in
 
@@ -381,6 +382,7 @@ class _Process(ForkServerProcess):
         inherited: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
         _server.join(inherited._forkserver_address, inherited._forkserver_alive_fd)
         _forked_by = os.getppid()
+        report_beside_parent()
         super().run()
 
 

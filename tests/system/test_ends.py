@@ -46,14 +46,20 @@ def run(request: pytest.FixtureRequest) -> Iterator[RunUnderWay]:
 
 def has_joined(run: RunUnderWay) -> bool:
     """Whether Ray is up, and the trainer starts, with the engine if there is one."""
-    with contextlib.suppress(psutil.Error):  # a process that has just ended
-        return any(child.name().startswith("ray::Train") for child in psutil.Process(run.pid).children(recursive=True))
-    return False
+    return bool(ranks(run))
 
 
 def server(run: RunUnderWay, name: str) -> psutil.Process:
     """One of Ray's servers."""
     return next(child for child in psutil.Process(run.pid).children(recursive=True) if child.name() == name)
+
+
+def ranks(run: RunUnderWay) -> list[psutil.Process]:
+    """The processes of trainer ranks."""
+    found: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):  # a process that has just ended
+        found += [c for c in psutil.Process(run.pid).children(recursive=True) if c.name().startswith("ray::Train")]
+    return found
 
 
 def test_a_batch_system_ends_a_run_whose_ray_starts(run: RunUnderWay) -> None:
@@ -177,3 +183,26 @@ def test_a_killed_server_of_ray_is_named(run: RunUnderWay, name: str) -> None:
             run.said
         )
         assert f"ClusterLost: {name}, which holds" in (status_of(run.folder).error or "")
+
+
+@pytest.mark.parametrize("run", [["experiment=sft_quickstart", "run.num_steps=1000"]], indirect=True)
+def test_a_rank_that_dies_of_a_signal_is_named_in_one_line_with_its_frames(run: RunUnderWay) -> None:
+    """And not its peer, whose collective fails earlier than Ray tells of the death."""
+    with run:
+        run.wait_until(lambda rows: len(rows) >= 1)
+        ranks(run)[0].send_signal(signal.SIGSEGV)
+        assert run.exit_code() == 1
+        (report,) = (run.folder / "crash").resolve().iterdir()
+        (line,) = [line for line in run.said.splitlines() if line.startswith("error: ")]
+        where = r"(main|another) thread in \S+:\d+, \w+|a native thread, without Python frames"
+        dead = re.fullmatch(
+            rf"error: TrainingStopped: (trainer-[01]) died of SIGSEGV \(({where})\); .*: {report}", line
+        )
+        assert dead, run.said
+        assert report.name == f"{dead[1]}.txt"
+        text = report.read_text()
+        assert "Fatal Python error: Segmentation fault" in text
+        assert "trainer/rank.py" in text or "ray/_private" in text
+        assert re.search(r"^core: ", text, re.MULTILINE)
+        assert "potential root causes" not in run.said
+        assert run.said.count(report.name) == 1, run.said

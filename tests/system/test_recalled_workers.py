@@ -41,13 +41,21 @@ def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_st
         assert server == run.engine_of(killed).parent(), "both are forked from the server that was begun before Ray"
         if is_merged:
             assert "orchestrator.cluster.ray_host" in psutil.Process(server.ppid()).cmdline()
-        (run.engine_of(killed) if is_merged else run.worker(killed)).kill()
+        if is_merged:
+            run.engine_of(killed).send_signal(signal.SIGSEGV)
+        else:
+            run.worker(killed).kill()
         run.wait_for_returns(1)
+        assert f"{killed} is out of service and is restarted, 1 left: " in run.log
         if is_merged:
             recall(run.folder, 0)
             run.wait_for_returns(2)
         stop(run.folder, timeout_s=60)
         assert run.exit_code() == 128 + signal.SIGTERM
+    how = "engine's process died of SIGSEGV (" if is_merged else "of the rollout worker was ended by SIGKILL"
+    assert how in run.log
+    reports = [path.name for path in run.folder.glob("crash/*")]
+    assert [name.startswith(f"{killed}-") for name in reports] == [True] * is_merged
     assert_workers_came_back(run.rows, times=2 if is_merged else 1)
     starts = [row["start"] for row in read_starts(run.folder / "startup.jsonl")]
     assert starts == ["run", f"{killed}.1", *(["rollout-0.1"] if is_merged else [])]

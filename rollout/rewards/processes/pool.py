@@ -233,7 +233,7 @@ class _RewardProcess:
         connection, theirs = socket.socketpair()
         connection.setblocking(False)
         fd = str(theirs.fileno())
-        reward = [sys.executable, "-P", "-m", "rollout.rewards.processes.process", fd]
+        reward = [sys.executable, "-X", "faulthandler", "-P", "-m", "rollout.rewards.processes.process", fd]
         with theirs, open(self._log_path or os.devnull, "ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", keeper.__file__, fd, str(self._max_log_bytes), *reward],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import subprocess
@@ -22,7 +23,7 @@ from rollout.engine.engine_options import (
     engine_environment,
     warm_up_lengths,
 )
-from rollout.errors import EngineError, UnsupportedWeights, error_class
+from rollout.errors import EngineDied, EngineError, UnsupportedWeights, error_class
 from rollout.types import AdapterSlotsSpec
 from weight_sync.errors import IntegrityError
 
@@ -208,3 +209,21 @@ def test_a_process_that_is_its_own_owner_ends_alone():
     parent = f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {code!r}], check=True);print('on')"
     done = subprocess.run([sys.executable, "-c", parent], check=True, capture_output=True, text=True, timeout=30)
     assert done.stdout.split() == ["on"]
+
+
+def test_a_call_under_way_ends_when_the_engine_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """vLLM never answers it; its deadline may be minutes away."""
+    monkeypatch.setattr("rollout.engine.engine.LOOK_EVERY_S", 0.01)
+    (tmp_path / "config.json").write_text("{}")
+    engine = Engine(tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
+
+    class Dying:
+        errored = False
+
+        async def collective_rpc(self, method: str, args: tuple[object, ...]) -> None:
+            self.errored = True
+            await asyncio.Event().wait()
+
+    engine._llm = Dying()
+    with pytest.raises(EngineDied, match="the engine's process died; this rollout worker must be restarted"):
+        asyncio.run(engine.call_ranks("slipstream_describe"))
