@@ -17,9 +17,12 @@ from rich.console import Console
 
 from conf.errors import ConfigError
 from conf.load import load_run_config
+from conf.schema.loggers import WandbConfig, WandbMode
 from orchestrator.files.loggers import background
 from orchestrator.files.loggers.background import InBackground
 from orchestrator.files.loggers.logger import open_loggers
+from orchestrator.files.loggers.run_start import RunStart
+from orchestrator.files.loggers.wandb_runs import WandbRun
 from orchestrator.files.metrics_catalogue import METRICS
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine
@@ -128,6 +131,19 @@ def wandb_records(path: Path) -> Iterator[Any]:
         if kind in (1, 4):  # full, last
             yield Record.FromString(whole)
             whole = b""
+
+
+def test_a_connection_is_given_up_before_the_end_of_a_run_gives_up_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a run without network waits for all of CLOSE_TIMEOUT_S, and wandb complains after that."""
+    asked: list[Any] = []
+    monkeypatch.setattr("wandb.init", lambda **given: asked.append(given))
+    start = RunStart(name="a", group="a", options={})
+    for mode in (None, WandbMode.offline):
+        WandbRun(WandbConfig(mode=mode), start, tmp_path)
+    assert all(given["settings"].init_timeout < background.CLOSE_TIMEOUT_S / 1.5 for given in asked)
+    assert [given["mode"] for given in asked] == [None, "offline"], "None: wandb reads WANDB_MODE"
 
 
 def test_no_file_of_a_run_has_credentials(runs: Path) -> None:
