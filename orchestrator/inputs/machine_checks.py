@@ -58,7 +58,8 @@ def check_devices(config: RunConfig, machine: Machine) -> Fact:
         processes += f", {rollout.num_workers} engines of {rollout.tp_size}"
     if config.cluster.device is Device.cpu:
         if has_engines and machine.is_set_up_for_gpus():
-            raise ConfigError(f"cluster.device=cpu, and {FOR_GPUS}")
+            here = "" if machine.count_gpus() else "this machine has no usable CUDA GPU, and "
+            raise ConfigError(f"cluster.device=cpu, but {here}{FOR_GPUS}")
         return Fact("devices", f"CPU, {machine.count_cpus()} cores: {processes}")
     if config.cluster.ray_address is not None:
         return Fact("devices", f"GPUs of the Ray cluster at {config.cluster.ray_address}: {processes}")
