@@ -138,8 +138,9 @@ def _of_run(run: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def _prompts(config: RunConfig, options: ParityOptions) -> tuple[tuple[int, ...], ...]:
+    encoder = RowEncoder(config)  # it keeps the folder that `exact` reads
     try:
-        prompts = PromptRows(config, RowEncoder(config)).training()
+        prompts = PromptRows(config, encoder.exact).training()
     except DataError as error:
         raise ConfigError(str(error)) from error
     return tuple(prompt.token_ids for prompt in prompts[: options.num_prompts])

@@ -6,6 +6,7 @@ Everything is real but the engine: the service's process, the agents' processes,
 from __future__ import annotations
 
 import asyncio
+import json
 import textwrap
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -18,7 +19,7 @@ import pytest
 from fakes.loop import FakeWorker, World, outcome
 from tokenizers import Tokenizer
 
-from conf.schema import EpisodesConfig, RewardConfig, RolloutConfig, RunConfig, SamplingConfig
+from conf.schema import DataConfig, EpisodesConfig, RewardConfig, RolloutConfig, RunConfig, SamplingConfig
 from orchestrator.fleet.router import Router
 from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
@@ -143,10 +144,15 @@ def config(tmp_path: Path) -> Callable[..., RunConfig]:
 
 
 @asynccontextmanager
-async def running(config: RunConfig, tmp_path: Path) -> AsyncIterator[tuple[EpisodeRunner, Engine]]:
+async def running(
+    config: RunConfig, tmp_path: Path, template: str | None = None
+) -> AsyncIterator[tuple[EpisodeRunner, Engine]]:
     folder = tmp_path / "model"
     folder.mkdir()
     save_character_tokenizer(folder, vocab_size=64)
+    if template is not None:
+        described = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps(described | {"chat_template": template}))
     (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
     engine = Engine(Tokenizer.from_file(str(folder / "tokenizer.json")))
     runner = EpisodeRunner(config, folder, log_path=tmp_path / "agents.log")
@@ -156,6 +162,19 @@ async def running(config: RunConfig, tmp_path: Path) -> AsyncIterator[tuple[Epis
         yield runner, engine
     finally:
         await runner.close()
+
+
+async def test_template_options_of_the_row_go_before_those_of_the_run(
+    config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    options = replace(config("behave"), data=DataConfig(chat_template_kwargs={"one": "a", "two": "b"}))
+    async with running(options, tmp_path, "{{ messages[0].content }} {{ one }}{{ two }}") as (runner, engine):
+        for own in (None, {"one": "c"}, '{"one": "d"}'):
+            fields = {"what": "", "chat_template_kwargs": own}
+            (episode,) = await runner.run_group(Prompt(3, (1, 5), "begin", fields), 1)
+            assert episode.rollout.failure == ""
+    given = [engine.tokenizer.decode(list(tokens)) for tokens in engine.given]
+    assert given == ["go ab", "go cb", "go db"]
 
 
 async def test_an_episode_is_what_the_engine_was_given_and_sampled(
