@@ -9,6 +9,7 @@ Owns: rules between a row and the run's other options. Does not own: sources (da
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -39,6 +40,7 @@ from orchestrator.inputs.model_folder import prepare_model, resolve_hf_config
 from orchestrator.inputs.preferences import PreferenceReader
 from orchestrator.inputs.shown_row import shown_row, thoughts_not_given
 from orchestrator.inputs.text_encoder import TextEncoder
+from orchestrator.inputs.turn_ends import unknown_end
 from rollout.errors import DataError
 from rollout.messages import Chat
 from rollout.rewards.judge_prompt import columns_needed
@@ -150,6 +152,7 @@ def check_data(config: RunConfig) -> Fact:
         training = [str(training_items(data, index, read)) for index in range(len(data.training_sources))]
         held_out = held_out_items(data, read)
         warnings += thoughts_not_given([lesson for _, lesson in seen])
+        has_chats = any(_teaches_no_end(lesson, encoder.ends) for _, lesson in seen)
     else:
         of_prompts, quick_ones = (PromptRows(config, one) for one in (encoder.exact, encoder))
         read = _rendering_the_first(of_prompts.read, quick_ones.read, seen)
@@ -157,6 +160,8 @@ def check_data(config: RunConfig) -> Fact:
         training, held_out = [str(items) for items in prompts], held_out_items(data, read)
         found = [prompt for items in prompts for prompt in items.found]
         warnings += _answers_out_of_reach(config, found, encoder)
+        has_chats = any(prompt.messages is not None for prompt in found)
+    warnings += _answers_end_elsewhere(config, encoder.exact) if has_chats else []
     what = "the first " if data.stream else ""
     parts = [f"{what}{items} in {source}" for items, source in zip(training, data.training_sources, strict=True)]
     for name, source in data.held_out_sources.items():
@@ -210,6 +215,33 @@ def check_ends(config: RunConfig, ends: Mapping[int, str]) -> None:
         "no file of the model names a token that ends a response: eos_token_id of generation_config.json and "
         f"config.json, or eos_token of tokenizer_config.json; {what}; {cure}"
     )
+
+
+def _teaches_no_end(lesson: Lesson, ends: Mapping[int, str]) -> bool:
+    """Whether an answer has no token that ends a response."""
+    samples = itertools.chain.from_iterable(lesson.samples(policy_version=0))
+    return any(ends.keys().isdisjoint(one.token_ids[one.loss_mask].tolist()) for one in samples)
+
+
+def _answers_end_elsewhere(config: RunConfig, encoder: TextEncoder) -> list[str]:
+    """What to say of a chat template whose answers end at no token at which responses do: a base model's, often."""
+    sampling, is_sampled = config.rollout.sampling, config.algorithm.objective is Objective.policy
+    end = unknown_end(encoder)
+    if end is None or (
+        is_sampled and (not end or not sampling.stop_at_eos or any(stop in end for stop in sampling.stop))
+    ):
+        return []
+    if not end:
+        return ["the chat template writes nothing after an answer, so that no answer teaches the model to end"]
+    token_ids = encoder.encode(end, add_special_tokens=False)
+    if is_sampled and set(token_ids) & set(sampling.stop_token_ids):
+        return []
+    cure = f"rollout.sampling.stop_token_ids=[{token_ids[0]}]" if len(token_ids) == 1 else "rollout.sampling.stop"
+    cure = f"set {cure}" if is_sampled else f"rollouts of it need {cure}"
+    return [
+        f"the chat template ends an answer with {end!r}, which no file of the model calls an end "
+        f"({', '.join(encoder.ends.values())}): responses go on after it; {cure}, or name it by eos_token"
+    ]
 
 
 def lesson_reader(

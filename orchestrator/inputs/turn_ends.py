@@ -2,8 +2,8 @@
 
     GLM    <|user|>2 + 2?<|assistant|>4<|user|>     a model of it samples <|user|>, or <|observation|> after tool calls
 
-Owns: which text after an answer is taught with it. Does not own: which tokens are ends (rollout/ends.py), nor spans of
-answers (conversations.py).
+Owns: which text after an answer is taught with it, and whether a template's answers end as responses do. Does not own:
+which tokens are ends (rollout/ends.py), nor spans of answers (conversations.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _TURNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """Role -> an answer, and what follows it."""
+_MARK = "an answer of no row"
 
 
 class Renderer(Protocol):
@@ -50,6 +51,20 @@ def end_after(answer: str, following: str, message: Mapping[str, Any], encoder: 
     if any(text in answer for text in texts):
         return ""
     return _beginning(following, texts) or ("" if following else _next_header(encoder, _next_role(message)))
+
+
+def unknown_end(encoder: Renderer) -> str | None:
+    """What the template writes after an answer, where it is no end of a response, nor is the next turn's header; "" if
+    it writes nothing. None if answers end as responses do, or the template refuses a question and an answer.
+    """
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _MARK}]
+    try:
+        closed = encoder.render(Chat(turns), is_open=False)
+    except Exception:  # noqa: BLE001 - rows that it takes are read one by one
+        return None
+    _, mark, after = closed.rpartition(_MARK)
+    is_known = any(end and end in after for end in encoder.ends.values()) or _next_header(encoder, "user")
+    return None if is_known or not mark else after.strip()
 
 
 def _next_role(message: Mapping[str, Any]) -> str:

@@ -4,16 +4,21 @@ token at which responses of the model end."""
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fakes.template_tokenizer import QWEN, QWEN_PLAIN, save_template_tokenizer
 
+from conf.load import load_run_config
 from conf.schema import DataConfig
 from orchestrator.data.sources import START, Row
 from orchestrator.inputs.conversations import Conversation, ConversationReader
 from orchestrator.inputs.preferences import PreferenceReader
+from orchestrator.inputs.prompt_rows import check_data
 from orchestrator.inputs.text_encoder import TextEncoder
+from orchestrator.inputs.turn_ends import unknown_end
 from rollout.ends import end_token_ids
 
 GLM = ("<|endoftext|>", "<|user|>", "<|observation|>", "<|system|>", "<|assistant|>", "[gMASK]", "<sop>")
@@ -98,3 +103,47 @@ def test_a_header_that_is_no_end_is_not_taught(tmp_path):
     folder = save_model(tmp_path, "glm4moe", GLM, GLM[:1])
     conversation = read(folder, [{"role": role, "content": text} for role, text in SUMS])
     assert taught(folder, conversation) == ["\n<think></think>\n4", "\n<think></think>\n6"]
+
+
+BASE = (QWEN[2], *QWEN[:2])
+"""Qwen's tokens as its base models have them: <|endoftext|> is the end, and the template writes <|im_end|>."""
+SAMPLED = ["experiment=quickstart"]
+
+
+@pytest.mark.parametrize(
+    ("template", "names", "found"),
+    [("qwen3", QWEN, None), ("qwen3", BASE, "<|im_end|>"), ("glm4moe", GLM[:1] + GLM[3:], ""), ("glm4moe", GLM, None)],
+)
+def test_answers_that_end_elsewhere_than_responses_are_known(tmp_path, template, names, found):
+    ends = [name for name in names if name in GLM[:3]] or names[:1]
+    assert unknown_end(TextEncoder(save_model(tmp_path, template, names, tuple(ends)))) == found
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            [],
+            r"answer with '<\|im_end\|>', which no file .* \(<\|endoftext\|>\): .* rollouts of it need .*=\[601\], or",
+        ),
+        (
+            [*SAMPLED, "rollout.sampling.stop_at_eos=true"],
+            r"; set rollout\.sampling\.stop_token_ids=\[601\], or name it by eos_token",
+        ),
+        ([*SAMPLED, "rollout.sampling.stop_at_eos=true", "rollout.sampling.stop_token_ids=[601]"], None),
+        ([*SAMPLED, "rollout.sampling.stop_at_eos=false"], None),
+    ],
+)
+def test_a_run_says_that_answers_end_elsewhere(tmp_path, words, said):
+    save_template_tokenizer(tmp_path, "qwen3", BASE)
+    asked, answer = ({"role": role, "content": text} for role, text in SUMS[:2])
+    row = {"prompt": [asked], "answer": "4"} if words else {"messages": [asked, answer]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    given = words or ["experiment=sft_quickstart"]
+    config = load_run_config(
+        [*given, "data=files", f"data.path={tmp_path / 'rows.jsonl'}", f"model.tokenizer={tmp_path}"]
+    )
+    model = replace(config.model, hf_config={**config.model.hf_config, "vocab_size": 700})
+    fact = check_data(replace(config, model=model))
+    assert fact.is_warning == (said is not None)
+    assert said is None or re.search(said, fact.finding), fact.finding
