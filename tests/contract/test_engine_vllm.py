@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.outputs import LogprobsLists
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 LONG = 800
 """Tokens of a response that is still under way while a publish runs: more than a second of sampling, against 50 ms."""

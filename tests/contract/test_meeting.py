@@ -188,7 +188,7 @@ def met(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
         return dict(answers.get(timeout=120) for _ in ranks)
     finally:
         for process in ranks:
-            process.join(timeout=10)
+            process.join(timeout=120)
             process.kill()
 
 

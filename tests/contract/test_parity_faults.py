@@ -25,7 +25,7 @@ from orchestrator.parity.measure import Layers, compare_layers, read_tensors
 from trainer.moe.router import Router, Routing
 from trainer.scoring import Scorer
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 MODEL = ["model=tiny_qwen3_moe", "model.dtype=bfloat16", "model.hf_config.num_experts_per_tok=4", "data=letters"]
 DEVICE = Device.cuda if torch.cuda.is_available() else Device.cpu

@@ -122,7 +122,7 @@ class Server:
 
     def close(self) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(20)
+        self._process.wait(120)
 
 
 @pytest.fixture(scope="module")
@@ -230,4 +230,4 @@ def test_a_fleet_starts_from_disk_serves_and_ends_with_the_command(folder: Path)
         assert not engine.is_healthy()
     finally:
         process.kill()
-        process.wait(20)
+        process.wait(120)

@@ -28,7 +28,7 @@ from rollout.types import Rollout
 from rollout.worker import RolloutWorker
 from trainer.model.logprobs import token_logprobs
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 FREE = SamplingConfig(max_tokens=120, stop_at_eos=False)
 ASKED = prompt(1)

@@ -81,7 +81,7 @@ def server() -> Iterator[Server]:
     assert ours.poll(120)
     yield Server(ours.recv(), process.pid)
     ours.close()
-    process.join(20)
+    process.join(120)
     assert process.exitcode == 0
 
 

@@ -37,7 +37,7 @@ def checkout_with_environment(folder: Path) -> Path:
     for name in FILES:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
-    subprocess.run(["python3.11", "-m", "venv", ".venv"], cwd=folder, check=True, timeout=60)
+    subprocess.run(["python3.11", "-m", "venv", ".venv"], cwd=folder, check=True, timeout=240)
     (site,) = folder.glob(".venv/lib/python3*/site-packages")
     (site / "pip").mkdir()
     (site / "pip/__main__.py").touch()
@@ -48,7 +48,7 @@ def checkout_with_environment(folder: Path) -> Path:
 
 def set_up(folder: Path) -> str:
     """What the script says, as make runs it: nothing when all is there."""
-    done = subprocess.run([folder / "requirements/setup.sh"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([folder / "requirements/setup.sh"], capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode == 0) == (not done.stderr)
     return done.stdout + done.stderr
 

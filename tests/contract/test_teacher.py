@@ -64,7 +64,7 @@ def url(folder: Path) -> Iterator[str]:
         yield f"{engine.url}/v1"
     finally:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait(20)
+        process.wait(120)
 
 
 async def test_its_log_probabilities_are_those_of_transformers(folder: Path, url: str) -> None:

@@ -29,7 +29,7 @@ from rollout.branches import branches_of, context_of
 from rollout.types import Prompt, Rollout, Turn
 from rollout.worker import RolloutWorker
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 CONVERSATIONS = 30
 """For each of seven templates."""

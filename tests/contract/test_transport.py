@@ -99,7 +99,7 @@ class ProcessPeer:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.join(20)
+        self.process.join(120)
 
 
 @pytest.fixture(params=["memory", "mooncake"])

@@ -105,7 +105,7 @@ def served(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             pass
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 128 + signal.SIGTERM
+        assert process.wait(120) == 128 + signal.SIGTERM
 
 
 def rows_of(served: Served) -> list[dict]:

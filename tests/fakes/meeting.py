@@ -20,7 +20,7 @@ class Room:
     """
 
     def __init__(self, world_size: int) -> None:
-        self._barrier = threading.Barrier(world_size, timeout=30)
+        self._barrier = threading.Barrier(world_size, timeout=60)
         self._said: dict[int, Any] = {}
         self.calls: list[str] = []
         """What rank 0 called, in order."""

@@ -281,4 +281,4 @@ class Nodes:
 
     def close(self) -> None:
         """End the rest."""
-        self._process.communicate(timeout=60)
+        self._process.communicate(timeout=240)

@@ -34,7 +34,7 @@ from trainer.weights.adapter_names import adapter_tensors, target_modules
 from weight_sync.publish.publisher import Publisher
 from weight_sync.publish.report import PublishReport
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 KEY = b"k" * 32
 NUM_SLOTS = 3

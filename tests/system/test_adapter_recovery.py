@@ -30,7 +30,7 @@ from trainer.rank import TrainerRank
 from weight_sync.errors import IntegrityError, PlanMismatch, TransportError
 from weight_sync.publish.publisher import PublishReport
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 TIMEOUT_S = 20.0
 

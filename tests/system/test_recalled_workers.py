@@ -67,6 +67,6 @@ def recall(run: Path, worker: int) -> None:
     """Recall a worker that serves, by the command."""
     words = ["recover", str(run), "--worker", str(worker)]
     command = [sys.executable, "-m", "orchestrator.cli.main", *words]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    said = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
     assert said.startswith(f"rollout-{worker}")
     assert said.endswith((" was serving and is being restarted\n", " was updating and is being restarted\n"))

@@ -35,7 +35,7 @@ from weight_sync.errors import IntegrityError
 from weight_sync.publish.report import PublishReport
 from weight_sync.replica.recovery import Offer, Pulled
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 KEY = b"k" * 32
 NUM_WORKERS = 3

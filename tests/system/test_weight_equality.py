@@ -110,7 +110,7 @@ class TrainerProcesses:
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             if process.is_alive():
                 pipe.send(None)
-            process.join(20)
+            process.join(120)
             process.kill()
 
 

@@ -208,7 +208,6 @@ class HangingLlm:
             await asyncio.Event().wait()
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("hangs", ["pause", "slipstream_begin"])
 async def test_a_rank_that_hangs_costs_one_begin_and_the_endpoint_answers_on(monkeypatch, tmp_path, hangs, caplog):
     monkeypatch.setattr(rollout.worker, "CALL_SLACK_S", 0.1)

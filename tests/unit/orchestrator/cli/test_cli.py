@@ -427,7 +427,7 @@ def test_a_background_job_that_ignores_interrupts_can_be_wound_down(signum: sign
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert (done.returncode, done.stdout) == (code, "wound down\n"), done.stderr
@@ -451,7 +451,7 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 
@@ -518,7 +518,7 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         [sys.executable, "-m", "orchestrator.cli.main", "doctor"],
-        env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=240, check=False,
     )  # fmt: skip
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
@@ -527,5 +527,7 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
 def test_closed_pipe_is_no_error() -> None:
     command = f"{sys.executable} -m orchestrator.cli.main train --help options | head -1"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, shell=True, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.stderr == ""

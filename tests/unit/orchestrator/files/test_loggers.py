@@ -179,7 +179,7 @@ def test_rows_wait_for_a_service_that_comes_back(caplog: pytest.LogCaptureFixtur
         logger = InBackground("It", lambda: service, try_again_s=0.01)
         for step in range(3):
             logger.write(step, {})
-        assert service.has_refused.wait(30)
+        assert service.has_refused.wait(120)
         service.is_up.set()
         while not service.rows:
             pass
@@ -199,7 +199,7 @@ def test_a_service_that_stays_away_is_counted_and_does_not_hold_up_the_end(
     logger = InBackground("It", lambda: service)
     for step in range(2):
         logger.write(step, {})
-    assert service.has_refused.wait(30)
+    assert service.has_refused.wait(120)
     for step in range(5):
         logger.write(step, {})
     logger.close()

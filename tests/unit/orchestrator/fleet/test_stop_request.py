@@ -49,7 +49,7 @@ def test_a_run_saves_and_ends_when_asked(folder: Path, capsys: pytest.CaptureFix
         assert run.stdout is not None
         run.stdout.readline()
         assert main(["stop", str(folder)]) == 0
-        assert run.wait(30) == 128 + 15
+        assert run.wait(120) == 128 + 15
     out = capsys.readouterr().out
     assert out.startswith(f"the run in {folder} has ended\nstep 7 is saved; go on with: slipstream resume {folder}")
     assert {path.name for path in (folder / "control").iterdir()} == {"alive"}

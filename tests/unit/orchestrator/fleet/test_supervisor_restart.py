@@ -41,7 +41,7 @@ class Cast:
             restart=lambda index: self.restart(index), max_restarts=max_restarts, backoff_s=backoff_s,
             max_missed_publishes=max_missed_publishes, note=self.rows.append,
         )  # fmt: skip
-        self.router = Router(self.supervisor, request_timeout_s=5)
+        self.router = Router(self.supervisor, request_timeout_s=60)
 
     @property
     def states(self) -> list[ReplicaState]:

@@ -125,7 +125,7 @@ def test_a_slurm_job_starts_the_run_goes_on_with_it_and_queues_itself_again(tmp_
 
     def run(**more: str) -> list[str]:
         calls.unlink(missing_ok=True)
-        subprocess.run(["bash", str(script)], cwd=tmp_path, env=environment | more, check=True, timeout=60)
+        subprocess.run(["bash", str(script)], cwd=tmp_path, env=environment | more, check=True, timeout=240)
         return calls.read_text().splitlines()
 
     assert run() == ["train", *words, "run.dir=runs", "run.name=qwen3-30b-a3b-2gpu-17", "--"]

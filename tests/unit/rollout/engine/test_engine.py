@@ -139,7 +139,7 @@ async def test_an_engine_that_does_not_run_says_so(tmp_path):
 def test_importing_the_worker_needs_neither_torch_nor_vllm():
     modules = "rollout.engine.engine, rollout.rewards.runner"
     code = f"import sys, {modules}; assert not {{'torch', 'vllm'}} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
 GRANDCHILD = """
@@ -170,7 +170,6 @@ def cpu_ticks(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("busy", BUSY)
 def test_a_process_ends_with_its_owner_and_takes_the_one_in_between_along(busy):
     reader, writer = os.pipe()
@@ -186,20 +185,18 @@ def test_a_process_ends_with_its_owner_and_takes_the_one_in_between_along(busy):
         assert output.read() == b""  # end of file: every process that held the pipe is gone
 
 
-@pytest.mark.timeout(60)
 def test_a_process_that_ends_by_itself_leaves_no_watcher_behind_and_no_word_of_it():
     code = (
         "import os; from pathlib import Path; from rollout.die_with_owner import end_with; end_with(os.getppid());"
         "print(Path(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read_text())"
     )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, timeout=30)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, timeout=240)
     assert done.stderr == b""
     status = Path(f"/proc/{int(done.stdout)}/status")
     while status.exists() and "State:\tZ" not in status.read_text():
         time.sleep(0.01)
 
 
-@pytest.mark.timeout(60)
 def test_a_process_that_is_its_own_owner_ends_alone():
     """An engine's owner may import what its processes import: its parent must live on."""
     code = (
@@ -207,7 +204,7 @@ def test_a_process_that_is_its_own_owner_ends_alone():
         "print(__import__('pathlib').Path(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read_text())"
     )
     parent = f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {code!r}], check=True);print('on')"
-    done = subprocess.run([sys.executable, "-c", parent], check=True, capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", parent], check=True, capture_output=True, text=True, timeout=240)
     assert done.stdout.split() == ["on"]
 
 

@@ -217,7 +217,6 @@ async def test_processes_of_a_reward_that_is_replaced_end_with_it(folder, how):
         assert left_alive(folder) == []
 
 
-@pytest.mark.timeout(60)
 def test_processes_that_a_reward_leaves_end_with_a_run_that_is_killed(folder):
     code = f"""
 import asyncio

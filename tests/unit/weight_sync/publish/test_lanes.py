@@ -524,7 +524,7 @@ def test_waits_say_how_long_they_last(monkeypatch: pytest.MonkeyPatch, caplog: p
     taker.start()
     said(2)
     free.give_back(1)
-    taker.join(timeout=20)
+    taker.join(timeout=120)
     assert taken == [1]
     assert "writes so far: {(0, 1): 2.5} s" in caplog.text
     caplog.clear()
@@ -537,7 +537,7 @@ def test_waits_say_how_long_they_last(monkeypatch: pytest.MonkeyPatch, caplog: p
     with door.writing():
         closer.start()
         said(2)
-    closer.join(timeout=20)
+    closer.join(timeout=120)
     assert not closer.is_alive() and "1 still running" in caplog.text
 
 
