@@ -105,12 +105,15 @@ def death_in(report: Path) -> str:
 
 def _death_in(files: Iterable[Path]) -> str:
     for path in files:
-        with contextlib.suppress(OSError):
+        try:
             text = path.read_text(errors="replace")
-            if how := _how(text):
-                if "\ncore: " not in text:
+        except OSError:
+            continue
+        if how := _how(text):
+            if "\ncore: " not in text:
+                with contextlib.suppress(OSError):  # it may be another user's
                     path.write_text(f"{text.rstrip()}\n\ncore: {_core()}\n")
-                return f"{how}; frames of all threads: {path}"
+            return f"{how}; frames of all threads: {path}"
     return ""
 
 

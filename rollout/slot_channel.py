@@ -28,6 +28,7 @@ import zmq
 import zmq.asyncio
 
 from conf.errors import SlipstreamError
+from rollout.crash_reports import death_of_a_child
 from rollout.errors import EngineDied, error_class
 
 logger = logging.getLogger(__name__)
@@ -140,7 +141,8 @@ class SlotClients:
         while True:
             while not await socket.poll(int(LOOK_S * 1000)):
                 if not self._is_alive():
-                    raise EngineDied("the engine's process died; this rollout worker must be restarted")
+                    how = death_of_a_child() or "died"
+                    raise EngineDied(f"the engine's process {how}; this rollout worker must be restarted")
             answered, error, text, result = msgpack.unpackb(await socket.recv())
             if answered == number:  # an older number belongs to a call that was given up
                 return error, text, result

@@ -32,6 +32,7 @@ from conf.schema import Objective
 from orchestrator.files.run_folder import RunFolder, saved_options
 from orchestrator.fleet.replicas import ReplicaState
 from orchestrator.fleet.supervisor import Supervisor
+from rollout.crash_reports import COMMAND, death_in
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +94,10 @@ def how_it_ended(run: Path) -> tuple[str, str | None]:
         end = json.loads((folder / "end.json").read_text())
         return str(end["state"]), end["error"]
     except FileNotFoundError:
-        was_started = (folder / "alive").is_file()
-        return ("failed", KILLED) if was_started else ("", None)
+        if not (folder / "alive").is_file():
+            return "", None
+        how = death_in(RunFolder(run).crashes / COMMAND)
+        return "failed", f"its process {how}" if how else KILLED
     except (OSError, ValueError, KeyError, TypeError):
         return "", None
 

@@ -143,6 +143,11 @@ def test_a_controller_that_is_killed_leaves_no_lock(run: Path) -> None:
     process.join()
     assert not is_alive(run)
     assert how_it_ended(run) == ("failed", KILLED)
+    report = run / "crash" / "command.txt"
+    report.parent.mkdir()
+    report.write_text("Fatal Python error: Aborted\n\n")
+    died = f"its process died of SIGABRT (a native thread, without Python frames); frames of all threads: {report}"
+    assert how_it_ended(run) == ("failed", died)
 
 
 @pytest.mark.parametrize(
