@@ -172,6 +172,7 @@ def test_a_bin_is_full_at_the_bound_and_a_sample_beyond_it_is_alone():
     assert pack([4, 5], num_ranks=1, max_tokens=8) == [[[1], [0]]]
     assert pack([9, 1], num_ranks=1, max_tokens=8) == [[[0], [1]]]
     assert pack([1], num_ranks=1, max_tokens=1) == [[[0]]]
+    assert pack([9, 3, 3], num_ranks=3, max_tokens=8) == [[[0]], [[1]], [[2]]], "the others are spread all the same"
 
 
 def test_members_of_a_microbatch_ascend_and_equal_samples_keep_their_order():

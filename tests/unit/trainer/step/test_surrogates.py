@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,57 @@ def test_estimates_of_kl_by_hand():
         found = kl_estimates(logprobs, torch.tensor([-3.0], dtype=torch.float64), KlEstimator(name))
         torch.testing.assert_close(found, value)
         assert torch.autograd.grad(found.sum(), logprobs)[0].item() == pytest.approx(slope)
+
+
+def one_by_one(ratios, advantages, old=None):
+    """Tokens of responses of one token each, with these ratios."""
+    ratio, a = (torch.tensor(values, dtype=torch.float64) for values in (ratios, advantages))
+    before = torch.zeros_like(ratio) if old is None else torch.tensor(old, dtype=torch.float64)
+    return tokens_of(ratio.log() + before, before, a, (1,) * len(ratios))
+
+
+def test_clips_by_hand():
+    """Bounds 0.75 and 1.25, which themselves are inside; the dual clip is at 1.2 for negative advantages alone."""
+    tokens = one_by_one([0.5, 0.5, 1.5, 1.5, 0.75, 1.25, 1.0, 1.5], [1, -1, 1, -1, -2, 2, 3, 0])
+    bounds = {"clip_low": 0.25, "clip_high": 0.25}
+    plain = LOSSES["clip"](tokens, AlgorithmConfig(**bounds))
+    assert plain.loss_N.tolist() == pytest.approx([-0.5, 0.75, -1.25, 1.5, 1.5, -2.5, -3, 0])
+    low, high = [1], [2]
+    assert plain.is_clipped_low_N.nonzero().flatten().tolist() == low
+    assert plain.is_clipped_high_N.nonzero().flatten().tolist() == high
+    dual = LOSSES["clip"](tokens, AlgorithmConfig(dual_clip=1.2, **bounds))
+    assert dual.loss_N.tolist() == pytest.approx([-0.5, 0.75, -1.25, 1.2, 1.5, -2.5, -3, 0])
+    assert dual.is_clipped_low_N.nonzero().flatten().tolist() == low
+    assert dual.is_clipped_high_N.nonzero().flatten().tolist() == [2, 3]
+
+
+def test_cispo_by_hand():
+    """The clipped ratio weighs the log-probability, whatever the sign of the advantage."""
+    tokens = one_by_one([0.5, 0.5, 1.5, 1.0], [1, -1, 2, 1], old=[-1.0, -2.0, -3.0, -4.0])
+    logprobs = tokens.logprobs_N.requires_grad_()
+    found = LOSSES["cispo"](tokens, AlgorithmConfig(loss="cispo", clip_low=0.25, clip_high=0.25))
+    weights = torch.tensor([0.75, -0.75, 2.5, 1.0], dtype=torch.float64)
+    assert found.loss_N.tolist() == pytest.approx((-weights * logprobs.detach()).tolist())
+    assert torch.autograd.grad(found.loss_N.sum(), logprobs)[0].tolist() == pytest.approx((-weights).tolist())
+    assert found.is_clipped_low_N.tolist() == [True, True, False, False]
+    assert found.is_clipped_high_N.tolist() == [False, False, True, False]
+
+
+def test_sapo_by_hand():
+    """4 / tau * sigmoid(tau * (r - 1)), tau = 2 for advantages above 0 and 3 for others; nothing is clipped."""
+    tokens = one_by_one([1.5, 1.5, 0.5, 1.0], [1, -2, 1, 1])
+    found = LOSSES["sapo"](tokens, AlgorithmConfig(loss="sapo", sapo_tau_positive=2.0, sapo_tau_negative=3.0))
+
+    def gate(tau, ratio):
+        return 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+
+    assert found.loss_N.tolist() == pytest.approx([-gate(2, 1.5), 2 * gate(3, 1.5), -gate(2, 0.5), -gate(2, 1.0)])
+    assert not found.is_clipped_low_N.any() and not found.is_clipped_high_N.any()
+    assert found.is_clipped_low_N.dtype is torch.bool
+
+
+def test_log_ratios_are_bounded_on_both_sides():
+    values = ([0.0, -99.0, -1.0], [-99.0, 0.0, -2.0], [1.0] * 3)
+    tokens = tokens_of(*(torch.tensor(v, dtype=torch.float64) for v in values),
+                       (1, 1, 1))  # fmt: skip
+    assert tokens.log_ratio_N.tolist() == [20.0, -20.0, 1.0]

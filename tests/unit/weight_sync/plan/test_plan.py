@@ -153,6 +153,59 @@ def test_replicated_tensors_are_shared_out_evenly(num_sources, num_tensors, num_
 # --- order and shape of a plan ---
 
 
+def shared_system(names: list[str], num_sources: int = 2, elements: int = 4):
+    """Sources that hold all tensors alike, and one engine rank whose parameters they are."""
+    whole = Region((0,), (elements,))
+    metas = tuple(TensorMeta(name, (elements,), "float32") for name in names)
+    shards = tuple(SourceShard(name, whole) for name in names)
+    params = tuple(Param(name, (elements,), "float32") for name in names)
+    loads = tuple(Load(name, whole, (0,), name, 0, (1,)) for name in names)
+    return [SourceLayout(rank, metas, shards) for rank in range(num_sources)], [[DestLayout(0, params, loads)]]
+
+
+def senders(plan: TransferPlan) -> dict[str, set[int]]:
+    """Parameter -> who sends a part of it."""
+    found: dict[str, set[int]] = {}
+    for task in all_tasks(plan):
+        found.setdefault(task.param, set()).add(task.source_rank)
+    return found
+
+
+def test_small_tensors_of_a_layer_that_the_same_sources_hold_come_from_one_of_them():
+    """Up to MIN_SHARED_BYTES together: each is a write, and costs its latency. The next parcel goes to the next one."""
+    names = [f"model.layers.{layer}.{name}.weight" for layer in range(4) for name in "abc"]
+    sources, replicas = shared_system(names)
+    found = senders(build_plan(sources, replicas, max_task_bytes=1 << 20))
+    of_layer = [{min(found[name]) for name in names if f".{layer}." in name} for layer in range(4)]
+    assert [len(ranks) for ranks in of_layer] == [1] * 4
+    assert sorted(min(ranks) for ranks in of_layer) == [0, 0, 1, 1]
+
+    third = MIN_SHARED_BYTES // 4 // 3  # three of them fill a parcel, but for two bytes; a fourth does not fit
+    names = [f"model.layers.0.{name}.weight" for name in "abcdef"]
+    sources, replicas = shared_system(names, elements=third)
+    found = senders(build_plan(sources, replicas, max_task_bytes=1 << 22))
+    assert [found[name] for name in names] == [{0}] * 3 + [{1}] * 3
+    half = MIN_SHARED_BYTES // 4 // 2  # two of them fill it exactly
+    sources, replicas = shared_system(names[:4], elements=half)
+    found = senders(build_plan(sources, replicas, max_task_bytes=1 << 22))
+    assert [found[name] for name in names[:4]] == [{0}] * 2 + [{1}] * 2
+
+
+def test_the_largest_is_given_away_first_and_to_who_has_least():
+    """Bytes that only one can send count before: rank 0 alone holds `own`, as large as two of the others."""
+    sizes = {"own": 4, "x": 1, "model.layers.0.y": 1, "model.layers.1.z": 3}
+    metas = tuple(TensorMeta(name, (size << 20,), "float32") for name, size in sizes.items())
+    shards = [SourceShard(meta.name, Region((0,), meta.shape)) for meta in metas]
+    sources = [SourceLayout(0, metas, tuple(shards)), SourceLayout(1, metas, tuple(shards[1:]))]
+    params = tuple(Param(meta.name, meta.shape, "float32") for meta in metas)
+    loads = tuple(Load(meta.name, Region((0,), meta.shape), (0,), meta.name, 0, (1,)) for meta in metas)
+    plan = build_plan(sources, [[DestLayout(0, params, loads)]], max_task_bytes=1 << 26)
+    num_bytes = {rank: sum(task.num_bytes for task in tasks) for rank, tasks in plan.tasks.items()}
+    assert num_bytes[0] + num_bytes[1] == 4 * (9 << 20)
+    assert abs(num_bytes[0] - num_bytes[1]) <= MIN_SHARED_BYTES, "even"
+    assert senders(plan)["own"] == {0}
+
+
 def test_dense_goes_before_experts_and_layers_ascend_and_embeddings_are_last_of_what_is_dense():
     plan = build_plan(*small_system(), max_task_bytes=1 << 20)
     for tasks in plan.tasks.values():
