@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import shutil
 import tempfile
 import weakref
@@ -43,6 +42,7 @@ from orchestrator.inputs.text_encoder import TextEncoder
 from orchestrator.inputs.turn_ends import unknown_end
 from rollout.errors import DataError
 from rollout.messages import Chat
+from rollout.rewards.answer_text import answer_text
 from rollout.rewards.judge_prompt import columns_needed
 from rollout.rewards.runner import chosen_rewards
 from rollout.types import Prompt
@@ -118,10 +118,13 @@ class PromptRows:
 
 def _check_answer(answer: object, what: str) -> None:
     """An answer is compared as text: that of null is None, which a response may say."""
-    is_number = isinstance(answer, int) or (isinstance(answer, float) and math.isfinite(answer))
-    if isinstance(answer, bool) or not (isinstance(answer, str) or is_number):
+    try:
+        answer_text(answer)
+    except ValueError as e:
         got = "null" if answer is None else json.dumps(answer)[:60]
-        raise DataError(f"{what} must be text or a number, got {got}; write the answer as text, or remove the row")
+        raise DataError(
+            f"{what} must be text or a number, got {got}; write the answer as text, or remove the row"
+        ) from e
 
 
 def _middling(floor: float, prompts: Sequence[Prompt], seed: int) -> Stream[Prompt]:

@@ -15,6 +15,8 @@ from typing import Any
 
 from math_verify import parse, verify
 
+from rollout.rewards.answer_text import answer_text
+
 MAX_MEMORY_BYTES = 4 << 30
 """Address space of the process; an expression that needs more is not equal to the answer."""
 LONGEST_TO_READ = 64
@@ -45,7 +47,7 @@ def math_reward(*, answer_key: str, timeout_s: float) -> Callable[[str, str, dic
         return tuple(parse(answer if is_marked else f"\\boxed{{{answer}}}", parsing_timeout=limit_s))
 
     def judge(prompt: str, response: str, fields: dict[str, Any]) -> tuple[float, str | None]:
-        answer = expected(str(fields[answer_key]).strip())
+        answer = expected(answer_text(fields[answer_key]))
         if not answer:
             raise ValueError(f"math-verify finds no expression in the answer {fields[answer_key]!r}")
         found = parse(response, parsing_timeout=limit_s)

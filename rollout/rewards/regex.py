@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from rollout.errors import RewardError
+from rollout.rewards.answer_text import answer_text
 
 
 def regex_match(
@@ -18,10 +19,11 @@ def regex_match(
 
     Raises:
         KeyError: The row has no answer column.
+        ValueError: The answer is neither text nor a number.
     """
     found = pattern.search(response)
     given = None if found is None else (found.group(1) or "").strip()
-    return float(given == str(fields[answer_key]).strip()), given
+    return float(given == answer_text(fields[answer_key])), given
 
 
 def compile_pattern(pattern: str, option: str) -> re.Pattern[str]:

@@ -181,6 +181,15 @@ async def test_exceptions_that_quote_the_response_are_of_one_kind(rewards_module
         await runner.close()
 
 
+@pytest.mark.parametrize("answer", [None, True, [1], {"a": 1}, float("nan")])
+@pytest.mark.parametrize("kind", ["exact_match", "regex"])
+def test_the_text_of_what_is_no_answer_is_not_compared_with(kind, answer):
+    """As an agent's row may have it: no response is right, or wrong."""
+    reward = load_reward(RewardConfig(kind=kind, pattern="(.*)")).function
+    with pytest.raises(ValueError, match="an answer must be text or a number"):
+        reward("p", str(answer), {"answer": answer})
+
+
 async def test_a_missing_answer_column_costs_samples_not_the_run():
     runner = RewardRunner(RewardConfig(answer_key="solution"))
     await runner.start()
