@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from fakes.publish import DictSource, engine_layout
 
 from weight_sync.errors import PlanError, TransportError, WatermarkError
 from weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
-from weight_sync.plan.budget import NUM_SLOTS, sums_bytes
+from weight_sync.plan.budget import NUM_SLOTS, aligned, sums_bytes
 from weight_sync.plan.plan import build_plan
-from weight_sync.publish import staging_slots
+from weight_sync.publish import lanes, staging_slots
+from weight_sync.publish import pipeline as pipeline_module
 from weight_sync.publish.pipeline import Pipeline
 
 
@@ -117,6 +119,58 @@ def test_a_task_larger_than_a_slot_is_refused() -> None:
     )
     with pytest.raises(PlanError, match="does not fit a staging slot"):
         pipeline.load(plan.tasks[0])
+
+
+def test_a_slot_is_as_large_as_the_largest_task_of_a_short_schedule() -> None:
+    world = World(1, HASH_BYTES + 4096)
+    small, *_, large = sorted(world.plan.tasks[0], key=lambda task: task.num_bytes)
+    assert small.num_bytes < large.num_bytes
+    world.pipeline.load([small, large])
+    (staging,) = world.transport.registered
+    assert staging.num_bytes == NUM_SLOTS * aligned(large.num_bytes)
+    report = world.run(1).report
+    assert (report.errors, report.num_bytes) == ({}, small.num_bytes + large.num_bytes)
+
+
+def test_a_task_as_large_as_a_slot_fits_and_a_publish_needs_a_plan() -> None:
+    world = World()
+    limit = world.pipeline._limits.max_slot_bytes
+    largest = max(task.num_bytes for task in world.plan.tasks[0])
+    assert limit >= largest, "a plan's tasks are a part of a slot"
+    empty = Pipeline(world.source, world.transport, device="cpu", watermark_bytes=HASH_BYTES + 256, verify_hashes=True)
+    empty.prepare(1)
+    assert "a publish before there is a plan" in empty.run(1, world.bindings(), world.budgets_s).report.errors[0]
+    assert world.source.num_ends == 1
+    empty.cancel()
+    assert world.source.num_ends == 1, "nothing is prepared any more"
+
+
+def test_seconds_of_packing_are_those_of_the_first_loads_and_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each read takes a second of a clock that nothing else moves."""
+    world, clock = World(), SimpleNamespace(now=50.0)
+    for module in (pipeline_module, lanes):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def second(_: str) -> None:
+        clock.now += 1.0
+
+    world.source.before_read = second
+    assert world.run(1).report.prepare_s == num_reads(world.pipeline.loads) > num_reads(world.pipeline.loads[:2])
+
+
+def test_what_was_prepared_and_is_not_run_ends_once() -> None:
+    world = World()
+    world.pipeline.prepare(1, trace=True)
+    callbacks = list(gc.callbacks)
+    for _ in range(2):
+        world.pipeline.cancel()
+    assert world.source.num_ends == 1
+    assert len(gc.callbacks) == len(callbacks) - 1, "its trace, too"
+    with pytest.raises(PlanError, match="without prepare"):
+        world.pipeline.run(1, world.bindings(), world.budgets_s)
+    world.pipeline.prepare(2)
+    world.pipeline.close()
+    assert world.source.num_ends == 2
 
 
 def test_a_source_that_holds_more_than_it_declared_fails_the_publish() -> None:
