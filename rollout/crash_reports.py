@@ -18,6 +18,7 @@ import os
 import re
 import resource
 import signal
+import sysconfig
 import time
 from collections.abc import Generator, Iterable
 from pathlib import Path
@@ -28,6 +29,7 @@ option."""
 COMMAND = "command"
 """Name of the report of a run's command."""
 _ROOT = Path(__file__).resolve().parents[1]
+_STANDARD = sysconfig.get_path("stdlib") + "/"
 _SIGNALS = {
     "Segmentation fault": "SIGSEGV",
     "Aborted": "SIGABRT",
@@ -127,10 +129,15 @@ def _how(text: str) -> str:
     if not dying or not dying[0][0]:
         return f"{died} (a native thread, without Python frames)"
     frames, is_main = dying[0]  # the main thread is listed last
-    ours = [frame for frame in frames if Path(frame[0]).is_relative_to(_ROOT) and "site-packages" not in frame[0]]
-    path, line, function = (ours or frames)[0]
-    place = Path(path).relative_to(_ROOT) if ours else path.rpartition("site-packages/")[2]
-    return f"{died} ({'main thread' if is_main else 'another thread'} in {place}:{line}, {function})"
+    others = [frame for frame in frames if not frame[0].startswith(_STANDARD) or "site-packages" in frame[0]]
+    ours = [frame for frame in frames if frame[0].startswith(f"{_ROOT}/") and "site-packages" not in frame[0]]
+    innermost = dict.fromkeys([(others or frames)[0], *ours[:1]])  # of all libraries, and of this one
+    places = "; ".join(f"{_short(path)}:{line}, {function}" for path, line, function in innermost)
+    return f"{died} ({'main thread' if is_main else 'another thread'} in {places})"
+
+
+def _short(path: str) -> str:
+    return path.rpartition("site-packages/")[2].removeprefix(f"{_ROOT}/")
 
 
 def _core() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,23 @@ def test_a_folder_that_cannot_be_written_keeps_nobody_from_work(tmp_path: Path) 
 )
 def test_an_exit_code_in_words(code: int | None, said: str) -> None:
     assert how_it_ended(code) == said
+
+
+def test_the_innermost_frames_of_a_library_and_of_ours_are_told(tmp_path: Path) -> None:
+    """Not the standard library's, in which most threads wait; and of several threads that of the one that died."""
+    standard, site = sysconfig.get_path("stdlib"), "/env/lib/python3.12/site-packages"
+    (tmp_path / "trainer-0.txt").write_text(f"""Fatal Python error: Segmentation fault
+
+Thread 0x00007fb3cd24d6c0 (most recent call first):
+  File "{ROOT}/trainer/rank.py", line 1 in other
+
+Current thread 0x00007fb4707c8b80 (most recent call first):
+  File "{standard}/threading.py", line 327 in wait
+  File "{site}/torch/autograd/graph.py", line 870 in _engine_run_backward
+  File "{ROOT}/trainer/rank.py", line 245 in _over
+  File "{ROOT}/trainer/rank.py", line 200 in forward_backward
+
+Extension modules: torch._C (total: 1)
+""")
+    where = "torch/autograd/graph.py:870, _engine_run_backward; trainer/rank.py:245, _over"
+    assert death_in(tmp_path / "trainer-0").startswith(f"died of SIGSEGV (main thread in {where}); frames of all")
