@@ -219,6 +219,8 @@ async def test_what_an_agent_does_costs_its_own_episode(config: Callable[..., Ru
         "large": "not_a_number",
     }  # fmt: skip
     async with running(config("behave", max_turns=4), tmp_path) as (runner, _):
+        await play(runner, "raise")
+        assert runner.first_report.endswith("KeyError: 'no such thing'\n") and "agents_here.py" in runner.first_report
         episodes = dict(zip(expected, await play(runner, *expected), strict=True))
         again = (await play(runner, "wait"))[0]
         assert len(left_behind()) == 1
@@ -240,6 +242,10 @@ async def test_an_episode_that_hangs_is_ended_even_if_it_refuses_to_be(
 ) -> None:
     async with running(config("behave", timeout_s=2), tmp_path) as (runner, _):
         episodes = await play(runner, "hang", "hang for ever")
+        await play(runner, "raise")
+    assert runner.first_report == "the episode took longer than rollout.episodes.timeout_s=2 seconds", (
+        "and no later one"
+    )
     assert [(episode.rollout.failure, episode.reward) for episode in episodes] == [("timeout", None)] * 2
 
 
@@ -307,7 +313,7 @@ async def test_a_lost_service_ends_the_group_with_an_error(config: Callable[...,
         group = asyncio.create_task(play(runner, "hang"))
         service = next(
             child for child in psutil.Process().children(recursive=True) if "rollout.agents.service" in child.cmdline()
-            and "-P" in child.cmdline()[:2]
+            and "-P" in child.cmdline()[:4]
         )  # fmt: skip
         service.kill()
         with pytest.raises(EngineDied, match=r"agents\.log"):
