@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,6 +21,21 @@ from weight_sync.publish import lanes
 from weight_sync.publish.lanes import Door, FreeSlots
 from weight_sync.publish.pipeline import Pipeline
 from weight_sync.publish.staging_slots import Filled, Slots
+
+
+@pytest.fixture(autouse=True)
+def impatience(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Filter]:
+    """Packing that waits for a slot for ten seconds waits for ever: here that is an error."""
+
+    class Impatience(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            assert not record.msg.startswith("packing waits"), "nobody gives a slot back"
+            return True
+
+    monkeypatch.setattr(lanes, "WAIT_LOG_S", 10.0)
+    lanes.logger.addFilter(found := Impatience())
+    yield found
+    lanes.logger.removeFilter(found)
 
 
 class SlowTransport(MemoryTransport):
@@ -507,8 +523,11 @@ def test_the_door_counts_the_seconds_in_which_anybody_writes(monkeypatch: pytest
     assert door.busy_s == 1 + 2 + 4 + 16
 
 
-def test_waits_say_how_long_they_last(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_waits_say_how_long_they_last(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, impatience: logging.Filter
+) -> None:
     """For a slot, and for the end of the writes under way; each goes on when there is something."""
+    lanes.logger.removeFilter(impatience)
     monkeypatch.setattr(lanes, "WAIT_LOG_S", 0.01)
     free, door = FreeSlots({}), Door()
 
