@@ -15,7 +15,7 @@ from conf.schema.reward import RewardConfig
 from conf.schema.rollout import RolloutConfig
 from conf.schema.rules import at_least, require
 from conf.schema.trainer import TrainerConfig, TrainMode
-from conf.schema.weight_sync import MergeRounding, WeightSyncConfig
+from conf.schema.weight_sync import MergeRounding, SyncMode, WeightSyncConfig
 
 SEQS_OF_A_GRAPH = 16
 """vLLM captures CUDA graphs for multiples of this many requests, above 256."""
@@ -181,6 +181,12 @@ class RunConfig:
     def rounding_seed(self) -> int | None:
         """Seed of the thresholds by which merged weights are rounded; None: to nearest."""
         return self.run.seed if self.weight_sync.rounding is MergeRounding.dithered else None
+
+    @property
+    def loses_updates(self) -> bool:
+        """Whether engines get weights that an adapter was merged into and that were rounded to nearest."""
+        has_merged = self.trainer.mode is TrainMode.lora and self.weight_sync.mode is SyncMode.merged
+        return has_merged and self.rounding_seed is None
 
     @property
     def evaluates_beside(self) -> bool:

@@ -31,6 +31,9 @@ UNCORRECTED = (
     "algorithm.correction=none trains on these tokens as if the trainer had sampled them; tis, or another one, weighs "
     "them. "
 )
+LOST_UPDATES = (
+    "weight_sync.rounding=nearest gives engines little of an adapter's update (dithered gives them its mean). "
+)
 CURE = (
     "`slipstream parity` names the operation at which trainer and "
     "engine part, and docs/parity.md says what else to look at"
@@ -46,11 +49,12 @@ class ParityAlarm:
 
     Args:
         is_corrected: whether the loss weighs or clips tokens by their ratio.
+        loses_updates: whether merged weights are rounded to nearest.
     """
 
-    def __init__(self, config: ParityConfig, *, is_corrected: bool) -> None:
+    def __init__(self, config: ParityConfig, *, is_corrected: bool, loses_updates: bool = False) -> None:
         self._config = config
-        self._advice = CURE if is_corrected else UNCORRECTED + CURE
+        self._advice = (LOST_UPDATES if loses_updates else "") + ("" if is_corrected else UNCORRECTED) + CURE
         self._warned_at: int | None = None
         """Step of the last warning; None while no figure is above the threshold."""
         self._floor = ""

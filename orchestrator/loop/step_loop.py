@@ -83,7 +83,11 @@ class StepLoop(ABC):
         self._completing: asyncio.Task[None] | None = None
         """Adds checksums to the newest checkpoint and flushes it, while steps go on."""
         self._num_refused_in_a_row = 0
-        self._alarm = ParityAlarm(config.parity, is_corrected=config.algorithm.is_corrected)
+        self._alarm = ParityAlarm(
+            config.parity,
+            is_corrected=config.algorithm.is_corrected,
+            loses_updates=config.loses_updates,
+        )
         self._learning = LearningAlarm(config.algorithm)
         self._alarm_raised = ""
         """Why the last row ends the run; "" when it does not."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fakes.loop import Loop, make_config
 
-from conf.schema import ParityConfig, RunConfig
+from conf.schema import MergeRounding, ParityConfig, RunConfig, TrainerConfig, TrainMode, WeightSyncConfig
 from orchestrator.errors import TrainingStopped
 from orchestrator.loop.parity_alarm import REPEAT_STEPS, ParityAlarm
 
@@ -42,6 +42,23 @@ def test_warning_names_figure_threshold_causes_and_cure(caplog: pytest.LogCaptur
         "=none trains on",
     ):
         assert part in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("rounding", "mode", "loses"),
+    [
+        (MergeRounding.dithered, TrainMode.lora, False),
+        (MergeRounding.nearest, TrainMode.lora, True),
+        (MergeRounding.nearest, TrainMode.full, False),
+    ],
+)
+def test_updates_that_rounding_loses_are_a_cause(
+    rounding: MergeRounding, mode: TrainMode, loses: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = RunConfig(trainer=TrainerConfig(mode=mode), weight_sync=WeightSyncConfig(rounding=rounding))
+    assert config.loses_updates is loses
+    ParityAlarm(ParityConfig(), is_corrected=True, loses_updates=loses).reason_to_stop(7, {"parity/k3": 0.25})
+    assert ("weight_sync.rounding=nearest" in caplog.text) is loses
 
 
 @pytest.mark.parametrize(
