@@ -150,6 +150,7 @@ ELSEWHERE: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ),
     ("data.path", "data.sources"): ("data.train_files", "train_dataset", "orchestrator.train.source"),
     ("data.eval_path",): ("data.val_files", "eval_dataset", "orchestrator.eval.source"),
+    ("data.chat_template_kwargs",): ("data.apply_chat_template_kwargs", "chat_template_kwargs"),
     ("data.prompt_key",): ("prompt",),
     ("reward.answer_key",): ("reward_model.ground_truth",),
     ("data.drop_too_long",): ("data.filter_overlong_prompts",),
@@ -170,6 +171,7 @@ ELSEWHERE: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ("run.checkpoint_every_steps",): ("trainer.save_freq", "save_steps", "ckpt.interval"),
     ("run.eval_every_steps",): ("trainer.test_freq", "eval_steps", "orchestrator.eval.interval"),
     ("run.loggers",): ("trainer.logger", "report_to", "wandb"),
+    ("slipstream merge RUN",): ("verl.model_merger", "merge_and_unload"),
     ("slipstream resume RUN",): ("trainer.resume_mode", "resume_from_checkpoint", "resume"),
 }
 """Our words -> options of others, row by row of the page."""
