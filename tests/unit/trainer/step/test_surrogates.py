@@ -145,3 +145,9 @@ def test_log_ratios_are_bounded_on_both_sides():
     tokens = tokens_of(*(torch.tensor(v, dtype=torch.float64) for v in values),
                        (1, 1, 1))  # fmt: skip
     assert tokens.log_ratio_N.tolist() == [20.0, -20.0, 1.0]
+
+
+def test_a_low_ratio_is_clipped_for_negative_advantages_alone():
+    tokens = one_by_one([0.5, 0.5, 0.5, 0.5], [0.5, 0, -0.5, -2])
+    found = LOSSES["clip"](tokens, AlgorithmConfig(clip_low=0.25, clip_high=0.25))
+    assert found.is_clipped_low_N.tolist() == [False, False, True, True]

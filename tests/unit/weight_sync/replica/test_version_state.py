@@ -215,3 +215,16 @@ def test_the_key_is_not_shown() -> None:
 def test_plain_data_packs_for_other_channels() -> None:
     rank = EngineRank(engine_layout(0), Binding("s", {"qk": 5}), "tcp")
     assert unpack(EngineRank, pack(rank)) == rank
+
+
+def test_only_the_present_transaction_fails_and_only_before_it_committed() -> None:
+    dirty = VersionState().begin(3, 4, "plan")
+    verified = dirty.verified(3, 4, "plan")
+    clean = verified.committed(3, 4)
+    for epoch in (3, 5):
+        assert verified.failed(epoch) == verified
+    assert verified.failed(4) == dirty
+    assert clean.failed(4) == clean and clean.invalidate() == dirty
+    with pytest.raises(ProtocolError, match="names plan other, its begin named plan plan"):
+        dirty.verified(3, 4, "other")
+    assert (clean.is_serving, verified.is_serving, dirty.is_serving) == (True, False, False)
