@@ -39,6 +39,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from bench.environment import environment  # noqa: E402
 from conf.schema import (  # noqa: E402
     AlgorithmConfig,
+    DType,
     LoraConfig,
     ModelConfig,
     Objective,
@@ -81,7 +82,8 @@ class Trained:
     def __init__(self, args: argparse.Namespace, seed: int, device: str) -> None:
         config = json.loads((Path(args.model) / "config.json").read_text())
         self.rank = TrainerRank(
-            model=ModelConfig(path=args.model),
+            # CPUs multiply float32 faster; the base's values are those of bfloat16 either way.
+            model=ModelConfig(path=args.model, dtype=DType.bfloat16 if device == "cuda" else DType.float32),
             trainer=TrainerConfig(
                 lora=LoraConfig(rank=args.rank, alpha=2.0 * args.rank),
                 optim=OptimConfig(lr=args.lr),
@@ -118,13 +120,13 @@ class Trained:
             if held.delta is None:
                 continue
             to_nearest = replace(held, delta=replace(held.delta, rounding_key=None))
-            of_tensor = {"base": held.base.detach().clone()}
-            for name, source, dtype in (
+            of_tensor = {"base": held.base.detach().bfloat16()}
+            for name, shard, dtype in (
                 ("exact", to_nearest, torch.float32), ("nearest", to_nearest, torch.bfloat16),
                 ("dithered", held, torch.bfloat16),
             ):  # fmt: skip
                 of_tensor[name] = torch.empty(held.region.shape, dtype=dtype, device=held.base.device)
-                source.read(held.region, of_tensor[name], {})
+                shard.read(held.region, of_tensor[name], {})
             found[held.tensor] = of_tensor
         return found
 
