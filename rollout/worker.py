@@ -105,6 +105,7 @@ class RolloutWorker:
         keep_special_tokens: bool = False,
         make_engine: Callable[..., Engine] = Engine,
     ) -> None:
+        self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
         self._sampling = config.sampling
         self.weight_sync = weight_sync
         self._tensors = [(meta.name, list(meta.shape), meta.dtype) for meta in tensors]
@@ -124,7 +125,6 @@ class RolloutWorker:
         )
         self._endpoint = ReplicaEndpoint(self, key, host=host)
         self._sampling_server = SamplingServer(self.generate_group, key, host=host)
-        self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
         self._skip_special_tokens = not keep_special_tokens
         self._ranks: list[EngineRank] = []
         self._serving = asyncio.Event()

@@ -52,7 +52,7 @@ def test_a_run_saves_and_ends_when_asked(folder: Path, capsys: pytest.CaptureFix
         assert run.wait(120) == 128 + 15
     out = capsys.readouterr().out
     assert out.startswith(f"the run in {folder} has ended\nstep 7 is saved; go on with: slipstream resume {folder}")
-    assert {path.name for path in (folder / "control").iterdir()} == {"alive"}
+    assert {path.name for path in (folder / "control").iterdir()} == {"alive", "end.json"}
     assert main(["stop", str(folder)]) == 0
     assert "had ended already\nstep 7 is saved" in capsys.readouterr().out
 
