@@ -20,7 +20,7 @@ from typing import Any, Protocol, cast
 
 from orchestrator.data.sources import Row, listed, renamed
 from rollout.errors import DataError, RowTooLong
-from rollout.messages import TEMPLATE_OPTIONS, TOOLS, Chat, template_options, text_messages, tools_of
+from rollout.text.messages import TEMPLATE_OPTIONS, TOOLS, Chat, template_options, text_messages, tools_of
 from rollout.types import Prompt
 
 _HEAD_CHARACTERS_PER_TOKEN = 16

@@ -21,7 +21,7 @@ from typing import Any
 
 from orchestrator.data.prompts import Renderer, rendered
 from rollout.errors import DataError
-from rollout.messages import Chat
+from rollout.text.messages import Chat
 
 THOUGHT_ENDS = "</think>"
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")

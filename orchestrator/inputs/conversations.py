@@ -30,7 +30,7 @@ from orchestrator.data.streams import Tokenized
 from orchestrator.inputs.answers import Answer, answer_of
 from orchestrator.inputs.turn_ends import end_after
 from rollout.errors import DataError, RowTooLong
-from rollout.messages import Chat
+from rollout.text.messages import Chat
 from trainer.types import Sample
 
 
@@ -43,7 +43,7 @@ class ConversationEncoder(Protocol):
         ...
 
     def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """(token ids, the characters of `text` that each token has): rollout.plain_text.encode_text."""
+        """(token ids, the characters of `text` that each token has): rollout.text.plain_text.encode_text."""
         ...
 
     def render(self, chat: Chat, *, is_open: bool) -> str:

@@ -30,7 +30,7 @@ from orchestrator.inputs.conversations import (
     with_end,
 )
 from rollout.errors import DataError
-from rollout.messages import Chat
+from rollout.text.messages import Chat
 from trainer.types import Sample
 
 ANSWERS = ("chosen", "rejected")

@@ -41,10 +41,10 @@ from orchestrator.inputs.shown_row import shown_row, thoughts_not_given
 from orchestrator.inputs.text_encoder import TextEncoder
 from orchestrator.inputs.turn_ends import unknown_end
 from rollout.errors import DataError
-from rollout.messages import Chat
 from rollout.rewards.answer_text import answer_text
 from rollout.rewards.judge_prompt import columns_needed
 from rollout.rewards.runner import chosen_rewards
+from rollout.text.messages import Chat
 from rollout.types import Prompt
 
 RENDERED_ROWS = 256

@@ -14,11 +14,11 @@ from typing import Any, cast
 
 from conf.errors import ConfigError
 from conf.schema import ModelConfig
-from rollout.chat_template import ChatTemplate
-from rollout.ends import end_token_ids
 from rollout.errors import DataError
-from rollout.messages import Chat
-from rollout.plain_text import TOKENIZER_FILE, encode_text, load_tokenizer
+from rollout.text.chat_template import ChatTemplate
+from rollout.text.ends import end_token_ids
+from rollout.text.messages import Chat
+from rollout.text.plain_text import TOKENIZER_FILE, encode_text, load_tokenizer
 
 _OLDER_TOKENIZERS = ("tokenizer.model", "vocab.json")
 """What transformers converts to TOKENIZER_FILE."""

@@ -3,7 +3,7 @@
     GLM    <|user|>2 + 2?<|assistant|>4<|user|>     a model of it samples <|user|>, or <|observation|> after tool calls
 
 Owns: which text after an answer is taught with it, and whether a template's answers end as responses do. Does not own:
-which tokens are ends (rollout/ends.py), nor spans of answers (conversations.py).
+which tokens are ends (rollout/text/ends.py), nor spans of answers (conversations.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from rollout.messages import Chat
+from rollout.text.messages import Chat
 
 _CALL = {"id": "call-1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 _TURNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

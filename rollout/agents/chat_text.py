@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from rollout.agents.tool_calls import ToolCallParser
-from rollout.chat_template import ChatTemplate
 from rollout.errors import DataError
-from rollout.messages import Chat
-from rollout.plain_text import encode_text, load_tokenizer
+from rollout.text.chat_template import ChatTemplate
+from rollout.text.messages import Chat
+from rollout.text.plain_text import encode_text, load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)

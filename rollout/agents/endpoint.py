@@ -27,7 +27,7 @@ from aiohttp import web
 from rollout.agents.episode import MODEL, Answer, EngineFailed, Episode, EpisodeOver, LimitReached
 from rollout.agents.request_fields import FIXED, FieldRefused, check_fields
 from rollout.errors import DataError
-from rollout.messages import TEMPLATE_OPTIONS, template_options, text_messages
+from rollout.text.messages import TEMPLATE_OPTIONS, template_options, text_messages
 
 logger = logging.getLogger(__name__)
 

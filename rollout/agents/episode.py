@@ -19,7 +19,7 @@ from typing import Any
 from rollout.agents.chat_text import FolderChatText, Reply
 from rollout.agents.failures import TOKENS, TURNS
 from rollout.agents.token_tree import Planned, TokenTree
-from rollout.messages import Chat
+from rollout.text.messages import Chat
 
 MAX_CHARACTERS_PER_TOKEN = 64
 """A conversation with more characters per allowed token is refused without being tokenized."""

@@ -34,9 +34,9 @@ from rollout.agents.kept_process import KeptProcess
 from rollout.agents.request_fields import FIXED
 from rollout.agents.service_options import ServiceOptions
 from rollout.branches import context_of
-from rollout.ends import end_token_ids
 from rollout.errors import AgentError, EngineDied
-from rollout.messages import TEMPLATE_OPTIONS, template_options
+from rollout.text.ends import end_token_ids
+from rollout.text.messages import TEMPLATE_OPTIONS, template_options
 from rollout.types import Prompt, Rollout, Routes, Turn
 
 logger = logging.getLogger(__name__)

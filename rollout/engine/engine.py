@@ -37,7 +37,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig
 from rollout.crash_reports import death_of_a_child, how_it_ended
 from rollout.die_with_owner import OWNER_VARIABLE
-from rollout.ends import end_token_ids
 from rollout.engine.engine_options import (
     SOCKETS_VARIABLE,
     engine_arguments,
@@ -59,6 +58,7 @@ from rollout.errors import EngineDied, EngineError, error_class
 from rollout.in_vllm import fork_server
 from rollout.in_vllm.process_imports import come_first, import_vllm
 from rollout.in_vllm.vllm_patches import end_for_good, watch_outputs
+from rollout.text.ends import end_token_ids
 from rollout.types import Adapter, AdapterSlotsSpec, Rollout, RoutingShape
 
 if TYPE_CHECKING:

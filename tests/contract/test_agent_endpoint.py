@@ -39,8 +39,8 @@ from rollout.agents.request_fields import (
 )
 from rollout.agents.session import Session, SessionError
 from rollout.agents.tool_calls import ToolCallParser, parser_names
-from rollout.chat_template import ChatTemplate
 from rollout.errors import AgentError
+from rollout.text.chat_template import ChatTemplate
 
 TOOLS: list[Any] = [
     {

@@ -1,4 +1,4 @@
-"""Oracle: vLLM with a tokenizer, and transformers' generate, end responses at no token that rollout/ends.py lacks."""
+"""Oracle: vLLM with a tokenizer, and transformers' generate, end responses at no token that rollout.text.ends lacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fakes.checkpoints import CONFIGS
 from fakes.template_tokenizer import QWEN, save_template_tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
-from rollout.ends import end_token_ids
+from rollout.text.ends import end_token_ids
 
 
 @pytest.mark.parametrize("generation", [None, {}, {"eos_token_id": 0}, {"eos_token_id": [0, 7]}])

@@ -22,7 +22,7 @@ from orchestrator.inputs.conversations import ConversationReader
 from orchestrator.inputs.preferences import PreferenceReader
 from orchestrator.inputs.text_encoder import TextEncoder
 from rollout.errors import DataError
-from rollout.plain_text import load_tokenizer
+from rollout.text.plain_text import load_tokenizer
 
 TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "description": "w", "parameters": {"type": "object"}}}

@@ -1,4 +1,4 @@
-"""Promises of rollout/ends.py: whatever a file of the model calls an end ends a response."""
+"""Promises of rollout/text/ends.py: whatever a file of the model calls an end ends a response."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fakes.template_tokenizer import save_template_tokenizer
 from orchestrator.inputs.conversations import end_of_text
 from orchestrator.inputs.text_encoder import TextEncoder
 from rollout.agents.chat_text import FolderChatText
-from rollout.ends import end_token_ids
+from rollout.text.ends import end_token_ids
 
 NAMES = ("<|im_end|>", "<|im_start|>", "<|endoftext|>")
 

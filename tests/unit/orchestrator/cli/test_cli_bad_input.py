@@ -21,7 +21,7 @@ from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunS
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from orchestrator.inputs.machine_checks import check_dashboard_port
 from orchestrator.machine import Machine
-from rollout.ends import end_token_ids
+from rollout.text.ends import end_token_ids
 
 Refuse = Callable[..., str]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.messages import Chat
+from rollout.text.messages import Chat
 
 
 class LetterEncoder:

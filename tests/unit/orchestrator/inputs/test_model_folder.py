@@ -12,7 +12,7 @@ from conf.schema import DType, Init, ModelConfig
 from orchestrator.inputs.character_tokenizer import ALPHABET, SPECIAL_TOKENS, save_character_tokenizer
 from orchestrator.inputs.model_folder import complete_export, prepare_model
 from orchestrator.inputs.text_encoder import TextEncoder
-from rollout.messages import Chat
+from rollout.text.messages import Chat
 
 TINY = {
     "model_type": "qwen3",

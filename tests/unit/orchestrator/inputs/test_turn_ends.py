@@ -19,7 +19,7 @@ from orchestrator.inputs.preferences import PreferenceReader
 from orchestrator.inputs.prompt_rows import check_data
 from orchestrator.inputs.text_encoder import TextEncoder
 from orchestrator.inputs.turn_ends import unknown_end
-from rollout.ends import end_token_ids
+from rollout.text.ends import end_token_ids
 
 GLM = ("<|endoftext|>", "<|user|>", "<|observation|>", "<|system|>", "<|assistant|>", "[gMASK]", "<sop>")
 LLAMA = ("<|eot_id|>", "<|eom_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>")

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout.errors import DataError
-from rollout.messages import TEMPLATE_OPTIONS, TOOLS, Chat
-from rollout.plain_template import CLASS_TOKENS, read_plain, variables_of
+from rollout.text.messages import TEMPLATE_OPTIONS, TOOLS, Chat
+from rollout.text.plain_template import CLASS_TOKENS, read_plain, variables_of
 
 _GIVEN = frozenset({"messages", "tools", "add_generation_prompt"})
 """Variables that render() fills."""
