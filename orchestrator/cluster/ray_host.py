@@ -41,6 +41,7 @@ import psutil
 
 from orchestrator.cluster.private_folder import PrivateFolder
 from orchestrator.cluster.processes import SHARED_MEMORY, end_processes, shared_memory_of
+from orchestrator.machine import count_cpus
 from rollout import worker_process
 from rollout.crash_reports import COMMAND, death_in, drop_empty_reports, report_crashes
 from rollout.in_vllm import fork_server
@@ -114,6 +115,7 @@ def _start_ray(options: HostOptions, controller: TextIO) -> None:
     try:
         joined = ray.init(
             address="local",
+            num_cpus=count_cpus(),  # it starts as many idle workers, by itself for all cores of the machine
             include_dashboard=options.has_dashboard,
             dashboard_host="127.0.0.1",
             dashboard_port=options.dashboard_port,
