@@ -23,7 +23,11 @@ ELSEWHERE: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ),
     ("trainer.ep_size",): ("actor_rollout_ref.actor.megatron.expert_model_parallel_size", "trainer.model.ep"),
     ("run.num_steps",): ("trainer.total_training_steps", "trainer.total_epochs", "max_steps", "num_train_epochs"),
-    ("algorithm.groups_per_step",): ("data.train_batch_size", "generation_batch_size", "orchestrator.batch_size"),
+    ("algorithm.groups_per_step", "algorithm.sequences_per_step"): (
+        "data.train_batch_size",
+        "generation_batch_size",
+        "orchestrator.batch_size",
+    ),
     ("algorithm.group_size",): ("actor_rollout_ref.rollout.n", "num_generations", "orchestrator.group_size"),
     ("trainer.max_microbatch_tokens",): (
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",

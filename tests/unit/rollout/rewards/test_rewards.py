@@ -278,7 +278,7 @@ async def test_a_reward_in_a_file_works_from_any_folder_and_its_source_is_kept(t
     for start, path in ((elsewhere, folder / "json.py"), (folder, Path("json.py")), (tmp_path, Path("mine/json.py"))):
         monkeypatch.chdir(start)
         runner = RewardRunner(RewardConfig(kind=f"{path}:score"), log_path=tmp_path / "rewards.log")
-        with caplog.at_level(logging.INFO, "rollout.rewards.runner"):
+        with caplog.at_level(logging.INFO, "conf.functions"):
             await runner.start()
         try:
             assert await rewards_of(runner, PROMPT, rollouts("a")) == [0.25]
