@@ -220,6 +220,9 @@ def _check_choice(text: str, group: str, value: Any, config_dir: Path | None) ->
     if str(value) not in names:
         is_path = group == "model" and "/" in str(value)
         hint = f"Did you mean model=checkpoint model.path={value}?" if is_path else did_you_mean(str(value), names)
+        if group == "reward" and (":" in str(value) or str(value).endswith(".py")):
+            function = value if ":" in str(value) else f"{value}:FUNCTION"
+            hint = f"Did you mean reward.kind={function}?"
         raise ConfigError(
             f"{group}={show(value)}: {group} has no such choice.{' ' + hint if hint else ''} Choices: "
             f"{', '.join(names)}"

@@ -161,12 +161,12 @@ class RewardConfig(RewardPart):
             require(math.isfinite(penalty), f"reward's penalties must be finite, got {penalty}")
         for name, part in self.by_name.items():
             section = self.section_of(name)
+            _check_part(section, part)
             require(
                 re.fullmatch(r"[A-Za-z_]\w*", name) is not None and name not in SHAPINGS,
                 f"{section}: a reward's name must be a word of letters, digits and underscores and neither of "
                 f"{', '.join(SHAPINGS)}, got {name!r}",
             )
-            _check_part(section, part)
             require(
                 not (self.keep_special_tokens and part.kind == "exact_match"),
                 f"reward.keep_special_tokens=true contradicts {section}.kind=exact_match: with the end-of-sequence "

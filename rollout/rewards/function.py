@@ -28,6 +28,13 @@ FINISH_REASON = "finish_reason"
 """Field that holds the rollout's finish_reason, "stop" or "length"; a list of them for a reward of a whole group."""
 GROUP_PARAMETER = "responses"
 """Name of the second parameter of a reward that judges a whole group."""
+FOREIGN_PARAMETERS = (
+    "data_source", "solution_str", "ground_truth", "extra_info",  # verl
+    "prompts", "completions", "completion_ids",  # TRL
+)  # fmt: skip
+"""Names that other libraries give the first parameters of a reward. Called as ours, such a function takes a prompt for
+a source and the row's columns for the answer, and finds every response wrong.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,31 +89,41 @@ def import_function(kind: str, section: str) -> Callable[..., Any]:
     """The function at `package.module:function` or `FILE.py:function`.
 
     Raises:
-        RewardError: The module does not import, has no such name, or it is not a function of three arguments.
+        RewardError: The module does not import, has no such name, or it is not a function of three arguments, or it
+            has the parameters of another library.
     """
     try:
         function = functions.import_function(f"{section}.kind", kind)
     except ConfigError as e:
         raise RewardError(str(e)) from e
     name = kind.rpartition(":")[2]
+    ours = (
+        f"{section}.kind={kind}: {name!r} must take (prompt, response, fields), or (prompt, {GROUP_PARAMETER}, fields) "
+        "for a whole group"
+    )
+    if foreign := [one for one in _parameters(function)[:3] if one in FOREIGN_PARAMETERS]:
+        raise RewardError(
+            f"{ours}, but takes {', '.join(foreign)}, as rewards of another library do; docs/coming_from.md has the "
+            "few lines that wrap such a function"
+        )
     try:
         inspect.signature(function).bind("prompt", "response", {})
     except TypeError as e:
-        raise RewardError(
-            f"{section}.kind={kind}: {name!r} must take (prompt, response, fields), or (prompt, {GROUP_PARAMETER}, "
-            f"fields) for a whole group: {e}"
-        ) from e
+        raise RewardError(f"{ours}: {e}") from e
     except ValueError:
         pass  # built-ins have no signature to check
     return function
 
 
-def _is_of_group(function: Callable[..., Any]) -> bool:
+def _parameters(function: Callable[..., Any]) -> list[str]:
     try:
-        names = list(inspect.signature(function).parameters)
+        return list(inspect.signature(function).parameters)
     except ValueError:  # a built-in
-        return False
-    return names[1:2] == [GROUP_PARAMETER]
+        return []
+
+
+def _is_of_group(function: Callable[..., Any]) -> bool:
+    return _parameters(function)[1:2] == [GROUP_PARAMETER]
 
 
 def _source_file(function: Callable[..., Any]) -> str:

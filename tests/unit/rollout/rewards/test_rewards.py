@@ -63,6 +63,18 @@ REWARDS = """
     async def asynchronous(prompt, response, fields):
         return 1.0
 
+    def of_verl(data_source, solution_str, ground_truth, extra_info=None):
+        return float(solution_str == ground_truth)
+
+    def of_trl(prompts, completions, answer, **columns):
+        return [float(one == right) for one, right in zip(completions, answer)]
+
+    def of_trl_without_prompts(completions, **columns):
+        return [1.0 for _ in completions]
+
+    def with_more(prompt, responses, fields, extra_info=None):
+        return [1.0 for _ in responses]
+
     not_callable = 3
 """
 
@@ -245,6 +257,12 @@ async def test_what_rewards_print_goes_to_the_log_file(rewards_module, tmp_path)
         ({"kind": "FOLDER/broken_rewards.py:f"}, "importing .*no_such_package_at_all"),
         ({"kind": "FOLDER/user_rewards.py:nothing"}, "has no function 'nothing'"),
         ({"kind": "FOLDER/user_rewards.py:two_arguments"}, r"must take \(prompt, response, fields\)"),
+        (
+            {"kind": "FOLDER/user_rewards.py:of_verl"},
+            r"must take \(prompt, response, fields\).*takes data_source, solution_str, ground_truth.*coming_from\.md",
+        ),
+        ({"kind": "user_rewards:of_trl"}, r"must take \(prompt, .*takes prompts, completions, as .*coming_from\.md"),
+        ({"kind": "user_rewards:of_trl_without_prompts"}, r"takes completions, as .*coming_from\.md"),
         ({"kind": "broken_rewards:f"}, "no_such_package_at_all"),
         ({"kind": "user_rewards:nothing"}, "has no function 'nothing'"),
         ({"kind": "user_rewards:not_callable"}, "has no function 'not_callable'"),
@@ -257,6 +275,10 @@ def test_a_reward_that_cannot_run_is_refused_before_the_run(rewards_module, tmp_
     config["kind"] = config["kind"].replace("FOLDER", str(tmp_path))
     with pytest.raises(RewardError, match=message):
         check_reward(RewardConfig(**config))
+
+
+def test_a_reward_may_have_more_parameters_than_it_is_called_with(rewards_module):
+    assert load_reward(RewardConfig(kind=f"{rewards_module}:with_more")).is_of_group
 
 
 NEIGHBOUR = "WORTH = 0.25\n"
