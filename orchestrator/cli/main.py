@@ -129,13 +129,13 @@ def _resume(words: list[str]) -> int:
     with _names_missing_packages():
         from conf.load import load_resolved_yaml
         from orchestrator.cli.working_folder import stand_where_it_began
-        from orchestrator.files.run_folder import RunFolder
+        from orchestrator.files.run_folder import RunFolder, no_run_folder
 
     folder = RunFolder(flags.run.resolve())
     try:
         saved = folder.config.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise ConfigError(f"{flags.run} is not a run folder; give one like runs/latest") from error
+        raise no_run_folder(flags.run) from error
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(

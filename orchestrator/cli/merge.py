@@ -16,9 +16,10 @@ from conf.errors import ConfigError
 from conf.load import load_resolved_yaml
 from conf.schema import Device, Init, RunConfig, TrainerConfig, TrainMode
 from orchestrator.cli.evaluate import adapter_of
+from orchestrator.cli.exit import tell
 from orchestrator.cli.working_folder import stand_where_it_began
 from orchestrator.environment import resolve_device
-from orchestrator.files.run_folder import RunFolder
+from orchestrator.files.run_folder import RunFolder, no_run_folder
 from orchestrator.inputs.model_files import check_checkpoint_files, read_hf_config
 from orchestrator.inputs.model_folder import complete_export
 from trainer.architecture.families import read_config
@@ -44,7 +45,7 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
     try:
         config = load_resolved_yaml(folder.config.read_text(encoding="utf-8"), [], subject=f"{folder.config}: ")
     except OSError as error:
-        raise ConfigError(f"{run} is not a run folder; give one like runs/latest") from error
+        raise no_run_folder(run) from error
     if config.trainer.mode is TrainMode.full:
         raise ConfigError(f"{run} trains all weights (trainer.mode=full): what its end writes is {folder.merged}")
     target = (output or folder.merged).absolute()
@@ -55,6 +56,8 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
     hf_config = read_hf_config(folder.model, "RUN/model")
     spec = read_config(hf_config, config.model.mla_norm_eps)
     _check_sources(config, spec, adapter)
+    base = "a base of random weights" if config.model.init is Init.random else config.model.path
+    tell(f"merging {adapter} into {base}: reads both, and writes {target}")
     lora = replace(config.trainer.lora, init_from=str(adapter))
 
     from trainer.scoring import Scorer  # imports torch

@@ -257,12 +257,21 @@ def saved_options(run: Path) -> dict[str, Any]:
     try:
         saved = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(f"{run} is not a run folder; give one like runs/latest") from error
+        raise no_run_folder(run) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read ({type(error).__name__}); it holds the run's options") from error
     if not isinstance(saved, dict):
         raise ConfigError(f"{path} holds no options of a run")
     return cast("dict[str, Any]", saved)
+
+
+def no_run_folder(run: Path) -> ConfigError:
+    """What a command that needs a run's folder answers where `run` is none."""
+    cure = "give one like runs/latest"
+    if run.name == "latest":
+        cure = f"no run is in {run.parent} yet: start one with slipstream train, or name a run's folder elsewhere"
+        cure = f"give one of those in {run.parent}" if any(run.parent.glob("*/config.yaml")) else cure
+    return ConfigError(f"{run} is not a run folder; {cure}")
 
 
 def working_folder(folder: RunFolder) -> Path | None:

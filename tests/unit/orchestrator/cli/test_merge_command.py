@@ -41,7 +41,10 @@ def test_the_model_is_what_base_and_adapter_compute(run: Path, capsys: pytest.Ca
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert main(["merge", str(run)]) == 0
-    assert capsys.readouterr().out == f"model: {run / 'merged'}\n"
+    out, err = capsys.readouterr()
+    adapter = run / "checkpoints" / "step-000005" / "adapter"
+    assert out == f"model: {run / 'merged'}\n"
+    assert f"merging {adapter} into {run.parents[1] / 'base'}: reads both, and writes {run / 'merged'}\n" in err
     auto: Any = AutoModelForCausalLM
     model = auto.from_pretrained(run / "merged", attn_implementation="eager")
     assert model.dtype is torch.bfloat16 and not list(run.glob(".*"))

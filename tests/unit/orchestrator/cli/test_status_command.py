@@ -125,6 +125,20 @@ def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is not a run folder; give one like runs/latest" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["status", "view", "stop", "resume", "merge"])
+def test_where_there_are_no_runs_commands_say_how_one_is_started(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([command, *([] if command in ("status", "view") else ["runs/latest"])]) == 2
+    said = capsys.readouterr().err
+    assert "latest is not a run folder; no run is in " in said and "runs yet: start one with slipstream train" in said
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "config.yaml").touch()
+    assert main([command, *([] if command in ("status", "view") else ["runs/latest"])]) == 2
+    assert "latest is not a run folder; give one of those in " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("saved", "said"),
     [
