@@ -51,13 +51,13 @@ def run_to_an_exit_code(
         run(config, overrides, folder)
         ended(folder)
     except KeyboardInterrupt:
-        where = _where(folder, is_trained=config.run.num_steps > 0)
+        where = _where(folder, config.run.num_steps)
         tell(f"\nstopped; processes of the run have ended.\n{where}")
         return 128 + received[0] if received else EXIT_INTERRUPTED
     except Exception as error:  # noqa: BLE001 - whatever ends a run becomes an exit code; others keep a traceback
         if isinstance(error, SlipstreamError) and _is_users(error):
             return say(error)
-        return _fail(error, _where(folder, is_trained=config.run.num_steps > 0))
+        return _fail(error, _where(folder, config.run.num_steps))
     return EXIT_OK
 
 
@@ -91,16 +91,21 @@ def tell(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def _where(folder: RunFolder | None, *, is_trained: bool) -> str:
-    """Where to read on and, unless it makes no step, how to go on, once the run has a folder of its own."""
-    from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
+def _where(folder: RunFolder | None, num_steps: int) -> str:
+    """Where to read on and, unless the run makes no step, how to go on, once the run has a folder of its own."""
+    from orchestrator.files.run_checkpoint import complete_checkpoints, has_nothing_left, step_of
 
     if folder is None:
         return "The run had no folder yet."
     said = f"Log: {folder.log}" + (f", worker logs: {folder.ray_logs}" if folder.ray_logs.is_dir() else "")
-    if not is_trained:
+    if num_steps == 0:
         return said
     complete = complete_checkpoints(folder.checkpoints)
     if not complete:
         return f"{said}\nThere is no checkpoint yet (run.checkpoint_every_steps)."
+    if has_nothing_left(folder, num_steps):
+        return (
+            f"{said}\nAll {num_steps} steps are made, so a resume has nothing left to train: start again with another "
+            f"run.name, or raise run.num_steps: {folder.how_to_resume} run.num_steps=MORE"
+        )
     return f"{said}\nGo on from step {step_of(complete[-1])}: {folder.how_to_resume}"

@@ -32,8 +32,8 @@ import numpy as np
 
 from conf.schema import RunConfig
 from orchestrator.environment import resolve_device
-from orchestrator.errors import CheckpointError
-from orchestrator.files.run_folder import flatten, to_plain
+from orchestrator.errors import CheckpointError, TrainingStopped
+from orchestrator.files.run_folder import RunFolder, flatten, to_plain
 from rollout.types import Group, Prompt, Rollout, Routes, Turn
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ _MANIFEST = "manifest.json"
 _SETTLED_S = 2.0
 """A file that was written less long ago may change without another time of change: file systems have coarse clocks."""
 _CHUNK_BYTES = 1 << 22
+_FILES = frozenset({"model.path", "model.tokenizer", "data.path", "data.sources"})
+"""Options in the fingerprint that name files of the user's, whose content it does not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,22 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 def step_of(path: Path | None) -> int:
     """The step in a checkpoint's name; 0 for None, the start of a run."""
     return int(path.name.removeprefix("step-")) if path is not None else 0
+
+
+def has_nothing_left(folder: RunFolder, num_steps: int) -> bool:
+    """Whether a run that has ended has made its steps, so that a resume would train nothing. One that was ended before
+    it exported what it has trained is resumed for that, unless it judged itself to have failed: a resume would turn
+    that into a success.
+    """
+    complete = complete_checkpoints(folder.checkpoints)
+    step = step_of(complete[-1]) if complete else 0
+    if step != num_steps or step == 0:
+        return step > num_steps
+    try:
+        error = str(json.loads((folder.root / "control" / "end.json").read_text())["error"])
+    except (OSError, ValueError, KeyError, TypeError):
+        error = ""  # it was killed, is another user's, or of a release that did not write it down
+    return folder.adapter.is_dir() or folder.merged.is_dir() or error.startswith(f"{TrainingStopped.__name__}:")
 
 
 class CheckpointStore:
@@ -273,7 +291,10 @@ class CheckpointStore:
         differing = [key for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key)]
         if differing:
             listed = ", ".join(f"{key}: {theirs.get(key)!r} there, {mine.get(key)!r} now" for key in differing)
-            raise CheckpointError(f"{path} belongs to a run with other options ({listed}); use the same ones to resume")
+            cure = "use the same ones to resume"
+            if _FILES.intersection(differing):
+                cure += "; put a file or folder that has moved, or a link to it, where it was"
+            raise CheckpointError(f"{path} belongs to a run with other options ({listed}); {cure}")
 
 
 def _verify(path: Path) -> None:

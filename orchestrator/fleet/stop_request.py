@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from conf.errors import ConfigError
-from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
+from orchestrator.files.run_checkpoint import complete_checkpoints, has_nothing_left, step_of
 from orchestrator.files.run_folder import RunFolder, saved_options
 from orchestrator.fleet.control_folder import is_alive
 
@@ -49,12 +49,12 @@ def stop(run: Path, *, timeout_s: float = STOP_TIMEOUT_S, say: Callable[[str], N
         ConfigError: this is no run folder, the run is another user's, or it still goes on after timeout_s.
     """
     folder = RunFolder(run.resolve())
-    saved_options(folder.root)  # is it a run folder?
+    num_steps = saved_options(folder.root).get("run", {}).get("num_steps")
     is_running = is_alive(folder.root)
     if is_running is None:
         raise ConfigError(f"the run in {folder.root} belongs to another user, who alone may stop it; ask as that user")
     if not is_running:
-        return [f"the run in {folder.root} had ended already", *_how_to_go_on(folder)]
+        return [f"the run in {folder.root} had ended already", *_how_to_go_on(folder, num_steps)]
     request = _request(folder.root)
     began_s = said_s = time.monotonic()
     say(f"waiting for {folder.root.name} to finish its step and to save its state")
@@ -72,7 +72,7 @@ def stop(run: Path, *, timeout_s: float = STOP_TIMEOUT_S, say: Callable[[str], N
             say(f"waited {now_s - began_s:.0f} s for {folder.root.name} to end")
         time.sleep(0.1)
     request.unlink(missing_ok=True)
-    return [f"the run in {folder.root} has ended", *_how_to_go_on(folder)]
+    return [f"the run in {folder.root} has ended", *_how_to_go_on(folder, num_steps)]
 
 
 async def end_when_asked(run: Path) -> None:
@@ -99,8 +99,11 @@ def _write(request: Path) -> None:
     partial.replace(request)
 
 
-def _how_to_go_on(folder: RunFolder) -> list[str]:
+def _how_to_go_on(folder: RunFolder, num_steps: object) -> list[str]:
     complete = complete_checkpoints(folder.checkpoints)
     if not complete:
         return ["no state of it is saved"]
-    return [f"step {step_of(complete[-1])} is saved; go on with: {folder.how_to_resume}"]
+    step = step_of(complete[-1])
+    if isinstance(num_steps, int) and has_nothing_left(folder, num_steps):
+        return [f"step {step} of {num_steps} is saved: nothing is left to train"]
+    return [f"step {step} is saved; go on with: {folder.how_to_resume}"]

@@ -30,7 +30,7 @@ from conf.schema import Device, Init, Objective, RunConfig, TrainMode
 from orchestrator.environment import resolve_device
 from orchestrator.errors import PreflightError
 from orchestrator.figures.held_out import choosing_metrics
-from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
+from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint, has_nothing_left
 from orchestrator.files.run_folder import RunFolder, follow_latest
 from orchestrator.inputs.character_tokenizer import CHARACTERS, check_character_vocabulary
 from orchestrator.inputs.facts import Fact
@@ -358,11 +358,10 @@ def check_run_folder(config: RunConfig, machine: Machine) -> Fact:
         checkpoints = CheckpointStore(RunFolder(root).checkpoints, keep=1, options=fingerprint(config))
         newest, damaged = checkpoints.newest_whole(run.resume)
         step = checkpoints.read(newest).step  # refuses a checkpoint of other options
-        is_exported = any(path.is_dir() for path in (RunFolder(root).adapter, RunFolder(root).merged))
-        if step > run.num_steps or (step == run.num_steps and is_exported):
+        if step >= run.num_steps and has_nothing_left(RunFolder(root), run.num_steps):
             raise ConfigError(
                 f"run.resume={run.resume} has done {step} steps, and run.num_steps={run.num_steps}: nothing is left to "
-                "train; raise run.num_steps to go on"
+                "train; raise run.num_steps to go on, or start again with another run.name"
             )
         resumed = "".join(f"; {problem}" for problem in damaged.values()) + f"; goes on from step {step}"
     target = Path(run.resume or run.dir)

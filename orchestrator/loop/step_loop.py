@@ -253,16 +253,18 @@ class StepLoop(ABC):
 
     async def _stop_if_hopeless(self) -> None:
         """Refused steps changed nothing: the weights are the last finite step's, and are saved as such."""
+        is_last = self.step >= self._config.run.num_steps
+        how = "go on with slipstream resume" + (" and more run.num_steps" if is_last else "")
         if self._num_refused_in_a_row >= MAX_REFUSED_STEPS:
             raise TrainingStopped(
                 f"{MAX_REFUSED_STEPS} steps in a row had no finite loss and gradient (step {self.step}). Policy "
                 f"version {self.policy_version}, the last finite one, {await self._saved()}. Look at metrics.jsonl "
-                "(rewards and parity/k3), lower trainer.optim.lr, and go on with slipstream resume"
+                f"(rewards and parity/k3), lower trainer.optim.lr, and {how}"
             )
         if self._alarm_raised:
             raise TrainingStopped(
                 f"step {self.step}: {self._alarm_raised}. Policy version {self.policy_version} {await self._saved()}; "
-                "go on with slipstream resume"
+                f"{how}"
             )
 
     async def _saved(self) -> str:

@@ -25,9 +25,10 @@ from conf.load import load_resolved_yaml, load_run_config
 from conf.options import GROUPS, flat_options, group_choices, section_docs
 from orchestrator.cli import flags as cli_flags
 from orchestrator.cli.main import main
-from orchestrator.errors import CheckpointError, NoReplicasLeft
+from orchestrator.errors import CheckpointError, NoReplicasLeft, TrainingStopped
 from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint
 from orchestrator.files.run_folder import RunFolder, open_run_folder, point_latest, write_description
+from orchestrator.fleet.control_folder import alive
 from orchestrator.push.push_options import PushOptions
 from weight_sync.errors import WatermarkError
 
@@ -304,6 +305,24 @@ def test_resume_works_from_any_folder(
     monkeypatch.chdir(here)
     assert main(["resume", str(opened[0].root)]) == 2
     assert f"there is no file {began / 'reward.py'}" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_after_its_last_step_is_not_told_to_resume(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(config: Any, words: list[str], folder: RunFolder) -> None:
+        with alive(folder.root):
+            store = CheckpointStore(folder.checkpoints, keep=1, options=fingerprint(config))
+            store.finish(store.begin(2), RunState(2, 0, {}, {}, BufferState(2)))
+            raise TrainingStopped("no episode had a reward. Repair it and start again")
+
+    fake_run(monkeypatch, run)
+    assert main([*READY, "run.num_steps=2"]) == 1
+    said = capsys.readouterr().err
+    assert "All 2 steps are made, so a resume has nothing left to train: start again with another run.name" in said
+    assert "Go on from" not in said and said.endswith(" run.num_steps=MORE\n")
+    assert main([*READY, "run.num_steps=3"]) == 1
+    assert "Go on from step 2: slipstream resume " in capsys.readouterr().err
 
 
 def test_resume_without_starting_says_what_it_would_do(

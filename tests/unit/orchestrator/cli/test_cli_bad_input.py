@@ -17,7 +17,11 @@ import pytest
 from conf.errors import ConfigError
 from conf.load import load_run_config
 from orchestrator.cli.main import main
-from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint
+from orchestrator.errors import DiskFull, TrainingStopped
+from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint, has_nothing_left
+from orchestrator.files.run_folder import RunFolder
+from orchestrator.fleet.control_folder import alive
+from orchestrator.fleet.run_state import state_of
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from orchestrator.inputs.machine_checks import check_dashboard_port
 from orchestrator.machine import Machine
@@ -373,7 +377,13 @@ def test_run_to_resume_has_a_manifest_that_is_none(refuse: Refuse, old_run: Path
 
 def test_run_to_resume_had_other_options(refuse: Refuse, old_run: Path) -> None:
     message = refuse("run.resume=old", "trainer.lora.rank=8")
-    assert "trainer.lora.rank: 16 there, 8 now" in message
+    assert "trainer.lora.rank: 16 there, 8 now" in message and "moved" not in message
+
+
+def test_run_to_resume_had_its_data_elsewhere(refuse: Refuse, old_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a", "answer": "a"}) + "\n")
+    message = refuse("run.resume=old", "data.path=prompts.jsonl")
+    assert "use the same ones to resume; put a file or folder that has moved, or a link to it, where it was" in message
 
 
 def test_run_to_resume_is_finished(refuse: Refuse, old_run: Path) -> None:
@@ -382,6 +392,34 @@ def test_run_to_resume_is_finished(refuse: Refuse, old_run: Path) -> None:
     (old_run.parent.parent / "adapter").mkdir()
     message = refuse("run.resume=old", "run.num_steps=3")
     assert "has done 3 steps, and run.num_steps=3: nothing is left to train; raise run.num_steps" in message
+
+
+def test_run_to_resume_has_failed_after_its_last_step(refuse: Refuse, old_run: Path) -> None:
+    run = old_run.parent.parent
+    with pytest.raises(TrainingStopped), alive(run):
+        raise TrainingStopped("the agent failed in every episode")
+    message = refuse("run.resume=old", "run.num_steps=3")
+    assert "run.num_steps=3: nothing is left to train; raise run.num_steps to go on, or start again with" in message
+    assert state_of(RunFolder(run), 3, 3) == ("failed", "TrainingStopped: the agent failed in every episode")
+
+
+@pytest.mark.parametrize(
+    ("error", "num_steps", "is_over"),
+    [
+        (TrainingStopped("no reward"), 3, True),
+        (TrainingStopped("no reward"), 4, False),
+        (DiskFull("of the export"), 3, False),
+        (KeyboardInterrupt(), 3, False),
+    ],
+)
+def test_a_run_of_all_steps_is_resumed_for_its_export_alone(
+    error: BaseException, num_steps: int, is_over: bool, old_run: Path
+) -> None:
+    folder = RunFolder(old_run.parent.parent)
+    assert not has_nothing_left(folder, 3), "it was killed"
+    with pytest.raises(type(error)), alive(folder.root):
+        raise error
+    assert has_nothing_left(folder, num_steps) == is_over
 
 
 @pytest.mark.parametrize(

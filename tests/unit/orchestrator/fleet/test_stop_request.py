@@ -57,6 +57,16 @@ def test_a_run_saves_and_ends_when_asked(folder: Path, capsys: pytest.CaptureFix
     assert "had ended already\nstep 7 is saved" in capsys.readouterr().out
 
 
+def test_of_a_run_that_is_complete_nothing_is_left(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = folder / "checkpoints" / "step-000009"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+    (folder / "adapter").mkdir()
+    assert main(["stop", str(folder)]) == 0
+    said = f"the run in {folder} had ended already\nstep 9 of 9 is saved: nothing is left to train\n"
+    assert capsys.readouterr().out == said
+
+
 def test_one_that_does_not_end_in_time_is_named(folder: Path) -> None:
     with alive(folder), pytest.raises(ConfigError, match=r"still goes on 0 s after it was asked.*--timeout-s"):
         stop(folder, timeout_s=0.01)
