@@ -154,6 +154,20 @@ def test_one_flipped_bit_is_refused_and_named(tmp_path: Path, name: str) -> None
         store.read(store.newest())
 
 
+@pytest.mark.parametrize("place", [0, 5000, -1])
+def test_a_flipped_bit_in_any_chunk_of_a_file_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    monkeypatch.setattr("orchestrator.files.run_checkpoint._CHUNK_BYTES", 1000)
+    store = make_store(tmp_path)
+    file = write(store) / "trainer" / "rank0.bin"
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(bytes(content))
+    with pytest.raises(CheckpointError, match=r"damaged: trainer/rank0\.bin"):
+        store.read(store.newest())
+
+
 def test_a_damaged_newest_one_is_named_and_the_one_before_it_resumed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -274,10 +288,12 @@ def test_each_option_that_a_resume_must_not_change_has_a_value_here() -> None:
 def test_a_resume_with_another_value_is_refused_and_named(tmp_path: Path, name: str) -> None:
     plain = with_option(PLAIN, "cluster.device", Device.cpu)
     changed = with_option(plain, name, OTHER[name])
-    path = write(make_store(tmp_path, plain))
-    assert make_store(tmp_path, plain).read(path).step == 7
-    with pytest.raises(CheckpointError, match=rf"\(.*{re.escape(IN_FINGERPRINT.get(name, name))}.*: .* there, .* now"):
-        make_store(tmp_path, changed).read(path)
+    for saved, mine in ((plain, changed), (changed, plain)):  # either may have entries that the other lacks
+        path = write(make_store(tmp_path, saved))
+        assert make_store(tmp_path, saved).read(path).step == 7
+        named = re.escape(IN_FINGERPRINT.get(name, name))
+        with pytest.raises(CheckpointError, match=rf"\(.*{named}.*: .* there, .* now"):
+            make_store(tmp_path, mine).read(path)
 
 
 def test_options_that_came_later_are_there_where_they_are_set() -> None:

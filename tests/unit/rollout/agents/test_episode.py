@@ -103,6 +103,24 @@ async def test_a_turn_is_what_was_given_and_said() -> None:
     assert (table.episode.reached, table.episode.engine_failed) == ("", False)
 
 
+async def test_options_of_a_request_go_before_those_of_the_episode() -> None:
+    class Noting(Chat):
+        def render(self, *args: Any) -> str:
+            noted.append(dict(args[2]))
+            return super().render(*args)
+
+        def check(self, chat: Any) -> None:
+            noted.append(dict(chat.options))
+
+    noted: list[dict[str, Any]] = []
+    chat = Noting("chatml")
+    episode = Episode(3, "key", chat, AMPLE, Engine(chat).generate, {"one": "a", "two": "b"})  # type: ignore[arg-type]
+    await episode.chat([user("one")], options={"one": "x"})
+    episode.check([user("one")], (), {"one": "x"})
+    await episode.chat([user("one")])
+    assert noted == [{"one": "x", "two": "b"}] * 2 + [{"one": "a", "two": "b"}]
+
+
 async def test_a_plain_prompt_goes_on_too_and_leaves_no_message_behind() -> None:
     table = Table()
     table.say(" a time", " there")

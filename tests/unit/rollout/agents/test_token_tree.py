@@ -148,6 +148,7 @@ def test_edits_forks_tools_and_new_conversations_are_told_apart() -> None:
     assert talk.ask([user("elsewhere")], "c" + talk.chat.end)[1] == NEW
     changed = {**reply, "content": "first, I think"}
     assert talk.ask([user("one"), changed, user("two")], "d" + talk.chat.end)[1] == EDITED
+    assert talk.ask([user("one"), changed, user("two")], "e" + talk.chat.end)[1] == FORK
     assert talk.ask([user("one"), reply, user("two")], "e" + talk.chat.end, [{"type": "function"}])[1] == TOOLS
 
 
@@ -291,6 +292,22 @@ def test_a_tokenizer_that_treats_beginnings_in_a_special_way_encodes_behind_the_
         ) + "\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
         assert chat.decode(planned.token_ids).lstrip("\x01") == added
         assert (planned.token_ids[0] == 1) == (is_marked and not added.startswith("<|"))
+
+
+def test_a_tokenizer_that_joins_the_end_of_a_turn_with_what_follows_loses_nothing_of_it() -> None:
+    class Joining(FakeChatText):
+        def encode(self, text: str) -> list[int]:
+            joined = self.end + "\n"
+            return [1, *super().encode(text.removeprefix(joined))] if text.startswith(joined) else super().encode(text)
+
+    chat = Joining("chatml")
+    tree = TokenTree(chat)
+    sampled = chat.encode("first<|im_end|>")
+    reply = chat.reply(sampled, ())
+    tree.record(tree.plan([user("one")]), sampled, reply)
+    planned = tree.plan([user("one"), reply, user("two")])
+    assert (planned.parent, planned.text[0]) == (0, "\n")
+    assert planned.token_ids == chat.encode(planned.text)
 
 
 def specials_of(text: str) -> list[str]:
