@@ -254,7 +254,9 @@ async def test_only_workers_that_serve_are_asked_to_keep_a_version_and_silence_c
 async def test_scores_come_from_the_least_loaded_worker_and_from_nobody_where_none_serves() -> None:
     supervisor, workers = make(2)
     router = Router(supervisor, request_timeout_s=60)
-    assert await router.score([1, 5, 2], 0) is None
+    scoring = asyncio.create_task(router.score([1, 5, 2], 0))
+    await until(scoring.done)  # nobody is waited for
+    assert scoring.result() is None
     await serve(supervisor)
     supervisor.replicas[0].num_in_flight = 1
     assert await router.score([1, 5, 2], 0) == [-0.5, 0.0]

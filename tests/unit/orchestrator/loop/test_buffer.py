@@ -171,6 +171,24 @@ async def test_state_hands_out_every_unfinished_ticket_again() -> None:
     assert [group.prompt.prompt_id for group in (await resumed.take_batch(1)).groups] == [102, 103]
 
 
+async def test_a_state_stays_as_it_is_while_the_run_and_a_resumed_one_go_on() -> None:
+    buffer = GroupBuffer(groups_per_step=1, max_staleness_steps=1)
+    tickets = [await buffer.claim_ticket() for _ in range(2)]
+    for ticket in tickets:
+        buffer.assign_prompt(ticket, Prompt(ticket.number, (1,), "p"))
+    await buffer.deliver(tickets[0], group_of(0, 0))
+    state = buffer.state()
+    resumed = GroupBuffer(groups_per_step=1, max_staleness_steps=1)
+    resumed.load_state(state)
+    for one in (buffer, resumed):
+        ticket = tickets[1] if one is buffer else await claim(resumed)
+        assert ticket is not None
+        await one.deliver(ticket, group_of(1, 0))
+        assert (set(state.groups), set(state.in_flight)) == ({0}, {1})
+        await done(asyncio.create_task(one.take_batch(0)))
+        assert (set(state.groups), set(state.in_flight)) == ({0}, {1})
+
+
 async def test_group_cannot_be_delivered_twice() -> None:
     buffer = GroupBuffer(groups_per_step=1, max_staleness_steps=0)
     ticket = await buffer.claim_ticket()

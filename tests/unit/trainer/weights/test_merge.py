@@ -157,6 +157,27 @@ def test_what_follows_at_no_pitch_is_a_run_of_its_own():
         assert Rows(10, 4).joined(following) is None, following
 
 
+def test_rows_of_other_columns_or_of_another_parameter_are_a_run_of_their_own():
+    weight, other = (nn.Parameter(torch.zeros(8, 6)) for _ in range(2))
+    run = RowRun(weight, None, Rows(0, 2), slice(0, 3))
+    assert run.joined(RowRun(weight, None, Rows(2, 2), slice(0, 3))) == RowRun(weight, None, Rows(0, 4), slice(0, 3))
+    assert run.joined(RowRun(weight, None, Rows(2, 2), slice(3, 6))) is None
+    assert run.joined(RowRun(weight, None, Rows(2, 2), slice(0, 6))) is None
+    assert run.joined(RowRun(other, None, Rows(2, 2), slice(0, 3))) is None
+
+
+def test_rows_under_a_later_a_are_rounded_by_their_own_thresholds():
+    base, b, a = make_factors(3, 4, 32, 2, torch.bfloat16, is_aligned=True)
+    whole = torch.empty_like(base)
+    merge_rows(base, b, a, 0.7, whole, first_row=0, rows_a_factor=4, key=12345, stack_row=77)
+    delta = LoraDelta("a", nn.Parameter(a), nn.Parameter(b), 4, 0, 0.7, 12345, 77)
+    run = RowRun(nn.Parameter(base), delta, Rows(9, 3), slice(0, 32))
+    out = torch.empty(run.shape, dtype=torch.bfloat16)
+    with torch.no_grad():
+        run.write(out, {})
+    assert torch.equal(out, whole[9:12])
+
+
 @given(st.integers(0, 9), st.integers(1, 9), st.integers(1, 9), st.integers(0, 5), st.integers(1, 40))
 def test_parts_are_the_rows_in_order_and_none_has_too_many(start, height, num_bands, gap, max_rows):
     rows = Rows(start, height, num_bands, height + gap)

@@ -206,6 +206,27 @@ def test_the_largest_is_given_away_first_and_to_who_has_least():
     assert senders(plan)["own"] == {0}
 
 
+def test_each_of_overlapping_sets_of_holders_gives_to_who_has_least_by_then():
+    """The largest first, a layer each, so that each is a choice of its own."""
+    sets = [(0, 1, 2), (0, 1), (1, 2), (0, 2), (1, 2, 3), (0, 3)]
+    metas = tuple(TensorMeta(f"model.layers.{i}.a.weight", (1000 - i**2,), "float32") for i in range(30))
+    held_by = {meta.name: sets[i * i % 7 % 6] for i, meta in enumerate(metas)}
+    whole = {meta.name: Region((0,), meta.shape) for meta in metas}
+    sources = [
+        SourceLayout(rank, metas, tuple(SourceShard(name, whole[name]) for name in whole if rank in held_by[name]))
+        for rank in range(4)
+    ]
+    params = tuple(Param(meta.name, meta.shape, "float32") for meta in metas)
+    loads = tuple(Load(name, whole[name], (0,), name, 0, (1,)) for name in whole)
+    plan = build_plan(sources, [[DestLayout(0, params, loads)]], max_task_bytes=1 << 20)
+    sent, wanted = [0] * 4, {}
+    for meta in metas:
+        least = min(held_by[meta.name], key=lambda rank: (sent[rank], rank))
+        sent[least] += meta.shape[0]
+        wanted[meta.name] = {least}
+    assert senders(plan) == wanted
+
+
 def test_dense_goes_before_experts_and_layers_ascend_and_embeddings_are_last_of_what_is_dense():
     plan = build_plan(*small_system(), max_task_bytes=1 << 20)
     for tasks in plan.tasks.values():
@@ -236,6 +257,24 @@ def test_like_chunks_of_all_destinations_follow_each_other():
 def test_sources_begin_with_different_destinations():
     plan = build_plan(*small_system(num_sources=2, tp_size=2, num_replicas=1), max_task_bytes=1 << 20)
     assert [plan.tasks[rank][0].dest_rank for rank in (0, 1)] == [0, 1]
+
+
+def test_sources_begin_with_different_replicas_once_each_destination_has_one():
+    plan = build_plan(*small_system(num_sources=4, tp_size=2, num_replicas=2), max_task_bytes=1 << 20)
+    assert [plan.tasks[rank][0].replica for rank in range(4)] == [0, 0, 1, 1]
+
+
+def test_a_source_goes_through_the_replicas_from_its_own_first_one_also_with_what_others_hold():
+    """Ranks 0 and 2 have so much of their own that rank 1 sends what all hold, to one replica after the other."""
+    metas = tuple(TensorMeta(name, (size,), "float32") for name, size in (("own0", 64), ("all", 4), ("own2", 64)))
+    own0, everybodys, own2 = (SourceShard(meta.name, Region((0,), meta.shape)) for meta in metas)
+    held = [(own0, everybodys), (everybodys,), (everybodys, own2)]
+    params = tuple(Param(meta.name, meta.shape, "float32") for meta in metas)
+    loads = tuple(Load(meta.name, Region((0,), meta.shape), (0,), meta.name, 0, (1,)) for meta in metas)
+    sources = [SourceLayout(rank, metas, shards) for rank, shards in enumerate(held)]
+    plan = build_plan(sources, [[DestLayout(0, params, loads)]] * 3, max_task_bytes=1 << 20)
+    order = {rank: [task.replica for task in tasks] for rank, tasks in plan.tasks.items()}
+    assert order == {0: [0, 1, 2], 1: [1, 2, 0], 2: [2, 0, 1]}
 
 
 def test_equal_tasks_of_several_replicas_are_neighbours_and_share_their_pieces():
