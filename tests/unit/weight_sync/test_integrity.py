@@ -54,6 +54,17 @@ def test_matches_its_definition_across_blocks_and_chunks(offset_bytes: int) -> N
     assert hash_bytes(data, offset_bytes=offset_bytes, scratch_bytes=MIN_SCRATCH_BYTES) == wanted
 
 
+@pytest.mark.parametrize("offset_bytes", [1 << 18, (1 << 20) - 2, (5 << 20) + 1])
+def test_a_range_far_into_a_parameter_matches_its_definition_and_adds_up(offset_bytes: int) -> None:
+    """Zeros add nothing, so the definition need not walk over them."""
+    data = random_bytes(2 * 4096 + 7)
+    wanted = reference(bytes(data.tolist()), offset_bytes)
+    assert hash_bytes(data, offset_bytes=offset_bytes) == wanted
+    assert hash_bytes(torch.cat([torch.zeros(offset_bytes, dtype=torch.uint8), data])) == wanted
+    parts = [hash_bytes(part, offset_bytes=offset_bytes + 5000 * i) for i, part in enumerate(data.split(5000))]
+    assert sum(parts) & MASK == wanted
+
+
 @given(st.lists(st.integers(0, 9_001), max_size=6))
 @settings(deadline=None, max_examples=40)
 def test_any_partition_adds_up(cuts: list[int]) -> None:

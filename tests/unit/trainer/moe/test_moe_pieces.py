@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases.tiny_models import TRANSFORMERS_NUMERICS
 
+from conf.schema import NumericsConfig, RouterLogits
 from trainer.architecture.model_spec import MoeSpec, RouterScore
 from trainer.kernels.experts.groups import RowGroups
 from trainer.moe.dispatch import plan_dispatch
@@ -115,7 +116,8 @@ def test_router_is_transformers_to_the_bit(dtype, norm_topk_prob):
 
 
 def test_a_frozen_sigmoid_router_multiplies_in_bfloat16_and_loses_nothing():
-    """Forward: the products of float32 factors. Backward: of float64's gradient, rounded once."""
+    """Forward: the products of float32 factors. Backward: of float64's gradient, rounded once. A trained one's
+    weight gets float64's gradient, too."""
     moe = MoeSpec(
         num_experts=16, top_k=4, intermediate_size=8, norm_topk_prob=True, layers=(True,), score=RouterScore.sigmoid
     )
@@ -137,8 +139,20 @@ def test_a_frozen_sigmoid_router_multiplies_in_bfloat16_and_loses_nothing():
     assert torch.equal(mine.experts_TK, wide.experts_TK)
     assert torch.allclose(mine.weights_TK, wide.weights_TK, rtol=1e-6)
 
-    exact, weight = x.double().requires_grad_(), router.weight.detach().double()
+    exact, weight = x.double().requires_grad_(), router.weight.detach().double().requires_grad_()
     chosen = (exact @ weight.t()).sigmoid().gather(1, mine.experts_TK)
     (chosen / chosen.sum(-1, keepdim=True) * moe.scaling_factor * dweights).sum().backward()
-    error = (dx.double() - exact.grad).abs()
-    assert bool((error <= 2**-8 * exact.grad.abs() + 1e-5 * exact.grad.abs().mean()).all())
+    assert router.weight.grad is not None
+    for found, wanted in ((dx, exact.grad), (router.weight.grad, weight.grad)):
+        error = (found.double() - wanted).abs()
+        assert bool((error <= 2**-8 * wanted.abs() + 1e-5 * wanted.abs().mean()).all())
+
+
+@pytest.mark.parametrize("engine_rounds", [True, False])
+def test_the_engine_decides_whether_sigmoid_logits_are_rounded(engine_rounds):
+    moe = MoeSpec(
+        num_experts=16, top_k=4, intermediate_size=8, norm_topk_prob=True, layers=(True,), score=RouterScore.sigmoid,
+        engine_rounds_logits=engine_rounds,
+    )  # fmt: skip
+    numerics = NumericsConfig(router_logits=RouterLogits.engine)
+    assert Router(moe, 64, weight_dtype=torch.bfloat16, numerics=numerics).narrow_logits is engine_rounds
