@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import gc
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
-from cases.pipeline_world import HASH_BYTES, NUM_RANKS, SMALL_WATERMARK, UnclosableTransport, World, num_reads
+from cases.pipeline_world import (
+    HASH_BYTES,
+    NUM_RANKS,
+    SMALL_WATERMARK,
+    UnclosableTransport,
+    World,
+    destinations,
+    num_reads,
+)
 from fakes.memory_transport import Fault
 from fakes.publish import DictSource, engine_layout
 
@@ -93,6 +102,20 @@ def test_staging_that_a_failed_write_may_still_read_is_not_given_back() -> None:
     world.transport.is_stuck = False
     world.pipeline.release()
     assert not world.transport.registered
+
+
+def test_slots_whose_failed_writes_were_closed_at_last_are_packed_again() -> None:
+    world = World(3, HASH_BYTES + 1024, transport=UnclosableTransport)
+    loads = world.pipeline.loads
+    assert len(loads) > NUM_SLOTS
+    for replica, last in ((1, -2), (2, -1)):  # fails in the last load but one, in the last
+        before = sum((replica, 0) in destinations(packets) for packets in loads[:last])
+        world.fabric.inject(world.sessions[replica][0].session, *[Fault()] * before, Fault(refuse=True))
+    assert set(world.run(1).report.errors) == {1, 2}
+    assert world.transport.num_refused == NUM_SLOTS, "each is lost"
+    world.transport.is_stuck = False
+    assert world.run(2).report.errors == {}
+    assert all(world.arrived(replica, 2) for replica in range(3))
 
 
 def test_replicas_share_one_packing() -> None:
@@ -195,6 +218,26 @@ def test_a_source_that_raises_fails_all_replicas_and_is_ended() -> None:
     world.source.before_read = lambda tensor: None
     assert world.run(2).report.errors == {}
     assert world.arrived(1, 2)
+
+
+def test_a_replica_whose_link_failed_before_the_source_did_keeps_its_own_reason() -> None:
+    world = World(2)
+    world.fabric.inject(world.sessions[1][0].session, Fault(refuse=True))
+    reset, is_closed, num_prepared = world.transport.reset, threading.Event(), num_reads(world.pipeline.loads[:2])
+
+    def closes(session: str) -> None:
+        reset(session)
+        is_closed.set()
+
+    def breaks(_: str) -> None:
+        if world.source.num_reads >= num_prepared:
+            assert is_closed.wait(timeout=30)
+            raise RuntimeError("merge broke")
+
+    world.transport.reset, world.source.before_read = closes, breaks
+    errors = world.run(1).report.errors
+    assert errors[0] == "RuntimeError: merge broke"
+    assert errors[1].startswith("TransferFailed: ")
 
 
 def test_an_engine_that_does_not_say_where_a_parameter_is_fails_the_replicas_and_the_source_is_ended() -> None:

@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 import pytest
 from fakes.meeting import Room, ThreadMeeting, on_all_ranks
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
-from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine
+from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_layout
 
 from conf.schema import WeightSyncConfig
 from weight_sync.errors import LinkMismatch, PlanError, ProtocolError, ReplicaError, WeightSyncError
+from weight_sync.plan.plan import build_plan
 from weight_sync.publish import publisher as module
 from weight_sync.publish.publisher import Publisher
 from weight_sync.publish.report import PublishReport
@@ -311,3 +312,15 @@ def test_a_plan_is_kept_for_the_same_layouts_and_made_anew_for_others(make) -> N
     report = world.publish(1)
     assert committed(report) == [True] and report.num_changed_params is None
     assert first.wrong_params(0) == []
+
+
+def test_no_task_is_longer_than_the_rank_with_the_least_room_allows(make) -> None:
+    world = make()
+    world.sources[1].temporary_bytes = 1 << 14
+    layouts = [tuple(engine_layout(rank) for rank in range(2))] * 2
+    world.all(lambda publisher: publisher.plan_for(layouts))
+    summary, _ = world.all(lambda publisher: publisher.connect(world.addresses))
+    roomy, tight = (publisher._pipeline.max_task_bytes for publisher in world.publishers)
+    assert tight < roomy
+    plan = build_plan([source.layout() for source in world.sources], layouts, max_task_bytes=tight)
+    assert summary.digest == plan.digest

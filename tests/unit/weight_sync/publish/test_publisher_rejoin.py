@@ -15,6 +15,7 @@ from weight_sync.publish.publisher import Publisher
 from weight_sync.publish.report import PublishReport
 from weight_sync.replica.messages import Bound, addresses_digest
 from weight_sync.replica.recovery import make_offer, pull
+from weight_sync.replica.version_state import Phase, VersionState
 
 
 class World:
@@ -121,6 +122,26 @@ def test_a_recovered_replica_rejoins_at_the_epoch_that_it_adopted(worlds: list[W
     world.publisher.reconnect(0, address)
     assert committed(world.publisher.publish(1)) == [True, True]
     assert world.engines[0].wrong_params(1) == []
+
+
+def test_a_replica_that_comes_back_at_a_later_epoch_is_led_on_from_there(worlds: list[World]) -> None:
+    worlds.append(world := World(2))
+    world.publisher.publish(0)
+    world.end(0)
+    address = world.start(0)
+    world.endpoints[0].endpoint.adopt(VersionState(Phase.clean, version=0, epoch=9, digest="another publisher's"))
+    world.publisher.reconnect(0, address)
+    report = world.publisher.publish(1)
+    assert committed(report) == [True, True] and report.epoch == 10
+
+
+def test_epochs_go_on_growing_where_every_replica_is_a_fresh_one(worlds: list[World]) -> None:
+    worlds.append(world := World(1))
+    first = world.publisher.publish(0)
+    world.end(0)
+    world.publisher.connect([world.start(0)])
+    report = world.publisher.publish(1)
+    assert committed(report) == [True] and report.epoch == first.epoch + 1
 
 
 def test_a_replica_that_comes_back_as_another_one_is_refused_and_gets_nothing(worlds: list[World]) -> None:
