@@ -105,7 +105,7 @@ def _where(folder: RunFolder | None, num_steps: int) -> str:
         return f"{said}\nThere is no checkpoint yet (run.checkpoint_every_steps)."
     if has_nothing_left(folder, num_steps):
         return (
-            f"{said}\nAll {num_steps} steps are made, so a resume has nothing left to train: start again with another "
-            f"run.name, or raise run.num_steps: {folder.how_to_resume} run.num_steps=MORE"
+            f"{said}\nAll {num_steps} steps are made, so a resume has nothing left to train: start again with "
+            f"slipstream train, or raise run.num_steps: {folder.how_to_resume} run.num_steps=MORE"
         )
     return f"{said}\nGo on from step {step_of(complete[-1])}: {folder.how_to_resume}"

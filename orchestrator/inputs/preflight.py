@@ -361,7 +361,7 @@ def check_run_folder(config: RunConfig, machine: Machine) -> Fact:
         if step >= run.num_steps and has_nothing_left(RunFolder(root), run.num_steps):
             raise ConfigError(
                 f"run.resume={run.resume} has done {step} steps, and run.num_steps={run.num_steps}: nothing is left to "
-                "train; raise run.num_steps to go on, or start again with another run.name"
+                "train; raise run.num_steps to go on, or start again with slipstream train"
             )
         resumed = "".join(f"; {problem}" for problem in damaged.values()) + f"; goes on from step {step}"
     target = Path(run.resume or run.dir)

@@ -314,12 +314,15 @@ def test_a_run_that_fails_after_its_last_step_is_not_told_to_resume(
         with alive(folder.root):
             store = CheckpointStore(folder.checkpoints, keep=1, options=fingerprint(config))
             store.finish(store.begin(2), RunState(2, 0, {}, {}, BufferState(2)))
-            raise TrainingStopped("no episode had a reward. Repair it and start again")
+            raise TrainingStopped("no episode had a reward")
 
     fake_run(monkeypatch, run)
     assert main([*READY, "run.num_steps=2"]) == 1
     said = capsys.readouterr().err
-    assert "All 2 steps are made, so a resume has nothing left to train: start again with another run.name" in said
+    assert (
+        "All 2 steps are made, so a resume has nothing left to train: start again with slipstream train, or raise"
+        in said
+    )
     assert "Go on from" not in said and said.endswith(" run.num_steps=MORE\n")
     assert main([*READY, "run.num_steps=3"]) == 1
     assert "Go on from step 2: slipstream resume " in capsys.readouterr().err

@@ -399,7 +399,10 @@ def test_run_to_resume_has_failed_after_its_last_step(refuse: Refuse, old_run: P
     with pytest.raises(TrainingStopped), alive(run):
         raise TrainingStopped("the agent failed in every episode")
     message = refuse("run.resume=old", "run.num_steps=3")
-    assert "run.num_steps=3: nothing is left to train; raise run.num_steps to go on, or start again with" in message
+    assert (
+        "run.num_steps=3: nothing is left to train; raise run.num_steps to go on, or start again with slipstream train"
+        in message
+    )
     assert state_of(RunFolder(run), 3, 3) == ("failed", "TrainingStopped: the agent failed in every episode")
 
 

@@ -156,3 +156,11 @@ async def test_refused_steps_stop_it_with_its_state_saved(tmp_path: Path) -> Non
         await tuning.run()
     state = tuning.checkpoints.read(tuning.checkpoints.newest())
     assert (state.step, state.policy_version) == (4, 1)
+
+
+@pytest.mark.parametrize(("num_steps", "how"), [(4, "resume and more run.num_steps$"), (5, "resume$")])
+async def test_refused_steps_at_the_end_leave_none_to_resume(tmp_path: Path, num_steps: int, how: str) -> None:
+    tuning = Tuning(tmp_path, num_steps=num_steps)
+    tuning.trainer.not_finite = {1, 2, 3}
+    with pytest.raises(TrainingStopped, match=f"and go on with slipstream {how}"):
+        await tuning.run()
