@@ -255,8 +255,11 @@ def test_like_chunks_of_all_destinations_follow_each_other():
 
 
 def test_sources_begin_with_different_destinations():
-    plan = build_plan(*small_system(num_sources=2, tp_size=2, num_replicas=1), max_task_bytes=1 << 20)
-    assert [plan.tasks[rank][0].dest_rank for rank in (0, 1)] == [0, 1]
+    """Of a matrix by columns, every source has rows for both destinations."""
+    plan = build_plan(*small_system(num_sources=4, tp_size=2, num_replicas=1), max_task_bytes=1 << 20)
+    by_columns = [[task for task in plan.tasks[rank] if task.param.endswith(".0.self_attn.o_proj.weight")]
+                  for rank in range(4)]  # fmt: skip
+    assert [[task.dest_rank for task in tasks] for tasks in by_columns] == [[0, 1], [1, 0]] * 2
 
 
 def test_sources_begin_with_different_replicas_once_each_destination_has_one():
