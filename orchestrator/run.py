@@ -31,7 +31,8 @@ from orchestrator.files.run_checkpoint import CheckpointStore, complete_checkpoi
 from orchestrator.files.run_folder import RunFolder, changed_options, keep_sources, point_latest, write_description
 from orchestrator.files.run_log import ProgressLine, RunLog
 from orchestrator.files.startup import RUN, Startup
-from orchestrator.files.telemetry import Telemetry
+from orchestrator.files.step_rows import failed_of
+from orchestrator.files.telemetry import Telemetry, read_rows
 from orchestrator.files.timeline import Activities
 from orchestrator.fleet.control_folder import alive, answer_requests
 from orchestrator.fleet.fleet_log import FleetLog, count_tokens
@@ -75,8 +76,13 @@ class RunResult:
 
     def summary(self) -> str:
         """Where everything is, for people."""
+        failed = (
+            ("failed held-out", failed_of(read_rows(self.folder.evaluations)[-1:], "eval")),
+            ("failed rewards", failed_of(read_rows(self.folder.metrics), "reward")),
+        )
         lines: list[tuple[str, object]] = [
             (f"held-out {self.metric}", "not evaluated" if self.held_out is None else f"{self.held_out:.3f}"),
+            *[(name, told) for name, told in failed if told is not None],
             ("metrics", self.folder.metrics),
             *([("samples", self.folder.samples)] if self.folder.samples.stat().st_size else []),
         ]

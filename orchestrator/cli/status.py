@@ -23,6 +23,7 @@ from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
 from orchestrator.files.run_folder import RunFolder, saved_options
 from orchestrator.files.run_log import format_s
 from orchestrator.files.startup import RUN, describe, read_starts
+from orchestrator.files.step_rows import failed_of
 from orchestrator.files.telemetry import read_rows
 from orchestrator.fleet.run_state import dashboard_of, state_of
 
@@ -52,12 +53,13 @@ _SHOWN = (
 )
 """(metric, words, format) of the means."""
 _COUNTED = (
-    ("reward/failures", "rewards that failed"),
     ("rollout/groups_failed", "groups sampled again"),
     ("rollout/restarts", "workers restarted"),
     ("optim/skipped", "steps refused"),
 )
 """(metric, words) of what is added up over the whole run, and shown unless it is 0."""
+_FAILED = (("reward", "rewards that failed"), ("eval", "held-out rewards that failed"))
+"""(area, words) of the same for rewards, which are shown as "3 of 64"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ class Status:
         lines += [(name.replace("eval/", "held-out "), f"{value:.4g}") for name, value in self.held_out.items()]
         if self.replicas_serving is not None:
             lines.append(("replicas serving", str(self.replicas_serving)))
+        lines += [(name, told) for area, name in _FAILED if (told := failed_of([self.counts], area)) is not None]
         lines += [(name, str(self.counts[metric])) for metric, name in _COUNTED if self.counts.get(metric)]
         if self.dashboard is not None:
             lines.append(("Ray dashboard", self.dashboard))
@@ -144,6 +147,8 @@ def status_of(run: Path) -> Status:
     seconds = [row["step/total_s"] for row in rows[2:][-NUM_RECENT:]]  # without the first step, which compiles kernels
     is_going_on = state == "running" and step is not None and seconds
     checkpoints = complete_checkpoints(folder.checkpoints)
+    counted = [metric for metric, _ in _COUNTED]
+    counted += [f"{area}/{name}" for area, _ in _FAILED for name in ("failures", "rollouts")]
     starts = [row for row in read_starts(folder.startup) if row["start"] == RUN]
     return Status(
         run=str(folder.root),
@@ -155,7 +160,7 @@ def status_of(run: Path) -> Status:
         left_s=(num_steps - (step or 0)) * statistics.median(seconds) if is_going_on else None,
         recent=recent,
         held_out=_held_out(rows),
-        counts={metric: int(sum(row.get(metric) or 0 for row in rows)) for metric, _ in _COUNTED},
+        counts={metric: int(sum(row.get(metric) or 0 for row in rows)) for metric in counted},
         replicas_serving=next((row["rollout/replicas_serving"] for row in reversed(rows)), None),
         dashboard=dashboard_of(folder),
         checkpoint=step_of(checkpoints[-1]) if checkpoints else None,

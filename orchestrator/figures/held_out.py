@@ -26,6 +26,7 @@ EVAL_METRICS: dict[str, str] = {
     "eval/majority": "share of held-out prompts whose most frequent answer is right; null if rewards tell no answers",
     "eval/majority_se": "its standard error",
     "eval/failures": "held-out rollouts whose reward raised or timed out",
+    "eval/rollouts": "held-out rollouts, with these",
     "eval/total_s": "seconds of the evaluation",
     "eval/wait_s": "part of the step: seconds that training waited for an evaluation",
     "eval/version_spread": "newest version that sampled a token of the evaluation minus the one that it began with",
@@ -136,7 +137,8 @@ def evaluate_groups(
     for name in names.sets:
         figures |= _figures_of(groups.get(name, ()), f"eval/{name}", names.ks, right_from)
     known = [reward for group in everything for reward in group.rewards if reward is not None]
-    figures["eval/failures"] = sum(len(group.rewards) for group in everything) - len(known)
+    num_rollouts = sum(len(group.rewards) for group in everything)
+    figures |= {"eval/failures": num_rollouts - len(known), "eval/rollouts": num_rollouts}
     versions = [v for group in everything for rollout in group.rollouts for v in rollout.policy_versions]
     if versions:
         figures["eval/version_spread"] = max(versions) - version

@@ -22,6 +22,7 @@ METRICS: dict[str, str] = {
     "reward/mean": "mean reward of the batch's rollouts",
     "reward/std": "standard deviation of the same",
     "reward/failures": "rollouts whose reward raised or timed out; they are left out",
+    "reward/rollouts": "the batch's rollouts, with these",
     "reward/no_spread_fraction": "share of the batch's groups whose rewards are all equal; null for groups of one",
     **EVAL_METRICS,
     "sync/total_s": "seconds of the whole publish",

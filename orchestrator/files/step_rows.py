@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -79,6 +79,18 @@ def row_of(record: StepRecord, rewards: RewardNames = NO_REWARDS, evals: EvalNam
     return row
 
 
+def failed_of(rows: Sequence[Mapping[str, Any]], area: str) -> str | None:
+    """How many of the rollouts in these rows have no reward, for people: "3 of 64". None: all have one.
+
+    Args:
+        area: reward, of batches; eval, of evaluations.
+    """
+    failed, num = (int(sum(row.get(f"{area}/{name}") or 0 for row in rows)) for name in ("failures", "rollouts"))
+    if not failed:
+        return None
+    return f"{failed} of {num}" if num else str(failed)  # rows of another version do not say of how many
+
+
 def _known(rewards: Sequence[Sequence[float | None]]) -> list[float]:
     return [reward for group in rewards for reward in group if reward is not None]
 
@@ -110,6 +122,7 @@ def _rollout_metrics(record: StepRecord) -> dict[str, Value]:
         "reward/mean": float(np.mean(rewards)) if rewards else None,
         "reward/std": float(np.std(rewards)) if rewards else None,
         "reward/failures": len(rollouts) - len(rewards),
+        "reward/rollouts": len(rollouts),
         "reward/no_spread_fraction": float(np.mean(have_none)) if have_none else None,
         "distill/kl_mean": float(np.mean(log_ratios)) if log_ratios else None,
         "staleness/mean": float(np.mean(record.staleness_steps)),

@@ -21,14 +21,14 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from orchestrator.figures.held_out import EvalNames
+from orchestrator.figures.held_out import EvalNames, Figures
 from orchestrator.files.disk_space import naming_a_full_disk
 from orchestrator.files.loggers.logger import Logger
 from orchestrator.files.metrics_catalogue import NO_EVALS, NO_REWARDS, RewardNames, Value
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine
 from orchestrator.files.samples import SampleLog
-from orchestrator.files.step_rows import StepRecord, row_of
+from orchestrator.files.step_rows import StepRecord, failed_of, row_of
 from orchestrator.files.timeline import row_of_step, write_row
 
 
@@ -75,7 +75,7 @@ class Telemetry:
         )
         self._loggers = loggers
         self._recent_s: deque[float] | None = None
-        self.last_eval_reward: Value = None
+        self._last_eval: Figures = {}
 
     def __enter__(self) -> Telemetry:
         return self
@@ -97,7 +97,7 @@ class Telemetry:
             for logger in self._loggers:
                 logger.write(record.step, numbers)
         for evaluation in record.evaluations:
-            self.last_eval_reward = evaluation.figures.get("eval/reward")
+            self._last_eval = evaluation.figures
             figures = {name: _finite(value) for name, value in evaluation.figures.items()}
             line = {"step": evaluation.step, "policy_version": evaluation.policy_version, **figures}
             with naming_a_full_disk(self._folder.evaluations):
@@ -117,6 +117,11 @@ class Telemetry:
         self._progress.show(record.step, self._num_steps, self._describe(row), self._left_s(record.step))
         return row
 
+    @property
+    def last_eval_reward(self) -> Value:
+        """eval/reward of the last evaluation; None before the first."""
+        return self._last_eval.get("eval/reward")
+
     def _left_s(self, step: int) -> float | None:
         """Steps to go times the median of the last twenty; None before the second."""
         return (self._num_steps - step) * float(np.median(self._recent_s)) if self._recent_s else None
@@ -127,8 +132,10 @@ class Telemetry:
         shown = (
             ("reward", row["reward/mean"], ".3f"),
             *((name, row[f"reward/{name}_mean"], ".3f") for name in parts),
+            ("failed", failed_of([row], "reward"), ""),
             ("groups of equal rewards", spread if spread == 1 else None, ".0%"),
             ("eval", self.last_eval_reward, ".3f"),
+            ("eval failed", failed_of([self._last_eval], "eval"), ""),
             ("tokens", row["rollout/response_tokens_mean"], ".0f"),
             ("cut off", row["rollout/truncated_fraction"], ".0%"),
             ("nll", row["sft/nll"], ".4f"),

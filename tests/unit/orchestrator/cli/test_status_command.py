@@ -116,6 +116,18 @@ def test_reward_parts_length_and_truncation_are_shown(run: Path) -> None:
     ]
 
 
+def test_rewards_that_failed_are_told_with_of_how_many(run: Path) -> None:
+    rows = [
+        {"step": 0, "eval/failures": 1, "eval/rollouts": 20, "rollout/replicas_serving": 1},
+        {"step": 1, "reward/failures": 3, "reward/rollouts": 64, "step/total_s": 1.0, "rollout/replicas_serving": 1},
+        {"step": 2, "reward/failures": 0, "reward/rollouts": 64, "step/total_s": 1.0, "rollout/replicas_serving": 1},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = status_of(run).as_text()
+    assert re.search(r"^rewards that failed +3 of 128$", text, re.MULTILINE)
+    assert re.search(r"^held-out rewards that failed +1 of 20$", text, re.MULTILINE)
+
+
 def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(run, 3)
     assert main(["status", str(run), "--json", "--curves"]) == 0

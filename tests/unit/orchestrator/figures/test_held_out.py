@@ -30,7 +30,7 @@ def test_figures_by_hand() -> None:
     assert found["eval/easy/pass_at_3"] == 1.0  # of the prompt whose three responses were judged
     assert (found["eval/hard/pass_at_1"], found["eval/hard/reward_se"]) == (0.0, None)  # 0.5 is not right
     assert (found["eval/easy/majority"], found["eval/hard/majority"]) == (0.75, 0.0)  # 1, and one of two
-    assert found["eval/failures"] == 1
+    assert (found["eval/failures"], found["eval/rollouts"]) == (1, 9)
     assert (found["eval/version_spread"], found["eval/other_version_fraction"]) == (1, pytest.approx(6 / 18))
 
 

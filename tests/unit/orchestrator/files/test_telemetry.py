@@ -24,6 +24,7 @@ from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine, RunLog, format_s
 from orchestrator.files.step_rows import StepRecord, row_of
 from orchestrator.files.telemetry import Telemetry, read_rows, truncate_rows
+from orchestrator.run import RunResult
 from rollout.types import Group, Prompt, Rollout, Routes
 from trainer.types import LossStats, OptimStats
 
@@ -61,7 +62,7 @@ def record(step: int, **changes: object) -> StepRecord:
 def test_row_has_every_metric_by_hand() -> None:
     row = row_of(record(3))
     assert row.keys() == METRICS.keys()
-    assert (row["reward/mean"], row["reward/failures"]) == (1.0, 1)
+    assert (row["reward/mean"], row["reward/failures"], row["reward/rollouts"]) == (1.0, 1, 2)
     assert row["parity/k3"] == pytest.approx((4 * 0.5 + 2 * 0.2) / 6)
     assert row["reward/no_spread_fraction"] == 1.0, "one reward of the only group failed, and one is no spread"
     assert row["parity/k3_stale"] is None
@@ -275,6 +276,33 @@ def test_progress_line_shows_step_numbers_and_time_left(tmp_path: Path, caplog: 
     assert "left" not in first
     assert "left 0:16" in second  # eight steps of 2 s
     assert format_s(3725) == "1:02:05"
+
+
+def test_responses_without_a_reward_are_told_until_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def evaluated(*rewards: float | None) -> list[Evaluation]:
+        group = Group(Prompt(0, (1,), "p"), [Rollout([5], [-1.0], [2], "a", "stop")] * len(rewards), [*rewards])
+        return [Evaluation(0, 0, {"": [group]}, evaluate_groups({"": [group]}, 0, EvalNames(), 1.0))]
+
+    def told_after(*steps: StepRecord) -> tuple[list[str], str]:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        caplog.clear()
+        with caplog.at_level("INFO"), open_telemetry(folder) as telemetry:
+            for one in steps:
+                telemetry.step(one)
+        result = RunResult(RunFolder(folder), 2, 2, "reward", telemetry.last_eval_reward, None, None)
+        return [line for line in caplog.messages if line.startswith("step ")], result.summary()
+
+    shown, summary = told_after(
+        record(1, evaluations=evaluated(1.0, 0.0)), record(2, evaluations=evaluated(1.0, None, None))
+    )
+    assert [line.count("failed 1 of 2") for line in shown] == [1, 1]
+    assert [line.count("eval failed 2 of 3") for line in shown] == [0, 1]
+    assert re.search(r"failed rewards +2 of 4$", summary, re.MULTILINE), "of both steps"
+    assert re.search(r"failed held-out +2 of 3$", summary, re.MULTILINE), "of the last evaluation"
+    rewarded = [replace(group, rewards=[1.0, 0.0]) for group in record(1).groups]
+    shown, summary = told_after(record(1, groups=rewarded, evaluations=evaluated(1.0, 0.0)))
+    assert "failed" not in shown[0] + summary
 
 
 def test_progress_line_fits_the_terminal() -> None:
