@@ -29,6 +29,7 @@ from typing import Any
 
 from conf.errors import ConfigError
 from conf.schema import Objective
+from orchestrator.files.run_checkpoint import has_nothing_left
 from orchestrator.files.run_folder import RunFolder, saved_options
 from orchestrator.fleet.replicas import ReplicaState
 from orchestrator.fleet.supervisor import Supervisor
@@ -146,7 +147,10 @@ def ask(run: Path, worker: int | None, *, timeout_s: float = ANSWER_TIMEOUT_S) -
     if is_running is None:
         raise ConfigError(f"the run in {run} belongs to another user, who alone may ask it; ask as that user")
     if not is_running:
-        raise ConfigError(f"the run in {run} is not alive; to go on with it: {RunFolder(run).how_to_resume}")
+        num_steps = options.get("run", {}).get("num_steps")
+        is_over = isinstance(num_steps, int) and has_nothing_left(RunFolder(run), num_steps)
+        left = "nothing is left to train" if is_over else f"to go on with it: {RunFolder(run).how_to_resume}"
+        raise ConfigError(f"the run in {run} is not alive; {left}")
     objective = options.get("algorithm", {}).get("objective", Objective.policy)
     if objective != Objective.policy:
         raise ConfigError(f"the run in {run} is of algorithm={objective}: it has no rollout workers to restart")
