@@ -139,7 +139,7 @@ def log_probabilities(model: nn.Module, weights: dict[str, Tensor], pairs: list[
         parameters[name].copy_(values)
     rows, nll = [], []
     for prompt, answer in pairs:
-        tokens = torch.tensor([prompt + answer], device=model.device)
+        tokens = torch.tensor([prompt + answer], device=next(iter(parameters.values())).device)
         logits = model(tokens).logits[0, len(prompt) - 1 : -1].float()
         rows.append(logits.log_softmax(-1))
         nll.append(-rows[-1].gather(1, tokens[0, len(prompt) :, None]).sum())
@@ -182,7 +182,8 @@ def run_seed(args: argparse.Namespace, seed: int, device: str) -> list[dict[str,
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     taught = [sample_of(*pair) for pair in sums(tokenizer, args.batch * max(args.steps), 1000 + seed)]
     held_out = sums(tokenizer, args.held_out, 1)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
+    auto: Any = AutoModelForCausalLM  # which is typed for one model
+    model = auto.from_pretrained(args.model, dtype=torch.float32).to(device)
     trained = Trained(args, seed, device)
     base_nll = log_probabilities(model, {}, held_out)[1]
     rows: list[dict[str, Any]] = []

@@ -7,6 +7,7 @@ has the same client in a run with a real engine.
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -252,7 +253,7 @@ def fields_of(request: str) -> dict[str, Any]:
 
     is_chat = request == "chat"
     model = ChatCompletionRequest if is_chat else CompletionRequest
-    theirs = openai.types.chat.completion_create_params if is_chat else openai.types.completion_create_params
+    theirs = importlib.import_module(f"openai.types.{'chat.' if is_chat else ''}completion_create_params")
     known = dict.fromkeys(theirs.CompletionCreateParamsBase.__annotations__)
     return known | {
         name: field.get_default(call_default_factory=True)

@@ -102,11 +102,11 @@ def test_penalties_are_subtracted_once_from_what_comes_after_them() -> None:
     assert failed is None
     assert first.tolist() == pytest.approx([0.55, 0.55]) and last.tolist() == pytest.approx([-0.55])
     ((first, failed, last),) = batch_advantages(rewards, counts, "batch_std", penalties)
-    assert failed is None
+    assert failed is None and first is not None and last is not None
     wanted = whitened([np.array([0.7, 0.8, -0.4])])[0].tolist()
     assert [*first, *last] == pytest.approx(wanted)
     ((first, failed, last),) = batch_advantages(rewards, counts, "group_batch_std", penalties)
-    assert failed is None
+    assert failed is None and first is not None and last is not None
     assert [*first, *last] == pytest.approx(whitened([np.array([0.55, 0.55, -0.55])])[0].tolist())
     ((first, failed, last),) = batch_advantages(rewards, counts, "none")
     assert (first.tolist(), failed, last.tolist()) == ([0, 0], None, [0])

@@ -128,7 +128,8 @@ def test_engines_without_a_port_take_the_first_free_ones(
     options = PushOptions(checkpoint=checkpoint, start=2, log_dir=tmp_path / "logs")
     with contextlib.ExitStack() as cleanup:
         servers = engine_starts.start_servers(options, Device.cpu, (), cleanup)
-    assert [server.port for server in servers] == [8001, 8003]
+    ports: list[Any] = list(servers)
+    assert [server.port for server in ports] == [8001, 8003]
 
 
 def test_an_engine_that_is_not_there_ends_with_code_1(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

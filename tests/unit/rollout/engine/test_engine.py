@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -221,6 +222,6 @@ def test_a_call_under_way_ends_when_the_engine_dies(tmp_path: Path, monkeypatch:
             self.errored = True
             await asyncio.Event().wait()
 
-    engine._llm = Dying()
+    engine._llm = cast(Any, Dying())
     with pytest.raises(EngineDied, match="the engine's process died; this rollout worker must be restarted"):
         asyncio.run(engine.call_ranks("slipstream_describe"))

@@ -142,7 +142,7 @@ def test_a_frozen_sigmoid_router_multiplies_in_bfloat16_and_loses_nothing():
     exact, weight = x.double().requires_grad_(), router.weight.detach().double().requires_grad_()
     chosen = (exact @ weight.t()).sigmoid().gather(1, mine.experts_TK)
     (chosen / chosen.sum(-1, keepdim=True) * moe.scaling_factor * dweights).sum().backward()
-    assert router.weight.grad is not None
+    assert router.weight.grad is not None and exact.grad is not None and weight.grad is not None
     for found, wanted in ((dx, exact.grad), (router.weight.grad, weight.grad)):
         error = (found.double() - wanted).abs()
         assert bool((error <= 2**-8 * wanted.abs() + 1e-5 * wanted.abs().mean()).all())
