@@ -133,7 +133,7 @@ class Trained:
 
 @torch.no_grad()
 def log_probabilities(model: nn.Module, weights: dict[str, Tensor], pairs: list[Any]) -> tuple[list[Tensor], float]:
-    """Of every token of the vocabulary at each token of the answers, and the answers' mean nll."""
+    """Score the answers under these weights: (log-probabilities of the whole vocabulary at each token, mean nll)."""
     parameters = dict(model.named_parameters())
     for name, values in weights.items():
         parameters[name].copy_(values)

@@ -340,7 +340,7 @@ def _facts(path: Path) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=1024)
 def _crc32(path: Path, num_bytes: int, mtime_ns: int, inode: int) -> int:
-    """Of a file, read in chunks; once as long as it stays as it is: a resume asks before and after it starts."""
+    """Read a file in chunks and sum it up, once while it stays as it is: a resume asks before and after it starts."""
     crc = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):

@@ -33,7 +33,7 @@ class Answer:
     """One turn of the assistant, in the text that teaches it."""
 
     text: str
-    """Of the chat up to this turn."""
+    """The chat up to this turn, as the template writes it."""
     start: int
     """Where the answer begins in it."""
     unseen: str = ""

@@ -48,9 +48,9 @@ class Sampler:
         """Groups among them that were replaced because their rewards were all equal."""
         self._num_uninformative_in_a_row = 0
         self._unjudged = Unjudged(config, services.episodes)
-        """Of the groups that train."""
+        """Counts the groups that train."""
         self.unjudged_of_all = Unjudged(config, services.episodes)
-        """Of those of evaluations, too."""
+        """Counts those of evaluations, too."""
         self._num_untaught_in_a_row = 0
 
     async def run(self) -> None:
