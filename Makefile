@@ -18,7 +18,7 @@ ENGINE_CPU_old = $(filter-out DNNL_% ATEN_%,$(CPU_old))
 
 LOCKED := -q --generate-hashes --no-header --no-annotate
 
-.PHONY: help setup quickstart test unit contract system long mutants lint style lock oracles tensorboard docs docs-serve
+.PHONY: help setup quickstart test unit contract system long mutants lint style sizes lock oracles tensorboard docs docs-serve
 
 help:            ## This list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | column -t -s "$$(printf '\t')"
@@ -58,6 +58,9 @@ lint: style       ## What pre-commit checks: style, and types, which take two mi
 
 style: setup      ## What CI checks beside the tests: ruff, imports, spelling, Dockerfiles
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/lint-imports && .venv/bin/codespell && .venv/bin/hadolint docker/*.Dockerfile
+
+sizes:           ## Lines, options, patches, processes, hops; REF=COMMIT: that commit beside the working tree
+	@python3 bench/sizes.py $(REF)
 
 lock: setup       ## Resolve requirements/*.in again, with the hashes of every file that may be installed
 	@.venv/bin/uv pip compile $(LOCKED) --python-version 3.11 $(foreach l,$(shell $(PY) -m pip config get global.find-links 2>/dev/null),--find-links $(l)) --no-emit-find-links --override requirements/overrides.txt requirements/cpu.in -o requirements/cpu.lock

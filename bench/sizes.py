@@ -1,0 +1,190 @@
+"""How large the house is: lines, options, patches, ways to call another process, hops, and what weakens types.
+
+    make sizes              the working tree
+    make sizes REF=2a38aea  that commit beside it
+
+Owns: what is counted, and the lists that a machine cannot count (`WAYS`, `PROCESSES`, the hops). Needs Python and git
+alone. Whoever adds or removes a way to call, a process or a hop changes the list here; an entry whose module or
+function is not there is an error in the working tree, and not counted in an older one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("conf", "weight_sync", "trainer", "rollout", "orchestrator")
+CODE = (".py", ".js", ".css", ".html")
+
+WAYS = {
+    "Ray's calls, for what it places": "orchestrator/cluster/ray_handles.py",
+    "a worker's verbs: pickles on a pipe": "rollout/worker_process.py",
+    "a worker's samples: msgpack on a socket": "rollout/sampling_calls.py",
+    "control of a publish: signed messages on a socket": "weight_sync/replica/control_client.py",
+    "busy slots, from the engine's ranks to the worker": "rollout/slot_channel.py",
+    "fork server: which process to fork": "rollout/in_vllm/fork_server.py",
+    "rewards: length and JSON": "rollout/rewards/processes/frames.py",
+    "agents: length and msgpack": "rollout/agents/channel.py",
+    "push: the pipe of the sender": "orchestrator/push/sender_process.py",
+    "requests to a run: files in its folder": "orchestrator/fleet/control_folder.py",
+}
+"""A way of our own, or Ray's, to call code in another process -> the module that implements it. vLLM's calls of its own
+ranks, and torch's collectives, are theirs."""
+
+PROCESSES = {
+    "Ray actor: where Ray places and watches the worker": "orchestrator/cluster/actors.py",
+    "worker: its event loop shares no interpreter with Ray's threads": "rollout/worker_process.py",
+    "vLLM's EngineCore: as vLLM starts it": "rollout/engine/engine.py",
+    "vLLM's rank, one per GPU of the engine: as vLLM starts it": "rollout/in_vllm/worker_extension.py",
+    "fork server, one per node: has imported vLLM once": "rollout/in_vllm/fork_server.py",
+}
+"""Processes of an engine, with the reason of each -> where it is started or what runs in it."""
+
+PROMPT = (
+    "orchestrator/loop/sampler.py run",
+    "orchestrator/fleet/router.py generate_group",
+    "orchestrator/fleet/supervisor.py least_loaded",
+    "orchestrator/cluster/ray_handles.py generate_group",
+    "rollout/sampling_calls.py generate_group",
+    "rollout/sampling_calls.py _serve",
+    "rollout/worker.py generate_group",
+    "rollout/engine/engine.py generate_group",
+)
+"""What a prompt passes from the loop to vLLM: calls from one class to another."""
+PUBLISH = (
+    "orchestrator/loop/controller.py publish",
+    "orchestrator/loop/publication.py run",
+    "orchestrator/loop/publication.py _write",
+    "orchestrator/cluster/ray_handles.py publish",
+    "orchestrator/cluster/ray_handles.py _on_all",
+    "orchestrator/cluster/ray_cluster.py result_of",
+    "orchestrator/cluster/actors.py publish",
+    "trainer/delivery/delivery.py publish",
+    "weight_sync/publish/publisher.py publish",
+    "weight_sync/publish/publisher.py _publish_wave",
+    "weight_sync/publish/transaction.py begin",
+    "weight_sync/replica/control_client.py call",
+    "weight_sync/replica/control_server.py _serve",
+    "weight_sync/replica/control_server.py answer",
+    "weight_sync/replica/control_server.py _begin",
+    "rollout/worker.py begin",
+    "rollout/worker.py _call_ranks",
+    "rollout/engine/engine.py call_ranks",
+    "rollout/in_vllm/worker_extension.py slipstream_begin",
+    "weight_sync/replica/receiver.py begin",
+)
+"""What the control of a publish passes from the loop to an engine's memory."""
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("ref", nargs="?", help="a commit to put beside the working tree")
+    ref: str | None = parser.parse_args().ref
+    if missing := missing_entries():
+        sys.exit("sizes.py lists what is not there: " + "; ".join(missing))
+    columns = {"now": sizes_of(ROOT)}
+    if ref is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            archive = subprocess.run(["git", "archive", ref], cwd=ROOT, check=True, capture_output=True).stdout
+            with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+                files.extractall(folder, filter="data")
+            columns = {ref: sizes_of(Path(folder)), **columns}
+    print(f"{'':44}" + "".join(f"{name:>10}" for name in columns))
+    for row in columns["now"]:
+        print(f"{row:44}" + "".join(f"{sizes[row]:>10,}" for sizes in columns.values()))
+
+
+def sizes_of(root: Path) -> dict[str, int]:
+    """Every row for one tree."""
+    texts = {path: path.read_text(encoding="utf-8") for name in PACKAGES for path in _files(root / name, CODE)}
+    lines = {name: sum(_lines(t) for p, t in texts.items() if p.is_relative_to(root / name)) for name in PACKAGES}
+    python = {path: text for path, text in texts.items() if path.suffix == ".py"}
+    tests = {path: path.read_text(encoding="utf-8") for path in _files(root / "tests", (".py",))}
+    return {
+        "product, lines": sum(lines.values()),
+        **{f"  {name}": number for name, number in lines.items()},
+        "tests, lines": sum(map(_lines, tests.values())),
+        "bench and examples, lines": sum(
+            _lines(path.read_text(encoding="utf-8"))
+            for name in ("bench", "examples")
+            for path in _files(root / name, (".py",))
+        ),
+        "docs, lines": sum(_lines(path.read_text(encoding="utf-8")) for path in _files(root / "docs", (".md",))),
+        "options": len(_options(root)),
+        "patches of vLLM and Triton": _num_patches(root),
+        "ways to call another process": sum(_is_there(root, module) for module in WAYS.values()),
+        "processes of an engine": sum(_is_there(root, module) for module in PROCESSES.values()),
+        "hops of a prompt": sum(_is_there(root, hop) for hop in PROMPT),
+        "hops of a publish": sum(_is_there(root, hop) for hop in PUBLISH),
+        "lines with Any": _matches(python, r"\bAny\b"),
+        "lines with cast(": _matches(python, r"\bcast\("),
+        "broad excepts": _matches(python, r"except (Base)?Exception\b"),
+        "suppressions of linters and types": _matches(python, r"# (type:|pyright:|noqa)"),
+        "tests": sum(_num_tests(text) for text in tests.values()),
+    }
+
+
+def missing_entries() -> list[str]:
+    """Modules and functions that the lists above name, and that the working tree does not have."""
+    return [e for e in (*WAYS.values(), *PROCESSES.values(), *PROMPT, *PUBLISH) if not _is_there(ROOT, e)]
+
+
+def _is_there(root: Path, entry: str) -> bool:
+    """Whether a tree has `FILE`, or `FILE FUNCTION`."""
+    name, _, function = entry.partition(" ")
+    path = root / name
+    return path.is_file() and (not function or re.search(rf"def {function}\(", path.read_text()) is not None)
+
+
+def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.suffix in suffixes and "__pycache__" not in path.parts)
+
+
+def _lines(text: str) -> int:
+    return text.count("\n")
+
+
+def _matches(texts: dict[Path, str], pattern: str) -> int:
+    """Lines that have it, imports of it aside."""
+    found = re.compile(pattern)
+    return sum(
+        1
+        for text in texts.values()
+        for line in text.splitlines()
+        if found.search(line) and not line.startswith(("from typing import", "import "))
+    )
+
+
+def _options(root: Path) -> list[str]:
+    """The list that a unit test holds equal to the schema."""
+    tree = ast.parse((root / "tests/unit/conf/test_option_surface.py").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "OPTIONS":
+            return ast.literal_eval(node.value)
+    return []
+
+
+def _num_patches(root: Path) -> int:
+    """Entries of the list at the top of vllm_patches.py, and attributes of Triton that are replaced."""
+    patches = ast.get_docstring(ast.parse((root / "rollout/in_vllm/vllm_patches.py").read_text()), clean=False) or ""
+    triton = root / "rollout/in_vllm/compiled_in_forks.py"
+    replaced = re.search(r"replaced\(JITFunction, \{(.*)\}", triton.read_text()) if triton.is_file() else None
+    num_triton = 0 if replaced is None else replaced[1].count(":")
+    return len(re.findall(r"^    [a-z_]+(?: +(?:0\.\d\d|both) .*)?$", patches, re.MULTILINE)) + num_triton
+
+
+def _num_tests(text: str) -> int:
+    return len(re.findall(r"^\s*(?:async )?def test_\w+\(", text, re.MULTILINE))
+
+
+if __name__ == "__main__":
+    main()
