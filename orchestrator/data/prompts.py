@@ -12,8 +12,9 @@ A row is an object with a `prompt` column (text, or a list of chat messages) and
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
@@ -32,6 +33,10 @@ class Renderer(Protocol):
 
     def render(self, chat: Chat, *, is_open: bool) -> str:
         """A chat as the model sees it; `is_open`: ending where its answer begins."""
+        ...
+
+    def check_turns(self, chat: Chat, *, is_open: bool) -> None:
+        """Raise DataError if the model would see the turns in another way than the chat has them."""
         ...
 
 
@@ -103,6 +108,8 @@ class PromptReader:
         elif isinstance(value, list) and value:
             messages = messages_in(value, f"{where}: column {key!r}")
             chat = chat_of(messages, used, self.template_options, where)
+            if not self.is_for_agent:
+                check_turns(self.encoder, chat, where, is_open=True)
             text = rendered(self.encoder, chat, where, is_open=True)
             is_empty = not any(message["content"] for message in messages)
         else:
@@ -199,8 +206,25 @@ def rendered(encoder: Renderer, chat: Chat, where: str, *, is_open: bool) -> str
     Raises:
         DataError: The template refuses it. Names the row.
     """
-    try:
+    with _refusals_of(where):
         return encoder.render(chat, is_open=is_open)
+
+
+def check_turns(encoder: Renderer, chat: Chat, where: str, *, is_open: bool) -> None:
+    """Refuse a row whose turns the chat template refuses, or writes in another way than the row has them.
+
+    Raises:
+        DataError: Names the row and the message.
+    """
+    with _refusals_of(where):
+        encoder.check_turns(chat, is_open=is_open)
+
+
+@contextlib.contextmanager
+def _refusals_of(where: str) -> Generator[None]:
+    """Name the row in what the template does not take."""
+    try:
+        yield
     except DataError as e:
         raise DataError(f"{where}: {e}") from e
     except Exception as e:  # the edge to a tokenizer's own template code

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from conf.schema import DataConfig
-from orchestrator.data.prompts import chat_of, check_no_chat_columns, check_text, messages_in, rendered
+from orchestrator.data.prompts import chat_of, check_no_chat_columns, check_text, check_turns, messages_in, rendered
 from orchestrator.data.sources import Row, listed, renamed
 from orchestrator.data.streams import Tokenized
 from orchestrator.inputs.answers import Answer, answer_of
@@ -48,6 +48,10 @@ class ConversationEncoder(Protocol):
 
     def render(self, chat: Chat, *, is_open: bool) -> str:
         """The chat template's text; `is_open` adds what precedes an assistant's answer."""
+        ...
+
+    def check_turns(self, chat: Chat, *, is_open: bool) -> None:
+        """See Renderer.check_turns in data/prompts.py."""
         ...
 
 
@@ -138,7 +142,9 @@ class ConversationReader:
             text, span = _plain(row, where, encoder, config)
             return [tokenized(text, [span], where, encoder, config.add_special_tokens)]
         turns = messages_in(row[config.messages_key], f"{where}: column {config.messages_key!r}")
-        return chat_conversations(chat_of(turns, row, config.chat_template_kwargs, where), where, encoder)
+        chat = chat_of(turns, row, config.chat_template_kwargs, where)
+        check_turns(encoder, chat, where, is_open=False)
+        return chat_conversations(chat, where, encoder)
 
 
 def end_of_text(encoder: ConversationEncoder) -> str:

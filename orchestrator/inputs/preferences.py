@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from conf.schema import DataConfig
-from orchestrator.data.prompts import chat_of, check_no_chat_columns, messages_in
+from orchestrator.data.prompts import chat_of, check_no_chat_columns, check_turns, messages_in
 from orchestrator.data.sources import Row, listed, renamed
 from orchestrator.inputs.answers import num_shared
 from orchestrator.inputs.conversations import (
@@ -156,6 +156,8 @@ class PreferenceReader:
                 raise DataError(f"{where}: the answer of column {name!r} is empty; fill it, or remove the row")
         first = len(prompt)
         chats = [replace(beside, messages=[*prompt, *turns]) for turns in answers]
+        for chat in chats:
+            check_turns(self._encoder, chat, where, is_open=False)
         return Pair(*(self._in_one(chat, where, first, name) for name, chat in zip(ANSWERS, chats, strict=True)))
 
     def _in_one(self, chat: Chat, where: str, first: int, name: str) -> Conversation:

@@ -330,6 +330,10 @@ class RowEncoder:
         """As TextEncoder.encode_with_places."""
         return self.exact.encode_with_places(text, add_special_tokens)
 
+    def check_turns(self, chat: Chat, *, is_open: bool) -> None:
+        """As TextEncoder.check_turns: chats with the same roles go through the template once."""
+        self.exact.check_turns(chat, is_open=is_open)
+
     def render(self, chat: Chat, *, is_open: bool) -> str:
         """About what the chat template makes of the chat, at least its text. Templates leave out earlier thinking."""
         self.exact.require_chat_template()

@@ -19,6 +19,7 @@ from rollout.text.chat_template import ChatTemplate
 from rollout.text.ends import end_token_ids
 from rollout.text.messages import Chat
 from rollout.text.plain_text import TOKENIZER_FILE, encode_text, load_tokenizer
+from rollout.text.turns import TurnCheck
 
 _OLDER_TOKENIZERS = ("tokenizer.model", "vocab.json")
 """What transformers converts to TOKENIZER_FILE."""
@@ -81,6 +82,7 @@ class TextEncoder:
                 f"{folder / TOKENIZER_FILE} is not a tokenizer ({error}); copy the model's own, whole"
             ) from error
         self._template = ChatTemplate(folder)
+        self._turns = TurnCheck(self._template)
         self._has_template = has_chat_template(folder)
         ends = end_token_ids(folder, self._tokenizer)
         self._ends = {token: self._tokenizer.decode([token], skip_special_tokens=False) for token in ends}
@@ -116,6 +118,12 @@ class TextEncoder:
         self.require_chat_template()
         self._template.check(chat)
         return self._template.render(chat.messages, is_open=is_open, tools=chat.tools, options=chat.options)
+
+    def check_turns(self, chat: Chat, *, is_open: bool) -> None:
+        """See TurnCheck.check; and tools and options that the template does not know."""
+        self.require_chat_template()
+        self._template.check(chat)
+        self._turns.check(chat, is_open=is_open)
 
     def check_options(self, options: Mapping[str, Any], name: str) -> None:
         """See ChatTemplate.check_options."""

@@ -69,6 +69,12 @@ class ChatTemplate:
             )
         self._writes_tools = True
 
+    def names(self, role: str) -> bool:
+        """Whether the template's source has this role as a text."""
+        self.load()
+        source = str(self._renderer.chat_template)
+        return f"'{role}'" in source or f'"{role}"' in source
+
     def check_options(self, options: Mapping[str, Any], name: str = TEMPLATE_OPTIONS) -> None:
         """Refuse options that are no variables of the template.
 
@@ -108,7 +114,7 @@ class ChatTemplate:
             messages: As OpenAI's protocol has them. Most templates expect the arguments of a tool call as an object,
                 and the protocol sends them as text, so they are parsed here; a template that refuses that gets the
                 text. No content, which the protocol has beside tool calls, is an empty text for a template that does
-                not ask for it.
+                not ask for it, or refuses it.
             is_open: Whether to add what precedes an assistant's answer.
             tools: What the assistant may call.
             options: Further variables of the template, such as enable_thinking.
@@ -118,18 +124,18 @@ class ChatTemplate:
         """
         self.load()
         with_objects = [_with_objects(message) for message in messages]
-        if "is none" not in str(self._renderer.chat_template):  # else the template tells no content from an empty one
-            with_objects = [{**one, "content": ""} if one.get("content", "") is None else one for one in with_objects]
-        try:
-            return self._render(with_objects, is_open=is_open, tools=tools, options=options)
-        except Exception:
-            if not any(message.get("tool_calls") for message in messages):
-                raise
-            try:  # DeepSeek's templates expect the text
-                return self._render([dict(one) for one in messages], is_open=is_open, tools=tools, options=options)
-            except Exception:  # noqa: BLE001 - the first refusal is the one to be told
-                pass
-            raise
+        filled = [{**one, "content": ""} if one.get("content", "") is None else one for one in with_objects]
+        forms = [with_objects] if "is none" in str(self._renderer.chat_template) else []  # else none is as an empty one
+        forms.append(filled)
+        if any(message.get("tool_calls") for message in messages):
+            forms.append([dict(one) for one in messages])  # DeepSeek's templates expect the text
+        refusals: list[Exception] = []
+        for form in forms:
+            try:
+                return self._render(form, is_open=is_open, tools=tools, options=options)
+            except Exception as refusal:  # noqa: BLE001 - of any class; the first one is the one to be told
+                refusals.append(refusal)
+        raise refusals[0]
 
     def _render(
         self,

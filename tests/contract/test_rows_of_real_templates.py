@@ -211,3 +211,72 @@ def test_answers_of_several_turns_that_are_no_one_sequence_are_no_pair(tmp_path:
     whole = {name: [*turns("2+2?"), *row[name]] for name in ("chosen", "rejected")}
     chosen, rejected = read(folder, whole, DataConfig())
     assert chosen[:-4] == rejected[:-4] and chosen != rejected
+
+
+CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+SYSTEM, CALL = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "assistant", "content": None, "tool_calls": CALLS},
+)
+RESULT = {"role": "tool", "tool_call_id": "c", "name": "f", "content": "2"}
+
+
+@pytest.mark.parametrize("name", SPECIALS)
+def test_what_templates_take_is_taken(tmp_path: Path, name: str) -> None:
+    folder = saved(tmp_path, name)
+    for messages in ([SYSTEM, USER], [SYSTEM, USER, ANSWER, USER], [USER, CALL, RESULT], [SYSTEM, USER, CALL, RESULT]):
+        read(folder, {"prompt": messages}, DataConfig())
+        read(folder, {"messages": [*messages, ANSWER]}, DataConfig())
+        read(folder, {"prompt": messages, "chosen": [ANSWER], "rejected": "Rain."}, DataConfig())
+
+
+LATER = {"role": "system", "content": "Be long."}
+IN_THE_MIDDLE = {
+    "qwen3": None,
+    "qwen3_instruct_2507": None,
+    "llama3_1": None,
+    "glm4moe": None,
+    "gptoss": "leaves it out",
+    "deepseekv3": "writes it before others",
+    "deepseek_r1_distill": "leaves it out",  # the first one
+}
+
+
+@pytest.mark.parametrize("name", SPECIALS)
+def test_a_system_turn_in_the_middle_is_refused_where_the_template_drops_or_moves_it(tmp_path: Path, name: str) -> None:
+    folder, middle = saved(tmp_path, name), [SYSTEM, USER, ANSWER, LATER, USER]
+    refusal = IN_THE_MIDDLE[name]
+    for row in ({"prompt": middle}, {"messages": [*middle, ANSWER]}):
+        if refusal is None:
+            read(folder, row, DataConfig())
+            continue
+        with pytest.raises(DataError, match=rf"rows\.jsonl:1: message [14] is of 'system', and .*({refusal})"):
+            read(folder, row, DataConfig())
+
+
+@pytest.mark.parametrize("name", SPECIALS)
+def test_an_unknown_role_is_refused_unless_the_template_names_it(tmp_path: Path, name: str) -> None:
+    folder = saved(tmp_path, name)
+    for role in ("human", "developer", "gpt"):
+        row = {"prompt": [{"role": role, "content": "Be brief."}, USER]}
+        if role == "developer" and name == "gptoss":
+            read(folder, row, DataConfig())
+            continue
+        with pytest.raises(DataError, match=rf"rows\.jsonl:1: message 1 has the role '{role}', which .* does not name"):
+            read(folder, row, DataConfig())
+
+
+@pytest.mark.parametrize("name", SPECIALS)
+def test_turns_in_a_row_and_prompts_that_end_with_an_answer_are_refused(tmp_path: Path, name: str) -> None:
+    folder = saved(tmp_path, name)
+    for row in (
+        {"prompt": [USER, USER]},
+        {"messages": [USER, USER, ANSWER]},
+        {"prompt": [USER, USER], "chosen": [ANSWER], "rejected": "Rain."},
+    ):
+        with pytest.raises(DataError, match=r"rows\.jsonl:1: messages 1 and 2 are both of 'user'"):
+            read(folder, row, DataConfig())
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: messages 2 and 3 are both of 'assistant'"):
+        read(folder, {"messages": [USER, ANSWER, ANSWER]}, DataConfig())
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: message 2, the last of the prompt, is of 'assistant'"):
+        read(folder, {"prompt": [USER, ANSWER]}, DataConfig())

@@ -215,6 +215,44 @@ def test_the_first_rows_of_each_source_are_rendered_before_a_run(tmp_path: Path)
     assert shown.finding.endswith("a.jsonl:1, 27 tokens: '[user]yes[assistant]<think>'")
 
 
+ALTERNATES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + THINKS
+
+
+@pytest.mark.parametrize(
+    ("roles", "refusal"),
+    [
+        (["user", "user"], "messages 1 and 2 are both of 'user'"),
+        (["human"], "message 1 has the role 'human', which the model's chat template does not name"),
+        (["system", "user"], "the tokenizer's chat template refuses the messages: no system"),
+    ],
+)
+def test_the_turns_of_every_row_are_checked(tmp_path: Path, roles: list[str], refusal: str) -> None:
+    """Also where a source has more rows than go through the template."""
+    last = {"prompt": [{"role": role, "content": "c"} for role in roles]}
+    rows = [{"prompt": [*says("b", "c")["messages"], *says("d")["prompt"]]}] + [says("a")] * RENDERED_ROWS + [last]
+    config = chats(tmp_path, ALTERNATES, rows)
+    with pytest.raises(DataError, match=rf"a\.jsonl:{len(rows)}: {refusal}"):
+        check_data(config)
+
+
+def test_a_turn_whose_words_the_template_does_not_write_is_refused(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{% if loop.first or m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    asked = says("a")["prompt"]
+    rows = [says("a"), {"prompt": [{"role": "system", "content": "b"}, *asked]}]
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    check_data(chats(tmp_path / "one", template, rows))
+    rows.append({"prompt": [*asked, {"role": "system", "content": "b"}]})
+    with pytest.raises(DataError, match=r"a\.jsonl:3: message 2 is of 'system', and .* template leaves it out"):
+        check_data(chats(tmp_path / "two", template, rows))
+
+
+def test_an_agent_may_have_any_turns_in_its_rows(tmp_path: Path) -> None:
+    rows = [{"prompt": [*says("a")["prompt"], *says("a")["prompt"]]}]
+    agent = "rollout.agent=rollout.agents.games.letters:play"
+    assert not check_data(chats(tmp_path, THINKS, rows, agent)).is_warning
+
+
 def test_rows_that_are_held_out_are_rendered_too(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text(json.dumps(says("no")))
     config = chats(tmp_path, REFUSES + THINKS, [says("yes")], f"data.eval_path={tmp_path}/b.jsonl")

@@ -142,8 +142,8 @@ def test_sapo_by_hand():
 
 def test_log_ratios_are_bounded_on_both_sides():
     values = ([0.0, -99.0, -1.0], [-99.0, 0.0, -2.0], [1.0] * 3)
-    tokens = tokens_of(*(torch.tensor(v, dtype=torch.float64) for v in values),
-                       (1, 1, 1))  # fmt: skip
+    logprobs, old, advantages = (torch.tensor(value, dtype=torch.float64) for value in values)
+    tokens = tokens_of(logprobs, old, advantages, (1, 1, 1))
     assert tokens.log_ratio_N.tolist() == [20.0, -20.0, 1.0]
 
 
