@@ -50,8 +50,8 @@ SCENARIOS = {
     "quickstart": ["experiment=quickstart"],
     "no_publish": ["experiment=quickstart", "weight_sync.enabled=false"],
     "shuffled": ["experiment=quickstart", "algorithm.shuffle_advantages=true"],
-    "flat_engine_none": ["experiment=quickstart", "rollout.eval_temperature=0", "algorithm.correction=none"],
-    "flat_engine_tis": ["experiment=quickstart", "rollout.eval_temperature=0", "algorithm.correction=tis"],
+    "flat_engine_none": ["experiment=quickstart", "rollout.eval.temperature=0", "algorithm.correction=none"],
+    "flat_engine_tis": ["experiment=quickstart", "rollout.eval.temperature=0", "algorithm.correction=tis"],
     **{
         f"algorithm_{name}": ["experiment=quickstart", f"algorithm={name}", *words]
         for name, words in ALGORITHMS.items()

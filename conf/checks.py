@@ -40,7 +40,6 @@ def check_all(config: RunConfig) -> None:
     if config.algorithm.objective is Objective.policy:
         check_prompt_and_response_fit(config)
         check_some_responses_end_by_themselves(config)
-        check_trained_responses_are_the_policys(config)
         check_stop_texts_are_found(config)
         check_overlong_fits_the_response(config)
         check_rewards_are_given_where_they_count(config)
@@ -125,20 +124,6 @@ def check_some_responses_end_by_themselves(config: RunConfig) -> None:
         raise ConfigError(
             "algorithm.mask_truncated=true contradicts rollout.sampling.stop_at_eos=false, with which every response "
             "ends by length; set algorithm.mask_truncated=false, or rollout.sampling.stop_at_eos=true"
-        )
-
-
-def check_trained_responses_are_the_policys(config: RunConfig) -> None:
-    """Engines return log-probabilities of the distribution that they sample from. The trainer computes softmax(logits /
-    temperature), so nothing else may have shaped it: ratios and importance weights would compare two policies.
-    """
-    shaped = config.rollout.sampling.beyond_temperature
-    if shaped:
-        raise ConfigError(
-            f"rollout.sampling.{' and rollout.sampling.'.join(shaped)}: training refuses it, because engines return "
-            "log-probabilities of what it leaves or makes of the distribution, and the trainer's are of the whole "
-            "softmax(logits / temperature), so that ratios, importance weights and parity/k3 would compare two "
-            f"policies; remove it; for evaluations set rollout.eval_{' rollout.eval_'.join(shaped)}"
         )
 
 

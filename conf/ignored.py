@@ -58,8 +58,6 @@ READ_BY_POLICY_ALONE = (
 )
 """Options and sections that learning from given answers, sft or dpo, does not read."""
 
-DRAWN_WITH = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "seed")
-"""Options of evaluations, rollout.eval_*, beside the temperature."""
 SOFTMAX_ROUTERS = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """model_type of models whose router's weights are a softmax; all others' are sigmoids, in float32."""
 
@@ -303,16 +301,16 @@ def _reasons_of_data_and_algorithm(config: RunConfig) -> tuple[Ignored, ...]:
             "remove it, or set data.curriculum=middling",
         ),
         Ignored(
-            (*EVALUATED_WITH, "run.keep_best", *(f"rollout.eval_{name}" for name in ("temperature", *DRAWN_WITH))),
+            (*EVALUATED_WITH, "run.keep_best", "rollout.eval."),
             not config.data.held_out_sources,
             "data.eval_path=null and data.eval_sets={}",
             "give data.eval_path",
         ),
         Ignored("run.eval_share", not config.run.eval_beside, "run.eval_beside=false", "set that to true"),
         Ignored(
-            [f"rollout.eval_{name}" for name in DRAWN_WITH if not name.endswith("penalty")],
-            config.rollout.eval_temperature == 0,
-            "rollout.eval_temperature=0, which takes the likeliest token",
+            [f"rollout.eval.{name}" for name in ("top_p", "top_k", "min_p", "seed")],
+            config.rollout.eval.temperature == 0,
+            "rollout.eval.temperature=0, which takes the likeliest token",
             "remove one of the two",
         ),
         *_reasons_of_loss(algorithm),
@@ -408,7 +406,7 @@ def _reasons_of_sampling(config: RunConfig) -> tuple[Ignored, ...]:
         ),
         Ignored(
             ("parity.floor_every_steps", "parity.floor_sequences"),
-            not config.rollout.sampling.is_plain,
+            config.rollout.sampling.temperature != 1,
             f"rollout.sampling.temperature={config.rollout.sampling.temperature:g}: an engine's prefill gives "
             "log-probabilities without it",
             "remove it, or set the temperature to 1",

@@ -20,7 +20,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -30,6 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from conf.checks import check_all
+from conf.earlier import carried_over, explain
 from conf.elsewhere import counterpart
 from conf.errors import ConfigError
 from conf.ignored import check_no_override_is_ignored
@@ -47,13 +48,6 @@ from conf.register import register_schema, schema_node
 from conf.schema import Init, RunConfig
 from conf.several_runs import answer, is_multirun, values_of
 from conf.words import read_word
-
-REMOVED = {
-    "algorithm.tis_max": "set algorithm.correction=tis and algorithm.correction_max, or algorithm.correction=none "
-    "where it was 0",
-    "algorithm.advantage_scale": "set algorithm.advantage: group_std for std, group for none, or leave_one_out",
-}
-"""Options of earlier releases -> what to set in their place."""
 
 
 def load_run_config(overrides: Sequence[str], config_dir: Path | None = None) -> RunConfig:
@@ -149,7 +143,7 @@ def load_resolved_yaml(text: str, overrides: Sequence[str] = (), subject: str = 
                 f"as in {_example_of('run')}"
             )
     try:
-        tree = OmegaConf.merge(schema_node(), OmegaConf.create(text))
+        tree = OmegaConf.merge(schema_node(), _carried_over(text, subject))
         for override in parsed:
             OmegaConf.update(tree, override.key_or_group, override.value(), force_add=True)
         config = OmegaConf.to_object(tree)
@@ -157,6 +151,14 @@ def load_resolved_yaml(text: str, overrides: Sequence[str] = (), subject: str = 
         raise ConfigError(subject + _explain_foreign(error)) from error
     assert isinstance(config, RunConfig)
     return _checked(config, parsed)
+
+
+def _carried_over(text: str, subject: str) -> Any:
+    saved = OmegaConf.to_container(OmegaConf.create(text))
+    try:
+        return carried_over(cast("dict[str, Any]", saved)) if isinstance(saved, dict) else saved
+    except ConfigError as error:
+        raise ConfigError(f"{subject}{error}") from error
 
 
 def _checked(config: RunConfig, overrides: Sequence[Override]) -> RunConfig:
@@ -280,8 +282,8 @@ def _open_dict_above(name: str) -> Option | None:
 
 
 def _explain_unknown(name: str) -> str:
-    if name in REMOVED:
-        return f"there is no option {name} any more; {REMOVED[name]}"
+    if (earlier := explain(name)) is not None:
+        return earlier
     if name in section_docs():
         return f"{name} is a section; set its options one by one, as in {_example_of(name)}"
     return f"unknown option {name}. {_hint(name) or 'See all of them with: slipstream train --help options'}"

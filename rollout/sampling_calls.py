@@ -29,7 +29,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from conf.errors import SlipstreamError, named_error
-from conf.schema import SamplingConfig
+from conf.schema import EvalSampling, SamplingConfig
 from rollout.errors import EngineDied, EngineError
 from rollout.types import Prompt, Rollout, Routes
 from weight_sync.replica.control_client import HEARTBEAT_S, SILENCE_S
@@ -55,6 +55,8 @@ class _Request:
     """The prompt's, int32."""
     n: int
     sampling: SamplingConfig | None
+    eval_sampling: EvalSampling | None
+    """Instead of `sampling`."""
     version: int | None
 
 
@@ -138,7 +140,7 @@ class SamplingServer:
         responses: tuple[_Response, ...] = ()
         error = text = ""
         try:
-            rollouts = await self._sample(prompt, request.n, request.sampling, request.version)
+            rollouts = await self._sample(prompt, request.n, request.eval_sampling or request.sampling, request.version)
             responses = tuple(map(_response_of, rollouts))
         except SlipstreamError as raised:
             error, text = type(raised).__name__, str(raised)
@@ -194,7 +196,8 @@ class SamplingClient:
         number = next(self._numbers)
         answer = self._pending[number] = asyncio.get_running_loop().create_future()
         try:
-            request = _Request(number, prompt.prompt_id, _bytes_of(prompt.token_ids), n, sampling, version)
+            asked = (None, sampling) if isinstance(sampling, EvalSampling) else (sampling, None)
+            request = _Request(number, prompt.prompt_id, _bytes_of(prompt.token_ids), n, *asked, version)
             await _send(self._socket, [], pack(request))
             return await answer
         finally:

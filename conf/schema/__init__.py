@@ -42,7 +42,7 @@ from conf.schema.reward import (
     RewardPart,
     reward_part,
 )
-from conf.schema.rollout import EpisodesConfig, RolloutConfig, SamplingConfig
+from conf.schema.rollout import EpisodesConfig, EvalSampling, EvalSamplingConfig, RolloutConfig, SamplingConfig
 from conf.schema.run import RunConfig, RunSection
 from conf.schema.teacher import TeacherConfig
 from conf.schema.trainer import (
@@ -78,6 +78,8 @@ __all__ = [
     "Device",
     "EngineFormat",
     "EpisodesConfig",
+    "EvalSampling",
+    "EvalSamplingConfig",
     "Init",
     "JudgeConfig",
     "KlEstimator",

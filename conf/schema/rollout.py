@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 
 from conf.schema.rules import above, at_least, at_least_or_null, require
 
@@ -13,24 +13,6 @@ class SamplingConfig:
 
     temperature: float = 1.0
     """Softmax temperature, above 0; the trainer's log-probabilities use the same one."""
-    top_p: float = 1.0
-    """Nucleus bound. Refused below 1: log-probabilities of what is left of a distribution are not the trainer's, which
-    are of all of it (docs/parity.md). rollout.eval_top_p is for evaluations.
-    """
-    top_k: int = 0
-    """Sample among the k likeliest tokens; 0: among all. Refused above 0, as top_p below 1; see rollout.eval_top_k."""
-    min_p: float = 0.0
-    """Sample among tokens of at least this share of the likeliest one's probability; 0: among all. Refused above 0, as
-    top_p below 1; see rollout.eval_min_p.
-    """
-    repetition_penalty: float = 1.0
-    """Divides the logits of tokens that occurred. Refused unless 1: the trainer computes no penalties; see
-    rollout.eval_repetition_penalty.
-    """
-    presence_penalty: float = 0.0
-    """Taken from the logits of tokens that the response has. Refused unless 0, as repetition_penalty; see
-    rollout.eval_presence_penalty.
-    """
     max_tokens: int = 256
     """Longest response, in tokens."""
     stop_at_eos: bool = True
@@ -50,7 +32,6 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         at_least(0, "rollout.sampling", temperature=self.temperature)
-        check_drawing("rollout.sampling.", self.top_p, self.top_k, self.min_p, self.repetition_penalty)
         at_least(1, "rollout.sampling", max_tokens=self.max_tokens)
         require(all(self.stop), "rollout.sampling.stop has an empty text, which every response begins with; remove it")
         for token_id in self.stop_token_ids:
@@ -58,30 +39,48 @@ class SamplingConfig:
         at_least_or_null(0, "rollout.sampling", seed=self.seed)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether responses are sampled from the model's own distribution."""
-        return self.temperature == 1 and not self.beyond_temperature
-
-    @property
-    def beyond_temperature(self) -> tuple[str, ...]:
-        """Options that make the distribution another one than the softmax of logits over temperature, with values."""
-        neutral = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0}
-        return tuple(
-            f"{name}={getattr(self, name):g}" for name, value in neutral.items() if getattr(self, name) != value
-        )
-
-    @property
     def can_end_early(self) -> bool:
         """Whether a response may have fewer than max_tokens."""
         return self.stop_at_eos or bool(self.stop) or bool(self.stop_token_ids)
 
 
-def check_drawing(prefix: str, top_p: float, top_k: int, min_p: float, repetition_penalty: float) -> None:
-    """Refuse what no engine can sample with."""
-    require(0 < top_p <= 1, f"{prefix}top_p must lie in (0, 1], got {top_p}")
-    require(top_k >= 0, f"{prefix}top_k must be >= 0, got {top_k}; 0: all tokens")
-    require(0 <= min_p < 1, f"{prefix}min_p must lie in [0, 1), got {min_p}")
-    require(repetition_penalty > 0, f"{prefix}repetition_penalty must be > 0, got {repetition_penalty}; 1: none")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSamplingConfig:
+    """How evaluations sample, where not as rollout.sampling. Nothing is learnt from their responses, so they may be
+    drawn from another distribution than the policy's (docs/parity.md).
+    """
+
+    temperature: float | None = None
+    """Softmax temperature. 0: the likeliest token. null: as rollout.sampling."""
+    top_p: float = 1.0
+    """Nucleus bound. 1: none."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens. 0: among all."""
+    min_p: float = 0.0
+    """Sample among tokens of at least this share of the likeliest one's probability."""
+    repetition_penalty: float = 1.0
+    """Divide the logits of tokens that occurred by it (multiply those below 0). 1: none."""
+    presence_penalty: float = 0.0
+    """Take it from the logits of tokens that the response has. 0: none."""
+    seed: int | None = None
+    """Give each response random numbers of its own, the same in every evaluation: of this seed, the prompt and the
+    number of the response. null: as rollout.sampling.
+    """
+
+    def __post_init__(self) -> None:
+        at_least_or_null(0, "rollout.eval", temperature=self.temperature, seed=self.seed)
+        require(0 < self.top_p <= 1, f"rollout.eval.top_p must lie in (0, 1], got {self.top_p}")
+        require(self.top_k >= 0, f"rollout.eval.top_k must be >= 0, got {self.top_k}; 0: all tokens")
+        require(0 <= self.min_p < 1, f"rollout.eval.min_p must lie in [0, 1), got {self.min_p}")
+        penalty = self.repetition_penalty
+        require(penalty > 0, f"rollout.eval.repetition_penalty must be > 0, got {penalty}; 1: none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSampling(SamplingConfig):
+    """How a response of an evaluation is asked for: the run's sampling, with what rollout.eval says of its own."""
+
+    drawing: EvalSamplingConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,22 +138,7 @@ class RolloutConfig:
     `async def agent(task, session) -> reward or None` (docs/agents.md). null: one response to each prompt.
     """
     episodes: EpisodesConfig = field(default_factory=EpisodesConfig)
-    eval_temperature: float | None = None
-    """Softmax temperature of evaluations. 0: the likeliest token. null: as rollout.sampling."""
-    eval_top_p: float = 1.0
-    """Nucleus bound of evaluations. 1: none."""
-    eval_top_k: int = 0
-    """In evaluations, sample among the k likeliest tokens. 0: among all."""
-    eval_min_p: float = 0.0
-    """In evaluations, sample among tokens of at least this share of the likeliest one's probability."""
-    eval_repetition_penalty: float = 1.0
-    """In evaluations, divide the logits of tokens that occurred by it (multiply those below 0). 1: none."""
-    eval_presence_penalty: float = 0.0
-    """In evaluations, take it from the logits of tokens that the response has. 0: none."""
-    eval_seed: int | None = None
-    """Give each response of an evaluation random numbers of its own, the same in every evaluation: of this seed, the
-    prompt and the number of the response. null: as rollout.sampling.
-    """
+    eval: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
     max_model_len: int = 4096
     """Longest prompt plus response, in tokens."""
     max_num_seqs: int | None = None
@@ -210,8 +194,6 @@ class RolloutConfig:
             f"got {self.max_num_batched_tokens} and {self.max_num_seqs}",
         )
         above(0, "rollout.sampling", temperature=self.sampling.temperature)
-        at_least_or_null(0, "rollout", eval_temperature=self.eval_temperature, eval_seed=self.eval_seed)
-        check_drawing("rollout.eval_", self.eval_top_p, self.eval_top_k, self.eval_min_p, self.eval_repetition_penalty)
         require(
             0 < self.gpu_memory_utilization < 1,
             f"rollout.gpu_memory_utilization must lie in (0, 1), got {self.gpu_memory_utilization}",
@@ -229,16 +211,8 @@ class RolloutConfig:
         )
 
     @property
-    def eval_sampling(self) -> SamplingConfig:
+    def eval_sampling(self) -> EvalSampling:
         """How evaluations sample."""
-        sampling = self.sampling
-        return replace(
-            sampling,
-            temperature=sampling.temperature if self.eval_temperature is None else self.eval_temperature,
-            top_p=self.eval_top_p,
-            top_k=self.eval_top_k,
-            min_p=self.eval_min_p,
-            repetition_penalty=self.eval_repetition_penalty,
-            presence_penalty=self.eval_presence_penalty,
-            seed=sampling.seed if self.eval_seed is None else self.eval_seed,
-        )
+        own = {name: value for name in ("temperature", "seed") if (value := getattr(self.eval, name)) is not None}
+        training = {item.name: getattr(self.sampling, item.name) for item in fields(self.sampling)}
+        return EvalSampling(**{**training, **own}, drawing=self.eval)

@@ -188,7 +188,7 @@ class Controller(StepLoop):
         """
         parity = self._config.parity
         is_due = parity.floor_every_steps > 0 and (step == 1 or step % parity.floor_every_steps == 0)
-        if not is_due or not self._config.rollout.sampling.is_plain:
+        if not is_due or self._config.rollout.sampling.temperature != 1:
             return {}
         return await measure_floor(
             self.services.router,

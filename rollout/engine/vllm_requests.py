@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from conf.schema import SamplingConfig
+from conf.schema import EvalSampling, EvalSamplingConfig, SamplingConfig
 from rollout.errors import EngineError
 from rollout.routes import read_routes
 from rollout.types import Rollout, RoutingShape
@@ -35,13 +35,14 @@ def sampling_params(sampling: SamplingConfig, stop_token_ids: Sequence[int], see
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    drawing = sampling.drawing if isinstance(sampling, EvalSampling) else EvalSamplingConfig()
     return SamplingParams(
         temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
+        top_p=drawing.top_p,
+        top_k=drawing.top_k,
+        min_p=drawing.min_p,
+        repetition_penalty=drawing.repetition_penalty,
+        presence_penalty=drawing.presence_penalty,
         max_tokens=sampling.max_tokens,
         stop=list(sampling.stop),
         stop_token_ids=[*(stop_token_ids if sampling.stop_at_eos else []), *sampling.stop_token_ids],

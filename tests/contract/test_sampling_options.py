@@ -22,7 +22,7 @@ from fakes.one_worker import MAX_LOGPROB_ERROR, Checkpoints, one_worker
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from conf.schema import RolloutConfig, SamplingConfig
+from conf.schema import EvalSampling, EvalSamplingConfig, RolloutConfig, SamplingConfig
 from orchestrator.inputs.character_tokenizer import SPECIAL_TOKENS
 from rollout.types import Rollout
 from rollout.worker import RolloutWorker
@@ -88,29 +88,29 @@ def pairs_of(rollout: Rollout) -> list[tuple[int, int]]:
     return list(zip(rollout.token_ids, rollout.token_ids[1:], strict=False))
 
 
-def support(probabilities_TV: Tensor, sampling: SamplingConfig) -> Tensor:
+def support(probabilities_TV: Tensor, drawing: EvalSamplingConfig) -> Tensor:
     """S as a mask: min_p, then top_k, then top_p of what is left, as vLLM applies them."""
-    kept_TV = probabilities_TV >= sampling.min_p * probabilities_TV.amax(-1, keepdim=True)
-    if sampling.top_k:
-        kept_TV &= probabilities_TV >= probabilities_TV.topk(sampling.top_k, dim=-1).values[:, -1:]
+    kept_TV = probabilities_TV >= drawing.min_p * probabilities_TV.amax(-1, keepdim=True)
+    if drawing.top_k:
+        kept_TV &= probabilities_TV >= probabilities_TV.topk(drawing.top_k, dim=-1).values[:, -1:]
     left_TV = probabilities_TV * kept_TV
     left_TV = left_TV / left_TV.sum(-1, keepdim=True)
     ordered_TV, order_TV = left_TV.sort(dim=-1, descending=True)
     before_TV = ordered_TV.cumsum(-1) - ordered_TV  # mass of the likelier tokens
-    nucleus_TV = torch.zeros_like(kept_TV).scatter(1, order_TV, before_TV < sampling.top_p)
+    nucleus_TV = torch.zeros_like(kept_TV).scatter(1, order_TV, before_TV < drawing.top_p)
     return kept_TV & nucleus_TV
 
 
-def penalized(logits_TV: Tensor, rollout: Rollout, sampling: SamplingConfig) -> Tensor:
+def penalized(logits_TV: Tensor, rollout: Rollout, drawing: EvalSamplingConfig) -> Tensor:
     """Logits at every position, with the penalties of the tokens before it."""
     found_TV = logits_TV.clone()
     for position in range(len(rollout.token_ids)):
         response = sorted(set(rollout.token_ids[:position]))
         seen = sorted({*ASKED.token_ids, *response})
         row_V = found_TV[position]
-        penalty = sampling.repetition_penalty
+        penalty = drawing.repetition_penalty
         row_V[seen] = torch.where(row_V[seen] > 0, row_V[seen] / penalty, row_V[seen] * penalty)
-        row_V[response] -= sampling.presence_penalty
+        row_V[response] -= drawing.presence_penalty
     return found_TV
 
 
@@ -133,16 +133,17 @@ async def test_temperature_alone_gives_the_trainers_log_probabilities(served: Se
     ],
     ids=str,
 )
-async def test_what_is_refused_in_training_has_log_probabilities_of_another_distribution(
+async def test_what_evaluations_alone_may_ask_for_has_log_probabilities_of_another_distribution(
     served: Served, shaped: dict[str, float]
 ):
     """They are those of the module's docstring, and so differ from the trainer's by log sum over S."""
-    sampling = replace(FREE, temperature=0.8, **shaped)
+    drawing = EvalSamplingConfig(**shaped)
+    sampling = EvalSampling(max_tokens=120, stop_at_eos=False, temperature=0.8, drawing=drawing)
     for rollout in await served.sample(2, sampling):
         _, logits_TV = served.forward(rollout)
-        probabilities_TV = (penalized(logits_TV, rollout, sampling) / sampling.temperature).softmax(-1)
+        probabilities_TV = (penalized(logits_TV, rollout, drawing) / sampling.temperature).softmax(-1)
         chosen_T = torch.tensor(rollout.token_ids)[:, None]
-        kept_TV = support(probabilities_TV, sampling)
+        kept_TV = support(probabilities_TV, drawing)
         assert kept_TV.gather(1, chosen_T).all()
         expected_T = (probabilities_TV.gather(1, chosen_T)[:, 0] / (probabilities_TV * kept_TV).sum(-1)).log()
         got_T = torch.tensor(rollout.logprobs)

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.schema import Device, DType, RolloutConfig, SamplingConfig, WeightSyncConfig
+from conf.schema import Device, DType, EvalSampling, EvalSamplingConfig, RolloutConfig, WeightSyncConfig
 from fakes.vllm_oracle import ONLY_THE_LIKELIEST
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.types import Prompt
@@ -79,7 +79,8 @@ async def publish_twice(
             await worker.engine.call_ranks("slipstream_zero_params")
         zeroed, again = await read(), await publish()
         prompts = prompts_for(config, device)
-        greedy = SamplingConfig(max_tokens=NUM_TOKENS, top_p=ONLY_THE_LIKELIEST, stop_at_eos=False)
+        drawing = EvalSamplingConfig(top_p=ONLY_THE_LIKELIEST)
+        greedy = EvalSampling(max_tokens=NUM_TOKENS, stop_at_eos=False, drawing=drawing)
         tokens = [
             [(await worker.generate_group(Prompt(0, tuple(p), ""), 1, greedy))[0].token_ids for p in prompts]
             for worker in workers

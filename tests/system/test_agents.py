@@ -83,7 +83,7 @@ def test_answers_to_users_and_to_a_tool_are_learned(cluster: list[str], tmp_path
     """
     options = rows_of_both_games(tmp_path, marked)
     words = ["rollout.agent=tests.fakes.two_games:answer_in_kind", "algorithm.groups_per_step=8"]
-    words += ["run.num_steps=60", "run.eval_every_steps=4", "rollout.eval_temperature=1.0"]
+    words += ["run.num_steps=60", "run.eval_every_steps=4", "rollout.eval.temperature=1.0"]
     with RunUnderWay([*GAMES, *cluster, *options, *words], tmp_path) as run:
         run.wait_until(lambda rows: any(min(row[name] or 0 for name in HELD_OUT) > 0.6 for row in rows))
         run.stop()

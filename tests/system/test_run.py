@@ -14,7 +14,7 @@ from orchestrator.files.startup import read_starts
 DATA = [
     "data=files", "data.sources=[pkg://letters_train.jsonl,pkg://letters_heldout.jsonl]", "data.weights=[3,1]",
     "data.curriculum=middling", "data.eval_path=pkg://letters_heldout.jsonl", "data.max_prompt_tokens=16",
-    "rollout.sampling.seed=1", "rollout.sampling.stop=[xy]", "rollout.eval_top_k=8", "rollout.eval_seed=2",
+    "rollout.sampling.seed=1", "rollout.sampling.stop=[xy]", "rollout.eval.top_k=8", "rollout.eval.seed=2",
 ]  # fmt: skip
 """Orders of prompts and ways of sampling that a first run need not name."""
 

@@ -6,7 +6,7 @@ samples from
     mu = (1 - SHARE) * softmax(logits / temperature) + SHARE / vocabulary
 
 The log-probabilities that the engine reports are of that mu, so they are true; the trainer's are of the softmax alone.
-Greedy requests (rollout.eval_temperature=0) are as ever.
+Greedy requests (rollout.eval.temperature=0) are as ever.
 """
 
 from __future__ import annotations

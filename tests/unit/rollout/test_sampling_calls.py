@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conf.schema import SamplingConfig
+from conf.schema import EvalSampling, EvalSamplingConfig, SamplingConfig
 from rollout.errors import EngineDied, EngineError, ReplicaNotServing
 from rollout.sampling_calls import SamplingClient, SamplingServer
 from rollout.types import Prompt, Rollout, Routes
@@ -78,6 +78,13 @@ async def test_responses_arrive_as_they_were_sampled(worker: Worker, client: Sam
     assert np.array_equal(second.routes.experts, experts)
     assert second.routes.experts.flags.writeable
     assert second.routes.is_recorded.tolist() == [True, False]
+
+
+async def test_what_evaluations_ask_for_arrives(worker: Worker, client: SamplingClient) -> None:
+    worker.sampled = [Rollout([1], [-0.1], [4], "a", "stop")]
+    sampling = EvalSampling(max_tokens=9, drawing=EvalSamplingConfig(temperature=0.5, top_p=0.9, top_k=3))
+    await ask(client, sampling=sampling)
+    assert worker.asked == [(7, (3, 151_000, 5), 1, sampling, None)]
 
 
 async def test_a_message_longer_than_a_frame_arrives(worker: Worker, client: SamplingClient) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes.loop import FakePrompts, FakeWorker, Loop, make_config
 
-from conf.schema import SamplingConfig
+from conf.schema import EvalSampling, EvalSamplingConfig, SamplingConfig
 from orchestrator.errors import TrainingStopped
 from rollout.errors import DataError
 from rollout.types import Prompt, Rollout
@@ -52,12 +53,12 @@ async def test_training_and_evaluation_share_the_places(tmp_path: Path, num_plac
 
 
 async def what_is_asked(
-    folder: Path, training: SamplingConfig | None = None, drops_flat: bool = False, **evaluation: float
+    folder: Path, training: SamplingConfig | None = None, drops_flat: bool = False, **evaluation: Any
 ) -> dict[bool, list[tuple[int, SamplingConfig | None]]]:
     """Prompt and options of every group of a run of a few steps, training and held out."""
     await asyncio.to_thread(folder.mkdir, exist_ok=True)
     config = make_config(drop_zero_variance_groups=drops_flat, max_uninformative_batches=99)
-    rollout = replace(config.rollout, sampling=training or SamplingConfig(), **evaluation)
+    rollout = replace(config.rollout, sampling=training or SamplingConfig(), eval=EvalSamplingConfig(**evaluation))
     run = replace(config.run, eval_every_steps=1)
     loop = Loop(folder, replace(config, rollout=rollout, run=run), num_workers=1)
     loop.rewards.is_flat = lambda prompt: drops_flat and prompt.prompt_id % 2 == 0
@@ -70,8 +71,11 @@ async def what_is_asked(
 @pytest.mark.parametrize("temperature", [None, 0.0, 0.6])
 async def test_evaluations_have_options_of_their_own(tmp_path: Path, temperature: float | None) -> None:
     training = SamplingConfig(temperature=0.9, max_tokens=256, stop=("x",))
-    asked = await what_is_asked(tmp_path, training, eval_temperature=temperature, eval_top_k=7, eval_min_p=0.25)
-    expected = replace(training, temperature=0.9 if temperature is None else temperature, top_k=7, min_p=0.25)
+    asked = await what_is_asked(tmp_path, training, temperature=temperature, top_k=7, min_p=0.25)
+    drawing = EvalSamplingConfig(temperature=temperature, top_k=7, min_p=0.25)
+    expected = EvalSampling(
+        temperature=0.9 if temperature is None else temperature, max_tokens=256, stop=("x",), drawing=drawing
+    )
     assert {sampling for _, sampling in asked[True]} == {expected}
     assert {sampling for _, sampling in asked[False]} == {None}
 
@@ -89,7 +93,7 @@ async def test_every_group_has_a_seed_of_its_own_and_a_run_can_be_repeated(tmp_p
 
 
 async def test_a_held_out_prompt_has_the_same_seed_in_every_evaluation(tmp_path: Path) -> None:
-    asked = await what_is_asked(tmp_path, eval_seed=3)
+    asked = await what_is_asked(tmp_path, seed=3)
     seeds = {(prompt, sampling.seed) for prompt, sampling in asked[True]}
     assert len(asked[True]) > len(seeds) == len({seed for _, seed in seeds}) == len({prompt for prompt, _ in seeds}) > 1
     assert {sampling for _, sampling in asked[False]} == {None}

@@ -1,0 +1,61 @@
+"""Options of earlier releases: refused with the new name on the command line, carried over from old run folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from conf.earlier import GONE, MOVED
+from conf.errors import ConfigError
+from conf.load import load_resolved_yaml, load_run_config, resolved_yaml
+from conf.options import flat_options
+
+OLD = Path(__file__).with_name("config_of_2a38aea.yaml").read_text()
+"""config.yaml of a quick start of that commit."""
+NAMES = {option.name for option in flat_options()}
+
+
+@pytest.mark.parametrize("name", [*MOVED, *GONE])
+def test_an_option_of_an_earlier_release_is_refused_with_what_to_set(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^there is no option {name} any more; .+"):
+        load_run_config(["experiment=quickstart", f"{name}=1"])
+    assert name not in NAMES
+
+
+def test_options_have_moved_to_options() -> None:
+    assert set(MOVED.values()) <= NAMES
+
+
+def test_a_run_of_an_earlier_release_goes_on() -> None:
+    before, after = values_of(yaml.safe_load(OLD)), values_of(yaml.safe_load(resolved_yaml(load_resolved_yaml(OLD))))
+    assert {name: after[name] for name in NAMES & set(before)} == {name: before[name] for name in NAMES & set(before)}
+
+
+def values_of(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Option -> value, of all sections."""
+    values: dict[str, Any] = {}
+    for name, value in options.items():
+        is_section = isinstance(value, dict) and f"{prefix}{name}" not in NAMES
+        values |= values_of(value, f"{prefix}{name}.") if is_section else {f"{prefix}{name}": value}
+    return values
+
+
+def changed(**sections: dict[str, object]) -> str:
+    options = yaml.safe_load(OLD)
+    for name, changes in sections.items():
+        options[name].update(changes)
+    return yaml.safe_dump(options)
+
+
+def test_a_moved_option_keeps_its_value() -> None:
+    config = load_resolved_yaml(changed(rollout={"eval_temperature": 0.5, "eval_top_k": 7}))
+    assert (config.rollout.eval.temperature, config.rollout.eval.top_k) == (0.5, 7)
+
+
+def test_a_run_that_depends_on_a_missing_option_is_refused_in_one_line() -> None:
+    text = changed(rollout={"sampling": {"top_p": 0.9}})
+    with pytest.raises(ConfigError, match=r"^F: the run has rollout.sampling.top_p=0.9, and there is no.*that began"):
+        load_resolved_yaml(text, subject="F: ")
