@@ -57,7 +57,9 @@ class DataConfig:
     prompt_key: str = "prompt"
     """Name of the prompt column."""
     response_key: str = "response"
-    """algorithm=sft: name of the column with the answer to `prompt_key`, for rows without a list of messages."""
+    """algorithm=sft: name of the column with the answer to `prompt_key`, for rows without `messages_key`. A row without
+    this column may call it completion.
+    """
     messages_key: str = "messages"
     """algorithm=sft: name of the column with a conversation, a list of {role, content}. The model learns its assistant
     turns.

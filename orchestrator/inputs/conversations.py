@@ -7,7 +7,8 @@ Invariant: the text of a conversation is exactly what the chat template makes of
 assistant's turn, or ends it as the next turn's header (turn_ends.py), which is added after the last turn.
 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
-    {"prompt": "k 3 a =", "response": "a"}            columns: data.prompt_key, data.response_key
+    {"prompt": "k 3 a =", "response": "a"}            columns: data.prompt_key, data.response_key; either may be a list
+                                                      of messages: then the turns of the response are taught
 
     whole      <user> 2 + 2? <end> <assistant> 4 <end>
     template of messages[:1] + generation prompt  --> ends here ^        the span after it, to the end of the template
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -32,6 +33,9 @@ from orchestrator.inputs.turn_ends import end_after
 from rollout.errors import DataError, RowTooLong
 from rollout.text.messages import Chat
 from trainer.types import Sample
+
+Turns = Sequence[dict[str, Any]]
+COMPLETION = "completion"
 
 
 class ConversationEncoder(Protocol):
@@ -137,14 +141,21 @@ class ConversationReader:
 
     def _tokenized(self, row: dict[str, Any], where: str) -> list[Conversation]:
         config, encoder = self._config, self._encoder
-        if config.messages_key not in row:
-            check_no_chat_columns(row, where)
-            text, span = _plain(row, where, encoder, config)
-            return [tokenized(text, [span], where, encoder, config.add_special_tokens)]
-        turns = messages_in(row[config.messages_key], f"{where}: column {config.messages_key!r}")
+        if config.messages_key in row:
+            turns, first = messages_in(row[config.messages_key], f"{where}: column {config.messages_key!r}"), 0
+        else:
+            prompt, response, name = _asked_and_answered(row, where, config)
+            if isinstance(prompt, str) and isinstance(response, str):
+                check_no_chat_columns(row, where)
+                text = prompt + with_end(response, encoder)
+                return [tokenized(text, [(len(prompt), len(text))], where, encoder, config.add_special_tokens)]
+            before, answer = as_turns(prompt, "user"), as_turns(response, "assistant")
+            if answer[0]["role"] != "assistant" or not says_something(answer):
+                raise DataError(f"{where}: column {name!r} must begin with a turn of 'assistant' that says something")
+            turns, first = [*before, *answer], len(before)
         chat = chat_of(turns, row, config.chat_template_kwargs, where)
         check_turns(encoder, chat, where, is_open=False)
-        return chat_conversations(chat, where, encoder)
+        return chat_conversations(chat, where, encoder, first)
 
 
 def end_of_text(encoder: ConversationEncoder) -> str:
@@ -219,15 +230,50 @@ def chat_conversations(
     return conversations
 
 
-def _plain(
-    row: dict[str, Any], where: str, encoder: ConversationEncoder, config: DataConfig
-) -> tuple[str, tuple[int, int]]:
-    """Text of a row without messages, and the (start, stop) of the response in it."""
-    for key, option in ((config.prompt_key, "data.prompt_key"), (config.response_key, "data.response_key")):
-        if not isinstance(row.get(key), str):
+def text_or_turns(value: Any, what: str) -> str | Turns:
+    """Text or messages of a column, not empty.
+
+    Raises:
+        DataError: It is neither, or empty. Begins with `what`.
+    """
+    if isinstance(value, str):
+        found, is_empty = value, not value.strip()
+    else:
+        if not isinstance(value, list) or not value:
             raise DataError(
-                f"{where}: needs a column {config.messages_key!r} (data.messages_key), or text in column {key!r} "
-                f"({option}); the columns are {listed(row)}"
+                f"{what} must be text or a non-empty list of messages with role and content, got "
+                f"{type(cast('object', value)).__name__}"
             )
-    prompt, response = row[config.prompt_key], with_end(row[config.response_key], encoder)
-    return prompt + response, (len(prompt), len(prompt) + len(response))
+        found = messages_in(value, what)
+        is_empty = not says_something(found)
+    if is_empty:
+        raise DataError(f"{what} is empty; fill it, or remove the row")
+    return found
+
+
+def as_turns(value: str | Turns, role: str) -> Turns:
+    """Text beside messages is a turn of this role."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
+
+
+def says_something(turns: Turns) -> bool:
+    """Whether a turn has words, or calls a tool."""
+    return any(turn["content"] or turn.get("tool_calls") for turn in turns)
+
+
+def _asked_and_answered(row: dict[str, Any], where: str, config: DataConfig) -> tuple[str | Turns, str | Turns, str]:
+    """(prompt, response, the response's column) of a row without messages. TRL calls the response `completion`."""
+    name = config.response_key
+    if name not in row and COMPLETION in row:
+        name = COMPLETION
+    keys = ((config.prompt_key, "data.prompt_key"), (name, "data.response_key"))
+    for key, option in keys:
+        if row.get(key) is None:
+            raise DataError(
+                f"{where}: needs a column {config.messages_key!r} (data.messages_key), or text or messages in column "
+                f"{key!r} ({option}); the columns are {listed(row)}"
+            )
+    prompt, response = (row[key] for key, _ in keys)
+    if not (isinstance(prompt, str) and isinstance(response, str)):
+        prompt, response = (text_or_turns(row[key], f"{where}: column {key!r} ({option})") for key, option in keys)
+    return prompt, response, name

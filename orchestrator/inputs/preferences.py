@@ -15,17 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from conf.schema import DataConfig
-from orchestrator.data.prompts import chat_of, check_no_chat_columns, check_turns, messages_in
+from orchestrator.data.prompts import chat_of, check_no_chat_columns, check_turns
 from orchestrator.data.sources import Row, listed, renamed
 from orchestrator.inputs.answers import num_shared
 from orchestrator.inputs.conversations import (
     Conversation,
     ConversationEncoder,
+    Turns,
+    as_turns,
     chat_conversations,
     check_conversation,
+    says_something,
+    text_or_turns,
     tokenized,
     with_end,
 )
@@ -35,7 +39,6 @@ from trainer.types import Sample
 
 ANSWERS = ("chosen", "rejected")
 """Their columns. Others are named by data.columns."""
-Turns = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +89,9 @@ class PreferenceReader:
             pair = self._of_texts(prompt, chosen, rejected, where)
         else:
             pair = self._of_messages(
-                None if prompt is None else _turns(prompt, "user"),
-                _turns(chosen, "assistant"),
-                _turns(rejected, "assistant"),
+                None if prompt is None else as_turns(prompt, "user"),
+                as_turns(chosen, "assistant"),
+                as_turns(rejected, "assistant"),
                 chat_of([], columns, self._config.chat_template_kwargs, where),
                 where,
             )
@@ -106,20 +109,7 @@ class PreferenceReader:
                 f"{where}: no column {name!r} ({option}); a row needs 'chosen' and 'rejected', and the columns are "
                 f"{listed(columns)}"
             )
-        value = columns[name]
-        if isinstance(value, str):
-            found, is_empty = value, not value.strip()
-        else:
-            if not isinstance(value, list) or not value:
-                raise DataError(
-                    f"{where}: column {name!r} ({option}) must be text or a non-empty list of messages with role and "
-                    f"content, got {type(cast('object', value)).__name__}"
-                )
-            found = messages_in(value, f"{where}: column {name!r} ({option})")
-            is_empty = not _says_something(found)
-        if is_empty:
-            raise DataError(f"{where}: column {name!r} ({option}) is empty; fill it, or remove the row")
-        return found
+        return text_or_turns(columns[name], f"{where}: column {name!r} ({option})")
 
     def _of_texts(self, prompt: str | None, chosen: str, rejected: str, where: str) -> Pair:
         """As TRL, answers count from the first token that is not the prompt's alone: tokens may reach across the end of
@@ -152,7 +142,7 @@ class PreferenceReader:
                     "'assistant'; if 'chosen' and 'rejected' are whole conversations, the prompt is their common "
                     f"beginning: set data.prompt_key, which is {self._config.prompt_key!r}, to no column's name"
                 )
-            if not _says_something([turn for turn in turns if turn["role"] == "assistant"]):
+            if not says_something([turn for turn in turns if turn["role"] == "assistant"]):
                 raise DataError(f"{where}: the answer of column {name!r} is empty; fill it, or remove the row")
         first = len(prompt)
         chats = [replace(beside, messages=[*prompt, *turns]) for turns in answers]
@@ -170,14 +160,6 @@ class PreferenceReader:
                 "their last turn"
             )
         return found[0]
-
-
-def _turns(value: str | Turns, role: str) -> Turns:
-    return [{"role": role, "content": value}] if isinstance(value, str) else value
-
-
-def _says_something(turns: Turns) -> bool:
-    return any(turn["content"] or turn.get("tool_calls") for turn in turns)
 
 
 def _taught_from(first: int, one: Conversation) -> Conversation:

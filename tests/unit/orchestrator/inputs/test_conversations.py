@@ -78,6 +78,38 @@ def test_a_plain_row_teaches_the_response_and_the_end(folder):
     assert conversation.token_ids[0] == 1, "<bos> as prompts of rollouts have it"
 
 
+ASKED, SAID = ({"role": role, "content": text} for role, text in TURNS)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [ASKED], "completion": [SAID]},
+        {"prompt": [ASKED], "response": [SAID], "completion": "of another use"},
+        {"prompt": "2+2?", "completion": [SAID]},
+        {"prompt": [ASKED], "completion": "4"},
+    ],
+)
+def test_a_prompt_and_a_completion_of_messages_are_a_conversation(folder, row):
+    """TRL's conversational prompt-completion format."""
+    assert _read(folder, [row]) == _read(folder, [{"messages": [ASKED, SAID]}])
+
+
+def test_of_a_completion_alone_the_turns_are_taught(folder):
+    before = [ASKED, SAID, {"role": "user", "content": "3+3?"}]
+    after = [{"role": "assistant", "content": "6"}, ASKED, {"role": "assistant", "content": "five"}]
+    (conversation,) = _read(folder, [{"prompt": before, "completion": after}])
+    assert _taught_text(folder, conversation) == "6<eos>five<eos>"
+    (whole,) = _read(folder, [{"messages": [*before, *after]}])
+    assert conversation.token_ids == whole.token_ids
+
+
+def test_a_completion_that_is_text_is_as_a_response(folder):
+    assert _read(folder, [{"prompt": "6d8=", "completion": "d"}]) == _read(
+        folder, [{"prompt": "6d8=", "response": "d"}]
+    )
+
+
 def test_text_that_was_rendered_before_is_taught_as_the_plain_one(folder):
     rows = [
         {"prompt": "6d8=", "response": "d"},
@@ -117,6 +149,13 @@ def test_the_sample_predicts_each_taught_token(folder):
     ("row", "complaint"),
     [
         ({"text": "a"}, "needs a column 'messages'"),
+        ({"prompt": [ASKED], "completion": [ASKED]}, "column 'completion' must begin with a turn of 'assistant'"),
+        ({"prompt": [ASKED], "completion": []}, "column 'completion' .*non-empty list of messages.*got list"),
+        ({"prompt": [], "completion": [SAID]}, "column 'prompt' .* must be text or a non-empty list"),
+        ({"prompt": "", "completion": [SAID]}, "column 'prompt' .* is empty"),
+        ({"prompt": [ASKED], "completion": " "}, "column 'completion' .* is empty"),
+        ({"prompt": [ASKED, SAID], "completion": [SAID]}, "messages 2 and 3 are both of 'assistant'"),
+        ({"prompt": [ASKED]}, r"column 'response' \(data.response_key\)"),
         ({"messages": []}, "non-empty list"),
         ({"messages": [{"role": "user"}]}, r"column 'messages': content of message 1 \(user\) must be text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only parts of type text"),
