@@ -165,11 +165,20 @@ def run(plan: Plan, row: str, seed: int, gpu: str | None) -> dict[str, Any]:
                 collect(plan, row, seed, gpu, None)
         was_ended = process.poll() is None
         if was_ended:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            end(process)
     if plan.keeps(row):
         keep_adapters(folder / "latest" / "checkpoints", plan.adapters / name)
     return collect(plan, row, seed, gpu, None if was_ended else process.returncode)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ask a run to end, and after some seconds no longer ask."""
+    process.terminate()
+    try:
+        process.wait(timeout=8)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def keep_adapters(checkpoints: Path, folder: Path) -> None:
