@@ -22,7 +22,7 @@ from conf.schema import Objective, RunConfig, SyncMode, TrainMode
 from orchestrator.cluster.own_ray import OwnRay, starting_ray
 from orchestrator.data.training_stream import held_out_items, training_stream
 from orchestrator.errors import DiskFull
-from orchestrator.figures.held_out import TAUGHT_FIGURES, eval_names
+from orchestrator.figures.held_out import TAUGHT_FIGURES, eval_names, in_words
 from orchestrator.files.curves import PANELS, draw_curves
 from orchestrator.files.disk_space import naming_a_full_disk
 from orchestrator.files.loggers.logger import open_loggers
@@ -76,12 +76,14 @@ class RunResult:
 
     def summary(self) -> str:
         """Where everything is, for people."""
+        newest = read_rows(self.folder.evaluations)[-1:]
+        held_out = None if self.held_out is None else in_words(newest[0], self.metric)
         failed = (
-            ("failed held-out", failed_of(read_rows(self.folder.evaluations)[-1:], "eval")),
+            ("failed held-out", failed_of(newest, "eval")),
             ("failed rewards", failed_of(read_rows(self.folder.metrics), "reward")),
         )
         lines: list[tuple[str, object]] = [
-            (f"held-out {self.metric}", "not evaluated" if self.held_out is None else f"{self.held_out:.3f}"),
+            (f"held-out {self.metric}", held_out or "not evaluated"),
             *[(name, told) for name, told in failed if told is not None],
             ("metrics", self.folder.metrics),
             *([("samples", self.folder.samples)] if self.folder.samples.stat().st_size else []),

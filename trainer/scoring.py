@@ -82,6 +82,8 @@ class Scorer:
         if trainer.mode is TrainMode.lora and trainer.lora.init_from is not None:
             load_adapter(self.decoder, trainer.lora.init_from)
         choose_forward(self.decoder, trainer, self.device)
+        self.num_scored = 0
+        """Sequences that logprobs() is done with."""
 
     def save(self, folder: Path) -> None:
         """Write a Hugging Face checkpoint of the weights, adapters merged into them."""
@@ -110,6 +112,7 @@ class Scorer:
             counts = [len(sequence) - 1 for sequence in part]
             logprobs += [one.tolist() for one in logprobs_N.split(counts)]
             entropies += [one.tolist() for one in entropy_N.split(counts)]
+            self.num_scored += len(part)
         return logprobs, entropies
 
     def operations(self, sequences: Sequence[Sequence[int]]) -> list[Operation]:

@@ -185,6 +185,7 @@ def report_of(config: RunConfig, weights: str, folder: RunFolder) -> dict[str, A
         "weights": weights,
         "sets": sets,
         "samples_per_prompt": config.run.eval_samples_per_prompt,
+        "temperature": config.rollout.eval_sampling.temperature,
         "failures": row["eval/failures"],
         "seconds": row["eval/total_s"],
         "samples": str(folder.samples),
@@ -202,7 +203,10 @@ def table_of(report: dict[str, Any]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     num = report["samples_per_prompt"]
-    told = f"{num} response{'s' if num > 1 else ''} to each prompt, {report['failures']} without a reward"
+    told = (
+        f"{num} response{'s' if num > 1 else ''} to each prompt at temperature {report['temperature']:g}, "
+        f"{report['failures']} without a reward"
+    )
     return "\n".join(
         [
             *lines,

@@ -347,11 +347,13 @@ def _parity(words: list[str]) -> int:
     options = ParityOptions(**given)
     began_s = time.monotonic()
 
+    terminal = os.fdopen(os.dup(2), "w")  # descriptor 2 is the engine's log while there is an engine
+
     def say(phase: str) -> None:
-        print(f"{time.monotonic() - began_s:5.1f} s  {phase}", file=sys.stderr, flush=True)
+        print(f"{time.monotonic() - began_s:5.1f} s  {phase}", file=terminal, flush=True)
 
     try:
-        with _names_missing_packages():
+        with terminal, _names_missing_packages():
             report = run_parity(options, overrides, say)
             figures, picture = parity_report.write_files(report, options.output)
     except ConfigError:

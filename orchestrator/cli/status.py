@@ -19,6 +19,7 @@ from typing import Any
 
 from conf.errors import ConfigError
 from conf.schema import Objective
+from orchestrator.figures.held_out import of_sets
 from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
 from orchestrator.files.run_folder import RunFolder, saved_options
 from orchestrator.files.run_log import format_s
@@ -81,7 +82,9 @@ class Status:
     recent: dict[str, float]
     """Metric -> its mean over the last NUM_RECENT steps that have it."""
     held_out: dict[str, float]
-    """eval/reward, eval/nll or eval/dpo_loss, by its step: "eval/reward at step 40"."""
+    """eval/reward, eval/nll or eval/dpo_loss, by its step: "eval/reward at step 40"; of the newest evaluation those of
+    each set, too: "eval/aime/reward at step 40".
+    """
     counts: dict[str, int]
     """Metric -> its sum over the run."""
     replicas_serving: int | None
@@ -191,14 +194,19 @@ def _reward_parts(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str, st
 
 
 def _held_out(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The first evaluation and the newest one."""
+    """The first evaluation and the newest one, and each named set of that."""
     found = [
-        (f"{metric} at step {row['step'] if row.get('eval/step') is None else row['eval/step']}", float(row[metric]))
+        (figure, row["step"] if row.get("eval/step") is None else row["eval/step"], row)
         for row in rows
-        for metric in ("eval/reward", "eval/nll", "eval/dpo_loss")
-        if row.get(metric) is not None
+        for figure in ("reward", "nll", "dpo_loss")
+        if row.get(f"eval/{figure}") is not None
     ]
-    return dict([*found[:1], *found[-1:]])
+    held_out = {
+        f"eval/{figure} at step {step}": float(row[f"eval/{figure}"]) for figure, step, row in found[:1] + found[-1:]
+    }
+    for figure, step, row in found[-1:]:
+        held_out |= {f"eval/{name}/{figure} at step {step}": value for name, value in of_sets(row, figure).items()}
+    return held_out
 
 
 def _last_warnings(log: Path) -> tuple[str, ...]:

@@ -105,6 +105,22 @@ def eval_names(config: RunConfig) -> EvalNames:
     return EvalNames(sets, () if config.algorithm.objective is not Objective.policy else config.run.pass_ks)
 
 
+def of_sets(figures: Mapping[str, float | int | None], figure: str) -> dict[str, float]:
+    """A figure of each named set, by the set's name."""
+    keys = ((key, key.split("/")) for key in figures)
+    named = {parts[1]: figures[key] for key, parts in keys if len(parts) == 3 and parts[::2] == ["eval", figure]}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def in_words(figures: Mapping[str, float | int | None], figure: str, spec: str = ".3f") -> str | None:
+    """A figure of all held-out rows, and of each named set: "0.500 (gsm8k 0.750, aime 0.250)". None: there is none."""
+    value = figures.get(f"eval/{figure}")
+    if value is None:
+        return None
+    sets = ", ".join(f"{name} {format(one, spec)}" for name, one in of_sets(figures, figure).items())
+    return f"{format(value, spec)} ({sets})" if sets else format(value, spec)
+
+
 def choosing_metrics(config: RunConfig) -> list[str]:
     """Figures by which run.keep_best may choose; those that is_better names aside, they are better the larger
     they are."""

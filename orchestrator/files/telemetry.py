@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from orchestrator.figures.held_out import EvalNames, Figures
+from orchestrator.figures.held_out import EvalNames, Evaluation, in_words
 from orchestrator.files.disk_space import naming_a_full_disk
 from orchestrator.files.loggers.logger import Logger
 from orchestrator.files.metrics_catalogue import NO_EVALS, NO_REWARDS, RewardNames, Value
@@ -75,7 +75,7 @@ class Telemetry:
         )
         self._loggers = loggers
         self._recent_s: deque[float] | None = None
-        self._last_eval: Figures = {}
+        self._last_eval: Evaluation | None = None
 
     def __enter__(self) -> Telemetry:
         return self
@@ -97,7 +97,7 @@ class Telemetry:
             for logger in self._loggers:
                 logger.write(record.step, numbers)
         for evaluation in record.evaluations:
-            self._last_eval = evaluation.figures
+            self._last_eval = evaluation
             figures = {name: _finite(value) for name, value in evaluation.figures.items()}
             line = {"step": evaluation.step, "policy_version": evaluation.policy_version, **figures}
             with naming_a_full_disk(self._folder.evaluations):
@@ -120,7 +120,7 @@ class Telemetry:
     @property
     def last_eval_reward(self) -> Value:
         """eval/reward of the last evaluation; None before the first."""
-        return self._last_eval.get("eval/reward")
+        return None if self._last_eval is None else self._last_eval.figures.get("eval/reward")
 
     def _left_s(self, step: int) -> float | None:
         """Steps to go times the median of the last twenty; None before the second."""
@@ -129,20 +129,22 @@ class Telemetry:
     def _describe(self, row: Mapping[str, Value]) -> str:
         parts = self._rewards.all if len(self._rewards.all) > 1 else ()
         spread = row["reward/no_spread_fraction"]
+        evaluated = self._last_eval
+        eval_step, figures = (0, {}) if evaluated is None else (evaluated.step, evaluated.figures)
         shown = (
             ("reward", row["reward/mean"], ".3f"),
             *((name, row[f"reward/{name}_mean"], ".3f") for name in parts),
             ("failed", failed_of([row], "reward"), ""),
             ("groups of equal rewards", spread if spread == 1 else None, ".0%"),
-            ("eval", self.last_eval_reward, ".3f"),
-            ("eval failed", failed_of([self._last_eval], "eval"), ""),
+            (f"eval (step {eval_step})", in_words(figures, "reward"), ""),
+            ("eval failed", failed_of([figures], "eval"), ""),
             ("tokens", row["rollout/response_tokens_mean"], ".0f"),
             ("cut off", row["rollout/truncated_fraction"], ".0%"),
             ("nll", row["sft/nll"], ".4f"),
-            ("held-out nll", row["eval/nll"], ".4f"),
+            ("held-out nll", in_words(row, "nll", ".4f"), ""),
             ("loss", row["dpo/loss"], ".4f"),
             ("in order", row["dpo/accuracy"], ".3f"),
-            ("held-out in order", row["eval/dpo_accuracy"], ".3f"),
+            ("held-out in order", in_words(row, "dpo_accuracy"), ""),
             ("k3", row["parity/k3"], ".1e"),
             ("k3 of stale tokens", row["parity/k3_stale"] if row["parity/k3"] is None else None, ".1e"),
             ("entropy", row["policy/entropy"], ".2f"),

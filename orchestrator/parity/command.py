@@ -9,7 +9,6 @@ Owns: what a MODEL may be, which options are set for a comparison, where prompts
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,8 @@ from orchestrator.inputs.prompt_rows import PromptRows, RowEncoder
 from rollout.errors import DataError
 
 if TYPE_CHECKING:
-    from orchestrator.parity.measure import ParityReport, Say
+    from orchestrator.parity.measure import ParityReport
+    from orchestrator.parity.progress import Say
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,6 @@ def run_parity(options: ParityOptions, overrides: Sequence[str], say: Say) -> Pa
         options.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--output={options.output} cannot be written: {error}") from error
-    _quieten_engine()
     from torch import OutOfMemoryError
     from torch.cuda import is_available
 
@@ -87,7 +86,7 @@ def run_parity(options: ParityOptions, overrides: Sequence[str], say: Say) -> Pa
         device = Device.cuda if is_available() else Device.cpu
     question = Question(prompts, options.max_tokens, options.num_layer_prompts, options.transformers, usual)
     try:
-        return measure(config, device, question, say)
+        return measure(config, device, question, options.output / "engine.log", say)
     except OutOfMemoryError as error:
         raise ConfigError(
             "the model does not fit one device, where slipstream parity computes everything: compare fewer layers "
@@ -164,9 +163,3 @@ def _relatives(file: Path) -> dict[str, float]:
         raise ConfigError(f"--usual={file} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--usual={file} is no report of slipstream parity; give a parity.json") from error
-
-
-def _quieten_engine() -> None:
-    """vLLM logs to stdout, where --json goes."""
-    for name, value in (("VLLM_LOGGING_LEVEL", "ERROR"), ("TQDM_DISABLE", "1"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1")):
-        os.environ.setdefault(name, value)

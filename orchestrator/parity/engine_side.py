@@ -9,12 +9,13 @@ recorded (rollout/in_vllm/activations.py). The engine's processes, and with them
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
+from orchestrator.parity.progress import Count, Say, telling
 from rollout.engine.engine import Engine, make_llm
 from rollout.types import Routes, RoutingShape
 
@@ -53,7 +54,7 @@ def sample_and_record(
     num_recorded: int,
     activations: Path,
     routing: RoutingShape | None = None,
-    say: Callable[[str], None],
+    say: Say,
     engine_arguments: Mapping[str, Any] = WITH_WEIGHTS,
 ) -> list[Sampled]:
     """Sample one response to each prompt at temperature 1, score it again by prefill, and record activations.
@@ -65,7 +66,7 @@ def sample_and_record(
         num_recorded: The first so many sequences are prefilled once more, one by one, while activations are recorded
             into the file `activations` (safetensors). 0: none.
         routing: Shape of the model's routing, to record the experts of each token; None: none are recorded.
-        say: Told what begins.
+        say: Told what begins, and how far it is.
         engine_arguments: Of vLLM, over the product's: how the engine comes to its weights.
     """
     sampling = SamplingConfig(max_tokens=max_tokens, stop_at_eos=False)
@@ -78,21 +79,29 @@ def sample_and_record(
 
     async def run() -> list[Sampled]:
         engine = Engine(folder, config, dtype=dtype, device=device, seed=seed, routing=routing, make_llm=build)
-        say("engine: start")
-        await engine.start()
+        with telling(say, "engine: start", lambda: engine.start_phase):
+            await engine.start()
         try:
             engine.version = 0
-            say(f"engine: sample {len(prompts)} x {max_tokens} tokens")
-            groups = await asyncio.gather(*(engine.generate_group(prompt, 1, sampling) for prompt in prompts))
+            total, scored, recorded = len(prompts) * max_tokens, Count(len(prompts)), Count(num_recorded)
+
+            async def score(sequence: Sequence[int], count: Count) -> list[float]:
+                found = await engine.score(sequence)
+                count.done += 1
+                return found
+
+            sampled = f"engine: sample {len(prompts)} x {max_tokens} tokens"
+            with telling(say, sampled, lambda: f"{engine.num_generated_tokens} of {total}"):
+                groups = await asyncio.gather(*(engine.generate_group(prompt, 1, sampling) for prompt in prompts))
             sequences = [(*prompt, *rollouts[0].token_ids) for prompt, rollouts in zip(prompts, groups, strict=True)]
-            say("engine: prefill what it sampled")
-            scores = await asyncio.gather(*map(engine.score, sequences))
+            with telling(say, "engine: prefill what it sampled", lambda: f"{scored} sequences"):
+                scores = await asyncio.gather(*(score(sequence, scored) for sequence in sequences))
             if num_recorded:
-                say(f"engine: record {num_recorded} sequences")
-                await engine.call_ranks("slipstream_record_activations")
-                for sequence in sequences[:num_recorded]:
-                    await engine.score(sequence)
-                await engine.call_ranks("slipstream_write_activations", str(activations))
+                with telling(say, f"engine: record {num_recorded} sequences", lambda: str(recorded)):
+                    await engine.call_ranks("slipstream_record_activations")
+                    for sequence in sequences[:num_recorded]:
+                        await score(sequence, recorded)
+                    await engine.call_ranks("slipstream_write_activations", str(activations))
             return [
                 Sampled(
                     len(prompt),

@@ -13,8 +13,9 @@ words and pictures (report.py).
 from __future__ import annotations
 
 import gc
+import logging
 import tempfile
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -36,11 +37,13 @@ from orchestrator.parity.compare import (
     verdict,
 )
 from orchestrator.parity.engine_side import Sampled, sample_and_record
+from orchestrator.parity.progress import Count, Say, output_in, telling
 from trainer.lora import disabled_adapters
 from trainer.model.operations import Operation, run_chained, run_isolated
 from trainer.scoring import Scorer
 
-Say = Callable[[str], None]
+_BLOCKS = (".self_attn.o_proj", ".mlp")
+"""How the outputs of a layer's blocks end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,43 +96,43 @@ class Question:
     """`relative` by tensor of an earlier report."""
 
 
-def measure(config: RunConfig, device: Device, question: Question, say: Say) -> ParityReport:
-    """Run everything, one model on the device at a time."""
+def measure(config: RunConfig, device: Device, question: Question, engine_log: Path, say: Say) -> ParityReport:
+    """Run everything, one model on the device at a time.
+
+    Args:
+        engine_log: Gets what the engine's processes write.
+        say: Told what begins, and how far it is.
+    """
     hf_config = resolve_hf_config(config.model)
     with tempfile.TemporaryDirectory(prefix="slipstream-parity-") as name:
         temporary = Path(name)
         folder = _engine_folder(config, hf_config, device, temporary / "checkpoint", say)
         activations = temporary / "activations.safetensors"
-        sampled = sample_and_record(
-            folder,
-            config.rollout,
-            question.prompts,
-            dtype=config.model.dtype,
-            device=device,
-            seed=config.run.seed,
-            max_tokens=question.max_tokens,
-            num_recorded=question.num_recorded,
-            activations=activations,
-            routing=routing_shape(config, hf_config),
-            say=say,
-        )
+        with output_in(engine_log):
+            sampled = sample_and_record(
+                folder,
+                config.rollout,
+                question.prompts,
+                dtype=config.model.dtype,
+                device=device,
+                seed=config.run.seed,
+                max_tokens=question.max_tokens,
+                num_recorded=question.num_recorded,
+                activations=activations,
+                routing=routing_shape(config, hf_config),
+                say=say,
+            )
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # it logs to stdout, where --json goes
         others: dict[str, list[Tensor]] = {}
         if question.with_transformers:
-            say("transformers: score")
-            others["transformers"] = hf_logprobs(folder, str(config.model.dtype), device, sampled)
-        say("trainer: load and score")
+            others["transformers"] = hf_logprobs(folder, str(config.model.dtype), device, sampled, say)
+        say("trainer: load")
         with _freed(device):
             scorer = Scorer(config.model, config.trainer, hf_config, seed=config.run.seed, device=str(device))
-            rows, entropies = scorer.logprobs([one.token_ids for one in sampled])
-            others["trainer"] = responses_of(sampled, rows)
-            routes = [(one.routes.experts, one.routes.is_recorded) for one in sampled if one.routes is not None]
-            if routes:
-                rows, _ = scorer.logprobs([one.token_ids for one in sampled], routes)
-                others["trainer, routes replayed"] = responses_of(sampled, rows)
-            entropy = [value for one, row in zip(sampled, entropies, strict=True) for value in one.response_of(row)]
+            scores, entropy = _trainer_scores(scorer, sampled, say)
+            others |= scores
             recorded = sampled[: question.num_recorded]
-            say("trainer: each operation on the engine's inputs")
-            layers = compare_layers(scorer, recorded, read_tensors(activations), question.usual)
+            layers = compare_layers(scorer, recorded, read_tensors(activations), question.usual, say)
             del scorer
     return ParityReport(
         model=config.model.path or str(hf_config.get("model_type")),
@@ -146,6 +149,22 @@ def measure(config: RunConfig, device: Device, question: Question, say: Say) -> 
         sentence=layers.sentence,
         agrees=layers.agrees,
     )
+
+
+def _trainer_scores(
+    scorer: Scorer, sampled: Sequence[Sampled], say: Say
+) -> tuple[dict[str, list[Tensor]], list[float]]:
+    """(log-probabilities of each response, by who computed them; the entropy at each of their tokens)."""
+    sequences = [one.token_ids for one in sampled]
+    routes = [(one.routes.experts, one.routes.is_recorded) for one in sampled if one.routes is not None]
+    total = len(sequences) * (2 if routes else 1)
+    with telling(say, "trainer: score", lambda: f"{scorer.num_scored} of {total} sequences"):
+        rows, entropies = scorer.logprobs(sequences)
+        found = {"trainer": responses_of(sampled, rows)}
+        if routes:
+            rows, _ = scorer.logprobs(sequences, routes)
+            found["trainer, routes replayed"] = responses_of(sampled, rows)
+    return found, [value for one, row in zip(sampled, entropies, strict=True) for value in one.response_of(row)]
 
 
 def responses_of(sampled: Sequence[Sampled], rows: Sequence[Sequence[float]]) -> list[Tensor]:
@@ -182,7 +201,11 @@ class Layers:
 
 
 def compare_layers(
-    scorer: Scorer, recorded: Sequence[Sampled], activations: dict[str, Tensor], usual: dict[str, float] | None = None
+    scorer: Scorer,
+    recorded: Sequence[Sampled],
+    activations: dict[str, Tensor],
+    usual: dict[str, float] | None = None,
+    say: Say = lambda part: None,
 ) -> Layers:
     """Compare every operation on the engine's inputs, then the whole way, then with one block taken from the engine.
 
@@ -191,16 +214,23 @@ def compare_layers(
         recorded: The sequences whose prefill was recorded.
         activations: What was recorded, by name.
         usual: `relative` by tensor of an earlier comparison.
+        say: Told what begins, and how far it is.
     """
     sequences = [one.token_ids for one in recorded]
     operations = scorer.operations(sequences)
     given = scorer.to_device(activations)
     given["token_ids"] = torch.tensor([token for one in sequences for token in one], device=scorer.device)
-    found = isolated_differences(operations, given, usual)
+    isolated = Count(len(operations))
+    with telling(say, "trainer: each operation on the engine's inputs", lambda: str(isolated)):
+        found = isolated_differences(operations, given, usual, isolated)
     without: list[Difference] = []
     if scorer.decoder.lora is not None:
-        with disabled_adapters(scorer.decoder):
-            without = isolated_differences(operations, given, usual)
+        isolated.done = 0
+        with (
+            telling(say, "trainer: the same without adapters", lambda: str(isolated)),
+            disabled_adapters(scorer.decoder),
+        ):
+            without = isolated_differences(operations, given, usual, isolated)
     own = run_chained(operations, given)
     engine = torch.tensor([value for one in recorded for value in one.prefilled])
     is_response = torch.cat([torch.arange(1, len(one.token_ids)) >= one.num_prompt for one in recorded])
@@ -209,13 +239,15 @@ def compare_layers(
         logprobs = scorer.logprobs_of_hidden(tensors["norm"], sequences).cpu()
         return agreement(engine, logprobs[is_response])["k3_mean"]
 
-    swaps = [Swap("", k3_of(own))]
-    blocks = [name for name in given if name.endswith((".self_attn.o_proj", ".mlp")) and name in own]
-    for kind in (".self_attn.o_proj", ".mlp"):
-        names = [name for name in blocks if name.endswith(kind)]
-        swaps.append(Swap(_block(kind[1:]), k3_of(run_chained(operations, given, names))))
-    for name in sorted(blocks, key=lambda name: (int(name.split(".")[1]), name.endswith(".mlp"))):
-        swaps.append(Swap(_block(name), k3_of(run_chained(operations, given, {name}))))
+    blocks = [name for name in given if name.endswith(_BLOCKS) and name in own]
+    wanted = {_block(kind[1:]): [name for name in blocks if name.endswith(kind)] for kind in _BLOCKS}
+    by_layer = sorted(blocks, key=lambda name: (int(name.split(".")[1]), name.endswith(".mlp")))
+    wanted |= {_block(name): [name] for name in by_layer}
+    swaps, passes = [Swap("", k3_of(own))], Count(len(wanted))
+    with telling(say, "trainer: the whole model with one block's output from the engine", lambda: f"{passes} passes"):
+        for block, names in wanted.items():
+            swaps.append(Swap(block, k3_of(run_chained(operations, given, names))))
+            passes.done += 1
     streams = [name for name in own if name.endswith(".stream") and name in given]
     return Layers(
         found,
@@ -227,11 +259,16 @@ def compare_layers(
 
 
 def isolated_differences(
-    operations: list[Operation], given: dict[str, Tensor], usual: dict[str, float] | None = None
+    operations: list[Operation],
+    given: dict[str, Tensor],
+    usual: dict[str, float] | None = None,
+    count: Count | None = None,
 ) -> list[Difference]:
-    """Each operation on the engine's inputs against the engine's output."""
+    """Each operation on the engine's inputs against the engine's output. `count` counts them."""
     found: list[Difference] = []
     for operation, outputs in run_isolated(operations, given):
+        if count is not None:
+            count.done += 1
         names = operation.outputs
         if names[-1].endswith("topk_ids"):
             found.append(
@@ -250,15 +287,16 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     return {name: opened.get_tensor(name) for name in names}
 
 
-def hf_logprobs(folder: Path, dtype: str, device: Device, sampled: Sequence[Sampled]) -> list[Tensor]:
+def hf_logprobs(folder: Path, dtype: str, device: Device, sampled: Sequence[Sampled], say: Say) -> list[Tensor]:
     """Log-probabilities of each response by transformers, eager attention, one sequence at a time."""
     from transformers import AutoModelForCausalLM
 
     loader: Any = AutoModelForCausalLM
+    say("transformers: load")
     with _freed(device):
         model = loader.from_pretrained(folder, dtype=getattr(torch, dtype)).to(str(device)).eval()
         rows: list[Tensor] = []
-        with torch.no_grad():
+        with telling(say, "transformers: score", lambda: f"{len(rows)} of {len(sampled)} sequences"), torch.no_grad():
             for one in sampled:
                 ids = torch.tensor([one.token_ids], device=str(device))
                 logits = model(ids).logits[0, one.num_prompt - 1 : -1].float()

@@ -134,7 +134,15 @@ def test_weights_that_are_not_there_are_refused(run: Path, tmp_path: Path) -> No
 
 def test_the_table_has_a_line_per_set_with_standard_errors(run: Path) -> None:
     config, weights = eval_config(
-        run, None, "newest", ["data.eval_path=null", "data.eval_sets.hard=x.jsonl", "run.eval_samples_per_prompt=2"]
+        run,
+        None,
+        "newest",
+        [
+            "data.eval_path=null",
+            "data.eval_sets.hard=x.jsonl",
+            "run.eval_samples_per_prompt=2",
+            "rollout.eval.temperature=0.5",
+        ],
     )
     folder = run / "evals" / "one"
     folder.mkdir(parents=True)
@@ -154,7 +162,7 @@ def test_the_table_has_a_line_per_set_with_standard_errors(run: Path) -> None:
     lines = table_of(report).splitlines()
     assert lines[0].split() == ["set", "reward", "pass@1", "pass@2", "majority"]
     assert lines[1] == "hard  0.500 +- 0.125  0.500 +- 0.125  0.500 +- 0.125  -"
-    assert "2 responses to each prompt, 1 without a reward" in lines
+    assert "2 responses to each prompt at temperature 0.5, 1 without a reward" in lines
 
 
 def test_a_run_of_no_step_keeps_what_a_finished_run_had(run: Path) -> None:

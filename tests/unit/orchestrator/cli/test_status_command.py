@@ -128,6 +128,20 @@ def test_rewards_that_failed_are_told_with_of_how_many(run: Path) -> None:
     assert re.search(r"^held-out rewards that failed +1 of 20$", text, re.MULTILINE)
 
 
+def test_each_held_out_set_of_the_newest_evaluation_is_shown(run: Path) -> None:
+    rows = [
+        {"step": step, "eval/reward": 0.5, "eval/aime/reward": 0.25, "rollout/replicas_serving": 1} for step in (0, 9)
+    ]
+    rows[1]["eval/aime/pass_at_1"] = 1.0
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = [line for line in status_of(run).as_text().splitlines() if line.startswith("held-out")]
+    assert [re.split(r"  +", line) for line in shown] == [
+        ["held-out reward at step 0", "0.5"],
+        ["held-out reward at step 9", "0.5"],
+        ["held-out aime/reward at step 9", "0.25"],
+    ]
+
+
 def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(run, 3)
     assert main(["status", str(run), "--json", "--curves"]) == 0

@@ -19,7 +19,14 @@ from orchestrator.figures.held_out import EvalNames, Evaluation, evaluate_groups
 from orchestrator.files.curves import draw_curves
 from orchestrator.files.loggers.tensorboard_events import TensorBoardEvents
 from orchestrator.files.loss_metrics import loss_metrics
-from orchestrator.files.metrics_catalogue import JUDGE_METRICS, METRICS, NO_REWARDS, REWARD_METRICS, RewardNames
+from orchestrator.files.metrics_catalogue import (
+    JUDGE_METRICS,
+    METRICS,
+    NO_EVALS,
+    NO_REWARDS,
+    REWARD_METRICS,
+    RewardNames,
+)
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine, RunLog, format_s
 from orchestrator.files.step_rows import StepRecord, row_of
@@ -204,12 +211,22 @@ def test_metric_outside_of_the_catalogue_is_refused() -> None:
 
 
 def open_telemetry(
-    folder: Path, first_step: int = 0, console: Console | None = None, rewards: RewardNames = NO_REWARDS
+    folder: Path,
+    first_step: int = 0,
+    console: Console | None = None,
+    rewards: RewardNames = NO_REWARDS,
+    evals: EvalNames = NO_EVALS,
 ) -> Telemetry:
     progress = ProgressLine(console or Console(file=StringIO()))
     loggers = [TensorBoardEvents(folder / "tensorboard", after_step=first_step)]
     return Telemetry(
-        RunFolder(folder), num_steps=10, first_step=first_step, progress=progress, loggers=loggers, rewards=rewards
+        RunFolder(folder),
+        num_steps=10,
+        first_step=first_step,
+        progress=progress,
+        loggers=loggers,
+        rewards=rewards,
+        evals=evals,
     )
 
 
@@ -331,3 +348,22 @@ def test_curves_are_drawn_from_the_rows_alone(tmp_path: Path) -> None:
         telemetry.step(record(1))
     draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_evaluation_is_told_with_its_step_and_each_of_its_sets(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sets = {
+        name: [Group(Prompt(0, (1,), "p"), [Rollout([5], [-1.0], [2], "a", "stop")], [reward])]
+        for name, reward in (("aime", 1.0), ("gsm8k", 0.5))
+    }
+    names = EvalNames(("aime", "gsm8k"))
+    figures = evaluate_groups(sets, 0, names, 1.0)
+    with caplog.at_level("INFO"), open_telemetry(tmp_path, evals=names) as telemetry:
+        telemetry.step(record(4, evaluations=[Evaluation(3, 3, sets, figures)]))
+        telemetry.step(record(5))
+    words = "0.750 (aime 1.000, gsm8k 0.500)"
+    shown = [line for line in caplog.messages if line.startswith("step ")]
+    assert [f"eval (step 3) {words}" in line for line in shown] == [True, True]
+    result = RunResult(RunFolder(tmp_path), 5, 5, "reward", 0.75, None, None)
+    assert re.search(rf"held-out reward +{re.escape(words)}$", result.summary(), re.MULTILINE)
