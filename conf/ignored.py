@@ -379,6 +379,14 @@ def _reasons_of_sampling(config: RunConfig) -> tuple[Ignored, ...]:
     cluster = config.cluster
     return (
         Ignored("cluster.share_gpu", cluster.device is Device.cpu, "cluster.device=cpu", "remove one of the two"),
+        Ignored(
+            "rollout.workers_per_gpu",
+            cluster.device is Device.cpu or cluster.share_gpu,
+            "cluster.device=cpu"
+            if cluster.device is Device.cpu
+            else "cluster.share_gpu=true: all engines share one GPU",
+            "remove it; rollout.num_workers is how many there are",
+        ),
         Ignored("cluster.dashboard_port", not cluster.dashboard, "cluster.dashboard=false", "remove one of the two"),
         Ignored(
             ("cluster.dashboard", "cluster.dashboard_port", "cluster.object_store_bytes"),

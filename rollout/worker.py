@@ -41,7 +41,8 @@ from tokenizers import Tokenizer
 
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
 from rollout.adapters.adapter_replica import AdapterReplica
-from rollout.engine.engine import Engine
+from rollout.engine.engine import Engine, gpu_bytes
+from rollout.engine.shared_gpu import cache_bytes
 from rollout.engine.vllm_requests import ABORTED
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.layouts.known_layouts import ExpectedLayouts
@@ -85,7 +86,8 @@ class RolloutWorker:
         make_engine: Called with Engine's arguments.
 
     Raises:
-        EngineError: The folder has no tokenizer.json, or it is damaged.
+        EngineError: The folder has no tokenizer.json, or it is damaged; or the engines of a GPU leave each other no
+            room.
     """
 
     def __init__(
@@ -106,6 +108,8 @@ class RolloutWorker:
         make_engine: Callable[..., Engine] = Engine,
     ) -> None:
         self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
+        if device == Device.cuda and config.workers_per_gpu > 1 and config.kv_cache_bytes is None:
+            config = replace(config, kv_cache_bytes=cache_bytes(config, tensors, adapters, gpu_bytes()))
         self._sampling = config.sampling
         self.weight_sync = weight_sync
         self._tensors = [(meta.name, list(meta.shape), meta.dtype) for meta in tensors]

@@ -34,7 +34,7 @@ class ClusterConfig:
     """
     rollout_gpus: int | None = None
     """Only for `slipstream plan`: plan for rollout workers on this many GPUs, a multiple of rollout.tp_size. null:
-    rollout.num_workers x rollout.tp_size.
+    rollout.num_workers x rollout.tp_size / rollout.workers_per_gpu.
     """
     ray_address: str | None = None
     """Address of a running Ray cluster of one or more machines; `auto`: the cluster to which this machine belongs.

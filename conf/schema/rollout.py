@@ -130,6 +130,11 @@ class RolloutConfig:
     and the vocabulary padded to a multiple of 64, and divide the key/value heads or be a multiple of them. With
     block-FP8, a rank's part must be whole blocks.
     """
+    workers_per_gpu: int = 1
+    """Engines on one GPU, for a model so small that an engine waits for its own Python and hardly for the GPU. It must
+    divide num_workers, and needs tp_size=1. Each engine decodes its share of the requests. Ignored on a CPU, and with
+    cluster.share_gpu, which puts all engines on one GPU.
+    """
     enable_expert_parallel: bool = False
     """Give each tensor-parallel rank whole experts instead of rows of every expert. GPU only."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -151,7 +156,7 @@ class RolloutConfig:
     requests that a publish of merged weights froze. A publish waits for the steps in flight.
     """
     gpu_memory_utilization: float = 0.85
-    """Share of a GPU that the engine may take. Ignored on a CPU."""
+    """Share of a GPU that the engine may take; the engines of workers_per_gpu take it together. Ignored on a CPU."""
     kv_cache_bytes: int | None = None
     """Size of the KV cache of one engine rank. null: sized by gpu_memory_utilization (GPU) or 256 MiB (CPU)."""
     enforce_eager: bool = False
@@ -180,12 +185,23 @@ class RolloutConfig:
             "rollout",
             num_workers=self.num_workers,
             tp_size=self.tp_size,
+            workers_per_gpu=self.workers_per_gpu,
             max_model_len=self.max_model_len,
             max_concurrent_groups=self.max_concurrent_groups,
         )
         require(
             self.agent is None or all(self.agent.rpartition(":")),
             f"rollout.agent must be FILE.py:function, package.module:function or null, got {self.agent!r}",
+        )
+        require(
+            self.num_workers % self.workers_per_gpu == 0,
+            f"rollout.workers_per_gpu={self.workers_per_gpu} must divide rollout.num_workers={self.num_workers}, the "
+            f"number of all engines; set rollout.num_workers={self.workers_per_gpu} for one GPU of engines",
+        )
+        require(
+            self.workers_per_gpu == 1 or self.tp_size == 1,
+            f"rollout.workers_per_gpu={self.workers_per_gpu} contradicts rollout.tp_size={self.tp_size}: engines that "
+            "share a GPU have one rank each; set one of the two to 1",
         )
         at_least_or_null(1, "rollout", max_num_seqs=self.max_num_seqs)
         require(
@@ -209,6 +225,11 @@ class RolloutConfig:
             "rollout.sampling.max_tokens must be < rollout.max_model_len to leave room for a prompt, got "
             f"{self.sampling.max_tokens} and {self.max_model_len}",
         )
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all engines together, where each has a GPU for every rank or workers_per_gpu of them share one."""
+        return self.num_workers * self.tp_size // self.workers_per_gpu
 
     @property
     def eval_sampling(self) -> EvalSampling:

@@ -120,6 +120,11 @@ class RunSection:
         return step == self.num_steps or (every_steps > 0 and step % every_steps == 0)
 
 
+def _share(num: int) -> float:
+    """One of so many equal shares of a GPU. Ray counts ten-thousandths."""
+    return 10_000 // num / 10_000
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """All options of one run. Built by `conf.load.load_run_config`; classes take their own section of it."""
@@ -144,12 +149,15 @@ class RunConfig:
 
     @property
     def gpus_of_worker(self) -> float:
-        """GPUs of a rollout worker."""
-        return self._share_of_gpu if self.cluster.share_gpu else float(self.rollout.tp_size)
+        """GPUs of a rollout worker; an equal share of one with rollout.workers_per_gpu."""
+        if self.cluster.share_gpu:
+            return self._share_of_gpu
+        per_gpu = self.rollout.workers_per_gpu
+        return float(self.rollout.tp_size) if per_gpu == 1 else _share(per_gpu)
 
     @property
     def _share_of_gpu(self) -> float:
-        return 10_000 // (1 + self.rollout.num_workers) / 10_000  # Ray counts ten-thousandths
+        return _share(1 + self.rollout.num_workers)
 
     @property
     def reads_initial_adapter(self) -> bool:

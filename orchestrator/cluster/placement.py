@@ -9,7 +9,8 @@
 Owns: who gets which bundle, the order of start and end, and the checks of nodes. Does not own: Ray's life
 (ray_cluster.py), the start of ranks and workers (trainer_ranks.py, rollout_workers.py), what runs inside the actors
 (actors.py), or how they are called (ray_handles.py).
-Invariant: trainer and rollout never share a GPU, unless cluster.share_gpu says that all do.
+Invariant: trainer and rollout never share a GPU, unless cluster.share_gpu says that all do. Engines share one only with
+rollout.workers_per_gpu.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Invariant: after `stop`, every process that a cluster of our own started has end
 
 Ray's CPUs are tickets, not cores: a trainer rank and an engine ask for 1/100 each, so that the four processes of the
 quick start fit on two cores. GPUs are whole, one per trainer rank and `rollout.tp_size` per rollout worker, but
-for cluster.share_gpu.
+for cluster.share_gpu and rollout.workers_per_gpu: shares of one GPU, which Ray fills before it begins the next.
 """
 
 from __future__ import annotations

@@ -50,12 +50,13 @@ def check_devices(config: RunConfig, machine: Machine) -> Fact:
                 "trainer.num_ranks, rollout.num_workers and rollout.tp_size"
             )
     has_engines = config.algorithm.objective is Objective.policy
-    num_engine_ranks = rollout.num_workers * rollout.tp_size if has_engines else 0
     processes = f"{trainer.num_ranks} trainer ranks"
     if has_engines:
         check_expert_parallel_engine_has_gpus(config)
         check_transport_fits_device(config)
         processes += f", {rollout.num_workers} engines of {rollout.tp_size}"
+        if rollout.workers_per_gpu > 1:
+            processes += f", {rollout.workers_per_gpu} on a GPU"
     if config.cluster.device is Device.cpu:
         if has_engines and machine.is_set_up_for_gpus():
             here = "" if machine.count_gpus() else "this machine has no usable CUDA GPU, and "
@@ -64,7 +65,7 @@ def check_devices(config: RunConfig, machine: Machine) -> Fact:
     if config.cluster.ray_address is not None:
         return Fact("devices", f"GPUs of the Ray cluster at {config.cluster.ray_address}: {processes}")
     present = machine.count_gpus()
-    needed = 1 if config.cluster.share_gpu else trainer.num_ranks + num_engine_ranks
+    needed = 1 if config.cluster.share_gpu else trainer.num_ranks + (rollout.num_gpus if has_engines else 0)
     if present == 0:
         trouble = f"cluster.device=cuda, and this machine has no usable CUDA GPU{_hidden_gpus()}"
         if machine.is_set_up_for_gpus():
@@ -73,6 +74,8 @@ def check_devices(config: RunConfig, machine: Machine) -> Fact:
         raise ConfigError(f"{trouble}; set cluster.device=cpu" + (" weight_sync.transport=auto" if needs_gpus else ""))
     if needed > present:
         engines = f" + rollout.num_workers={rollout.num_workers} * rollout.tp_size={rollout.tp_size}"
+        if rollout.workers_per_gpu > 1:
+            engines += f" / rollout.workers_per_gpu={rollout.workers_per_gpu}"
         ranks = f"trainer.num_ranks={trainer.num_ranks}{engines if has_engines else ''}"
         raise ConfigError(
             f"more GPUs than exist: {ranks} need {needed}, and this machine has {present}{_hidden_gpus()}; lower them "

@@ -28,8 +28,8 @@ def shape_of(config: RunConfig, gpus_per_node: int) -> Shape:
     """The fewest machines with `gpus_per_node` GPUs each that hold the run; of one machine only what the run uses.
 
     An engine stays on one machine, and a trainer rank takes one GPU anywhere: with t GPUs per engine, a machine of g
-    GPUs holds floor(g / t) engines, and ranks take what engines leave. So the machines must have places for all
-    engines, and GPUs for everything.
+    GPUs holds floor(g / t) engines, or workers_per_gpu times as many, and ranks take what engines leave. So the
+    machines must have places for all engines, and GPUs for everything.
 
     Raises:
         ConfigError: an engine does not fit a machine, or CPUs would have to be shared by machines.
@@ -52,8 +52,10 @@ def shape_of(config: RunConfig, gpus_per_node: int) -> Shape:
             f"rollout.tp_size={rollout.tp_size} does not fit a machine of {gpus_per_node} GPUs, and an engine runs on "
             "one machine; lower rollout.tp_size, or give --gpus-per-node"
         )
-    num_gpus = config.trainer.num_ranks + num_workers * rollout.tp_size
+    num_engine_gpus = rollout.num_gpus if num_workers else 0
+    num_gpus = config.trainer.num_ranks + num_engine_gpus
     if num_gpus <= gpus_per_node:
         return Shape(1, num_gpus, processes)
-    nodes_for_engines = -(-num_workers // (gpus_per_node // rollout.tp_size)) if num_workers else 0
+    num_places = num_engine_gpus // rollout.tp_size
+    nodes_for_engines = -(-num_places // (gpus_per_node // rollout.tp_size))
     return Shape(max(nodes_for_engines, -(-num_gpus // gpus_per_node)), gpus_per_node, processes)

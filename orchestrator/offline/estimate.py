@@ -186,11 +186,11 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
     try:
         sides = _adapter_sides if is_adapter else _merged_sides
         staging, sources, engine = sides(config, hf_config, spec, hardware, say)
-        num_gpus = trainer.num_ranks + rollout.num_workers * rollout.tp_size
+        num_gpus = trainer.num_ranks + rollout.num_gpus
         if num_gpus >= MANY_GPUS:
             say(f"planning {num_gpus} GPUs, and proving the plan: some 10 s for Kimi-K2 on 384")
         plan = build_plan(sources, [engine] * rollout.num_workers, max_task_bytes=staging.max_task_bytes)
-        placement = place(list(plan.tasks), list(plan.expected), hardware.ranks_per_node)
+        placement = place(list(plan.tasks), list(plan.expected), hardware.ranks_per_node, rollout.workers_per_gpu)
         _check_faults(hardware.faults, plan, placement)
         if is_adapter:
             hardware = replace(hardware, rates=hardware.rates.without_pause())
@@ -304,7 +304,8 @@ def carried(config: RunConfig) -> RunConfig:
                 f"cluster.rollout_gpus={cluster.rollout_gpus} is no multiple of rollout.tp_size={rollout.tp_size}; "
                 "change one of them"
             )
-        rollout = replace(rollout, num_workers=cluster.rollout_gpus // rollout.tp_size)
+        num_workers = cluster.rollout_gpus // rollout.tp_size * rollout.workers_per_gpu
+        rollout = replace(rollout, num_workers=num_workers)
     return replace(config, trainer=trainer, rollout=rollout)
 
 

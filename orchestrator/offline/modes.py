@@ -87,7 +87,7 @@ def compare_modes(
         return ModeChoice(None, 0, simulation.total_s, summary.num_bytes, slot_bytes, loss)
     sent = sum(slot.written_bytes().values())
     num_bytes = sent * rollout.tp_size * rollout.num_workers
-    gpus = trainer.num_ranks + rollout.tp_size * rollout.num_workers
+    gpus = trainer.num_ranks + rollout.num_gpus
     rate = rates.nvlink_bytes_s if gpus <= ranks_per_node else rates.nic_bytes_s
     busiest = max(sent, num_bytes / trainer.num_ranks)
     # The engine goes on meanwhile, so nothing pauses; messages, threads and the slot's hash take their time.

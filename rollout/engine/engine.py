@@ -109,6 +109,14 @@ def make_llm(arguments: dict[str, Any]) -> AsyncLLM:
         return AsyncLLM.from_engine_args(chosen)
 
 
+def gpu_bytes() -> int:
+    """Memory of this process's GPU, by the driver's management library: no GPU is opened."""
+    import_vllm()
+    from vllm.platforms import current_platform
+
+    return current_platform.get_device_total_memory()
+
+
 class Engine:
     """See the module's docstring. All methods belong to one event loop.
 

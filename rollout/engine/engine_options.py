@@ -106,7 +106,7 @@ def engine_arguments(
         "max_model_len": config.max_model_len,
         "max_num_seqs": min(config.max_num_seqs or NUM_SEQS, config.max_num_batched_tokens),
         "max_num_batched_tokens": config.max_num_batched_tokens,  # vLLM's own default for embedded engines is 2,048
-        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "gpu_memory_utilization": config.gpu_memory_utilization / config.workers_per_gpu,
         "kv_cache_memory_bytes": config.kv_cache_bytes or (CPU_KV_CACHE_BYTES if is_cpu else None),
         "enforce_eager": is_cpu or config.enforce_eager,
         "enable_prefix_caching": True,  # siblings share their prompt

@@ -89,9 +89,14 @@ class Placement:
     """(replica, rank) -> GPU."""
 
     def __post_init__(self) -> None:
-        gpus = [*self.trainer_gpus.values(), *self.engine_gpus.values()]
-        if self.ranks_per_node < 1 or len(set(gpus)) != len(gpus):
-            raise PlanError(f"ranks_per_node must be >= 1 and every rank has its own GPU, got {self}")
+        of_trainer = set(self.trainer_gpus.values())
+        of_replicas = {(replica, gpu) for (replica, _), gpu in self.engine_gpus.items()}
+        is_each_alone = len(of_trainer) == len(self.trainer_gpus) and len(of_replicas) == len(self.engine_gpus)
+        if self.ranks_per_node < 1 or not is_each_alone or not of_trainer.isdisjoint(self.engine_gpus.values()):
+            raise PlanError(
+                "ranks_per_node must be >= 1, every trainer rank has its own GPU, and no two ranks of a replica share "
+                f"one, got {self}"
+            )
 
     def node_of(self, gpu: int) -> int:
         """The node that a GPU belongs to."""
@@ -103,10 +108,21 @@ class Placement:
         return len({self.node_of(gpu) for gpu in (*self.trainer_gpus.values(), *self.engine_gpus.values())})
 
 
-def place(trainer_ranks: Sequence[int], engine_ranks: Sequence[Destination], ranks_per_node: int) -> Placement:
+def place(
+    trainer_ranks: Sequence[int],
+    engine_ranks: Sequence[Destination],
+    ranks_per_node: int,
+    replicas_per_gpu: int = 1,
+) -> Placement:
     """Place trainer ranks first, then engine ranks, on consecutive GPUs.
 
     A replica that does not fit the rest of a node starts on the next node, so that it spans as few nodes as possible.
+
+    Args:
+        trainer_ranks: In order.
+        engine_ranks: In order.
+        ranks_per_node: GPUs of a node.
+        replicas_per_gpu: So many replicas of one rank each share a GPU, and its links.
     """
     if ranks_per_node < 1:
         raise PlanError(f"ranks_per_node must be >= 1, got {ranks_per_node}")
@@ -123,7 +139,7 @@ def place(trainer_ranks: Sequence[int], engine_ranks: Sequence[Destination], ran
             gpu += left
         placed.add(where[0])
         engine_gpus[where] = gpu
-        gpu += 1
+        gpu += len(engine_gpus) % replicas_per_gpu == 0
     return Placement(ranks_per_node, trainer_gpus, engine_gpus)
 
 

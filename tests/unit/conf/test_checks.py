@@ -58,6 +58,20 @@ CASES = [
         "cluster.share_gpu=true contradicts rollout.kv_cache_bytes=null.*set the cache's size",
     ),
     (["cluster.share_gpu=true", "cluster.device=cpu"], "cluster.share_gpu has no effect with cluster.device=cpu"),
+    (["rollout.workers_per_gpu=0"], "rollout.workers_per_gpu must be >= 1, got 0"),
+    (
+        ["experiment=quickstart_gpu", "rollout.workers_per_gpu=3"],
+        "rollout.workers_per_gpu=3 must divide rollout.num_workers=1.*set rollout.num_workers=3",
+    ),
+    (
+        ["experiment=quickstart_gpu", "rollout.num_workers=2", "rollout.workers_per_gpu=2", "rollout.tp_size=2"],
+        "rollout.workers_per_gpu=2 contradicts rollout.tp_size=2.*set one of the two to 1",
+    ),
+    (["rollout.workers_per_gpu=2"], "rollout.workers_per_gpu has no effect with cluster.device=cpu"),
+    (
+        ["experiment=quickstart_one_gpu", "rollout.num_workers=2", "rollout.workers_per_gpu=2"],
+        "rollout.workers_per_gpu has no effect with cluster.share_gpu=true: all engines share one GPU; remove it",
+    ),
     (["parity=bitwise"], "trainer.engine_forward=true.*needs trainer.num_ranks=1, got 2"),
     ([*BITWISE, "rollout.batch_invariant=false"], "parity=bitwise.*contradicts rollout.batch_invariant=false"),
     ([*BITWISE, "rollout.tp_size=4"], "parity=bitwise.*contradicts rollout.tp_size=4.*set it to 1 or 2"),

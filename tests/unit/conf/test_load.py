@@ -298,6 +298,15 @@ def test_processes_that_share_a_gpu_fit_it_together(num_workers: int, share: flo
     assert config.gpus_of_rank + num_workers * config.gpus_of_worker <= 1
 
 
+@pytest.mark.parametrize(("per_gpu", "share"), [(2, 0.5), (3, 0.3333), (7, 0.1428)])
+def test_engines_of_a_gpu_fit_it_together_and_one_more_does_not(per_gpu: int, share: float) -> None:
+    words = ["experiment=quickstart_gpu", f"rollout.num_workers={2 * per_gpu}", f"rollout.workers_per_gpu={per_gpu}"]
+    config = load_run_config(words)
+    assert (config.gpus_of_rank, config.gpus_of_worker) == (1.0, share)
+    assert per_gpu * share <= 1 < (per_gpu + 1) * share
+    assert config.rollout.num_gpus == 2
+
+
 def test_processes_have_whole_gpus_by_default() -> None:
     config = load_run_config(["experiment=quickstart_gpu", "rollout.tp_size=2"])
     assert (config.gpus_of_rank, config.gpus_of_worker) == (1.0, 2.0)

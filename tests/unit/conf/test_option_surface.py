@@ -78,6 +78,7 @@ OPTIONS = [
     "trainer.logprob_chunk_tokens",
     "rollout.num_workers",
     "rollout.tp_size",
+    "rollout.workers_per_gpu",
     "rollout.enable_expert_parallel",
     "rollout.sampling.temperature",
     "rollout.sampling.max_tokens",

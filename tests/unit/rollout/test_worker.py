@@ -87,6 +87,36 @@ def worker_of(
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "device", "expected"),
+    [
+        ({"num_workers": 4, "workers_per_gpu": 4}, Device.cuda, int((80 << 30) * 0.85 / 4) - 8 - (3 << 30)),
+        ({"num_workers": 4, "workers_per_gpu": 4, "kv_cache_bytes": 5}, Device.cuda, 5),
+        ({"num_workers": 4, "workers_per_gpu": 4}, Device.cpu, None),
+        ({"num_workers": 4}, Device.cuda, None),
+    ],
+)
+def test_an_engine_that_shares_its_gpu_is_told_how_large_its_cache_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, int], device: Device, expected: int | None
+) -> None:
+    """The others measure it: their neighbours' memory would count as their own."""
+    monkeypatch.setattr(rollout.worker, "gpu_bytes", lambda: 80 << 30)
+    save_character_tokenizer(tmp_path, vocab_size=64)
+    told: list[RolloutConfig] = []
+    RolloutWorker(
+        tmp_path,
+        config=RolloutConfig(**options),
+        weight_sync=WeightSyncConfig(),
+        dtype=DType.float32,
+        device=device,
+        seed=0,
+        tensors=[TensorMeta("w", (2,), "float32")],
+        key=b"k" * 16,
+        make_engine=lambda _, config, **__: told.append(config) or ModelEngine(),
+    )
+    assert told[0].kv_cache_bytes == expected
+
+
 async def ask(worker: RolloutWorker, kind: type[Message], version: int, epoch: int, **fields: Any) -> Any:
     """What a publisher's request does to a worker: its reply, or the error that the reply carries."""
     head: dict[str, Any] = {"run_id": "test", "client": "test", "request_id": 1}

@@ -45,6 +45,17 @@ def test_trainer_and_engine_may_share_the_one_gpu() -> None:
     assert check_devices(config, Machine(count_gpus=lambda: 1)).finding.startswith("1 of 1 GPUs")
 
 
+def test_engines_of_a_gpu_are_counted_together() -> None:
+    words = ["experiment=quickstart_gpu", "rollout.num_workers=6", "rollout.workers_per_gpu=3"]
+    three = Machine(count_gpus=lambda: 3)
+    finding = check_devices(load_run_config(words), three).finding
+    assert finding == "3 of 3 GPUs: 1 trainer ranks, 6 engines of 1, 3 on a GPU"
+    message = refused(check_devices, three, "cluster.device=cuda", *words[1:])
+    assert (
+        "trainer.num_ranks=2 + rollout.num_workers=6 * rollout.tp_size=1 / rollout.workers_per_gpu=3 need 4" in message
+    )
+
+
 def test_no_gpu_at_all() -> None:
     none = Machine(count_gpus=lambda: 0)
     message = refused(check_devices, none, "cluster.device=cuda")

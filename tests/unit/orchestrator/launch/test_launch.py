@@ -155,16 +155,20 @@ EIGHT = load_run_config(["experiment=qwen3_30b_a3b_8gpu"])
     ranks=st.integers(1, 64),
     workers=st.integers(1, 16),
     tp_size=st.sampled_from([1, 2, 4, 8]),
+    per_gpu=st.integers(1, 4),
     gpus=st.sampled_from([4, 8]),
 )
 @hypothesis_settings(deadline=None, max_examples=60)
-def test_machines_hold_the_run_and_are_as_few_as_possible(ranks: int, workers: int, tp_size: int, gpus: int) -> None:
+def test_machines_hold_the_run_and_are_as_few_as_possible(
+    ranks: int, workers: int, tp_size: int, per_gpu: int, gpus: int
+) -> None:
     if tp_size > gpus:
         return
+    per_gpu = per_gpu if tp_size == 1 else 1
     config = replace(
         EIGHT,
         trainer=replace(EIGHT.trainer, num_ranks=ranks, ep_size=1),
-        rollout=replace(EIGHT.rollout, num_workers=workers, tp_size=tp_size),
+        rollout=replace(EIGHT.rollout, num_workers=workers * per_gpu, tp_size=tp_size, workers_per_gpu=per_gpu),
     )
     shape = shape_of(config, gpus)
 

@@ -26,7 +26,7 @@ from orchestrator.offline.modes import adapter_slot
 from rollout.errors import EngineError
 from trainer.architecture.families import read_config
 from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
-from weight_sync.simulation.links import Faults
+from weight_sync.simulation.links import Faults, LinkRates
 
 REPOSITORY = Path(__file__).parents[4]
 QUICK = ["experiment=quickstart"]
@@ -158,6 +158,24 @@ def test_a_plan_is_carried_to_the_cluster_that_is_asked_for():
     assert len(report.summary.sent_bytes) == 8
     assert len(report.summary.received_bytes) == 6
     assert report.config.rollout.num_workers == 3
+
+
+def test_engines_that_share_a_gpu_share_its_link_in_a_plan():
+    """GPUs of one node each: bytes of all engines pass one NIC, or one each."""
+    rates = LinkRates(nic_bytes_s=1e6, begin_s=0, barrier_s=0, commit_s=0)
+    apart, together = (
+        planned(
+            "cluster.device=cuda",
+            f"cluster.rollout_gpus={num_gpus}",
+            *words,
+            hardware=Hardware(ranks_per_node=1, rates=rates),
+        )
+        for num_gpus, words in ((3, []), (1, ["rollout.num_workers=3", "rollout.workers_per_gpu=3"]))
+    )
+    assert apart.config.rollout.num_workers == together.config.rollout.num_workers == 3
+    assert len(set(apart.placement.engine_gpus.values())) == 3
+    assert set(together.placement.engine_gpus.values()) == {len(together.placement.trainer_gpus)}
+    assert together.simulation.total_s > apart.simulation.total_s
 
 
 def test_nics_that_deliver_less_are_shown_beside_their_line_rate():

@@ -24,9 +24,11 @@ from rollout.engine.engine_options import (
     engine_environment,
     warm_up_lengths,
 )
+from rollout.engine.shared_gpu import cache_bytes
 from rollout.errors import EngineDied, EngineError, UnsupportedWeights, error_class
 from rollout.types import AdapterSlotsSpec
 from weight_sync.errors import IntegrityError
+from weight_sync.layout import TensorMeta
 
 
 def test_weights_never_come_from_files_and_logprobs_are_of_the_sampled_distribution():
@@ -72,6 +74,18 @@ def test_a_cpu_engine_is_eager_in_two_processes_with_a_fixed_cache():
     assert arguments["kv_cache_memory_bytes"] == 256 << 20
     assert engine_environment(Device.cpu)["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in engine_environment(Device.cuda)
+
+
+def test_engines_that_share_a_gpu_take_equal_parts_of_what_one_would_take():
+    three = RolloutConfig(num_workers=3, workers_per_gpu=3, gpu_memory_utilization=0.75)
+    arguments = engine_arguments(Path("m"), three, dtype=DType.bfloat16, device=Device.cuda, seed=1)
+    assert arguments["gpu_memory_utilization"] == 0.25
+    gib, weights = 1 << 30, [TensorMeta("w", (1 << 29,), "bfloat16")]
+    # A quarter of 80 GiB, less 1 GiB of weights, two slots of 1 GiB, and 3 GiB for the rest.
+    slots = AdapterSlotsSpec(2, 8, ("q_proj",), tuple(weights))
+    assert cache_bytes(three, weights, slots, 80 * gib) == (20 - 1 - 2 - 3) * gib
+    with pytest.raises(EngineError, match=r"workers_per_gpu=3 leaves no engine a KV cache: of 17\.2 GB.*lower"):
+        cache_bytes(three, weights, None, 16 * gib)
 
 
 def test_there_is_a_graph_for_every_number_of_requests_that_an_engine_may_have():

@@ -308,6 +308,13 @@ def test_ranks_fill_nodes_and_a_replica_that_fits_a_node_stays_on_one():
     assert place([0], [(0, rank) for rank in range(16)], 8).engine_gpus[0, 0] == 8  # two nodes, not three
 
 
+def test_replicas_of_one_rank_may_share_a_gpu_and_its_links():
+    found = place(range(2), [(replica, 0) for replica in range(4)], 4, 2)
+    assert found.engine_gpus == {(0, 0): 2, (1, 0): 2, (2, 0): 3, (3, 0): 3}
+    with pytest.raises(PlanError, match="no two ranks of a replica share"):
+        Placement(8, {0: 0}, {(0, 0): 1, (0, 1): 1})
+
+
 def test_a_lost_nic_is_replaced_by_the_next_of_its_node():
     placement = place(range(4), [(0, 0)], 2)
     assert [nic_of(gpu, placement, Faults(lost_nics=frozenset({1, 2}))) for gpu in range(4)] == [0, 0, 3, 3]
