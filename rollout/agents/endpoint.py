@@ -8,7 +8,7 @@
 Owns: the protocol. Does not own: which fields of a request are refused (request_fields.py), what a request samples
 (episode.py), when an episode ends (service.py).
 What would make the log-probabilities that training needs wrong is refused or taken from the run's options: temperature
-and top_p are rollout.sampling's, whatever a request says; constrained decoding is refused. A streamed answer is sent
+and top_p are the run's, whatever a request says; constrained decoding is refused. A streamed answer is sent
 when it is complete, in the protocol's events.
 """
 
@@ -146,8 +146,8 @@ class Endpoint:
             if asked is not None and asked != used and name not in self._told:
                 self._told.add(name)
                 self._tell(
-                    f"an agent asks for {name}={asked!r:.40} and gets rollout.sampling.{name}={used:g}, with which the "
-                    f"trainer computes log-probabilities (evaluations have rollout.eval_{name})"
+                    f"an agent asks for {name}={asked!r:.40} and gets the run's {name}={used:g}, with which the "
+                    f"trainer computes log-probabilities (evaluations have rollout.eval.{name})"
                 )
 
     def _episode_of(self, request: web.Request) -> Episode | None:

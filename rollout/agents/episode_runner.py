@@ -31,7 +31,6 @@ from rollout.agents.agent_pool import AgentPool
 from rollout.agents.channel import Channel, Disconnected
 from rollout.agents.episode import Limits
 from rollout.agents.kept_process import KeptProcess
-from rollout.agents.request_fields import FIXED
 from rollout.agents.service_options import ServiceOptions
 from rollout.branches import context_of
 from rollout.errors import AgentError, EngineDied
@@ -221,7 +220,7 @@ class EpisodeRunner:
             stop_token_ids=[*end_token_ids(self._folder), *rollout.sampling.stop_token_ids],
             tool_parser=episodes.tool_parser,
             add_special_tokens=self._config.data.add_special_tokens,
-            fixed={name: getattr(rollout.sampling, name) for name in FIXED},
+            fixed={"temperature": rollout.sampling.temperature, "top_p": 1.0},
             host=episodes.host,
             port=episodes.port,
             limits=asdict(limits),

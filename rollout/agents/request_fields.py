@@ -28,7 +28,7 @@ HARMLESS = frozenset(
 """Names, accounts, caches, queues; how many tokens a part of a stream has, which comes as one; and what vLLM ignores,
 too."""
 FIXED = ("temperature", "top_p")
-"""They are rollout.sampling's."""
+"""They are those with which the trainer computes log-probabilities: rollout.sampling.temperature, and no bound."""
 
 _NO_CONSTRAINTS = "constrained decoding"
 _OF_THE_RUN = "rollout.sampling.{0} is for all requests"

@@ -16,7 +16,7 @@ class ServiceOptions:
     tool_parser: str | None
     add_special_tokens: bool
     fixed: dict[str, float]
-    """rollout.sampling's values of request_fields.FIXED."""
+    """The run's values of request_fields.FIXED."""
     host: str
     port: int
     limits: dict[str, int]

@@ -302,7 +302,7 @@ async def test_a_temperature_that_is_replaced_is_told_once(served: Served) -> No
     for temperature in (None, 1.0, 0.3, 0.2):
         await client.chat.completions.create(model="policy", messages=messages, temperature=temperature, top_p=1)
     (told,) = script.told
-    assert told.startswith("an agent asks for temperature=0.3 and gets rollout.sampling.temperature=1")
+    assert told.startswith("an agent asks for temperature=0.3 and gets the run's temperature=1")
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,7 @@ async def test_a_temperature_that_is_replaced_is_said_in_the_runs_log(
     async with running(config("behave"), tmp_path) as (runner, _):
         await play(runner, "heat", "heat")
     told = [record.getMessage() for record in caplog.records if "temperature" in record.getMessage()]
-    assert len(told) == 1 and "temperature=0.5 and gets rollout.sampling.temperature=1" in told[0]
+    assert len(told) == 1 and "temperature=0.5 and gets the run's temperature=1" in told[0]
 
 
 async def test_a_lost_service_ends_the_group_with_an_error(config: Callable[..., RunConfig], tmp_path: Path) -> None:
