@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weight_sync import integrity
 from weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
 
 MASK = (1 << 64) - 1
@@ -63,6 +64,16 @@ def test_a_range_far_into_a_parameter_matches_its_definition_and_adds_up(offset_
     assert hash_bytes(torch.cat([torch.zeros(offset_bytes, dtype=torch.uint8), data])) == wanted
     parts = [hash_bytes(part, offset_bytes=offset_bytes + 5000 * i) for i, part in enumerate(data.split(5000))]
     assert sum(parts) & MASK == wanted
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_as_many_blocks_are_hashed_at_once_as_the_scratch_has_room_for(
+    num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, hash_chunk = [], integrity._hash_chunk
+    monkeypatch.setattr(integrity, "_hash_chunk", lambda data, at: (sizes.append(len(data)), hash_chunk(data, at))[1])
+    hash_bytes(random_bytes(7 * 4096), offset_bytes=5, scratch_bytes=num_blocks * MIN_SCRATCH_BYTES + 100)
+    assert max(sizes) == num_blocks * 4096 and sum(sizes) == 7 * 4096
 
 
 @given(st.lists(st.integers(0, 9_001), max_size=6))

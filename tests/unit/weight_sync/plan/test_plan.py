@@ -206,6 +206,17 @@ def test_the_largest_is_given_away_first_and_to_who_has_least():
     assert senders(plan)["own"] == {0}
 
 
+def test_bytes_that_one_source_must_send_count_once_for_every_replica():
+    """Rank 0 sends 2 MiB to each of three replicas, so rank 1 sends the other 2 MiB to all of them."""
+    metas = tuple(TensorMeta(name, (1 << 19,), "float32") for name in ("own", "all"))
+    own, everybodys = (SourceShard(meta.name, Region((0,), meta.shape)) for meta in metas)
+    params = tuple(Param(meta.name, meta.shape, "float32") for meta in metas)
+    loads = tuple(Load(meta.name, Region((0,), meta.shape), (0,), meta.name, 0, (1,)) for meta in metas)
+    sources = [SourceLayout(0, metas, (own, everybodys)), SourceLayout(1, metas, (everybodys,))]
+    plan = build_plan(sources, [[DestLayout(0, params, loads)]] * 3, max_task_bytes=1 << 26)
+    assert senders(plan) == {"own": {0}, "all": {1}}
+
+
 def test_each_of_overlapping_sets_of_holders_gives_to_who_has_least_by_then():
     """The largest first, a layer each, so that each is a choice of its own."""
     sets = [(0, 1, 2), (0, 1), (1, 2), (0, 2), (1, 2, 3), (0, 3)]
@@ -260,6 +271,23 @@ def test_sources_begin_with_different_destinations():
     by_columns = [[task for task in plan.tasks[rank] if task.param.endswith(".0.self_attn.o_proj.weight")]
                   for rank in range(4)]  # fmt: skip
     assert [[task.dest_rank for task in tasks] for tasks in by_columns] == [[0, 1], [1, 0]] * 2
+
+
+def own_tensors(sizes: list[int], num_dests: int, num_replicas: int = 1):
+    """Source r alone holds tensor r, of so many elements; every engine rank needs them all."""
+    metas = tuple(TensorMeta(f"own{rank}", (size,), "float32") for rank, size in enumerate(sizes))
+    shards = [SourceShard(meta.name, Region((0,), meta.shape)) for meta in metas]
+    params = tuple(Param(meta.name, meta.shape, "float32") for meta in metas)
+    loads = tuple(Load(meta.name, Region((0,), meta.shape), (0,), meta.name, 0, (1,)) for meta in metas)
+    sources = [SourceLayout(rank, metas, (shard,)) for rank, shard in enumerate(shards)]
+    return sources, [[DestLayout(rank, params, loads) for rank in range(num_dests)]] * num_replicas
+
+
+def test_a_source_goes_through_the_destinations_from_its_own_on():
+    """Of three: with two of them there is no telling forwards from backwards."""
+    plan = build_plan(*own_tensors([4, 4, 4], num_dests=3), max_task_bytes=1 << 20)
+    order = {rank: [task.dest_rank for task in tasks] for rank, tasks in plan.tasks.items()}
+    assert order == {0: [0, 1, 2], 1: [1, 2, 0], 2: [2, 0, 1]}
 
 
 def test_sources_begin_with_different_replicas_once_each_destination_has_one():

@@ -224,6 +224,21 @@ def test_a_piece_that_begins_before_its_load_is_refused() -> None:
     assert "no load puts u start [0, 0]" in joined.refused([first, before, *others])
 
 
+@pytest.mark.parametrize(("stride", "axes"), [((3, 1), (0, 1)), ((2, 1), (1, 0))])
+def test_a_piece_that_is_walked_in_another_order_than_its_elements_lie_in_is_refused(stride, axes) -> None:
+    """A matrix, and one whose load turns it: the piece is right but for its order, whatever order the load names."""
+    whole = Region((0, 0), (2, 3))
+    sources = (SourceLayout(0, (TensorMeta("t", (2, 3), "float32"),), (SourceShard("t", whole),)),)
+    layout = DestLayout(0, (Param("p", (2, 3), "float32"),), (Load("t", whole, axes, "p", 0, stride),))
+    plan = build_plan(sources, [[layout]], max_task_bytes=64)
+    (task,) = plan.tasks[0]
+    for order in ((0, 1), (1, 0)):
+        turned = dataclasses.replace(task, pieces=(Piece("t", whole, order, 0),))
+        wrong = dataclasses.replace(plan, tasks={0: TaskTable.of(0, [turned])})
+        for prove in (prove_coverage, prove_by_element):
+            assert (is_refused(prove, wrong, [[layout]], sources) == "") == (order == axes), (prove, order)
+
+
 def rows_of(*rows: int) -> list[Piece]:
     """Rows of p, as pieces: 0 is t's first, 1 is u's second."""
     return [Piece("tu"[row], Region((row, 0), (1, 4)), (0, 1), 4 * place) for place, row in enumerate(rows)]

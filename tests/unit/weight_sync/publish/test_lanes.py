@@ -103,6 +103,18 @@ def test_a_skipped_replica_gets_nothing() -> None:
     assert world.arrived(1, 1)
 
 
+def test_slots_that_were_packed_for_nobody_who_began_are_free_at_once() -> None:
+    """The first loads are one rank's, which is not there any more; the other rank's need their slots."""
+    world = World()
+    world.pipeline.load(sorted(world.plan.tasks[0], key=lambda task: task.dest_rank))
+    assert [destinations(packets) for packets in world.pipeline.loads[:NUM_SLOTS]] == [{(0, 0)}] * NUM_SLOTS
+    bindings = world.bindings()
+    del bindings[0, 0]
+    result = world.run(1, bindings)
+    assert result.report.errors == {}
+    assert result.report.num_bytes == sum(task.num_bytes for task in world.plan.tasks[0] if task.dest_rank == 1)
+
+
 @pytest.mark.parametrize("does_land", [True, False])
 def test_a_slot_whose_write_cannot_be_closed_is_not_packed_again(does_land: bool) -> None:
     world = World(2, transport=UnclosableTransport)

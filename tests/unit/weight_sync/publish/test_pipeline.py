@@ -204,6 +204,14 @@ def test_a_source_that_holds_more_than_it_declared_fails_the_publish() -> None:
     assert world.source.num_ends == 1
 
 
+def test_what_a_source_declared_is_accounted_for_also_where_it_holds_less() -> None:
+    """It may hold the rest while it is read."""
+    world = World(1, SMALL_WATERMARK + 100, temporary_bytes=100)
+    whole = world.run(1).report.peak_bytes
+    world.source.undeclared_bytes = -60
+    assert world.run(2).report.peak_bytes == whole
+
+
 def test_a_source_that_raises_fails_all_replicas_and_is_ended() -> None:
     world = World(2)
 

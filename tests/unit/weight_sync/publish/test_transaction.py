@@ -221,25 +221,28 @@ def test_a_replica_whose_commit_failed_is_not_told_again(make, answer) -> None:
     assert report.num_committed == 1
 
 
-def test_the_report_has_the_slowest_of_each_and_the_sum_of_bytes(make) -> None:
+@pytest.mark.parametrize(("one", "other"), [(0, 2), (2, 0)])
+def test_the_report_has_the_slowest_of_each_and_the_sum_of_bytes(make, one: int, other: int) -> None:
+    """Whichever replica, and whichever rank, the slowest is."""
     setup = make()
     setup.clients.takes_s = {Begin: 4.5, Commit: 2.0}
     setup.clients.answers |= {
-        (Begin, 0): begun(idle_s=0.5, mark_s=0.0), (Begin, 2): begun(idle_s=0.25, mark_s=0.125),
-        (Commit, 0): committed(0.5, 1.0, 2.0), (Commit, 2): committed(0.25, 3.0, 1.0),
+        (Begin, one): begun(idle_s=0.5, mark_s=0.0), (Begin, other): begun(idle_s=0.25, mark_s=0.125),
+        (Commit, one): committed(0.5, 1.0, 2.0), (Commit, other): committed(0.25, 3.0, 1.0),
     }  # fmt: skip
     setup.begin()
     setup.clock.now += 3.0
     results = [
-        RankPublishReport(write_s={0: 1.0}, num_bytes=100, prepare_s=0.5, busy_write_s=2.0, peak_bytes=7),
-        RankPublishReport(write_s={2: 1.0}, num_bytes=20, prepare_s=0.75, busy_write_s=1.0, peak_bytes=9),
+        RankPublishReport(write_s={one: 1.0}, num_bytes=100, prepare_s=0.5, busy_write_s=2.0, peak_bytes=7),
+        RankPublishReport(write_s={other: 1.0}, num_bytes=20, prepare_s=0.75, busy_write_s=1.0, peak_bytes=9),
     ]
+    results = results if one == 0 else results[::-1]
     setup.finish(*results)
     report = setup.transaction.report(results, watermark_bytes=11, num_changed_params=5)
     assert report.replicas == (
-        ReplicaReport("tcp://a", True, None, 2.0),
+        ReplicaReport("tcp://a", True, None, 2.0 if one == 0 else 1.0),
         ReplicaReport("tcp://b", False, EXCLUDED, 0.0),
-        ReplicaReport("tcp://c", True, None, 1.0),
+        ReplicaReport("tcp://c", True, None, 1.0 if one == 0 else 2.0),
     )
     assert (report.version, report.epoch) == (7, 3)
     assert (report.pause_s, report.idle_s, report.mark_s) == (2.0, 0.5, 0.125)

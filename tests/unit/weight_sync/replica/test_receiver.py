@@ -13,7 +13,7 @@ from fakes.publish import PlainEngine, engine_bytes, engine_layout, engine_param
 
 from weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
 from weight_sync.integrity import HASH_MASK, hash_bytes
-from weight_sync.layout import DestLayout, Fill, Region
+from weight_sync.layout import DestLayout, Fill, Param, Region
 from weight_sync.replica.messages import Expected
 from weight_sync.replica.receiver import Receiver
 from weight_sync.replica.version_state import Phase
@@ -253,6 +253,12 @@ def test_memory_that_contradicts_the_layout_is_refused(change: Callable[[dict], 
         Receiver(params, engine_layout(0), MemoryTransport(MemoryFabric()), repack=lambda _n, _t: None)
 
 
+def test_a_parameter_without_a_byte_is_refused() -> None:
+    layout = DestLayout(0, (Param("empty", (0, 5), "bfloat16"),), ())
+    with pytest.raises(ProtocolError, match=r"empty cannot be written one-sided: shape \(0, 5\)"):
+        Receiver({"empty": torch.zeros(0, 5, dtype=torch.bfloat16)}, layout, MemoryTransport(MemoryFabric()))
+
+
 def test_a_repacked_parameter_needs_its_hook() -> None:
     with pytest.raises(ProtocolError, match=r"w2 .*no repack hook"):
         Receiver(engine_params(0), engine_layout(0), MemoryTransport(MemoryFabric()))
@@ -429,6 +435,26 @@ def test_fills_have_their_own_values_and_places() -> None:
         assert rank.params["embed"][7].tolist() == [float("-inf")] * 2 + [1.0] * 3
         assert torch.equal(rank.params["embed"][:7], engine_bytes(version, 0)["embed"][:7])
         assert rank.receiver.committed_hashes["embed"] == hash_bytes(rank.params["embed"])
+
+
+def test_what_is_derived_is_computed_of_fills_and_of_what_was_repacked() -> None:
+    """A commit sets fills, then repacks, then recomputes: whatever is derived may be derived of any of them."""
+    layout, params = replace(engine_layout(0), fills=(Fill("embed", 35, 5, 2.0),)), engine_params(0)
+    receiver = Receiver(
+        params,
+        layout,
+        MemoryTransport(MemoryFabric()),
+        repack=lambda _, tensor: tensor.copy_(repacked(tensor.clone())),
+        recompute=lambda: params["absorbed"].copy_(params["embed"][7] * params["w2"].view(-1)[:5]),
+    )
+    for version in (4, 5):
+        receiver.begin(version, version, DIGEST)
+        for name, data in wire_bytes(version).items():
+            params[name][: len(data)] = data
+        params["embed"][7] = 99.0
+        receiver.verify(version, version, DIGEST, expected_of(version))
+        receiver.commit(version, version)
+        assert torch.equal(params["absorbed"], 2.0 * engine_bytes(version, 0)["w2"].view(-1)[:5])
 
 
 def test_a_fill_between_sent_bytes_is_hashed_around() -> None:
