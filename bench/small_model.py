@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 from bench import runs  # noqa: E402
+from bench.arithmetic import num_responses  # noqa: E402
 from bench.environment import environment  # noqa: E402
 from bench.loops.row_process import RESULT, python_path, sampled_gpus  # noqa: E402
 from bench.loops.small_engine import GROUP  # noqa: E402
@@ -233,7 +234,7 @@ def measure_job(args: argparse.Namespace, report: dict[str, Any], folder: Path) 
         words = [
             "experiment=quickstart_gpu", "model=checkpoint", f"model.path={args.model}", "data=files",
             f"data.path={prompts}", "data.eval_path=null", "data.max_prompt_tokens=null",
-            "reward=regex", r"reward.pattern=Answer:\s*\**(-?\d+)", "trainer.lora.rank=32", "trainer.lora.alpha=64",
+            "reward=regex", r"reward.pattern='Answer:\s*\**(-?\d+)'", "trainer.lora.rank=32", "trainer.lora.alpha=64",
             "trainer.optim.lr=1e-4", "algorithm.groups_per_step=16", "algorithm.group_size=16",
             "algorithm.max_staleness_steps=1", f"run.num_steps={args.steps}", "run.checkpoint_every_steps=0",
             "rollout.max_model_len=384", f"rollout.sampling.max_tokens={args.length}", "run.loggers=[]",
@@ -266,10 +267,9 @@ def job_figures(run_folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "optimizer_s": "trainer/optimizer_s", "publish_s": "sync/total_s", "pause_s": "sync/pause_s",
         "response_tokens": "rollout/response_tokens_mean", "k3": "parity/k3",
     }  # fmt: skip
-    found = {
-        name: statistics.median(row[key] for row in rows if row.get(key) is not None) for name, key in parts.items()
-    }
-    tokens = sum(256 * row["rollout/response_tokens_mean"] for row in rows)
+    told = {name: [row[key] for row in rows if row.get(key) is not None] for name, key in parts.items()}
+    found = {name: statistics.median(values) for name, values in told.items() if values}
+    tokens = num_responses(run_folder) * sum(row["rollout/response_tokens_mean"] for row in rows)
     return {"tokens_per_s": tokens / sum(row["step/total_s"] for row in rows), **found, "num_steps": len(rows)}
 
 
