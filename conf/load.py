@@ -49,18 +49,23 @@ from conf.schema import Init, RunConfig
 from conf.several_runs import answer, is_multirun, values_of
 from conf.words import read_word
 
+_NAMES_DATA = ("experiment=", "data=", "data.path=", "data.sources=")
 
-def load_run_config(overrides: Sequence[str], config_dir: Path | None = None) -> RunConfig:
+
+def load_run_config(overrides: Sequence[str], config_dir: Path | None = None, *, reads_rows: bool = True) -> RunConfig:
     """Compose conf/config.yaml with overrides into a checked RunConfig.
 
     Args:
         overrides: Words of Hydra's grammar: `group=choice`, `section.option=value`, `+key=value`, `~key`.
         config_dir: A folder of the user's own YAML files, laid out like conf/ (`DIR/experiment/mine.yaml`).
+        reads_rows: Whether the command needs data. If not, and no word names some, a file that ships stands in.
 
     Raises:
         ConfigError: An override, a YAML file or the resulting configuration cannot run.
     """
     _refuse_several_runs(overrides)
+    if not reads_rows and not any(word.lstrip("+").startswith(_NAMES_DATA) for word in overrides):
+        overrides = [*overrides, "data.path=pkg://letters_train.jsonl"]
     parsed = [_read_override(text, config_dir) for text in overrides]
     try:
         if config_dir is None and all(o.type is not OverrideType.DEL and o.package is None for o in parsed):

@@ -264,7 +264,7 @@ def _plan(words: list[str]) -> int:
         from orchestrator.offline import estimate_report as plan_report
         from weight_sync.gc_freeze import allow_collections, hold_collections
 
-    config = load_run_config(overrides, flags.config_dir)
+    config = load_run_config(overrides, flags.config_dir, reads_rows=False)
     check_model_reads_overrides(config, overrides, resolve_hf_config(config.model))
     hardware = plan_command.Hardware(
         rates=plan_command.link_rates(

@@ -354,3 +354,13 @@ def test_letters_beyond_ascii_need_no_quotes(word: str, read: object, tmp_path: 
 )
 def test_what_beyond_ascii_cannot_be_read_is_one_message(word: str, message: str) -> None:
     assert message in refusal_of(word)
+
+
+@pytest.mark.parametrize("words", [[], ["data.max_prompt_tokens=32"], ["algorithm=dr_grpo"]])
+def test_a_command_that_reads_no_rows_needs_none(words: list[str]) -> None:
+    model = ["model=tiny_qwen3_moe", "rollout=small", *words]
+    with pytest.raises(ConfigError, match=r"data\.path is required"):
+        load_run_config(model)
+    assert load_run_config(model, reads_rows=False).data.training_sources
+    for given in (["data=letters"], ["data.path=mine.jsonl"], ["data.sources=[a.jsonl]"], ["experiment=quickstart"]):
+        assert load_run_config([*model, *given], reads_rows=False) == load_run_config([*model, *given])
