@@ -34,7 +34,17 @@ from bench.bitwise_slots import NUM_SLOTS, SlotsHere  # noqa: E402
 from bench.environment import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config  # noqa: E402
 from bench.sync.engine_process import FUSIONS  # noqa: E402
-from conf.schema import Device, DType, LoraConfig, RolloutConfig, SamplingConfig, SyncMode, TrainerConfig  # noqa: E402
+from conf.schema import (  # noqa: E402
+    Device,
+    DType,
+    LoraConfig,
+    Match,
+    NumericsConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SyncMode,
+    TrainerConfig,
+)
 from rollout.engine.engine_options import (  # noqa: E402
     BATCH_INVARIANT_VARIABLE,
     engine_arguments,
@@ -101,13 +111,13 @@ class EngineHere:
                 gpu_memory_utilization=0.1,
                 kv_cache_bytes=(4 << 30) if is_gpu else None,
                 enforce_eager=args.eager,
-                batch_invariant=args.mode == "bitwise",
                 sampling=SamplingConfig(max_tokens=args.tokens),
             ),
             dtype=dtype,
             device=device,
             seed=0,
             adapters=slots,
+            batch_invariant=args.mode == "bitwise",
         )
         if not is_gpu:
             keep_linear_weights_in_place()
@@ -194,7 +204,8 @@ class TrainerHere:
         dtype = torch.bfloat16 if device is Device.cuda else torch.float32
         self.device, spec = torch.device(str(device)), read_config(config_of(args))
         self.lora = lora_of(args)
-        config = TrainerConfig(lora=self.lora, engine_forward=args.mode == "bitwise")
+        match = Match.bitwise if args.mode == "bitwise" else Match.engine
+        config = TrainerConfig(lora=self.lora, numerics=NumericsConfig(match=match))
         self.decoder = build_decoder(spec, dtype=dtype, device=self.device, trainer=config)
         torch.manual_seed(args.seed)
         self.adapters = []

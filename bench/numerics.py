@@ -23,7 +23,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +37,16 @@ from conf.schema import (  # noqa: E402
     AttentionValues,
     CombineMode,
     Device,
-    NumericsConfig,
+    NumericsByPlace,
     Rounding,
+    Roundings,
     RouterFormat,
     TrainerConfig,
 )
 
-AS_ENGINE = TrainerConfig(numerics=NumericsConfig(adapters=AdapterValues.merged))
+AS_ENGINE = TrainerConfig(numerics=NumericsByPlace(adapters=AdapterValues.merged))
 """All items as a compiled engine of merged weights has them."""
 OTHER_WAY: dict[str, Any] = {
-    "adapters": AdapterValues.separate,
     "attention": AttentionValues.own,
     "norm": Rounding.each,
     "rotation": Rounding.each,
@@ -55,7 +54,11 @@ OTHER_WAY: dict[str, Any] = {
 """By item, transformers' way or the trainer's own."""
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3": {"dense_activation": Rounding.each},
-    "qwen3_moe": {"expert_activation": Rounding.once, "router_weights": RouterFormat.model},
+    "qwen3_moe": {
+        "expert_activation": Rounding.once,
+        "router_weights": RouterFormat.model,
+        "combine": CombineMode.fp32_once,
+    },
 }
 
 
@@ -63,12 +66,13 @@ def ways(family: str) -> Iterator[tuple[str, TrainerConfig]]:
     """What is compared, by name."""
     yield "all as the engine", AS_ENGINE
     others = OTHER_WAY | OF_FAMILY[family]
+    yield "adapters", TrainerConfig()
     for name, choice in others.items():
-        yield name, replace(AS_ENGINE, numerics=replace(AS_ENGINE.numerics, **{name: choice}))
-    if family == "qwen3_moe":
-        yield "combine", replace(AS_ENGINE, combine=CombineMode.fp32_once)
+        own = Roundings(**{name: choice})
+        yield name, TrainerConfig(numerics=NumericsByPlace(adapters=AdapterValues.merged, own=own))
     yield "defaults", TrainerConfig()
-    yield "all the other way", TrainerConfig(numerics=NumericsConfig(**others), combine=CombineMode.fp32_once)
+    own = Roundings(**{"combine": CombineMode.fp32_once, **others})
+    yield "all the other way", TrainerConfig(numerics=NumericsByPlace(own=own))
 
 
 def measure(trainer: TrainerHere, responses: list[Response], repeats: int) -> dict[str, Any]:

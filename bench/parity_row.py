@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.parity_shapes import FACTS, LOAD_FORMAT, ROWS, SEED
+from bench.parity_shapes import BITWISE, FACTS, LOAD_FORMAT, ROWS, SEED
 from bench.parity_text import prompts_of, train_on_text
 
 RECORDED = 2
@@ -96,7 +96,6 @@ class RowRun:
                 max_num_batched_tokens=16384,
                 gpu_memory_utilization=0.04,
                 kv_cache_bytes=(2 << 30) if self.on_gpu else (64 << 20),
-                batch_invariant=row.batch_invariant and self.on_gpu,
                 enforce_eager=not row.is_compiled,
             ),
             prompts_of(row, self.hf_config, prompts),
@@ -107,6 +106,7 @@ class RowRun:
             num_recorded=0 if row.is_compiled else RECORDED,
             activations=self.activations,
             routing=routing,
+            batch_invariant=row.batch_invariant and self.on_gpu,
             say=self.done,
             engine_arguments=WITH_WEIGHTS if row.is_trained else drawn,
         )
@@ -147,7 +147,7 @@ class RowRun:
     def turn_switches(self) -> None:
         """The trainer with other options, those of each label; a failure does not end the row."""
         for label in self.row.others:
-            if label == "replay" or (label.startswith("engine_forward") and not self.on_gpu):
+            if label == "replay" or (label == BITWISE and not self.on_gpu):
                 continue
             gc.collect()
             try:
@@ -193,13 +193,17 @@ class RowRun:
         self.done(what)
 
 
-def with_option(section: Any, name: str, value: str) -> Any:
-    """A section of the options with one of them changed. Example: (TrainerConfig(), "numerics.norm", "each")."""
-    first, _, rest = name.partition(".")
-    before = getattr(section, first)
-    if rest:
-        return replace(section, **{first: with_option(before, rest, value)})
-    return replace(section, **{first: value == "true" if isinstance(before, bool) else type(before)(value)})
+def with_option(trainer: Any, name: str, value: str) -> Any:
+    """The options of a trainer with one of them, or one rounding, changed. Example: (TrainerConfig(), "combine",
+    "hf_eager").
+    """
+    from conf.schema import Match, NumericsByPlace, NumericsConfig
+
+    if name == "numerics.match":
+        return replace(trainer, numerics=NumericsConfig(match=Match(value)))
+    places, place = trainer.numerics.places, name.removeprefix("numerics.")
+    own = replace(places, **{place: type(getattr(places, place))(value)})
+    return replace(trainer, numerics=NumericsByPlace(own=own))
 
 
 def run_row(name: str, args: argparse.Namespace, out: Path) -> None:

@@ -82,7 +82,7 @@ class Row:
     prompt_tokens: int = 16
     tokens: int = 128
     others: tuple[str, ...] = ("replay",)
-    """Scorers beside the trainer as it is: OPTION=VALUE of TrainerConfig, or replay."""
+    """Scorers beside the trainer as it is: numerics.match=VALUE, ROUNDING=VALUE, or replay."""
     with_hf: bool = True
     with_fp32: bool = True
     batch_invariant: bool = False
@@ -124,7 +124,7 @@ SIGMOID_OFF = (
 )  # fmt: skip
 DENSE_OFF = (OWN_ATTENTION, DENSE_EACH, f"{OWN_ATTENTION},{DENSE_EACH}", "numerics.norm=each", "numerics.rotation=each")
 GPT_OSS_OFF = (OWN_ATTENTION, "numerics.norm=each", "numerics.rotation=each", "combine=hf_eager")
-BITWISE = "engine_forward=true"
+BITWISE = "numerics.match=bitwise"
 SEED_004: dict[str, Any] = {"prompts": 25, "tokens": 200, "with_fp32": False}
 ONLY_BITWISE: dict[str, Any] = {"others": (BITWISE,), "with_hf": False, "batch_invariant": True, "is_compiled": True}
 OF_QWEN3 = _old(0.0059, 0.0217, 0.0226, 0.0147, 0.0325)

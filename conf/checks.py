@@ -13,7 +13,6 @@ from conf.schema import (
     ENGINE_LORA_RANKS,
     SHIPPED_ADVANTAGES,
     AdapterValues,
-    AttentionValues,
     BusySlot,
     Correction,
     Device,
@@ -36,7 +35,6 @@ def check_all(config: RunConfig) -> None:
     """Check every rule that needs no machine and no file, the most basic first."""
     check_data_is_given(config)
     check_tokenizer_is_given(config)
-    check_engine_attention_has_gpus(config)
     if config.algorithm.objective is Objective.policy:
         check_prompt_and_response_fit(config)
         check_some_responses_end_by_themselves(config)
@@ -50,7 +48,6 @@ def check_all(config: RunConfig) -> None:
         check_relay_has_weights_to_pass_on(config)
         check_best_checkpoint_was_evaluated(config)
         check_tokens_are_masked_by_one_rule(config)
-        check_batch_invariant_engine_has_gpus(config)
         check_bitwise_parity_is_possible(config)
         check_merged_values_are_the_engines(config)
     if config.model.init is Init.random and config.model.path is None:
@@ -231,23 +228,14 @@ def check_relay_has_weights_to_pass_on(config: RunConfig) -> None:
         )
 
 
-def check_batch_invariant_engine_has_gpus(config: RunConfig) -> None:
-    """vLLM's batch-invariant kernels are for GPUs."""
-    if config.rollout.batch_invariant and config.cluster.device is Device.cpu:
-        raise ConfigError(
-            "rollout.batch_invariant=true (parity=bitwise) contradicts cluster.device=cpu, which has no such kernels; "
-            "choose cluster.device=cuda, or parity=standard"
-        )
-
-
 def check_bitwise_parity_is_possible(config: RunConfig) -> None:
     """The trainer computes an engine's bits where it can call the engine's kernels on equal inputs."""
-    if not config.trainer.engine_forward:
+    if not config.is_bitwise:
         return
     rollout, sampling = config.rollout, config.rollout.sampling
     broken = {
-        "rollout.batch_invariant=false, with which an engine's bits depend on its batch; set it to true": (
-            not rollout.batch_invariant
+        "cluster.device=cpu, which has no batch-invariant kernels; choose cluster.device=cuda": (
+            config.cluster.device is Device.cpu
         ),
         f"rollout.tp_size={rollout.tp_size}: an all-reduce adds more than two products in an order of its own; set it "
         "to 1 or 2": rollout.tp_size > 2,
@@ -265,23 +253,7 @@ def check_bitwise_parity_is_possible(config: RunConfig) -> None:
     }
     for reason, is_broken in broken.items():
         if is_broken:
-            raise ConfigError(f"trainer.engine_forward=true (parity=bitwise) contradicts {reason}, or parity=standard")
-
-
-def check_engine_attention_has_gpus(config: RunConfig) -> None:
-    """The engine's attention kernel is for GPUs and for 16 bits."""
-    if config.trainer.numerics.attention is not AttentionValues.engine:
-        return
-    reason = None
-    if config.cluster.device is Device.cpu:
-        reason = "cluster.device=cpu, for which it is not made; set cluster.device=cuda"
-    elif config.model.dtype is DType.float32:
-        reason = "model.dtype=float32, which it does not take; set model.dtype=bfloat16"
-    if reason is not None:
-        raise ConfigError(
-            f"trainer.numerics.attention=engine, a kernel of vLLM, contradicts {reason}, or "
-            "trainer.numerics.attention=own"
-        )
+            raise ConfigError(f"parity=bitwise (trainer.numerics.match) contradicts {reason}, or parity=standard")
 
 
 def check_merged_values_are_the_engines(config: RunConfig) -> None:

@@ -11,6 +11,7 @@ Owns: both tables. Does not own how options are read (load.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from conf.errors import ConfigError
@@ -25,41 +26,72 @@ MOVED = {
 
 
 class Gone(NamedTuple):
-    """An option without a successor of the same values."""
+    """Options without successors of the same values."""
 
+    names: tuple[str, ...]
     cure: str
-    """What to do in its place; ends "there is no option NAME any more; "."""
-    values: tuple[object, ...] = ()
-    """What it may be in the folder of an old run, because every run has it now."""
+    """What to do in their place; ends "there is no option NAME any more; "."""
+    values: Mapping[tuple[object, ...], Mapping[str, object]] = MappingProxyType({})
+    """What they may be in the folder of an old run -> what that is now. A folder that lacks one has the first of
+    these."""
+
+
+def _gone(name: str, cure: str, *values: object) -> Gone:
+    """An option that every run has at one of these values now."""
+    return Gone((name,), cure, {(value,): {} for value in values})
 
 
 def _shaped(name: str, neutral: float) -> Gone:
-    return Gone(
+    return _gone(
+        f"rollout.sampling.{name}",
         "training refuses it, because engines return log-probabilities of what it leaves or makes of the distribution, "
         "and the trainer's are of the whole softmax(logits / temperature), so that ratios, importance weights and "
         f"parity/k3 would compare two policies; for evaluations set rollout.eval.{name}",
-        (neutral,),
+        neutral,
     )
 
 
-GONE: Mapping[str, Gone] = {
-    "algorithm.tis_max": Gone(
-        "set algorithm.correction=tis and algorithm.correction_max, or algorithm.correction=none where it was 0"
+GONE = (
+    _gone(
+        "algorithm.tis_max",
+        "set algorithm.correction=tis and algorithm.correction_max, or algorithm.correction=none where it was 0",
     ),
-    "algorithm.advantage_scale": Gone("set algorithm.advantage: group_std for std, group for none, or leave_one_out"),
-    "rollout.sampling.top_p": _shaped("top_p", 1),
-    "rollout.sampling.top_k": _shaped("top_k", 0),
-    "rollout.sampling.min_p": _shaped("min_p", 0),
-    "rollout.sampling.repetition_penalty": _shaped("repetition_penalty", 1),
-    "rollout.sampling.presence_penalty": _shaped("presence_penalty", 0),
-}
+    _gone("algorithm.advantage_scale", "set algorithm.advantage: group_std for std, group for none, or leave_one_out"),
+    _shaped("top_p", 1),
+    _shaped("top_k", 0),
+    _shaped("min_p", 0),
+    _shaped("repetition_penalty", 1),
+    _shaped("presence_penalty", 0),
+    Gone(
+        ("rollout.batch_invariant", "trainer.engine_forward"),
+        "choose parity=bitwise, which sets trainer.numerics.match=bitwise for trainer and engines",
+        {(False, False): {}, (True, True): {"trainer.numerics.match": "bitwise"}},
+    ),
+    Gone(
+        (
+            *(f"trainer.numerics.{name}" for name in ("attention", "norm", "rotation", "dense_activation")),
+            *(f"trainer.numerics.{name}" for name in ("expert_activation", "router_weights", "router_logits")),
+            "trainer.numerics.routed_scale",
+            "trainer.combine",
+            "model.mla_norm_eps",
+        ),
+        "choose all roundings at once: trainer.numerics.match=engine or transformers",
+        {
+            ("auto", "once", "once", "once", "each", "float32", "engine", "output", "vllm_like", "rollout"): {},
+            ("own", "each", "each", "each", "once", "model", "float32", "weights", "hf_eager", "hf"): {
+                "trainer.numerics.match": "transformers"
+            },
+        },
+    ),
+)
 
 
 def explain(name: str) -> str | None:
     """What to say of an option of an earlier release on the command line; None: there was none of this name."""
     if name in MOVED:
         return f"there is no option {name} any more; it is {MOVED[name]} now"
-    return f"there is no option {name} any more; {GONE[name].cure}" if name in GONE else None
+    cure = next((gone.cure for gone in GONE if name in gone.names), None)
+    return None if cure is None else f"there is no option {name} any more; {cure}"
 
 
 def carried_over(options: dict[str, Any]) -> dict[str, Any]:
@@ -74,13 +106,20 @@ def carried_over(options: dict[str, Any]) -> dict[str, Any]:
     for old, new in MOVED.items():
         if (value := _take(options, old)) is not _ABSENT:
             _put(options, new, value)
-    for name, gone in GONE.items():
-        value = _take(options, name)
-        if value is not _ABSENT and value not in gone.values:
+    for gone in GONE:
+        found = {name: value for name in gone.names if (value := _take(options, name)) is not _ABSENT}
+        if not found:
+            continue
+        usual = next(iter(gone.values), (_ABSENT,) * len(gone.names))
+        key = tuple(found.get(name, value) for name, value in zip(gone.names, usual, strict=True))
+        if key not in gone.values:
+            given = " ".join(f"{name}={value}" for name, value in found.items() if value not in usual)
             raise ConfigError(
-                f"the run has {name}={value}, and there is no such option any more; {gone.cure}, and give "
+                f"the run has {given}, and there is no such option any more; {gone.cure}, and give "
                 "run.resume=FOLDER to slipstream train, or go on with the release that began the run"
             )
+        for name, value in gone.values[key].items():
+            _put(options, name, value)
     return options
 
 

@@ -28,7 +28,7 @@ from conf.schema import (
     SyncMode,
     TrainMode,
 )
-from conf.tensor_parallel import has_dense_layers, has_shared_experts, num_experts_of
+from conf.tensor_parallel import num_experts_of
 
 EVALUATED_WITH = (
     "run.eval_samples_per_prompt",
@@ -57,9 +57,6 @@ READ_BY_POLICY_ALONE = (
     ),
 )
 """Options and sections that learning from given answers, sft or dpo, does not read."""
-
-SOFTMAX_ROUTERS = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-"""model_type of models whose router's weights are a softmax; all others' are sigmoids, in float32."""
 
 
 class Ignored(NamedTuple):
@@ -145,15 +142,15 @@ def _reasons_of_training(config: RunConfig) -> tuple[Ignored, ...]:
             "remove it, or set trainer.mode=lora",
         ),
         Ignored(
-            ("trainer.numerics.", "trainer.combine"),
-            config.trainer.engine_forward,
-            "trainer.engine_forward=true, whose values come from the engine's kernels",
+            "trainer.numerics.adapters",
+            config.is_bitwise,
+            "trainer.numerics.match=bitwise, whose values come from the engine's kernels",
             "remove it, or choose parity=standard",
         ),
         Ignored(
             ("trainer.activation_checkpointing", "trainer.activations_on_host", "trainer.gate_up_kept"),
-            config.trainer.engine_forward,
-            "trainer.engine_forward=true, with which each layer keeps its input alone",
+            config.is_bitwise,
+            "trainer.numerics.match=bitwise, with which each layer keeps its input alone",
             "remove it, or choose parity=standard",
         ),
         Ignored(
@@ -213,8 +210,8 @@ def _reasons_of_objective(config: RunConfig) -> tuple[Ignored, ...]:
             "remove it, or choose algorithm=sft",
         ),
         Ignored(
-            "trainer.engine_forward",
-            is_given,
+            "trainer.numerics.match",
+            is_given and config.is_bitwise,
             f"algorithm={objective}, which has no engine to agree with",
             "remove it, or choose algorithm=grpo",
         ),
@@ -462,45 +459,13 @@ def _reasons_of_model(hf_config: Mapping[str, Any], *, is_known: bool) -> tuple[
     kind = hf_config.get("model_type")
     return (
         Ignored(
-            "model.mla_norm_eps",
-            is_known and hf_config.get("kv_lora_rank") is None,
-            f"model_type={kind}, which has no latent attention",
-            "remove it",
-        ),
-        Ignored(
-            "trainer.numerics.rotation",
-            is_known and hf_config.get("kv_lora_rank") is not None,
-            f"model_type={kind}, whose latent attention has a rotation of its own",
-            "remove it",
-        ),
-        Ignored(
-            "trainer.numerics.router_weights",
-            is_known and (not num_experts_of(hf_config) or kind not in SOFTMAX_ROUTERS),
-            f"model_type={kind}, which has no softmax router",
-            "remove it",
-        ),
-        Ignored(
-            ("trainer.numerics.router_logits", "trainer.numerics.routed_scale"),
-            is_known and (not num_experts_of(hf_config) or kind in SOFTMAX_ROUTERS),
-            f"model_type={kind}, which has no sigmoid router",
-            "remove it",
-        ),
-        Ignored(
             (
                 "trainer.lora.expert_rank",
-                "trainer.combine",
                 "trainer.train_router",
                 "trainer.gate_up_kept",
-                "trainer.numerics.expert_activation",
             ),
             is_known and not num_experts_of(hf_config),
             f"model_type={kind}, which has no experts",
-            "remove it",
-        ),
-        Ignored(
-            "trainer.numerics.dense_activation",
-            is_known and not has_dense_layers(hf_config) and not has_shared_experts(hf_config),
-            f"model_type={kind}, whose layers have routed experts alone",
             "remove it",
         ),
     )

@@ -112,7 +112,7 @@ def check_slots_of_experts_have_names(config: RunConfig, hf_config: Mapping[str,
 
 def check_engine_forward_knows_the_model(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
     """The engine's forward is written down for some families, in 16 bits and without scaled positions."""
-    if not config.trainer.engine_forward:
+    if not config.is_bitwise:
         return
     kind = hf_config.get("model_type")
     rope: Mapping[str, Any] = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
@@ -133,8 +133,7 @@ def check_engine_forward_knows_the_model(config: RunConfig, hf_config: Mapping[s
         )
     if reason is not None:
         raise ConfigError(
-            f"trainer.engine_forward=true (parity=bitwise) does not know {reason}; choose parity=standard, or another "
-            "model"
+            f"parity=bitwise (trainer.numerics.match) does not know {reason}; choose parity=standard, or another model"
         )
 
 

@@ -105,6 +105,7 @@ class RolloutWorker:
         adapters: AdapterSlotsSpec | None = None,
         routing: RoutingShape | None = None,
         keep_special_tokens: bool = False,
+        batch_invariant: bool = False,
         make_engine: Callable[..., Engine] = Engine,
     ) -> None:
         self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
@@ -125,8 +126,9 @@ class RolloutWorker:
         self._sockets = contextlib.ExitStack()
         """The folder of the slots' sockets, and our ends of them."""
         self.engine = make_engine(
-            folder, config, dtype=dtype, device=Device(device), seed=seed, adapters=adapters, routing=routing
-        )
+            folder, config, dtype=dtype, device=Device(device), seed=seed, adapters=adapters, routing=routing,
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
         self._endpoint = ReplicaEndpoint(self, key, host=host)
         self._sampling_server = SamplingServer(self.generate_group, key, host=host)
         self._skip_special_tokens = not keep_special_tokens

@@ -69,6 +69,7 @@ class WorkerOptions:
     adapters: AdapterSlotsSpec | None
     routing: RoutingShape | None
     keep_special_tokens: bool
+    batch_invariant: bool
 
 
 class WorkerProcess:
@@ -264,6 +265,7 @@ def _make(options: WorkerOptions, seed: int, host: str) -> Any:
         adapters=options.adapters,
         routing=options.routing,
         keep_special_tokens=options.keep_special_tokens,
+        batch_invariant=options.batch_invariant,
     )
 
 

@@ -107,7 +107,7 @@ class TrainerRank:
             hf_config: the policy's Hugging Face config.
             sync_key: signs the control messages of a publish.
             host: address at which engines' links reach this rank; loopback when all of them are on this machine.
-            engine_ranks: tensor-parallel ranks of an engine; trainer.engine_forward adds as they do.
+            engine_ranks: tensor-parallel ranks of an engine; trainer.numerics.match=bitwise adds as they do.
         """
         if world_size != trainer.num_ranks:
             raise LayoutError(
@@ -147,7 +147,7 @@ class TrainerRank:
     def load(self) -> dict[str, Any]:
         """Build the decoder, fill its weights, set up the optimizer. Returns facts for the log."""
         started = time.perf_counter()
-        spec = read_config(self._hf_config, self._model.mla_norm_eps)
+        spec = read_config(self._hf_config, self._trainer.numerics.places.mla_norm_eps)
         layout = ParallelLayout.create(self._world_size, self._trainer.ep_size, self._rank, self._device)
         dtype = getattr(torch, self._model.dtype.value)
         decoder = build_decoder(

@@ -73,7 +73,7 @@ class Scorer:
     ) -> None:  # fmt: skip
         self.device = torch.device(device)
         self._trainer, self._hf_config = trainer, hf_config
-        spec = read_config(hf_config, model.mla_norm_eps)
+        spec = read_config(hf_config, trainer.numerics.places.mla_norm_eps)
         self.decoder: Decoder = build_decoder(
             spec, dtype=getattr(torch, model.dtype.value), device=self.device, trainer=trainer,
             rounding_seed=rounding_seed,

@@ -1,8 +1,8 @@
-"""What items of trainer.numerics cost the trainer on shapes and lengths of which bench/numerics.py samples nothing.
+"""What single roundings cost the trainer on shapes and lengths of which bench/numerics.py samples nothing.
 
 Each shape of bench/parity_shapes.py is loaded once, with random weights and adapters. Then the items change places,
-some rounds long: the attention's values by vLLM's kernel or the trainer's own (trainer.numerics.attention), the dense
-activation rounded once or each time (trainer.numerics.dense_activation). A round is the median of some steps without
+some rounds long: the attention's values by vLLM's kernel or the trainer's own (attention), the dense
+activation rounded once or each time (dense_activation). A round is the median of some steps without
 the optimizer; the layouts are one long sequence and many short ones.
 """
 
@@ -39,7 +39,7 @@ class Subject:
             ),
             trainer=schema.TrainerConfig(
                 lora=schema.LoraConfig(rank=args.rank, alpha=2.0 * args.rank),
-                numerics=schema.NumericsConfig(attention=schema.AttentionValues.own),
+                numerics=schema.NumericsByPlace(own=schema.Roundings(attention=schema.AttentionValues.own)),
                 max_microbatch_tokens=16384,
             ),
             algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),

@@ -22,12 +22,17 @@ from conf.schema.algorithm import (
 from conf.schema.cluster import ClusterConfig, Device
 from conf.schema.data import Curriculum, DataConfig
 from conf.schema.loggers import MlflowConfig, WandbConfig
-from conf.schema.model import DType, EngineFormat, Init, MlaNormEps, ModelConfig
+from conf.schema.model import DType, EngineFormat, Init, ModelConfig
 from conf.schema.numerics import (
     AdapterValues,
     AttentionValues,
+    CombineMode,
+    Match,
+    MlaNormEps,
+    NumericsByPlace,
     NumericsConfig,
     Rounding,
+    Roundings,
     RoutedScale,
     RouterFormat,
     RouterLogits,
@@ -48,7 +53,6 @@ from conf.schema.teacher import TeacherConfig
 from conf.schema.trainer import (
     ENGINE_LORA_RANKS,
     MAX_EXPERT_RANK,
-    CombineMode,
     LoraConfig,
     OptimConfig,
     OptimState,
@@ -85,11 +89,13 @@ __all__ = [
     "KlEstimator",
     "KlPlace",
     "LoraConfig",
+    "Match",
     "MergeRounding",
     "MlaNormEps",
     "MlflowConfig",
     "ModelConfig",
     "Normalization",
+    "NumericsByPlace",
     "NumericsConfig",
     "Objective",
     "OptimConfig",
@@ -102,6 +108,7 @@ __all__ = [
     "RewardPart",
     "RolloutConfig",
     "Rounding",
+    "Roundings",
     "RoutedScale",
     "RouterFormat",
     "RouterLogits",

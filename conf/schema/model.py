@@ -30,13 +30,6 @@ class EngineFormat(StrEnum):
     block_fp8 = "block_fp8"
 
 
-class MlaNormEps(StrEnum):
-    """Which eps the norms of latent attention's low-rank projections use."""
-
-    rollout = "rollout"
-    hf = "hf"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The policy: which architecture, from which files, in which format."""
@@ -53,10 +46,6 @@ class ModelConfig:
     """Standard deviation of random weights. Ignored when init=checkpoint."""
     dtype: DType = DType.bfloat16
     """Format of the frozen weights, of the engine's weights and of activations."""
-    mla_norm_eps: MlaNormEps = MlaNormEps.rollout
-    """eps of q_a_layernorm and kv_a_layernorm (DeepSeek-V3, Kimi-K2). rollout: rms_norm_eps of the config, as vLLM.
-    hf: 1e-6, as transformers. Other architectures do not use it.
-    """
     engine_format: EngineFormat = EngineFormat.checkpoint
     """Format of the engines' weights. checkpoint: block-FP8 if the quantization_config of config.json asks for it,
     otherwise `dtype`. block_fp8: block-FP8 (128 x 128, DeepSeek-V3's) even if config.json has none. The trainer's base

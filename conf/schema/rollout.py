@@ -161,10 +161,6 @@ class RolloutConfig:
     """Size of the KV cache of one engine rank. null: sized by gpu_memory_utilization (GPU) or 256 MiB (CPU)."""
     enforce_eager: bool = False
     """Skip CUDA graphs and torch.compile. Always on for CPU engines."""
-    batch_invariant: bool = False
-    """Use kernels whose results for a token do not depend on the batch that it is in (VLLM_BATCH_INVARIANT=1), without
-    torch.compile. Half of parity=bitwise, which says what it costs. GPU only.
-    """
     max_concurrent_groups: int = 64
     """The most groups in flight over all workers; the buffer's back-pressure may permit fewer."""
     request_timeout_s: float = 600.0

@@ -10,6 +10,7 @@ from conf.schema.cluster import ClusterConfig
 from conf.schema.data import DataConfig
 from conf.schema.loggers import LOGGERS, MlflowConfig, WandbConfig
 from conf.schema.model import Init, ModelConfig
+from conf.schema.numerics import Match
 from conf.schema.parity import ParityConfig
 from conf.schema.reward import RewardConfig
 from conf.schema.rollout import RolloutConfig
@@ -158,6 +159,13 @@ class RunConfig:
     @property
     def _share_of_gpu(self) -> float:
         return _share(1 + self.rollout.num_workers)
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether trainer and engines compute the same bits: engines with batch-invariant kernels, which the trainer
+        calls.
+        """
+        return self.trainer.numerics.match is Match.bitwise
 
     @property
     def reads_initial_adapter(self) -> bool:

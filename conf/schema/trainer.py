@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from conf.schema.model import DType
-from conf.schema.numerics import AdapterValues, NumericsConfig
+from conf.schema.numerics import AdapterValues, Match, NumericsConfig
 from conf.schema.rules import above, at_least, at_least_or_null, divisors, require
 
 
@@ -15,14 +15,6 @@ class TrainMode(StrEnum):
 
     lora = "lora"
     full = "full"
-
-
-class CombineMode(StrEnum):
-    """Where the weighted sum of a token's expert outputs is rounded, and in what order it runs."""
-
-    fp32_once = "fp32_once"
-    vllm_like = "vllm_like"
-    hf_eager = "hf_eager"
 
 
 class OptimState(StrEnum):
@@ -207,17 +199,7 @@ class TrainerConfig:
     not its embedding table.
     """
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
-    """Where the forward pass rounds."""
-    combine: CombineMode = CombineMode.vllm_like
-    """How a token's expert outputs are summed. vllm_like: products are rounded to model.dtype, and their sum in float32
-    once more. fp32_once: products and sum in float32, rounded once. hf_eager: products and partial sums are rounded,
-    and experts are summed in ascending order, as transformers' eager experts.
-    """
-    engine_forward: bool = False
-    """Compute the policy's values by the engine's own kernels, with the weights that a publish writes, and gradients by
-    the trainer's. The other half of parity=bitwise, which says what it costs and which runs it is for. Needs vLLM on
-    the trainer's node.
-    """
+    """Whose numbers the forward pass computes."""
     cuda_graph_tokens: int = 8192
     """Replay the layers of a microbatch of at most so many tokens as CUDA graphs: with few tokens, or a small model,
     the host takes longer to launch kernels than the GPU to run them. The second microbatch of a size is captured;
@@ -257,8 +239,8 @@ class TrainerConfig:
             "adapters rounded to model.dtype, and a publish merges them as they are",
         )
         require(
-            not self.engine_forward or self.num_ranks == 1,
-            f"trainer.engine_forward=true (parity=bitwise) needs trainer.num_ranks=1, got {self.num_ranks}: several "
+            self.numerics.match is not Match.bitwise or self.num_ranks == 1,
+            f"trainer.numerics.match=bitwise needs trainer.num_ranks=1, got {self.num_ranks}: several "
             "ranks gather adapters rounded to model.dtype, and a publish merges them as they are",
         )
         require(

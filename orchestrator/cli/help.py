@@ -245,7 +245,7 @@ examples
   slipstream parity /models/Qwen3-30B-A3B --transformers
   slipstream parity /models/Qwen3-30B-A3B data=files data.path=prompts.jsonl --prompts 64 --max-tokens 200
       prompts of your own instead of random tokens
-  slipstream parity /models/Qwen3-30B-A3B trainer.combine=hf_eager --usual parity/parity.json --output other
+  slipstream parity /models/Qwen3-30B-A3B trainer.numerics.match=transformers --usual parity/parity.json --output other
       an option changed: what differs more than in an earlier report is named, however small it is
   slipstream parity runs/latest""",
     end="""\

@@ -54,7 +54,7 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
         raise ConfigError(f"{target} is there already; give another folder with --output, or remove it")
     adapter = adapter_of(folder, checkpoint)
     hf_config = read_hf_config(folder.model, "RUN/model")
-    spec = read_config(hf_config, config.model.mla_norm_eps)
+    spec = read_config(hf_config, config.trainer.numerics.places.mla_norm_eps)
     _check_sources(config, spec, adapter)
     base = "a base of random weights" if config.model.init is Init.random else config.model.path
     tell(f"merging {adapter} into {base}: reads both, and writes {target}")

@@ -266,7 +266,7 @@ class RolloutActor:
         self, options: WorkerOptions, seed: int, is_only_node: bool, forks: type[ForkServerActor]
     ) -> None:
         """Start the worker's process, from this node's fork server, and let it do what needs no device."""
-        set_engine_environment(options.device, batch_invariant=options.config.batch_invariant)
+        set_engine_environment(options.device, batch_invariant=options.batch_invariant)
         try:
             fork_server.join(await forks.address.remote(fork_server.imports_read(os.environ)))
         except RayError as error:

@@ -184,7 +184,7 @@ class OwnRay:
         there = dict(environment)
         there.setdefault("OMP_NUM_THREADS", "1")  # by Ray, which counts the actor's cores
         device = Device.cuda if resolve_device(self._config.cluster.device) == "cuda" else Device.cpu
-        set_engine_environment(device, batch_invariant=self._config.rollout.batch_invariant, environment=there)
+        set_engine_environment(device, batch_invariant=self._config.is_bitwise, environment=there)
         return imports_read(there)
 
 

@@ -87,6 +87,7 @@ class RolloutWorkers:
             adapters=adapter_slots(config, hf_config),
             routing=routing_shape(config, hf_config),
             keep_special_tokens=config.reward.keep_special_tokens,
+            batch_invariant=config.is_bitwise,
         )
 
     async def start(self, nodes: Iterable[str]) -> None:

@@ -79,7 +79,8 @@ def fingerprint(config: RunConfig) -> dict[str, Any]:
     algorithm = config.algorithm
     return to_plain(
         {
-            "model": asdict(config.model),
+            # Names of the first release, so that its checkpoints are read.
+            "model": {**asdict(config.model), "mla_norm_eps": trainer.numerics.places.mla_norm_eps},
             "trainer.num_ranks": trainer.num_ranks,
             "trainer.ep_size": trainer.ep_size,
             "trainer.mode": trainer.mode,

@@ -129,7 +129,7 @@ def _of_run(run: Path, overrides: Sequence[str]) -> RunConfig:
         if not merged.is_dir():
             raise ConfigError(f"{run} has no trained weights: {merged} is missing; has the run ended?")
         model = ModelConfig(path=str(merged), init=Init.checkpoint, dtype=config.model.dtype)
-        return replace(config, model=replace(model, mla_norm_eps=config.model.mla_norm_eps))
+        return replace(config, model=model)
     adapter = folder.root / "adapter"
     if not adapter.is_dir():
         raise ConfigError(f"{run} has no trained adapter: {adapter} is missing; has the run ended?")

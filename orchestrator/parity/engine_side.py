@@ -54,6 +54,7 @@ def sample_and_record(
     num_recorded: int,
     activations: Path,
     routing: RoutingShape | None = None,
+    batch_invariant: bool = False,
     say: Say,
     engine_arguments: Mapping[str, Any] = WITH_WEIGHTS,
 ) -> list[Sampled]:
@@ -66,6 +67,7 @@ def sample_and_record(
         num_recorded: The first so many sequences are prefilled once more, one by one, while activations are recorded
             into the file `activations` (safetensors). 0: none.
         routing: Shape of the model's routing, to record the experts of each token; None: none are recorded.
+        batch_invariant: As for Engine.
         say: Told what begins, and how far it is.
         engine_arguments: Of vLLM, over the product's: how the engine comes to its weights.
     """
@@ -78,7 +80,10 @@ def sample_and_record(
         return make_llm({**arguments, **engine_arguments})
 
     async def run() -> list[Sampled]:
-        engine = Engine(folder, config, dtype=dtype, device=device, seed=seed, routing=routing, make_llm=build)
+        engine = Engine(
+            folder, config, dtype=dtype, device=device, seed=seed, routing=routing, batch_invariant=batch_invariant,
+            make_llm=build,
+        )  # fmt: skip
         with telling(say, "engine: start", lambda: engine.start_phase):
             await engine.start()
         try:

@@ -120,6 +120,7 @@ def measure(config: RunConfig, device: Device, question: Question, engine_log: P
                 num_recorded=question.num_recorded,
                 activations=activations,
                 routing=routing_shape(config, hf_config),
+                batch_invariant=config.is_bitwise,
                 say=say,
             )
         logging.getLogger("vllm").setLevel(logging.ERROR)  # it logs to stdout, where --json goes

@@ -128,6 +128,7 @@ class Engine:
         seed: Seed of the engine's own random numbers; give every worker another one.
         adapters: Slots for adapters; None: requests use no adapters.
         routing: Shape of the model's routing, to record routes; None: rollouts carry none.
+        batch_invariant: Take kernels whose results for a token do not depend on the batch that it is in.
         make_llm: Called with the arguments of AsyncEngineArgs.
     """
 
@@ -141,6 +142,7 @@ class Engine:
         seed: int,
         adapters: AdapterSlotsSpec | None = None,
         routing: RoutingShape | None = None,
+        batch_invariant: bool = False,
         make_llm: Callable[[dict[str, Any]], AsyncLLM] = make_llm,
     ) -> None:
         self._folder = folder
@@ -154,7 +156,9 @@ class Engine:
             seed=seed,
             adapters=adapters,
             records_routes=routing is not None,
+            batch_invariant=batch_invariant,
         )
+        self._batch_invariant = batch_invariant
         self._routing = routing
         self._make_llm = make_llm
         self._llm: AsyncLLM | None = None
@@ -214,7 +218,7 @@ class Engine:
         watch_outputs(self._llm, self._stamp)
 
     def _begin(self) -> None:
-        set_engine_environment(self._device, batch_invariant=self._config.batch_invariant)
+        set_engine_environment(self._device, batch_invariant=self._batch_invariant)
         os.environ[OWNER_VARIABLE] = str(os.getpid())
         if self._make_llm is make_llm:
             fork_server.begin()

@@ -88,6 +88,7 @@ def engine_arguments(
     seed: int,
     adapters: AdapterSlotsSpec | None = None,
     records_routes: bool = False,
+    batch_invariant: bool = False,
 ) -> dict[str, Any]:
     """Arguments of vLLM's AsyncEngineArgs. The same names hold for both supported releases."""
     is_cpu = device is not Device.cuda
@@ -127,7 +128,7 @@ def engine_arguments(
         # latent heads wrongly (0.32).
         arguments["attention_backend"] = "CPU_MLA"
         arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
-    if config.batch_invariant:
+    if batch_invariant:
         # torch.compile would make other kernels of norms and activations than those that the trainer calls; CUDA graphs
         # replay the same ones.
         arguments["attention_backend"] = "FLASH_ATTN_MLA" if _has_latent_attention(folder) else "FLASH_ATTN"

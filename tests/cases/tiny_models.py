@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from conf.schema import (
     LoraConfig,
+    Match,
     MlaNormEps,
+    NumericsByPlace,
     NumericsConfig,
-    Rounding,
-    RoutedScale,
-    RouterFormat,
-    RouterLogits,
+    Roundings,
     TrainerConfig,
     TrainMode,
 )
@@ -217,15 +216,12 @@ LENGTHS = (7, 1, 12, 4)
 """Sequences of one packed microbatch."""
 
 
-TRANSFORMERS_NUMERICS = NumericsConfig(
-    norm=Rounding.each,
-    rotation=Rounding.each,
-    dense_activation=Rounding.each,
-    expert_activation=Rounding.once,
-    router_weights=RouterFormat.model,
-    router_logits=RouterLogits.float32,
-    routed_scale=RoutedScale.weights,
-)
+def by_place(**places: Any) -> NumericsConfig:
+    """Roundings as an engine's, but for these."""
+    return NumericsByPlace(own=Roundings(**places))
+
+
+AS_TRANSFORMERS = NumericsConfig(match=Match.transformers)
 """Rounds where transformers does, for comparisons in bfloat16."""
 
 

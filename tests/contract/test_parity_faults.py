@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from cases.tiny_models import draw_b
+from cases.tiny_models import by_place, draw_b
 
 from conf.load import load_run_config
-from conf.schema import CombineMode, Device, DType, RolloutConfig
+from conf.schema import CombineMode, Device, DType, RolloutConfig, RouterFormat
 from orchestrator.inputs.model_folder import resolve_hf_config
 from orchestrator.parity.compare import partings
 from orchestrator.parity.engine_side import Sampled, sample_and_record
@@ -32,12 +32,13 @@ DEVICE = Device.cuda if torch.cuda.is_available() else Device.cpu
 PROMPT, RESPONSE, SEQUENCES = 16, 48, 4
 
 
-def scorer_of(*overrides: str) -> Scorer:
+def scorer_of(combine: CombineMode = CombineMode.fp32_once) -> Scorer:
     lengths = ["rollout.max_model_len=128", f"rollout.sampling.max_tokens={RESPONSE}"]
     # vLLM on a CPU rounds the router's weights, and not the experts' products; on a GPU it is the other way round.
-    lengths += ["trainer.numerics.router_weights=model", "trainer.combine=fp32_once"]
-    config = load_run_config([*MODEL, *lengths, *overrides])
-    return Scorer(config.model, config.trainer, resolve_hf_config(config.model), seed=0, device=str(DEVICE))
+    numerics = by_place(router_weights=RouterFormat.model, combine=combine)
+    config = load_run_config([*MODEL, *lengths])
+    trainer = replace(config.trainer, numerics=numerics)
+    return Scorer(config.model, trainer, resolve_hf_config(config.model), seed=0, device=str(DEVICE))
 
 
 @dataclass
@@ -143,7 +144,7 @@ def test_a_planted_fault_is_named(recorded: Recorded, plant: Callable[[Scorer], 
 
 
 def test_another_order_of_the_experts_sum_is_named(recorded: Recorded):
-    found = recorded.against(scorer_of(f"trainer.combine={CombineMode.hf_eager}"))
+    found = recorded.against(scorer_of(CombineMode.hf_eager))
     assert [one.place for one in partings(found.differences)] == ["every layer, mlp.experts"]
     assert "order of their weighted sum" in found.sentence
 

@@ -78,7 +78,7 @@ async def main(folder, address, what):
         config=RolloutConfig(max_model_len=64, kv_cache_bytes=64 << 20, sampling=SamplingConfig(max_tokens=8)),
         weight_sync=WeightSyncConfig(), dtype=DType.float32, device=Device.cpu,
         tensors=engine_checkpoint(json.loads(Path(folder, "config.json").read_text()), DType.float32), key=b"k" * 32,
-        adapters=None, routing=None, keep_special_tokens=False,
+        adapters=None, routing=None, keep_special_tokens=False, batch_invariant=False,
     )
     worker = await WorkerProcess.start(options, seed=3, host="127.0.0.1", name="rollout-7", on_end=ended.set)
     phase = await worker.call("start_phase")

@@ -1,4 +1,4 @@
-"""trainer.numerics.attention=engine on a GPU: vLLM's FlashAttention 3 forward, the trainer's own backward.
+"""Roundings.attention=engine on a GPU: vLLM's FlashAttention 3 forward, the trainer's own backward.
 
 Values and gradients against plain products in float64.
 """
@@ -10,6 +10,7 @@ import torch
 from cases.tiny_models import (
     DENSE,
     GPT_OSS,
+    by_place,
     logits_of,
     make_decoder,
     packed,
@@ -20,7 +21,7 @@ from cases.tiny_models import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from conf.schema import AttentionValues, NumericsConfig, TrainMode
+from conf.schema import AttentionValues, TrainMode
 from trainer.engine_ops.choose_forward import choose_forward
 from trainer.engine_ops.vllm_attention import VllmAttention
 from trainer.model.attend import AttentionBackend, attend
@@ -124,7 +125,7 @@ def test_a_decoder_with_the_engines_attention_is_near_its_own(config: dict[str, 
     batch = token_ids.cuda(), positions.cuda(), starts
     found = []
     for values in (AttentionValues.engine, AttentionValues.own):
-        trainer = trainer_config(mode, numerics=NumericsConfig(attention=values))
+        trainer = trainer_config(mode, numerics=by_place(attention=values))
         decoder = make_decoder(config, trainer, dtype=torch.bfloat16, device="cuda")
         choose_forward(decoder, trainer, torch.device("cuda"))
         assert ("vLLM" in decoder.backends["attention's values"]) is (values is AttentionValues.engine)

@@ -146,7 +146,7 @@ class MlaSpec:
     bias: bool
     """q_a, kv_a and o projections have a bias."""
     norm_eps: float
-    """eps of q_a_layernorm and kv_a_layernorm; see the option model.mla_norm_eps."""
+    """eps of q_a_layernorm and kv_a_layernorm; see conf.schema.Roundings.mla_norm_eps."""
     softmax_scale: float
     """Factor of q . k."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from conf.schema import AdapterValues, AttentionValues, SyncMode, TrainerConfig, TrainMode
+from conf.schema import AdapterValues, AttentionValues, Match, SyncMode, TrainerConfig, TrainMode
 from trainer.engine_ops.adapter_forward import AdapterModules
 from trainer.engine_ops.engine_forward import MergedModules, compute_in_engine_operations
 from trainer.engine_ops.merged_forward import compute_with_merged_adapters
@@ -22,7 +22,7 @@ def choose_forward(
     engines: SyncMode = SyncMode.merged,
     engine_ranks: int = 1,
 ) -> None:
-    """Do what trainer.engine_forward, or trainer.numerics.attention and trainer.numerics.adapters ask for.
+    """Do what trainer.numerics asks for.
 
     Args:
         engines: What engines hold (weight_sync.mode): merged weights, or the base and adapters.
@@ -32,7 +32,7 @@ def choose_forward(
         TrainerError: the engine's kernels were asked for, and this node cannot run them: vLLM is missing, or the GPU,
             the dtype or the heads do not fit.
     """
-    if trainer.engine_forward:
+    if trainer.numerics.match is Match.bitwise:
         operations = VllmOperations(decoder.spec, decoder.dtype, device)
         if engines is SyncMode.adapter:
             rank = trainer.lora.slot_rank
@@ -41,7 +41,7 @@ def choose_forward(
             modules = MergedModules(operations, engine_ranks)
         compute_in_engine_operations(decoder, operations, modules)
         return
-    decoder.attention_values = _choose_attention(decoder, trainer.numerics.attention, device)
+    decoder.attention_values = _choose_attention(decoder, trainer.numerics.places.attention, device)
     if trainer.numerics.adapters is AdapterValues.merged and trainer.mode is TrainMode.lora:
         compute_with_merged_adapters(decoder)
 
@@ -54,9 +54,7 @@ def _choose_attention(decoder: Decoder, values: AttentionValues, device: torch.d
     refusal = refusal_of_engine_attention(capability, decoder.dtype, decoder.spec.attention)
     if refusal is not None:
         if values is AttentionValues.engine:
-            raise TrainerError(
-                f"trainer.numerics.attention=engine cannot be done: {refusal}; set trainer.numerics.attention=own"
-            )
+            raise TrainerError(f"attention's values by the engine's kernel cannot be had: {refusal}")
         return f"own ({refusal})"
     decoder.use_attention_of(VllmAttention())
     return "vLLM's FlashAttention 3"

@@ -58,8 +58,8 @@ class VllmAdapters:
             self._ops, config, self._punica, self._moe, self._triton = map(import_module, MODULES)
         except ImportError as error:
             raise TrainerError(
-                f"trainer.engine_forward=true needs vLLM where the trainer runs: {error}; install it there, or set "
-                "trainer.engine_forward=false"
+                f"trainer.numerics.match=bitwise needs vLLM where the trainer runs: {error}; install it there, or "
+                "choose parity=standard"
             ) from error
         self._config, self._device = config.LoRAConfig(max_lora_rank=rank, max_loras=1), device
         self._enabled = torch.ones(2, dtype=torch.int32, device=device)

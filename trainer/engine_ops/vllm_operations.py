@@ -1,7 +1,7 @@
 """The operations that a batch-invariant vLLM engine computes a model with, as functions of tensors.
 
-Owns imports of vLLM, all inside functions: without trainer.engine_forward=true nothing here needs it. Does not own the
-operations' order (engine_forward.py), nor gradients: nothing here is differentiable.
+Owns imports of vLLM, all inside functions: without parity=bitwise nothing here needs it. Does not own the operations'
+order (engine_forward.py), nor gradients: nothing here is differentiable.
 Invariant: a row's result depends on that row alone, hence not on how many rows a call has, and it has the bits that
 the engine computes with VLLM_BATCH_INVARIANT=1 (vLLM 0.25.1, `model_executor/layers/batch_invariant.py`).
 
@@ -49,8 +49,8 @@ class VllmOperations:
             custom_ops, batch_invariant, experts, router, attention, self._sampler = map(import_module, MODULES)
         except ImportError as error:
             raise TrainerError(
-                f"trainer.engine_forward=true needs vLLM where the trainer runs: {error}; install it there, or set "
-                "trainer.engine_forward=false"
+                f"trainer.numerics.match=bitwise needs vLLM where the trainer runs: {error}; install it there, or "
+                "choose parity=standard"
             ) from error
         assert isinstance(spec.attention, GqaSpec)
         self._custom_ops, self._batch_invariant = custom_ops, batch_invariant

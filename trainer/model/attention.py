@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from conf.schema import LoraConfig, NumericsConfig, Rounding
+from conf.schema import LoraConfig, Rounding, Roundings
 from trainer.architecture.attention_spec import GqaSpec, MlaSpec
 from trainer.architecture.model_spec import ModelSpec
 from trainer.kernels.latent import latent_heads
@@ -34,7 +34,7 @@ def make_attention(
     weight_dtype: torch.dtype,
     lora: LoraConfig | None,
     backend: AttentionBackend,
-    numerics: NumericsConfig,
+    numerics: Roundings,
 ) -> nn.Module:
     """The attention that the spec asks for in this layer."""
     linears = {
@@ -64,7 +64,7 @@ class GroupedQueryAttention(nn.Module):
         linears: dict[str, Linear],
         weight_dtype: torch.dtype,
         backend: AttentionBackend,
-        numerics: NumericsConfig,
+        numerics: Roundings,
     ) -> None:
         super().__init__()
         self.heads = [(count, gqa.head_dim) for count in (gqa.num_heads, gqa.num_kv_heads, gqa.num_kv_heads)]
@@ -126,7 +126,7 @@ class LatentAttention(nn.Module):
         linears: dict[str, Linear],
         weight_dtype: torch.dtype,
         backend: AttentionBackend,
-        numerics: NumericsConfig,
+        numerics: Roundings,
     ) -> None:
         super().__init__()
         self.mla, self.interleaved, self.backend = mla, spec.rope.interleaved, backend

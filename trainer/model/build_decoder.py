@@ -57,8 +57,7 @@ def build_decoder(
         attention_backend=choose_attention_backend(device, dtype, spec.attention),
         checkpointing=trainer.activation_checkpointing,
         gate_up_kept=trainer.gate_up_kept,
-        numerics=trainer.numerics,
-        combine=trainer.combine,
+        numerics=trainer.numerics.places,
         layout=layout,
         unpacked=UnpackBuffers(dtype),
     )

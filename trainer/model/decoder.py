@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conf.schema import CombineMode, LoraConfig, NumericsConfig, Rounding
+from conf.schema import LoraConfig, Rounding, Roundings
 from trainer.architecture.model_spec import ModelSpec
 from trainer.kernels.dense_activation import silu_product
 from trainer.kernels.experts.gather import gather_rows
@@ -60,8 +60,7 @@ class Build:
     checkpointing: bool
     gate_up_kept: float
     """Share of the expert layers that keep the product of gate and up although they are recomputed."""
-    numerics: NumericsConfig
-    combine: CombineMode
+    numerics: Roundings
     layout: ParallelLayout
     unpacked: UnpackBuffers
     """Buffers into which all layers unpack their packed experts."""
@@ -97,7 +96,7 @@ class VocabTable(nn.Module):
 class LastSum:
     """The sum at the end of the last layer before it was rounded, for the norm that reads it next.
 
-    An engine's compiled norm sees it so (trainer.numerics.norm=once), and the next layer gets it rounded. It is taken
+    An engine's compiled norm sees it so (Roundings.norm=once), and the next layer gets it rounded. It is taken
     once: a recomputation norms the rounded sum, as every backward does.
     """
 
@@ -421,7 +420,7 @@ def _moe_block(build: Build, layer: int) -> MoeBlock:
         device=layout.device,
         activation=replace(moe.activation, rounds_each=build.numerics.expert_activation is Rounding.each),
         has_bias=moe.is_fused,
-        combine_mode=build.combine,
+        combine_mode=build.numerics.combine,
         expert_format=moe.expert_format,
         unpacked=build.unpacked,
     )

@@ -1,4 +1,4 @@
-"""Attention with values by an engine's kernel and gradients by torch's (trainer.numerics.attention=engine).
+"""Attention with values by an engine's kernel and gradients by torch's (Roundings.attention=engine).
 
     forward   kernel(q, k, v) -> out, log of each softmax's sum          the engine's bits, up to its order of blocks
     backward  P = exp(scale * q k^T - log sum), from there as always     varlen or cuDNN's, the trainer's own choice

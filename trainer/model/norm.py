@@ -1,4 +1,4 @@
-"""RMSNorm, with the casts that trainer.numerics.norm chooses. They decide the last bits in bfloat16."""
+"""RMSNorm, with the casts that Roundings.norm chooses. They decide the last bits in bfloat16."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ transformers.
 Frequencies are computed in float32 on the device of the positions, as an engine does on its own: a power may differ by
 an ulp between devices, which is 1e-3 of an angle at position 16,384. Angles are float32; cosines and sines are cast to
 the compute dtype before they are used, but for a family whose engines do not (RopeSpec.is_wide) where
-trainer.numerics.rotation=once.
+Roundings.rotation=once.
 """
 
 from __future__ import annotations

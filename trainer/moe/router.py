@@ -3,8 +3,8 @@
 Owns the numerics that decide routing. They must match transformers, because one flipped expert is a different model:
 
     softmax   logits in the compute dtype, softmax over all experts in float32, top-k, renormalization in float32
-              (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538), weights as trainer.numerics.router_weights says
-    sigmoid   logits as trainer.numerics.router_logits says, and from there on in float32: scores, choice by score +
+              (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538), weights as Roundings.router_weights says
+    sigmoid   logits as Roundings.router_logits says, and from there on in float32: scores, choice by score +
               correction bias inside the best groups, weights from the scores alone (DeepSeek-V3,
               https://arxiv.org/abs/2412.19437, section 2.1.2)
 
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from conf.schema import NumericsConfig, RoutedScale, RouterFormat, RouterLogits
+from conf.schema import Roundings, RoutedScale, RouterFormat, RouterLogits
 from trainer.architecture.model_spec import MoeSpec, RouterScore
 from trainer.kernels.experts.route import route, weigh
 from trainer.moe.replay import LayerRoutes
@@ -58,7 +58,7 @@ class Router(nn.Module):
         hidden_size: int,
         *,
         weight_dtype: torch.dtype,
-        numerics: NumericsConfig,
+        numerics: Roundings,
     ) -> None:
         super().__init__()
         self.moe, self.wide = moe, numerics.router_weights is RouterFormat.float32

@@ -17,34 +17,10 @@ DISTILL = [
 ]
 CASES = [
     (
-        [*BITWISE, "model.dtype=bfloat16", "trainer.numerics.norm=each"],
-        "trainer.numerics.norm has no effect with trainer",
+        [*BITWISE, "model.dtype=bfloat16", "trainer.numerics.adapters=merged"],
+        "trainer.numerics.adapters has no effect with trainer.numerics.match=bitwise",
     ),
-    (
-        ["model=tiny_deepseek_v3", "trainer.numerics.rotation=each"],
-        "trainer.numerics.rotation has no effect with model_type=deepseek_v3",
-    ),
-    (
-        ["model=tiny_deepseek_v3", "trainer.numerics.router_weights=model"],
-        "trainer.numerics.router_weights has no effect with model_type=deepseek_v3, which has no softmax router",
-    ),
-    (
-        ["model=tiny_qwen3", "trainer.ep_size=1", "trainer.numerics.expert_activation=once"],
-        "trainer.numerics.expert_activation has no effect with model_type=qwen3, which has no experts",
-    ),
-    (
-        ["model=tiny_qwen3_moe", "trainer.numerics.dense_activation=each"],
-        "trainer.numerics.dense_activation has no effect with model_type=qwen3_moe, whose layers have routed",
-    ),
-    (
-        ["trainer.numerics.attention=engine"],
-        "trainer.numerics.attention=engine.*contradicts cluster.device=cpu.*trainer.numerics.attention=own",
-    ),
-    (
-        ["trainer.numerics.attention=engine", "cluster.device=cuda", "model.dtype=float32"],
-        "trainer.numerics.attention=engine.*contradicts model.dtype=float32.*set model.dtype=bfloat16",
-    ),
-    (["parity=bitwise", *BITWISE[2:]], "rollout.batch_invariant=true.*contradicts cluster.device=cpu.*parity=standard"),
+    (["parity=bitwise", *BITWISE[2:]], "parity=bitwise.*contradicts cluster.device=cpu.*parity=standard"),
     (
         ["cluster.share_gpu=true", "cluster.device=cuda"],
         "cluster.share_gpu=true contradicts trainer.num_ranks=2.*set it to 1",
@@ -72,8 +48,7 @@ CASES = [
         ["experiment=quickstart_one_gpu", "rollout.num_workers=2", "rollout.workers_per_gpu=2"],
         "rollout.workers_per_gpu has no effect with cluster.share_gpu=true: all engines share one GPU; remove it",
     ),
-    (["parity=bitwise"], "trainer.engine_forward=true.*needs trainer.num_ranks=1, got 2"),
-    ([*BITWISE, "rollout.batch_invariant=false"], "parity=bitwise.*contradicts rollout.batch_invariant=false"),
+    (["parity=bitwise"], "trainer.numerics.match=bitwise needs trainer.num_ranks=1, got 2"),
     ([*BITWISE, "rollout.tp_size=4"], "parity=bitwise.*contradicts rollout.tp_size=4.*set it to 1 or 2"),
     (
         [*BITWISE, "rollout.tp_size=2", "weight_sync.mode=adapter"],
@@ -127,7 +102,7 @@ CASES = [
     ),
     (
         [*BITWISE, "model.dtype=bfloat16", "trainer.activation_checkpointing=false"],
-        "trainer.activation_checkpointing has no effect with trainer.engine_forward=true",
+        "trainer.activation_checkpointing has no effect with trainer.numerics.match=bitwise",
     ),
     (
         [
@@ -140,8 +115,8 @@ CASES = [
         "trainer.activations_on_host has no effect with trainer.numerics.adapters=merged",
     ),
     (
-        ["algorithm=sft", *BITWISE[2:], "trainer.engine_forward=true"],
-        "trainer.engine_forward has no effect with algorithm=sft",
+        ["algorithm=sft", *BITWISE[2:], "trainer.numerics.match=bitwise"],
+        "trainer.numerics.match has no effect with algorithm=sft",
     ),
     (
         ["trainer.num_ranks=16", "trainer.ep_size=16", "algorithm.groups_per_step=16"],
@@ -312,12 +287,10 @@ CASES = [
         "rollout.max_restarts has no effect with weight_sync.enabled=false.*weight_sync=standard",
     ),
     (["weight_sync=disabled", "rollout.restart_backoff_s=5"], "rollout.restart_backoff_s has no effect"),
-    (["model.mla_norm_eps=hf"], "model.mla_norm_eps has no effect with model_type=qwen3_moe, which has no latent"),
     (
         ["model=tiny_qwen3", "trainer.ep_size=1", "trainer.lora.expert_rank=4"],
         "trainer.lora.expert_rank has no effect with model_type=qwen3, which has no experts",
     ),
-    (["model=tiny_qwen3", "trainer.ep_size=1", "trainer.combine=hf_eager"], "trainer.combine has no effect"),
     (
         ["model=tiny_qwen3", "trainer.ep_size=1", "trainer=full", "trainer.train_router=true"],
         "trainer.train_router has no effect with model_type=qwen3",
@@ -392,15 +365,11 @@ def test_contradictions_are_refused(words: list[str], message: str) -> None:
 
 
 def test_options_of_a_checkpoint_are_judged_once_its_config_is_read() -> None:
-    words = ["model=checkpoint", "model.path=/x", "data=letters", "trainer.combine=hf_eager", "model.mla_norm_eps=hf"]
+    words = ["model=checkpoint", "model.path=/x", "data=letters", "trainer.lora.expert_rank=8"]
     config = load_run_config(words)
     check_model_reads_overrides(config, words, {"model_type": "kimi_k2", "kv_lora_rank": 512, "n_routed_experts": 8})
-    for hf_config, message in (
-        ({"model_type": "glm4_moe", "n_routed_experts": 8}, "model.mla_norm_eps has no effect"),
-        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "trainer.combine has no effect"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            check_model_reads_overrides(config, words, hf_config)
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.expert_rank has no effect"):
+        check_model_reads_overrides(config, words, {"model_type": "deepseek_v3", "kv_lora_rank": 512})
 
 
 @pytest.mark.parametrize(
@@ -419,7 +388,7 @@ def test_options_of_a_checkpoint_are_judged_once_its_config_is_read() -> None:
         ["rollout.tp_size=2"],
         ["model=tiny_qwen3", "trainer.ep_size=1", "trainer.lora.attention=false"],
         ["model=tiny_deepseek_v3"],
-        ["model=tiny_deepseek_v3", "model.mla_norm_eps=hf", "trainer.lora.expert_rank=4", "trainer.combine=hf_eager"],
+        ["model=tiny_deepseek_v3", "trainer.numerics.match=transformers", "trainer.lora.expert_rank=4"],
         ["weight_sync=disabled", "rollout.sampling.max_tokens=3"],
         ["algorithm.mask_truncated=true", "rollout.sampling.stop_at_eos=true"],
         ["algorithm.mask_truncated=true", "rollout.sampling.stop=[a]"],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from conf.earlier import GONE, MOVED
+from conf.earlier import GONE, MOVED, carried_over
 from conf.errors import ConfigError
 from conf.load import load_resolved_yaml, load_run_config, resolved_yaml
 from conf.options import flat_options
@@ -18,7 +18,7 @@ OLD = Path(__file__).with_name("config_of_2a38aea.yaml").read_text()
 NAMES = {option.name for option in flat_options()}
 
 
-@pytest.mark.parametrize("name", [*MOVED, *GONE])
+@pytest.mark.parametrize("name", [*MOVED, *(name for gone in GONE for name in gone.names)])
 def test_an_option_of_an_earlier_release_is_refused_with_what_to_set(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^there is no option {name} any more; .+"):
         load_run_config(["experiment=quickstart", f"{name}=1"])
@@ -53,6 +53,13 @@ def changed(**sections: dict[str, object]) -> str:
 def test_a_moved_option_keeps_its_value() -> None:
     config = load_resolved_yaml(changed(rollout={"eval_temperature": 0.5, "eval_top_k": 7}))
     assert (config.rollout.eval.temperature, config.rollout.eval.top_k) == (0.5, 7)
+
+
+def test_options_that_became_one_are_carried_over_together() -> None:
+    both = {"rollout": {"batch_invariant": True}, "trainer": {"engine_forward": True}}
+    assert carried_over(both) == {"rollout": {}, "trainer": {"numerics": {"match": "bitwise"}}}
+    with pytest.raises(ConfigError, match=r"has rollout.batch_invariant=True, and there is no.*choose parity=bitwise"):
+        load_resolved_yaml(changed(rollout={"batch_invariant": True}))
 
 
 def test_a_run_that_depends_on_a_missing_option_is_refused_in_one_line() -> None:

@@ -144,13 +144,13 @@ def test_option_that_a_model_on_disk_does_not_read(
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     words = ["model=checkpoint", "model.init=random", "model.path=model", "model.tokenizer=characters"]
-    words += ["trainer.ep_size=1", "trainer.combine=hf_eager"]
+    words += ["trainer.ep_size=1", "trainer.lora.expert_rank=8"]
     if command == "train":
         message = refuse(*words)
     else:
         assert main(["plan", "experiment=quickstart", *words]) == 2
         message = capsys.readouterr().err
-    assert "trainer.combine has no effect with model_type=qwen3, which has no experts; remove it" in message
+    assert "trainer.lora.expert_rank has no effect with model_type=qwen3, which has no experts; remove it" in message
 
 
 def test_config_of_a_model_that_is_no_object(refuse: Refuse, tmp_path: Path) -> None:
@@ -499,7 +499,7 @@ def test_several_problems_are_all_reported_at_once(
         (["parity", "model=tiny_qwen3_moe", "--prompts", "0"], "--prompts must be >= 1, got 0"),
         (["parity", "model=tiny_qwen3_moe", "--prompts", "2"], "--layer-prompts must be <= --prompts, got 4 and 2"),
         (["parity", "/no/such/folder"], "model.path=/no/such/folder: no such folder"),
-        (["parity", "model=tiny_qwen3_moe", "trainer.combined=x"], "Did you mean trainer.combine?"),
+        (["parity", "model=tiny_qwen3_moe", "trainer.numeric.match=x"], "Did you mean trainer.numerics.match?"),
         (["parity", "model=tiny_qwen3_moe", "--usual", "/no/such"], "--usual=/no/such cannot be read: No such file"),
         (["parity", "model=tiny_qwen3_moe", "--max-tokens", "9999"], "max_position_embeddings=512"),
         (["recover", "runs/latest", "--worker", "x"], "--worker must be an integer, got 'x'"),

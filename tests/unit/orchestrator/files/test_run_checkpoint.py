@@ -21,7 +21,7 @@ from conf.schema import (
     DType,
     EngineFormat,
     Init,
-    MlaNormEps,
+    Match,
     ModelConfig,
     Objective,
     OptimState,
@@ -230,7 +230,7 @@ OTHER: dict[str, Any] = {
     "model.hf_config": {"model_type": "qwen3_moe", "num_experts": 8},
     "model.init_std": 0.03,
     "model.dtype": DType.float32,
-    "model.mla_norm_eps": MlaNormEps.hf,
+    "trainer.numerics.match": Match.transformers,
     "model.engine_format": EngineFormat.block_fp8,
     "model.tokenizer": "elsewhere",
     "trainer.num_ranks": 2,
@@ -267,7 +267,11 @@ OTHER: dict[str, Any] = {
 }
 """For each option that a resume must not change, another value than in PLAIN."""
 PLAIN = RunConfig(model=ModelConfig(init=Init.random, hf_config={"model_type": "qwen3_moe"}))
-IN_FINGERPRINT = {"cluster.device": "device", "algorithm.distill_coef": "algorithm.distill_coef > 0"}
+IN_FINGERPRINT = {
+    "cluster.device": "device",
+    "algorithm.distill_coef": "algorithm.distill_coef > 0",
+    "trainer.numerics.match": "model.mla_norm_eps",
+}
 """Options that have another name there."""
 
 

@@ -37,10 +37,10 @@ def test_a_run_folder_brings_its_options_and_its_adapter(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"has no trained adapter.*has the run ended\?"):
         load_config(ParityOptions(model=tmp_path), [])
     (tmp_path / "adapter").mkdir()
-    found, _ = load_config(ParityOptions(model=tmp_path), ["trainer.combine=hf_eager"])
+    found, _ = load_config(ParityOptions(model=tmp_path), ["trainer.numerics.match=transformers"])
     assert found.trainer.lora.init_from == str(tmp_path / "adapter")
     assert found.run.seed == 7
-    assert str(found.trainer.combine) == "hf_eager"
+    assert str(found.trainer.numerics.match) == "transformers"
 
 
 def test_an_adapter_that_computes_something_else_is_refused_before_the_engine_starts(tmp_path: Path):

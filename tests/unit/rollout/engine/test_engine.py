@@ -94,11 +94,11 @@ def test_there_is_a_graph_for_every_number_of_requests_that_an_engine_may_have()
         assert sizes == sorted(set(sizes))
         assert sizes[-1] == num_seqs
         assert all(after <= max(2 * before, 8) and after - before <= 64 for before, after in itertools.pairwise(sizes))
-        for config in (
-            RolloutConfig(max_num_seqs=num_seqs),
-            RolloutConfig(max_num_seqs=num_seqs, batch_invariant=True),
-        ):
-            arguments = engine_arguments(Path("m"), config, dtype=DType.bfloat16, device=Device.cuda, seed=1)
+        for invariant in (False, True):
+            arguments = engine_arguments(
+                Path("m"), RolloutConfig(max_num_seqs=num_seqs), dtype=DType.bfloat16, device=Device.cuda, seed=1,
+                batch_invariant=invariant,
+            )  # fmt: skip
             assert arguments["compilation_config"]["cudagraph_capture_sizes"] == sizes
     eager = RolloutConfig(enforce_eager=True)
     assert "compilation_config" not in engine_arguments(

@@ -1,4 +1,4 @@
-"""trainer.numerics.attention: whose kernel computes the attention's values, and when it is refused.
+"""Roundings.attention: whose kernel computes the attention's values, and when it is refused.
 
 vLLM's kernel runs in tests/gpu/test_engine_attention_gpu.py. Here another kernel takes its place: plain products, which
 return the sums that a kernel returns.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases.tiny_models import DEEPSEEK, DENSE, GPT_OSS, logits_of, make_decoder, packed, trainer_config
+from cases.tiny_models import DEEPSEEK, DENSE, GPT_OSS, by_place, logits_of, make_decoder, packed, trainer_config
 from torch import Tensor
 
-from conf.schema import AttentionValues, NumericsConfig
+from conf.schema import AttentionValues
 from trainer.architecture.families import read_config
 from trainer.engine_ops.choose_forward import choose_forward
 from trainer.engine_ops.vllm_attention import refusal_of_engine_attention
@@ -83,10 +83,10 @@ def test_a_node_that_cannot_run_it_says_so_once_or_takes_its_own() -> None:
     """Asked for, it is refused with one message; by default the trainer's own is taken, and the log says why."""
     for values, told in ((AttentionValues.own, "own"), (AttentionValues.auto, "own (the trainer has no GPU)")):
         decoder = make_decoder(DENSE, dtype=torch.bfloat16)
-        choose_forward(decoder, trainer_config(numerics=NumericsConfig(attention=values)), CPU)
+        choose_forward(decoder, trainer_config(numerics=by_place(attention=values)), CPU)
         assert decoder.backends == {"attention": "padded", "attention's values": told}
-    asked = trainer_config(numerics=NumericsConfig(attention=AttentionValues.engine))
-    with pytest.raises(TrainerError, match=r"attention=engine cannot be done: the trainer has no GPU; set .*=own"):
+    asked = trainer_config(numerics=by_place(attention=AttentionValues.engine))
+    with pytest.raises(TrainerError, match="engine's kernel cannot be had: the trainer has no GPU"):
         choose_forward(make_decoder(DENSE, dtype=torch.bfloat16), asked, CPU)
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from cases.tiny_models import DEEPSEEK, DENSE, GPT_OSS, MOE, logits_of, make_decoder, packed, trainer_config
+from cases.tiny_models import DEEPSEEK, DENSE, GPT_OSS, MOE, by_place, logits_of, make_decoder, packed, trainer_config
 from torch import Tensor
 
-from conf.schema import CombineMode, NumericsConfig, Rounding, RoutedScale, RouterFormat, RouterLogits
+from conf.schema import CombineMode, Rounding, RoutedScale, RouterFormat, RouterLogits
 from trainer.architecture.activation import CLAMPED_SWIGLU, SWIGLU
 from trainer.kernels.dense_activation import silu_product
 from trainer.kernels.experts.groups import RowGroups
@@ -78,7 +78,7 @@ def test_a_layers_sum_is_rounded_once_and_each_addend_gets_its_gradient() -> Non
 
 @pytest.mark.parametrize("once", [True, False])
 def test_a_decoder_layer_rounds_its_sum_where_numerics_say(once: bool) -> None:
-    numerics = NumericsConfig(norm=Rounding.once if once else Rounding.each)
+    numerics = by_place(norm=Rounding.once if once else Rounding.each)
     decoder = make_decoder(DENSE, trainer_config(numerics=numerics), dtype=torch.bfloat16)
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -201,11 +201,10 @@ NO_EFFECT: dict[str, set[str]] = {
     ("family", "config"), zip(NO_EFFECT, (DENSE, MOE, GPT_OSS, DEEPSEEK), strict=True), ids=list(NO_EFFECT)
 )
 def test_an_item_changes_the_models_that_have_its_operation(family: str, config: dict[str, object]) -> None:
-    """And is refused for the others (conf/ignored.py)."""
     batch = packed((40, 3))
 
     def logits(**changes: object) -> Tensor:
-        trainer = trainer_config(numerics=NumericsConfig(**changes), combine=CombineMode.fp32_once)
+        trainer = trainer_config(numerics=by_place(**{"combine": CombineMode.fp32_once, **changes}))
         with torch.no_grad():
             return logits_of(make_decoder(config, trainer, dtype=torch.bfloat16), batch)
 
@@ -222,7 +221,7 @@ def test_the_table_of_rotations_is_rounded_where_vllms_is(
     config: dict[str, object], rotation: Rounding, table: torch.dtype
 ) -> None:
     """vLLM's gpt-oss has it in float32 and casts it in the graph, where torch.compile fuses the cast away."""
-    decoder = make_decoder(config, trainer_config(numerics=NumericsConfig(rotation=rotation)), dtype=torch.bfloat16)
+    decoder = make_decoder(config, trainer_config(numerics=by_place(rotation=rotation)), dtype=torch.bfloat16)
     assert {x.dtype for x in decoder.rotary(torch.arange(4), torch.bfloat16)} == {table}
 
 
@@ -230,7 +229,7 @@ def test_items_are_equal_in_float32() -> None:
     """Up to the order of float32 operations."""
     batch = packed()
     for name, choice in OTHERS.items():
-        trainer = trainer_config(numerics=NumericsConfig(**{name: choice}))
+        trainer = trainer_config(numerics=by_place(**{name: choice}))
         with torch.no_grad():
             mine, default = (logits_of(make_decoder(MOE, t), batch) for t in (trainer, trainer_config()))
         assert torch.allclose(mine, default, atol=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases.tiny_models import (
+    AS_TRANSFORMERS,
     DEEPSEEK,
     DENSE,
     GLM,
@@ -16,7 +17,6 @@ from cases.tiny_models import (
     OLMOE,
     QWEN2,
     QWEN2_MOE,
-    TRANSFORMERS_NUMERICS,
     hf_logits,
     hf_model,
     logits_of,
@@ -110,7 +110,7 @@ def test_bfloat16_gradients_are_as_near_to_float32_as_pefts(name, tmp_path):
     """Both round; ours must not be further from the truth than twice theirs (one row routed elsewhere is 3 % here)."""
     hf_config, batch = MODELS[name], packed()
     wide, narrow = (
-        make_decoder(hf_config, trainer_config(numerics=TRANSFORMERS_NUMERICS), dtype=d, mla_norm_eps=MlaNormEps.hf)
+        make_decoder(hf_config, trainer_config(numerics=AS_TRANSFORMERS), dtype=d, mla_norm_eps=MlaNormEps.hf)
         for d in (torch.float32, torch.bfloat16)
     )
     save_adapter(wide, tmp_path)

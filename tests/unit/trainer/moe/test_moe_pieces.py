@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases.tiny_models import TRANSFORMERS_NUMERICS
+from cases.tiny_models import AS_TRANSFORMERS
 
-from conf.schema import NumericsConfig, RouterLogits
+from conf.schema import Roundings, RouterLogits
 from trainer.architecture.model_spec import MoeSpec, RouterScore
 from trainer.kernels.experts.groups import RowGroups
 from trainer.moe.dispatch import plan_dispatch
@@ -103,7 +103,7 @@ def test_router_is_transformers_to_the_bit(dtype, norm_topk_prob):
     config = Qwen3MoeConfig(hidden_size=32, num_experts=16, num_experts_per_tok=4, norm_topk_prob=norm_topk_prob)
     oracle = Qwen3MoeTopKRouter(config).to(dtype)
     moe = MoeSpec(num_experts=16, top_k=4, intermediate_size=8, norm_topk_prob=norm_topk_prob, layers=(True,))
-    router = Router(moe, 32, weight_dtype=dtype, numerics=TRANSFORMERS_NUMERICS)
+    router = Router(moe, 32, weight_dtype=dtype, numerics=AS_TRANSFORMERS.places)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         oracle.weight.copy_(torch.randn(16, 32, generator=generator))
@@ -121,7 +121,7 @@ def test_a_frozen_sigmoid_router_multiplies_in_bfloat16_and_loses_nothing():
     moe = MoeSpec(
         num_experts=16, top_k=4, intermediate_size=8, norm_topk_prob=True, layers=(True,), score=RouterScore.sigmoid
     )
-    router = Router(moe, 64, weight_dtype=torch.bfloat16, numerics=TRANSFORMERS_NUMERICS)
+    router = Router(moe, 64, weight_dtype=torch.bfloat16, numerics=AS_TRANSFORMERS.places)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         router.weight.copy_(torch.randn(16, 64, generator=generator) / 8)
@@ -154,5 +154,5 @@ def test_the_engine_decides_whether_sigmoid_logits_are_rounded(engine_rounds):
         num_experts=16, top_k=4, intermediate_size=8, norm_topk_prob=True, layers=(True,), score=RouterScore.sigmoid,
         engine_rounds_logits=engine_rounds,
     )  # fmt: skip
-    numerics = NumericsConfig(router_logits=RouterLogits.engine)
+    numerics = Roundings(router_logits=RouterLogits.engine)
     assert Router(moe, 64, weight_dtype=torch.bfloat16, numerics=numerics).narrow_logits is engine_rounds
