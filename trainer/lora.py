@@ -87,8 +87,9 @@ def apply_together(linears: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
 class _AdaptedLinears(torch.autograd.Function):
     """x W^T + b + scale * (x A^T) B^T for each of some (W, b, A, B), with W and b frozen.
 
-    Each adapter product is added in the accumulator of the base product, all gradients of x are summed in one, and
-    scale is applied in accumulators.
+    Each base product is added, in its accumulator, to the adapter's, and all gradients of x are summed in one; scale is
+    applied in accumulators. The other way round, an adapter's product would be added to numbers that are rounded
+    already: where it is less than half a step of theirs, as after few steps of training, rounding takes it away again.
     """
 
     @staticmethod
@@ -102,7 +103,7 @@ class _AdaptedLinears(torch.autograd.Function):
         a_RI = as_[0] if len(as_) == 1 else torch.cat(as_)
         low_TR = rows_TI @ a_RI.t()
         outs = [
-            F.linear(rows_TI, weight, bias).addmm_(low, b.t(), alpha=scale)
+            _adapted(rows_TI, weight, bias, low, b, scale)
             for weight, bias, b, low in zip(weights, biases, bs, low_TR.split(ctx.ranks, 1), strict=True)
         ]
         ctx.save_for_backward(rows_TI, a_RI, low_TR, *weights, *bs)
@@ -119,14 +120,27 @@ class _AdaptedLinears(torch.autograd.Function):
             dlow.addmm_(dy, b, beta=0, alpha=ctx.scale)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx_TI = dys[0] @ weights[0]
-            for dy, weight in zip(dys[1:], weights[1:], strict=True):
+            dx_TI = dlow_TR @ a_RI
+            for dy, weight in zip(dys, weights, strict=True):
                 dx_TI.addmm_(dy, weight)
-            dx = dx_TI.addmm_(dlow_TR, a_RI).view(*douts[0].shape[:-1], a_RI.shape[1])
+            dx = dx_TI.view(*douts[0].shape[:-1], a_RI.shape[1])
         das = _product(dlow_TR.t(), rows_TI, ctx.adapter_dtype).split(ctx.ranks)
         lows = low_TR.split(ctx.ranks, 1)
         dbs = [_product(dy.t(), low, ctx.adapter_dtype, ctx.scale) for dy, low in zip(dys, lows, strict=True)]
         return dx, None, *(grad for da, db in zip(das, dbs, strict=True) for grad in (None, None, da, db))
+
+
+def _adapted(rows_TI: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, b: Tensor, scale: float) -> Tensor:
+    """x W^T + b + scale * low B^T in the format of x, the sum rounded once."""
+    if bias is None:
+        return (
+            low.new_empty(low.shape[0], b.shape[0]).addmm_(low, b.t(), beta=0, alpha=scale).addmm_(rows_TI, weight.t())
+        )
+    if rows_TI.is_cuda and rows_TI.dtype is not torch.float32 and rows_TI.shape[0]:
+        base, update = (torch.mm(x, m.t(), out_dtype=torch.float32) for x, m in ((rows_TI, weight), (low, b)))
+    else:
+        base, update = (x.float() @ m.float().t() for x, m in ((rows_TI, weight), (low, b)))
+    return base.add_(update, alpha=scale).add_(bias).to(rows_TI.dtype)
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:

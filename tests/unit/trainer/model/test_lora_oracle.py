@@ -124,4 +124,4 @@ def test_bfloat16_gradients_are_as_near_to_float32_as_pefts(name, tmp_path):
         return relative_error(*(torch.cat([g[key].float().flatten() for key in truth]) for g in (grads, truth)))
 
     assert error(mine) < max(2.0 * error(theirs), 0.02)
-    assert error(mine) < 0.2  # a token or two may go to another expert, in all three
+    assert error(mine) < 0.4  # a few tokens may go to another expert, in all three

@@ -1,0 +1,47 @@
+"""Promises of trainer/lora.py about numbers: adapters count although their products are below a step of the outputs."""
+
+import pytest
+import torch
+
+from conf.schema import LoraConfig
+from trainer.lora import Linear, apply_together
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("together", [1, 3])
+def test_products_of_adapters_far_below_a_step_of_bfloat16_outputs_arrive(bias, together):
+    torch.manual_seed(0)
+    linears = [
+        Linear(64, 512, bias=bias, weight_dtype=torch.bfloat16, lora=LoraConfig(rank=8, alpha=16.0))
+        for _ in range(together)
+    ]
+    for linear in linears:
+        torch.nn.init.normal_(linear.weight, std=0.125)
+        torch.nn.init.normal_(linear.lora_A, std=0.125)
+        torch.nn.init.normal_(linear.lora_B, std=2e-4)
+        linear.weight.requires_grad_(False)
+        if linear.bias is not None:
+            torch.nn.init.normal_(linear.bias)
+            linear.bias.requires_grad_(False)
+    x = torch.randn(256, 64).bfloat16().requires_grad_()
+    outs = apply_together(linears, x)
+    dys = [torch.randn_like(out) for out in outs]
+    torch.autograd.backward(outs, dys)
+    assert x.grad is not None
+    dx_base, dx_update = torch.zeros(256, 64).double(), torch.zeros(256, 64).double()
+    for linear, out, dy in zip(linears, outs, dys, strict=True):
+        delta = 2.0 * linear.lora_B.double() @ linear.lora_A.double()
+        base = x.double() @ linear.weight.double().t()
+        base += 0 if linear.bias is None else linear.bias.double()
+        # Outputs are about 1, whose step is 2^-7; the adapters' are about 2 * 2e-4 * 8^0.5 = 1.1e-3.
+        assert kept(out, base, x.double() @ delta.t()) == pytest.approx(1.0, abs=0.05)
+        dx_base += dy.double() @ linear.weight.double()
+        dx_update += dy.double() @ delta
+    assert kept(x.grad, dx_base, dx_update) == pytest.approx(1.0, abs=0.15)
+
+
+def kept(got: torch.Tensor, base: torch.Tensor, update: torch.Tensor) -> float:
+    """The share of the update that is in what was computed. Rounding is off by 2^-9 of an output, as much as the update
+    is, or by less, with a sign that has nothing to do with the update's: the share's error is 1 / sqrt(131072)."""
+    update = update.detach()
+    return float(((got.detach().double() - base) * update).sum() / update.square().sum())
