@@ -124,11 +124,16 @@ class EngineHere:
         self.llm = LLM(**arguments)
         self.slots = None if slots is None else SlotsHere(self.llm, slots.tensors)
 
-    def sample(self, prompts: list[list[int]], num_tokens: int) -> tuple[list[Response], float]:
-        """Sample one response to each. Returns them and the seconds."""
+    def sample(
+        self, prompts: list[list[int]], num_tokens: int, ends: tuple[int, ...] = ()
+    ) -> tuple[list[Response], float]:
+        """Sample one response to each; it stops after one of `ends`. Returns them and the seconds."""
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=1.0, max_tokens=num_tokens, logprobs=0, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(
+            temperature=1.0, max_tokens=num_tokens, logprobs=0, ignore_eos=True, detokenize=False,
+            stop_token_ids=list(ends),
+        )  # fmt: skip
         began = time.perf_counter()
         outs = self._run(prompts, sampling)
         seconds = time.perf_counter() - began

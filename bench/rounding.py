@@ -1,20 +1,31 @@
-"""How much of an adapter's update an engine of merged weights gets: rounded to nearest, and by thresholds.
+"""How much of an adapter's update an engine gets: merged weights to nearest and by thresholds, adapters in slots, and
+training on merged values.
 
     python bench/rounding.py MODEL                         a folder of a chat model; a GPU if there is one
     python bench/rounding.py MODEL --steps 1 4 --seeds 0   on a CPU, some minutes for 135M parameters
+    python bench/rounding.py MODEL --adapters FOLDER       adapters of runs: FOLDER/NAME-seedN/step-K, in PEFT's format
 
-The trainer learns right answers to sums (SFT with LoRA) and is looked at after some steps. A row of the table is a
-median over seeds:
+The trainer learns right answers to sums (SFT with LoRA) and is looked at after some steps. --bases: "bf16"; "fp8",
+where the model was quantized to block-FP8 before it is trained, engines hold such blocks, and their projections round
+inputs, too; "bf16-in-fp8", where engines do and the trainer's base is bfloat16 (model.engine_format=block_fp8).
+--values merged trains on the values that engines get, with gradients straight through. A row of the table is a median
+over seeds:
 
-    unchanged    share of the adapted elements whose merged bfloat16 value is that of the base
+    unchanged    share of the adapted elements that are stored as the base's
     kept         <engine - base, update> / <update, update>: 1 where engines get the update, 0 where they keep the base
-    KL           of the policy with rounded weights from the trained one, per token of the answers, over the whole
-                 vocabulary, in nats: what parity/k3 estimates. Both are transformers' forward in float32, so that
-                 nothing but the rounding of weights differs
-    nll          of right answers that were not trained on, in nats per token, beside the base's and the trained one's
-    moved        share of the adapted elements whose rounded value differs from the one of the row before
+    error        |engine - base - update| / |update|
+    moved        share of the elements that are stored otherwise than one step before
+    KL           of what engines get from the policy that is trained, per token of the answers, over the whole
+                 vocabulary, in nats, which is what parity/k3 estimates: transformers' forward in float32 on both sides,
+                 so that nothing but the rounding of weights differs
+    as engine    the same with an engine's forward (bench/rounding_ways.py) beside the trained policy in float32
+    of floor     "as engine" by the KL between the engine's and the float32 forward of the trained policy's own weights
+    nll          of right answers that were not trained on, in nats per token
 
-Prints its environment and a table; writes bench/results/rounding-{cpu,gpu}-COMMIT.json.
+"base" and "trained" are the engine's forward of the base and of the trained policy's own weights, "trainer" is the
+trainer's own forward (k3 of the answers' tokens instead of KL), each beside float32. The policy of --values merged is
+the one with rounded weights. With --adapters, KL is of responses that the trained policy samples. Writes --out, row by
+row, with the environment.
 """
 
 from __future__ import annotations
@@ -22,8 +33,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import statistics
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,25 +46,30 @@ sys.path[0] = str(ROOT)
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from torch import Tensor  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
 
 from bench.environment import environment  # noqa: E402
+from bench.rounding_ways import Forwards, Pairs, Policy, Published, divergence, policy_of, published  # noqa: E402
 from conf.schema import (  # noqa: E402
+    AdapterValues,
     AlgorithmConfig,
     DType,
     LoraConfig,
     ModelConfig,
+    NumericsConfig,
     Objective,
     OptimConfig,
     TrainerConfig,
     WeightSyncConfig,
 )
+from trainer.adapter_io import load_adapter  # noqa: E402
 from trainer.rank import TrainerRank  # noqa: E402
 from trainer.types import Denominators, Sample  # noqa: E402
 from trainer.weights.shards import local_shards  # noqa: E402
 
-ROUNDINGS = ("nearest", "dithered")
+COLUMNS = ("unchanged", "kept", "error", "moved", "kl", "kl_engine", "of_floor", "nll")
+SAMPLED_TOKENS = 64
 
 
 def sums(tokenizer: Any, count: int, seed: int) -> list[tuple[list[int], list[int]]]:
@@ -77,16 +95,17 @@ def sample_of(prompt: list[int], answer: list[int]) -> Sample:
 
 
 class Trained:
-    """A trainer rank that learns sums, and the weights of its policy."""
+    """A trainer rank that learns sums, or gets adapters of runs."""
 
-    def __init__(self, args: argparse.Namespace, seed: int, device: str) -> None:
-        config = json.loads((Path(args.model) / "config.json").read_text())
+    def __init__(self, args: argparse.Namespace, base: str, lora: LoraConfig, seed: int, device: str) -> None:
+        self.args, self.is_fp8 = args, base != "bf16"
         self.rank = TrainerRank(
             # CPUs multiply float32 faster; the base's values are those of bfloat16 either way.
             model=ModelConfig(path=args.model, dtype=DType.bfloat16 if device == "cuda" else DType.float32),
             trainer=TrainerConfig(
-                lora=LoraConfig(rank=args.rank, alpha=2.0 * args.rank),
+                lora=lora,
                 optim=OptimConfig(lr=args.lr),
+                numerics=NumericsConfig(adapters=AdapterValues(args.values)),
                 activation_checkpointing=False,
                 cuda_graph_tokens=0,
             ),
@@ -99,10 +118,16 @@ class Trained:
             world_size=1,
             rendezvous="",
             device=device,
-            hf_config=config,
+            hf_config=json.loads((Path(args.model) / "config.json").read_text()),
             sync_key=b"",
         )
         self.rank.load()
+        if base == "fp8":
+            own = published(self.rank.decoder, is_fp8=True, is_merged=False)
+            with torch.no_grad():
+                for held in local_shards(self.rank.decoder):
+                    if held.tensor in own:
+                        held.base.copy_(own[held.tensor].values)
 
     def step(self, samples: list[Sample]) -> None:
         """One update."""
@@ -112,123 +137,174 @@ class Trained:
         self.rank.forward_backward([samples], Denominators(counts, len(samples), version))
         self.rank.optimizer_step()
 
-    @torch.no_grad()
-    def weights(self) -> dict[str, dict[str, Tensor]]:
-        """By adapted checkpoint tensor: "base", "exact" (float32, not rounded), and by rounding, in bfloat16."""
-        found: dict[str, dict[str, Tensor]] = {}
-        for held in local_shards(self.rank.decoder):
-            if held.delta is None:
-                continue
-            to_nearest = replace(held, delta=replace(held.delta, rounding_key=None))
-            of_tensor = {"base": held.base.detach().bfloat16()}
-            for name, shard, dtype in (
-                ("exact", to_nearest, torch.float32), ("nearest", to_nearest, torch.bfloat16),
-                ("dithered", held, torch.bfloat16),
-            ):  # fmt: skip
-                of_tensor[name] = torch.empty(held.region.shape, dtype=dtype, device=held.base.device)
-                shard.read(held.region, of_tensor[name], {})
-            found[held.tensor] = of_tensor
-        return found
+    def own_forward(self, pairs: Pairs) -> np.ndarray:
+        """Log-probabilities of the answers' tokens by the trainer's own forward."""
+        version = self.rank.policy_version
+        samples = [replace(sample_of(*pair), oldest_version=version) for pair in pairs]
+        return np.concatenate([one.logprobs for one in self.rank.score([samples], version)[0]]).astype(np.float64)
+
+    def stored(self) -> dict[str, dict[str, Tensor]]:
+        """What engines would get, by way and matrix."""
+        return {way: {name: one.stored for name, one in of.items()} for way, of in self.policy().ways.items()}
+
+    def policy(self) -> Policy:
+        """The present one."""
+        return policy_of(self.rank.decoder, is_fp8=self.is_fp8)
 
 
-@torch.no_grad()
-def log_probabilities(model: nn.Module, weights: dict[str, Tensor], pairs: list[Any]) -> tuple[list[Tensor], float]:
-    """Score the answers under these weights: (log-probabilities of the whole vocabulary at each token, mean nll)."""
-    parameters = dict(model.named_parameters())
-    for name, values in weights.items():
-        parameters[name].copy_(values)
-    rows, nll = [], []
-    for prompt, answer in pairs:
-        tokens = torch.tensor([prompt + answer], device=next(iter(parameters.values())).device)
-        logits = model(tokens).logits[0, len(prompt) - 1 : -1].float()
-        rows.append(logits.log_softmax(-1))
-        nll.append(-rows[-1].gather(1, tokens[0, len(prompt) :, None]).sum())
-    return rows, float(sum(nll)) / sum(len(answer) for _, answer in pairs)
-
-
-def divergence(rounded: list[Tensor], exact: list[Tensor]) -> float:
-    """Mean over tokens of KL(rounded || exact): tokens are sampled by the engine."""
-    per_token = [(one.exp() * (one - other)).sum(-1) for one, other in zip(rounded, exact, strict=True)]
-    return float(torch.cat(per_token).mean())
+def distances(
+    policy: Policy, way: dict[str, Published], own: dict[str, Published], before: dict[str, Tensor] | None
+) -> dict[str, float | None]:
+    """Figures of weights alone. `own`: the base as engines get it; `before`: what was stored one step before."""
+    inner = square = off = 0.0
+    unchanged = moved = total = 0
+    for name, one in way.items():
+        update = policy.exact[name].double() - policy.base[name].double()
+        got = one.update_over(policy.base[name]).double()
+        inner += float((update * got).sum())
+        square += float((update * update).sum())
+        off += float((got - update).square().sum())
+        total += update.numel()
+        unchanged += int((one.stored.float() == own[name].stored.float()).sum())
+        moved += 0 if before is None else int((one.stored.float() != before[name].float()).sum())
+    return {
+        "unchanged": unchanged / total, "kept": inner / square, "error": (off / square) ** 0.5,
+        "moved": None if before is None else moved / total,
+    }  # fmt: skip
 
 
 def figures(
-    weights: dict[str, dict[str, Tensor]], model: nn.Module, pairs: list[Any], before: dict[str, dict[str, Tensor]]
+    trained: Trained, forwards: Forwards, pairs: list[Any], before: dict[str, dict[str, Tensor]] | None, values: str
 ) -> dict[str, Any]:
-    """One policy: its two roundings."""
-    exact, exact_nll = log_probabilities(model, {name: one["exact"] for name, one in weights.items()}, pairs)
-    row: dict[str, Any] = {"trained_nll": exact_nll}
-    for rounding in ROUNDINGS:
-        inner = square = 0.0
-        unchanged = moved = total = 0
-        for name, one in weights.items():
-            update = (one["exact"] - one["base"].float()).double()
-            got = (one[rounding].float() - one["base"].float()).double()
-            inner += float((update * got).sum())
-            square += float((update * update).sum())
-            unchanged += int((one[rounding] == one["base"]).sum())
-            moved += int((one[rounding] != (before.get(name) or {rounding: one["base"]})[rounding]).sum())
-            total += update.numel()
-        logprobs, nll = log_probabilities(model, {name: one[rounding] for name, one in weights.items()}, pairs)
-        row[rounding] = {
-            "unchanged": unchanged / total, "kept": inner / square, "kl": divergence(logprobs, exact), "nll": nll,
-            "moved": moved / total,
-        }  # fmt: skip
+    """One policy in all its ways."""
+    policy, is_fp8 = trained.policy(), trained.is_fp8
+    own = published(trained.rank.decoder, is_fp8=is_fp8, is_merged=False)
+    if values == "merged":
+        whole = {name: one.values for name, one in policy.ways["dithered"].items()}
+        ways = {"merged values": policy.ways["dithered"]}
+    else:
+        whole, ways = policy.exact, policy.ways
+    right_nll = forwards.in_float32(whole, pairs)[1]
+    told = pairs
+    if trained.args.adapters:
+        told = forwards.sampled([prompt for prompt, _ in pairs], SAMPLED_TOKENS, seed=0)
+    exact = forwards.in_float32(whole, told)[0]
+    floor = forwards.as_engine({name: Published(v, v) for name, v in whole.items()}, told, is_fp8=is_fp8)
+    floor = divergence(floor, exact)
+    tokens = torch.tensor([token for _, answer in told for token in answer], device=exact.device)
+    log_ratio = trained.own_forward(told) - exact.gather(1, tokens[:, None])[:, 0].double().cpu().numpy()
+    own_figures = {
+        "k3": float(np.mean(np.expm1(log_ratio) - log_ratio)),
+        "nll": -float(trained.own_forward(pairs).mean()),
+    }
+    row: dict[str, Any] = {"trained_nll": right_nll, "floor": floor, "trainer": own_figures, "ways": {}}
+    for title, way in ways.items():
+        name = "dithered" if title == "merged values" else title
+        found = distances(policy, way, own, None if before is None else before[name])
+        if name == "slots":
+            found |= {"unchanged": None, "moved": None}
+        rounded = {matrix: one.whole() for matrix, one in way.items()}
+        found["kl"] = divergence(forwards.in_float32(rounded, told)[0], exact)
+        found["nll"] = forwards.in_float32(rounded, pairs)[1]
+        found["kl_engine"] = divergence(forwards.as_engine(way, told, is_fp8=is_fp8), exact)
+        found["of_floor"] = found["kl_engine"] / floor
+        row["ways"][title] = found
+    base = forwards.in_float32(policy.base, pairs)
+    row["base_nll"] = base[1]
+    row["base_floor"] = divergence(forwards.as_engine(own, pairs, is_fp8=is_fp8), base[0])
     return row
 
 
-def run_seed(args: argparse.Namespace, seed: int, device: str) -> list[dict[str, Any]]:
-    """Train, and look after each of args.steps."""
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    taught = [sample_of(*pair) for pair in sums(tokenizer, args.batch * max(args.steps), 1000 + seed)]
+def trained_rows(args: argparse.Namespace, base: str, device: str) -> Iterator[dict[str, Any]]:
+    """Train with each seed, and look after each of args.steps."""
+    tokenizer, forwards = AutoTokenizer.from_pretrained(args.model), Forwards(args.model, device)
     held_out = sums(tokenizer, args.held_out, 1)
-    auto: Any = AutoModelForCausalLM  # which is typed for one model
-    model = auto.from_pretrained(args.model, dtype=torch.float32).to(device)
-    trained = Trained(args, seed, device)
-    base_nll = log_probabilities(model, {}, held_out)[1]
-    rows: list[dict[str, Any]] = []
-    before: dict[str, dict[str, Tensor]] = {}
-    for step in range(1, max(args.steps) + 1):
-        trained.step(taught[(step - 1) * args.batch : step * args.batch])
-        if step in args.steps:
-            weights = trained.weights()
-            rows.append({"seed": seed, "step": step, "base_nll": base_nll, **figures(weights, model, held_out, before)})
-            before = weights
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    return rows
+    for seed in args.seeds:
+        taught = [sample_of(*pair) for pair in sums(tokenizer, args.batch * max(args.steps), 1000 + seed)]
+        trained = Trained(args, base, LoraConfig(rank=args.rank, alpha=2.0 * args.rank), seed, device)
+        before: dict[str, dict[str, Tensor]] | None = None
+        for step in range(1, max(args.steps) + 1):
+            if step in args.steps:
+                before = trained.stored()
+            trained.step(taught[(step - 1) * args.batch : step * args.batch])
+            if step in args.steps:
+                found = figures(trained, forwards, held_out, before, args.values)
+                yield {"name": f"SFT, {args.values}", "base": base, "seed": seed, "step": step, **found}
+
+
+def adapter_rows(args: argparse.Namespace, base: str, device: str) -> Iterator[dict[str, Any]]:
+    """Look at each adapter below args.adapters."""
+    tokenizer, forwards = AutoTokenizer.from_pretrained(args.model), Forwards(args.model, device)
+    held_out = sums(tokenizer, args.held_out, 1)
+    trained: Trained | None = None
+    for config in sorted(args.adapters.glob("*-seed*/step-*/adapter_config.json")):
+        found = re.fullmatch(r"(.+)-seed(\d+)/step-(\d+)", str(config.parent.relative_to(args.adapters)))
+        if found is None:
+            continue
+        fields = json.loads(config.read_text())
+        seed = int(found[2])
+        if trained is None or trained.rank._seed != seed:
+            trained = Trained(args, base, LoraConfig(rank=fields["r"], alpha=fields["lora_alpha"]), seed, device)
+        with torch.no_grad():
+            load_adapter(trained.rank.decoder, config.parent)
+        row = figures(trained, forwards, held_out, None, args.values)
+        yield {"name": found[1], "base": base, "seed": seed, "step": int(found[3]), **row}
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Medians over seeds."""
+    print(f"| policy | after | way | {' | '.join(COLUMNS)} |\n|{'---|' * (3 + len(COLUMNS))}")
+    for name, base, step in sorted({(row["name"], row["base"], row["step"]) for row in rows}):
+        of_step = [row for row in rows if (row["name"], row["base"], row["step"]) == (name, base, step)]
+        for way in of_step[0]["ways"]:
+            cells = [_median([row["ways"][way][column] for row in of_step]) for column in COLUMNS]
+            print(f"| {name}, {base} | {step} | {way} | {' | '.join(cells)} |")
+        mine = {key: _median([row["trainer"][key] for row in of_step]) for key in ("k3", "nll")}
+        ends = {
+            key: _median([row[key] for row in of_step]) for key in ("base_floor", "floor", "base_nll", "trained_nll")
+        }
+        blanks = " | ".join([""] * 5)
+        print(f"| {name}, {base} | {step} | base |{blanks}| {ends['base_floor']} | | {ends['base_nll']} |")
+        print(f"| {name}, {base} | {step} | trained |{blanks}| {ends['floor']} | 1 | {ends['trained_nll']} |")
+        print(f"| {name}, {base} | {step} | trainer |{blanks}| {mine['k3']} | | {mine['nll']} |")
+
+
+def _median(values: list[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{statistics.median(known):.3g}" if known else ""
 
 
 def main() -> None:
-    """Print the table and write the file."""
+    """Write the file, row by row, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
+    parser.add_argument("--adapters", type=Path, help="look at these instead of training")
+    parser.add_argument("--bases", nargs="+", choices=("bf16", "fp8", "bf16-in-fp8"), default=["bf16"])
+    parser.add_argument(
+        "--values", choices=("separate", "merged"), default="separate", help="that the trainer's forward takes"
+    )
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 4, 12, 50, 100])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--batch", type=int, default=64, help="answers of a step")
     parser.add_argument("--held-out", type=int, default=64, help="answers that are looked at")
     parser.add_argument("--rank", type=int, default=32, help="of LoRA; alpha is twice as much")
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--out", type=Path, help="bench/results/rounding-{cpu,gpu}-COMMIT.json")
     parser.add_argument("--commit", help="of a tree that is not a git checkout")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     facts = environment(args.commit)
-    print(json.dumps(facts, indent=2))
-    rows = [row for seed in args.seeds for row in run_seed(args, seed, device)]
-    heads = ["after", *(f"{name}, {kind}" for name in ("unchanged", "kept", "KL", "moved") for kind in ROUNDINGS)]
-    print(f"| {' | '.join([*heads, 'nll: base, trained, nearest, dithered'])} |\n|{'---|' * (len(heads) + 1)}")
-    for step in args.steps:
-        of_step = [row for row in rows if row["step"] == step]
-
-        def median(*path: str, of_step: list[dict[str, Any]] = of_step) -> float:
-            return statistics.median(row[path[0]] if len(path) == 1 else row[path[0]][path[1]] for row in of_step)
-
-        cells = [f"{median(kind, key):.3g}" for key in ("unchanged", "kept", "kl", "moved") for kind in ROUNDINGS]
-        nll = [median("base_nll"), median("trained_nll"), *(median(kind, "nll") for kind in ROUNDINGS)]
-        print(f"| {step} steps | {' | '.join(cells)} | {', '.join(f'{value:.3f}' for value in nll)} |")
     kind = "gpu" if device == "cuda" else "cpu"
-    path = ROOT / "bench" / "results" / f"rounding-{kind}-{facts['commit']}.json"
-    path.write_text(json.dumps({"environment": facts, "options": vars(args), "rows": rows}, indent=1) + "\n")
-    print(path.relative_to(ROOT))
+    path = args.out or ROOT / "bench" / "results" / f"rounding-{kind}-{facts['commit']}.json"
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    rows: list[dict[str, Any]] = []
+    for base in args.bases:
+        for row in (adapter_rows if args.adapters else trained_rows)(args, base, device):
+            rows.append(row)
+            path.write_text(json.dumps({"environment": facts, "options": options, "rows": rows}, indent=1) + "\n")
+            print(json.dumps(row), file=sys.stderr, flush=True)
+    print_table(rows)
+    print(path)
 
 
 if __name__ == "__main__":

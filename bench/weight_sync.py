@@ -149,7 +149,7 @@ class Bench:
         """Measure one set of options with hashes and, if both alternate, without."""
         self.everywhere("settle_memory")
         self.sampler.start()
-        facts = self.everywhere("open_row", row.watermark_bytes, endpoint)[0]
+        facts = self.everywhere("open_row", row.watermark_bytes, row.rounding, endpoint)[0]
 
         def publish(verify_hashes: bool, trace: Path | None = None) -> dict[str, Any]:
             waited_s = ask(engine, "settle", spec.num_requests)
@@ -192,6 +192,7 @@ class Bench:
         return {
             "title": title,
             "watermark_bytes": row.watermark_bytes,
+            "rounding": row.rounding,
             "verify_hashes": reports[0]["verify_hashes"],
             **facts,
             "num_bytes": num_bytes,
@@ -232,11 +233,13 @@ def ask(engine: Child, *order: Any) -> Any:
 
 def rows_of(args: argparse.Namespace, is_first: bool, folder: Path, title: str) -> dict[str, Row]:
     """The rows to measure in one engine."""
-    base = Row(warm_up=args.warm_up, publishes=args.publishes)
+    base = Row(warm_up=args.warm_up, publishes=args.publishes, rounding=args.rounding[0])
     if args.tiny:
         base = replace(base, watermark_bytes=16 * MIB)
     trace = folder / f"weight_sync-{args.name}-{title.replace(' ', '-')}-trace.json"
     rows = {"hashes": replace(base, is_pair=True, trace=trace)}
+    for number, rounding in enumerate(args.rounding[1:], 2):
+        rows[f"{rounding} {number}"] = replace(base, rounding=rounding)
     for mib in args.watermark_mib if is_first else ():
         few = replace(base, watermark_bytes=mib * MIB, publishes=max(1, args.publishes // 3), warm_up=1)
         rows[f"{mib} MiB"] = few
@@ -255,6 +258,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--publishes", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--watermark-mib", type=int, nargs="*", default=[64, 256, 1024, 4096])
+    parser.add_argument(
+        "--rounding", nargs="+", default=["dithered"], choices=("dithered", "nearest"),
+        help="a row of publishes each; their medians are printed side by side",
+    )  # fmt: skip
     parser.add_argument("--requests", type=int, default=256, help="at work in the engine meanwhile")
     parser.add_argument("--peer-updates", type=int, default=3)
     parser.add_argument("--no-peers", action="store_true")

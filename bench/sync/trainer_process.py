@@ -47,6 +47,8 @@ class Row:
     publishes: int = 10
     is_pair: bool = False
     """Also make as many publishes without hashes, alternating: on, off, off, on, on, off, ..."""
+    rounding: str = "dithered"
+    """weight_sync.rounding."""
     trace: Path | None = None
     """File for the timeline of one more publish, the last one."""
 
@@ -119,6 +121,7 @@ class _Rank:
     def __init__(self, spec: TrainerSpec) -> None:
         import torch
 
+        from bench.rounding_ways import to_nearest
         from conf.schema import LoraConfig, TrainerConfig
         from trainer.architecture.families import read_config
         from trainer.delivery.merged_source import TrainerWeightSource
@@ -140,6 +143,7 @@ class _Rank:
                 lora=LoraConfig(rank=spec.lora_rank, alpha=2.0 * spec.lora_rank),
             ),
             layout=ParallelLayout.create(spec.world_size, spec.world_size, spec.rank, self.device),
+            rounding_seed=0,
         )
         torch.manual_seed(spec.rank)
         with torch.no_grad():
@@ -150,7 +154,9 @@ class _Rank:
                 else:
                     local.normal_(0.0, 0.02)
         self.adapters = [local_part(p)[0] for name, p in self.decoder.named_parameters() if "lora_" in name]
-        self.source = TrainerWeightSource(self.decoder, rank=spec.rank)
+        self.sources = {"dithered": TrainerWeightSource(self.decoder, rank=spec.rank)}
+        with to_nearest(self.decoder):
+            self.sources["nearest"] = TrainerWeightSource(self.decoder, rank=spec.rank)
         self.version = 0
         self.sender: Any = None
         self.publisher: Any = None
@@ -172,7 +178,7 @@ class _Rank:
             torch.cuda.empty_cache()
             wait(self.device)
 
-    def open_row(self, watermark_bytes: int, endpoint: str) -> dict[str, Any]:
+    def open_row(self, watermark_bytes: int, rounding: str, endpoint: str) -> dict[str, Any]:
         """Connect with one set of options."""
         from conf.schema import WeightSyncConfig
         from weight_sync.gc_freeze import freeze_heap
@@ -180,7 +186,7 @@ class _Rank:
 
         transport = self._row.enter_context(self.link())
         self.publisher = Publisher(
-            self.source,
+            self.sources[rounding],
             transport,
             rank=self.spec.rank,
             world_size=self.spec.world_size,
