@@ -123,7 +123,7 @@ def command_of(plan: Plan, row: str, seed: int) -> list[str]:
             seed=seed,
             steps=plan.steps,
             eval_every=5,
-            max_tokens=48 if plan.is_cpu else MAX_TOKENS[plan.task],
+            max_tokens=MAX_TOKENS[plan.task],
             groups=2 if plan.is_cpu else 16,
             group_size=4 if plan.is_cpu else 16,
             parts=4 if plan.is_beside else 1,

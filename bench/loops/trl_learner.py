@@ -74,7 +74,7 @@ def options_of(job: Job) -> Any:
         "use_vllm": not job.is_cpu,
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": 0.1,
-        "vllm_max_model_length": 384,
+        "vllm_max_model_length": 512,
         "seed": job.seed,
     }
     return GRPOConfig(**given | job.options)

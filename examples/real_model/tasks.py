@@ -2,11 +2,12 @@
 
     python examples/real_model/tasks.py sums FOLDER        train.jsonl (4,000 rows), heldout.jsonl (128 others)
 
-    sums     "What is 12 + 30 + 7?": the base model adds badly, and learns to
-    chain    "Start with 7. Then add 5. Then double it. ...", four to six steps, each of which is easy: the answer comes
-             out right if every step is written down, so that responses must grow
-    gym      a task of reasoning_gym (pip install reasoning-gym==0.1.25), leg_counting: "How many legs are there in
-             total if you have 2 cows, 1 ant?"
+    sums     "What is 12 + 30 + 7?", two or three numbers up to 60. The base model answers in prose, and adds badly
+    small    two numbers up to 20, after a solved one: most answers have the form at once, so that a CPU sees it learn
+    chain    "Start with 7. Then add 5. Then double it. ...", four to six steps, after a solved one of two steps: an
+             answer is right if every step is written down, so that responses must grow
+    gym      leg_counting of reasoning_gym (pip install reasoning-gym==0.1.25), after a solved one: "How many legs are
+             there in total if you have 2 cows, 1 ant?"
 
 The reward of all is reward.py's.
 """
@@ -26,6 +27,10 @@ GYM_TASK = "leg_counting"
 GYM_OPTIONS = {"min_animals": 1, "max_animals": 3, "min_instances": 1, "max_instances": 6}
 
 
+CHAIN_ENDS = "Write down the number after every step, then end with 'Answer: ' and the last number."
+GYM_ENDS = "Think briefly, then end with 'Answer: ' and the number."
+
+
 def sums(num_rows: int, seed: int) -> Iterator[tuple[str, int]]:
     """Two or three numbers from 2 to 60."""
     draw = random.Random(seed)
@@ -33,6 +38,14 @@ def sums(num_rows: int, seed: int) -> Iterator[tuple[str, int]]:
         terms = [draw.randint(2, 60) for _ in range(draw.choice([2, 3]))]
         asked = " + ".join(map(str, terms))
         yield f"What is {asked}? Think briefly, then end with 'Answer: ' and the number.", sum(terms)
+
+
+def small(num_rows: int, seed: int) -> Iterator[tuple[str, int]]:
+    """Two numbers from 2 to 20."""
+    draw = random.Random(seed)
+    for _ in range(num_rows):
+        first, second = draw.randint(2, 20), draw.randint(2, 20)
+        yield f"What is {first} + {second}? Think briefly, then end with 'Answer: ' and the number.", first + second
 
 
 def chain(num_rows: int, seed: int) -> Iterator[tuple[str, int]]:
@@ -46,8 +59,7 @@ def chain(num_rows: int, seed: int) -> Iterator[tuple[str, int]]:
             steps = [(f"add {by}", value + by), (f"subtract {by}", value - by), ("double it", 2 * value)]
             step, value = draw.choice([one for one in steps if 0 <= one[1] < 100])
             said.append(f"Then {step}.")
-        asked = " ".join(said)
-        yield f"{asked} Write down the number after every step, then end with 'Answer: ' and the last number.", value
+        yield f"{' '.join(said)} {CHAIN_ENDS}", value
 
 
 def gym(num_rows: int, seed: int) -> Iterator[tuple[str, int]]:
@@ -55,17 +67,27 @@ def gym(num_rows: int, seed: int) -> Iterator[tuple[str, int]]:
     import reasoning_gym
 
     for row in reasoning_gym.create_dataset(GYM_TASK, size=num_rows, seed=seed, **GYM_OPTIONS):
-        yield f"{row['question']} Think briefly, then end with 'Answer: ' and the number.", int(row["answer"])
+        yield f"{row['question']} {GYM_ENDS}", int(row["answer"])
 
 
 Task = Callable[[int, int], Iterator[tuple[str, int]]]
-TASKS: dict[str, Task] = {"sums": sums, "chain": chain, "gym": gym}
+TASKS: dict[str, Task] = {"sums": sums, "small": small, "chain": chain, "gym": gym}
+SOLVED = {
+    "small": ("What is 12 + 3? Think briefly, then end with 'Answer: ' and the number.", "12 + 3 = 15. Answer: 15"),
+    "chain": (f"Start with 3. Then add 4. Then double it. {CHAIN_ENDS}", "3 + 4 = 7. 7 + 7 = 14. Answer: 14"),
+    "gym": (
+        f"How many legs are there in total if you have 2 cows, 1 ant? {GYM_ENDS}",
+        "2 cows have 2 * 4 = 8 legs. 1 ant has 6 legs. 8 + 6 = 14. Answer: 14",
+    ),
+}
+"""What a task's prompts begin with: a question and its answer, as turns of the conversation."""
 
 
 def rows(task: str, num_rows: int, seed: int) -> list[dict[str, Any]]:
     """Rows as data.path takes them."""
+    solved = [{"role": role, "content": said} for role, said in zip(("user", "assistant"), SOLVED.get(task, ()))]
     return [
-        {"prompt": [{"role": "user", "content": asked}], "answer": str(answer)}
+        {"prompt": [*solved, {"role": "user", "content": asked}], "answer": str(answer)}
         for asked, answer in TASKS[task](num_rows, seed)
     ]
 
@@ -74,8 +96,8 @@ def write(task: str, folder: Path) -> Path:
     """Both files. A held-out prompt that is also a training prompt is left out of the training rows."""
     folder.mkdir(parents=True, exist_ok=True)
     made = {name: rows(task, *of) for name, of in FILES.items()}
-    held_out = {row["prompt"][0]["content"] for row in made["heldout.jsonl"]}
-    made["train.jsonl"] = [row for row in made["train.jsonl"] if row["prompt"][0]["content"] not in held_out]
+    held_out = {row["prompt"][-1]["content"] for row in made["heldout.jsonl"]}
+    made["train.jsonl"] = [row for row in made["train.jsonl"] if row["prompt"][-1]["content"] not in held_out]
     for name, lines in made.items():
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder

@@ -24,18 +24,18 @@ from examples.real_model.tasks import TASKS, write  # noqa: E402
 
 COMMON = [
     "model=checkpoint", "data=files", f"reward.kind={ROOT}/examples/real_model/reward.py:answer", "run.name=real_model",
-    "run.eval_every_steps=5", "run.checkpoint_every_steps=50", "data.max_prompt_tokens=192",
+    "run.eval_every_steps=5", "run.checkpoint_every_steps=50", "data.max_prompt_tokens=320",
     "trainer.activation_checkpointing=false",
 ]  # fmt: skip
 GPU = [
     "trainer.lora.rank=32", "trainer.lora.alpha=64", "trainer.optim.lr=1e-4", "run.num_steps=100",
-    "rollout.max_model_len=384",
+    "rollout.max_model_len=512",
 ]  # fmt: skip
 """16 groups of 16 responses a step, the default."""
 ON = {
     "cpu": [
         "cluster.device=cpu", "rollout.enforce_eager=true", f"rollout.kv_cache_bytes={256 << 20}",
-        "rollout.max_model_len=256", "rollout.sampling.max_tokens=48", "trainer.lora.rank=8", "trainer.lora.alpha=16",
+        "rollout.max_model_len=512", "trainer.lora.rank=8", "trainer.lora.alpha=16",
         "trainer.optim.lr=1e-3", "trainer.max_microbatch_tokens=2048", "algorithm.groups_per_step=4",
         "algorithm.group_size=8", "algorithm.max_staleness_steps=0", "run.num_steps=40",
     ],
@@ -44,27 +44,28 @@ ON = {
     ],
     "two_gpus": GPU,
 }  # fmt: skip
-MAX_TOKENS = {"sums": 128, "chain": 160, "gym": 128}
-"""Longest response on GPUs."""
+MAX_TOKENS = {"sums": 128, "small": 24, "chain": 160, "gym": 128}
+"""Longest response."""
 
 
 def options(place: str, task: str, model: Path, data: Path) -> list[str]:
     """Options of the run."""
     words = [*COMMON, f"model.path={model}", f"data.path={data}/train.jsonl", f"data.eval_path={data}/heldout.jsonl"]
-    return [*words, *([] if place == "cpu" else [f"rollout.sampling.max_tokens={MAX_TOKENS[task]}"]), *ON[place]]
+    return [*words, f"rollout.sampling.max_tokens={MAX_TOKENS[task]}", *ON[place]]
 
 
 def main() -> None:
     """Make what is missing, and become the run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("place", choices=ON)
-    parser.add_argument("--task", choices=TASKS, default="sums")
+    parser.add_argument("--task", choices=TASKS, help="default: sums; on a CPU small")
     args, more = parser.parse_known_args()
+    task = args.task or ("small" if args.place == "cpu" else "sums")
     model, data = (
         make_model(ROOT / "build" / "smollm2-135m-instruct"),
-        write(args.task, ROOT / "runs" / "real_model" / args.task),
+        write(task, ROOT / "runs" / "real_model" / task),
     )
-    words = [*options(args.place, args.task, model, data), *more]
+    words = [*options(args.place, task, model, data), *more]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.execv(sys.executable, [sys.executable, "-m", "orchestrator.cli.main", "train", *words])
 

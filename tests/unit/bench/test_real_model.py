@@ -13,16 +13,16 @@ from bench import real_model
 from bench.real_model import ROWS, SHOWN_STEPS, near, our_points, read_lines, trl_points
 from conf.load import load_run_config
 from examples.real_model.reward import answer
-from examples.real_model.tasks import rows, write
+from examples.real_model.tasks import SOLVED, rows, write
 from examples.real_model.train import ON, options
 
 
 def test_sums_and_chains_have_the_right_answers() -> None:
-    for row in rows("sums", 200, 3):
-        asked = row["prompt"][0]["content"]
+    for row in rows("sums", 200, 3) + rows("small", 200, 3):
+        asked = row["prompt"][-1]["content"]
         assert sum(map(int, re.findall(r"\d+", asked))) == int(row["answer"])
     for row in rows("chain", 200, 3):
-        first, *steps = row["prompt"][0]["content"].partition(" Write")[0].rstrip(".").split(". Then ")
+        first, *steps = row["prompt"][-1]["content"].partition(" Write")[0].rstrip(".").split(". Then ")
         value = int(first.removeprefix("Start with "))
         for step in steps:
             word, _, by = step.partition(" ")
@@ -34,8 +34,16 @@ def test_sums_and_chains_have_the_right_answers() -> None:
 
 def test_no_held_out_prompt_is_trained_on(tmp_path: Path) -> None:
     files = [(write("sums", tmp_path) / name).read_text().splitlines() for name in ("train.jsonl", "heldout.jsonl")]
-    train, held_out = ({json.loads(line)["prompt"][0]["content"] for line in lines} for lines in files)
+    train, held_out = ({json.loads(line)["prompt"][-1]["content"] for line in lines} for lines in files)
     assert train and held_out and not train & held_out
+
+
+def test_a_solved_row_before_the_question_has_the_right_answer_in_the_form_that_is_asked_for() -> None:
+    for task, (_, said) in SOLVED.items():
+        (right,) = {"small": {"15"}, "chain": {"14"}, "gym": {"14"}}[task]
+        assert answer([], said, {"answer": right}) == 1.0
+        if task != "gym":
+            assert [turn["role"] for turn in rows(task, 1, 0)[0]["prompt"]] == ["user", "assistant", "user"]
 
 
 @pytest.mark.parametrize(
