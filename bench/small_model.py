@@ -19,17 +19,23 @@ import argparse
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
+
+import psutil  # noqa: E402
 
 from bench import runs  # noqa: E402
 from bench.arithmetic import num_responses  # noqa: E402
@@ -49,6 +55,8 @@ PROFILE_S = 4
 PROFILE_RATE = 200
 NUM_PROMPTS = 4000
 NUM_FUNCTIONS = 60
+SAMPLED_S = 20
+"""Of the last seconds of a run's engines, how many tell how busy they are."""
 
 
 class Child:
@@ -242,10 +250,44 @@ def measure_job(args: argparse.Namespace, report: dict[str, Any], folder: Path) 
             f"rollout.num_workers={num}", "trainer.max_microbatch_tokens=32768", "rollout=standard",
             "parity.floor_every_steps=0", *placement_words(args, num), *args.set,
         ]  # fmt: skip
-        run_folder, wall_s = runs.train(f"small-{num}", words, folder)
-        report["jobs"].append({"workers": num, "wall_s": wall_s, **job_figures(run_folder, args)})
+        with sampled_gpus() as gpus, sampled_cores() as cores:
+            run_folder, wall_s = runs.train(f"small-{num}", words, folder)
+        figures = job_figures(run_folder, args) | {"core_cores": engine_cores(run_folder, cores), "gpus": gpus}
+        report["jobs"].append({"workers": num, "wall_s": wall_s, **figures})
         write(args, report)
         print(json.dumps(report["jobs"][-1]), flush=True)
+
+
+@contextmanager
+def sampled_cores() -> Iterator[dict[int, list[float]]]:
+    """Cores that each process below this one keeps busy, second by second, in the dictionary that it yields."""
+    found: dict[int, list[float]] = defaultdict(list)
+    ended = threading.Event()
+
+    def sample() -> None:
+        before: dict[int, float] = {}
+        while not ended.wait(1):
+            now = {}
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error):
+                    now[process.pid] = sum(process.cpu_times()[:2])
+            for pid in now.keys() & before.keys():
+                found[pid].append(now[pid] - before[pid])
+            before = now
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        thread.join()
+
+
+def engine_cores(run_folder: Path, cores: dict[int, list[float]]) -> list[float]:
+    """Of this run's EngineCore processes, in the last seconds."""
+    engines = re.findall(r"its engine is process (\d+)", (run_folder / "run.log").read_text())
+    return [round(statistics.median(cores[int(pid)][-SAMPLED_S:]), 2) for pid in engines if cores.get(int(pid))]
 
 
 def placement_words(args: argparse.Namespace, num: int) -> list[str]:
