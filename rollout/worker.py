@@ -207,6 +207,10 @@ class RolloutWorker:
             return self.engine.start_phase
         return "warming up prefills" if "layout_known" in self.started_at else "recording the layout"
 
+    def check(self) -> None:
+        """Raise EngineDied if the engine can sample no more."""
+        self.engine.check()
+
     def _reached(self, event: str) -> None:
         self.started_at[event] = time.time()
 

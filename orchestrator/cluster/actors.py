@@ -317,6 +317,11 @@ class RolloutActor:
         return await self._call("keep_version", version)
 
     @ray.method
+    async def check(self) -> None:
+        """RolloutWorker.check."""
+        await self._call("check")
+
+    @ray.method
     async def progress(self) -> Progress:
         """RolloutWorker.progress."""
         return await self._call("progress")

@@ -221,6 +221,10 @@ class RayRolloutWorker:
         """Keep the newest version in its adapter slot; None: no longer."""
         return await self._result(self._actor.keep_version.remote(version))
 
+    async def check(self) -> None:
+        """Raise if it, or its engine, has ended; the error tells how."""
+        await self._result(self._actor.check.remote())
+
     async def progress(self) -> Progress:
         """How many tokens it has sampled."""
         return await self._result(self._actor.progress.remote())

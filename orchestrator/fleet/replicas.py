@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
+from orchestrator.errors import WaitTimeout
+from orchestrator.waiting import wait_for
 from rollout.types import Progress, Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -51,6 +53,10 @@ class RolloutHandle(Protocol):
         """
         ...
 
+    async def check(self) -> None:
+        """Raise if it, or its engine, has ended; the error tells how."""
+        ...
+
     async def progress(self) -> Progress:
         """How many tokens it has sampled."""
         ...
@@ -74,6 +80,21 @@ class RolloutHandle(Protocol):
     async def base_wanted_at(self) -> str:
         """Where the trainer must send its base before a version (adapter mode); "" when it needs none."""
         ...
+
+
+_DEATH_TOLD_S = 3.0
+"""How long a worker on which a publish failed is asked whether it has died, of which Ray tells within a second."""
+
+
+async def cause_of(worker: RolloutHandle, reason: str) -> str:
+    """How a worker died on which a publish failed, if it did, and then what the trainer noticed of it, `reason`."""
+    try:
+        await wait_for(worker.check(), f"{worker.name} to say whether it is alive", timeout_s=_DEATH_TOLD_S)
+    except WaitTimeout:
+        return reason
+    except Exception as error:  # noqa: BLE001 - the boundary to another process
+        return reason if str(error) in reason else f"{error}; a publish noticed it: {reason}"
+    return reason
 
 
 class ReplicaState(StrEnum):

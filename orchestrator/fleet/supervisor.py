@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from orchestrator.errors import NoReplicasLeft
 from orchestrator.fleet.fleet_log import Fact, FleetEvent, FleetRow
-from orchestrator.fleet.replicas import Held, Recovery, Replica, ReplicaState, RolloutHandle
+from orchestrator.fleet.replicas import Held, Recovery, Replica, ReplicaState, RolloutHandle, cause_of
 from orchestrator.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -187,7 +187,8 @@ class Supervisor:
                     replica.worker.name, replica.num_missed, outcome.error,
                 )  # fmt: skip
             else:
-                await self.fail(replica, outcome.error or "it did not commit and gave no reason")
+                reason = outcome.error or "it did not commit and gave no reason"
+                await self.fail(replica, reason, told_by_others=True)
         async with self._changed:
             self._changed.notify_all()
 
@@ -203,10 +204,19 @@ class Supervisor:
 
     # ---- failure and return ----
 
-    async def fail(self, replica: Replica, reason: str) -> None:
-        """Take a replica out of the router; its groups in flight are sampled elsewhere. Restart it if it may be."""
-        if self._is_closed or replica.state in (ReplicaState.out, ReplicaState.starting):
+    async def fail(self, replica: Replica, reason: str, *, told_by_others: bool = False) -> None:
+        """Take a replica out of the router; its groups in flight are sampled elsewhere. Restart it if it may be.
+
+        Args:
+            reason: Why, for people.
+            told_by_others: The trainer, which may know no more than that a link broke: the worker is asked how it died.
+        """
+        if self._has_left(replica):
             return
+        if told_by_others:
+            reason = await cause_of(replica.worker, reason)
+            if self._has_left(replica):
+                return
         is_last = replica.num_restarts >= self._max_restarts
         await self._leave(replica, ReplicaState.out if is_last else ReplicaState.starting, reason)
         num_left = sum(other.state not in (ReplicaState.out, ReplicaState.starting) for other in self.replicas)
@@ -218,6 +228,9 @@ class Supervisor:
             self._note(replica, FleetEvent.out, reason=reason)
         else:
             self._spawn(self._bring_back(replica))
+
+    def _has_left(self, replica: Replica) -> bool:
+        return self._is_closed or replica.state in (ReplicaState.out, ReplicaState.starting)
 
     async def restart_now(self, index: int) -> str:
         """Restart a worker because a user asks for it, whatever its state is and however often it was restarted.

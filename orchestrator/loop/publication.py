@@ -66,7 +66,7 @@ class Publication:
         try:
             await self._trainer.reconnect(replica.index, replica.worker.endpoint, timeout_s, replica.base_wanted_at)
         except WeightSyncError as error:
-            await self._supervisor.fail(replica, f"{type(error).__name__}: {error}")
+            await self._supervisor.fail(replica, f"{type(error).__name__}: {error}", told_by_others=True)
             return False
         self._supervisor.joined(replica.index)
         return True

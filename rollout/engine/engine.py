@@ -281,6 +281,12 @@ class Engine:
                 logger.info("the warm-up at %d tokens returned no sample: %s", length, e)
         self.num_generated_tokens, self.num_finished_responses, self.first_token_at = 0, 0, None
 
+    def check(self) -> None:
+        """Raise EngineDied if one of the engine's processes has ended, or a call was left unanswered."""
+        if self._llm is not None and any(process.exitcode is not None for process in self._processes):
+            raise self._death()
+        self._running()
+
     async def generate_group(
         self,
         prompt_token_ids: Sequence[int],

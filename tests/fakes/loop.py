@@ -256,6 +256,8 @@ class FakeWorker(Watched):
         self.gate: asyncio.Event | None = None
         self.num_groups = 0
         self.wants_base_at = ""
+        self.death = ""
+        """How its process has ended."""
         self.scores_fail = False
 
     async def keep_version(self, version: int | None) -> bool:
@@ -283,6 +285,10 @@ class FakeWorker(Watched):
         if self.scores_fail:
             raise ConnectionError(f"{self.name} died")
         return None if version != self.world.committed[self.index] else [0.0] * (len(token_ids) - 3) + [-0.5, 0.0]
+
+    async def check(self) -> None:
+        if self.death:
+            raise ConnectionError(self.death)
 
     async def progress(self) -> Progress:
         await self._reached("progress")

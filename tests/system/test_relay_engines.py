@@ -61,6 +61,9 @@ class Handle:
     async def generate_group(self, prompt: Prompt, n: int) -> list[Rollout]:
         return await self.worker.generate_group(prompt, n)
 
+    async def check(self) -> None:
+        self.worker.check()
+
     async def progress(self) -> Progress:
         return await self.worker.progress()
 
@@ -204,6 +207,8 @@ async def test_a_killed_primary_is_replaced_in_the_same_publish(setup: Setup):
     assert time.monotonic() - began < 2 * TIMEOUT_S + 60
     assert [replica.committed for replica in report.replicas] == [False, True, True]
     assert report.num_relayed == 1, "2 read from 1, which the trainer wrote to"
+    reason = setup.supervisor.replicas[0].reason
+    assert "the engine's process was ended by SIGKILL" in reason, "the publish alone has noticed it"
     await setup.assert_equal(setup.handles[1:])
     report = await setup.publish()
     assert [replica.committed for replica in report.replicas] == [False, True, True]

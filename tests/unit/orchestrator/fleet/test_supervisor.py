@@ -9,7 +9,7 @@ import pytest
 from fakes.clock import on_jumping_clock
 from fakes.loop import FakeWorker, World, outcome
 
-from orchestrator.errors import WaitTimeout
+from orchestrator.errors import NoReplicasLeft, WaitTimeout
 from orchestrator.fleet.replicas import ReplicaState
 from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.waiting import together, wait_for
@@ -36,6 +36,39 @@ async def test_replica_once_out_stays_out() -> None:
     await supervisor.settle([outcome(False, "IntegrityError: x"), outcome(True)])
     await serve(supervisor)
     assert [replica.state for replica in supervisor.replicas] == [ReplicaState.out, ReplicaState.serving]
+
+
+async def test_a_death_that_a_publish_notices_is_told_with_how_it_came(caplog: pytest.LogCaptureFixture) -> None:
+    supervisor, workers = make(3)
+    workers[0].death = "rollout-0 died of SIGSEGV (main thread in a.py:1, f)"
+    workers[2].death = "the engine's process was ended by SIGKILL"
+    await supervisor.hold()
+    told = [
+        outcome(False, "PeerLost: a link broke"),
+        outcome(False, "IntegrityError: x"),
+        outcome(False, workers[2].death),
+    ]
+    await supervisor.settle(told)
+    reasons = [
+        f"{workers[0].death}; a publish noticed it: PeerLost: a link broke",
+        "IntegrityError: x",
+        workers[2].death,
+    ]
+    assert [replica.reason for replica in supervisor.replicas] == reasons
+    assert [message.partition("left: ")[2] for message in caplog.messages] == reasons
+    with pytest.raises(NoReplicasLeft, match="rollout-0: rollout-0 died of SIGSEGV"):
+        supervisor.require_replicas()
+
+
+@on_jumping_clock
+async def test_a_worker_that_does_not_say_whether_it_is_alive_is_waited_for_briefly() -> None:
+    supervisor, workers = make(2)
+    workers[0].check = asyncio.Event().wait  # type: ignore[method-assign]
+    await supervisor.hold()
+    began = asyncio.get_running_loop().time()
+    await supervisor.settle([outcome(False, "PeerLost: x"), outcome(True)])
+    assert asyncio.get_running_loop().time() - began < 10
+    assert supervisor.replicas[0].reason == "PeerLost: x"
 
 
 @on_jumping_clock

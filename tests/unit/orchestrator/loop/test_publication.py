@@ -36,7 +36,8 @@ class Diary:
     def joined(self, index: int) -> None:
         self.calls.append(("joined", index))
 
-    async def fail(self, replica: Replica, reason: str) -> None:
+    async def fail(self, replica: Replica, reason: str, *, told_by_others: bool) -> None:
+        assert told_by_others
         self.calls.append(("fail", replica.index, reason))
 
     async def settle(self, outcomes: Sequence[object]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -221,6 +223,18 @@ def test_a_process_that_is_its_own_owner_ends_alone():
     parent = f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {code!r}], check=True);print('on')"
     done = subprocess.run([sys.executable, "-c", parent], check=True, capture_output=True, text=True, timeout=240)
     assert done.stdout.split() == ["on"]
+
+
+def test_an_engine_whose_process_has_ended_says_how_before_vllm_has_noticed(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    engine = Engine(tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
+    engine._llm = cast(Any, SimpleNamespace(errored=False))
+    process = SimpleNamespace(exitcode=None)
+    engine._processes = cast(Any, [process])
+    engine.check()
+    process.exitcode = -signal.SIGKILL
+    with pytest.raises(EngineDied, match="the engine's process was ended by SIGKILL; this rollout worker must be"):
+        engine.check()
 
 
 def test_a_call_under_way_ends_when_the_engine_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
