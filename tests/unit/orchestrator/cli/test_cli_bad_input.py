@@ -406,6 +406,14 @@ def test_run_to_resume_has_failed_after_its_last_step(refuse: Refuse, old_run: P
     assert state_of(RunFolder(run), 3, 3) == ("failed", "TrainingStopped: the agent failed in every episode")
 
 
+@pytest.mark.parametrize("exported", ["adapter", "merged"])
+def test_a_run_that_exported_what_it_trained_has_nothing_left(exported: str, old_run: Path) -> None:
+    folder = RunFolder(old_run.parent.parent)
+    assert not has_nothing_left(folder, 3)
+    getattr(folder, exported).mkdir()
+    assert has_nothing_left(folder, 3)
+
+
 @pytest.mark.parametrize(
     ("error", "num_steps", "is_over"),
     [

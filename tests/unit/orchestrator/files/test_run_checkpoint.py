@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import time
 import zlib
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
@@ -81,6 +82,18 @@ def test_a_resume_reads_the_files_once_and_again_when_one_changes(
     assert sum(read) == num_bytes
     (path / "trainer" / "rank0.bin").write_bytes(bytes(range(256)) * 39 + bytes(256))
     with pytest.raises(CheckpointError, match="its manifest says"):
+        make_store(tmp_path).newest_whole("runs/x")
+
+
+def test_a_file_that_may_have_changed_within_a_tick_of_the_clock_is_read_again(tmp_path: Path) -> None:
+    """A file system's clock can stand still from one write to the next: size and time are those of before."""
+    file = write(make_store(tmp_path)) / "trainer" / "rank0.bin"
+    now = time.time_ns()
+    os.utime(file, ns=(now, now))
+    make_store(tmp_path).newest_whole("runs/x")
+    file.write_bytes(bytes(range(256)) * 39 + bytes(256))
+    os.utime(file, ns=(now, now))
+    with pytest.raises(CheckpointError, match=r"rank0\.bin is .* its manifest says"):
         make_store(tmp_path).newest_whole("runs/x")
 
 

@@ -283,12 +283,18 @@ async def test_a_publish_that_begins_after_the_peers_second_offer_makes_it_read_
 
 
 async def test_a_recovery_that_fails_leaves_the_worker_to_the_next_publish() -> None:
-    cast = Cast()
+    cast, asked = Cast(), list[str]()
     await cast.publish(0)
-    cast.worker(1).before["offer"] = broken_link
+
+    async def breaks() -> None:
+        asked.append("offer")
+        await broken_link()
+
+    cast.worker(1).before["offer"] = breaks
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.pending)
     assert cast.states[1] is S.serving
+    assert asked == ["offer"], "no publish is to blame, so it does not read again"
     await cast.publish(1)
     assert cast.states == [S.serving, S.serving]
 

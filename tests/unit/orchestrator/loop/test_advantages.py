@@ -177,12 +177,13 @@ def test_a_batch_of_truncated_responses_leaves_nothing_to_divide_by() -> None:
 
 
 def test_shuffled_control_keeps_the_values_of_each_group_and_follows_the_seed() -> None:
-    groups = [make_group([1.0, 0.0, 0.5, 0.0], [1, 1, 1, 1]), make_group([2.0, 0.0, 0.0, 0.0], [1, 1, 1, 1])]
+    rewards = ([1.0, 0.0, 0.5, 0.0], [2.0, 0.0, 0.0, 0.0], [1.0, None, 0.0, 0.5])  # one has no sample
+    groups = [make_group(of_group, [1, 1, 1, 1]) for of_group in rewards]
     plain = build_samples(groups, AlgorithmConfig(), np.random.default_rng(0))
     config = AlgorithmConfig(shuffle_advantages=True)
     shuffled = [[s.advantages[-1] for s in build_samples(groups, config, np.random.default_rng(7))] for _ in range(2)]
     assert shuffled[0] == shuffled[1]
-    for part in (slice(0, 4), slice(4, 8)):
+    for part in (slice(0, 4), slice(4, 8), slice(8, 11)):
         assert sorted(shuffled[0][part]) == pytest.approx(sorted(s.advantages[-1] for s in plain[part]))
     orders = {
         tuple(s.advantages[-1] for s in build_samples(groups, config, np.random.default_rng(i))) for i in range(20)

@@ -135,6 +135,22 @@ async def test_too_old_group_is_dropped_counted_and_its_prompt_sampled_again() -
     assert (batch.num_dropped, batch.staleness_steps) == (1, [1])
 
 
+async def test_groups_that_are_too_old_again_and_again_are_counted_each_time() -> None:
+    buffer = GroupBuffer(groups_per_step=2, max_staleness_steps=1)
+    for _ in range(2):
+        ticket = await buffer.claim_ticket()
+        await buffer.deliver(ticket, group_of(ticket.number, version=3))
+    taking = asyncio.create_task(buffer.take_batch(5))
+    for version in (3, 4):
+        await settle()
+        for _ in range(2):
+            again = await claim(buffer)
+            assert again is not None
+            await buffer.deliver(again, group_of(again.number, version))
+    batch = await done(taking)
+    assert (batch.num_dropped, batch.staleness_steps) == (4, [1, 1])
+
+
 async def test_bound_is_not_enforced_when_nothing_is_published() -> None:
     buffer = GroupBuffer(groups_per_step=1, max_staleness_steps=0, enforce_bound=False)
     ticket = await buffer.claim_ticket()

@@ -83,6 +83,16 @@ def test_the_end_of_a_response_that_was_cut_off_is_added(template: str) -> None:
     assert talk.text() == talk.chat.render([user("one"), reply, user("go on")], ()) + "ff" + talk.chat.end
 
 
+@pytest.mark.parametrize("ends", [["<|eom_id|>", "<|eot_id|>"], ["<|eot_id|>", "<|eom_id|>"]])
+def test_a_response_that_was_cut_off_ends_at_the_first_of_the_models_ends(ends: list[str]) -> None:
+    """Its blanks are trimmed, so that it is looked for; another of the ends stands further on in the conversation."""
+    talk = Conversation("llama3")
+    talk.chat.stop_texts = {talk.chat._id(end): end for end in ends}
+    reply, _ = talk.ask([user("one")], "cut o ")
+    _, reason = talk.ask([user("one"), reply, user("what is <|eom_id|>?")], "an end<|eot_id|>")
+    assert (reason, talk.parents) == (CONTINUED, [None, 0])
+
+
 def test_thinking_that_the_template_removes_begins_a_branch() -> None:
     talk = Conversation("qwen3")
     reply, _ = talk.ask([user("one")], "<think>\nhm\n</think>\n\nfirst<|im_end|>")

@@ -11,8 +11,9 @@ import torch
 from fakes.merging import merge_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
+from trainer.weights.merge import ALIGNMENT_BYTES
 from trainer.weights.row_runs import LoraDelta, RowRun, Rows
 
 
@@ -73,6 +74,21 @@ def test_values_are_those_of_the_formula(dtype):
     exact = base.double() + delta
     bound = 2**-8 if dtype is torch.bfloat16 else 2**-20
     assert ((out.double() - exact).abs() <= bound * (1 + exact.abs())).all()
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 301), (2, 64, 257), (2, 3, 40)])
+def test_factors_are_multiplied_where_they_are_aligned_and_have_the_same_bits_wherever_they_lie(shape, monkeypatch):
+    """BLAS libraries choose a code path by alignment; which of them do so in a way that shows is the machine's."""
+    num_factors, rank, columns = shape
+    base, b, a = make_factors(num_factors, 300, columns, rank, torch.float32, is_aligned=False)
+    got, wanted, addresses, multiply = torch.empty_like(base), torch.empty_like(base), [], torch.mm
+    merge_rows(base, b, a.clone(), 0.7, wanted, first_row=0, rows_a_factor=300)
+    monkeypatch.setattr(
+        torch, "mm", lambda *two, out: addresses.extend(map(Tensor.data_ptr, two)) or multiply(*two, out=out)
+    )
+    merge_rows(base, b, a, 0.7, got, first_row=0, rows_a_factor=300)
+    assert torch.equal(got, wanted)
+    assert addresses and not any(address % ALIGNMENT_BYTES for address in addresses)
 
 
 def test_a_small_update_is_right_in_the_mean_and_lost_to_nearest():
