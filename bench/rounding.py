@@ -57,7 +57,7 @@ from conf.schema import (  # noqa: E402
     DType,
     LoraConfig,
     ModelConfig,
-    NumericsConfig,
+    NumericsByPlace,
     Objective,
     OptimConfig,
     TrainerConfig,
@@ -105,7 +105,7 @@ class Trained:
             trainer=TrainerConfig(
                 lora=lora,
                 optim=OptimConfig(lr=args.lr),
-                numerics=NumericsConfig(adapters=AdapterValues(args.values)),
+                numerics=NumericsByPlace(adapters=AdapterValues(args.values)),
                 activation_checkpointing=False,
                 cuda_graph_tokens=0,
             ),
