@@ -171,10 +171,19 @@ ELSEWHERE: Mapping[tuple[str, ...], tuple[str, ...]] = {
         "environment_factory",
         "orchestrator.train.source",
     ),
-    ("run.dir", "run.name"): ("trainer.default_local_dir", "output_dir"),
+    ("run.dir", "run.name"): ("trainer.default_local_dir", "trainer.experiment_name", "output_dir"),
     ("run.checkpoint_every_steps",): ("trainer.save_freq", "save_steps", "ckpt.interval"),
     ("run.eval_every_steps",): ("trainer.test_freq", "eval_steps", "orchestrator.eval.interval"),
-    ("run.loggers",): ("trainer.logger", "report_to", "wandb"),
+    ("run.eval_samples_per_prompt",): (
+        "actor_rollout_ref.rollout.val_kwargs.n",
+        "num_generations_eval",
+        "orchestrator.eval.group_size",
+    ),
+    ("rollout.eval.temperature",): (
+        "actor_rollout_ref.rollout.val_kwargs.temperature",
+        "orchestrator.eval.sampling.temperature",
+    ),
+    ("run.loggers",): ("trainer.logger", "report_to", "monitors.wandb"),
     ("slipstream merge RUN",): ("verl.model_merger", "merge_and_unload"),
     ("slipstream resume RUN",): ("trainer.resume_mode", "resume_from_checkpoint", "resume"),
 }
