@@ -26,8 +26,7 @@ CODE = (".py", ".js", ".css", ".html")
 
 WAYS = {
     "Ray's calls, for what it places": "orchestrator/cluster/ray_handles.py",
-    "a worker's verbs: pickles on a pipe": "rollout/worker_process.py",
-    "a worker's samples: msgpack on a socket": "rollout/sampling_calls.py",
+    "a worker's verbs: msgpack on a socket": "rollout/calls.py",
     "control of a publish: signed messages on a socket": "weight_sync/replica/control_client.py",
     "busy slots, from the engine's ranks to the worker": "rollout/slot_channel.py",
     "fork server: which process to fork": "rollout/in_vllm/fork_server.py",
@@ -52,9 +51,8 @@ PROMPT = (
     "orchestrator/loop/sampler.py run",
     "orchestrator/fleet/router.py generate_group",
     "orchestrator/fleet/supervisor.py least_loaded",
-    "orchestrator/cluster/ray_handles.py generate_group",
-    "rollout/sampling_calls.py generate_group",
-    "rollout/sampling_calls.py _serve",
+    "rollout/calls.py call",
+    "rollout/calls.py _serve",
     "rollout/worker.py generate_group",
     "rollout/engine/engine.py generate_group",
 )

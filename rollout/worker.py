@@ -46,9 +46,9 @@ from rollout.engine.shared_gpu import cache_bytes
 from rollout.engine.vllm_requests import ABORTED
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.layouts.known_layouts import ExpectedLayouts
-from rollout.sampling_calls import SamplingServer
 from rollout.slot_channel import SlotClients
 from rollout.types import PROBE, Adapter, AdapterSlotsSpec, Progress, Prompt, Rollout, RoutingShape
+from rollout.worker_verbs import StartStatus
 from weight_sync.errors import PlanMismatch
 from weight_sync.gc_freeze import allow_collections, freeze_heap, hold_collections
 from weight_sync.layout import TensorMeta
@@ -130,7 +130,6 @@ class RolloutWorker:
             batch_invariant=batch_invariant,
         )  # fmt: skip
         self._endpoint = ReplicaEndpoint(self, key, host=host)
-        self._sampling_server = SamplingServer(self.generate_group, key, host=host)
         self._skip_special_tokens = not keep_special_tokens
         self._ranks: list[EngineRank] = []
         self._serving = asyncio.Event()
@@ -187,7 +186,6 @@ class RolloutWorker:
             num_ranks = len(self._ranks) if self.adapter_replica is None else self.adapter_replica.num_ranks
             logger.info("the engine is up: %d ranks, %d KV blocks", num_ranks, self.engine.num_kv_blocks)
             address = await self._endpoint.start()
-            await self._sampling_server.start()
             self._reached("up")
             return address
         except BaseException:
@@ -195,19 +193,15 @@ class RolloutWorker:
             self.engine.shutdown()
             raise
 
-    @property
-    def pids(self) -> list[int]:
-        """This process, and those that it has started or asked for: its engine's."""
-        return [os.getpid(), *(child.pid for child in multiprocessing.active_children() if child.pid is not None)]
-
-    @property
-    def start_phase(self) -> str:
-        """What prepare() or start() is doing."""
+    async def start_status(self) -> StartStatus:
+        """What prepare() or start() is doing, and how far they have come."""
+        phase = "warming up prefills" if "layout_known" in self.started_at else "recording the layout"
         if "engine_up" not in self.started_at:
-            return self.engine.start_phase
-        return "warming up prefills" if "layout_known" in self.started_at else "recording the layout"
+            phase = self.engine.start_phase
+        children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+        return StartStatus(phase, self.started_at, [os.getpid(), *children])
 
-    def check(self) -> None:
+    async def check(self) -> None:
         """Raise EngineDied if the engine can sample no more."""
         self.engine.check()
 
@@ -232,11 +226,6 @@ class RolloutWorker:
         if self._adapter_endpoint is None:
             raise EngineError("this rollout worker has no adapter slots")
         return self._adapter_endpoint.address
-
-    @property
-    def sampling_address(self) -> str:
-        """Where requests to sample are taken (SamplingClient). Valid after start()."""
-        return self._sampling_server.address
 
     @property
     def state(self) -> VersionState:
@@ -406,7 +395,6 @@ class RolloutWorker:
         """Close the endpoint and end the engine. Idempotent."""
         self._serving.clear()
         allow_collections()
-        self._sampling_server.close()
         await self._endpoint.close()
         if self._clearing is not None:
             self._clearing.cancel()

@@ -14,7 +14,6 @@ import asyncio
 import logging
 import os
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -28,7 +27,6 @@ from orchestrator.cluster import nodes
 from rollout import worker_process
 from rollout.crash_reports import report_crashes
 from rollout.engine.engine_options import set_engine_environment
-from rollout.engine.start_phase import IMPORTING
 from rollout.in_vllm import fork_server
 from rollout.worker_process import WorkerOptions, WorkerProcess, log_to_stderr
 from weight_sync.gc_freeze import frozen_imports
@@ -46,11 +44,9 @@ if TYPE_CHECKING:
         TrainerConfig,
         WeightSyncConfig,
     )
-    from rollout.types import Progress
     from trainer.rank import TrainerRank
     from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
     from weight_sync.publish.report import PublishReport
-    from weight_sync.replica.recovery import Offer, Pulled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,8 +229,8 @@ class ForkServerActor:
 
 
 class RolloutActor:
-    """Runs inside the actor's process: starts the process of a RolloutWorker, and passes calls on, but for those that
-    sample (rollout/sampling_calls.py). It ends with it. Asynchronous, so that calls overlap.
+    """Runs inside the actor's process: starts the process of a RolloutWorker, watches it, and ends with it. Calls to
+    the worker do not come here (rollout/calls.py). Asynchronous, so that ended() may wait beside others.
     """
 
     def __init__(self, name: str, crashes: Path) -> None:
@@ -242,30 +238,11 @@ class RolloutActor:
         report_crashes(crashes / f"{name}-actor")
         self._report = crashes / name
         self._name = name
-        self._began_at = time.time()
         self._started: WorkerProcess | None = None
 
-    @staticmethod
-    def _end_soon() -> None:
-        """End this process once the calls under way have told how the worker's ended: of an actor that ends, Ray only
-        guesses why.
-        """
-        asyncio.get_running_loop().call_later(TELL_S, os._exit, 1)
-
-    async def _call(self, name: str, *args: object) -> Any:
-        assert self._started is not None, "prepare() comes first"
-        return await self._started.call(name, *args)
-
     @ray.method
-    async def start_phase(self) -> str:
-        """RolloutWorker.start_phase, also before there is a process."""
-        return IMPORTING if self._started is None else await self._call("start_phase")
-
-    @ray.method
-    async def prepare(
-        self, options: WorkerOptions, seed: int, is_only_node: bool, forks: type[ForkServerActor]
-    ) -> None:
-        """Start the worker's process, from this node's fork server, and let it do what needs no device."""
+    async def launch(self, options: WorkerOptions, seed: int, is_only_node: bool, forks: type[ForkServerActor]) -> str:
+        """Start the worker's process, from this node's fork server. Returns where it answers calls."""
         set_engine_environment(options.device, batch_invariant=options.batch_invariant)
         try:
             fork_server.join(await forks.address.remote(fork_server.imports_read(os.environ)))
@@ -277,19 +254,18 @@ class RolloutActor:
             host=nodes.address_of_this_node(is_only=is_only_node),
             name=self._name,
             report=self._report,
-            on_end=self._end_soon,
         )
-        await self._call("prepare")
+        return self._started.address
 
     @ray.method
-    async def start(self) -> str:
-        """Start the engine; returns the address where publishers reach this replica."""
-        return await self._call("start")
-
-    @ray.method
-    async def started_at(self) -> dict[str, float]:
-        """How far the start has come, and when, in seconds since 1970 (RolloutWorker.started_at)."""
-        return {"process_up": self._began_at, **await self._call("started_at")}
+    async def ended(self) -> None:
+        """Raise how the worker's process has ended, once it has. This process ends a second later: of an actor that
+        ends, Ray only guesses why.
+        """
+        assert self._started is not None, "launch() comes first"
+        death = await self._started.ended()
+        asyncio.get_running_loop().call_later(TELL_S, os._exit, 1)
+        raise death
 
     @ray.method
     def node(self) -> str:
@@ -297,67 +273,6 @@ class RolloutActor:
         return ray.get_runtime_context().get_node_id()
 
     @ray.method
-    async def processes(self) -> list[nodes.ProcessId]:
-        """The worker's process, its engine's, this one, and what they started, to be ended when they answer no more."""
-        return nodes.trees_of([*await self._call("pids"), os.getpid()])
-
-    @ray.method
-    async def adapter_endpoint(self) -> str:
-        """RolloutWorker.adapter_endpoint."""
-        return await self._call("adapter_endpoint")
-
-    @ray.method
-    async def sampling_address(self) -> str:
-        """RolloutWorker.sampling_address: requests to sample do not come here."""
-        return await self._call("sampling_address")
-
-    @ray.method
-    async def keep_version(self, version: int | None) -> bool:
-        """RolloutWorker.keep_version."""
-        return await self._call("keep_version", version)
-
-    @ray.method
-    async def check(self) -> None:
-        """RolloutWorker.check."""
-        await self._call("check")
-
-    @ray.method
-    async def progress(self) -> Progress:
-        """RolloutWorker.progress."""
-        return await self._call("progress")
-
-    @ray.method
-    async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
-        """RolloutWorker.score."""
-        return await self._call("score", token_ids, version)
-
-    @ray.method
-    async def offer(self) -> list[Offer]:
-        """RolloutWorker.offer."""
-        return await self._call("offer")
-
-    @ray.method
-    async def pull(self, offers: Sequence[Offer]) -> Pulled:
-        """RolloutWorker.pull."""
-        return await self._call("pull", offers)
-
-    @ray.method
-    async def adopt(self, version: int, epoch: int) -> None:
-        """RolloutWorker.adopt."""
-        await self._call("adopt", version, epoch)
-
-    @ray.method
-    async def release(self, offers: Sequence[Offer]) -> None:
-        """RolloutWorker.release."""
-        await self._call("release", offers)
-
-    @ray.method
-    async def base_wanted_at(self) -> str:
-        """RolloutWorker.base_wanted_at."""
-        return await self._call("base_wanted_at")
-
-    @ray.method
-    async def stop(self) -> None:
-        """RolloutWorker.stop, of one that was started."""
-        if self._started is not None:
-            await self._call("stop")
+    async def processes(self, pids: Sequence[int]) -> list[nodes.ProcessId]:
+        """The worker's processes, this one, and what they started, to be ended when they answer no more."""
+        return nodes.trees_of([*pids, os.getpid()])

@@ -1,9 +1,10 @@
 # pyright: strict
 """The run's Ray actors as the controller calls them: all trainer ranks as one, and one rollout worker.
 
-Owns: the calls and their time limits. Does not own: Ray's errors (ray_cluster.py), processes (trainer_ranks.py,
-rollout_workers.py) or what they do (actors.py). Invariant: weights never pass through the object store, only batches
-and rollouts do.
+Owns: the calls to trainer ranks and their time limits, and how a worker is ended. Does not own: Ray's errors
+(ray_cluster.py), processes (trainer_ranks.py, rollout_workers.py), what they do (actors.py), or the calls to a rollout
+worker, which do not pass through Ray (rollout/calls.py).
+Invariant: weights never pass through the object store, only batches do.
 """
 
 from __future__ import annotations
@@ -18,17 +19,13 @@ from ray import ObjectRef
 from orchestrator.cluster.actors import RolloutActor, TrainerActor
 from orchestrator.cluster.nodes import ProcessId, end_trees
 from orchestrator.cluster.ray_cluster import STOP_TIMEOUT_S, RayCluster, kill_actor
-from orchestrator.errors import OrchestratorError, TrainingStopped
+from orchestrator.errors import TrainingStopped
 from orchestrator.waiting import wait_for
-from rollout.errors import EngineDied
-from rollout.sampling_calls import SamplingClient
-from rollout.types import Progress, Prompt, Rollout
+from rollout.calls import Connection, WorkerClient
 from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
 
 if TYPE_CHECKING:
-    from conf.schema import SamplingConfig
     from weight_sync.publish.report import PublishReport
-    from weight_sync.replica.recovery import Offer, Pulled
 
 T = TypeVar("T")
 
@@ -171,97 +168,49 @@ class RayTrainerGroup:
         raise (died or failed)[0]
 
 
-class RayRolloutWorker:
+class RayRolloutWorker(WorkerClient):
     """One rollout worker, as the supervisor sees it.
 
     Args:
+        actor: started its process.
+        connection: to that process.
         endpoint: where versions are published: the adapter slots', in adapter mode.
         base_endpoint: where the base was sent at the start; the same without slots.
-        processes: the actor's and its engine's.
+        processes: the worker's, its engine's and the actor's.
         node: Ray's id of the machine.
-        sampling: connected with it.
-        started_at: what RolloutActor.started_at said when it was up.
+        started_at: how far its start had come, and when.
     """
 
     def __init__(
         self,
-        cluster: RayCluster,
         actor: type[RolloutActor],
+        connection: Connection,
         *,
         name: str,
         endpoint: str,
         base_endpoint: str,
         processes: Sequence[ProcessId],
         node: str,
-        sampling: SamplingClient,
         started_at: Mapping[str, float],
     ) -> None:
+        super().__init__(connection)
         self.name = name
         self.node = node
         self.endpoint = endpoint
         self.base_endpoint = base_endpoint
-        self._cluster = cluster
         self._actor = actor
-        self._sampling = sampling
         self._processes = list(processes)
         self.pid = self._processes[0].pid
         self.started_at = started_at
-
-    async def generate_group(
-        self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None, version: int | None = None
-    ) -> list[Rollout]:
-        """Sample `n` responses to one prompt, by rollout.sampling unless told otherwise."""
-        try:
-            return await self._sampling.generate_group(prompt, n, sampling, version)
-        except EngineDied:
-            await self._result(self._actor.start_phase.remote())  # it tells how a process has ended
-            raise
-
-    async def keep_version(self, version: int | None) -> bool:
-        """Keep the newest version in its adapter slot; None: no longer."""
-        return await self._result(self._actor.keep_version.remote(version))
-
-    async def check(self) -> None:
-        """Raise if it, or its engine, has ended; the error tells how."""
-        await self._result(self._actor.check.remote())
-
-    async def progress(self) -> Progress:
-        """How many tokens it has sampled."""
-        return await self._result(self._actor.progress.remote())
-
-    async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
-        """Log-probabilities of all tokens but the first, from one prefill; None under another version."""
-        return await self._result(self._actor.score.remote(token_ids, version))
-
-    async def offer(self) -> list[Offer]:
-        """What a restarted worker may read here."""
-        return await self._result(self._actor.offer.remote())
-
-    async def pull(self, offers: Sequence[Offer]) -> Pulled:
-        """Read a peer's weights."""
-        return await self._result(self._actor.pull.remote(list(offers)))
-
-    async def adopt(self, version: int, epoch: int) -> None:
-        """Serve what was pulled."""
-        await self._result(self._actor.adopt.remote(version, epoch))
-
-    async def release(self, offers: Sequence[Offer]) -> None:
-        """Close the links to the peer."""
-        await self._result(self._actor.release.remote(list(offers)))
-
-    async def base_wanted_at(self) -> str:
-        """Where its base must be sent before a version; "" when it needs none."""
-        return await self._result(self._actor.base_wanted_at.remote())
-
-    async def _result(self, reference: ObjectRef[T]) -> T:
-        return await self._cluster.result_of(reference, self.name, OrchestratorError)
 
     def kill(self) -> None:
         """End what is left of it, also a process that is stopped and would never see the end of its parent."""
         kill_actor(self._actor)
         end_trees(self.node, self._processes)
 
-    async def stop(self) -> None:
-        """End the engine and its processes."""
-        self._sampling.close()
-        await wait_for(self._result(self._actor.stop.remote()), f"{self.name} to stop", timeout_s=STOP_TIMEOUT_S)
+    async def end(self) -> None:
+        """End the engine; Ray ends the processes."""
+        try:
+            await wait_for(self.stop(), f"{self.name} to stop", timeout_s=STOP_TIMEOUT_S)
+        finally:
+            self.connection.close()

@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from conf.errors import SlipstreamError
 from conf.model_checks import packing_of
 from conf.schema import Device, RunConfig, SyncMode
 from orchestrator.cluster.actors import ForkServerActor, RolloutActor
@@ -27,7 +29,8 @@ from orchestrator.errors import OrchestratorError
 from orchestrator.files.startup import Startup
 from orchestrator.inputs.model_folder import engine_checkpoint, routing_shape
 from orchestrator.waiting import all_started
-from rollout.sampling_calls import SamplingClient
+from rollout.calls import WorkerClient
+from rollout.engine.start_phase import IMPORTING
 from rollout.types import AdapterSlotsSpec
 from rollout.worker_process import WorkerOptions
 from trainer.architecture.families import read_config
@@ -35,8 +38,8 @@ from trainer.weights.adapter_names import adapter_tensors, target_modules
 
 logger = logging.getLogger(__name__)
 
-_CONCURRENT_CALLS = 32
-"""How many calls to one worker Ray passes on at once. Requests to sample do not go through Ray."""
+_CONCURRENT_CALLS = 4
+"""How many calls to a worker's actor go on at once: one waits for the worker's end."""
 _ASK_EVERY_S = 0.5
 """Pause between two questions to a worker that starts: how exact its phases are."""
 
@@ -126,7 +129,7 @@ class RolloutWorkers:
 
     async def stop(self) -> list[BaseException]:
         """End all engines politely. Returns what went wrong."""
-        ends = await asyncio.gather(*(worker.stop() for worker in self.workers), return_exceptions=True)
+        ends = await asyncio.gather(*(worker.end() for worker in self.workers), return_exceptions=True)
         return [end for end in ends if end is not None]
 
     async def _start(self, index: int, name: str, until_free: Awaitable[float] | None = None) -> RayRolloutWorker:
@@ -136,41 +139,44 @@ class RolloutWorkers:
             RolloutActor, name, bundle, num_gpus=config.gpus_of_worker, max_concurrency=_CONCURRENT_CALLS
         )
         seed = config.run.seed * 1000 + index  # workers sample apart from each other, and runs of different seeds too
+        worker: WorkerClient | None = None
         try:
             node = await cluster.result_of(actor.node.remote(), name, OrchestratorError)
-            self._startup.enter(name, "importing")
+            started_at = {"process_up": time.time()}
+            self._startup.enter(name, IMPORTING)
             await self._check_node(node)  # one that takes the place of a lost node is new
-            freed_at: dict[str, float] = {}
-            async with self._watched(actor, name):
-                forks = await self._forks_on(node)
-                prepare = actor.prepare.remote(self._options, seed, self._is_one_node, forks)
-                await cluster.result_of(prepare, name, OrchestratorError)
+            launch = actor.launch.remote(self._options, seed, self._is_one_node, await self._forks_on(node))
+            address = await cluster.result_of(launch, name, OrchestratorError)
+            ended = asyncio.ensure_future(cluster.result_of(actor.ended.remote(), name, OrchestratorError))
+            worker = WorkerClient.at(address, self._options.key, ended)
+            async with self._watched(worker, name):
+                await worker.prepare()
             if until_free is not None:
                 self._startup.enter(name, "waiting until nobody maps the dead one's memory")
-                freed_at["freed"] = await until_free
-            async with self._watched(actor, name):
-                endpoint = base_endpoint = await cluster.result_of(actor.start.remote(), name, OrchestratorError)
+                started_at["freed"] = await until_free
+            async with self._watched(worker, name):
+                endpoint = base_endpoint = await worker.start()
             if config.weight_sync.mode is SyncMode.adapter:
-                endpoint = await cluster.result_of(actor.adapter_endpoint.remote(), name, OrchestratorError)
-            started_at = await cluster.result_of(actor.started_at.remote(), name, OrchestratorError)
-            processes = await cluster.result_of(actor.processes.remote(), name, OrchestratorError)
-            sampling_address = await cluster.result_of(actor.sampling_address.remote(), name, OrchestratorError)
+                endpoint = await worker.adapter_endpoint()
+            status = await worker.start_status()
+            processes = await cluster.result_of(actor.processes.remote(status.pids), name, OrchestratorError)
         except BaseException:  # a deadline cancels this: the bundle must be free for the next attempt
             kill_actor(actor)  # its engine's processes end with it
+            if worker is not None:
+                worker.connection.close()
             raise
         self._startup.ready(name)
-        worker, engine = processes[0].pid, processes[1].pid
-        logger.info("%s is process %d at %s; its engine is process %d", name, worker, endpoint, engine)
-        return RayRolloutWorker(
-            cluster,
+        worker_pid, engine_pid = status.pids[:2]
+        logger.info("%s is process %d at %s; its engine is process %d", name, worker_pid, endpoint, engine_pid)
+        return RayRolloutWorker(  # pyright: ignore[reportAbstractUsage] - its base is filled in
             actor,
+            worker.connection,
             name=name,
             endpoint=endpoint,
             base_endpoint=base_endpoint,
             processes=processes,
             node=node,
-            sampling=SamplingClient(sampling_address, self._options.key),
-            started_at=started_at | freed_at,
+            started_at=started_at | status.reached,
         )
 
     def _forks_on(self, node: str) -> asyncio.Future[type[ForkServerActor]]:
@@ -181,14 +187,13 @@ class RolloutWorkers:
         return self._forks[node]
 
     @contextlib.asynccontextmanager
-    async def _watched(self, actor: type[RolloutActor], name: str) -> AsyncGenerator[None]:
+    async def _watched(self, worker: WorkerClient, name: str) -> AsyncGenerator[None]:
         """While the block runs, ask a worker what it is doing. That it died is told by the calls in the block."""
 
         async def watch() -> None:
-            with contextlib.suppress(OrchestratorError):
+            with contextlib.suppress(SlipstreamError):
                 while True:
-                    phase = await self._cluster.result_of(actor.start_phase.remote(), name, OrchestratorError)
-                    self._startup.enter(name, phase)
+                    self._startup.enter(name, (await worker.start_status()).phase)
                     await asyncio.sleep(_ASK_EVERY_S)
 
         watching = asyncio.create_task(watch())

@@ -1,29 +1,28 @@
 """One rollout worker as the controller's process sees it: its calls, its state, and what is noted about it.
 
-Owns: the protocol of a worker, and the notes, also those of a publish and of a return. Does not own: who changes a
-state and when (supervisor.py: nobody else writes here), who reads from whom in a publish (relay.py), or the worker
-behind the protocol (ray_handles.py).
+Owns: the facts about a worker, and the notes, also those of a publish and of a return. Does not own: its calls
+(rollout/worker_verbs.py), who changes a state and when (supervisor.py: nobody else writes here), who reads from whom in
+a publish (relay.py), or the worker behind the protocol (ray_handles.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from orchestrator.errors import WaitTimeout
 from orchestrator.waiting import wait_for
-from rollout.types import Progress, Prompt, Rollout
+from rollout.worker_verbs import RolloutVerbs
 
 if TYPE_CHECKING:
-    from conf.schema import SamplingConfig
     from weight_sync.replica.recovery import Offer, Pulled
 
 
-class RolloutHandle(Protocol):
-    """The calls to one rollout worker, which a Ray actor answers in a run and a fake of a few lines in tests."""
+class RolloutHandle(RolloutVerbs, Protocol):
+    """One rollout worker, whose process answers in a run and a fake of a few lines in tests."""
 
     name: str
     endpoint: str
@@ -34,52 +33,6 @@ class RolloutHandle(Protocol):
     """Its process there; the engine's is a child of it."""
     started_at: Mapping[str, float]
     """Name of an event (fleet_log.py) -> when its start had come so far, in seconds since 1970."""
-
-    async def generate_group(
-        self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None, version: int | None = None
-    ) -> list[Rollout]:
-        """Sample `n` responses to one prompt, by rollout.sampling unless told otherwise, from `version` where it is
-        kept.
-        """
-        ...
-
-    async def keep_version(self, version: int | None) -> bool:
-        """Keep the newest version in its adapter slot; None: no longer. Returns whether it is kept."""
-        ...
-
-    async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:
-        """Log-probabilities of all tokens but the first, from one prefill at temperature 1; None under another
-        version.
-        """
-        ...
-
-    async def check(self) -> None:
-        """Raise if it, or its engine, has ended; the error tells how."""
-        ...
-
-    async def progress(self) -> Progress:
-        """How many tokens it has sampled."""
-        ...
-
-    async def offer(self) -> list[Offer]:
-        """What a restarted worker may read here. The last one names the version that is served."""
-        ...
-
-    async def pull(self, offers: Sequence[Offer]) -> Pulled:
-        """Read a peer's weights; serve nothing yet."""
-        ...
-
-    async def adopt(self, version: int, epoch: int) -> None:
-        """Serve what was pulled."""
-        ...
-
-    async def release(self, offers: Sequence[Offer]) -> None:
-        """Close the links to the peer."""
-        ...
-
-    async def base_wanted_at(self) -> str:
-        """Where the trainer must send its base before a version (adapter mode); "" when it needs none."""
-        ...
 
 
 _DEATH_TOLD_S = 3.0

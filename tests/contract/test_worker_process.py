@@ -60,6 +60,7 @@ from pathlib import Path
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig, WeightSyncConfig
 from orchestrator.inputs.model_folder import engine_checkpoint
+from rollout.calls import WorkerClient
 from rollout.engine.engine_options import set_engine_environment
 from rollout.in_vllm import fork_server
 from rollout.types import Prompt
@@ -72,7 +73,6 @@ async def main(folder, address, what):
     set_engine_environment(Device.cpu, batch_invariant=False)
     if address:
         fork_server.join(address)
-    ended = asyncio.Event()
     options = WorkerOptions(
         folder=Path(folder),
         config=RolloutConfig(max_model_len=64, kv_cache_bytes=64 << 20, sampling=SamplingConfig(max_tokens=8)),
@@ -80,26 +80,22 @@ async def main(folder, address, what):
         tensors=engine_checkpoint(json.loads(Path(folder, "config.json").read_text()), DType.float32), key=b"k" * 32,
         adapters=None, routing=None, keep_special_tokens=False, batch_invariant=False,
     )
-    worker = await WorkerProcess.start(options, seed=3, host="127.0.0.1", name="rollout-7", on_end=ended.set)
-    phase = await worker.call("start_phase")
-    errors = []
+    started = await WorkerProcess.start(options, seed=3, host="127.0.0.1", name="rollout-7")
+    worker = WorkerClient.at(started.address, options.key)
+    phase = (await worker.start_status()).phase
+    error = None
     if what == "engine":
-        await worker.call("prepare")
-        await worker.call("start")
-        too_early = "generate_group", Prompt(0, (1, 2), "ab", {}), 1, None, None
-        for method, *args in [too_early, ("no_such_method",), ("engine",)]:
-            try:
-                await worker.call(method, *args)
-            except Exception as error:
-                errors.append([type(error).__name__, str(error)])
-    tell(pids=await worker.call("pids"), phase=phase, errors=errors)
+        await worker.prepare()
+        await worker.start()
+        try:
+            await worker.generate_group(Prompt(0, (1, 2), "ab", {}), 1)
+        except Exception as raised:
+            error = type(raised).__name__
+    tell(pids=(await worker.start_status()).pids, phase=phase, error=error)
     if what == "leave":
         return
-    await ended.wait()
-    try:
-        await worker.call("pids")
-    except Exception as error:
-        tell(ended=[type(error).__name__, str(error)])
+    ended = await started.ended()
+    tell(ended=[type(ended).__name__, str(ended)])
 
 asyncio.run(main(*sys.argv[1:]))
 """
@@ -175,10 +171,7 @@ def test_worker_and_engine_are_forked_and_end_with_the_caller(
         facts = told(caller)
         worker, engine = facts["pids"]
         assert psutil.Process(worker).ppid() == psutil.Process(engine).ppid() == server
-        classes, texts = zip(*facts["errors"], strict=True)
-        assert classes == ("ReplicaNotServing", "RuntimeError", "RuntimeError")
-        assert "has no attribute 'no_such_method'" in texts[1]
-        assert "pickle" in texts[2].lower()
+        assert facts["error"] == "ReplicaNotServing"
         assert "[rollout-7] rollout.worker: the engine is up: 1 ranks" in log.read_text()
         caller.kill()
         wait_for_end([worker, engine])

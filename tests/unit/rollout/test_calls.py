@@ -1,19 +1,21 @@
-"""Requests to sample over the real socket: what is sampled or raised at one end comes out at the other."""
+"""Calls over the real socket: what is given, returned or raised at one end comes out at the other."""
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from conf.schema import EvalSampling, EvalSamplingConfig, SamplingConfig
+from rollout.calls import CallServer, Verb, WorkerClient
 from rollout.errors import EngineDied, EngineError, ReplicaNotServing
-from rollout.sampling_calls import SamplingClient, SamplingServer
 from rollout.types import Prompt, Rollout, Routes
+from weight_sync.layout import Binding
+from weight_sync.replica.recovery import Offer, Pulled
 
 KEY = b"k" * 32
 PROMPT = Prompt(7, (3, 151_000, 5), "k 3 a =", {"answer": object()})
@@ -21,8 +23,11 @@ PROMPT = Prompt(7, (3, 151_000, 5), "k 3 a =", {"answer": object()})
 TIMEOUT_S = 20.0
 
 
+OFFER = Offer(3, 1, "plan", "layout", "tcp", Binding("here:1", {"w": 1 << 47}), {"w": (1 << 64) - 1})
+
+
 class Worker:
-    """Samples what it is told to, and keeps what it was asked."""
+    """Samples what it is told to, and keeps what it was asked. It has a method that is no verb."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
@@ -30,8 +35,18 @@ class Worker:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    async def sample(
-        self, prompt: Prompt, n: int, sampling: SamplingConfig | None, version: int | None
+    async def pull(self, offers: Sequence[Offer]) -> Pulled:
+        self.asked.append((offers,))
+        return Pulled(7, 1.0, 0.5)
+
+    async def progress(self) -> Any:
+        return "as far as ever"
+
+    async def secret(self) -> str:
+        return "not to be told"
+
+    async def generate_group(
+        self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None, version: int | None = None
     ) -> list[Rollout]:
         self.asked.append((prompt.prompt_id, prompt.token_ids, n, sampling, version))
         await self.may_answer.wait()
@@ -46,25 +61,25 @@ async def worker() -> Worker:
 
 
 @pytest.fixture
-async def server(worker: Worker) -> AsyncIterator[SamplingServer]:
-    server = SamplingServer(worker.sample, KEY)
+async def server(worker: Worker) -> AsyncIterator[CallServer]:
+    server = CallServer(worker, KEY)
     await server.start()
     yield server
     server.close()
 
 
 @pytest.fixture
-async def client(server: SamplingServer) -> AsyncIterator[SamplingClient]:
-    client = SamplingClient(server.address, KEY)
+async def client(server: CallServer) -> AsyncIterator[WorkerClient]:
+    client = WorkerClient.at(server.address, KEY)
     yield client
-    client.close()
+    client.connection.close()
 
 
-async def ask(client: SamplingClient, *, n: int = 1, sampling: SamplingConfig | None = None) -> list[Rollout]:
+async def ask(client: WorkerClient, *, n: int = 1, sampling: SamplingConfig | None = None) -> list[Rollout]:
     return await asyncio.wait_for(client.generate_group(PROMPT, n, sampling, None), TIMEOUT_S)
 
 
-async def test_responses_arrive_as_they_were_sampled(worker: Worker, client: SamplingClient) -> None:
+async def test_responses_arrive_as_they_were_sampled(worker: Worker, client: WorkerClient) -> None:
     plain = Rollout([1, 151_935], [-0.1, -1e-17], [4, 5], "a</s>\u00e9", "stop", num_evictions=2)
     experts = np.arange(12, dtype=np.int16).reshape(2, 3, 2) * 30
     routed = Rollout([9], [-2.5], [5], "", "length", routes=Routes(experts, np.array([True, False])))
@@ -80,14 +95,41 @@ async def test_responses_arrive_as_they_were_sampled(worker: Worker, client: Sam
     assert second.routes.is_recorded.tolist() == [True, False]
 
 
-async def test_what_evaluations_ask_for_arrives(worker: Worker, client: SamplingClient) -> None:
+async def test_what_evaluations_ask_for_arrives(worker: Worker, client: WorkerClient) -> None:
     worker.sampled = [Rollout([1], [-0.1], [4], "a", "stop")]
     sampling = EvalSampling(max_tokens=9, drawing=EvalSamplingConfig(temperature=0.5, top_p=0.9, top_k=3))
     await ask(client, sampling=sampling)
     assert worker.asked == [(7, (3, 151_000, 5), 1, sampling, None)]
 
 
-async def test_a_message_longer_than_a_frame_arrives(worker: Worker, client: SamplingClient) -> None:
+async def test_every_declared_verb_can_be_sent_and_nothing_else(worker: Worker, client: WorkerClient) -> None:
+    assert await client.pull([OFFER]) == Pulled(7, 1.0, 0.5)
+    assert worker.asked == [([OFFER],)]
+    undeclared = Verb(Worker.secret)
+    with pytest.raises(EngineError, match="secret failed with KeyError"):
+        await client.connection.call(undeclared)
+    with pytest.raises(EngineError, match="pull failed with ValidationError: Expected `object`, got `int`"):
+        await client.pull([3])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(EngineError, match="progress was answered with something else"):
+        await client.progress()
+    with pytest.raises(TypeError):
+        await client.adopt(3)  # pyright: ignore[reportCallIssue]
+
+
+async def test_calls_fail_with_what_is_said_of_the_end(worker: Worker, server: CallServer) -> None:
+    worker.may_answer.clear()
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    client = WorkerClient.at(server.address, KEY, ended)
+    waits = asyncio.create_task(ask(client))
+    while not worker.asked:
+        await asyncio.sleep(0.01)
+    ended.set_exception(EngineDied("process 7 of the rollout worker was ended by SIGKILL"))
+    for call in (waits, ask(client)):
+        with pytest.raises(EngineDied, match="process 7 of the rollout worker was ended by SIGKILL"):
+            await call
+
+
+async def test_a_message_longer_than_a_frame_arrives(worker: Worker, client: WorkerClient) -> None:
     num = 100_000
     worker.sampled = [Rollout(list(range(num)), [-0.5] * num, [1] * num, "x" * num, "length")]
     assert await ask(client) == worker.sampled
@@ -98,11 +140,11 @@ async def test_a_message_longer_than_a_frame_arrives(worker: Worker, client: Sam
     [
         (ReplicaNotServing("this rollout worker is DIRTY"), ReplicaNotServing, "this rollout worker is DIRTY"),
         (EngineDied("the engine's process has ended"), EngineDied, "the engine's process has ended"),
-        (KeyError("no such thing"), EngineError, "KeyError: 'no such thing'"),
+        (KeyError("no such thing"), EngineError, "generate_group failed with KeyError: 'no such thing'"),
     ],
 )
 async def test_errors_are_raised_again(
-    worker: Worker, client: SamplingClient, raised: Exception, kind: type[Exception], text: str
+    worker: Worker, client: WorkerClient, raised: Exception, kind: type[Exception], text: str
 ) -> None:
     worker.sampled = raised
     with pytest.raises(kind) as caught:
@@ -114,7 +156,7 @@ async def test_errors_are_raised_again(
 
 
 async def test_requests_overlap_and_one_that_nobody_waits_for_disturbs_no_other(
-    worker: Worker, client: SamplingClient
+    worker: Worker, client: WorkerClient
 ) -> None:
     worker.may_answer.clear()
     given_up, waits = (asyncio.create_task(ask(client)) for _ in range(2))
@@ -127,7 +169,7 @@ async def test_requests_overlap_and_one_that_nobody_waits_for_disturbs_no_other(
 
 
 async def test_a_closed_server_fails_the_requests_of_its_clients_and_later_ones(
-    worker: Worker, server: SamplingServer, client: SamplingClient
+    worker: Worker, server: CallServer, client: WorkerClient
 ) -> None:
     worker.may_answer.clear()
     waits = asyncio.create_task(ask(client))
@@ -146,7 +188,7 @@ def serve(sender: Any) -> None:
     async def main() -> None:
         worker = Worker()
         worker.may_answer.clear()
-        server = SamplingServer(worker.sample, KEY)
+        server = CallServer(worker, KEY)
         await server.start()
         sender.send(server.address)
         while not worker.asked:
@@ -162,7 +204,7 @@ async def test_a_killed_process_fails_its_requests() -> None:
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=serve, args=(sender,), daemon=True)
     process.start()
-    client = SamplingClient(await asyncio.to_thread(receiver.recv), KEY)
+    client = WorkerClient.at(await asyncio.to_thread(receiver.recv), KEY)
     waits = asyncio.create_task(ask(client))
     assert await asyncio.to_thread(receiver.recv) == "asked"
     process.kill()
@@ -171,9 +213,9 @@ async def test_a_killed_process_fails_its_requests() -> None:
     process.join()
 
 
-async def test_a_client_with_another_key_is_not_answered(worker: Worker, server: SamplingServer) -> None:
-    stranger = SamplingClient(server.address, b"o" * 32)
+async def test_a_client_with_another_key_is_not_answered(worker: Worker, server: CallServer) -> None:
+    stranger = WorkerClient.at(server.address, b"o" * 32)
     with pytest.raises((TimeoutError, EngineDied)):
         await asyncio.wait_for(stranger.generate_group(PROMPT, 1, None, None), 2.0)
-    stranger.close()
+    stranger.connection.close()
     assert not worker.asked
