@@ -62,6 +62,24 @@ GONE = (
     _shaped("min_p", 0),
     _shaped("repetition_penalty", 1),
     _shaped("presence_penalty", 0),
+    *(
+        _gone(name, f"it is {value} in every run", value)
+        for name, value in {
+            "algorithm.sapo_tau_negative": 1.05,
+            "algorithm.sapo_tau_positive": 1.0,
+            "algorithm.teacher.max_tries": 6,
+            "algorithm.teacher.try_timeout_s": 60.0,
+            "data.curriculum_floor": 0.1,
+            "data.stream_buffer_rows": 1000,
+            "reward.code.disk_bytes": 64 << 20,
+            "reward.code.max_processes": 32,
+            "rollout.episodes.blocked_s": 30.0,
+            "rollout.restart_backoff_s": 1.0,
+            "run.eval_share": 0.25,
+            "run.max_sample_bytes_per_step": 262_144,
+        }.items()
+    ),
+    _gone("trainer.logprob_chunk_tokens", "the run chooses it by its vocabulary", 1024, 4096, 8192),
     Gone(
         ("rollout.batch_invariant", "trainer.engine_forward"),
         "choose parity=bitwise, which sets trainer.numerics.match=bitwise for trainer and engines",

@@ -35,7 +35,6 @@ EVALUATED_WITH = (
     "run.eval_pass_at",
     "run.eval_right_from",
     "run.eval_beside",
-    "run.eval_share",
 )
 """Options of evaluations that sample."""
 READ_BY_POLICY_ALONE = (
@@ -45,10 +44,8 @@ READ_BY_POLICY_ALONE = (
     "reward.",
     "data.max_prompt_tokens",
     "data.curriculum",
-    "data.curriculum_floor",
     *EVALUATED_WITH,
     "run.samples_per_step",
-    "run.max_sample_bytes_per_step",
     "algorithm.teacher.",
     *(
         f"algorithm.{item.name}"
@@ -283,19 +280,10 @@ def _reasons_of_data_and_algorithm(config: RunConfig) -> tuple[Ignored, ...]:
         ),
         Ignored("data.weights", not config.data.sources, "data.sources=[]", "give data.sources, or remove it"),
         Ignored(
-            "data.stream_buffer_rows", not config.data.stream, "data.stream=false", "remove it, or set data.stream=true"
-        ),
-        Ignored(
             "data.shuffle",
             config.data.curriculum is Curriculum.middling,
             "data.curriculum=middling, which draws prompts at random",
             "remove one of the two",
-        ),
-        Ignored(
-            "data.curriculum_floor",
-            config.data.curriculum is Curriculum.none,
-            "data.curriculum=none",
-            "remove it, or set data.curriculum=middling",
         ),
         Ignored(
             (*EVALUATED_WITH, "run.keep_best", "rollout.eval."),
@@ -303,7 +291,6 @@ def _reasons_of_data_and_algorithm(config: RunConfig) -> tuple[Ignored, ...]:
             "data.eval_path=null and data.eval_sets={}",
             "give data.eval_path",
         ),
-        Ignored("run.eval_share", not config.run.eval_beside, "run.eval_beside=false", "set that to true"),
         Ignored(
             [f"rollout.eval.{name}" for name in ("top_p", "top_k", "min_p", "seed")],
             config.rollout.eval.temperature == 0,
@@ -336,8 +323,6 @@ def _reasons_of_loss(algorithm: AlgorithmConfig) -> tuple[Ignored, ...]:
                 "algorithm.clip_low",
                 "algorithm.clip_high",
                 "algorithm.dual_clip",
-                "algorithm.sapo_tau_positive",
-                "algorithm.sapo_tau_negative",
             ),
             algorithm.ratio_is_one and is_shipped,
             "algorithm.ratio_baseline=trainer, whose ratio is 1 in the one update of a step",
@@ -348,19 +333,13 @@ def _reasons_of_loss(algorithm: AlgorithmConfig) -> tuple[Ignored, ...]:
             ("algorithm.clip_low", "algorithm.clip_high"),
             algorithm.loss == "sapo",
             "algorithm.loss=sapo, which has a gate and no bounds",
-            "remove it, or set algorithm.sapo_tau_positive and sapo_tau_negative",
+            "remove it",
         ),
         Ignored(
             "algorithm.dual_clip",
             algorithm.loss != "clip" and is_shipped,
             f"algorithm.loss={algorithm.loss}",
             "remove it, or set algorithm.loss=clip",
-        ),
-        Ignored(
-            ("algorithm.sapo_tau_positive", "algorithm.sapo_tau_negative"),
-            algorithm.loss != "sapo" and is_shipped,
-            f"algorithm.loss={algorithm.loss}",
-            "remove it, or set algorithm.loss=sapo",
         ),
         Ignored(
             ("algorithm.kl_estimator", "algorithm.kl_in"),
@@ -435,7 +414,7 @@ def _reasons_of_sampling(config: RunConfig) -> tuple[Ignored, ...]:
             "remove it, or set rollout.tp_size",
         ),
         Ignored(
-            ("rollout.max_restarts", "rollout.restart_backoff_s"),
+            "rollout.max_restarts",
             not config.weight_sync.enabled,
             "weight_sync.enabled=false, which restarts no worker",
             "remove it, or choose weight_sync=standard",

@@ -293,7 +293,8 @@ def _telemetry(config: RunConfig, folder: RunFolder, progress: ProgressLine, fir
         rewards=rewards,
         evals=evals,
         samples_per_step=config.run.samples_per_step,
-        max_sample_bytes_per_step=config.run.max_sample_bytes_per_step,
+        # slipstream eval makes no steps, and shows every response.
+        max_sample_bytes_per_step=config.run.max_sample_bytes_per_step if config.run.num_steps else 1 << 40,
     )
 
 

@@ -180,7 +180,7 @@ class TrainerRank:
         self._graphs = DecoderGraphs(decoder, most_tokens) if refusal is None and most_tokens else None
         self._forward = PolicyForward(
             decoder, reference, LOSSES[self._algorithm.objective], self._algorithm, self._temperature,
-            self._trainer.logprob_chunk_tokens, self._parity.mask_log_ratio, self._device,
+            self._trainer.logprob_chunk_tokens(spec.vocab_size), self._parity.mask_log_ratio, self._device,
             self._graphs,
         )  # fmt: skip
         self._delivery = Delivery(

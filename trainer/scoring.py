@@ -144,7 +144,7 @@ class Scorer:
                 weight_VH,
                 targets_N,
                 temperature=1.0,
-                chunk_tokens=self._trainer.logprob_chunk_tokens,
+                chunk_tokens=self._trainer.logprob_chunk_tokens(self.decoder.spec.vocab_size),
                 head=self.decoder.head,
             ),
             hidden_TH[rows],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import ClassVar
 
 from conf.schema.rules import above, at_least, require
 from conf.schema.teacher import TeacherConfig
@@ -160,9 +161,9 @@ class AlgorithmConfig:
     """loss=clip: a token of negative advantage A costs at most -dual_clip * A, however large its ratio (Ye et al. 2020,
     arXiv:1912.09729; they use 3). null: no bound.
     """
-    sapo_tau_positive: float = 1.0
+    sapo_tau_positive: ClassVar[float] = 1.0
     """loss=sapo: sharpness of the gate for tokens of positive advantage."""
-    sapo_tau_negative: float = 1.05
+    sapo_tau_negative: ClassVar[float] = 1.05
     """loss=sapo: the same for the others; larger, so that less of them gets through (arXiv:2511.20347)."""
     ratio_baseline: RatioBaseline = RatioBaseline.trainer
     """trainer: the ratio is 1 at the start of each step, and `correction` corrects for the engine's mismatch. rollout:
@@ -248,8 +249,6 @@ class AlgorithmConfig:
             "algorithm",
             dpo_beta=self.dpo_beta,
             clip_high=self.clip_high,
-            sapo_tau_positive=self.sapo_tau_positive,
-            sapo_tau_negative=self.sapo_tau_negative,
         )
         require(
             self.loss in SHIPPED_LOSSES or _is_a_function(self.loss),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
-from conf.schema.rules import above, at_least, at_least_or_null, require
+from conf.schema.rules import above, at_least_or_null, require
 
 
 class Curriculum(StrEnum):
@@ -43,16 +43,17 @@ class DataConfig:
     a struct; of `question|problem` the first that a row has is taken.
     """
     stream: bool = False
-    """Read training rows while the run uses them, for what does not fit in memory. Rows after the first
-    `stream_buffer_rows` are checked when they are read: a wrong one then ends the run, its state saved.
+    """Read training rows while the run uses them, for what does not fit in memory. 1,000 rows of each source are
+    shuffled among each other. Rows after these are checked when they are read: a wrong one then ends the run, its state
+    saved.
     """
-    stream_buffer_rows: int = 1000
+    stream_buffer_rows: ClassVar[int] = 1000
     """Rows of each source that are shuffled among each other; as many more are read ahead meanwhile."""
     curriculum: Curriculum = Curriculum.none
     """middling: prompts that are solved now and then come more often than those that are always or never solved.
     Rewards count as success rates, those below 0 as 0 and those above 1 as 1.
     """
-    curriculum_floor: float = 0.1
+    curriculum_floor: ClassVar[float] = 0.1
     """Least weight of a prompt in the draw; prompts solved half of the time, and those not seen yet, have 1."""
     prompt_key: str = "prompt"
     """Name of the prompt column."""
@@ -120,14 +121,8 @@ class DataConfig:
                 "first",
             )
             require(bool(source), f"data.eval_sets.{name} must name a source of rows, got nothing")
-        at_least(1, "data", stream_buffer_rows=self.stream_buffer_rows)
         for name, column in self.columns.items():
             require(bool(column), f"data.columns.{name} must name a column, got nothing")
-        require(
-            0 < self.curriculum_floor <= 1,
-            f"data.curriculum_floor must lie in (0, 1], got {self.curriculum_floor}: with 0 a prompt that was solved "
-            "once would never come again",
-        )
         require(
             not (self.stream and self.curriculum is Curriculum.middling),
             "data.curriculum=middling contradicts data.stream=true: it draws from all prompts by their success rates; "

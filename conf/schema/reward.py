@@ -80,11 +80,9 @@ class CodeConfig:
     cpu_s: float = 10.0
     """Seconds of CPU time of one test, all its processes together."""
     memory_bytes: int = 1 << 30
-    """Memory of one test's processes together."""
-    max_processes: int = 32
-    """Processes and threads of one test at a time."""
-    disk_bytes: int = 64 << 20
-    """What one test may write to /tmp, which is kept in memory. Nothing else can be written to."""
+    """Memory of one test's processes together. They may be 32, and write 64 MiB to /tmp, which is kept in memory;
+    nothing else can be written to.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,8 +226,7 @@ def _check_part(section: str, part: RewardPart) -> None:
     if part.kind == "judge":
         _check_judge(section, part)
     above(0, f"{section}.code", wall_s=part.code.wall_s, cpu_s=part.code.cpu_s)
-    at_least(1, f"{section}.code", max_processes=part.code.max_processes)
-    at_least(MIN_SANDBOX_BYTES, f"{section}.code", memory_bytes=part.code.memory_bytes, disk_bytes=part.code.disk_bytes)
+    at_least(MIN_SANDBOX_BYTES, f"{section}.code", memory_bytes=part.code.memory_bytes)
     at_least(1, section, num_processes=part.num_processes, max_concurrent=part.max_concurrent)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import ClassVar
 
 from conf.schema.rules import above, at_least, at_least_or_null, require
 
@@ -93,7 +94,7 @@ class EpisodesConfig:
     """The most sampled tokens in one episode. null: max_turns * rollout.sampling.max_tokens."""
     timeout_s: float = 600.0
     """If an episode takes longer, it is ended, left out of training and counted."""
-    blocked_s: float = 30.0
+    blocked_s: ClassVar[float] = 30.0
     """If the event loop of an agent process does not turn for so long, the process is replaced; its episodes are lost.
     """
     num_processes: int = 1
@@ -114,7 +115,7 @@ class EpisodesConfig:
     def __post_init__(self) -> None:
         at_least(1, "rollout.episodes", max_turns=self.max_turns, num_processes=self.num_processes)
         at_least_or_null(1, "rollout.episodes", max_tokens=self.max_tokens)
-        above(0, "rollout.episodes", timeout_s=self.timeout_s, blocked_s=self.blocked_s)
+        above(0, "rollout.episodes", timeout_s=self.timeout_s)
         require(bool(self.host), "rollout.episodes.host must be an address of this machine, got nothing")
         require(0 <= self.port < 1 << 16, f"rollout.episodes.port must lie in [0, 65535], got {self.port}")
 
@@ -170,9 +171,9 @@ class RolloutConfig:
     """How often a worker that failed is started again in a run; 0: it stays out of service. Ignored when
     weight_sync.enabled=false.
     """
-    restart_backoff_s: float = 1.0
+    restart_backoff_s: ClassVar[float] = 1.0
     """Pause after an attempt to restart a worker that failed; it doubles with every further failure. The first attempt
-    comes at once. Ignored when weight_sync.enabled=false.
+    comes at once.
     """
 
     def __post_init__(self) -> None:
@@ -214,7 +215,7 @@ class RolloutConfig:
             self.kv_cache_bytes is None or self.kv_cache_bytes > 0,
             f"rollout.kv_cache_bytes must be > 0 or null, got {self.kv_cache_bytes}",
         )
-        at_least(0, "rollout", max_restarts=self.max_restarts, restart_backoff_s=self.restart_backoff_s)
+        at_least(0, "rollout", max_restarts=self.max_restarts)
         above(0, "rollout", request_timeout_s=self.request_timeout_s)
         require(
             self.sampling.max_tokens < self.max_model_len,

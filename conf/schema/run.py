@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from conf.schema.algorithm import AlgorithmConfig, Objective
 from conf.schema.cluster import ClusterConfig
@@ -63,13 +64,13 @@ class RunSection:
     during which it ends; eval/step says whose they are. With weight_sync.mode=adapter engines keep its version in a
     slot of its own. Merged weights change under it: eval/version_spread tells how far.
     """
-    eval_share: float = 0.25
+    eval_share: ClassVar[float] = 0.25
     """With `eval_beside`: how many responses an evaluation has in flight at most, as a share of the requests that the
     engines decode for training; engines get as much more room.
     """
     samples_per_step: int = 16
     """Responses of every step, and of every evaluation, that samples.jsonl shows token by token. 0: none."""
-    max_sample_bytes_per_step: int = 262_144
+    max_sample_bytes_per_step: ClassVar[int] = 262_144
     """The most bytes that one step adds to samples.jsonl, where a sampled token takes about 30. Responses that are too
     long for it lose their middle."""
     loggers: tuple[str, ...] = ("tensorboard",)
@@ -91,7 +92,6 @@ class RunSection:
             num_steps=self.num_steps,
             checkpoint_every_steps=self.checkpoint_every_steps,
             samples_per_step=self.samples_per_step,
-            max_sample_bytes_per_step=self.max_sample_bytes_per_step,
         )
         for name in self.loggers:
             require(name in LOGGERS, f"run.loggers must be a list of {', '.join(LOGGERS)}, got {name!r}")
@@ -109,7 +109,6 @@ class RunSection:
             f"run.eval_pass_at has a number twice: {list(self.eval_pass_at)}",
         )
         require(math.isfinite(self.eval_right_from), f"run.eval_right_from must be finite, got {self.eval_right_from}")
-        require(0 < self.eval_share <= 1, f"run.eval_share must lie in (0, 1], got {self.eval_share}")
 
     @property
     def pass_ks(self) -> tuple[int, ...]:
@@ -213,7 +212,7 @@ class RunConfig:
 
     @property
     def num_evaluated_groups(self) -> int:
-        """Held-out prompts that are sampled at the same time: as many as training's groups, or run.eval_share of the
+        """Held-out prompts that are sampled at the same time: as many as training's groups, or eval_share of the
         requests that engines decode for training.
         """
         rollout, run = self.rollout, self.run

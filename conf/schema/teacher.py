@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from conf.schema.rules import above, at_least, require
 
@@ -25,11 +26,11 @@ class TeacherConfig:
     """Responses that it is asked about at the same time."""
     timeout_s: float = 120.0
     """If it takes longer for one response, all tries together, the response is left out of training and counted."""
-    max_tries: int = 6
+    max_tries: ClassVar[int] = 6
     """Requests for one response: after 429, 5xx, a lost connection or a timeout it is asked again, after the time that
     it names, or 0.5 s and twice as long each time.
     """
-    try_timeout_s: float = 60.0
+    try_timeout_s: ClassVar[float] = 60.0
     """Longest time of one request."""
 
     def __post_init__(self) -> None:
@@ -38,5 +39,5 @@ class TeacherConfig:
             "algorithm.teacher.base_url must be the address of an OpenAI endpoint, such as http://127.0.0.1:8000/v1, "
             f"got {self.base_url!r}",
         )
-        at_least(1, "algorithm.teacher", max_concurrent=self.max_concurrent, max_tries=self.max_tries)
-        above(0, "algorithm.teacher", timeout_s=self.timeout_s, try_timeout_s=self.try_timeout_s)
+        at_least(1, "algorithm.teacher", max_concurrent=self.max_concurrent)
+        above(0, "algorithm.teacher", timeout_s=self.timeout_s)

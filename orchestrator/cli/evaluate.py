@@ -30,9 +30,9 @@ from orchestrator.files.telemetry import read_rows
 from orchestrator.inputs.model_files import download_first
 from trainer.weights.stored_adapter import options_of, read_stored_adapter
 
-NO_USE = ("run.num_steps", "run.resume", "run.keep_best", "run.eval_beside", "run.eval_share", "trainer.lora.init_from")
+NO_USE = ("run.num_steps", "run.resume", "run.keep_best", "run.eval_beside", "trainer.lora.init_from")
 """Options that an evaluation sets itself."""
-EVERY_SAMPLE, EVERY_BYTE = 1 << 30, 1 << 40
+EVERY_SAMPLE = 1 << 30
 
 
 def eval_config(
@@ -135,7 +135,6 @@ def _evaluated(config: RunConfig, adapter: Path | None, name: str, weights: str 
         keep_best=None,
         eval_beside=False,
         samples_per_step=EVERY_SAMPLE,
-        max_sample_bytes_per_step=EVERY_BYTE,
     )
     return replace(config, run=run, trainer=trainer), weights or str(adapter)
 

@@ -4,8 +4,8 @@
 
 Owns: which rollouts of a step are shown, the form of a row, and its size. Does not own: the index's form
 (sample_index.py), how the trainer's figures reach their rollouts (loop/shown.py).
-Invariants: the rows of one step take run.max_sample_bytes_per_step at most: what is too long loses its middle, and says
-how much. A resumed run has the rows of a step once. Rows are in step order.
+Invariants: the rows of one step take RunSection.max_sample_bytes_per_step at most: what is too long loses its
+middle, and says how much. A resumed run has the rows of a step once. Rows are in step order.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SampleLog:
     Args:
         after_step: rows of later steps are removed: they belong to work that a resumed run redoes.
         most: run.samples_per_step.
-        most_bytes: run.max_sample_bytes_per_step.
+        most_bytes: RunSection.max_sample_bytes_per_step.
     """
 
     def __init__(self, folder: RunFolder, *, after_step: int, most: int, most_bytes: int) -> None:

@@ -44,7 +44,7 @@ class Telemetry:
         rewards: names of the run's rewards.
         evals: names of its held-out sets, and of pass@k.
         samples_per_step: run.samples_per_step.
-        max_sample_bytes_per_step: run.max_sample_bytes_per_step.
+        max_sample_bytes_per_step: RunSection.max_sample_bytes_per_step.
     """
 
     def __init__(

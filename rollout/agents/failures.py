@@ -19,6 +19,6 @@ FAILURES: dict[str, str] = {
     TOKENS: "the same after rollout.episodes.max_tokens or rollout.max_model_len",
     ENGINE: "episodes whose engines failed a request for good",
     DIED: "episodes whose agent process ended",
-    BLOCKED: "episodes whose agent process did not answer for rollout.episodes.blocked_s",
+    BLOCKED: "episodes whose agent process did not answer for 30 s",
 }
 """Word -> meaning."""

@@ -52,6 +52,15 @@ MOE_CONFIG = {
 }
 
 
+class _OfFewTokens(TrainerConfig):
+    """The head computes five tokens at a time."""
+
+    __slots__ = ()
+
+    def logprob_chunk_tokens(self, vocab_size: int) -> int:
+        return 5
+
+
 def make_rank(
     rank: int = 0,
     world_size: int = 1,
@@ -75,13 +84,12 @@ def make_rank(
     hf_config = dict(hf_config or MOE_CONFIG)
     made = TrainerRank(
         model=ModelConfig(init=Init.random, hf_config=hf_config, init_std=0.2, dtype=dtype),
-        trainer=TrainerConfig(
+        trainer=_OfFewTokens(
             num_ranks=num_ranks or world_size,
             ep_size=ep_size,
             mode=mode,
             lora=replace(LORA, dtype=lora_dtype, init_from=None if init_from is None else str(init_from)),
             optim=optim or OptimConfig(lr=1e-2),
-            logprob_chunk_tokens=5,
             activations_on_host=activations_on_host,
         ),
         algorithm=algorithm or AlgorithmConfig(),

@@ -41,9 +41,8 @@ FAMILIES = {
 
 
 def make_rank(hf_config: dict[str, Any], *, cuda_graph_tokens: int, **options: Any) -> TrainerRank:
-    trainer = TrainerConfig(
-        lora=LoraConfig(rank=8, alpha=16.0), cuda_graph_tokens=cuda_graph_tokens, logprob_chunk_tokens=256, **options
-    )
+    chunks = type("OfFewTokens", (TrainerConfig,), {"logprob_chunk_tokens": lambda self, vocab_size: 256})
+    trainer = chunks(lora=LoraConfig(rank=8, alpha=16.0), cuda_graph_tokens=cuda_graph_tokens, **options)
     rank = TrainerRank(
         model=ModelConfig(init=Init.random, hf_config=hf_config, dtype=DType.bfloat16),
         trainer=trainer,

@@ -19,7 +19,6 @@ from trainer.types import Denominators
 
 LENGTHS = (5, 2, 7, 1)
 LONGEST = 7
-TAU = {"sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05}
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ CASES = {
     "verl gspo": Case("verl", "gspo", {"loss": "gspo", "normalization": Normalization.sequence, "clip_high": 0.1}),
     "verl gspo by token": Case("verl", "gspo", {"loss": "gspo", "clip_low": 0.05}),
     "verl cispo": Case("verl", "cispo", {"loss": "cispo"}),
-    "verl sapo": Case("verl", "sapo", {"loss": "sapo", "normalization": Normalization.sequence, **TAU}),
+    "verl sapo": Case("verl", "sapo", {"loss": "sapo", "normalization": Normalization.sequence}),
     "verl entropy bonus": Case("verl", "vanilla", {"entropy_coef": 0.3, "normalization": Normalization.sequence}),
     **{
         f"verl {one} in the loss": Case("verl", "vanilla", {"kl_coef": 0.2, "kl_estimator": one}) for one in KlEstimator
@@ -54,7 +53,7 @@ CASES = {
     "trl dr_grpo": Case("trl", "dr_grpo", {"normalization": Normalization.constant}),
     "trl gspo": Case("trl", "grpo", {"loss": "gspo", "normalization": Normalization.sequence, "clip_high": 0.1}),
     "trl cispo": Case("trl", "cispo", {"loss": "cispo", "clip_low": 1.0}),
-    "trl sapo": Case("trl", "sapo", {"loss": "sapo", "normalization": Normalization.sequence, **TAU}),
+    "trl sapo": Case("trl", "sapo", {"loss": "sapo", "normalization": Normalization.sequence}),
     "trl entropy bonus": Case("trl", "dapo", {"entropy_coef": 0.3}),
 }
 

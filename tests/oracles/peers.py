@@ -40,8 +40,8 @@ def _verl(case: Case, tensors: dict[str, Tensor]) -> Tensor:
         clip_ratio_low=options.get("clip_low", 0.2),
         clip_ratio_high=options.get("clip_high", 0.28),
         clip_ratio_c=dual_clip,
-        tau_pos=options.get("sapo_tau_positive", 1.0),
-        tau_neg=options.get("sapo_tau_negative", 1.05),
+        tau_pos=1.0,
+        tau_neg=1.05,
     )
     mode = AGGREGATION[options.get("normalization", "token")]
     function = core_algos.get_policy_loss_fn(case.function)
@@ -92,8 +92,8 @@ def _trl(case: Case, tensors: dict[str, Tensor]) -> Tensor:
             delta=None,
             use_bias_correction_kl=False,
             steps_per_generation=1,
-            sapo_temperature_pos=options.get("sapo_tau_positive", 1.0),
-            sapo_temperature_neg=options.get("sapo_tau_negative", 1.05),
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
         ),
         accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, **_: x, sync_gradients=True),
         _metrics=defaultdict(lambda: defaultdict(list)),

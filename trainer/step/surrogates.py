@@ -15,7 +15,7 @@ With A the advantage of token t, pi the policy that is trained, q the one in the
             the tokens u of the response      GSPO (Zheng et al. 2025, arXiv:2507.18071, eq. 7, in the form per token
             of eq. 14, whose gradient is that of eq. 5 where all tokens of a response have one advantage)
     cispo   L = -sg[clip(r, 1 - low, 1 + high)] A log pi      CISPO (MiniMax 2025, arXiv:2506.13585, eq. 4 and 5)
-    sapo    L = -f(r) A,  f(r) = 4 / tau sigmoid(tau (r - 1)),  tau = algorithm.sapo_tau_positive where A > 0, else
+    sapo    L = -f(r) A,  f(r) = 4 / tau sigmoid(tau (r - 1)),  tau = sapo_tau_positive where A > 0, else
             sapo_tau_negative      SAPO (Gao et al. 2025, arXiv:2511.20347, eq. 5 and 6)
 
 At r = 1 all four have the gradient of -A log pi: with one update a batch and ratio_baseline=trainer they are the same

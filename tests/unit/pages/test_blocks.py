@@ -30,7 +30,7 @@ PAGES = ("README", *(f"docs/{name}" for name in USED))
 TEXT = {
     "slipstream train experiment=...              conf/": "a picture",
     "starting, 27 s: trainer ranks": "what a start prints",
-    "weight = max(data.curriculum_floor": "a formula",
+    "weight = max(0.1": "a formula",
     "distill_coef * (log teacher(t)": "a formula",
     "reward of y   r(y) = dpo_beta": "a formula",
 }

@@ -11,7 +11,8 @@ from rollout.types import Prompt, Rollout, Turn
 
 
 def a_teacher(server: TeacherServer, **options: object) -> Teacher:
-    return Teacher(TeacherConfig(base_url=server.url, model="big", **options))
+    constants = {name: options.pop(name) for name in ("try_timeout_s", "max_tries") if name in options}
+    return Teacher(type("Asked", (TeacherConfig,), constants)(base_url=server.url, model="big", **options))
 
 
 def a_prompt(behaviour: str = "good") -> Prompt:

@@ -40,6 +40,13 @@ class Rows:
             yield Row(f"row {number}", {"number": number}, Position(number + 1))
 
 
+class Buffered(DataConfig):
+    """Two rows of each source at a time."""
+
+    __slots__ = ()
+    stream_buffer_rows = 2
+
+
 def streamed(count: int, buffer_rows: int = 4, seed: int = 3, shuffle: bool = True, first: int = 0) -> Streamed[Prompt]:
     def read(row: Row, number: int) -> Prompt:
         return prompt(first + row.columns["number"])
@@ -242,7 +249,7 @@ def test_ids_tell_source_and_row_apart(files: tuple[str, ...], stream: bool) -> 
             prompt(row.columns["n"]), prompt_id=number, fields={"file": row.where.rpartition(".jsonl")[0][-1]}
         )
 
-    data = DataConfig(sources=files, stream=stream, stream_buffer_rows=2)
+    data = Buffered(sources=files, stream=stream)
     seen = {item.prompt_id: item for item in islice(training_stream(data, read, seed=1), 100)}
     assert {number: item.fields["file"] for number, item in seen.items()} == {
         0: "a", 1: "b", 2: "a", 3: "b", 4: "a", 5: "b", 7: "b", 9: "b",

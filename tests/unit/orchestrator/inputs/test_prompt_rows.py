@@ -12,7 +12,7 @@ import pytest
 
 from conf.errors import ConfigError
 from conf.load import load_run_config
-from conf.schema import RunConfig
+from conf.schema import DataConfig, RunConfig
 from orchestrator.data.curriculum import Middling
 from orchestrator.data.streams import Mixed, Shuffled, Streamed
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
@@ -41,11 +41,14 @@ def rows_of(*words: str) -> PromptRows:
     ("words", "kind"),
     [
         ([], Shuffled),
-        (["data.stream=true", "data.stream_buffer_rows=3"], Streamed),
+        (["data.stream=true"], Streamed),
         (["data.curriculum=middling"], Middling),
     ],
 )
-def test_options_choose_the_order(tmp_path: Path, words: list[str], kind: type) -> None:
+def test_options_choose_the_order(
+    tmp_path: Path, words: list[str], kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DataConfig, "stream_buffer_rows", 3)
     a, b = write(tmp_path / "a.jsonl", 7), write(tmp_path / "b.jsonl", 5)
     one = rows_of(f"data.path={a}", *words).stream()
     assert type(one) is kind
@@ -57,9 +60,12 @@ def test_options_choose_the_order(tmp_path: Path, words: list[str], kind: type) 
     assert all(prompt.fields["answer"] == "a" for prompt in drawn)
 
 
-def test_a_row_beyond_the_first_buffer_is_checked_when_its_buffer_is_read(tmp_path: Path) -> None:
+def test_a_row_beyond_the_first_buffer_is_checked_when_its_buffer_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DataConfig, "stream_buffer_rows", 3)
     path = write(tmp_path / "a.jsonl", 9, bad_row=7)
-    rows = rows_of(f"data.path={path}", "data.stream=true", "data.stream_buffer_rows=3", "reward=exact_match")
+    rows = rows_of(f"data.path={path}", "data.stream=true", "reward=exact_match")
     assert len(rows.training()) == 3
     stream = rows.stream()
     list(islice(stream, 6))
@@ -79,8 +85,11 @@ def test_held_out_rows_come_from_any_source(tmp_path: Path) -> None:
         rows.held_out()
 
 
-@pytest.mark.parametrize("stream", [[], ["data.stream=true", "data.stream_buffer_rows=4"]])
-def test_rows_that_are_too_long_are_left_out_where_that_is_asked_for(tmp_path: Path, stream: list[str]) -> None:
+@pytest.mark.parametrize("stream", [[], ["data.stream=true"]])
+def test_rows_that_are_too_long_are_left_out_where_that_is_asked_for(
+    tmp_path: Path, stream: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DataConfig, "stream_buffer_rows", 4)
     path = tmp_path / "a.jsonl"
     rows = [{"prompt": "1a=" * (1 + 3 * (number in (1, 4))), "target": {"text": "a"}} for number in range(6)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -249,9 +249,12 @@ async def test_an_episode_that_hangs_is_ended_even_if_it_refuses_to_be(
     assert [(episode.rollout.failure, episode.reward) for episode in episodes] == [("timeout", None)] * 2
 
 
-async def test_an_agent_process_that_is_lost_is_replaced(config: Callable[..., RunConfig], tmp_path: Path) -> None:
+async def test_an_agent_process_that_is_lost_is_replaced(
+    config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EpisodesConfig, "blocked_s", 8.0)
     lost, fine = {}, []
-    async with running(config("behave", blocked_s=8), tmp_path) as (runner, _):
+    async with running(config("behave"), tmp_path) as (runner, _):
         for what in ("exit", "block", "garbage"):
             (lost[what],) = await play(runner, what)
             fine += await play(runner, "wait")

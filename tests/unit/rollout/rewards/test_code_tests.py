@@ -167,7 +167,6 @@ except RewardError as e:
     [
         (["reward=code", "reward.code.wall_s=0"], r"reward\.code\.wall_s must be > 0, got 0"),
         (["reward=code", "reward.code.memory_bytes=100"], r"reward\.code\.memory_bytes must be >= 1048576, got 100"),
-        (["reward=code", "reward.code.max_processes=0"], r"reward\.code\.max_processes must be >= 1, got 0"),
         (["reward=exact_match", "reward.code.wall_s=3"], r"reward\.code\.wall_s has no effect with reward\.kind="),
         (
             ["reward.parts.a.kind=code", "reward.parts.a.code.memory=3"],

@@ -131,7 +131,8 @@ def test_cispo_by_hand():
 def test_sapo_by_hand():
     """4 / tau * sigmoid(tau * (r - 1)), tau = 2 for advantages above 0 and 3 for others; nothing is clipped."""
     tokens = one_by_one([1.5, 1.5, 0.5, 1.0], [1, -2, 1, 1])
-    found = LOSSES["sapo"](tokens, AlgorithmConfig(loss="sapo", sapo_tau_positive=2.0, sapo_tau_negative=3.0))
+    sharp = type("Sharp", (AlgorithmConfig,), {"sapo_tau_positive": 2.0, "sapo_tau_negative": 3.0})
+    found = LOSSES["sapo"](tokens, sharp(loss="sapo"))
 
     def gate(tau, ratio):
         return 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
