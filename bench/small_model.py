@@ -4,9 +4,9 @@
     python bench/small_model.py job --model FOLDER --workers 1 3       a whole job, one engine and three on a GPU
 
 engines: `bare` is vLLM's LLM.generate without and with log-probabilities, `ours` a rollout worker's engine. The same
-number of requests is split over 1, 2, ... engines on one GPU; each figure is the median of --repeats waves. --variants
-are single bare engines that differ in one thing from what a run's engine gets. With --pyspy FILE the EngineCore process
-of a single engine is sampled meanwhile: which functions it is in.
+number of requests is split over 1, 2, ... of the latter on one GPU; each figure is the median of --repeats waves.
+--variants are bare engines that differ in one thing from what a run's engine gets. With --pyspy FILE both processes of
+a single engine are sampled meanwhile: which functions they are in.
 job: GRPO with a LoRA on sums, all responses of --length tokens, the trainer on one GPU and --workers engines on
 another, or with --one-gpu all on one. Figures are medians over the steps after the first --warm-up.
 
@@ -109,31 +109,25 @@ class Child:
 
 def measure_engines(args: argparse.Namespace, report: dict[str, Any], logs: Path) -> None:
     """All cells, while all engines are up: those that are not asked do nothing."""
-    most = max(args.engines)
+    ways = [*args.ways, *args.variants]
+    sizes = {way: max(args.engines) if way == "ours" else 1 for way in ways}
     children: dict[str, list[Child]] = {}
     try:
-        first = {way: Child(way, 0, args, logs) for way in args.ways}  # they compile, the others find it compiled
-        up = {way: child.answer() for way, child in first.items()}
-        children = {way: [child] for way, child in first.items()}
-        for way in args.ways:
-            children[way] += [Child(way, number, args, logs) for number in range(1, most)]
-        children |= {way: [Child(way, 0, args, logs)] for way in args.variants}
-        up |= {way: children[way][0].answer() for way in args.variants}
-        for way, group in children.items():
-            report["up_s"][way] = [up[way]["up_s"], *(child.answer()["up_s"] for child in group[1:])]
+        for way, num in sizes.items():
+            children[way] = [Child(way, number, args, logs) for number in range(num)]
+        up = {way: [child.answer() for child in group] for way, group in children.items()}
+        report["up_s"] = {way: [one["up_s"] for one in answers] for way, answers in up.items()}
         print(f"engines are up: {json.dumps(report['up_s'])}", flush=True)
         for num in args.engines:
-            for way in [*args.ways, *(args.variants if num == 1 else [])]:
+            for way in (way for way in ways if num <= sizes[way]):
                 for logprobs in WAYS.get(way, WAYS["bare"]):
                     cell = measure_cell(children[way][:num], args, logprobs)
                     report["cells"].append({"way": way, "logprobs": logprobs, "engines": num, **cell})
                     write(args, report)
                     print(line_of(report["cells"][-1]), flush=True)
-            if num == 1 and args.pyspy:
-                for way in args.ways:
-                    found = profile(children[way][0], up[way], args, logs)
-                    report["profiles"][way] = found
-                    write(args, report)
+        for way in args.ways if args.pyspy else []:
+            report["profiles"][way] = profile(children[way][0], up[way][0], args, logs)
+            write(args, report)
     finally:
         for child in [child for group in children.values() for child in group]:
             child.end()
@@ -169,7 +163,9 @@ def profile(child: Child, up: dict[str, Any], args: argparse.Namespace, logs: Pa
     """Where the engine's EngineCore process and its front process are while it samples."""
     child.order(requests=args.requests, logprobs=True, waves=args.profile_waves)
     time.sleep(0.3)  # past the prefill
-    watched = {"engine_core": up["core_pids"][0], "front": up["pid"]}
+    watched = {"front": up["pid"]}
+    if up["core_pids"]:  # vLLM alone on a CPU has none
+        watched["engine_core"] = up["core_pids"][0]
     files = {name: logs / f"pyspy-{pid}.raw" for name, pid in watched.items()}
     spies = [
         subprocess.Popen(
@@ -329,7 +325,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128, help="tokens of every response")
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=[])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-mib", type=int, default=4096, help="of an engine's cache; with --one-gpu of all together")
     parser.add_argument("--pyspy", help="py-spy's file")
