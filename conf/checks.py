@@ -234,6 +234,7 @@ def check_bitwise_parity_is_possible(config: RunConfig) -> None:
         return
     rollout, sampling = config.rollout, config.rollout.sampling
     broken = {
+        "rollout.engine_options, which could choose other kernels; remove them": bool(rollout.engine_options),
         "cluster.device=cpu, which has no batch-invariant kernels; choose cluster.device=cuda": (
             config.cluster.device is Device.cpu
         ),

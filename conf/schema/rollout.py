@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from conf.schema.engine_arguments import check_engine_options
 from conf.schema.rules import above, at_least, at_least_or_null, require
 
 
@@ -162,6 +163,11 @@ class RolloutConfig:
     """Size of the KV cache of one engine rank. null: sized by gpu_memory_utilization (GPU) or 256 MiB (CPU)."""
     enforce_eager: bool = False
     """Skip CUDA graphs and torch.compile. Always on for CPU engines."""
+    engine_options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Further arguments of vLLM's engine, by its names, such as {block_size: 32, async_scheduling: false}; those of
+    compilation_config are added to ours. What Slipstream sets, or what would break layouts, exactness or memory, is
+    refused. vLLM does not promise that an argument means the same in its next release.
+    """
     max_concurrent_groups: int = 64
     """The most groups in flight over all workers; the buffer's back-pressure may permit fewer."""
     request_timeout_s: float = 600.0
@@ -207,6 +213,7 @@ class RolloutConfig:
             f"got {self.max_num_batched_tokens} and {self.max_num_seqs}",
         )
         above(0, "rollout.sampling", temperature=self.sampling.temperature)
+        check_engine_options(self.engine_options)
         require(
             0 < self.gpu_memory_utilization < 1,
             f"rollout.gpu_memory_utilization must lie in (0, 1), got {self.gpu_memory_utilization}",

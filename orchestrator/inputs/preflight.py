@@ -58,6 +58,7 @@ from orchestrator.inputs.text_encoder import (
 from orchestrator.machine import HERE, Machine, nearest_existing
 from rollout.agents.episode_runner import check_agent
 from rollout.agents.tool_calls import parser_names
+from rollout.engine.engine_options import known_arguments
 from rollout.rewards.runner import check_reward
 from trainer.architecture.families import read_config
 from trainer.architecture.model_spec import ModelSpec
@@ -110,6 +111,13 @@ def check_packages(config: RunConfig) -> Fact:
             f"this environment lacks {', '.join(missing)}: install Slipstream with its extra, "
             f"slipstream-rl[{'gpu' if config.cluster.device is Device.cuda else 'cpu'}], or run `make setup`"
         )
+    known = known_arguments() if config.rollout.engine_options else None
+    for name in config.rollout.engine_options:
+        if known is not None and name not in known:
+            hint = did_you_mean(name, known)
+            raise ConfigError(
+                f"rollout.engine_options.{name}: this vLLM's engine has no such argument. {hint}".rstrip()
+            )
     return Fact("packages", "present (versions: slipstream doctor)")
 
 

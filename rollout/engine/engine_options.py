@@ -5,9 +5,11 @@ Uses only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in common. Pure: starts n
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 from collections.abc import MutableMapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +158,25 @@ def engine_arguments(
             arguments["moe_backend"] = "auto" if is_cpu else "marlin"
         if config.enable_expert_parallel:
             arguments["all2all_backend"] = "allgather_reducescatter"  # the only one that works with adapters of experts
-    return arguments
+    given = dict(config.engine_options)
+    if "compilation_config" in given:
+        given["compilation_config"] = arguments.get("compilation_config", {}) | given["compilation_config"]
+    return arguments | given
+
+
+def known_arguments() -> set[str] | None:
+    """Names of arguments of the installed vLLM, read from its source: importing it takes seconds. None: there is none
+    to read.
+    """
+    found = find_spec("vllm")
+    for folder in (found.submodule_search_locations or []) if found is not None else []:
+        path = Path(folder, "engine", "arg_utils.py")
+        if path.is_file():
+            top = ast.parse(path.read_text(encoding="utf-8")).body
+            classes = [node for node in top if isinstance(node, ast.ClassDef) and node.name.endswith("EngineArgs")]
+            targets = [item.target for node in classes for item in node.body if isinstance(item, ast.AnnAssign)]
+            return {target.id for target in targets if isinstance(target, ast.Name)}
+    return None
 
 
 def capture_sizes(num_seqs: int) -> list[int]:

@@ -95,6 +95,7 @@ OPTIONS = [
     "rollout.gpu_memory_utilization",
     "rollout.kv_cache_bytes",
     "rollout.enforce_eager",
+    "rollout.engine_options",
     "rollout.max_concurrent_groups",
     "rollout.request_timeout_s",
     "rollout.max_restarts",

@@ -18,7 +18,13 @@ from orchestrator.environment import resolve_device
 from orchestrator.errors import PreflightError
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from orchestrator.inputs.model_files import check_checkpoint_files
-from orchestrator.inputs.preflight import check_evaluation, check_initial_adapter, check_routes, run_preflight
+from orchestrator.inputs.preflight import (
+    check_evaluation,
+    check_initial_adapter,
+    check_packages,
+    check_routes,
+    run_preflight,
+)
 from orchestrator.machine import Machine
 from trainer.architecture.families import read_config
 from weight_sync.disk.safetensors_files import INDEX_NAME, read_header
@@ -343,3 +349,10 @@ def test_an_adapter_to_start_from_is_needed_again_for_a_reference_alone() -> Non
         assert config.reads_initial_adapter
         with pytest.raises(ConfigError, match=r"trainer\.lora\.init_from=gone"):
             check_initial_adapter(config)
+
+
+def test_an_argument_that_vllm_does_not_know_is_refused_before_anything_starts() -> None:
+    config = load_run_config(["experiment=quickstart", "rollout.engine_options.block_sise=32"])
+    with pytest.raises(ConfigError, match=r"block_sise: this vLLM's engine has.*mean block_size"):
+        check_packages(config)
+    assert check_packages(load_run_config(["experiment=quickstart", "rollout.engine_options.block_size=32"]))

@@ -24,6 +24,7 @@ from rollout.engine.engine_options import (
     capture_sizes,
     engine_arguments,
     engine_environment,
+    known_arguments,
     warm_up_lengths,
 )
 from rollout.engine.shared_gpu import cache_bytes
@@ -253,3 +254,26 @@ def test_a_call_under_way_ends_when_the_engine_dies(tmp_path: Path, monkeypatch:
     engine._llm = cast(Any, Dying())
     with pytest.raises(EngineDied, match="the engine's process died; this rollout worker must be restarted"):
         asyncio.run(engine.call_ranks("slipstream_describe"))
+
+
+def test_options_of_the_engine_are_handed_on_and_added_to_ours():
+    given = {"block_size": 32, "compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+    config = RolloutConfig(engine_options=given)
+    found = engine_arguments(Path("m"), config, dtype=DType.bfloat16, device=Device.cuda, seed=1)
+    assert found["block_size"] == 32
+    assert found["compilation_config"].keys() == {"cudagraph_capture_sizes", "cudagraph_mode"}
+    assert "block_size" in (known_arguments() or {"block_size"})
+
+
+@pytest.mark.parametrize("device", [Device.cpu, Device.cuda])
+def test_what_we_set_is_refused_as_an_option_of_the_engine(device: Device):
+    """But for what may be set without harm."""
+    slots = AdapterSlotsSpec(2, 8, ("experts",), ())
+    ours = engine_arguments(
+        Path("m"), RolloutConfig(), dtype=DType.bfloat16, device=device, seed=1, adapters=slots, records_routes=True
+    )
+    harmless = {"attention_backend", "compilation_config", "disable_log_stats", "enable_prefix_caching"}
+    for name in ours.keys() - harmless:
+        with pytest.raises(ConfigError, match=name):
+            RolloutConfig(engine_options={name: 1})
+    RolloutConfig(engine_options=dict.fromkeys(harmless, 1))
