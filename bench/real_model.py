@@ -24,6 +24,7 @@ import os
 import queue
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -151,6 +152,9 @@ def run(plan: Plan, row: str, seed: int, gpu: str | None) -> dict[str, Any]:
     own = {"PYTHONPATH": python_path(), "VLLM_CACHE_ROOT": str(folder / "vllm")}  # nobody reads what another one writes
     if gpu is not None:
         own["CUDA_VISIBLE_DEVICES"] = gpu
+    with socket.socket() as probe:  # TRL's process group listens at MASTER_PORT, 29500 unless told
+        probe.bind(("127.0.0.1", 0))
+        own["MASTER_PORT"] = str(probe.getsockname()[1])
     with (plan.out / f"{name}.log").open("w") as log:
         process = subprocess.Popen(
             command_of(plan, row, seed), cwd=ROOT, env=os.environ | own, stdout=log, stderr=log, start_new_session=True
