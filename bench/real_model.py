@@ -58,6 +58,8 @@ ROWS: dict[str, list[str]] = {
         *ON_POLICY, "algorithm.correction=sequence_mis", "algorithm.correction_max=3", "weight_sync.rounding=nearest",
     ],
     "mask_truncated": [*ON_POLICY, "algorithm.mask_truncated=true"],
+    "masked_stale": ["algorithm.mask_truncated=true"],
+    "sequence_mis_stale": ["algorithm.correction=sequence_mis", "algorithm.correction_max=3"],
     "constant": [*ON_POLICY, "algorithm.normalization=constant"],
     "sequence": [*ON_POLICY, "algorithm.normalization=sequence"],
     "no_std": [*ON_POLICY, "algorithm.advantage=group"],
@@ -127,7 +129,7 @@ def command_of(plan: Plan, row: str, seed: int) -> list[str]:
             max_tokens=MAX_TOKENS[plan.task],
             groups=2 if plan.is_cpu else 16,
             group_size=4 if plan.is_cpu else 16,
-            parts=4 if plan.is_beside else 1,
+            parts=8 if plan.is_beside else 1,
             is_cpu=plan.is_cpu,
             options=TRL_ROWS[row],
         )
@@ -138,7 +140,7 @@ def command_of(plan: Plan, row: str, seed: int) -> list[str]:
         "run.loggers=[]", "run.checkpoint_every_steps=0", *ROWS[row],
     ]  # fmt: skip
     if plan.is_beside:
-        words.append("trainer.max_microbatch_tokens=8192")
+        words.append("trainer.max_microbatch_tokens=4096")
     if plan.keeps(row):
         words += ["run.checkpoint_every_steps=1", "run.keep_checkpoints=4"]
     return [sys.executable, "-m", "orchestrator.cli.main", "train", *words, *plan.extra]
