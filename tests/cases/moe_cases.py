@@ -69,11 +69,16 @@ def make_batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tens
     )
 
 
-def run(experts: Experts, group: dist.ProcessGroup | None = None, rows: slice = slice(None)) -> dict[str, Tensor]:
+def run(
+    experts: Experts,
+    group: dist.ProcessGroup | None = None,
+    rows: slice = slice(None),
+    shares: list[int] | None = None,
+) -> dict[str, Tensor]:
     """Output and every gradient, for the tokens in `rows`."""
     x, weights, ids, grad_out = make_batch(experts.compute_dtype)  # type: ignore[arg-type]
     x, weights = x.detach()[rows].requires_grad_(), weights.detach()[rows].requires_grad_()
-    out = experts(x, weights, plan_dispatch(ids[rows], NUM_EXPERTS, group))
+    out = experts(x, weights, plan_dispatch(ids[rows], NUM_EXPERTS, group, shares))
     out.backward(grad_out[rows])
     grads = {name: p.grad for name, p in experts.named_parameters() if p.grad is not None}
     assert x.grad is not None and weights.grad is not None
@@ -86,16 +91,22 @@ def rows_of(rank: int, world_size: int) -> slice:
     return slice(cuts[rank], cuts[rank + 1])
 
 
+def shares_of(world_size: int) -> list[int] | None:
+    """Experts of each rank; those of four are unequal."""
+    return [3, 1, NUM_EXPERTS - 6, 2] if world_size == 4 else None
+
+
 def _main(rank: int, world_size: int, folder: str, dtypes: list[torch.dtype]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
     try:
-        count = NUM_EXPERTS // world_size
+        shares = shares_of(world_size)
+        counts = shares or [NUM_EXPERTS // world_size] * world_size
         results = {}
         for dtype in dtypes:
-            experts = make_experts(first=rank * count, count=count, dtype=dtype)
-            results[dtype] = run(experts, dist.group.WORLD, rows_of(rank, world_size))
+            experts = make_experts(first=sum(counts[:rank]), count=counts[rank], dtype=dtype)
+            results[dtype] = run(experts, dist.group.WORLD, rows_of(rank, world_size), shares)
         torch.save(results, f"{folder}/rank{rank}.pt")
     finally:
         dist.destroy_process_group()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from rollout.errors import DataError
 from rollout.text.chat_template import ChatTemplate
 from rollout.text.plain_template import read_plain
 
@@ -24,7 +25,7 @@ CHAT = [
 TOOL = {"type": "function", "function": {"name": "add", "description": "d", "parameters": {"type": "object"}}}
 
 
-def save(folder: Path, template: str, **description: Any) -> Path:
+def save(folder: Path, template: str | list[dict[str, str]], **description: Any) -> Path:
     """The character tokenizer's tokens, and this description of them."""
     save_character_tokenizer(folder, vocab_size=64)
     given = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, **description}
@@ -85,6 +86,47 @@ def test_a_templates_own_refusal_is_raised(tmp_path: Path) -> None:
     folder = save(tmp_path, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(Exception, match="roles must alternate"):
         ChatTemplate(folder).render(CHAT, is_open=True)
+
+
+def calling(arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", **arguments}}]}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"arguments": '{"a": 1}'}, '{"a": 1}'),
+        ({"arguments": {"a": 1}}, '{"a": 1}'),  # an object already, as rows may have it
+        ({"arguments": '{"a": '}, '"{\\"a\\": "'),  # the model's own words
+        ({"arguments": None}, "null"),
+        ({}, ""),
+    ],
+)
+def test_arguments_of_a_tool_call_are_an_object_where_they_can_be(
+    arguments: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    function = "messages[0].tool_calls[0].function"
+    template = f"{{% if 'arguments' in {function} %}}{{{{ {function}.arguments | tojson }}}}{{% endif %}}"
+    assert ChatTemplate(save(tmp_path, template)).render(calling(arguments), is_open=True) == said
+
+
+def test_a_template_that_wants_arguments_as_text_gets_all_the_rest_too(tmp_path: Path) -> None:
+    template = (
+        "{{ mood + messages[0].tool_calls[0].function.arguments + (tools | length | string) }}"
+        "{% if add_generation_prompt %}|{% endif %}"
+    )
+    render = ChatTemplate(save(tmp_path, template)).render
+    messages = calling({"arguments": '{"a": 1}'})
+    assert render(messages, is_open=True, tools=[TOOL], options={"mood": "calm "}) == 'calm {"a": 1}1|'
+    assert render(messages, is_open=False, tools=[TOOL], options={"mood": "calm "}) == 'calm {"a": 1}1'
+
+
+def test_options_of_any_of_several_named_templates_are_known(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "{{ mood }}"}, {"name": "tool_use", "template": "{{ tools }}{{ pace }}"}]
+    template = ChatTemplate(save(tmp_path, named))
+    template.check_options({"mood": "calm", "pace": "slow"})
+    with pytest.raises(DataError, match=r"kwargs\.weather: .* it reads mood, pace$"):
+        template.check_options({"mood": "calm", "weather": "fair"})
 
 
 def test_special_tokens_that_only_the_class_knows_are_rendered(tmp_path: Path) -> None:

@@ -161,6 +161,10 @@ def test_parquet_reads_as_jsonl_does(tmp_path, encoder):
         ('{"prompt": [{"role": "user", "content": {"a": 1}}]}', r"a\.jsonl:2: .* must be text.* got dict"),
         ('{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}', r"a\.jsonl:2: .* only parts of type text"),
         ('{"prompt": [{"role": "user", "content": [{"type": "text"}]}]}', r"a\.jsonl:2: .* only parts of type text"),
+        (
+            '{"prompt": [{"role": "user", "content": [{"type": "image", "text": "a cat"}]}]}',
+            r"a\.jsonl:2: .* only parts of type text",
+        ),
         ('{"prompt": [{"role": "user", "content": ["hi"]}]}', r"a\.jsonl:2: .* only parts of type text.* got 'hi'"),
         ('{"prompt": [{"role": null, "content": "hi"}]}', r"a\.jsonl:2: .* message 1 must be an object with a role"),
         ('{"prompt": [{"content": "hi"}]}', r"a\.jsonl:2: .* message 1 must be an object with a role"),

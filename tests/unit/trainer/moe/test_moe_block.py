@@ -270,7 +270,8 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_expert_parallel_ranks_give_the_bits_of_one(ranks, world_size, dtype):
-    """Unequal shares, and a rank of four without tokens. Experts see the same rows in the same order."""
+    """Unequal shares of tokens, of four ranks of experts too, and one without tokens. Experts see the same rows in the
+    same order."""
     (one,) = (results[dtype] for results in ranks[1])
     many = [results[dtype] for results in ranks[world_size]]
     for name, wanted in one.items():  # tokens' results by token, experts' by expert: both are cut along dim 0

@@ -22,6 +22,7 @@ from trainer.delivery.merged_source import TrainerWeightSource
 from trainer.delivery.planned_layouts import source_layouts, temporary_bytes
 from trainer.errors import LayoutError
 from trainer.rank import TrainerRank
+from trainer.weights.block_scales import ScaleRun
 from trainer.weights.quantization import (
     BLOCK,
     SCALE_SUFFIX,
@@ -232,6 +233,23 @@ def test_values_and_scales_of_a_stack_of_experts_are_one_run_each(exported, tp_s
         for read in reads:
             wanted = export[read.tensor][: read.region.shape[0]]
             assert np.array_equal(as_bytes(read.view(slot)), as_bytes(wanted)), read
+
+
+def test_scales_of_other_columns_or_of_another_parameter_are_a_run_of_their_own(exported):
+    rank, _ = exported
+    scales = rank.delivery.source._scales
+
+    def run(tensor: str, column: int) -> ScaleRun:
+        return scales.scale_run(
+            f"model.layers.1.mlp.experts.{tensor}_proj.weight{SCALE_SUFFIX}", Region((0, column), (2, 1))
+        )
+
+    first = run("0.gate", 0)
+    both = first.joined(run("0.up", 0))
+    assert both is not None and both.shape == (4, 1)
+    assert first.joined(run("0.up", 1)) is None
+    assert first.joined(dataclasses.replace(run("0.up", 0), columns=slice(0, 2))) is None
+    assert first.joined(run("0.down", 0)) is None
 
 
 def test_what_an_engine_keeps_in_another_format_is_refused(exported):

@@ -92,6 +92,9 @@ TAKEN: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "other ranks in attention": (
         LLAMA, {"rank_pattern": {r"self_attn\.\w+": 3}, "alpha_pattern": {"[qkvo]_proj": 8}}, 0,
     ),
+    "alternatives of a pattern": (
+        LLAMA, {"rank_pattern": {"q_proj|k_proj|v_proj|o_proj": 3}, "alpha_pattern": {"k|[qvo]_proj|k_proj": 8}}, 0,
+    ),
     "the same ranks, by patterns": (LLAMA, {"r": 8, "rank_pattern": {".*": 4}, "lora_alpha": 8}, 0),
     "patterns with rslora": (
         LLAMA, {"use_rslora": True, "r": 4, "rank_pattern": {"self_.*": 16}, "alpha_pattern": {"self_.*": 32}}, 0,
@@ -99,6 +102,7 @@ TAKEN: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "dropout": (LLAMA, {"lora_dropout": 0.3}, 0),
     "fan in, fan out": (LLAMA, {"fan_in_fan_out": True}, 0),
     "gaussian": (LLAMA, {"init_lora_weights": "gaussian"}, 0),
+    "Gaussian": (LLAMA, {"init_lora_weights": "Gaussian"}, 0),
     "orthogonal": (LLAMA, {"init_lora_weights": "orthogonal"}, 0),
     "mica": (LLAMA, {"init_lora_weights": "mica"}, 0),
     "experts alone": (
@@ -244,6 +248,9 @@ def test_an_initialization_that_changes_the_base_is_refused(start: str, plain: P
         ({"peft_type": "LOHA"}, "has peft_type='LOHA', and only LORA is read"),
         ({"rank_pattern": [3]}, "has rank_pattern=[3], which is no object of patterns"),
         ({"alpha_pattern": {"(": 3}}, "has alpha_pattern={'(': 3}, which is no object of patterns"),
+        ({"rank_pattern": {"q_proj": 0}}, "has rank_pattern={'q_proj': 0}, which is no object of patterns"),
+        ({"alpha_pattern": {"q_proj": -8}}, "has alpha_pattern={'q_proj': -8}, which is no object of patterns"),
+        ({"alpha_pattern": {"q_proj": True}}, "has alpha_pattern={'q_proj': True}, which is no object of patterns"),
         ({"rank_pattern": {"q_proj": 3}}, "rank 3 in model.layers.0.self_attn.q_proj"),
         ({"alpha_pattern": {"q_proj": 3}}, 'has alpha_pattern={"q_proj": 3}: scale'),
         ({"rank_pattern": {"mlp.*": 3}}, 'has rank_pattern={"mlp.*": 3}: scale'),
