@@ -40,6 +40,8 @@ METRICS: dict[str, str] = {
     "sync/peak_bytes": "most temporary device memory on one rank",
     "sync/watermark_bytes": "the declared bound on it",
     "sync/changed_params": "engine parameters whose bytes differ from the last publish's; null at the first one",
+    "sync/update_error": "share of the adapter's update that merged weights lost in rounding, from a sample: 0 none, "
+    "1 all; null without one",
     "sync/replicas_committed": "replicas that adopted the version",
     "sync/replicas_relayed": "replicas among them that read it from another one of their node (weight_sync.relay)",
     "sync/relay_s": "part of total_s: those reads",

@@ -34,6 +34,8 @@ UNCORRECTED = (
 LOST_UPDATES = (
     "weight_sync.rounding=nearest gives engines little of an adapter's update (dithered gives them its mean). "
 )
+LOST_SHARE = 0.2
+"""sync/update_error above which rounding is named as a cause. By thresholds it is noise about 0, mostly below."""
 CURE = (
     "`slipstream parity` names the operation at which trainer and "
     "engine part, and docs/parity.md says what else to look at"
@@ -53,8 +55,10 @@ class ParityAlarm:
     """
 
     def __init__(self, config: ParityConfig, *, is_corrected: bool, loses_updates: bool = False) -> None:
-        self._config = config
-        self._advice = (LOST_UPDATES if loses_updates else "") + ("" if is_corrected else UNCORRECTED) + CURE
+        self._config, self._loses_updates = config, loses_updates
+        self._advice = ("" if is_corrected else UNCORRECTED) + CURE
+        self._lost = LOST_UPDATES if loses_updates else ""
+        """What is known of updates that engines did not get."""
         self._warned_at: int | None = None
         """Step of the last warning; None while no figure is above the threshold."""
         self._floor = ""
@@ -65,6 +69,10 @@ class ParityAlarm:
         k3, floor = row.get("parity/k3"), row.get("parity/floor_k3")
         if k3 is not None and floor is not None:
             self._floor = _what_the_floor_says(step, k3, floor)
+        lost = row.get("sync/update_error")
+        if lost is not None:
+            told = f"sync/update_error is {lost:.2g}: engines lack that share of the adapter's update. "
+            self._lost = told + (LOST_UPDATES if self._loses_updates else "") if lost > LOST_SHARE else ""
         figure, value = max(((name, row.get(name) or 0.0) for name in CAUSES), key=lambda pair: pair[1])
         if self._config.stop_k3 and value > self._config.stop_k3:
             return self._describe(figure, value, "stop_k3", self._config.stop_k3)
@@ -78,7 +86,7 @@ class ParityAlarm:
     def _describe(self, figure: str, value: float, option: str, threshold: float) -> str:
         return (
             f"{figure} is {value:.3g}, above parity.{option}={threshold:g}: trainer and engine disagree about the "
-            f"tokens that the engine sampled. Likely causes: {CAUSES[figure]}. {self._floor}{self._advice}"
+            f"tokens that the engine sampled. Likely causes: {CAUSES[figure]}. {self._floor}{self._lost}{self._advice}"
         )
 
 

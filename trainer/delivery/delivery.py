@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +119,10 @@ class Delivery:
         """Write `version` into every connected engine but those excluded (see Publisher.publish)."""
         if self._publisher is None:
             raise TrainerError(f"rank {self._rank}: publish() before connect()")
-        return self._publisher.publish(version, exclude=exclude, trace=trace)
+        report = self._publisher.publish(version, exclude=exclude, trace=trace)
+        if isinstance(self.source, TrainerWeightSource):
+            report = replace(report, update_error=self.source.update_error())
+        return report
 
     def disconnect(self, replicas: Sequence[int]) -> None:
         """Close the links to engines that are dead (see Publisher.disconnect)."""

@@ -17,13 +17,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from trainer.delivery.update_probe import UpdateProbe
 from trainer.errors import LayoutError
 from trainer.model.decoder import Decoder
 from trainer.parallel import local_address
 from trainer.weights.block_scales import BlockScales, ScaleRun
 from trainer.weights.fused_experts import FusedRun, FusedTensor
 from trainer.weights.packed_experts import is_packed
-from trainer.weights.quantization import SCALE_SUFFIX, BlockFp8, engine_tensors, merge_scratch_bytes
+from trainer.weights.quantization import (
+    BLOCK,
+    SCALE_SUFFIX,
+    BlockFp8,
+    engine_tensors,
+    merge_scratch_bytes,
+    scale_shape,
+)
 from trainer.weights.row_runs import RowRun
 from trainer.weights.shards import HeldTensor, gather_lora_a, local_shards, sharded_lora_a
 from weight_sync.layout import Region, SourceLayout, SourceShard
@@ -92,6 +100,8 @@ class TrainerWeightSource:
         """Kept from publish to publish, as staging is, because prepared kernel arguments hold its addresses."""
         self._gathered_bytes = sum(a.numel() * a.element_size() for a in self._gathered_a.values())
         self._is_begun = False
+        adapted = [one for of in self._held.values() for one in of if one.delta is not None]
+        self._probe = UpdateProbe([one for one in adapted if isinstance(one, HeldTensor)], self._added)
         self._temporary_bytes = self._gathered_bytes + merge_bytes
         if self._scales is not None:
             self._temporary_bytes += self._scales.num_bytes + self._scales.scratch_bytes
@@ -113,10 +123,17 @@ class TrainerWeightSource:
         self._is_begun = True
         if self._gathered_a:
             gather_lora_a(self._decoder, self._gathered_a)
-        if self._scales is None:
-            return self._gathered_bytes
-        self._scales.compute(self._gathered_a)
-        return self._gathered_bytes + self._scales.num_bytes
+        num_bytes = self._gathered_bytes
+        if self._scales is not None:
+            self._scales.compute(self._gathered_a)
+            num_bytes += self._scales.num_bytes
+        self._probe.look(version, self._gathered_a)
+        return num_bytes
+
+    def update_error(self) -> float | None:
+        """The share of the adapter's update that engines do not get, from some rows of the version begun last; see
+        update_probe.py."""
+        return self._probe.error()
 
     @torch.no_grad()
     def read(self, tensor: str, region: Region, out: Tensor) -> None:
@@ -188,6 +205,27 @@ class TrainerWeightSource:
         self._is_begun = False
         if self._scales is not None:
             self._scales.drop()
+
+    def _added(self, held: HeldTensor, region: Region) -> Tensor:
+        """What engines get beyond the base as they would get it alone, of a rectangle in one row of blocks; float32."""
+        parts = [replace(held.run(region), delta=delta) for delta in (held.delta, None)]
+        is_quantized = held.tensor in self._quantized
+        dtype = torch.float8_e4m3fn if is_quantized else self._decoder.dtype
+        sent = [torch.empty(region.shape, dtype=dtype, device=held.base.device) for _ in parts]
+        for run, out in zip(parts, sent, strict=True):
+            if is_quantized:
+                assert self._scales is not None
+                self._scales.writer(run, out, self._gathered_a)()
+            else:
+                run.write(out, self._gathered_a)
+        added = sent[0].float().sub_(sent[1].float())
+        if not is_quantized:
+            return added
+        assert self._scales is not None
+        blocks = Region((region.start[0] // BLOCK, 0), (1, scale_shape(region.shape)[1]))
+        scales = torch.empty(blocks.shape, device=added.device)
+        self._scales.write_scales(self._scales.scale_run(held.tensor + SCALE_SUFFIX, blocks), scales)
+        return added.mul_(scales.repeat_interleave(BLOCK, 1)[:, : region.shape[1]])
 
     def _write(self, tensor: str, run: RowRun | FusedRun | ScaleRun, out: Tensor) -> None:
         """Write rows in the engine's format: merged, and quantized if `tensor` is."""

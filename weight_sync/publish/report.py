@@ -59,6 +59,9 @@ class PublishReport:
     """Part of total_s: these reads, after the writes."""
     relay_bytes: int = 0
     """Bytes of these reads; not in num_bytes."""
+    update_error: float | None = None
+    """Share of an adapter's update that is not in merged weights, from some of this rank's rows; None without one. The
+    one figure that is not the same on every rank."""
 
     @property
     def num_committed(self) -> int:

@@ -15,6 +15,7 @@ const PANELS = [
   { title: "Turns of an episode", metrics: ["rollout/turns_mean", "rollout/branches_mean"] },
   { title: "Seconds of a step", metrics: ["step/total_s", "rollout/wait_s", "trainer/forward_backward_s", "sync/total_s"] },
   { title: "Seconds of a publish", metrics: ["sync/begin_s", "sync/write_s", "sync/verify_s", "sync/commit_s", "sync/pause_s"] },
+  { title: "Share of the adapter's update that merged weights lost in rounding", metrics: ["sync/update_error"], zero: true },
   { title: "Temporary bytes of a publish against the watermark", metrics: ["sync/peak_bytes", "sync/watermark_bytes"], unit: bytes, zero: true },
   { title: "Staleness, steps", metrics: ["staleness/mean", "staleness/max"], zero: true },
   { title: "Gradient norm", metrics: ["optim/grad_norm"] },

@@ -61,6 +61,16 @@ def test_updates_that_rounding_loses_are_a_cause(
     assert ("weight_sync.rounding=nearest" in caplog.text) is loses
 
 
+@pytest.mark.parametrize(("share", "is_named"), [(0.71, True), (0.06, False)])
+def test_the_share_of_the_update_that_engines_lack_says_whether_rounding_is_the_cause(
+    share: float, is_named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    alarm = ParityAlarm(ParityConfig(), is_corrected=True, loses_updates=True)
+    alarm.reason_to_stop(7, {"parity/k3": 0.25, "sync/update_error": share})
+    assert ("sync/update_error is 0.71" in caplog.text) is is_named
+    assert ("weight_sync.rounding=nearest" in caplog.text) is is_named
+
+
 @pytest.mark.parametrize(
     ("floor", "where"), [(0.2, "in how the engine samples"), (0.02, "in its weights or between trainer and engine")]
 )
