@@ -15,6 +15,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ from orchestrator.files.timeline import Activities
 from orchestrator.fleet.control_folder import alive, answer_requests
 from orchestrator.fleet.fleet_log import FleetLog, count_tokens
 from orchestrator.fleet.router import Router
+from orchestrator.fleet.run_state import note_start, note_started
 from orchestrator.fleet.stop_request import end_when_asked
 from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.inputs.model_folder import complete_export, prepare_model
@@ -163,7 +165,8 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, own_ray:
 
     async with contextlib.AsyncExitStack() as stack:
         progress = stack.enter_context(ProgressLine(log.console))
-        startup = Startup(folder.startup, progress.wait)
+        startup = Startup(folder.startup, partial(_show_start, progress, folder))
+        stack.callback(note_started, folder)
         rewards = RewardRunner(
             config.reward,
             max_response_tokens=config.rollout.sampling.max_tokens,
@@ -224,6 +227,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, own_ray:
         stack.callback(counting.cancel)
         await controller.start(resume_from)
         startup.end()
+        note_started(folder)
         await controller.train()
         export = await _export(cluster, config, folder)
         drawing = asyncio.create_task(_draw(config, folder))  # while the processes end
@@ -253,11 +257,13 @@ async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog, own_ray: 
 
     async with contextlib.AsyncExitStack() as stack:
         progress = stack.enter_context(ProgressLine(log.console))
-        startup = Startup(folder.startup, progress.wait)
+        startup = Startup(folder.startup, partial(_show_start, progress, folder))
+        stack.callback(note_started, folder)
         cluster = await stack.enter_async_context(Cluster(config, folder, startup, own_ray))
         await stack.enter_async_context(startup)  # left before the cluster: a start that fails is over then
         await cluster.start(model.hf_config)
         startup.end()
+        note_started(folder)
         telemetry = stack.enter_context(_telemetry(config, folder, progress, step_of(resume_from)))
         stack.callback(progress.say, "ending the run's processes")
         tuner = Finetuner(config, cluster.trainer, training, held_out, telemetry, checkpoints, log.context.set)
@@ -275,6 +281,12 @@ async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog, own_ray: 
         checkpoints.newest(),
         export,
     )
+
+
+def _show_start(progress: ProgressLine, folder: RunFolder, seconds: float, waits_for: str) -> None:
+    """On the live line, and in a file for slipstream status."""
+    progress.wait(seconds, waits_for)
+    note_start(folder, seconds, waits_for)
 
 
 def _what_is_saved(folder: RunFolder) -> str:

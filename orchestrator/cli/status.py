@@ -26,7 +26,7 @@ from orchestrator.files.run_log import format_s
 from orchestrator.files.startup import RUN, describe, read_starts
 from orchestrator.files.step_rows import failed_of
 from orchestrator.files.telemetry import read_rows
-from orchestrator.fleet.run_state import dashboard_of, state_of
+from orchestrator.fleet.run_state import dashboard_of, start_of, state_of
 
 NUM_RECENT = 20
 """Means are taken over this many steps."""
@@ -40,9 +40,9 @@ _SHOWN = (
     ("dpo/loss", "preference loss", ".4f"),
     ("dpo/accuracy", "pairs in the right order", ".3f"),
     ("dpo/margin_mean", "margin", ".3f"),
-    ("parity/k3", "k3", ".1e"),
-    ("parity/floor_k3", "its floor", ".1e"),
-    ("parity/k3_stale", "k3 of stale tokens", ".1e"),
+    ("parity/k3", "trainer against engine, k3", ".1e"),
+    ("parity/floor_k3", "  k3 of rounding alone", ".1e"),
+    ("parity/k3_stale", "  k3 of stale tokens", ".1e"),
     ("policy/entropy", "entropy", ".2f"),
     ("optim/grad_norm", "gradient norm", ".3g"),
     ("rollout/wait_s", "wait for a batch, s", ".2f"),
@@ -72,6 +72,8 @@ class Status:
     """running, finished, stopped (as it was told), failed, or unknown: it is another user's, who alone may know."""
     error: str | None
     """Why it failed."""
+    starting: str | None
+    """How long its start takes so far, and what it waits for; None once it is over."""
     step: int | None
     """Optimizer steps done; None before the first row."""
     num_steps: int
@@ -106,6 +108,8 @@ class Status:
         lines = [("run", self.run), ("state", self.state)]
         if self.error is not None:
             lines.append(("error", self.error))
+        if self.starting is not None:
+            lines.append(("starting", self.starting))
         if self.step is None:
             lines.append(("step", f"none of {self.num_steps} yet"))
         else:
@@ -117,7 +121,7 @@ class Status:
         lines += [(name, format(self.recent[metric], spec)) for metric, name, spec in shown if metric in self.recent]
         lines += [(name.replace("eval/", "held-out "), f"{value:.4g}") for name, value in self.held_out.items()]
         if self.replicas_serving is not None:
-            lines.append(("replicas serving", str(self.replicas_serving)))
+            lines.append(("engines serving", str(self.replicas_serving)))
         lines += [(name, told) for area, name in _FAILED if (told := failed_of([self.counts], area)) is not None]
         lines += [(name, str(self.counts[metric])) for metric, name in _COUNTED if self.counts.get(metric)]
         if self.dashboard is not None:
@@ -157,6 +161,7 @@ def status_of(run: Path) -> Status:
         run=str(folder.root),
         state=state,
         error=error,
+        starting=start_of(folder),
         step=step,
         num_steps=num_steps,
         since_s=time.time() - folder.metrics.stat().st_mtime if rows else None,

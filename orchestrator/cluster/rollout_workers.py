@@ -20,6 +20,7 @@ from typing import Any
 
 from conf.errors import SlipstreamError
 from conf.model_checks import packing_of
+from conf.plural import counted
 from conf.schema import Device, RunConfig, SyncMode
 from orchestrator.cluster.actors import ForkServerActor, RolloutActor
 from orchestrator.cluster.ray_cluster import RayCluster, kill_actor
@@ -107,7 +108,8 @@ class RolloutWorkers:
         timeout_s = self._config.cluster.start_timeout_s
         self.workers = await all_started(starts, "rollout workers", timeout_s=timeout_s)
         num_seqs = self._options.config.max_num_seqs
-        logger.info("%d rollout workers are up, each for up to %d requests at once", len(self.workers), num_seqs)
+        workers = counted(len(self.workers), "rollout worker")
+        logger.info("up: %s; an engine takes up to %d requests at once", workers, num_seqs)
 
     async def restart(self, index: int, until_free: Awaitable[float]) -> RayRolloutWorker:
         """Start a worker again in its bundle, without the weights it had. What was left of it has ended.

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from conf.functions import absolute
+from conf.plural import counted
 from conf.schema import Objective, RunConfig, TrainMode
 from orchestrator.cluster.actors import TrainerActor, TrainerOptions
 from orchestrator.cluster.ray_cluster import RayCluster
@@ -114,11 +115,11 @@ def _log_start(facts: Sequence[dict[str, Any]]) -> None:
     first = facts[0]
     chosen = first["backends"] | ({} if first["device"] == "cpu" else {"CUDA graphs": first["cuda_graphs"]})
     logger.info(
-        "%d trainer ranks are up: %d parameters, %d of them trainable; kernels: %s",
-        len(facts),
+        "up: %s; %d parameters, %d of them trainable; kernels: %s",
+        counted(len(facts), "trainer rank"),
         first["num_parameters"],
         first["num_trainable_parameters"],
-        ", ".join(f"{part} {backend}" for part, backend in chosen.items()),
+        ", ".join(f"{part}: {backend}" for part, backend in chosen.items()),
     )
     if first["mtp_tensors"]:
         logger.info("%d tensors of multi-token prediction layers are left out: not the policy's", first["mtp_tensors"])

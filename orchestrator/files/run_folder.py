@@ -153,6 +153,11 @@ class RunFolder:
         return self.root / "model"
 
     @property
+    def starting(self) -> Path:
+        """What the start under way waits for."""
+        return self.root / "control" / "starting.json"
+
+    @property
     def dashboard(self) -> Path:
         """Where the run's page of Ray is, while it goes on."""
         return self.root / "control" / "dashboard.json"

@@ -1,11 +1,13 @@
-"""Whether a run goes on, and where its page of Ray is, from its folder alone.
+"""Whether a run goes on, what its start waits for, and where its page of Ray is, from its folder alone.
 
-Owns: the five words, and control/dashboard.json. Does not own: the run's lock (control_folder).
+Owns: the five words, control/dashboard.json and control/starting.json. Does not own: the run's lock (control_folder),
+the phases of a start (files/startup.py).
 """
 
 from __future__ import annotations
 
 import json
+import time
 from contextlib import suppress
 
 from orchestrator.files.run_folder import RunFolder
@@ -29,6 +31,29 @@ def state_of(folder: RunFolder, step: int | None, num_steps: int) -> tuple[str, 
     if state:
         return state, error
     return ("stopped" if is_running is False else "unknown"), None
+
+
+def note_start(folder: RunFolder, seconds: float, waits_for: str) -> None:
+    """Write down what a start waits for, `seconds` after the command. The next start removes it, too."""
+    temporary = folder.starting.with_suffix(".partial")
+    with suppress(OSError):  # the log has it, too
+        temporary.write_text(json.dumps({"began_at": time.time() - seconds, "waits_for": waits_for}))
+        temporary.replace(folder.starting)
+
+
+def note_started(folder: RunFolder) -> None:
+    """The start is over."""
+    with suppress(OSError):
+        folder.starting.unlink()
+
+
+def start_of(folder: RunFolder) -> str | None:
+    """What the start of a run that goes on waits for, for people: "34 s: engines 1 of 2 up"; None: it is over."""
+    try:
+        found = json.loads(folder.starting.read_text()) if is_alive(folder.root) else None
+        return None if found is None else f"{time.time() - found['began_at']:.0f} s: {found['waits_for']}"
+    except (OSError, ValueError):  # none, or another user's
+        return None
 
 
 def note_dashboard(folder: RunFolder, where: str) -> None:

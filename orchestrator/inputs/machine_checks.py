@@ -14,6 +14,7 @@ from pathlib import Path
 
 from conf.checks import check_expert_parallel_engine_has_gpus, check_transport_fits_device
 from conf.errors import ConfigError
+from conf.plural import counted
 from conf.schema import Device, DType, Objective, RunConfig, TransportKind
 from orchestrator.inputs.facts import Fact
 from orchestrator.inputs.model_folder import resolve_hf_config
@@ -50,18 +51,19 @@ def check_devices(config: RunConfig, machine: Machine) -> Fact:
                 "trainer.num_ranks, rollout.num_workers and rollout.tp_size"
             )
     has_engines = config.algorithm.objective is Objective.policy
-    processes = f"{trainer.num_ranks} trainer ranks"
+    processes = counted(trainer.num_ranks, "trainer rank")
     if has_engines:
         check_expert_parallel_engine_has_gpus(config)
         check_transport_fits_device(config)
-        processes += f", {rollout.num_workers} engines of {rollout.tp_size}"
+        processes += f", {counted(rollout.num_workers, 'engine')}"
+        processes += f" of {rollout.tp_size} processes each" if rollout.tp_size > 1 else ""
         if rollout.workers_per_gpu > 1:
             processes += f", {rollout.workers_per_gpu} on a GPU"
     if config.cluster.device is Device.cpu:
         if has_engines and machine.is_set_up_for_gpus():
             here = "" if machine.count_gpus() else "this machine has no usable CUDA GPU, and "
             raise ConfigError(f"cluster.device=cpu, but {here}{FOR_GPUS}")
-        return Fact("devices", f"CPU, {machine.count_cpus()} cores: {processes}")
+        return Fact("devices", f"CPU, {counted(machine.count_cpus(), 'core')}: {processes}")
     if config.cluster.ray_address is not None:
         return Fact("devices", f"GPUs of the Ray cluster at {config.cluster.ray_address}: {processes}")
     present = machine.count_gpus()
@@ -102,7 +104,7 @@ def check_memory(config: RunConfig, machine: Machine) -> Fact:
             f"{processes} need at least {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are free; lower "
             f"them{', or rollout.kv_cache_bytes' if num_workers else ''}"
         )
-    found = f"at least {needed / 1e9:.1f} GB of {available / 1e9:.1f} GB free"
+    found = f"needs at least {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are free"
     cores = machine.count_cpus()
     if num_ranks + num_engine_ranks <= MAX_PROCESSES_PER_CORE * cores:
         return Fact("memory", found)
@@ -147,20 +149,21 @@ def check_sockets(config: RunConfig, machine: Machine) -> Fact:
     """Ray and the engines find a folder for their Unix sockets."""
     if config.cluster.ray_address is not None:
         return Fact("sockets", "not looked at: the machines of a Ray cluster")
-    return Fact("sockets", f"below {where_sockets_lie()}")
+    return Fact("sockets", f"in {where_sockets_lie()}")
 
 
-def check_link(config: RunConfig, machine: Machine) -> Fact:
+def check_link(config: RunConfig, machine: Machine) -> Fact | None:
     """The requested link is possible here. When it is opened, it is checked that it is the one in use."""
     if config.algorithm.objective is not Objective.policy:
-        return Fact("weights over", "nothing: no engine is started")
+        return None
     transport = config.weight_sync.transport
     if transport is TransportKind.rdma and not machine.list_rdma_nics() and config.cluster.ray_address is None:
         raise ConfigError(
             "weight_sync.transport=rdma, and this machine has no RDMA device (/sys/class/infiniband); set "
             "weight_sync.transport=auto"
         )
-    return Fact("weights over", transport.value)
+    fastest = transport is TransportKind.auto
+    return Fact("weights", f"travel over {'the fastest link that both ends have' if fastest else transport.value}")
 
 
 def check_ray_cluster(config: RunConfig, machine: Machine) -> Fact:

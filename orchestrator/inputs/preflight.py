@@ -26,6 +26,7 @@ from conf.errors import ConfigError, SlipstreamError
 from conf.functions import is_function_path
 from conf.model_checks import check_architecture, check_packed_base_reaches_engines
 from conf.options import did_you_mean
+from conf.plural import counted
 from conf.schema import Device, Init, Objective, RunConfig, TrainMode
 from orchestrator.environment import resolve_device
 from orchestrator.errors import PreflightError
@@ -94,8 +95,8 @@ def run_preflight(config: RunConfig, machine: Machine = HERE) -> PreflightReport
     problems: list[str] = []
     for check in (*OPTION_CHECKS, *(partial(check, machine=machine) for check in MACHINE_CHECKS)):
         try:
-            fact = check(config)
-            facts += [fact, *fact.also]
+            if (fact := check(config)) is not None:
+                facts += [fact, *fact.also]
         except SlipstreamError as error:
             problems.append(str(error))
     if problems:
@@ -151,7 +152,7 @@ def check_initial_adapter(config: RunConfig) -> Fact:
     """The adapter to start from is plain LoRA of the model, with the ranks and the scale that are trained."""
     lora = config.trainer.lora
     if config.trainer.mode is TrainMode.full or lora.init_from is None:
-        return Fact("starts from", "the model")
+        return Fact("starts from", "the model as it is")
     if not config.reads_initial_adapter:
         return Fact("starts from", f"a checkpoint; {lora.init_from} is not read again")
     if not Path(lora.init_from).is_dir() and (cure := download_first(Path(lora.init_from))):
@@ -198,10 +199,10 @@ def check_tokenizer(config: RunConfig) -> Fact:
     return Fact("tokenizer", str(folder))
 
 
-def check_sampling(config: RunConfig) -> Fact:
+def check_sampling(config: RunConfig) -> Fact | None:
     """How responses are drawn and end."""
     if config.algorithm.objective is not Objective.policy:
-        return Fact("responses", f"none: algorithm={config.algorithm.objective}")
+        return None
     sampling = config.rollout.sampling
     folder = config.model.path
     if sampling.stop_token_ids and (folder is None or Path(folder).is_dir()):  # else check_model reports the folder
@@ -227,21 +228,25 @@ def check_evaluation(config: RunConfig) -> Fact:
             f"run.keep_best={run.keep_best} is no figure of this run's evaluations. {hint}{' ' if hint else ''}There "
             f"are {', '.join(known)}"
         )
-    how = f"beside training, {config.num_evaluated_groups} prompts at a time" if config.evaluates_beside else "awaited"
+    how = (
+        f"beside training, {config.num_evaluated_groups} prompts at a time"
+        if config.evaluates_beside
+        else "training waits"
+    )
     kept = f", best by {run.keep_best}" if run.keep_best is not None else ""
     named = f" ({', '.join(name for name in sets if name)})" if "" not in sets else ""
-    return Fact("evaluation", f"{len(sets)} held-out {'set' if len(sets) == 1 else 'sets'}{named}, {how}{kept}")
+    return Fact("evaluation", f"{counted(len(sets), 'held-out set')}{named}, {how}{kept}")
 
 
-def check_routes(config: RunConfig) -> Fact:
+def check_routes(config: RunConfig) -> Fact | None:
     """What recorded routes take of Ray's object store, through which they pass twice: to the buffer, which holds the
     batches that may be waiting, and to the trainer."""
     if not config.parity.replay_routing:
-        return Fact("routes", "not recorded: the trainer's routers choose experts")
+        return None
     folder = config.model.path
     moe = read_config(resolve_hf_config(config.model)).moe if folder is None or Path(folder).is_dir() else None
     if moe is None:
-        return Fact("routes", "none")  # check_model reports a folder that is missing, and a model without experts
+        return None  # check_model reports a folder that is missing, and a model without experts
     per_token = sum(moe.layers) * moe.top_k * (1 if moe.num_experts <= 256 else 2) + 1
     algorithm, store = config.algorithm, config.cluster.object_store_bytes
     num_responses = algorithm.groups_per_step * algorithm.group_size
@@ -268,24 +273,24 @@ def check_training(config: RunConfig) -> Fact:
         groups, size = algorithm.groups_per_step, algorithm.group_size
         step = f"{groups} prompts x {size} responses = {groups * size} responses a step"
     else:
-        step = f"{algorithm.sequences_per_step} rows a step"
-    return Fact("training", f"{what}, lr {trainer.optim.lr:g}, {step}, {run.num_steps} steps")
+        step = f"{counted(algorithm.sequences_per_step, 'row')} a step"
+    return Fact("training", f"{what}, lr {trainer.optim.lr:g}, {step}, {counted(run.num_steps, 'step')}")
 
 
-def check_reward_loads(config: RunConfig) -> Fact:
+def check_reward_loads(config: RunConfig) -> Fact | None:
     """The reward can be set up; tried in a process of its own, as in the run."""
     if config.algorithm.objective is not Objective.policy:
-        return Fact("reward", f"none: algorithm={config.algorithm.objective}")
+        return None
     check_reward(config.reward)
     return Fact("reward", who_judges(config))
 
 
-def check_algorithm_loads(config: RunConfig) -> Fact:
+def check_algorithm_loads(config: RunConfig) -> Fact | None:
     """A loss and an advantage of the user's own can be imported and called; the loss in a process of its own."""
     algorithm = config.algorithm
     own = [value for value in (algorithm.loss, algorithm.advantage) if is_function_path(value)]
     if algorithm.objective is not Objective.policy or not own:
-        return Fact("algorithm", "its functions ship")
+        return None
     problems: list[str] = []
     if is_function_path(algorithm.advantage):
         try:
@@ -303,10 +308,10 @@ def check_algorithm_loads(config: RunConfig) -> Fact:
     return Fact("algorithm", " and ".join(own))
 
 
-def check_teacher_answers(config: RunConfig) -> Fact:
+def check_teacher_answers(config: RunConfig) -> Fact | None:
     """The teacher of distillation is there, and its tokens are the policy's."""
     if config.algorithm.objective is not Objective.policy or config.algorithm.distill_coef == 0:
-        return Fact("teacher", "none: algorithm.distill_coef=0")
+        return None
     if config.run.num_steps == 0:
         return Fact("teacher", "not asked: no step is made")
     from orchestrator.inputs.teacher_check import check_teacher  # imports httpx
@@ -314,11 +319,11 @@ def check_teacher_answers(config: RunConfig) -> Fact:
     return Fact("teacher", check_teacher(config))
 
 
-def check_agent_loads(config: RunConfig) -> Fact:
+def check_agent_loads(config: RunConfig) -> Fact | None:
     """The agent can be imported, tried in a process of its own; its tool parser is known and its port is free."""
     name, episodes = config.rollout.agent, config.rollout.episodes
     if name is None or config.algorithm.objective is not Objective.policy:
-        return Fact("agent", "none: one response to each prompt")
+        return None
     known = parser_names()
     if episodes.tool_parser is not None and known and episodes.tool_parser not in known:
         raise ConfigError(

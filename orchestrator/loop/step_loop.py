@@ -169,7 +169,7 @@ class StepLoop(ABC):
         times.append(time.monotonic())
         parts = (end - begin for begin, end in itertools.pairwise(times))
         logger.info(
-            "checkpoint: %s (copied in %.1f s; beside what followed: written in %.1f, checksums and flushing %.1f)",
+            "checkpoint: %s (training waited %.1f s; then, beside it, writing took %.1f s and checksums %.1f s)",
             path,
             *parts,
         )

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.functions import keep_copy
+from conf.plural import counted
 from conf.schema import EpisodesConfig, RunConfig, SamplingConfig
 from rollout.agents.agent_pool import AgentPool
 from rollout.agents.channel import Channel, Disconnected
@@ -171,7 +172,7 @@ class EpisodeRunner:
         if kind == "refused":
             raise AgentError(rest[0])
         base_url, source = rest
-        logger.info("%d agent processes; their endpoint is %s", options.num_processes, base_url)
+        logger.info("agents: %s; their endpoint is %s", counted(options.num_processes, "process"), base_url)
         self._keep_source(source)
         self._listening = asyncio.create_task(self._listen(channel))
         return base_url

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.functions import keep_copy
+from conf.plural import counted
 from conf.schema import RewardConfig
 from rollout.errors import RewardError
 from rollout.rewards.function import FINISH_REASON
@@ -89,7 +90,7 @@ class RewardRunner:
         ready = await asyncio.gather(*(pool.start() for pool in self._pools.values()))
         self._ready = dict(zip(self._pools, ready, strict=True))
         num_processes = sum(part.num_processes for part in self._parts.values())
-        logger.info("%d reward processes; a subreaper beside each ends what it starts", num_processes)
+        logger.info("rewards: %s", counted(num_processes, "process"))
         for name, one in self._ready.items():
             if ":" in self._parts[name].kind and one.source:
                 self._keep_source(name, Path(one.source))

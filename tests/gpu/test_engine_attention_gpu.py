@@ -128,7 +128,7 @@ def test_a_decoder_with_the_engines_attention_is_near_its_own(config: dict[str, 
         trainer = trainer_config(mode, numerics=by_place(attention=values))
         decoder = make_decoder(config, trainer, dtype=torch.bfloat16, device="cuda")
         choose_forward(decoder, trainer, torch.device("cuda"))
-        assert ("vLLM" in decoder.backends["attention's values"]) is (values is AttentionValues.engine)
+        assert ("vLLM" in decoder.backends["attention values"]) is (values is AttentionValues.engine)
         logits = logits_of(decoder, batch)
         probe_loss(logits, batch[0]).backward()
         found.append((logits, {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}))

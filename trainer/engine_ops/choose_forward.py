@@ -49,12 +49,12 @@ def choose_forward(
 def _choose_attention(decoder: Decoder, values: AttentionValues, device: torch.device) -> str:
     """Whose kernel computes the attention's values, for the run's log."""
     if values is AttentionValues.own:
-        return "own"
+        return "the trainer's own"
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     refusal = refusal_of_engine_attention(capability, decoder.dtype, decoder.spec.attention)
     if refusal is not None:
         if values is AttentionValues.engine:
             raise TrainerError(f"attention's values by the engine's kernel cannot be had: {refusal}")
-        return f"own ({refusal})"
+        return f"the trainer's own ({refusal})"
     decoder.use_attention_of(VllmAttention())
     return "vLLM's FlashAttention 3"

@@ -384,7 +384,7 @@ class Decoder(nn.Module):
         """
         chosen = {"attention": str(self.attention_backend)}
         if self.attention_values is not None:
-            chosen["attention's values"] = self.attention_values
+            chosen["attention values"] = self.attention_values
         for module in self.modules():
             if isinstance(module, Experts):
                 chosen["experts"] = str(module.backend)

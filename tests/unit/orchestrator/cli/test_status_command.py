@@ -18,7 +18,7 @@ from orchestrator.errors import NoReplicasLeft
 from orchestrator.files.metrics_catalogue import METRICS
 from orchestrator.files.run_folder import RunFolder, to_plain
 from orchestrator.fleet.control_folder import alive
-from orchestrator.fleet.run_state import note_dashboard
+from orchestrator.fleet.run_state import note_dashboard, note_start, note_started
 
 
 @pytest.fixture
@@ -45,6 +45,22 @@ def test_before_the_first_row(run: Path) -> None:
         "stopped", None, 110, {}, None,
     )  # fmt: skip
     assert "none of 110 yet" in status.as_text()
+
+
+def test_what_a_start_waits_for_is_shown_until_it_is_over(run: Path) -> None:
+    folder = RunFolder(run)
+    with alive(run):
+        assert status_of(run).starting is None
+        note_start(folder, 34.0, "engines 1 of 2 up (rollout-0: importing vLLM)")
+        shown = status_of(run).as_text().splitlines()
+        assert re.fullmatch(r"starting +\d+ s: engines 1 of 2 up \(rollout-0: importing vLLM\)", shown[2])
+        note_started(folder)
+        note_started(folder)
+        assert "starting" not in status_of(run).as_text()
+        note_start(folder, 1.0, "Ray")
+    assert status_of(run).starting is None, "the start has failed"
+    with alive(run):
+        assert status_of(run).starting is None, "of an earlier start"
 
 
 def test_what_the_last_start_took_is_shown(run: Path) -> None:

@@ -82,5 +82,6 @@ def test_options_of_episodes_have_no_effect_without_an_agent() -> None:
 
 
 def test_the_fact_names_agent_and_turns() -> None:
-    assert check_agent_loads(load_run_config(GAME)).finding == "rollout.agents.games.letters:play, at most 3 turns"
-    assert "none" in check_agent_loads(load_run_config(["experiment=quickstart"])).finding
+    fact = check_agent_loads(load_run_config(GAME))
+    assert fact is not None and fact.finding == "rollout.agents.games.letters:play, at most 3 turns"
+    assert check_agent_loads(load_run_config(["experiment=quickstart"])) is None

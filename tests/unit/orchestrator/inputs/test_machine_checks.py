@@ -21,7 +21,7 @@ from orchestrator.inputs.machine_checks import (
 )
 from orchestrator.machine import Machine
 
-Check = Callable[[RunConfig, Machine], Fact]
+Check = Callable[[RunConfig, Machine], Fact | None]
 
 
 def refused(check: Check, machine: Machine, *words: str) -> str:
@@ -49,7 +49,7 @@ def test_engines_of_a_gpu_are_counted_together() -> None:
     words = ["experiment=quickstart_gpu", "rollout.num_workers=6", "rollout.workers_per_gpu=3"]
     three = Machine(count_gpus=lambda: 3)
     finding = check_devices(load_run_config(words), three).finding
-    assert finding == "3 of 3 GPUs: 1 trainer ranks, 6 engines of 1, 3 on a GPU"
+    assert finding == "3 of 3 GPUs: 1 trainer rank, 6 engines, 3 on a GPU"
     message = refused(check_devices, three, "cluster.device=cuda", *words[1:])
     assert (
         "trainer.num_ranks=2 + rollout.num_workers=6 * rollout.tp_size=1 / rollout.workers_per_gpu=3 need 4" in message

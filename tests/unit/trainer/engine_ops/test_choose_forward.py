@@ -81,10 +81,11 @@ def test_a_recomputed_layer_takes_the_kept_values() -> None:
 
 def test_a_node_that_cannot_run_it_says_so_once_or_takes_its_own() -> None:
     """Asked for, it is refused with one message; by default the trainer's own is taken, and the log says why."""
-    for values, told in ((AttentionValues.own, "own"), (AttentionValues.auto, "own (the trainer has no GPU)")):
+    own = "the trainer's own"
+    for values, told in ((AttentionValues.own, own), (AttentionValues.auto, f"{own} (the trainer has no GPU)")):
         decoder = make_decoder(DENSE, dtype=torch.bfloat16)
         choose_forward(decoder, trainer_config(numerics=by_place(attention=values)), CPU)
-        assert decoder.backends == {"attention": "padded", "attention's values": told}
+        assert decoder.backends == {"attention": "padded", "attention values": told}
     asked = trainer_config(numerics=by_place(attention=AttentionValues.engine))
     with pytest.raises(TrainerError, match="engine's kernel cannot be had: the trainer has no GPU"):
         choose_forward(make_decoder(DENSE, dtype=torch.bfloat16), asked, CPU)
