@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 from bench import runs  # noqa: E402
+from bench.controls import SHUFFLED  # noqa: E402
 from bench.environment import environment  # noqa: E402
 from conf.load import load_run_config  # noqa: E402
 from conf.schema import RunConfig  # noqa: E402
@@ -58,7 +59,7 @@ PRESETS = (
 )  # fmt: skip
 CONTROL, TAUGHT = "grpo, shuffled", "grpo"
 WORDS = {
-    CONTROL: ["algorithm=grpo", "algorithm.shuffle_advantages=true"],
+    CONTROL: ["algorithm=grpo", SHUFFLED],
     "distill": [
         "algorithm=distill", f"algorithm.teacher.model={TAUGHT}", "algorithm.teacher.base_url=http://in.this.process/v1",
     ],

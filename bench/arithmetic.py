@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 from bench import runs  # noqa: E402
+from bench.controls import SHUFFLED  # noqa: E402
 from bench.environment import environment  # noqa: E402
 
 AHEAD = "rollout.max_concurrent_groups=80"
@@ -38,7 +39,7 @@ AHEAD = "rollout.max_concurrent_groups=80"
 ROWS = {
     "grpo": [],
     "no_publish": ["weight_sync.enabled=false"],
-    "shuffled": ["algorithm.shuffle_advantages=true"],
+    "shuffled": [SHUFFLED],
     "dapo": ["algorithm=dapo"],
     "dr_grpo": ["algorithm=dr_grpo"],
     "rloo": ["algorithm=rloo"],

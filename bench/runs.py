@@ -28,6 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
+from bench.controls import SHUFFLED  # noqa: E402
 from bench.environment import environment  # noqa: E402
 
 STALE = ["algorithm.max_staleness_steps=1"]
@@ -49,7 +50,7 @@ ALGORITHMS = {
 SCENARIOS = {
     "quickstart": ["experiment=quickstart"],
     "no_publish": ["experiment=quickstart", "weight_sync.enabled=false"],
-    "shuffled": ["experiment=quickstart", "algorithm.shuffle_advantages=true"],
+    "shuffled": ["experiment=quickstart", SHUFFLED],
     "flat_engine_none": ["experiment=quickstart", "rollout.eval.temperature=0", "algorithm.correction=none"],
     "flat_engine_tis": ["experiment=quickstart", "rollout.eval.temperature=0", "algorithm.correction=tis"],
     **{

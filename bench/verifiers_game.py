@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
+from bench.controls import SHUFFLED  # noqa: E402
 from bench.environment import environment  # noqa: E402
 from bench.runs import read_rows, train  # noqa: E402
 
@@ -31,7 +32,7 @@ EXAMPLE = ROOT / "examples" / "verifiers"
 TASKSET = "letters_env"
 NUM_HELD_OUT = 64
 """The taskset's default: its last games."""
-RUNS = {"learns": [], "shuffled": ["algorithm.shuffle_advantages=true"]}
+RUNS = {"learns": [], "shuffled": [SHUFFLED]}
 
 
 def write_rows(python: str, folder: Path) -> list[str]:

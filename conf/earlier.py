@@ -21,6 +21,8 @@ MOVED = {
         f"rollout.eval_{name}": f"rollout.eval.{name}"
         for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "seed")
     },
+    "reward.choice_key": "data.columns.reward",
+    "reward.code.tests_key": "data.columns.tests",
 }
 """Old name -> the name that takes the same values."""
 
@@ -79,6 +81,11 @@ GONE = (
             "run.max_sample_bytes_per_step": 262_144,
         }.items()
     ),
+    _gone("algorithm.shuffle_advantages", "set algorithm.advantage=bench/controls.py:shuffled", False),
+    _gone("reward.judge.max_tokens", "set reward.judge.extra.max_tokens", 512),
+    _gone("reward.judge.temperature", "set reward.judge.extra.temperature", 0),
+    _gone("cluster.trainer_gpus", "set trainer.num_ranks, also for slipstream plan", None),
+    _gone("cluster.rollout_gpus", "set rollout.num_workers and rollout.tp_size, also for slipstream plan", None),
     _gone("trainer.logprob_chunk_tokens", "the run chooses it by its vocabulary", 1024, 4096, 8192),
     Gone(
         ("rollout.batch_invariant", "trainer.engine_forward"),
@@ -122,7 +129,8 @@ def carried_over(options: dict[str, Any]) -> dict[str, Any]:
         ConfigError: The run depends on an option that is no more.
     """
     for old, new in MOVED.items():
-        if (value := _take(options, old)) is not _ABSENT:
+        # A column that has the name that is looked for needs no entry in data.columns.
+        if (value := _take(options, old)) not in (_ABSENT, new.rpartition(".")[2]):
             _put(options, new, value)
     for gone in GONE:
         found = {name: value for name in gone.names if (value := _take(options, name)) is not _ABSENT}

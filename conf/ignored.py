@@ -237,7 +237,6 @@ def _reasons_of_rewards(config: RunConfig) -> tuple[Ignored, ...]:
             "reward.overlong_tokens=0",
             "remove it, or set reward.overlong_tokens",
         ),
-        Ignored("reward.choice_key", not reward.parts, "reward.parts={}, the only reward judges", "give reward.parts"),
         Ignored(
             "reward.max_concurrent",
             ":" not in reward.kind and reward.kind != "judge",
@@ -403,7 +402,7 @@ def _reasons_of_sampling(config: RunConfig) -> tuple[Ignored, ...]:
         ),
         Ignored(
             "weight_sync.relay",
-            config.rollout.num_workers == 1 and cluster.rollout_gpus is None,
+            config.rollout.num_workers == 1,
             "rollout.num_workers=1",
             "remove it, or start more workers",
         ),

@@ -135,8 +135,6 @@ class AlgorithmConfig:
     """
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     """Ignored when distill_coef=0."""
-    shuffle_advantages: bool = False
-    """Permute the advantages of whole responses within each group: a control that must not learn."""
     normalization: Normalization = Normalization.token
     """token: every response token of the batch has the same weight (DAPO, arXiv:2503.14476). sequence: every response
     has the same weight. constant: as token, but divided by responses * rollout.sampling.max_tokens, so that short

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from conf.schema.rules import above, at_least_or_null, require
+from conf.schema.rules import above, require
 
 
 class Device(StrEnum):
@@ -28,14 +28,6 @@ class ClusterConfig:
     engine cannot measure what is free while others take memory, and a rollout.gpu_memory_utilization that is free
     when it starts.
     """
-    trainer_gpus: int | None = None
-    """Only for `slipstream plan`: plan for a trainer on this many GPUs, a multiple of trainer.ep_size. null:
-    trainer.num_ranks.
-    """
-    rollout_gpus: int | None = None
-    """Only for `slipstream plan`: plan for rollout workers on this many GPUs, a multiple of rollout.tp_size. null:
-    rollout.num_workers x rollout.tp_size / rollout.workers_per_gpu.
-    """
     ray_address: str | None = None
     """Address of a running Ray cluster of one or more machines; `auto`: the cluster to which this machine belongs.
     null: start one on this machine, bound to loopback, and stop it at the end.
@@ -52,7 +44,6 @@ class ClusterConfig:
     """Longest wait for trainer ranks and engines to come up."""
 
     def __post_init__(self) -> None:
-        at_least_or_null(1, "cluster", trainer_gpus=self.trainer_gpus, rollout_gpus=self.rollout_gpus)
         require(
             self.dashboard_port is None or 1024 <= self.dashboard_port <= 65535,
             f"cluster.dashboard_port must lie in [1024, 65535], got {self.dashboard_port}",

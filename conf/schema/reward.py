@@ -45,12 +45,10 @@ class JudgeConfig:
     """Score that is worth 0. A score out of the range is none."""
     highest: float = 10.0
     """Score that is worth 1."""
-    max_tokens: int | None = 512
-    """Longest answer. null: not sent."""
-    temperature: float | None = 0.0
-    """null: not sent."""
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Further fields of the request, such as {reasoning_effort: low}."""
+    """Fields of the request beside temperature=0 and max_tokens=512, or in their place, such as
+    {reasoning_effort: low}. null: the field is not sent.
+    """
     max_tries: int = 6
     """Requests for one verdict: after 429, 5xx, a lost connection or a timeout it is asked again, after the time that
     it names, or 0.5 s and twice as long each time.
@@ -66,13 +64,11 @@ class JudgeConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeConfig:
     """kind=code: the response's code runs with each of the row's tests in a sandbox without network. What it and the
-    processes that it starts exceed is a failed test.
+    processes that it starts exceed is a failed test. A row's column `tests` has Python text, such as asserts, that runs
+    after the response's code; a list of such texts; or a list of {input, output}, standard input and expected standard
+    output.
     """
 
-    tests_key: str = "tests"
-    """Column with the tests: Python text, such as asserts, that runs after the response's code; a list of such texts;
-    or a list of {input, output}, standard input and expected standard output.
-    """
     partial: bool = False
     """The reward is the share of tests that pass. false: 1 if all do, otherwise 0."""
     wall_s: float = 10.0
@@ -122,7 +118,7 @@ class RewardPart:
         that is known here.
         """
         if self.kind == "code":
-            return {"code.tests_key": self.code.tests_key}
+            return {"": "tests"}
         return {"answer_key": self.answer_key} if self.kind in READ_AN_ANSWER else {}
 
 
@@ -134,10 +130,6 @@ class RewardConfig(RewardPart):
     """Several rewards by name, each with the options of this section that describe one: reward.parts.right.kind=regex
     reward.parts.brevity.kind=rewards.py:brevity reward.parts.brevity.weight=0.2. Empty: the section itself is the only
     reward.
-    """
-    choice_key: str = "reward"
-    """Column with the name, or the list of names, of the rewards in reward.parts that judge the row. A row without
-    it is judged by all of them.
     """
     keep_special_tokens: bool = False
     """Keep special tokens in the response that rewards see: the marks of channels and tool calls, and the end of
@@ -243,8 +235,7 @@ def _check_judge(section: str, part: RewardPart) -> None:
         f"{section}.judge.lowest={judge.lowest:g} must be less than {section}.judge.highest={judge.highest:g}",
     )
     at_least(1, f"{section}.judge", max_tries=judge.max_tries)
-    at_least_or_null(1, f"{section}.judge", max_tokens=judge.max_tokens, requests_per_minute=judge.requests_per_minute)
-    at_least_or_null(0, f"{section}.judge", temperature=judge.temperature)
+    at_least_or_null(1, f"{section}.judge", requests_per_minute=judge.requests_per_minute)
     above(0, f"{section}.judge", try_timeout_s=judge.try_timeout_s)
     if judge.requests_per_minute is not None:
         wait_s = 60 * part.max_concurrent * part.num_processes / judge.requests_per_minute

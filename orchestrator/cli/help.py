@@ -197,7 +197,7 @@ examples
       another layout of trainer and engines than the preset's
   slipstream plan experiment=qwen3_moe_2gpu trainer.num_ranks=16 --nic-gb-s 44 --slow-rank 3=2 --lost-nic 0
       slower NICs, a rank at half speed, a GPU whose NIC is gone
-  slipstream plan experiment=kimi_k2_fp8_merged cluster.trainer_gpus=256 cluster.rollout_gpus=128
+  slipstream plan experiment=kimi_k2_fp8_merged trainer.num_ranks=256 rollout.num_workers=8
       a preset carried to a cluster of another size""",
 )
 

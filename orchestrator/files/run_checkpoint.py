@@ -69,7 +69,7 @@ class RunState:
     prompts: dict[str, Any]
     """Cursor of the prompt stream (orchestrator.data.streams.Stream.state_dict)."""
     shuffle_rng: dict[str, Any]
-    """State of the generator of algorithm.shuffle_advantages."""
+    """State of the generator that orders the minibatches of later epochs."""
     buffer: BufferState
 
 

@@ -43,13 +43,7 @@ MAX_SLOW_STORE_BYTES = 10**10
 
 def check_devices(config: RunConfig, machine: Machine) -> Fact:
     """There are as many GPUs as processes that need one, and the options suit the kind of device."""
-    trainer, rollout, cluster = config.trainer, config.rollout, config.cluster
-    for name, size in (("trainer_gpus", cluster.trainer_gpus), ("rollout_gpus", cluster.rollout_gpus)):
-        if size is not None:
-            raise ConfigError(
-                f"cluster.{name}={size} is for `slipstream plan` alone; set it to null, and size a run with "
-                "trainer.num_ranks, rollout.num_workers and rollout.tp_size"
-            )
+    trainer, rollout = config.trainer, config.rollout
     has_engines = config.algorithm.objective is Objective.policy
     processes = counted(trainer.num_ranks, "trainer rank")
     if has_engines:

@@ -89,9 +89,10 @@ class PromptRows:
             for option, column in self._needed[name]:
                 if column not in prompt.fields:
                     section, kind = reward.section_of(name), self._parts[name].kind
+                    or_option = f"{section}.{option}, or " if option else ""
                     raise DataError(
                         f"{where}: no column {column!r} for {section}.kind={kind}; its other columns are "
-                        f"{listed(prompt.fields)}; set {section}.{option}, or data.columns.{column}=COLUMN"
+                        f"{listed(prompt.fields)}; set {or_option}data.columns.{column}=COLUMN"
                     )
                 if option == "answer_key":
                     _check_answer(

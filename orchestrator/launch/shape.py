@@ -37,12 +37,6 @@ def shape_of(config: RunConfig, gpus_per_node: int) -> Shape:
     cluster, rollout = config.cluster, config.rollout
     num_workers = rollout.num_workers if config.algorithm.objective is Objective.policy else 0
     processes = config.trainer.num_ranks + num_workers
-    for name, size in (("trainer_gpus", cluster.trainer_gpus), ("rollout_gpus", cluster.rollout_gpus)):
-        if size is not None:
-            raise ConfigError(
-                f"cluster.{name}={size} is for `slipstream plan` alone; size a run with trainer.num_ranks, "
-                "rollout.num_workers and rollout.tp_size"
-            )
     if cluster.device is Device.cpu:
         return Shape(1, 0, processes)
     if cluster.share_gpu:

@@ -173,7 +173,7 @@ class Controller(StepLoop):
         if config.algorithm.scores_first:
             drafts = await score(trainer, drafts, config, trained_version)
             clock.lap("trainer/score_s")
-        groups = filled(drafts, batch.groups, config.algorithm, self._shuffle_rng, self._advantages_of)
+        groups = filled(drafts, batch.groups, config.algorithm, self._advantages_of)
         places = shown_rollouts(batch.groups, config.run.samples_per_step)
         groups = [mark(samples, places) for samples in groups]
         done = await update(trainer, groups, config, trained_version, self._shuffle_rng, clock)

@@ -76,27 +76,14 @@ def filled(
     drafts: Sequence[Draft],
     groups: Sequence[Group],
     config: AlgorithmConfig,
-    shuffle_rng: np.random.Generator,
     advantages_of: AdvantageFunction,
 ) -> list[list[Sample]]:
-    """The samples of each group, with advantages: all branches of an episode have the episode's.
-
-    `shuffle_rng` is used only by the control experiment `algorithm.shuffle_advantages`, which permutes the advantages
-    among the siblings of each group that are trained on: same rewards, same lengths, same loss scale, and nothing to
-    learn from.
-    """
+    """The samples of each group, with advantages: all branches of an episode have the episode's."""
     num_tokens = _num_tokens(groups)
     penalties = _penalties(drafts, num_tokens, config) if config.penalizes_rewards else None
     advantages = advantages_of(groups, penalties)
     if config.distill_coef > 0:
         advantages = [_taught(*one, config.distill_coef) for one in zip(advantages, groups, strict=True)]
-    if config.shuffle_advantages:
-        for i, of_group in enumerate(advantages):
-            trained = sorted({draft.rollout for draft in drafts if draft.group == i})
-            known = [np.zeros(0) if values is None else values for values in of_group]
-            means = np.array([known[j].mean() for j in trained])
-            for j, mean in zip(trained, shuffle_rng.permutation(means), strict=True):
-                of_group[j] = np.full(num_tokens[i][j], mean)
     samples: list[list[Sample]] = [[] for _ in groups]
     for draft in drafts:
         values = advantages[draft.group][draft.rollout]
@@ -106,9 +93,9 @@ def filled(
     return samples
 
 
-def build_samples(groups: Sequence[Group], config: AlgorithmConfig, shuffle_rng: np.random.Generator) -> list[Sample]:
+def build_samples(groups: Sequence[Group], config: AlgorithmConfig) -> list[Sample]:
     """All samples of a batch whose log-probabilities are not needed first."""
-    by_group = filled(draft_samples(groups, config), groups, config, shuffle_rng, advantage_function(config))
+    by_group = filled(draft_samples(groups, config), groups, config, advantage_function(config))
     return [sample for group in by_group for sample in group]
 
 

@@ -170,7 +170,6 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
             f"algorithm={config.algorithm.objective} publishes nothing, so there is nothing to plan; choose a run "
             "with engines"
         )
-    config = carried(config)
     if config.cluster.device is Device.auto:
         config = replace(config, cluster=replace(config.cluster, device=Device.cuda))
     hf_config = resolve_hf_config(config.model)
@@ -282,31 +281,6 @@ def _adapter_sides(
 
 def _num_kv_heads(hf_config: Mapping[str, Any]) -> int:
     return int(hf_config.get("num_key_value_heads") or 0)
-
-
-def carried(config: RunConfig) -> RunConfig:
-    """The run on the cluster that cluster.trainer_gpus and cluster.rollout_gpus ask for.
-
-    Raises:
-        ConfigError: the trainer's expert groups or the engines do not fill it.
-    """
-    trainer, rollout, cluster = config.trainer, config.rollout, config.cluster
-    if cluster.trainer_gpus is not None:
-        if cluster.trainer_gpus % trainer.ep_size:
-            raise ConfigError(
-                f"cluster.trainer_gpus={cluster.trainer_gpus} is no multiple of trainer.ep_size={trainer.ep_size}; "
-                "change one of them"
-            )
-        trainer = replace(trainer, num_ranks=cluster.trainer_gpus)
-    if cluster.rollout_gpus is not None:
-        if cluster.rollout_gpus % rollout.tp_size:
-            raise ConfigError(
-                f"cluster.rollout_gpus={cluster.rollout_gpus} is no multiple of rollout.tp_size={rollout.tp_size}; "
-                "change one of them"
-            )
-        num_workers = cluster.rollout_gpus // rollout.tp_size * rollout.workers_per_gpu
-        rollout = replace(rollout, num_workers=num_workers)
-    return replace(config, trainer=trainer, rollout=rollout)
 
 
 def link_rates(

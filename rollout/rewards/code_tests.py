@@ -64,11 +64,11 @@ def code_reward(config: CodeConfig, *, section: str, timeout_s: float) -> Callab
         raise RewardError(
             f"{section}.kind=code: this machine runs no code of responses, because it cannot do so safely: {e}"
         ) from e
-    limits = Limits(**{name: value for name, value in asdict(config).items() if name not in ("tests_key", "partial")})
+    limits = Limits(**{name: value for name, value in asdict(config).items() if name != "partial"})
 
     def judge(prompt: str, response: str, fields: dict[str, Any]) -> float:
         deadline = time.monotonic() + timeout_s - RESERVED_S
-        code, cases = code_of(response), cases_of(fields[config.tests_key])
+        code, cases = code_of(response), cases_of(fields["tests"])
         num_passed = 0
         for case in cases:
             left_s = deadline - time.monotonic()

@@ -79,7 +79,7 @@ class Judge:
         deadline = time.monotonic() + self._timeout_s
         question = fill(self._template, prompt, response, fields)
         body = {"model": self._config.model, "messages": [{"role": "user", "content": question}]}
-        body |= {"temperature": self._config.temperature, "max_tokens": self._config.max_tokens, **self._config.extra}
+        body |= {"temperature": 0.0, "max_tokens": 512, **self._config.extra}
         body = {name: value for name, value in body.items() if value is not None}
         asked = hashlib.sha256(json.dumps([self._config.base_url, body], sort_keys=True).encode()).hexdigest()
         async with self._asking.setdefault(asked, asyncio.Lock()):

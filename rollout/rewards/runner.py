@@ -168,22 +168,25 @@ class RewardRunner:
         keep_copy(what, file, None if self._log_path is None else self._log_path.with_name(copy))
 
 
+CHOICE = "reward"
+"""Column of a row that names the rewards in reward.parts that judge it."""
+
+
 def chosen_rewards(config: RewardConfig, prompt: Prompt, where: str = "") -> list[str]:
-    """Names of the rewards that judge a row: those that its column reward.choice_key names, otherwise all.
+    """Names of the rewards that judge a row: those that its column `reward` names, otherwise all.
 
     Raises:
         RewardError: The column names a reward that is not configured, or none.
     """
     names = list(config.names)
-    if not config.parts or config.choice_key not in prompt.fields:
+    if not config.parts or CHOICE not in prompt.fields:
         return names
-    given = prompt.fields[config.choice_key]
+    given = prompt.fields[CHOICE]
     chosen = given if isinstance(given, list) else [given]
     if not chosen or not all(isinstance(one, str) and one in names for one in chosen):
         raise RewardError(
-            f"{where or f'prompt {prompt.prompt_id}'}: column {config.choice_key!r} is {given!r}, which must name one "
-            f"of reward.parts ({', '.join(names)}), or be a list of several; set reward.choice_key if the column means "
-            "something else"
+            f"{where or f'prompt {prompt.prompt_id}'}: column {CHOICE!r} is {given!r}, which must name one "
+            f"of reward.parts ({', '.join(names)}), or be a list of several"
         )
     return [name for name in names if name in chosen]
 

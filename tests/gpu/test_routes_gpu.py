@@ -167,7 +167,7 @@ def replay(world: World, prompt: Prompt, rollouts: list[Rollout], version: int) 
     """What the controller makes of the group goes through the trainer, which would have chosen nearly all of it."""
     draw(world.trainer, 1000 + version, std=0.3)
     group = Group(prompt, rollouts, [float(i % 2) for i in range(len(rollouts))])
-    samples = build_samples([group], world.config.algorithm, np.random.default_rng(0))
+    samples = build_samples([group], world.config.algorithm)
     assert len(samples) == len(rollouts)
     stats = world.trainer.forward_backward([samples], denominators_of(samples, world.trainer.policy_version)).sums
     flipped = stats["parity/num_flipped"] / stats["parity/num_routings"]

@@ -10,6 +10,8 @@ from pathlib import Path
 from system.conftest import RunUnderWay, train
 from system.test_agents import GAMES, HELD_OUT, assert_episodes_of_both_games, rows_of_both_games
 
+from bench.controls import SHUFFLED
+
 BOTH = [*GAMES, "rollout.agent=tests.fakes.two_games:play"]
 
 
@@ -24,7 +26,7 @@ def test_a_game_and_a_tool_are_learned(tmp_path: Path) -> None:
 
 
 def test_with_shuffled_advantages_neither_is_learned(tmp_path: Path) -> None:
-    words = ["run.num_steps=40", "run.eval_every_steps=0", "algorithm.shuffle_advantages=true"]
+    words = ["run.num_steps=40", "run.eval_every_steps=0", SHUFFLED]
     run = train([*BOTH, *rows_of_both_games(tmp_path), *words], tmp_path)
     assert run.exit_code == 0, run.stderr
     assert all(row["optim/grad_norm"] > 0 for row in run.rows[1:6])

@@ -29,6 +29,8 @@ from typing import Any
 import pytest
 from system.conftest import ONE_OF_EACH, RUN_TIMEOUT_S, FinishedRun, Nodes, train
 
+from bench.controls import SHUFFLED
+
 pytestmark = pytest.mark.timeout(2 * RUN_TIMEOUT_S)
 
 SMALL = [*ONE_OF_EACH, "run.checkpoint_every_steps=0", "run.loggers=[]"]
@@ -55,7 +57,7 @@ KL_COEF = 0.5
 RUNS = {
     "learned": LETTERS,
     "no_publish": [*LETTERS, "weight_sync.enabled=false"],
-    "shuffled": [*LETTERS, "algorithm.shuffle_advantages=true"],
+    "shuffled": [*LETTERS, SHUFFLED],
     # All three batches that may be sampled from version 0 fit into the engine at once, so that they are.
     "staleness_2": [
         *SMALL, "run.num_steps=6", "data.eval_path=null", "algorithm.max_staleness_steps=2",

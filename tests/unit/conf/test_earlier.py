@@ -26,7 +26,7 @@ def test_an_option_of_an_earlier_release_is_refused_with_what_to_set(name: str) 
 
 
 def test_options_have_moved_to_options() -> None:
-    assert set(MOVED.values()) <= NAMES
+    assert all(new in NAMES or new.rpartition(".")[0] in NAMES for new in MOVED.values())
 
 
 def test_a_run_of_an_earlier_release_goes_on() -> None:

@@ -64,7 +64,7 @@ def test_every_branch_is_a_sample_with_its_episodes_advantage(
     rollout, _ = episode
     single = Rollout([5], [-1.0], [0], "", "stop")
     group = Group(PROMPT, [rollout, single], [1.0, 0.0])
-    *of_episode, of_single = build_samples([group], AlgorithmConfig(), np.random.default_rng(0))
+    *of_episode, of_single = build_samples([group], AlgorithmConfig())
     assert len(of_episode) == len(branches_of(PROMPT, rollout))
     for sample in of_episode:
         assert set(sample.advantages[sample.loss_mask].round(3)) == {1.0}
@@ -99,7 +99,7 @@ def test_routes_of_turns_join_to_one_less_than_the_tokens() -> None:
 def test_a_group_whose_episodes_all_failed_before_a_token_has_no_age() -> None:
     failed = Rollout([], [], [], "", "stop", failure="raised", seconds=0.1)
     assert Group(PROMPT, [failed, failed], [None, None]).staleness_steps(7) == 0
-    assert build_samples([Group(PROMPT, [failed], [None])], AlgorithmConfig(), np.random.default_rng(0)) == []
+    assert build_samples([Group(PROMPT, [failed], [None])], AlgorithmConfig()) == []
 
 
 def test_one_response_is_one_sequence_behind_its_prompt() -> None:

@@ -186,12 +186,6 @@ def test_size_with_a_unit_is_told_in_bytes(refuse: Refuse) -> None:
     assert "Write bytes: cluster.object_store_bytes=2000000000" in refuse("cluster.object_store_bytes=2GB")
 
 
-def test_sizes_of_a_planned_cluster_are_not_ignored_by_a_run(refuse: Refuse) -> None:
-    message = refuse("cluster.rollout_gpus=4", "cluster.dashboard=false")
-    assert "cluster.rollout_gpus=4 is for `slipstream plan` alone" in message
-    assert "rollout.num_workers" in message
-
-
 def test_unsupported_architecture_lists_the_known_ones(refuse: Refuse) -> None:
     message = refuse("model.hf_config.model_type=gpt2")
     assert "qwen3, qwen3_moe" in message
@@ -235,8 +229,8 @@ GRADER = ["reward=judge", "reward.judge.base_url=http://localhost/v1", "reward.j
         (["reward.parts.a.weights=2"], "unknown option reward.parts.a.weights. Did you mean weight?"),
         (["reward.parts.a.kind=code"], "prompts.jsonl:1: no column 'tests' for reward.parts.a.kind=code"),
         (
-            ["reward.parts.a.kind=regex", "reward.parts.b.kind=regex", "reward.choice_key=judges"],
-            "prompts.jsonl:1: column 'judges' is 'c', which must name one of reward.parts (a, b)",
+            ["reward.parts.a.kind=regex", "reward.parts.b.kind=regex", "data.columns.reward=judges"],
+            "prompts.jsonl:1: column 'reward' is 'c', which must name one of reward.parts (a, b)",
         ),
         (["reward=judge"], "reward.judge.base_url must be the address of an OpenAI endpoint"),
         ([*GRADER, "reward.judge.api_key_env=NO_SUCH_KEY"], "api_key_env names NO_SUCH_KEY, which is not set where"),

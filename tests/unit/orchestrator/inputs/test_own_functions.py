@@ -65,9 +65,9 @@ def a_group(rewards: list[float | None]) -> Group:
 
 def test_numbers_of_responses_and_of_tokens_reach_the_samples(path: Path) -> None:
     groups = [a_group([1.0, None, 0.0])]
-    samples = build_samples(groups, AlgorithmConfig(advantage=f"{path}:centred"), np.random.default_rng(0))
+    samples = build_samples(groups, AlgorithmConfig(advantage=f"{path}:centred"))
     assert [sample.advantages.tolist() for sample in samples] == [[0, 0.5], [0, -0.5, -0.5, -0.5]]
-    samples = build_samples(groups, AlgorithmConfig(advantage=f"{path}:by_token"), np.random.default_rng(0))
+    samples = build_samples(groups, AlgorithmConfig(advantage=f"{path}:by_token"))
     assert [sample.advantages.tolist() for sample in samples] == [[0, 0], [0, 0, 1, 2]]
 
 

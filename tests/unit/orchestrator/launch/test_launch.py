@@ -203,7 +203,6 @@ QWEN = ["experiment=qwen3_30b_a3b_2gpu"]
         (QWEN, "slipstream launch needs a target"),
         (["slurm", "experiment=qwen"], "Did you mean qwen3"),
         (["slurm", *QWEN, "rollout.tp_size=16"], "rollout.tp_size=16 does not fit a machine of 8 GPUs"),
-        (["slurm", *QWEN, "cluster.trainer_gpus=16"], "cluster.trainer_gpus=16 is for `slipstream plan` alone"),
         (["slurm", *QWEN, "run.resume=runs/latest"], "run.resume has no effect with slipstream launch"),
         (["slurm", *QWEN, "cluster.ray_address=auto"], "cluster.ray_address has no effect with slipstream launch"),
         (["slurm", *QWEN, "--gpus-per-node=0"], "--gpus-per-node must be >= 1, got 0"),

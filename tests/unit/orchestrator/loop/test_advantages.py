@@ -122,7 +122,7 @@ def make_group(rewards: list[float | None], num_tokens: list[int]) -> Group:
 
 
 def test_samples_mask_the_prompt_and_leave_out_failures() -> None:
-    samples = build_samples([make_group([1.0, None, 0.0], [2, 2, 3])], AlgorithmConfig(), np.random.default_rng(0))
+    samples = build_samples([make_group([1.0, None, 0.0], [2, 2, 3])], AlgorithmConfig())
     assert [sample.num_tokens for sample in samples] == [5, 6]
     first = samples[0]
     assert first.token_ids.tolist() == [1, 2, 3, 9, 9]
@@ -141,13 +141,13 @@ def test_truncated_responses_count_in_the_baseline_alone() -> None:
     group = make_group([1.0, 0.0, 1.0, 1.0], [2, 3, 4, 4])
     group.rollouts[2:] = [replace(rollout, finish_reason="length") for rollout in group.rollouts[2:]]
     config = AlgorithmConfig(mask_truncated=True, advantage="group")
-    samples = build_samples([group], config, np.random.default_rng(0))
+    samples = build_samples([group], config)
     assert [sample.num_valid_tokens for sample in samples] == [2, 3]
     assert [sample.advantages[-1] for sample in samples] == pytest.approx([0.25, -0.75])
     denominators = denominators_of(samples, policy_version=5, max_response_tokens=4)
     assert (denominators.num_valid_tokens, denominators.num_sequences) == (5, 2)
     assert denominators.num_possible_tokens == 2 * 4
-    assert len(build_samples([group], replace(config, mask_truncated=False), np.random.default_rng(0))) == 4
+    assert len(build_samples([group], replace(config, mask_truncated=False))) == 4
 
 
 def test_tokens_that_were_sampled_at_a_position_without_a_route_do_not_count() -> None:
@@ -159,7 +159,7 @@ def test_tokens_that_were_sampled_at_a_position_without_a_route_do_not_count() -
         replace(rollout, routes=Routes(np.full((n, 2, 2), n, np.uint8), ~np.isin(np.arange(n), gone)))
         for rollout, n, gone in zip(group.rollouts, (4, 5, 3), missing, strict=True)
     ]
-    first, last = build_samples([group], AlgorithmConfig(), np.random.default_rng(0))
+    first, last = build_samples([group], AlgorithmConfig())
     assert first.loss_mask.tolist() == [False, False, False, True, False]
     assert first.advantages[4] == 0
     assert last.loss_mask.tolist() == [False, False, False, True]
@@ -171,21 +171,6 @@ def test_tokens_that_were_sampled_at_a_position_without_a_route_do_not_count() -
 
 def test_a_batch_of_truncated_responses_leaves_nothing_to_divide_by() -> None:
     group = Group(Prompt(0, (1,), "a"), [Rollout([9], [-0.5], [3], "t", "length")] * 2, [1.0, 0.0])
-    samples = build_samples([group], AlgorithmConfig(mask_truncated=True), np.random.default_rng(0))
+    samples = build_samples([group], AlgorithmConfig(mask_truncated=True))
     assert samples == []
     assert denominators_of(samples, 5, 4).num_possible_tokens == 0
-
-
-def test_shuffled_control_keeps_the_values_of_each_group_and_follows_the_seed() -> None:
-    rewards = ([1.0, 0.0, 0.5, 0.0], [2.0, 0.0, 0.0, 0.0], [1.0, None, 0.0, 0.5])  # one has no sample
-    groups = [make_group(of_group, [1, 1, 1, 1]) for of_group in rewards]
-    plain = build_samples(groups, AlgorithmConfig(), np.random.default_rng(0))
-    config = AlgorithmConfig(shuffle_advantages=True)
-    shuffled = [[s.advantages[-1] for s in build_samples(groups, config, np.random.default_rng(7))] for _ in range(2)]
-    assert shuffled[0] == shuffled[1]
-    for part in (slice(0, 4), slice(4, 8), slice(8, 11)):
-        assert sorted(shuffled[0][part]) == pytest.approx(sorted(s.advantages[-1] for s in plain[part]))
-    orders = {
-        tuple(s.advantages[-1] for s in build_samples(groups, config, np.random.default_rng(i))) for i in range(20)
-    }
-    assert len(orders) > 5

@@ -48,7 +48,7 @@ def test_each_token_gets_its_own_log_probability_and_none_where_the_loss_has_non
 ) -> None:
     """The trainer's log-probability of token t is -t here, so that a token in a wrong place shows."""
     algorithm = AlgorithmConfig(drop_zero_variance_groups=False)
-    samples = build_samples(batch, algorithm, np.random.default_rng(0))
+    samples = build_samples(batch, algorithm)
     places = [(g, 0) for g in range(len(batch))]
     marked = mark(samples, places)
     assert {sample.origin[:2] for sample in marked if sample.is_shown} <= set(places)

@@ -130,7 +130,7 @@ def test_branches_of_an_episode_get_the_penalties_of_their_own_tokens() -> None:
     drafts = [
         scored(draft, Scores(np.array(kl), None, np.array(kl))) for draft, kl in zip(drafts, estimates, strict=True)
     ]
-    (samples,) = filled(drafts, groups, config, np.random.default_rng(0), advantage_function(config))
+    (samples,) = filled(drafts, groups, config, advantage_function(config))
     # 1 - 0.5 * (0.1 + 0.2 + 0.3 + 0.4) = 0.5 against 0: +-0.25
     assert [set(sample.advantages[sample.loss_mask].tolist()) for sample in samples] == [{0.25}, {0.25}, {-0.25}]
 
@@ -139,5 +139,5 @@ def test_equal_rewards_still_count_in_a_batch() -> None:
     groups = [
         Group(Prompt(0, (1,), "a"), [Rollout([9], [-0.5], [0], "t", "stop")] * 2, [reward] * 2) for reward in (1.0, 0.0)
     ]
-    samples = build_samples(groups, AlgorithmConfig(advantage="batch_std"), np.random.default_rng(0))
+    samples = build_samples(groups, AlgorithmConfig(advantage="batch_std"))
     assert [sample.advantages[-1] for sample in samples] == pytest.approx([0.866025, 0.866025, -0.866025, -0.866025])

@@ -153,24 +153,16 @@ def test_rates_and_faults_of_the_command_line_reach_the_simulation(capsys: pytes
     assert total(*apart, "--lost-nic", "0") > total(*apart)
 
 
-def test_a_plan_is_carried_to_the_cluster_that_is_asked_for():
-    report = planned("cluster.trainer_gpus=8", "cluster.rollout_gpus=6", "rollout.tp_size=2")
-    assert len(report.summary.sent_bytes) == 8
-    assert len(report.summary.received_bytes) == 6
-    assert report.config.rollout.num_workers == 3
-
-
 def test_engines_that_share_a_gpu_share_its_link_in_a_plan():
     """GPUs of one node each: bytes of all engines pass one NIC, or one each."""
     rates = LinkRates(nic_bytes_s=1e6, begin_s=0, barrier_s=0, commit_s=0)
     apart, together = (
         planned(
             "cluster.device=cuda",
-            f"cluster.rollout_gpus={num_gpus}",
             *words,
             hardware=Hardware(ranks_per_node=1, rates=rates),
         )
-        for num_gpus, words in ((3, []), (1, ["rollout.num_workers=3", "rollout.workers_per_gpu=3"]))
+        for words in (["rollout.num_workers=3"], ["rollout.num_workers=3", "rollout.workers_per_gpu=3"])
     )
     assert apart.config.rollout.num_workers == together.config.rollout.num_workers == 3
     assert len(set(apart.placement.engine_gpus.values())) == 3
@@ -179,7 +171,7 @@ def test_engines_that_share_a_gpu_share_its_link_in_a_plan():
 
 
 def test_nics_that_deliver_less_are_shown_beside_their_line_rate():
-    report = planned("cluster.trainer_gpus=16", hardware=Hardware(ranks_per_node=4))
+    report = planned("trainer.num_ranks=16", hardware=Hardware(ranks_per_node=4))
     (line, at_line), (seen, at_seen) = report.total_s_by_nic.items()
     assert (line, seen) == (50e9, 44e9)
     assert at_line == report.simulation.total_s < at_seen
@@ -221,7 +213,7 @@ def test_int4_engines_take_adapters_only() -> None:
 
 
 def test_an_adapter_plan_of_kimi_k2_sends_every_factor_once_and_a_shared_one_once_a_gpu() -> None:
-    words = ["model.hf_config.num_hidden_layers=3", "cluster.trainer_gpus=256", "cluster.rollout_gpus=128"]
+    words = ["model.hf_config.num_hidden_layers=3", "trainer.num_ranks=256", "rollout.num_workers=8"]
     report = plan_run(load_run_config(["experiment=kimi_k2_thinking_lora", *words]), Hardware())
     # 24 experts a rank of EP16, 2 layers, r=32: A of gate, A of down, three B
     received = (7168 + 2048 + 2 * 2048 + 7168) * 32 * 24 * 2 * 2
@@ -235,7 +227,7 @@ def test_an_adapter_plan_of_kimi_k2_sends_every_factor_once_and_a_shared_one_onc
 
 def test_memory_of_an_int4_base_is_that_of_what_is_stored() -> None:
     """594 GB, as the checkpoint of Kimi-K2-Thinking is published; an even share of it on an engine's 4 GPUs."""
-    words = ["experiment=kimi_k2_thinking_lora", "cluster.rollout_gpus=4", "rollout.tp_size=4"]
+    words = ["experiment=kimi_k2_thinking_lora", "rollout.num_workers=1", "rollout.tp_size=4"]
     report = plan_run(load_run_config(words), Hardware())
     assert report.model.num_bytes == pytest.approx(594e9, rel=0.01)
     assert report.rollout.weights == report.model.num_bytes // 4
@@ -249,9 +241,6 @@ def test_memory_of_an_int4_base_is_that_of_what_is_stored() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["cluster.trainer_gpus=3"], "cluster.trainer_gpus=3 is no multiple of trainer.ep_size=2"),
-        (["cluster.rollout_gpus=3", "rollout.tp_size=2"], "cluster.rollout_gpus=3 is no multiple of rollout.tp_size=2"),
-        (["cluster.rollout_gpus=0"], "cluster.rollout_gpus must be >= 1"),
         (["--op-us", "-1"], "--op-us must be >= 0"),
         (["--nic-gb-s", "0"], "--nic-gb-s must be > 0"),
         (["--nvlink-gb-s", "fast"], "--nvlink-gb-s must be a number, got 'fast'"),

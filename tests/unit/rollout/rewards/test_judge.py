@@ -55,7 +55,7 @@ async def rewards_of(runner: RewardRunner, *texts: str) -> list[float | None]:
 
 
 async def test_a_verdict_becomes_a_share_of_its_range_and_its_tokens_are_counted(template: Path):
-    async with judging(template, extra={"reasoning_effort": "low"}, max_tokens=None) as (server, runner):
+    async with judging(template, extra={"reasoning_effort": "low", "max_tokens": None}) as (server, runner):
         assert await rewards_of(runner, "good") == [0.7]
         assert runner.take_counts() == {
             "judge_requests": 1, "judge_prompt_tokens": 100, "judge_completion_tokens": 5,

@@ -163,18 +163,18 @@ async def test_a_single_reward_is_named_after_its_function(file: Path):
 
 async def test_a_row_names_the_rewards_that_judge_it(file: Path):
     parts = {"right": {}, "brevity": {"kind": f"{file}:length"}, "ordered": {"kind": f"{file}:rank"}}
-    async with running(RewardConfig(parts=parts, choice_key="judges")) as runner:
+    async with running(RewardConfig(parts=parts)) as runner:
         for column, names in ((["brevity", "right"], ["right", "brevity"]), ("ordered", ["ordered"])):
-            row = Prompt(0, (1,), "p", {"answer": "b", "judges": column})
+            row = Prompt(0, (1,), "p", {"answer": "b", "reward": column})
             (judgement,) = await runner.score_group(row, rollouts("b"))
             assert list(judgement.parts) == names
         (judgement,) = await runner.score_group(PROMPT, rollouts("b"))
         assert list(judgement.parts) == list(parts)
         for wrong in ("nothing", [], ["right", "nothing"], 1.0):
             with pytest.raises(
-                RewardError, match=r"column 'judges' is .*, which must name one of reward\.parts \(right"
+                RewardError, match=r"column 'reward' is .*, which must name one of reward\.parts \(right"
             ):
-                await runner.score_group(Prompt(0, (1,), "p", {"judges": wrong}), rollouts("b"))
+                await runner.score_group(Prompt(0, (1,), "p", {"reward": wrong}), rollouts("b"))
 
 
 async def test_a_reward_with_responses_judges_the_whole_group_at_once(file: Path):

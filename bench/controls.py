@@ -1,0 +1,32 @@
+"""Controls of experiments: what a run must not learn from.
+
+slipstream train ... algorithm.advantage=bench/controls.py:shuffled
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from orchestrator.loop.advantages import batch_advantages
+from rollout.types import Group
+
+SHUFFLED = f"algorithm.advantage={Path(__file__).resolve()}:shuffled"
+"""The option that chooses it, whatever the working directory."""
+_DRAWS = np.random.default_rng(0x5A)
+
+
+def shuffled(groups: Sequence[Group]) -> list[list[float | None]]:
+    """GRPO's advantages, permuted among the responses of each group: the same rewards, lengths and scale of the loss,
+    and nothing to learn from.
+    """
+    counts = [[1] * len(group.rollouts) for group in groups]
+    found = batch_advantages([group.rewards for group in groups], counts, "group_std")
+    return [_permuted([None if one is None else float(one[0]) for one in of_group]) for of_group in found]
+
+
+def _permuted(advantages: list[float | None]) -> list[float | None]:
+    known = iter(_DRAWS.permutation([one for one in advantages if one is not None]).tolist())
+    return [None if one is None else next(known) for one in advantages]
