@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from conf.schema import DType, TrainMode
+from conf.schema import DType, OptimConfig, TrainMode
 from trainer.errors import LayoutError
 from trainer.rank import TrainerRank
+from trainer.rounding import key_of
+from trainer.weights.loading import CheckpointReader, load_weights
 from trainer.weights.shards import gather_lora_a
 from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
 from weight_sync.plan.plan import build_plan
@@ -55,12 +58,37 @@ def work(
     trainer = make_rank(rank, world_size, rendezvous, ep_size=ep_size, mode=mode, dtype=dtype)
     fill_adapters(trainer, world_size)
     trainer.save_merged(folder / "merged")
-    result = (trainer.delivery.source.layout(), read_all(trainer))
+    result = (trainer.delivery.source.layout(), read_all(trainer), {})
+    held = dict(trainer.delivery.source._held)
+    for fault, plant in FAULTS.items():
+        changed = {name: [plant(one, rank) for one in parts] for name, parts in held.items()}
+        trainer.delivery.source._held = changed
+        result[2][fault] = read_all(trainer)
     trainer.shutdown()
     return result
 
 
-CASES = [(2, TrainMode.lora, DType.bfloat16), (1, TrainMode.lora, DType.float32), (1, TrainMode.full, DType.bfloat16)]
+def changed_delta(one, **fields):
+    """What is held, with another adapter; what has none stays."""
+    return one if one.delta is None else replace(one, delta=replace(one.delta, **fields))
+
+
+FAULTS = {
+    "thresholds by local row": lambda one, rank: (
+        one if one.delta is None else changed_delta(one, stack_row=-one.delta.first_row)
+    ),
+    "another seed on rank 1": lambda one, rank: (
+        changed_delta(one, rounding_key=key_of(4, "another")) if rank == 1 else one
+    ),
+    "a tensor left at nearest": lambda one, rank: (
+        changed_delta(one, rounding_key=None) if one.tensor == "model.layers.0.self_attn.q_proj.weight" else one
+    ),
+}
+"""Fault -> (what is held, rank) -> what is held with the fault."""
+CASES = [
+    (2, TrainMode.lora, DType.bfloat16), (1, TrainMode.lora, DType.bfloat16), (1, TrainMode.lora, DType.float32),
+    (1, TrainMode.full, DType.bfloat16),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +99,13 @@ def two_ranks(tmp_path_factory):
     return {case: (load_export(folder / str(index) / "merged"), parts[index]) for index, case in enumerate(CASES)}
 
 
-@pytest.mark.parametrize("case", CASES, ids=["lora-ep2-bf16", "lora-fsdp2-fp32", "full-fsdp2-bf16"])
+@pytest.mark.parametrize("case", CASES, ids=["lora-ep2-bf16", "lora-fsdp2-bf16", "lora-fsdp2-fp32", "full-fsdp2-bf16"])
 def test_two_ranks_cover_the_export_without_overlap_and_bitwise(two_ranks, case):
     export, parts = two_ranks[case]
     assert parts[0][0].tensors == parts[1][0].tensors
     assert {meta.name: meta.shape for meta in parts[0][0].tensors} == {n: tuple(t.shape) for n, t in export.items()}
     seen = {name: torch.zeros(tensor.shape, dtype=torch.int32) for name, tensor in export.items()}
-    for _, read in parts:
+    for _, read, _ in parts:
         for (name, start), values in read.items():
             window = tuple(slice(a, a + n) for a, n in zip(start, values.shape, strict=True))
             assert torch.equal(values, export[name][window]), name
@@ -86,6 +114,57 @@ def test_two_ranks_cover_the_export_without_overlap_and_bitwise(two_ranks, case)
         # Vectors are frozen in LoRA mode, and then every rank has them whole.
         is_whole = times.dim() == 1 and TrainMode.lora in case
         assert (times == (len(parts) if is_whole else 1)).all(), name
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=["lora-ep2-bf16", "lora-fsdp2-bf16"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_rank_that_rounds_otherwise_is_found(two_ranks, fault, case):
+    """By the comparison above: what the ranks read is not what one file holds."""
+    export, parts = two_ranks[case]
+    differing = {
+        (name, rank)
+        for rank, (_, _, faulty) in enumerate(parts)
+        for (name, start), values in faulty[fault].items()
+        if not torch.equal(
+            values, export[name][tuple(slice(a, a + n) for a, n in zip(start, values.shape, strict=True))]
+        )
+    }
+    assert differing
+    if fault == "a tensor left at nearest":
+        assert {name for name, _ in differing} == {"model.layers.0.self_attn.q_proj.weight"}
+    else:  # rank 0 begins at row 0 of everything, and has the run's seed
+        assert {rank for _, rank in differing} == {1}
+
+
+def test_the_bytes_are_those_of_one_rank_and_of_a_resumed_one(two_ranks, tmp_path):
+    rank, resumed = (make_rank(dtype=DType.bfloat16) for _ in range(2))
+    fill_adapters(rank, 1)
+    rank.save_state(tmp_path)
+    resumed.load_state(tmp_path)
+    read = read_all(rank)
+    for case in CASES[:2]:
+        export = two_ranks[case][0]
+        assert all(torch.equal(values, export[name]) for (name, _), values in read.items())
+    again = read_all(resumed)
+    assert all(torch.equal(values, again[place]) for place, values in read.items())
+
+
+def test_full_training_computes_with_the_weights_that_engines_get(tmp_path):
+    """After steps far below half a step of bfloat16: the float32 weights have moved, and what is lost in rounding them
+    is lost on both sides."""
+    rank, engine = (make_rank(dtype=DType.bfloat16, mode=TrainMode.full, optim=OptimConfig(lr=1e-5)) for _ in range(2))
+    before = read_all(rank)
+    for version in range(3):
+        samples = make_samples(version=version)
+        rank.forward_backward([samples], count(samples, version))
+        assert rank.optimizer_step().is_finite
+    rank.save_merged(tmp_path)
+    after = read_all(rank)
+    num_moved = sum(int((values != before[place]).sum()) for place, values in after.items())
+    assert 0 < num_moved < 0.1 * sum(values.numel() for values in after.values())
+    load_weights(engine.decoder, CheckpointReader(tmp_path, engine.decoder.spec), seed=0)
+    mine, theirs = (one.score([make_samples(version=one.policy_version)], one.policy_version) for one in (rank, engine))
+    assert all((a.logprobs == b.logprobs).all() for a, b in zip(mine[0], theirs[0], strict=True))
 
 
 @pytest.fixture(scope="module", params=[DType.bfloat16, DType.float32])
