@@ -31,7 +31,7 @@ from orchestrator.files.metrics_catalogue import RewardNames, catalogue
 from orchestrator.files.run_checkpoint import CheckpointStore, complete_checkpoints, fingerprint, step_of
 from orchestrator.files.run_folder import RunFolder, changed_options, keep_sources, point_latest, write_description
 from orchestrator.files.run_log import ProgressLine, RunLog
-from orchestrator.files.startup import RUN, Startup
+from orchestrator.files.startup import FIRST_PHASE, RUN, Startup, clock_of_this_process
 from orchestrator.files.step_rows import failed_of
 from orchestrator.files.telemetry import Telemetry, read_rows
 from orchestrator.files.timeline import Activities
@@ -85,7 +85,7 @@ class RunResult:
             ("failed rewards", failed_of(read_rows(self.folder.metrics), "reward")),
         )
         lines: list[tuple[str, object]] = [
-            (f"held-out {self.metric}", held_out or "not evaluated"),
+            (f"held-out {self.metric}", held_out or "not evaluated (data.eval_path=null)"),
             *[(name, told) for name, told in failed if told is not None],
             ("metrics", self.folder.metrics),
             *([("samples", self.folder.samples)] if self.folder.samples.stat().st_size else []),
@@ -98,7 +98,8 @@ class RunResult:
                 *([("best checkpoint", self.folder.best)] if self.folder.best.exists() else []),
                 ("checkpoint", self.checkpoint or "none (run.checkpoint_every_steps)"),
             ]
-        return "\n".join(f"  {name:<16} {value}" for name, value in lines)
+        width = max(len(name) for name, _ in lines)
+        return "\n".join(f"  {name:<{width}}  {value}" for name, value in lines)
 
 
 def run(config: RunConfig, overrides: list[str], folder: RunFolder) -> RunResult:
@@ -112,6 +113,7 @@ def run(config: RunConfig, overrides: list[str], folder: RunFolder) -> RunResult
     train = _reinforce if config.algorithm.objective is Objective.policy else _finetune
     with alive(folder.root), RunLog(folder.log) as log, command_reports_crashes(folder.crashes):
         point_latest(folder.root)
+        note_start(folder, clock_of_this_process()(), FIRST_PHASE)
         log.say(f"run folder: {folder.root}")
         for option in changed_options(folder, config):
             log.say(f"resumed with another {option}")

@@ -105,7 +105,11 @@ def stop() -> Parser:
     parser = Parser(texts.STOP)
     parser.add_argument("run", type=Path, nargs="?", help=argparse.SUPPRESS)
     parser.add_argument_group("flags").add_argument(
-        "--timeout-s", type=float, default=STOP_TIMEOUT_S, metavar="S", help="longest wait for the end; %(default)g"
+        "--timeout-s",
+        type=float,
+        default=STOP_TIMEOUT_S,
+        metavar="S",
+        help="longest wait for the end; default %(default)g",
     )
     return parser
 
@@ -124,32 +128,34 @@ def launch() -> Parser:
     parser.set_defaults(**_defaults(LaunchOptions))
     parser.add_argument("target", nargs="?", help=argparse.SUPPRESS)
     flags = parser.add_argument_group("flags: machines")
-    flags.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a machine; %(default)s")
+    flags.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a machine; default %(default)s")
     flags.add_argument(
         "--gpu-type",
         metavar="NAME",
         help=f"of GPU: SkyPilot's name ({DEFAULT_GPU}), SLURM's type of GPU, or the value of Kubernetes' label "
         "nvidia.com/gpu.product",
     )
-    flags.add_argument("--cpus-per-gpu", type=int, metavar="N", help="cores for each GPU; %(default)s")
-    flags.add_argument("--memory-gib-per-gpu", type=int, metavar="N", help="memory for each GPU; %(default)s")
+    flags.add_argument("--cpus-per-gpu", type=int, metavar="N", help="cores for each GPU; default %(default)s")
+    flags.add_argument("--memory-gib-per-gpu", type=int, metavar="N", help="memory for each GPU; default %(default)s")
     flags = parser.add_argument_group("flags: SLURM")
-    flags.add_argument("--time-limit", metavar="[D-]HH:MM:SS", help="of one stretch of the job; the partition's")
     flags.add_argument(
-        "--venv", type=Path, metavar="DIR", help="the environment with Slipstream, on every machine; this one"
+        "--time-limit", metavar="[D-]HH:MM:SS", help="of one stretch of the job; default: the partition's"
+    )
+    flags.add_argument(
+        "--venv", type=Path, metavar="DIR", help="the environment with Slipstream, on every machine; default: this one"
     )
     flags = parser.add_argument_group("flags: KubeRay and SkyPilot")
-    flags.add_argument("--image", metavar="IMAGE", help=f"built from docker/gpu.Dockerfile; {DEFAULT_IMAGE}")
+    flags.add_argument("--image", metavar="IMAGE", help=f"built from docker/gpu.Dockerfile; default {DEFAULT_IMAGE}")
     flags.add_argument(
         "--volume",
         metavar="NAME",
         help="with models, data and run folders: a PersistentVolumeClaim, or a volume of SkyPilot",
     )
-    flags.add_argument("--mount", type=PurePosixPath, metavar="DIR", help="where machines see it; %(default)s")
-    flags.add_argument("--namespace", metavar="NAME", help="KubeRay: of the job; kubectl's own")
+    flags.add_argument("--mount", type=PurePosixPath, metavar="DIR", help="where machines see it; default %(default)s")
+    flags.add_argument("--namespace", metavar="NAME", help="KubeRay: of the job; default: kubectl's own")
     flags = parser.add_argument_group("flags: what comes out")
-    flags.add_argument("--name", metavar="NAME", help="of the job; run.name")
-    flags.add_argument("--output", type=Path, metavar="FILE", help="where the file goes; the screen")
+    flags.add_argument("--name", metavar="NAME", help="of the job; default: run.name")
+    flags.add_argument("--output", type=Path, metavar="FILE", help="where the file goes; default: the screen")
     flags.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with YAML files of your own")
     return parser
 
@@ -167,27 +173,27 @@ def plan() -> Parser:
         type=int,
         default=default["ranks_per_node"],
         metavar="N",
-        help="GPUs of a node, %(default)s; trainer ranks fill nodes first, then the engines",
+        help="GPUs of a node, default %(default)s; trainer ranks fill nodes first, then the engines",
     )
     for name, rate, meaning in (
         ("nic", rates.nic_bytes_s, "one NIC per GPU, each direction, 10^9 bytes/s"),
         ("nvlink", rates.nvlink_bytes_s, "one-sided writes inside a node"),
         ("hbm", rates.hbm_bytes_s, "device memory traffic of packing, merging and hashing"),
     ):
-        flags.add_argument(f"--{name}-gb-s", type=float, metavar="RATE", help=f"{meaning}; {rate / 1e9:g}")
+        flags.add_argument(f"--{name}-gb-s", type=float, metavar="RATE", help=f"{meaning}; default {rate / 1e9:g}")
     flags.add_argument(
         "--op-us",
         type=float,
         metavar="MICROSECONDS",
-        help=f"one entry of a batched write, beside its bytes; {rates.op_s * 1e6:g}",
+        help=f"one entry of a batched write, beside its bytes; default {rates.op_s * 1e6:g}",
     )
     flags.add_argument(
         "--adapter-decode-loss",
         type=float,
         default=default["adapter_decode_loss"],
         metavar="F",
-        help="part of its decode speed that an engine loses by serving an expert adapter; %(default)s, of vLLM 0.25.1 "
-        "(bench/adapter_sync.py)",
+        help="part of its decode speed that an engine loses by serving an expert adapter; default %(default)s, of vLLM "
+        "0.25.1 (bench/adapter_sync.py)",
     )
     flags.add_argument(
         "--slow-rank",
@@ -210,7 +216,7 @@ def plan() -> Parser:
         type=Path,
         default=Path("plan"),
         metavar="DIR",
-        help="where timeline.png and timeline.trace.json go; %(default)s",
+        help="where timeline.png and timeline.trace.json go; default %(default)s",
     )
     flags.add_argument("--json", action="store_true", help="the same figures for programs")
     _layout_cache(flags.add_argument)
@@ -229,22 +235,22 @@ def push() -> Parser:
     flags.add_argument(
         "--start", type=int, metavar="N", help="how many; they live until this command ends (Ctrl-C), unless --once"
     )
-    flags.add_argument("--tp", type=int, dest="tp_size", metavar="N", help="GPUs of one engine; %(default)s")
+    flags.add_argument("--tp", type=int, dest="tp_size", metavar="N", help="GPUs of one engine; default %(default)s")
     flags.add_argument(
         "--expert-parallel",
         action="store_true",
         dest="enable_expert_parallel",
         help="whole experts on every GPU of an engine",
     )
-    flags.add_argument("--dtype", help="of the engine's weights; %(default)s: the checkpoint's")
-    flags.add_argument("--host", help="address of the engines' API; %(default)s")
+    flags.add_argument("--dtype", help="of the engine's weights; default %(default)s: the checkpoint's")
+    flags.add_argument("--host", help="address of the engines' API; default %(default)s")
     flags.add_argument(
         "--port",
         type=int,
         help="port of the first engine's API, the others count on; without it the first that are free from 8000 on",
     )
-    flags.add_argument("--start-timeout-s", type=float, metavar="S", help="longest start; %(default)g")
-    flags.add_argument("--log-dir", type=Path, metavar="DIR", help="what the engines say; %(default)s")
+    flags.add_argument("--start-timeout-s", type=float, metavar="S", help="longest start; default %(default)g")
+    flags.add_argument("--log-dir", type=Path, metavar="DIR", help="what the engines say; default %(default)s")
     flags = parser.add_argument_group("flags: the publish")
     flags.add_argument(
         "--to", action="append", default=[], metavar="URL[,URL...]", help="engines that run; may be given again"
@@ -254,28 +260,28 @@ def push() -> Parser:
         type=int,
         dest="num_ranks",
         metavar="N",
-        help="processes that read and send; one for each GPU in use, 1 on CPUs",
+        help="processes that read and send; default: one for each GPU in use, 1 on CPUs",
     )
     flags.add_argument(
-        "--threads", type=int, dest="num_threads", metavar="N", help="that read, in each rank; %(default)s"
+        "--threads", type=int, dest="num_threads", metavar="N", help="that read, in each rank; default %(default)s"
     )
     flags.add_argument(
         "--transport",
         choices=["auto", "nvlink", "rdma", "tcp"],
         metavar="LINK",
-        help="auto, nvlink, rdma, tcp; %(default)s",
+        help="auto, nvlink, rdma, tcp; default %(default)s",
     )
     flags.add_argument(
         "--watermark-mib",
         type=int,
         metavar="N",
-        help="most temporary memory of a rank on its GPU; %(default)s",
+        help="most temporary memory of a rank on its GPU; default %(default)s",
     )
     flags.add_argument(
         "--timeout-s",
         type=float,
         metavar="S",
-        help="deadline of one publish to one engine, and of one request to it; %(default)g",
+        help="deadline of one publish to one engine, and of one request to it; default %(default)g",
     )
     flags = parser.add_argument_group("flags: the end")
     flags.add_argument("--once", action="store_true", help="end after the publish, and the started engines with it")
@@ -291,19 +297,22 @@ def parity() -> Parser:
     parser.set_defaults(**_defaults(ParityOptions))
     flags = parser.add_argument_group("flags: what is sampled")
     flags.add_argument(
-        "--prompts", type=int, dest="num_prompts", metavar="N", help="of data.path, else random; %(default)s"
+        "--prompts", type=int, dest="num_prompts", metavar="N", help="of data.path, else random; default %(default)s"
     )
     flags.add_argument(
-        "--prompt-tokens", type=int, metavar="N", help="length of a random prompt, most of a given one; %(default)s"
+        "--prompt-tokens",
+        type=int,
+        metavar="N",
+        help="length of a random prompt, most of a given one; default %(default)s",
     )
-    flags.add_argument("--max-tokens", type=int, metavar="N", help="sampled after each prompt; %(default)s")
+    flags.add_argument("--max-tokens", type=int, metavar="N", help="sampled after each prompt; default %(default)s")
     flags = parser.add_argument_group("flags: what is compared")
     flags.add_argument(
         "--layer-prompts",
         type=int,
         dest="num_layer_prompts",
         metavar="N",
-        help="sequences whose operations are compared, held in memory whole; %(default)s",
+        help="sequences whose operations are compared, held in memory whole; default %(default)s",
     )
     flags.add_argument("--transformers", action="store_true", help="score with transformers, too")
     flags.add_argument(
@@ -313,7 +322,12 @@ def parity() -> Parser:
         help="parity.json of an earlier call on the same machine: name what differs more than it did then",
     )
     flags = parser.add_argument_group("flags: what comes out")
-    flags.add_argument("--output", type=Path, metavar="DIR", help="where parity.json and parity.png go; %(default)s")
+    flags.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="where parity.json, parity.png and engine.log go; default %(default)s",
+    )
     flags.add_argument("--json", action="store_true", help="the same figures for programs")
     flags.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with YAML files of your own")
     return parser
@@ -324,15 +338,15 @@ def record() -> Parser:
     parser = Parser(texts.RECORD)
     parser.add_argument("model", nargs="?", type=Path, help=argparse.SUPPRESS)
     flags = parser.add_argument_group("flags")
-    flags.add_argument("--tp", type=int, default=1, metavar="N", help="ranks of the engine; %(default)s")
+    flags.add_argument("--tp", type=int, default=1, metavar="N", help="ranks of the engine; default %(default)s")
     flags.add_argument("--expert-parallel", action="store_true", help="whole experts on every rank")
-    flags.add_argument("--dtype", default="bfloat16", help="of the engine's weights; %(default)s")
+    flags.add_argument("--dtype", default="bfloat16", help="of the engine's weights; default %(default)s")
     flags.add_argument(
         "--device",
         choices=["cuda", "cpu"],
         default="cuda",
         metavar="KIND",
-        help="cuda or cpu: kind of device that the engine would run on; %(default)s",
+        help="cuda or cpu: kind of device that the engine would run on; default %(default)s",
     )
     flags.add_argument(
         "--out",
@@ -350,7 +364,7 @@ def _layout_cache(add: Callable[..., object]) -> None:
         "--layout-cache",
         type=Path,
         metavar="DIR",
-        help="where recorded engine layouts are kept; ~/.cache/slipstream/layouts",
+        help="where recorded engine layouts are kept; default ~/.cache/slipstream/layouts",
     )
 
 
@@ -382,7 +396,10 @@ def merge() -> Parser:
     parser.add_argument("run", type=Path, nargs="?", help=argparse.SUPPRESS)
     flags = parser.add_argument_group("flags")
     flags.add_argument(
-        "--checkpoint", default="newest", metavar="C", help="newest, best (run.keep_best) or a step; %(default)s"
+        "--checkpoint",
+        default="newest",
+        metavar="C",
+        help="newest, best (run.keep_best) or a step; default %(default)s",
     )
     flags.add_argument("--output", type=Path, metavar="DIR", help="a folder that is not there yet; RUN/merged")
     return parser
@@ -403,7 +420,7 @@ def view() -> Parser:
     parser = Parser(texts.VIEW)
     parser.add_argument("runs", type=Path, nargs="*", help=argparse.SUPPRESS)
     flags = parser.add_argument_group("flags")
-    flags.add_argument("--port", type=int, default=0, metavar="N", help="port on 127.0.0.1; any that is free")
+    flags.add_argument("--port", type=int, default=0, metavar="N", help="port on 127.0.0.1; default: any that is free")
     flags.add_argument(
         "--export", type=Path, metavar="FILE.html", help="write one file that any browser opens, and serve nothing"
     )

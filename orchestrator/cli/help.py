@@ -100,8 +100,8 @@ examples
   slipstream resume runs/quickstart-20260131-120000 run.num_steps=200 trainer.optim.lr=1e-3
       train longer, with another learning rate
 
-Relative paths among the options (data.path, model.path) start at the working directory, as they did for the run: call
-it from the same place.""",
+It works from any folder: relative paths among the run's options (data.path, model.path) start where the run was
+started, and those that you give now where you are.""",
     end="""\
 exit code: as of slipstream train; 2 when RUN is no run folder or has no whole checkpoint""",
 )
@@ -110,7 +110,7 @@ EVAL = CommandText(
     command="eval",
     usage="""\
 slipstream eval RUN [SECTION.OPTION=VALUE ...] [flags]
-slipstream eval MODEL [--adapter DIR] [GROUP=CHOICE ...] [SECTION.OPTION=VALUE ...] [flags]""",
+       slipstream eval MODEL [--adapter DIR] [GROUP=CHOICE ...] [SECTION.OPTION=VALUE ...] [flags]""",
     about="""\
 Samples and judges held-out prompts with the weights of a run's checkpoint, of a model's folder, or of an adapter beside
 it, and prints mean reward, pass@k and majority vote with standard errors. Options are the run's; others may follow.

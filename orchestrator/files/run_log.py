@@ -138,7 +138,7 @@ class ProgressLine:
         """Replace the line by a step's. `numbers` is its row in short, `left_s` the estimate of the time left."""
         # At the front: a narrow terminal cuts the end.
         left = f"  left {format_s(left_s)}" if left_s is not None else ""
-        line = f"step {step}/{num_steps}{left}  {numbers}"
+        line = f"step {step}/{num_steps}{left}  {numbers}".rstrip()
         logger.info("%s", line, extra={"is_progress": True})
         if self._console.is_terminal:
             self.say(line)

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 RUN = "run"
 """Who does what the whole run waits for, before and after ranks and engines start."""
+FIRST_PHASE = "options and files"
+"""What the run does then, from the command on."""
 _SHOW_EVERY_S = 1.0
 
 
@@ -58,7 +60,7 @@ class Startup:
     ) -> None:
         self._file = file
         self._show = show
-        self._now_s = now_s or _clock_of_this_process()
+        self._now_s = now_s or clock_of_this_process()
         self._spans: list[Span] = []
         self._kinds: dict[str, Sequence[str]] = {}
         self._now: dict[str, Span] = {}
@@ -106,7 +108,7 @@ class Startup:
         return f"{state} ({', '.join(f'{num} {what}' for what, num in phases.items())})" if late else state
 
     async def __aenter__(self) -> Startup:
-        self.enter(RUN, "options and files")
+        self.enter(RUN, FIRST_PHASE)
         self._now[RUN].from_s = 0.0  # it began with the command
         self._showing = asyncio.create_task(self._show_until_cancelled())
         return self
@@ -175,6 +177,7 @@ def _seconds(spans: Sequence[Span]) -> str:
     return ", ".join(f"{what} {seconds}" for what, seconds in taken if seconds != "0.0")
 
 
-def _clock_of_this_process() -> Callable[[], float]:
+def clock_of_this_process() -> Callable[[], float]:
+    """Seconds since the command was given."""
     began = time.monotonic() - (time.time() - psutil.Process().create_time())
     return lambda: time.monotonic() - began

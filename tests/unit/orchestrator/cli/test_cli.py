@@ -121,7 +121,7 @@ def test_defaults_of_push_are_declared_once_and_shown(capsys: pytest.CaptureFixt
     assert main(["push", "--help"]) == 0
     shown = capsys.readouterr().out
     for name in ("tp_size", "num_threads", "watermark_mib", "timeout_s", "start_timeout_s", "log_dir"):
-        assert re.search(rf"; {given[name]:g}\n" if name != "log_dir" else "; push-logs\n", shown), name
+        assert re.search(rf"default {given[name]:g}\n" if name != "log_dir" else "default push-logs\n", shown), name
 
 
 @pytest.mark.parametrize(
