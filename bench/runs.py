@@ -108,7 +108,7 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
         return statistics.median(values(key)) if values(key) else None
 
     evals = [row["eval/reward"] for row in rows if row.get("eval/reward") is not None]
-    publish_s, num_bytes = median("sync/publish_s"), median("sync/bytes")
+    publish_s, num_bytes = median("sync/total_s"), median("sync/bytes")
     write_s = median("sync/write_s")
     return {
         "num_steps": rows[-1]["step"],

@@ -26,7 +26,6 @@ METRICS: dict[str, str] = {
     "reward/no_spread_fraction": "share of the batch's groups whose rewards are all equal; null for groups of one",
     **EVAL_METRICS,
     "sync/total_s": "seconds of the whole publish",
-    "sync/publish_s": "the same number, under a second name",
     "sync/pause_s": "longest time in which a replica decoded nothing",
     "sync/begin_s": "pause engines, mark them dirty, collect their answers",
     "sync/idle_s": "part of begin_s: until the slowest engine stood still, its step in flight included",

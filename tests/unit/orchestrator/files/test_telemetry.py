@@ -78,7 +78,7 @@ def test_row_has_every_metric_by_hand() -> None:
     assert row["rollout/truncated_fraction"] == 0.5
     assert row["rollout/evictions"] == 3
     assert row["trainer/tokens_per_s_per_rank"] == (2 * 3 + 6) / 1.0 / 2
-    assert (row["sync/replicas_committed"], row["sync/publish_s"], row["sync/watermark_bytes"]) == (1, 0.06, 1 << 20)
+    assert (row["sync/replicas_committed"], row["sync/total_s"], row["sync/watermark_bytes"]) == (1, 0.06, 1 << 20)
     assert row["eval/reward"] is None
 
 
