@@ -248,7 +248,14 @@ def measure_job(args: argparse.Namespace, report: dict[str, Any], folder: Path) 
             *placement_words(args, num), *args.set,
         ]  # fmt: skip
         with sampled_gpus() as gpus, sampled_cores() as cores:
-            run_folder, wall_s = runs.train(f"small-{num}", words, folder)
+            try:
+                run_folder, wall_s = runs.train(f"small-{num}", words, folder)
+            except subprocess.CalledProcessError as error:
+                log = folder / "latest" / "run.log"
+                said = log.read_text()[-4000:] if log.exists() else ""
+                report["jobs"].append({"workers": num, "failed": error.returncode, "log": said})
+                write(args, report)
+                continue
         figures = job_figures(run_folder, args) | {"core_cores": engine_cores(run_folder, cores), "gpus": gpus}
         report["jobs"].append({"workers": num, "wall_s": wall_s, **figures})
         write(args, report)
