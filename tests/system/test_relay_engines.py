@@ -62,7 +62,7 @@ class Handle:
         return await self.worker.generate_group(prompt, n)
 
     async def check(self) -> None:
-        self.worker.check()
+        await self.worker.check()
 
     async def progress(self) -> Progress:
         return await self.worker.progress()
