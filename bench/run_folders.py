@@ -17,6 +17,7 @@ import numpy as np
 from rich.console import Console
 
 from conf.load import load_run_config
+from fleet.fleet_log import FleetEvent, FleetLog, FleetRow
 from orchestrator.figures.held_out import Evaluation
 from orchestrator.files.metrics_catalogue import RewardNames, Value
 from orchestrator.files.run_folder import RunFolder, write_description
@@ -25,7 +26,6 @@ from orchestrator.files.samples import TrainedRollout
 from orchestrator.files.step_rows import StepRecord
 from orchestrator.files.telemetry import Telemetry
 from orchestrator.files.timeline import Activity, StepTimeline
-from orchestrator.fleet.fleet_log import FleetEvent, FleetLog, FleetRow
 from orchestrator.inputs.model_folder import prepare_model
 from rollout.types import Group, Prompt, Rollout, Turn
 from trainer.types import OptimStats

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("conf", "weight_sync", "trainer", "rollout", "orchestrator")
+PACKAGES = ("conf", "weight_sync", "trainer", "rollout", "fleet", "orchestrator")
 CODE = (".py", ".js", ".css", ".html")
 
 WAYS = {
@@ -33,7 +33,7 @@ WAYS = {
     "rewards: length and JSON": "rollout/rewards/processes/frames.py",
     "agents: length and msgpack": "rollout/agents/channel.py",
     "push: the pipe of the sender": "orchestrator/push/sender_process.py",
-    "requests to a run: files in its folder": "orchestrator/fleet/control_folder.py",
+    "requests to a run: files in its folder": "orchestrator/control/control_folder.py",
 }
 """A way of our own, or Ray's, to call code in another process -> the module that implements it. vLLM's calls of its own
 ranks, and torch's collectives, are theirs."""
@@ -49,8 +49,8 @@ PROCESSES = {
 
 PROMPT = (
     "orchestrator/loop/sampler.py run",
-    "orchestrator/fleet/router.py generate_group",
-    "orchestrator/fleet/supervisor.py least_loaded",
+    "fleet/router.py generate_group",
+    "fleet/supervisor.py least_loaded",
     "rollout/calls.py call",
     "rollout/calls.py _serve",
     "rollout/worker.py generate_group",

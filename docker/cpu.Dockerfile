@@ -17,6 +17,7 @@ COPY weight_sync weight_sync
 COPY trainer trainer
 COPY rollout rollout
 COPY orchestrator orchestrator
+COPY fleet fleet
 RUN SLIPSTREAM_TARGET=cpu requirements/setup.sh
 
 ENV PATH=/opt/slipstream/.venv/bin:$PATH

@@ -16,6 +16,7 @@ COPY weight_sync weight_sync
 COPY trainer trainer
 COPY rollout rollout
 COPY orchestrator orchestrator
+COPY fleet fleet
 RUN SLIPSTREAM_TARGET=gpu requirements/setup.sh
 
 ENV PATH=/opt/slipstream/.venv/bin:$PATH

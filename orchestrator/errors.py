@@ -6,10 +6,8 @@
       OrchestratorError
         CheckpointError(ValueError)        a checkpoint is missing, damaged, or of a run with other options
         DiskFull(OSError)                  a file of the run could not be written: no space, or a quota
-        WaitTimeout(TimeoutError)          something awaited did not come within its deadline
         PlacementError(RuntimeError)       the Ray cluster cannot hold the run's processes
         ClusterLost(RuntimeError)          a server of the run's own Ray cluster has ended
-        NoReplicasLeft(RuntimeError)       every rollout worker is out of service
         PushError(RuntimeError)            a rank or an engine of `slipstream push` failed
         TrainingStopped(RuntimeError)      the loop cannot go on: a trainer rank died, or too many steps were refused
 
@@ -41,20 +39,12 @@ class DiskFull(OrchestratorError, OSError):
     """A file of the run could not be written. The message says which, how much is free, and what was saved."""
 
 
-class WaitTimeout(OrchestratorError, TimeoutError):
-    """Something awaited did not come within its deadline. The message says what, how long, and who is late."""
-
-
 class PlacementError(OrchestratorError, RuntimeError):
     """The Ray cluster cannot hold the run's processes. The message says what was asked for and what there is."""
 
 
 class ClusterLost(OrchestratorError, RuntimeError):
     """A server of the run's own Ray cluster has ended. The message names it, and the signal that ended it."""
-
-
-class NoReplicasLeft(OrchestratorError, RuntimeError):
-    """Every rollout worker is out of service."""
 
 
 class PushError(OrchestratorError, RuntimeError):

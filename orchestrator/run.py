@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.schema import Objective, RunConfig, SyncMode, TrainMode
+from fleet.fleet_log import FleetLog, count_tokens
+from fleet.router import Router
+from fleet.supervisor import Supervisor
+from fleet.waiting import together
 from orchestrator.cluster.own_ray import OwnRay, starting_ray
+from orchestrator.control.control_folder import alive, answer_requests
+from orchestrator.control.run_state import note_start, note_started
+from orchestrator.control.stop_request import end_when_asked
 from orchestrator.data.training_stream import held_out_items, training_stream
 from orchestrator.errors import DiskFull
 from orchestrator.figures.held_out import TAUGHT_FIGURES, eval_names, in_words
@@ -35,12 +42,6 @@ from orchestrator.files.startup import FIRST_PHASE, RUN, Startup, clock_of_this_
 from orchestrator.files.step_rows import failed_of
 from orchestrator.files.telemetry import Telemetry, read_rows
 from orchestrator.files.timeline import Activities
-from orchestrator.fleet.control_folder import alive, answer_requests
-from orchestrator.fleet.fleet_log import FleetLog, count_tokens
-from orchestrator.fleet.router import Router
-from orchestrator.fleet.run_state import note_start, note_started
-from orchestrator.fleet.stop_request import end_when_asked
-from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.inputs.model_folder import complete_export, prepare_model
 from orchestrator.inputs.prompt_rows import PromptRows, lesson_reader
 from orchestrator.inputs.text_encoder import TextEncoder
@@ -49,7 +50,6 @@ from orchestrator.loop.finetuner import Finetuner
 from orchestrator.loop.ports import LoopServices
 from orchestrator.loop.publication import RAY_CALL_S
 from orchestrator.signals import second_interrupt_ends_at_once
-from orchestrator.waiting import together
 from rollout.agents.episode_runner import EpisodeRunner
 from rollout.crash_reports import command_reports_crashes
 from rollout.rewards.runner import RewardRunner
@@ -202,7 +202,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, own_ray:
         )
         stack.push_async_callback(supervisor.close)
         activities = Activities()
-        router = Router(supervisor, request_timeout_s=config.rollout.request_timeout_s, activities=activities)
+        router = Router(supervisor, request_timeout_s=config.rollout.request_timeout_s, note=activities.note)
         if episodes is not None:
             episodes.sample_with(router.generate)
         services = LoopServices(

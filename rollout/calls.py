@@ -8,7 +8,7 @@ Server and client are made from the declaration: a verb's annotations say how it
 what does not fit them is an error of that call. Ray is not on this way (docs/decisions/0024-sampling-without-ray.md).
 
 Owns: both ends, their messages, and noticing the end of a connection. Does not own: what a verb does (worker.py), which
-worker is asked (orchestrator/fleet/router.py), or the keys of a connection (weight_sync/replica/curve.py).
+worker is asked (fleet/router.py), or the keys of a connection (weight_sync/replica/curve.py).
 Invariant: every call is answered by its result or an error. When the worker's process or its machine is gone, its
 calls fail with EngineDied, or with what the one who watches the process says of its end.
 """

@@ -100,7 +100,7 @@ def resume() -> Parser:
 
 def stop() -> Parser:
     """Flags of `slipstream stop`."""
-    from orchestrator.fleet.stop_request import STOP_TIMEOUT_S
+    from orchestrator.control.stop_request import STOP_TIMEOUT_S
 
     parser = Parser(texts.STOP)
     parser.add_argument("run", type=Path, nargs="?", help=argparse.SUPPRESS)

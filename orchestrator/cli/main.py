@@ -453,7 +453,7 @@ def _stop(words: list[str]) -> int:
         raise ConfigError("slipstream stop needs a run folder, e.g. slipstream stop runs/latest")
     if not flags.timeout_s > 0:
         raise ConfigError(f"--timeout-s must be > 0, got {flags.timeout_s:g}")
-    from orchestrator.fleet.stop_request import stop
+    from orchestrator.control.stop_request import stop
 
     print("\n".join(stop(flags.run, timeout_s=flags.timeout_s, say=tell)))
     return EXIT_OK
@@ -467,7 +467,7 @@ def _recover(words: list[str]) -> int:
         return EXIT_OK
     if flags.run is None:
         raise ConfigError("slipstream recover needs a run folder, e.g. slipstream recover runs/latest")
-    from orchestrator.fleet.control_folder import ask
+    from orchestrator.control.control_folder import ask
 
     print("\n".join(ask(flags.run, flags.worker)))
     return EXIT_OK

@@ -19,6 +19,7 @@ from typing import Any
 
 from conf.errors import ConfigError
 from conf.schema import Objective
+from orchestrator.control.run_state import dashboard_of, start_of, state_of
 from orchestrator.figures.held_out import of_sets
 from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
 from orchestrator.files.run_folder import RunFolder, saved_options
@@ -26,7 +27,6 @@ from orchestrator.files.run_log import format_s
 from orchestrator.files.startup import RUN, describe, read_starts
 from orchestrator.files.step_rows import failed_of
 from orchestrator.files.telemetry import read_rows
-from orchestrator.fleet.run_state import dashboard_of, start_of, state_of
 
 NUM_RECENT = 20
 """Means are taken over this many steps."""

@@ -47,7 +47,7 @@ _SAME_VERSIONS = (
     *(f"mooncake-transfer-engine{kind}" for kind in ("", "-cuda13", "-non-cuda")),
 )
 """Distributions whose versions must be the same on all nodes, or that must be absent on all."""
-ROOMS = ("conf", "orchestrator", "rollout", "trainer", "weight_sync")
+ROOMS = ("conf", "fleet", "orchestrator", "rollout", "trainer", "weight_sync")
 
 
 @dataclass(frozen=True, slots=True)

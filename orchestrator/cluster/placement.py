@@ -28,6 +28,7 @@ from ray.util.placement_group import PlacementGroup
 
 from conf.errors import ConfigError
 from conf.schema import Objective, RunConfig, SyncMode, TransportKind
+from fleet.waiting import together
 from orchestrator.cluster.nodes import check_nodes, describe_nodes, most_gpus_of_a_node, node_after_node, nodes_of
 from orchestrator.cluster.own_ray import OwnRay
 from orchestrator.cluster.ray_cluster import RayCluster
@@ -37,7 +38,6 @@ from orchestrator.cluster.trainer_ranks import start_trainer_ranks
 from orchestrator.environment import RunDevice, resolve_device
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.startup import RUN, Startup
-from orchestrator.waiting import together
 
 logger = logging.getLogger(__name__)
 

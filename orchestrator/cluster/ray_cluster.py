@@ -33,14 +33,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from conf.errors import ConfigError, SlipstreamError
 from conf.schema import RunConfig
+from fleet.waiting import in_abandoned_thread, wait_for
 from orchestrator.cluster.own_ray import OwnRay
+from orchestrator.control.run_state import note_dashboard
 from orchestrator.environment import variables_for_actors
 from orchestrator.errors import ClusterLost, OrchestratorError, PlacementError
 from orchestrator.files.run_folder import RunFolder
-from orchestrator.fleet.run_state import note_dashboard
 from orchestrator.machine import DASHBOARD_PORT
 from orchestrator.signals import take_sigterm_back
-from orchestrator.waiting import in_abandoned_thread, wait_for
 from rollout.crash_reports import death_in
 
 logger = logging.getLogger(__name__)

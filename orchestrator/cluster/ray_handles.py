@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ray import ObjectRef
 
+from fleet.waiting import wait_for
 from orchestrator.cluster.actors import RolloutActor, TrainerActor
 from orchestrator.cluster.nodes import ProcessId, end_trees
 from orchestrator.cluster.ray_cluster import STOP_TIMEOUT_S, RayCluster, kill_actor
 from orchestrator.errors import TrainingStopped
-from orchestrator.waiting import wait_for
 from rollout.calls import Connection, WorkerClient
 from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
 

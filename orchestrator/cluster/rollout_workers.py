@@ -22,6 +22,7 @@ from conf.errors import SlipstreamError
 from conf.model_checks import packing_of
 from conf.plural import counted
 from conf.schema import Device, RunConfig, SyncMode
+from fleet.waiting import all_started
 from orchestrator.cluster.actors import ForkServerActor, RolloutActor
 from orchestrator.cluster.ray_cluster import RayCluster, kill_actor
 from orchestrator.cluster.ray_handles import RayRolloutWorker
@@ -29,7 +30,6 @@ from orchestrator.environment import RunDevice
 from orchestrator.errors import OrchestratorError
 from orchestrator.files.startup import Startup
 from orchestrator.inputs.model_folder import engine_checkpoint, routing_shape
-from orchestrator.waiting import all_started
 from rollout.calls import WorkerClient
 from rollout.engine.start_phase import IMPORTING
 from rollout.types import AdapterSlotsSpec

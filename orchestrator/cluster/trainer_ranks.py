@@ -15,13 +15,13 @@ from typing import Any
 from conf.functions import absolute
 from conf.plural import counted
 from conf.schema import Objective, RunConfig, TrainMode
+from fleet.waiting import all_started
 from orchestrator.cluster.actors import TrainerActor, TrainerOptions
 from orchestrator.cluster.ray_cluster import RayCluster
 from orchestrator.cluster.ray_handles import RayTrainerGroup
 from orchestrator.environment import RunDevice
 from orchestrator.errors import TrainingStopped
 from orchestrator.files.startup import Startup
-from orchestrator.waiting import all_started
 from trainer.step.warm_up import full_microbatch
 
 logger = logging.getLogger(__name__)

@@ -44,7 +44,8 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from conf.schema import RunConfig
-from orchestrator.errors import NoReplicasLeft
+from fleet.errors import NoReplicasLeft
+from fleet.waiting import wait_for
 from orchestrator.files.metrics_catalogue import Value
 from orchestrator.files.run_checkpoint import RunState
 from orchestrator.files.samples import shown_rollouts
@@ -61,7 +62,6 @@ from orchestrator.loop.samples import Draft, advantage_function, draft_samples, 
 from orchestrator.loop.shown import join, mark
 from orchestrator.loop.step_loop import StepLoop
 from orchestrator.loop.updates import score, update
-from orchestrator.waiting import wait_for
 from trainer.types import OptimStats
 
 if TYPE_CHECKING:

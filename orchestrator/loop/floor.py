@@ -15,8 +15,8 @@ import logging
 import math
 from collections.abc import Sequence
 
+from fleet.router import Router
 from orchestrator.files.metrics_catalogue import Value
-from orchestrator.fleet.router import Router
 from rollout.branches import branches_of
 from rollout.types import Group
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fleet.router import Router
+from fleet.supervisor import Supervisor
 from orchestrator.files.metrics_catalogue import Value
 from orchestrator.files.run_checkpoint import CheckpointStore
 from orchestrator.files.telemetry import Telemetry
 from orchestrator.files.timeline import TRAINER, Activities
-from orchestrator.fleet.router import Router
-from orchestrator.fleet.supervisor import Supervisor
 from rollout.types import Judgement, Prompt, Rollout
 from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from conf.schema import Relay, SyncMode, WeightSyncConfig
-from orchestrator.fleet.relay import publish_by_relay
-from orchestrator.fleet.replicas import Replica
+from fleet.relay import publish_by_relay
+from fleet.replicas import Replica
 from orchestrator.loop.ports import LoopServices
 from weight_sync.errors import WeightSyncError
 

@@ -20,11 +20,11 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from conf.schema import RunConfig
-from orchestrator.fleet.replicas import ReplicaState
+from fleet.replicas import ReplicaState
 from orchestrator.loop.buffer import GroupBuffer
 
 if TYPE_CHECKING:
-    from orchestrator.fleet.supervisor import Supervisor
+    from fleet.supervisor import Supervisor
 
 ASK_EVERY_S = 0.25
 ANSWER_WITHIN_S = 2.0

@@ -21,13 +21,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from conf.schema import RunConfig, SamplingConfig
+from fleet.waiting import together, wait_for
 from orchestrator.errors import TrainingStopped
 from orchestrator.figures.estimators import is_informative
 from orchestrator.files.timeline import REWARDS
 from orchestrator.loop.buffer import GroupBuffer, Ticket
 from orchestrator.loop.ports import LoopServices
 from orchestrator.loop.unjudged import Unjudged, most_in_a_row
-from orchestrator.waiting import together, wait_for
 from rollout.types import Group, Judgement, Prompt
 
 if TYPE_CHECKING:

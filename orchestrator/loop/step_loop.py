@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from conf.schema import RunConfig, TrainMode
+from fleet.errors import FleetError
+from fleet.waiting import finish_first, last_attempt
 from orchestrator.errors import OrchestratorError, TrainingStopped
 from orchestrator.figures.held_out import Evaluation
 from orchestrator.files.best_checkpoint import BestCheckpoint
@@ -35,7 +37,6 @@ from orchestrator.files.timeline import Activities, StepTimeline
 from orchestrator.loop.learning_alarm import LearningAlarm
 from orchestrator.loop.parity_alarm import ParityAlarm
 from orchestrator.loop.ports import StepTrainer, Stopwatch
-from orchestrator.waiting import finish_first, last_attempt
 
 logger = logging.getLogger(__name__)
 
@@ -271,5 +272,5 @@ class StepLoop(ABC):
         """Save before the run ends, and say where; a save that fails does not hide why it ends."""
         try:
             return f"is saved in {await self.save()}"
-        except OrchestratorError as error:
+        except (OrchestratorError, FleetError) as error:
             return f"could not be saved ({error})"

@@ -20,9 +20,9 @@ from typing import Any, cast
 import numpy as np
 
 from conf.errors import ConfigError
+from orchestrator.control.run_state import state_of
 from orchestrator.files.run_folder import RunFolder, flatten, saved_options
 from orchestrator.files.sample_index import ENTRY, FAILED, KINDS, TRUNCATED, extended, read_index
-from orchestrator.fleet.run_state import state_of
 from orchestrator.view.fleet_table import FleetTable
 from orchestrator.view.growing_file import GrowingFile, objects
 from orchestrator.view.metrics_table import MetricsTable

@@ -22,7 +22,7 @@ from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from tokenizers import Tokenizer
 
 from bench.run_folders import MadeUpRun, make_run
-from orchestrator.fleet.control_folder import alive
+from orchestrator.control.control_folder import alive
 from rollout.types import Group, Prompt, Rollout, Turn
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -19,6 +19,8 @@ import numpy as np
 from rich.console import Console
 
 from conf.schema import AlgorithmConfig, RolloutConfig, RunConfig, RunSection, SamplingConfig
+from fleet.router import Router
+from fleet.supervisor import Supervisor
 from orchestrator.figures.held_out import eval_names
 from orchestrator.files.metrics_catalogue import RewardNames
 from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
@@ -26,8 +28,6 @@ from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine
 from orchestrator.files.telemetry import Telemetry, read_rows
 from orchestrator.files.timeline import Activities
-from orchestrator.fleet.router import Router
-from orchestrator.fleet.supervisor import Supervisor
 from orchestrator.loop.controller import Controller
 from orchestrator.loop.ports import LoopServices
 from rollout.agents.episode_runner import FinishedEpisode
@@ -454,7 +454,7 @@ class Loop:
             services = LoopServices(
                 trainer=self.trainer,
                 supervisor=supervisor,
-                router=Router(supervisor, request_timeout_s=60, activities=activities),
+                router=Router(supervisor, request_timeout_s=60, note=activities.note),
                 activities=activities,
                 prompts=self.prompts,
                 eval_sets={"": [Prompt(1000, (1,), "held out"), Prompt(1001, (1,), "held out")]},

@@ -70,8 +70,8 @@ def dry_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         "orchestrator.push.command.Push.__enter__",
         "orchestrator.cli.doctor.run_doctor",
         "orchestrator.view.command.run_view",
-        "orchestrator.fleet.stop_request.stop",
-        "orchestrator.fleet.control_folder.ask",
+        "orchestrator.control.stop_request.stop",
+        "orchestrator.control.control_folder.ask",
         "orchestrator.cli.merge.merge",
     ):
         monkeypatch.setattr(place, begin)

@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 WORK = ROOT / "build" / "mutants"
 TOOL = ROOT / ".mutants"
-PACKAGES = ("conf", "weight_sync", "trainer", "rollout", "orchestrator")
+PACKAGES = ("conf", "weight_sync", "trainer", "rollout", "fleet", "orchestrator")
 LEAST_SHARE = 0.8
 """Of all drawn faults. Some change nothing that anybody could see: first values that are never read, guards that
 another guard makes unreachable. Among mutmut's they are about a tenth."""
@@ -67,11 +67,11 @@ MODULES: dict[str, tuple[str, ...]] = {
     "rollout/agents/token_tree.py": ("rollout/agents/test_token_tree.py",),
     "rollout/agents/episode.py": ("rollout/agents/test_episode.py",),
     "rollout/branches.py": ("rollout/test_branches.py",),
-    "orchestrator/fleet/supervisor.py": (
-        "orchestrator/fleet/test_supervisor.py",
-        "orchestrator/fleet/test_supervisor_restart.py",
+    "fleet/supervisor.py": (
+        "fleet/test_supervisor.py",
+        "fleet/test_supervisor_restart.py",
     ),
-    "orchestrator/fleet/router.py": ("orchestrator/fleet/test_router.py",),
+    "fleet/router.py": ("fleet/test_router.py",),
 }
 """Module -> its own tests, below tests/unit."""
 

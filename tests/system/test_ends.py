@@ -27,7 +27,7 @@ from system.conftest import (
 )
 
 from orchestrator.cli.status import status_of
-from orchestrator.fleet.control_folder import KILLED
+from orchestrator.control.control_folder import KILLED
 
 TAUGHT = ["experiment=sft_quickstart", "trainer.num_ranks=1", "trainer.ep_size=1"]
 """A run without engines, which lets no process import vLLM."""

@@ -13,8 +13,8 @@ import pytest
 from system.conftest import ENDLESS, RUN_TIMEOUT_S, RunUnderWay, assert_workers_came_back, own_import
 
 from conf.schema import SyncMode
+from orchestrator.control.stop_request import stop
 from orchestrator.files.startup import read_starts
-from orchestrator.fleet.stop_request import stop
 
 
 @pytest.mark.timeout(3 * RUN_TIMEOUT_S)

@@ -22,9 +22,9 @@ from system.test_adapter_recovery import engines
 
 from conf.load import load_run_config
 from conf.schema import Device, SamplingConfig
-from orchestrator.fleet.relay import publish_by_relay
-from orchestrator.fleet.replicas import ReplicaState
-from orchestrator.fleet.supervisor import Supervisor
+from fleet.relay import publish_by_relay
+from fleet.replicas import ReplicaState
+from fleet.supervisor import Supervisor
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.errors import ReplicaNotServing
 from rollout.types import Progress, Prompt, Rollout

@@ -12,10 +12,10 @@ from unit.orchestrator.push.test_push_order import NotingEngine, NotingRank
 from unit.rollout.adapters.test_adapter_replica import SeededEngine
 from unit.rollout.test_worker import ModelEngine
 
+from fleet.replicas import RolloutHandle
 from orchestrator.cluster.ray_handles import RayRolloutWorker, RayTrainerGroup
 from orchestrator.data.curriculum import Middling
 from orchestrator.data.streams import Mixed, Shuffled, Streamed
-from orchestrator.fleet.replicas import RolloutHandle
 from orchestrator.loop.ports import Prompts, PublishingTrainer, Rewards, StepTrainer, TaughtTrainer
 from orchestrator.push.sender_process import RankProcess
 from rollout.adapters.adapter_replica import AdapterReplica

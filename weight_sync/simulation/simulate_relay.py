@@ -1,7 +1,7 @@
 """Simulates a publish with relay: which replicas the trainer writes, which read from a neighbour, and the time of that.
 
 Owns: the reads after the writes; simulate.py predicts the writes. Does not own: the relay itself
-(orchestrator/fleet/relay.py, which reads in the same rounds). Pure.
+(fleet/relay.py, which reads in the same rounds). Pure.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 HISTORY = {"LOG.md"}
 """Pages that also speak of files that are gone."""
-FOLDERS = "conf|weight_sync|trainer|rollout|orchestrator|tests|bench|docker|requirements"
+FOLDERS = "conf|weight_sync|trainer|rollout|fleet|orchestrator|tests|bench|docker|requirements"
 PATH = re.compile(rf"(?<![\w/.])((?:{FOLDERS})/[\w/-]+\.\w+)")
 
 SECTIONS = "|".join(sorted({name.split(".")[0] for name in options_by_name()}))

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "troubleshooting.md"
-PACKAGES = ("conf", "orchestrator", "trainer", "rollout", "weight_sync")
+PACKAGES = ("conf", "orchestrator", "fleet", "trainer", "rollout", "weight_sync")
 MESSAGE = re.compile(r"^\| `(?P<said>[^`]+)` \|", re.MULTILINE)
 GAP = "\0"
 """Stands in a text of the code for what is filled in."""

@@ -39,7 +39,7 @@ FILES = {"Question: {{prompt}}": "grade.txt", "def leaky_clip": "losses.py", "de
 """Blocks that are files, by how they begin, where the block does not say its name."""
 OTHER_PROGRAMS = ("pip", "source", "vllm", "ray", "python3", "cd", "head", "tail", "hf", "VLLM_SERVER_DEV_MODE=1")
 """Commands that are somebody else's, which no unit test can call."""
-OURS = ("conf", "orchestrator", "rollout", "trainer", "weight_sync")
+OURS = ("conf", "fleet", "orchestrator", "rollout", "trainer", "weight_sync")
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,13 @@ import pytest
 from conf.errors import ConfigError
 from conf.load import load_resolved_yaml, load_run_config
 from conf.options import GROUPS, flat_options, group_choices, section_docs
+from fleet.errors import NoReplicasLeft
 from orchestrator.cli import flags as cli_flags
 from orchestrator.cli.main import main
-from orchestrator.errors import CheckpointError, NoReplicasLeft, TrainingStopped
+from orchestrator.control.control_folder import alive
+from orchestrator.errors import CheckpointError, TrainingStopped
 from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint
 from orchestrator.files.run_folder import RunFolder, open_run_folder, point_latest, write_description
-from orchestrator.fleet.control_folder import alive
 from orchestrator.push.push_options import PushOptions
 from weight_sync.errors import WatermarkError
 

@@ -17,11 +17,11 @@ import pytest
 from conf.errors import ConfigError
 from conf.load import load_run_config
 from orchestrator.cli.main import main
+from orchestrator.control.control_folder import alive
+from orchestrator.control.run_state import state_of
 from orchestrator.errors import DiskFull, TrainingStopped
 from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint, has_nothing_left
 from orchestrator.files.run_folder import RunFolder
-from orchestrator.fleet.control_folder import alive
-from orchestrator.fleet.run_state import state_of
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from orchestrator.inputs.machine_checks import check_dashboard_port
 from orchestrator.machine import Machine

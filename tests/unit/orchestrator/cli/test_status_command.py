@@ -12,13 +12,13 @@ import pytest
 import yaml
 
 from conf.load import load_run_config
+from fleet.errors import NoReplicasLeft
 from orchestrator.cli.main import main
 from orchestrator.cli.status import NUM_RECENT, status_of
-from orchestrator.errors import NoReplicasLeft
+from orchestrator.control.control_folder import alive
+from orchestrator.control.run_state import note_dashboard, note_start, note_started
 from orchestrator.files.metrics_catalogue import METRICS
 from orchestrator.files.run_folder import RunFolder, to_plain
-from orchestrator.fleet.control_folder import alive
-from orchestrator.fleet.run_state import note_dashboard, note_start, note_started
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fleet.fleet_log import FleetEvent
 from orchestrator.figures.held_out import PASS_METRICS, SET_METRICS
 from orchestrator.files.metrics_catalogue import JUDGE_METRICS, METRICS, REWARD_METRICS
-from orchestrator.fleet.fleet_log import FleetEvent
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "metrics.md"
 

@@ -12,6 +12,7 @@ import yaml
 
 from conf.errors import ConfigError
 from conf.schema import ModelConfig, RunConfig, RunSection
+from orchestrator.control.control_folder import alive
 from orchestrator.files.run_folder import (
     changed_options,
     follow_latest,
@@ -19,7 +20,6 @@ from orchestrator.files.run_folder import (
     point_latest,
     write_description,
 )
-from orchestrator.fleet.control_folder import alive
 from orchestrator.run import run
 
 NOON = datetime(2026, 1, 31, 12, 0, 0)

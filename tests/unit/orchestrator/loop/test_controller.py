@@ -17,7 +17,8 @@ import pytest
 from fakes.loop import FakeWorker, Loop, make_config
 
 from conf.schema import Relay, WeightSyncConfig
-from orchestrator.errors import NoReplicasLeft, TrainingStopped
+from fleet.errors import NoReplicasLeft
+from orchestrator.errors import TrainingStopped
 from orchestrator.files.telemetry import read_rows
 from rollout.types import Prompt, Rollout
 

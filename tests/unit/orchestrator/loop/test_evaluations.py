@@ -13,7 +13,7 @@ import pytest
 from fakes.loop import FakeWorker, Loop, World, make_config
 
 from conf.schema import RunConfig, SyncMode, WeightSyncConfig
-from orchestrator.errors import NoReplicasLeft
+from fleet.errors import NoReplicasLeft
 from orchestrator.files.best_checkpoint import BestCheckpoint
 from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
 from orchestrator.files.telemetry import read_rows

@@ -9,8 +9,8 @@ import pytest
 from fakes.loop import FakeWorker, Loop, World, make_config, outcome
 
 from conf.schema import ParityConfig, RolloutConfig, RunConfig, SamplingConfig
-from orchestrator.fleet.router import Router
-from orchestrator.fleet.supervisor import Supervisor
+from fleet.router import Router
+from fleet.supervisor import Supervisor
 from orchestrator.loop.floor import MAX_SCORED_TOKENS, measure_floor
 from rollout.types import Group, Prompt, Rollout
 

@@ -17,7 +17,8 @@ import pytest
 from fakes.loop import Loop, make_config
 from rich.console import Console
 
-from orchestrator.errors import DiskFull, NoReplicasLeft, OrchestratorError, TrainingStopped
+from fleet.errors import NoReplicasLeft
+from orchestrator.errors import DiskFull, OrchestratorError, TrainingStopped
 from orchestrator.files.disk_space import naming_a_full_disk
 from orchestrator.files.run_log import RunLog
 

@@ -11,7 +11,7 @@ import pytest
 from fakes.loop import FakeWorker, World, outcome, publish_report
 
 from conf.schema import Relay, SyncMode, WeightSyncConfig
-from orchestrator.fleet.replicas import Held, Replica
+from fleet.replicas import Held, Replica
 from orchestrator.loop import publication
 from orchestrator.loop.publication import RAY_CALL_S, Publication
 from weight_sync.errors import PlanMismatch

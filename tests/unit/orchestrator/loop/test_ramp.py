@@ -14,7 +14,7 @@ from fakes.loop import FakeWorker, Loop, World, make_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.fleet.replicas import Replica, ReplicaState
+from fleet.replicas import Replica, ReplicaState
 from orchestrator.loop import ramp
 from orchestrator.loop.buffer import GroupBuffer
 from orchestrator.loop.controller import Controller

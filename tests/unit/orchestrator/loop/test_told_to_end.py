@@ -11,8 +11,8 @@ import pytest
 from fakes.loop import Loop, make_config
 
 from conf.schema import RunConfig, WeightSyncConfig
+from fleet.waiting import finish_first
 from orchestrator.loop import step_loop
-from orchestrator.waiting import finish_first
 
 
 def without_checkpoints(config: RunConfig) -> RunConfig:

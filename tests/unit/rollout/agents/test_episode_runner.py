@@ -20,8 +20,8 @@ from fakes.loop import FakeWorker, World, outcome
 from tokenizers import Tokenizer
 
 from conf.schema import DataConfig, EpisodesConfig, RewardConfig, RolloutConfig, RunConfig, SamplingConfig
-from orchestrator.fleet.router import Router
-from orchestrator.fleet.supervisor import Supervisor
+from fleet.router import Router
+from fleet.supervisor import Supervisor
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.agents.episode_runner import MAX_LOG_BYTES, EpisodeRunner, FinishedEpisode, check_agent
 from rollout.branches import branches_of

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
-from orchestrator.errors import WaitTimeout
-from orchestrator.waiting import wait_for
+from fleet.errors import WaitTimeout
+from fleet.waiting import wait_for
 from rollout.worker_verbs import RolloutVerbs
 
 if TYPE_CHECKING:

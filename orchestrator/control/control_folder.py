@@ -29,10 +29,10 @@ from typing import Any
 
 from conf.errors import ConfigError
 from conf.schema import Objective
+from fleet.replicas import ReplicaState
+from fleet.supervisor import Supervisor
 from orchestrator.files.run_checkpoint import has_nothing_left
 from orchestrator.files.run_folder import RunFolder, saved_options
-from orchestrator.fleet.replicas import ReplicaState
-from orchestrator.fleet.supervisor import Supervisor
 from rollout.crash_reports import COMMAND, death_in
 
 logger = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ from fakes.clock import on_jumping_clock
 from fakes.loop import FakeWorker, World, outcome
 
 from conf.schema import SamplingConfig
-from orchestrator.errors import NoReplicasLeft
+from fleet.errors import NoReplicasLeft
+from fleet.replicas import ReplicaState
+from fleet.router import Router
+from fleet.supervisor import Supervisor
 from orchestrator.files.timeline import Activities
-from orchestrator.fleet.replicas import ReplicaState
-from orchestrator.fleet.router import Router
-from orchestrator.fleet.supervisor import Supervisor
 from rollout.types import Prompt, Rollout
 from weight_sync.errors import ReplicaDirty
 
@@ -152,7 +152,7 @@ async def test_a_response_without_a_token_is_a_failure() -> None:
 async def test_groups_are_in_flight_until_they_are_answered_or_have_failed() -> None:
     supervisor, workers = make(2)
     activities = Activities()
-    router = Router(supervisor, request_timeout_s=60, activities=activities)
+    router = Router(supervisor, request_timeout_s=60, note=activities.note)
     await serve(supervisor)
     workers[0].gate = asyncio.Event()
     held = asyncio.create_task(router.generate_group(PROMPT, 2))

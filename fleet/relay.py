@@ -25,9 +25,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from orchestrator.fleet.replicas import Replica
-from orchestrator.fleet.supervisor import Supervisor
-from orchestrator.waiting import wait_for
+from fleet.replicas import Replica
+from fleet.supervisor import Supervisor
+from fleet.waiting import wait_for
 from weight_sync.errors import ReplicaDirty, WeightSyncError
 from weight_sync.publish.report import PublishReport, ReplicaReport, joined
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from fakes.loop import FakeWorker, World
 
-from orchestrator.fleet.fleet_log import FleetEvent, FleetLog, FleetRow, count_tokens
-from orchestrator.fleet.replicas import Replica, ReplicaState
+from fleet.fleet_log import FleetEvent, FleetLog, FleetRow, count_tokens
+from fleet.replicas import Replica, ReplicaState
 from rollout.types import Progress
 
 

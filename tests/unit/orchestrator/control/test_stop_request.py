@@ -10,14 +10,14 @@ import pytest
 
 from conf.errors import ConfigError
 from orchestrator.cli.main import main
-from orchestrator.fleet.control_folder import alive
-from orchestrator.fleet.stop_request import stop
+from orchestrator.control.control_folder import alive
+from orchestrator.control.stop_request import stop
 
 RUN = """
 import asyncio, sys
 from pathlib import Path
-from orchestrator.fleet.control_folder import alive
-from orchestrator.fleet.stop_request import end_when_asked
+from orchestrator.control.control_folder import alive
+from orchestrator.control.stop_request import end_when_asked
 from orchestrator.signals import wound_down_by_signals
 
 async def run(folder):

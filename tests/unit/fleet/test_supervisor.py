@@ -9,10 +9,10 @@ import pytest
 from fakes.clock import on_jumping_clock
 from fakes.loop import FakeWorker, World, outcome
 
-from orchestrator.errors import NoReplicasLeft, WaitTimeout
-from orchestrator.fleet.replicas import ReplicaState
-from orchestrator.fleet.supervisor import Supervisor
-from orchestrator.waiting import together, wait_for
+from fleet.errors import NoReplicasLeft, WaitTimeout
+from fleet.replicas import ReplicaState
+from fleet.supervisor import Supervisor
+from fleet.waiting import together, wait_for
 from rollout.types import Prompt
 from weight_sync.publish.report import ReplicaReport
 

@@ -16,10 +16,10 @@ import pytest
 from fakes.loop import FakeWorker, World
 
 from conf.errors import ConfigError
+from fleet.replicas import ReplicaState
+from fleet.supervisor import Supervisor
 from orchestrator.cli.main import main
-from orchestrator.fleet.control_folder import KILLED, alive, answer_requests, ask, how_it_ended, is_alive
-from orchestrator.fleet.replicas import ReplicaState
-from orchestrator.fleet.supervisor import Supervisor
+from orchestrator.control.control_folder import KILLED, alive, answer_requests, ask, how_it_ended, is_alive
 
 
 @pytest.fixture

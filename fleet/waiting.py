@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import TypeVar
 
-from orchestrator.errors import WaitTimeout
+from fleet.errors import WaitTimeout
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -34,10 +34,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from orchestrator.errors import NoReplicasLeft
-from orchestrator.fleet.fleet_log import Fact, FleetEvent, FleetRow
-from orchestrator.fleet.replicas import Held, Recovery, Replica, ReplicaState, RolloutHandle, cause_of
-from orchestrator.waiting import wait_for
+from fleet.errors import NoReplicasLeft
+from fleet.fleet_log import Fact, FleetEvent, FleetRow
+from fleet.replicas import Held, Recovery, Replica, ReplicaState, RolloutHandle, cause_of
+from fleet.waiting import wait_for
 
 if TYPE_CHECKING:
     from weight_sync.publish.report import ReplicaReport

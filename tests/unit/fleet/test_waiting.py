@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from orchestrator.waiting import in_abandoned_thread
+from fleet.waiting import in_abandoned_thread
 
 
 def test_a_calls_result_and_its_error_reach_who_waits() -> None:

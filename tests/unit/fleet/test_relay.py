@@ -13,9 +13,9 @@ import pytest
 from fakes.clock import on_jumping_clock
 from fakes.loop import FakeWorker, World, an_offer, outcome, publish_report
 
-from orchestrator.fleet.relay import by_node, publish_by_relay
-from orchestrator.fleet.replicas import ReplicaState
-from orchestrator.fleet.supervisor import Supervisor
+from fleet.relay import by_node, publish_by_relay
+from fleet.replicas import ReplicaState
+from fleet.supervisor import Supervisor
 from weight_sync.publish.report import PublishReport
 from weight_sync.replica.recovery import Offer, Pulled
 

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 from fakes.loop import FakeWorker, World, an_offer, outcome
 
-from orchestrator.errors import NoReplicasLeft
-from orchestrator.fleet import supervisor as supervisor_module
-from orchestrator.fleet.fleet_log import FleetEvent, FleetRow
-from orchestrator.fleet.replicas import ReplicaState
-from orchestrator.fleet.router import Router
-from orchestrator.fleet.supervisor import NUM_READS, Supervisor
+from fleet import supervisor as supervisor_module
+from fleet.errors import NoReplicasLeft
+from fleet.fleet_log import FleetEvent, FleetRow
+from fleet.replicas import ReplicaState
+from fleet.router import Router
+from fleet.supervisor import NUM_READS, Supervisor
 from rollout.types import Prompt
 
 PROMPT = Prompt(0, (1,), "p")

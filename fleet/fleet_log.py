@@ -19,10 +19,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.fleet.replicas import ReplicaState
+from fleet.replicas import ReplicaState
 
 if TYPE_CHECKING:
-    from orchestrator.fleet.replicas import Replica
+    from fleet.replicas import Replica
     from rollout.types import Progress
 
 logger = logging.getLogger(__name__)

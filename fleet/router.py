@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from orchestrator.errors import WaitTimeout
-from orchestrator.files.timeline import Activities
-from orchestrator.fleet.replicas import Replica, ReplicaState
-from orchestrator.fleet.supervisor import Supervisor
-from orchestrator.waiting import wait_for
+from fleet.errors import WaitTimeout
+from fleet.replicas import Replica, ReplicaState
+from fleet.supervisor import Supervisor
+from fleet.waiting import wait_for
 from rollout.types import Prompt, Rollout
 from weight_sync.errors import ReplicaDirty
 
@@ -26,6 +25,9 @@ if TYPE_CHECKING:
     from conf.schema import SamplingConfig
 
 logger = logging.getLogger(__name__)
+
+Note = Callable[[str, str, float, int | None], None]
+"""(who, what, since when, prompt)"""
 
 KEEP_S = 10.0
 """Longest wait for a worker to say whether it keeps a version."""
@@ -36,17 +38,15 @@ class Router:
 
     Args:
         request_timeout_s: a group that takes longer is given up, and its worker with it.
-        activities: told which worker sampled what, and when.
+        note: told which worker has sampled what since when, in seconds since 1970.
     """
 
-    def __init__(
-        self, supervisor: Supervisor, *, request_timeout_s: float, activities: Activities | None = None
-    ) -> None:
+    def __init__(self, supervisor: Supervisor, *, request_timeout_s: float, note: Note | None = None) -> None:
         self.num_failed_groups = 0
         """Groups that had to be sampled again because their worker failed."""
         self._supervisor = supervisor
         self._request_timeout_s = request_timeout_s
-        self._activities = activities or Activities()
+        self._note = note
 
     async def generate_group(
         self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None, version: int | None = None
@@ -81,7 +81,8 @@ class Router:
                     await self._supervisor.fail(replica, f"{type(error).__name__}: {error}")
             finally:
                 replica.num_in_flight -= 1
-                self._activities.note(f"rollout-{replica.index}", "sample", began, prompt.prompt_id)
+                if self._note is not None:
+                    self._note(f"rollout-{replica.index}", "sample", began, prompt.prompt_id)
 
     async def generate(self, prompt: Prompt, sampling: SamplingConfig) -> Rollout:
         """Sample one response, in the same way. Raises: as generate_group()."""

@@ -1,0 +1,23 @@
+"""Errors of the fleet. Each is also a stdlib class, and is built from one message so that it unpickles anywhere.
+
+SlipstreamError
+  FleetError
+    WaitTimeout(TimeoutError)      something awaited did not come within its deadline
+    NoReplicasLeft(RuntimeError)   every rollout worker is out of service
+"""
+
+from __future__ import annotations
+
+from conf.errors import SlipstreamError
+
+
+class FleetError(SlipstreamError):
+    """Base of what can go wrong with the workers of a run that has started."""
+
+
+class WaitTimeout(FleetError, TimeoutError):
+    """Something awaited did not come within its deadline. The message says what, how long, and who is late."""
+
+
+class NoReplicasLeft(FleetError, RuntimeError):
+    """Every rollout worker is out of service."""
