@@ -85,7 +85,8 @@ def keep_copy(option: str, file: Path, copy: Path | None) -> None:
     except OSError as error:  # whoever needed it could read it, so only the copy is missing
         logger.warning("%s: %s was not copied into the run folder: %s", option, file, error)
         return
-    logger.info("%s: %s, sha256 %s", option, file, hashlib.sha256(content).hexdigest())
+    kept = "" if copy is None else f"; a copy is kept in the run folder, {copy.name}"
+    logger.info("%s: %s, sha256 %s%s", option, file, hashlib.sha256(content).hexdigest(), kept)
     if copy is None:
         return
     if copy.is_file() and copy.read_bytes() != content:

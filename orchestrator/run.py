@@ -221,7 +221,9 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, own_ray:
             on_clock=log.context.set,
         )
         controller = Controller(config, services)
-        startup.enter(RUN, "publish and evaluation" if resume_from is None else f"publish of {resume_from.name}")
+        startup.enter(
+            RUN, "publish and evaluation" if resume_from is None else f"publish of step {step_of(resume_from)}"
+        )
         stack.callback(progress.say, "ending the run's processes")
         listening = asyncio.create_task(answer_requests(folder.root, supervisor))
         stack.callback(listening.cancel)
