@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conf.errors import ConfigError, SlipstreamError
 from orchestrator.cli import flags as cli_flags
@@ -30,9 +30,6 @@ from orchestrator.socket_folder import for_engines_alone
 if TYPE_CHECKING:
     from conf.schema import RunConfig
     from orchestrator.files.run_folder import RunFolder
-
-_START_ENGINES = ("plan", "push", "parity", "record")
-"""Commands that may start engines without a run, whose sockets would be in its folder."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,43 +67,38 @@ def _dispatch(words: list[str]) -> int:
     if command == "--version":
         print(cli_help.version())
         return EXIT_OK
-    commands: dict[str, Callable[[list[str]], int]] = {
-        "train": _train,
-        "resume": _resume,
-        "eval": _eval,
-        "merge": _merge,
-        "stop": _stop,
-        "launch": _launch,
-        "plan": _plan,
-        "push": _push,
-        "parity": _parity,
-        "record": _record,
-        "doctor": _doctor,
-        "status": _status,
-        "view": _view,
-        "recover": _recover,
-    }
-    if command not in commands:
+    if command not in COMMANDS:
         from conf.options import did_you_mean
 
-        hint = did_you_mean(command, commands) or "See: slipstream --help"
+        hint = did_you_mean(command, COMMANDS) or "See: slipstream --help"
         if "=" in command:
             hint = f"Options follow a command: slipstream train {command}"
         raise ConfigError(f"unknown command {command!r}. {hint}")
-    if command in _START_ENGINES and (moved := for_engines_alone()) is not None:
+    return _carry_out(command, COMMANDS[command], rest)
+
+
+def _carry_out(name: str, command: Command, words: list[str]) -> int:
+    """Read the words, and answer with help where that is asked for."""
+    if command.starts_engines and (moved := for_engines_alone()) is not None:
         tell(moved)
-    return commands[command](rest)
+    with _names_missing_packages():
+        parser = command.parser()
+    flags, others = command.read(parser, words)
+    if getattr(flags, "help", False) or (command.needs_words and not words):
+        print(parser.format_help(), end="")
+        return EXIT_OK
+    if command.needs_run and (flags.run is None or "=" in flags.run.name):
+        raise ConfigError(f"slipstream {name} needs a run folder, e.g. slipstream {name} runs/latest")
+    return command.run(flags, others)
 
 
-def _train(words: list[str]) -> int:
-    parser = cli_flags.train()
-    flags, overrides = parser.read_overrides(words)
+def _train(flags: argparse.Namespace, overrides: list[str]) -> int:
     if flags.help_topic is not None:
         # `train experiment=x --help` and `train --help experiment=x`: the overrides are not a topic.
         if flags.help_topic and "=" not in flags.help_topic:
             print(cli_help.topic(flags.help_topic, flags.config_dir))
         else:
-            print(f"{parser.format_help()}\n{cli_help.options(flags.config_dir)}")
+            print(f"{cli_flags.train().format_help()}\n{cli_help.options(flags.config_dir)}")
         return EXIT_OK
 
     with _names_missing_packages():
@@ -115,14 +107,7 @@ def _train(words: list[str]) -> int:
     return _start(load_run_config(overrides, flags.config_dir), overrides, flags)
 
 
-def _resume(words: list[str]) -> int:
-    parser = cli_flags.resume()
-    flags, overrides = parser.read_overrides(words)
-    if flags.help:
-        print(parser.format_help(), end="")
-        return EXIT_OK
-    if flags.run is None or "=" in flags.run.name:
-        raise ConfigError("slipstream resume needs a run folder, e.g. slipstream resume runs/latest")
+def _resume(flags: argparse.Namespace, overrides: list[str]) -> int:
     for word in overrides:
         if (name := word.partition("=")[0].lstrip("+")) in ("run.resume", "run.dir", "run.name"):
             raise ConfigError(f"{name} has no effect with slipstream resume, which goes on in {flags.run}; remove it")
@@ -146,12 +131,7 @@ def _resume(words: list[str]) -> int:
     return _start(replace(config, run=replace(config.run, resume=str(folder.root))), overrides, flags)
 
 
-def _eval(words: list[str]) -> int:
-    parser = cli_flags.evaluate()
-    flags, overrides = parser.read_overrides(words)
-    if flags.help or not words:
-        print(parser.format_help(), end="")
-        return EXIT_OK
+def _eval(flags: argparse.Namespace, overrides: list[str]) -> int:
     with _names_missing_packages():
         from orchestrator.cli import evaluate
 
@@ -167,14 +147,7 @@ def _eval(words: list[str]) -> int:
     return _start(config, overrides, flags, show)
 
 
-def _merge(words: list[str]) -> int:
-    parser = cli_flags.merge()
-    flags = parser.parse_args(words)
-    if flags.help or not words:
-        print(parser.format_help(), end="")
-        return EXIT_OK
-    if flags.run is None:
-        raise ConfigError("slipstream merge needs a run folder, e.g. slipstream merge runs/latest")
+def _merge(flags: argparse.Namespace, _: list[str]) -> int:
     with _names_missing_packages():
         from orchestrator.cli.merge import merge
 
@@ -221,12 +194,7 @@ def _start(
         return run_to_an_exit_code(report.config, overrides, received, ended)
 
 
-def _launch(words: list[str]) -> int:
-    parser = cli_flags.launch()
-    flags, overrides = parser.read_overrides(words)
-    if flags.help or not words:
-        print(parser.format_help(), end="")
-        return EXIT_OK
+def _launch(flags: argparse.Namespace, overrides: list[str]) -> int:
     with _names_missing_packages():
         from conf.load import load_run_config
         from orchestrator.launch.command import launch
@@ -250,13 +218,7 @@ def _launch(words: list[str]) -> int:
     return EXIT_OK
 
 
-def _plan(words: list[str]) -> int:
-    with _names_missing_packages():
-        parser = cli_flags.plan()
-    flags, overrides = parser.read_overrides(words)
-    if flags.help:
-        print(parser.format_help(), end="")
-        return EXIT_OK
+def _plan(flags: argparse.Namespace, overrides: list[str]) -> int:
     with _names_missing_packages():
         from conf.load import check_model_reads_overrides, load_run_config
         from orchestrator.inputs.model_folder import resolve_hf_config
@@ -294,14 +256,7 @@ def _plan(words: list[str]) -> int:
     return EXIT_OK
 
 
-def _push(words: list[str]) -> int:
-    words, serve_words = _split_at_dashes(words)
-    with _names_missing_packages():
-        parser = cli_flags.push()
-    flags = parser.parse_args(words)
-    if flags.help or not words:
-        print(parser.format_help(), end="")
-        return EXIT_OK
+def _push(flags: argparse.Namespace, serve_words: list[str]) -> int:
     if flags.checkpoint is None:
         raise ConfigError(
             "push needs a CHECKPOINT: a Hugging Face folder with safetensors. See: slipstream push --help"
@@ -329,13 +284,7 @@ def _push(words: list[str]) -> int:
     return EXIT_OK
 
 
-def _parity(words: list[str]) -> int:
-    with _names_missing_packages():
-        parser = cli_flags.parity()
-    flags, overrides = parser.read_overrides(words)
-    if flags.help or not words:
-        print(parser.format_help(), end="")
-        return EXIT_OK
+def _parity(flags: argparse.Namespace, overrides: list[str]) -> int:
     with _names_missing_packages():
         from orchestrator.parity import report as parity_report
         from orchestrator.parity.command import ParityOptions, run_parity
@@ -369,21 +318,7 @@ def _parity(words: list[str]) -> int:
     return EXIT_OK if report.agrees else EXIT_FAILED
 
 
-def _split_at_dashes(words: list[str]) -> tuple[list[str], list[str]]:
-    """Words before and after the first `--`."""
-    if "--" not in words:
-        return words, []
-    at = words.index("--")
-    return words[:at], words[at + 1 :]
-
-
-def _record(words: list[str]) -> int:
-    with _names_missing_packages():
-        parser = cli_flags.record()
-    flags = parser.parse_args(words)
-    if flags.help or not words:
-        print(parser.format_help(), end="")
-        return EXIT_OK
+def _record(flags: argparse.Namespace, _: list[str]) -> int:
     if flags.model is None:
         raise ConfigError("record needs a MODEL: a folder with config.json. See: slipstream record --help")
     with _names_missing_packages():
@@ -402,23 +337,13 @@ def _record(words: list[str]) -> int:
     return EXIT_OK
 
 
-def _doctor(words: list[str]) -> int:
-    parser = cli_flags.doctor()
-    flags = parser.parse_args(words)
-    if flags.help:
-        print(parser.format_help(), end="")
-        return EXIT_OK
+def _doctor(flags: argparse.Namespace, _: list[str]) -> int:
     from orchestrator.cli.doctor import run_doctor
 
     return run_doctor(as_json=flags.json)
 
 
-def _status(words: list[str]) -> int:
-    parser = cli_flags.status()
-    flags = parser.parse_args(words)
-    if flags.help:
-        print(parser.format_help(), end="")
-        return EXIT_OK
+def _status(flags: argparse.Namespace, _: list[str]) -> int:
     from orchestrator.cli import status as status_command
 
     status = status_command.status_of(flags.run)
@@ -429,12 +354,7 @@ def _status(words: list[str]) -> int:
     return EXIT_OK
 
 
-def _view(words: list[str]) -> int:
-    parser = cli_flags.view()
-    flags = parser.parse_args(words)
-    if flags.help:
-        print(parser.format_help(), end="")
-        return EXIT_OK
+def _view(flags: argparse.Namespace, _: list[str]) -> int:
     with _names_missing_packages():
         from orchestrator.view.command import ViewOptions, run_view
 
@@ -443,14 +363,7 @@ def _view(words: list[str]) -> int:
     return EXIT_OK
 
 
-def _stop(words: list[str]) -> int:
-    parser = cli_flags.stop()
-    flags = parser.parse_args(words)
-    if flags.help:
-        print(parser.format_help(), end="")
-        return EXIT_OK
-    if flags.run is None:
-        raise ConfigError("slipstream stop needs a run folder, e.g. slipstream stop runs/latest")
+def _stop(flags: argparse.Namespace, _: list[str]) -> int:
     if not flags.timeout_s > 0:
         raise ConfigError(f"--timeout-s must be > 0, got {flags.timeout_s:g}")
     from orchestrator.control.stop_request import stop
@@ -459,18 +372,56 @@ def _stop(words: list[str]) -> int:
     return EXIT_OK
 
 
-def _recover(words: list[str]) -> int:
-    parser = cli_flags.recover()
-    flags = parser.parse_args(words)
-    if flags.help:
-        print(parser.format_help(), end="")
-        return EXIT_OK
-    if flags.run is None:
-        raise ConfigError("slipstream recover needs a run folder, e.g. slipstream recover runs/latest")
+def _recover(flags: argparse.Namespace, _: list[str]) -> int:
     from orchestrator.control.control_folder import ask
 
     print("\n".join(ask(flags.run, flags.worker)))
     return EXIT_OK
+
+
+def _flags_alone(parser: cli_flags.Parser, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    return parser.parse_args(words), []
+
+
+def _until_dashes(parser: cli_flags.Parser, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Flags, and the words after the first `--`."""
+    at = words.index("--") if "--" in words else len(words)
+    return parser.parse_args(words[:at]), words[at + 1 :]
+
+
+class Command(NamedTuple):
+    """One command. Example: Command(flags.merge, _merge, needs_words=True)."""
+
+    parser: Callable[[], cli_flags.Parser]
+    run: Callable[[argparse.Namespace, list[str]], int]
+    """Gets the flags, and what else `read` found."""
+    read: Callable[[cli_flags.Parser, list[str]], tuple[argparse.Namespace, list[str]]] = _flags_alone
+    """Takes the words after the command apart."""
+    needs_words: bool = False
+    """Without any, it answers with its help."""
+    needs_run: bool = False
+    """It is about a run's folder, `flags.run`."""
+    starts_engines: bool = False
+    """It may start engines without a run, whose sockets would be in its folder."""
+
+
+_OPTIONS = cli_flags.Parser.read_overrides
+COMMANDS = {
+    "train": Command(cli_flags.train, _train, _OPTIONS),
+    "resume": Command(cli_flags.resume, _resume, _OPTIONS, needs_run=True),
+    "eval": Command(cli_flags.evaluate, _eval, _OPTIONS, needs_words=True),
+    "merge": Command(cli_flags.merge, _merge, needs_words=True, needs_run=True),
+    "stop": Command(cli_flags.stop, _stop, needs_run=True),
+    "launch": Command(cli_flags.launch, _launch, _OPTIONS, needs_words=True),
+    "plan": Command(cli_flags.plan, _plan, _OPTIONS, starts_engines=True),
+    "push": Command(cli_flags.push, _push, _until_dashes, needs_words=True, starts_engines=True),
+    "parity": Command(cli_flags.parity, _parity, _OPTIONS, needs_words=True, starts_engines=True),
+    "record": Command(cli_flags.record, _record, needs_words=True, starts_engines=True),
+    "doctor": Command(cli_flags.doctor, _doctor),
+    "status": Command(cli_flags.status, _status),
+    "view": Command(cli_flags.view, _view),
+    "recover": Command(cli_flags.recover, _recover, needs_run=True),
+}
 
 
 @contextmanager
