@@ -235,6 +235,35 @@ def test_recomputation_changes_no_bit():
     assert all(torch.equal(plain[name], again[name]) for name in plain)
 
 
+def test_adapters_that_are_copied_for_the_kernels_get_the_same_gradients_in_their_own_format(monkeypatch):
+    results = []
+    for copied_rows in (0, 1 << 30):
+        monkeypatch.setattr(routed, "COPIED_ROWS", copied_rows)
+        results.append(run(make_experts(dtype=torch.bfloat16)))
+    copied, read = results
+    assert all(torch.equal(copied[name], read[name]) for name in read)
+    adapters = [grad for name, grad in copied.items() if "lora_" in name]
+    assert len(adapters) == 4
+    assert all(grad.dtype is torch.float32 and not torch.equal(grad, grad.bfloat16().float()) for grad in adapters)
+
+
+def test_gate_and_up_that_are_saved_outlive_a_backward(monkeypatch):
+    """The kernel writes gradients where they lie, if it may."""
+    backward = routed.activate_backward
+
+    def overwriting(gu, *rest, may_overwrite_gu, **more):
+        found = backward(gu, *rest, may_overwrite_gu=may_overwrite_gu, **more)
+        if may_overwrite_gu:
+            gu.fill_(torch.nan)
+        return found
+
+    monkeypatch.setattr(routed, "activate_backward", overwriting)
+    x, weights, ids, grad_out = make_batch()
+    out = make_experts()(x, weights, plan_dispatch(ids, NUM_EXPERTS, None))
+    first, second = (torch.autograd.grad(out, (x, weights), grad_out, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
 def test_a_checkpointed_layer_computes_its_routed_experts_forward_once():
     calls: list[torch.nn.Module] = []
     batch, decoder = packed(), make_decoder(MIXED, trainer_config(activation_checkpointing=True))
