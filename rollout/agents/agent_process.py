@@ -1,13 +1,11 @@
-"""One agent process: `python -m rollout.agents.agent_process FD AGENT`. Runs many episodes of the user's agent at once.
+"""One agent process: `python -m rollout.agents.agent_process FD`. Runs many episodes of the user's agent at once.
 
-    pool -> ["run", number, task, base_url, key, model]   process -> ["ready", source file] | ["refused", reason]
-    pool -> ["cancel", number]                            process -> ["ended", number, reward or None]
-                                                          process -> ["failed", number, kind, report, place]
-                                                          process -> ["alive"]   every second: the event loop turns
+    first message: the agent's name                       ready: source file
+    question: task, base_url, key, model                  answer: "ended", reward or None
+                                                                | "failed", kind, report, place
 
-Owns: the event loop that the user's code shares, and the report of a failure. Does not own: limits and deadlines
-(episode.py, service.py), nor the end of what an agent starts (rewards/processes/keeper.py). A message that the user's
-code writes into the connection is data to the pool.
+Owns: what is answered. Does not own: the connection and the event loop (user_processes/serve.py), limits and deadlines
+(episode.py, service.py), nor the end of what an agent starts (user_processes/keeper.py).
 """
 
 from __future__ import annotations
@@ -16,9 +14,7 @@ import asyncio
 import inspect
 import os
 import reprlib
-import socket
 import sys
-import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -26,16 +22,13 @@ import aiohttp
 
 from conf.errors import ConfigError
 from conf.functions import import_function
-from rollout.agents.agent_pool import ALIVE_EVERY_S
-from rollout.agents.channel import Channel, Disconnected
 from rollout.agents.failures import NOT_A_NUMBER, RAISED
 from rollout.agents.session import Session
 from rollout.errors import AgentError
 from rollout.plain_number import plain_number
+from rollout.user_processes.serve import Answer, report_of, serve
 
 Agent = Callable[[dict[str, Any], Session], Awaitable[Any]]
-MAX_REPORT = 4000
-"""Longest report of a failure, in characters; its end is kept."""
 
 
 def load_agent(name: str) -> Agent:
@@ -59,77 +52,41 @@ def load_agent(name: str) -> Agent:
     return function
 
 
-async def _run(agent: Agent, number: int, task: dict[str, Any], session: Session) -> list[Any]:
+async def _run(agent: Agent, client: aiohttp.ClientSession, task: dict[str, Any], *connection: str) -> list[Any]:
     """One episode. Returns the message that tells its end."""
     try:
-        reward = await agent(task, session)
+        reward = await agent(task, Session(client, *connection))
     except asyncio.CancelledError:
-        return ["failed", number, RAISED, "cancelled", "cancelled"]
+        return ["failed", RAISED, "cancelled", "cancelled"]
     except BaseException as e:  # noqa: BLE001 - SystemExit of a user's function costs one episode, too
-        return ["failed", number, RAISED, *_report(e)]
+        return ["failed", RAISED, *report_of(e)]
     if reward is None:
-        return ["ended", number, None]
+        return ["ended", None]
     if (value := plain_number(reward)) is not None:
-        return ["ended", number, value]
+        return ["ended", value]
     kind = type(reward).__name__
     report = f"an agent must return a finite number or None, got {kind}: {reprlib.repr(reward)}"
-    return ["failed", number, NOT_A_NUMBER, report, f"got {kind}"]
+    return ["failed", NOT_A_NUMBER, report, f"got {kind}"]
 
 
-def _report(error: BaseException) -> tuple[str, str]:
-    """The end of the traceback, and "class file:line" of what was raised."""
-    told = traceback.TracebackException.from_exception(error)
-    place = f"{told.stack[-1].filename}:{told.stack[-1].lineno}" if told.stack else "nowhere"
-    return "".join(told.format())[-MAX_REPORT:], f"{type(error).__name__} {place}"
+def _set_up(name: str) -> tuple[Answer, list[object]]:
+    agent = load_agent(name)
+    client: aiohttp.ClientSession | None = None
 
+    async def answer(*question: Any) -> list[Any]:
+        nonlocal client
+        if client is None:  # it belongs to an event loop
+            unlimited = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+            client = aiohttp.ClientSession(connector=unlimited[0], timeout=unlimited[1])
+        return await _run(agent, client, *question)
 
-async def _serve(connection: socket.socket, name: str) -> None:
-    """Answer until the pool closes the connection."""
-    channel = await Channel.over(connection)
-    try:
-        agent = load_agent(name)
-    except AgentError as e:
-        channel.send(["refused", str(e)[:MAX_REPORT]])
-        await channel.receive()  # it closes the connection when it has read that
-        return
-    channel.send(["ready", inspect.getsourcefile(inspect.unwrap(agent)) or ""])
-    running: dict[int, asyncio.Task[None]] = {}
-
-    async def episode(number: int, task: dict[str, Any], session: Session) -> None:
-        channel.send(await _run(agent, number, task, session))
-
-    async def tell_alive() -> None:
-        while True:
-            channel.send(["alive"])
-            await asyncio.sleep(ALIVE_EVERY_S)
-
-    beating = asyncio.create_task(tell_alive())
-    unlimited = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=unlimited[0], timeout=unlimited[1]) as client:
-        while not beating.done():
-            kind, number, *rest = await channel.receive()
-            if kind == "run":
-                task, base_url, key, model = rest
-                started = asyncio.create_task(episode(number, task, Session(client, base_url, key, model)))
-                running[number] = started
-                started.add_done_callback(lambda _, number=number: running.pop(number, None))
-            elif number in running:
-                running[number].cancel()
-
-
-def main() -> None:
-    """Serve until the pool closes the connection; then end, whatever the user's code still does."""
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    connection.set_inheritable(False)
-    try:
-        asyncio.run(_serve(connection, sys.argv[2]))
-    except Disconnected:
-        pass
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    return answer, [inspect.getsourcefile(inspect.unwrap(agent)) or ""]
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        serve(_set_up, tells_alive=True)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # whatever the user's code still does

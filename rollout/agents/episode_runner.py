@@ -19,7 +19,6 @@ import hashlib
 import itertools
 import logging
 import os
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,28 +27,23 @@ from typing import Any
 from conf.functions import keep_copy
 from conf.plural import counted
 from conf.schema import EpisodesConfig, RunConfig, SamplingConfig
-from rollout.agents.agent_pool import AgentPool
-from rollout.agents.channel import Channel, Disconnected
+from rollout.agents.agent_pool import agent_pool
 from rollout.agents.episode import Limits
-from rollout.agents.kept_process import KeptProcess
 from rollout.agents.service_options import ServiceOptions
 from rollout.branches import context_of
 from rollout.errors import AgentError, EngineDied
 from rollout.text.ends import end_token_ids
 from rollout.text.messages import TEMPLATE_OPTIONS, template_options
 from rollout.types import Prompt, Rollout, Routes, Turn
+from rollout.user_processes.channel import Channel, Disconnected
+from rollout.user_processes.kept_process import KeptProcess
+from rollout.user_processes.pool import user_environment
+from rollout.user_processes.user_process import MAX_LOG_BYTES
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 180.0
 """Longest start of the service: its imports, vLLM's for a tool parser, and those of the agent."""
-MAX_LOG_BYTES = 64 << 20
-"""Size at which agents.log is cut."""
-PASSED_ON = (
-    *("PATH", "HOME", "USER", "TMPDIR", "TZ", "LANG", "LC_ALL", "LC_CTYPE"),  # what any program expects
-    *("LD_LIBRARY_PATH", "OMP_NUM_THREADS"),
-)
-"""Variables that an agent gets in addition to rollout.episodes.env; its PYTHONPATH is made from sys.path."""
 
 Generate = Callable[[Prompt, SamplingConfig], Awaitable[Rollout]]
 """Samples one response. Raises when no engine will serve any more."""
@@ -95,14 +89,9 @@ def check_agent(config: RunConfig) -> None:
     """
 
     async def start() -> None:
-        pool = AgentPool(
-            config.rollout.agent or "",
-            num_processes=1,
-            blocked_s=config.rollout.episodes.blocked_s,
-            environment=agent_environment(config.rollout.episodes, os.environ),
-            log_path=None,
-            max_log_bytes=0,
-        )
+        episodes = config.rollout.episodes
+        environment = agent_environment(episodes, os.environ)
+        pool = agent_pool(config.rollout.agent or "", 1, episodes.blocked_s, environment, None)
         try:
             await pool.start()
         finally:
@@ -112,18 +101,8 @@ def check_agent(config: RunConfig) -> None:
 
 
 def agent_environment(config: EpisodesConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the agents' processes: the variables of PASSED_ON and rollout.episodes.env, and PYTHONPATH.
-
-    Raises:
-        AgentError: rollout.episodes.env names a variable that is not set.
-    """
-    if missing := [name for name in config.env if name not in environ]:
-        raise AgentError(
-            f"rollout.episodes.env names {', '.join(missing)}, which is not set where the run starts; export it, or "
-            "remove it from rollout.episodes.env"
-        )
-    path = os.pathsep.join([*(entry for entry in sys.path if entry), os.getcwd()])
-    return {name: environ[name] for name in (*PASSED_ON, *config.env) if name in environ} | {"PYTHONPATH": path}
+    """The environment of the agents' processes. Raises: AgentError, where rollout.episodes.env names no variable."""
+    return user_environment("rollout.episodes.env", config.env, environ, AgentError)
 
 
 class EpisodeRunner:
@@ -230,7 +209,6 @@ class EpisodeRunner:
             num_processes=episodes.num_processes,
             environment=agent_environment(episodes, os.environ),
             log_path=None if self._log_path is None else str(self._log_path),
-            max_log_bytes=MAX_LOG_BYTES,
         )
 
     def _begin(self, prompt: Prompt, sampling: SamplingConfig) -> int:

@@ -33,14 +33,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollout.agents.agent_pool import AgentPool, Outcome
-from rollout.agents.channel import Channel, Disconnected
+from rollout.agents.agent_pool import Outcome, agent_pool, run_episode
 from rollout.agents.chat_text import FolderChatText
 from rollout.agents.endpoint import Endpoint
 from rollout.agents.episode import EngineFailed, Episode, Limits, Sampled
 from rollout.agents.failures import ENGINE, RAISED, TIMEOUT
 from rollout.agents.service_options import ServiceOptions
 from rollout.errors import AgentError
+from rollout.user_processes.channel import Channel, Disconnected
 
 
 class Service:
@@ -55,14 +55,8 @@ class Service:
         )
         self._episodes: dict[str, Episode] = {}
         self._endpoint = Endpoint(self._episodes, options.fixed, self._tell)
-        self._pool = AgentPool(
-            options.agent,
-            num_processes=options.num_processes,
-            blocked_s=options.blocked_s,
-            environment=options.environment,
-            log_path=None if options.log_path is None else Path(options.log_path),
-            max_log_bytes=options.max_log_bytes,
-        )
+        log_path = None if options.log_path is None else Path(options.log_path)
+        self._pool = agent_pool(options.agent, options.num_processes, options.blocked_s, options.environment, log_path)
         self._base_url = ""
         self._running: dict[int, asyncio.Task[None]] = {}
         self._requests: dict[int, asyncio.Future[Sampled]] = {}
@@ -83,7 +77,7 @@ class Service:
                 "give an address of this machine and a free port, or port 0 for any"
             ) from e
         # A template's first use imports transformers: seconds, in which no request would be answered.
-        source, _ = await asyncio.gather(self._pool.start(), asyncio.to_thread(self._chat.load))
+        (source,), _ = await asyncio.gather(self._pool.start(), asyncio.to_thread(self._chat.load))
         return self._base_url, source
 
     async def serve(self) -> None:
@@ -127,7 +121,7 @@ class Service:
         limit_s = self._options.timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                outcome = await self._pool.run(number, task, self._base_url, key)
+                outcome = await run_episode(self._pool, task, self._base_url, key)
         except TimeoutError:
             report = f"the episode took longer than rollout.episodes.timeout_s={limit_s:g} seconds"
             outcome = Outcome(TIMEOUT, report=report, place="timeout")

@@ -27,4 +27,3 @@ class ServiceOptions:
     environment: dict[str, str]
     """Of the agents' processes."""
     log_path: str | None
-    max_log_bytes: int

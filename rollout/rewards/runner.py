@@ -4,8 +4,8 @@
                                                                        '-- a reward that failed: no sum, counted, logged
 
 Owns: which rewards judge a row, what a reward is told, the sum, the report of failures. Does not own: processes, their
-deadlines and environment (`pool.py`), what a reward is (`function.py`), nor what a missing reward means (the advantage
-leaves the sample out).
+deadlines and environment (`reward_pool.py`), what a reward is (`function.py`), nor what a missing reward means (the
+advantage leaves the sample out).
 Invariant: score_group() returns one judgement per rollout, in order, whatever the rewards do.
 """
 
@@ -22,15 +22,13 @@ from conf.plural import counted
 from conf.schema import RewardConfig
 from rollout.errors import RewardError
 from rollout.rewards.function import FINISH_REASON
-from rollout.rewards.processes.outcomes import SCORE, Outcome
-from rollout.rewards.processes.pool import Ready, RewardPool
+from rollout.rewards.outcomes import SCORE, Outcome
+from rollout.rewards.reward_pool import Ready, RewardPool
 from rollout.rewards.shaping import shape
 from rollout.types import Judgement, Prompt, Rollout
+from rollout.user_processes.user_process import MAX_LOG_BYTES
 
 logger = logging.getLogger(__name__)
-
-MAX_LOG_BYTES = 64 << 20
-"""Size at which rewards.log is cut."""
 
 
 def check_reward(config: RewardConfig) -> None:

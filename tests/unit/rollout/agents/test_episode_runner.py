@@ -23,10 +23,11 @@ from conf.schema import DataConfig, EpisodesConfig, RewardConfig, RolloutConfig,
 from fleet.router import Router
 from fleet.supervisor import Supervisor
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from rollout.agents.episode_runner import MAX_LOG_BYTES, EpisodeRunner, FinishedEpisode, check_agent
+from rollout.agents.episode_runner import EpisodeRunner, FinishedEpisode, check_agent
 from rollout.branches import branches_of
 from rollout.errors import AgentError, EngineDied
 from rollout.types import Prompt, Rollout
+from rollout.user_processes.user_process import MAX_LOG_BYTES
 
 AGENTS = """
     import asyncio, os, sys, time

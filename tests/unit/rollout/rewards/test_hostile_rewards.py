@@ -22,19 +22,15 @@ from rollout.rewards.runner import RewardRunner, check_reward
 from rollout.types import Prompt, Rollout
 
 REWARDS = r"""
-import json, os, pickle, socket, stat, struct, subprocess, sys, time
+import json, os, pickle, struct, subprocess, sys, time
+import msgpack
 
 def connection():
-    fds = [int(fd) for fd in os.listdir("/proc/self/fd")]
-    return next(fd for fd in fds if is_socket(fd))
-
-def is_socket(fd):
-    try:
-        return stat.S_ISSOCK(os.fstat(fd).st_mode)
-    except OSError:
-        return False
+    return int(sys.argv[1])
 
 def framed(payload):
+    if not isinstance(payload, bytes):
+        payload = msgpack.packb(payload)
     return struct.pack(">I", len(payload)) + payload
 
 class Planted:
@@ -43,12 +39,14 @@ class Planted:
 
 WRITTEN = {
     "garbage": b"\xff" * 64,
-    "not JSON": framed(b"\xff\x00["),
-    "deep JSON": framed(b"[" * 60_000),
-    "a huge number": framed(b"[1, [[\"score\", 1" + b"0" * 400 + b"]], {}]"),
-    "no answer": framed(b"{}"),
-    "no number": framed(b"[1, [[\"score\", NaN]], {}]"),
-    "a number of another kind": framed(b"[1, [[\"score\", true]], {}]"),
+    "no message": framed(b"\xc1\x00["),
+    "a deep message": framed(b"\x91" * 60_000),
+    "a huge number": framed([1, [["score", msgpack.ExtType(1, b"1" + b"0" * 4000)]], {}]),
+    "digits that are none": framed([1, [["score", msgpack.ExtType(1, b"7" * 60_000)]], {}]),
+    "an unknown extension": framed([1, [["score", msgpack.ExtType(9, b"")]], {}]),
+    "no answer": framed({}),
+    "no number": framed([1, [["score", float("nan")]], {}]),
+    "a number of another kind": framed([1, [["score", True]], {}]),
     "pickle": framed(pickle.dumps(Planted())),
     "bare pickle": pickle.dumps(Planted()),
     "1 GB": struct.pack(">I", 1 << 30),
@@ -64,7 +62,7 @@ def vandal(prompt, response, fields):
     if response == "half":
         time.sleep(600)
     if response == "forged":
-        os.write(connection(), framed(b"[1, [[\"score\", 1000.0]], {}]"))
+        os.write(connection(), framed([1, [["score", 1000.0]], {}]))
     return 0.5
 
 DAEMON = (
@@ -151,8 +149,8 @@ async def running(folder: Path, name: str, *, timeout_s: float = 30.0, **options
 
 @pytest.mark.parametrize(
     "attack",
-    ["garbage", "not JSON", "deep JSON", "a huge number", "no answer", "no number", "a number of another kind",
-     "pickle", "bare pickle", "1 GB"],
+    ["garbage", "no message", "a deep message", "a huge number", "digits that are none", "an unknown extension",
+     "no answer", "no number", "a number of another kind", "pickle", "bare pickle", "1 GB"],
 )  # fmt: skip
 async def test_what_a_reward_writes_to_its_connection_costs_one_sample_and_runs_nothing(folder, attack, caplog):
     async with running(folder, "vandal") as score:

@@ -16,7 +16,7 @@ import pytest
 from conf.schema import RewardConfig
 from rollout.errors import RewardError
 from rollout.rewards.function import load_reward
-from rollout.rewards.processes.outcomes import MAX_ANSWER
+from rollout.rewards.outcomes import MAX_ANSWER
 from rollout.rewards.runner import RewardRunner, check_reward
 from rollout.types import Prompt, Rollout
 
@@ -172,7 +172,7 @@ async def test_a_process_that_reads_nothing_is_replaced_when_its_time_is_up(rewa
         os.kill(int(pid), signal.SIGSTOP)
         wait_until_stopped(int(pid))
         assert await rewards_of(runner, large, rollouts("ok", "ok")) == [None, 0.5]
-        assert "read no sample within reward.timeout_s=5 seconds" in caplog.text
+        assert "read no question within reward.timeout_s=5 seconds" in caplog.text
     finally:
         await runner.close()
 

@@ -14,8 +14,6 @@ SCORE = "score"
 RAISED = "raised"
 NOT_A_NUMBER = "not_a_number"
 TIMEOUT = "timeout"
-DIED = "died"
-GARBLED = "garbled"
 MAX_ANSWER = 200
 """Longest answer that is kept as it is, in characters; of a longer one the beginning and a hash."""
 TOLD = (RAISED, NOT_A_NUMBER, TIMEOUT)

@@ -1,14 +1,14 @@
-"""Runs a reward process and ends everything that it starts: `python -I -S keeper.py FD MAX_LOG_BYTES COMMAND...`.
+"""Runs a process of user code and ends everything that it starts: `python -I -S keeper.py FD MAX_LOG_BYTES COMMAND...`.
 
-    RewardRunner --stdin: closed when the reward must end--> keeper --> reward process --> whatever it starts
-                                                              ^  output of all of them            |
-                                                              +-----------------------------------+
+    owner --stdin: closed when the process must end--> keeper --> process --> whatever it starts
+                                                          ^  output of all of them     |
+                                                          +----------------------------+
 
-Owns: the reward process's descendants, also those that left its session or whose parents have ended, and the size of
-the log. (The kernel hands orphans to the nearest ancestor that called itself a subreaper, as this process does; that
-needs no privilege.) Does not own what a reward is, nor the connection FD over which it answers, which is passed on.
-Invariant: this process ends only when no process that the reward started is left, except those of another user.
-Uses only the standard library and does not import the package, because every reward process has a keeper.
+Owns: the process's descendants, also those that left its session or whose parents have ended, and the size of the log.
+(The kernel hands orphans to the nearest ancestor that called itself a subreaper, as this process does; that needs no
+privilege.) Does not own what the process does, nor the connection FD over which it answers, which is passed on.
+Invariant: this process ends only when no process that its child started is left, except those of another user.
+Uses only the standard library and does not import the package, because every process of user code has a keeper.
 """
 
 from __future__ import annotations

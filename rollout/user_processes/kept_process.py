@@ -1,7 +1,7 @@
-"""A child process with a keeper beside it and a connection to it, for the service and for agents.
+"""A child process with a keeper beside it and a connection to it: a reward's, an agent's, and what serves agents.
 
-Owns: its start and its end, whatever it started itself. Does not own: what is said over the connection, or the keeper
-(rewards/processes/keeper.py), which also ends everything when this process dies.
+Owns: its start and its end, whatever it started itself. Does not own: what is said over the connection (pool.py), or
+the keeper (keeper.py), which also ends everything when this process dies.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from rollout.agents.channel import MAX_BYTES, Channel
-from rollout.rewards.processes import keeper
+from rollout.user_processes import keeper
+from rollout.user_processes.channel import MAX_BYTES, Channel
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +35,13 @@ class KeptProcess:
     async def start(
         cls,
         module: str,
-        *arguments: str,
+        *,
         environment: Mapping[str, str],
         log_path: Path | None,
         max_log_bytes: int,
         max_message_bytes: int = MAX_BYTES,
     ) -> KeptProcess:
-        """Start `python -m module FD arguments...`, FD being its end of the connection.
+        """Start `python -m module FD`, FD being its end of the connection.
 
         Args:
             environment: Of the process.
@@ -51,11 +51,12 @@ class KeptProcess:
         """
         ours, theirs = socket.socketpair()
         fd = str(theirs.fileno())
+        channel = await Channel.over(ours, max_bytes=max_message_bytes)
         output = os.open(log_path or os.devnull, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", keeper.__file__, fd, str(max_log_bytes)),
-                *(sys.executable, "-X", "faulthandler", "-P", "-m", module, fd, *arguments),
+                *(sys.executable, "-X", "faulthandler", "-P", "-m", module, fd),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -63,19 +64,37 @@ class KeptProcess:
                 env=dict(environment),
                 start_new_session=True,  # a signal to our group, such as Ctrl-C, does not reach it
             )
+        except BaseException:
+            channel.close()
+            raise
         finally:
             os.close(output)
             theirs.close()
-        return cls(process, await Channel.over(ours, max_bytes=max_message_bytes))
+        return cls(process, channel)  # nothing is awaited between the process and this: it could not be ended
 
-    async def end(self) -> int | None:
-        """End it and everything that it started. Returns its exit status; None if it takes longer. Idempotent."""
-        self.channel.close()
-        assert self._keeper.stdin is not None
-        for _ in range(2):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(END_TIMEOUT_S):
-                    return await self._keeper.wait()
-            self._keeper.stdin.close()  # the keeper kills what is left
-        logger.warning("a process was killed and has not ended yet; process %d waits for it", self._keeper.pid)
+    async def exit_status(self) -> int | None:
+        """Its exit status, 128 + N after signal N; None if it goes on for longer than END_TIMEOUT_S."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_TIMEOUT_S):
+                return await self._keeper.wait()
         return None
+
+    async def end(self, *, at_once: bool = False) -> None:
+        """End it and everything that it started. Idempotent.
+
+        Args:
+            at_once: Kill it: it would not end by itself.
+        """
+        self.channel.close(drop_unsent=at_once)
+        assert self._keeper.stdin is not None
+        if at_once:
+            self._keeper.stdin.close()
+        for _ in range(2):
+            status = await self.exit_status()
+            self._keeper.stdin.close()  # the keeper kills what is left
+            if status is not None:
+                with contextlib.suppress(OSError):
+                    await self._keeper.stdin.wait_closed()
+                return
+        # A device or a file system holds it; its successor need not wait.
+        logger.warning("a process was killed and has not ended yet; process %d waits for it", self._keeper.pid)

@@ -1,0 +1,146 @@
+"""The processes of one reward, so that a user's function can fail in any way and cost only what it was judging.
+
+Owns: what a reward process is asked, its deadline, its environment, and what is counted. Does not own: processes and
+their replacement (user_processes/pool.py), what a reward is (function.py), what happens inside a process
+(reward_process.py), nor what several rewards add up to (runner.py).
+Invariant: judge() returns one outcome per response, in order, whatever the reward does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.schema import RewardPart
+from rollout.errors import RewardError
+from rollout.rewards.counting import COUNTED
+from rollout.rewards.outcomes import Answer, failed, read_answer
+from rollout.user_processes.pool import UserPool, user_environment
+from rollout.user_processes.user_process import Lost, Program
+
+LATE_S = 3.0
+"""How much later than its own deadline a coroutine's answer may come, before its process is taken to be blocked."""
+MAX_ANSWER_BYTES = 1 << 16
+"""Largest answer that is read. Reports of failures are the largest (rollout.user_processes.serve)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What a reward process says of its reward once it is set up."""
+
+    is_async: bool
+    is_of_group: bool
+    source: str
+    """Path of the file that defines it; "" if no file does."""
+
+
+class RewardPool:
+    """The processes of one reward.
+
+    Args:
+        section: How messages name the configuration: reward, or reward.parts.NAME.
+        config: Which reward, how many processes, how long one sample may take.
+        log_path: File for what the reward prints. None: it is dropped.
+        max_log_bytes: Size at which the file is cut.
+        num_processes: In place of what the options say.
+    """
+
+    def __init__(
+        self,
+        section: str,
+        config: RewardPart,
+        log_path: Path | None,
+        max_log_bytes: int,
+        num_processes: int | None = None,
+    ) -> None:
+        self._config = config
+        self._section = section
+        self._log_path = log_path
+        self._max_log_bytes = max_log_bytes
+        self._num_processes = num_processes or config.num_processes
+        self._pool: UserPool | None = None
+        self._limit_s = config.timeout_s
+        """When a process is taken to be stuck."""
+        self._calls: set[asyncio.Task[Answer]] = set()
+        self.counts: Counter[str] = Counter()
+        """What the reward counted since the start, by the names of COUNTED."""
+
+    async def start(self) -> Ready:
+        """Start every process and wait until it has imported the reward.
+
+        Raises:
+            RewardError: The reward cannot be set up.
+        """
+        folder = None if self._log_path is None else str(self._log_path.parent.absolute())
+        program = Program(
+            what="reward",
+            option=f"{self._section}.kind={self._config.kind}",
+            module="rollout.rewards.reward_process",
+            first_message=[asdict(self._config), self._section, folder],
+            error=RewardError,
+            environment=reward_environment(self._config, os.environ, self._section),
+            log_path=self._log_path,
+            max_log_bytes=self._max_log_bytes,
+            max_message_bytes=MAX_ANSWER_BYTES,
+        )
+        self._pool = UserPool(program, self._num_processes)
+        ready = Ready(*await self._pool.start())
+        self._pool.limit(self._config.max_concurrent if ready.is_async else 1)
+        self._limit_s += LATE_S if ready.is_async else 0.0
+        return ready
+
+    async def judge(self, prompt: str, responses: Sequence[str], fields: Mapping[str, Any]) -> Answer:
+        """What became of one sample, or of all samples of a group.
+
+        Raises:
+            RewardError: The pool is closed.
+        """
+        # A process is free when its sample is judged, not when the waiter is gone: if the waiter is cancelled, the
+        # process is still busy.
+        call = asyncio.create_task(self._judge(prompt, responses, fields))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return await asyncio.shield(call)
+
+    async def close(self) -> None:
+        """End the processes and everything that they started. Idempotent."""
+        if self._pool is not None:
+            await self._pool.close()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+
+    async def _judge(self, prompt: str, responses: Sequence[str], fields: Mapping[str, Any]) -> Answer:
+        if self._pool is None or self._pool.is_closed:
+            raise RewardError("the reward runner is closed")
+        limit = f"reward.timeout_s={self._config.timeout_s:g} seconds"
+        try:
+            answer = await self._pool.ask(
+                [prompt, list(responses), dict(fields)],
+                lambda message: read_answer(message, len(responses)),
+                self._limit_s,
+                limit,
+            )
+        except Lost as lost:
+            return failed(lost.kind, lost.report, len(responses))
+        self.counts.update({name: number for name, number in answer.counts.items() if name in COUNTED})
+        return answer
+
+
+def reward_environment(config: RewardPart, environ: Mapping[str, str], section: str = "reward") -> dict[str, str]:
+    """The environment of a reward process: what user_environment() gives, and the key of a judge.
+
+    Raises:
+        RewardError: reward.env or reward.judge.api_key_env names a variable that is not set.
+    """
+    key = config.judge.api_key_env if config.kind == "judge" else None
+    if key is not None and key not in environ:
+        raise RewardError(
+            f"{section}.judge.api_key_env names {key}, which is not set where the run starts; export it, or set it to "
+            "null for a judge that takes no key"
+        )
+    also = ("CUDA_VISIBLE_DEVICES", *([key] if key is not None else []))
+    return user_environment(f"{section}.env", config.env, environ, RewardError, also=also)

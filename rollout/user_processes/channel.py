@@ -1,0 +1,104 @@
+"""Messages between two processes of a run's user code: four bytes of length, then that many bytes of msgpack.
+
+Owns the framing and the limit on a message's size. Does not own what a message says. What the user's code writes to its
+end must stay data: reading it runs nothing, and a message that is too long ends the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from typing import Any
+
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
+
+_msgpack: Any = msgpack  # its types miss half of its parameters
+LENGTH = struct.Struct(">I")
+MAX_BYTES = (1 << 32) - 1
+"""Largest message between processes that trust each other."""
+LARGE_INTEGER = 1
+"""Type of an extension of msgpack: an integer of more than 64 bits, as its digits."""
+
+
+class Disconnected(ConnectionError):
+    """The other end is gone."""
+
+
+class Garbled(Disconnected):
+    """The other end wrote something that is no message."""
+
+
+class Channel:
+    """One end of a connection, in an event loop.
+
+    Args:
+        max_bytes: A message that announces more ends the connection.
+    """
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, max_bytes: int = MAX_BYTES
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._max_bytes = max_bytes
+
+    @classmethod
+    async def over(cls, connection: socket.socket, *, max_bytes: int = MAX_BYTES) -> Channel:
+        """The end that `connection`, of a socketpair, is."""
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
+        return cls(reader, writer, max_bytes=max_bytes)
+
+    def send(self, message: Any) -> None:
+        """Send one message of lists, maps, text and numbers, without waiting. receive() tells of a lost connection."""
+        payload: bytes = _msgpack.packb(message, default=_extended, unicode_errors="surrogatepass")
+        if not self._writer.is_closing():
+            self._writer.write(LENGTH.pack(len(payload)) + payload)
+
+    async def sent(self) -> None:
+        """Wait until most of what was sent has been read. receive() tells of a lost connection."""
+        try:
+            await self._writer.drain()
+        except OSError:
+            return
+
+    async def receive(self) -> Any:
+        """Wait for one message.
+
+        Raises:
+            Disconnected: There will be no further one.
+        """
+        try:
+            (num_bytes,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+            if num_bytes > self._max_bytes:
+                raise Garbled(f"a message of {num_bytes} bytes was announced; {self._max_bytes} are allowed")
+            return _unpacked(await self._reader.readexactly(num_bytes))
+        except Disconnected:
+            raise
+        except (asyncio.IncompleteReadError, OSError) as e:
+            raise Disconnected("the other end closed the connection") from e
+
+    def close(self, *, drop_unsent: bool = False) -> None:
+        """Close the connection. Idempotent."""
+        if drop_unsent:
+            self._writer.transport.abort()
+        self._writer.close()
+
+
+def _unpacked(payload: bytes) -> Any:
+    try:
+        return _msgpack.unpackb(payload, strict_map_key=False, ext_hook=_whole, unicode_errors="surrogatepass")
+    except (ValueError, TypeError, RecursionError) as e:
+        raise Garbled(f"{len(payload)} bytes that are no message: {type(e).__name__}: {e!s:.200}") from e
+
+
+def _extended(value: Any) -> Any:
+    if isinstance(value, int):
+        return _msgpack.ExtType(LARGE_INTEGER, str(value).encode())
+    raise TypeError(f"a message cannot hold {type(value).__name__}: {value!r:.100}")
+
+
+def _whole(kind: int, data: bytes) -> int:
+    if kind != LARGE_INTEGER:
+        raise ValueError(f"an extension of type {kind}")
+    return int(data)

@@ -1,0 +1,91 @@
+"""The other end of a pool (user_process.py has the messages): what a process does that runs a function of the user's.
+
+Owns: reading questions, writing answers, and the report of what the user's code raised. Does not own the function, or
+what an answer says. If the user's code writes an answer itself, the real one follows as one too many, which the pool
+notices. No torch, no vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from conf.errors import SlipstreamError
+from rollout.user_processes.channel import Channel, Disconnected
+from rollout.user_processes.user_process import ALIVE_EVERY_S
+
+MAX_FRAMES = 10
+"""Parts of a traceback that are reported: the last ones, including the exception's own line."""
+MAX_PART = 600
+"""Longest part, in characters. An exception's message may hold a whole response."""
+MAX_REASON = 4000
+"""Longest reason why a function cannot be set up, in characters."""
+
+Answer = Callable[..., list[Any]] | Callable[..., Awaitable[list[Any]]]
+
+
+def serve(set_up: Callable[[Any], tuple[Answer, list[object]]], *, tells_alive: bool = False) -> None:
+    """Answer until the pool closes the connection: coroutines many questions at the same time, a plain function one
+    after the other, in the main thread and outside of an event loop.
+
+    Args:
+        set_up: Takes the pool's first message. Returns what answers, and what the pool is told then; raises a
+            SlipstreamError that says why it cannot.
+        tells_alive: Say every ALIVE_EVERY_S that the event loop turns.
+    """
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    loop = asyncio.new_event_loop()
+    channel = loop.run_until_complete(Channel.over(connection))
+    _, message = loop.run_until_complete(channel.receive())
+    try:
+        answer, facts = set_up(message)
+    except SlipstreamError as e:
+        channel.send([0, "refused", str(e)[:MAX_REASON]])
+        return
+    channel.send([0, "ready", *facts])
+    with contextlib.suppress(Disconnected):
+        if asyncio.iscoroutinefunction(answer):
+            loop.run_until_complete(_serve_many(channel, answer, tells_alive))
+        while True:
+            number, *question = loop.run_until_complete(channel.receive())
+            given: Any = answer(*question)
+            channel.send([number, *given])
+            loop.run_until_complete(channel.sent())
+
+
+async def _serve_many(channel: Channel, answer: Callable[..., Awaitable[list[Any]]], tells_alive: bool) -> None:
+    """Raises: Disconnected."""
+    running: dict[int, asyncio.Task[None]] = {}
+
+    async def work(number: int, question: list[Any]) -> None:
+        channel.send([number, *await answer(*question)])
+
+    async def tell_alive() -> None:
+        while tells_alive:
+            channel.send([0])
+            await asyncio.sleep(ALIVE_EVERY_S)
+
+    beating = asyncio.create_task(tell_alive())
+    while not tells_alive or not beating.done():
+        number, *question = await channel.receive()
+        if question:
+            running[number] = task = asyncio.create_task(work(number, question))
+            task.add_done_callback(lambda _, number=number: running.pop(number, None))
+        elif number in running:
+            running[number].cancel()
+
+
+def report_of(error: BaseException) -> tuple[str, str]:
+    """The end of the traceback, and "class file:line" of what was raised."""
+    told = traceback.TracebackException.from_exception(error)
+    parts = [
+        part if len(part) <= MAX_PART else f"{part[:MAX_PART]}... ({len(part)} characters)\n" for part in told.format()
+    ]
+    place = f"{told.stack[-1].filename}:{told.stack[-1].lineno}" if told.stack else "nowhere"
+    return "".join(parts[-MAX_FRAMES:]), f"{type(error).__name__} {place}"
