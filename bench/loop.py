@@ -11,7 +11,7 @@ Rows, one after the other, each in processes of its own:
     bare      vLLM alone (LLM.generate, the run's engine options), with each of --concurrency requests at once
     merged    `slipstream train`, engines with merged weights
     merged-kept   the same, the trainer keeps activations of smaller microbatches instead of computing them again
-    merged-kv, merged-kept-kv    engines keep the KV cache of requests in flight across a publish (weight_sync.keep_kv)
+    merged-kv, merged-kept-kv    engines keep the KV cache of requests in flight across a publish (pause_mode=keep_kv)
     adapter   as merged, engines with the base and adapters in slots
     trl       TRL's GRPOTrainer with PEFT, if it is installed (bench/loops/trl_row.py), vLLM colocated on one GPU
     trl-sleep     the same; vLLM gives its memory back while the trainer works
@@ -70,7 +70,7 @@ WARM_UP_STEPS, PEER_WARM_UP_STEPS = 2, 1
 RANK, LEARNING_RATE, MICROBATCH_TOKENS = 32, 1e-4, 32768
 MERGED = ["weight_sync.mode=merged"]
 KEPT = [*MERGED, "trainer.activation_checkpointing=false", "trainer.max_microbatch_tokens=13568"]
-KEEP_KV = "weight_sync.keep_kv=true"
+KEEP_KV = "weight_sync.pause_mode=keep_kv"
 RUNS = {
     "merged": MERGED,
     "merged-kv": [*MERGED, KEEP_KV],

@@ -80,9 +80,15 @@ PUBLISH = (
 )
 """What the control of a publish passes from the loop to an engine's memory."""
 GONE = {
-    "ways to call another process": ("rollout/worker_process.py call", "rollout/sampling_calls.py"),
+    "ways to call another process": (
+        "rollout/worker_process.py call",
+        "rollout/sampling_calls.py",
+        "orchestrator/fleet/control_folder.py",
+    ),
     "processes of an engine": (),
     "hops of a prompt": (
+        "orchestrator/fleet/router.py generate_group",
+        "orchestrator/fleet/supervisor.py least_loaded",
         "orchestrator/cluster/ray_handles.py generate_group",
         "rollout/sampling_calls.py generate_group",
         "rollout/sampling_calls.py _serve",

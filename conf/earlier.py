@@ -88,6 +88,13 @@ GONE = (
     _gone("cluster.rollout_gpus", "set rollout.num_workers and rollout.tp_size, also for slipstream plan", None),
     _gone("trainer.logprob_chunk_tokens", "the run chooses it by its vocabulary", 1024, 4096, 8192),
     Gone(
+        ("weight_sync.keep_kv",),
+        "set weight_sync.pause_mode=keep_kv",
+        {(False,): {}, (True,): {"weight_sync.pause_mode": "keep_kv"}},
+    ),
+    _gone("reward.judge.highest", "set reward.judge.scale", 10),
+    _gone("reward.judge.lowest", "set reward.judge.scale", 0),
+    Gone(
         ("rollout.batch_invariant", "trainer.engine_forward"),
         "choose parity=bitwise, which sets trainer.numerics.match=bitwise for trainer and engines",
         {(False, False): {}, (True, True): {"trainer.numerics.match": "bitwise"}},

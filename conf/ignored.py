@@ -370,7 +370,7 @@ def _reasons_of_sampling(config: RunConfig) -> tuple[Ignored, ...]:
             "remove it: that cluster is not ours to configure",
         ),
         Ignored(
-            ("weight_sync.pause_mode", "weight_sync.keep_kv"),
+            "weight_sync.pause_mode",
             config.weight_sync.mode is SyncMode.adapter,
             "weight_sync.mode=adapter, which never pauses an engine",
             "remove it, or set weight_sync.mode=merged",

@@ -445,7 +445,7 @@ class RolloutWorker:
 
     def _clear_cache(self) -> None:
         """Start to drop KV blocks. That takes milliseconds, and bytes already arrive meanwhile."""
-        if not self.weight_sync.keep_kv:
+        if self.weight_sync.pause_mode is not PauseMode.keep_kv:
             self._clearing = asyncio.create_task(self.engine.clear_cache(timeout_s=self._limit_s))
 
     async def abort(self, epoch: int, reason: str) -> None:

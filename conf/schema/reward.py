@@ -41,10 +41,8 @@ class JudgeConfig:
     """
     verdict_pattern: str = r"(-?\d+(?:\.\d+)?)"
     """The first group of the last match in the answer is the score."""
-    lowest: float = 0.0
-    """Score that is worth 0. A score out of the range is none."""
-    highest: float = 10.0
-    """Score that is worth 1."""
+    scale: tuple[float, float] = (0.0, 10.0)
+    """The score that is worth 0, and the one that is worth 1. A score out of this range is none."""
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
     """Fields of the request beside temperature=0 and max_tokens=512, or in their place, such as
     {reasoning_effort: low}. null: the field is not sent.
@@ -231,8 +229,8 @@ def _check_judge(section: str, part: RewardPart) -> None:
     )
     require(bool(judge.model), f"{section}.judge.model must be the name of a model at {judge.base_url}, got nothing")
     require(
-        judge.lowest < judge.highest and math.isfinite(judge.highest - judge.lowest),
-        f"{section}.judge.lowest={judge.lowest:g} must be less than {section}.judge.highest={judge.highest:g}",
+        len(judge.scale) == 2 and 0 < judge.scale[1] - judge.scale[0] < math.inf,
+        f"{section}.judge.scale must be two numbers, the lower one first, got {list(judge.scale)}",
     )
     at_least(1, f"{section}.judge", max_tries=judge.max_tries)
     at_least_or_null(1, f"{section}.judge", requests_per_minute=judge.requests_per_minute)

@@ -38,9 +38,12 @@ class TransportKind(StrEnum):
 
 
 class PauseMode(StrEnum):
-    """What happens to requests in flight while weights change: frozen and continued, drained first, or aborted."""
+    """What happens to requests in flight while weights change: frozen and continued, with KV entries of the new weights
+    or of older ones, drained first, or aborted.
+    """
 
     keep = "keep"
+    keep_kv = "keep_kv"
     wait = "wait"
     abort = "abort"
 
@@ -94,12 +97,9 @@ class WeightSyncConfig:
     transfer is at most half of it.
     """
     pause_mode: PauseMode = PauseMode.keep
-    """What happens to requests in flight while weights change. keep: they are frozen and go on. wait: they finish
-    first, so the longest response must fit into timeout_s. abort: they start anew. Ignored when mode=adapter.
-    """
-    keep_kv: bool = False
-    """true: requests in flight go on with KV entries of older weights. false: they are prefilled again with the new
-    weights. Ignored when mode=adapter.
+    """What happens to requests in flight while weights change. keep: they are frozen, prefilled again with the
+    new weights, and go on. keep_kv: they go on with KV entries of older weights. wait: they finish first, so the
+    longest response must fit into timeout_s. abort: they start anew. Ignored when mode=adapter.
     """
     verify_hashes: bool = True
     """Compare a position-dependent 64-bit hash of every parameter at both ends before a version is committed."""
@@ -126,7 +126,3 @@ class WeightSyncConfig:
         above(0, "weight_sync", timeout_s=self.timeout_s)
         at_least(1, "weight_sync", publish_waves=self.publish_waves)
         at_least(0, "weight_sync", trace_every_steps=self.trace_every_steps)
-        require(
-            not (self.keep_kv and self.pause_mode is not PauseMode.keep),
-            f"weight_sync.keep_kv=true needs weight_sync.pause_mode=keep, got pause_mode={self.pause_mode}",
-        )

@@ -391,7 +391,7 @@ class Engine:
         """Stop stepping. When this returns the device is idle and new requests queue up until resume().
 
         Args:
-            mode: keep freezes requests in flight; wait lets them finish; abort ends them.
+            mode: keep and keep_kv freeze requests in flight; wait lets them finish; abort ends them.
             timeout_s: Longest wait for the step in flight; with `wait`, for the requests.
 
         Raises:
@@ -401,7 +401,9 @@ class Engine:
         # AsyncLLM.pause_generation() makes this call and then sleeps for 20 ms, in the hope that outputs are handled
         # meanwhile. Here set_version() waits until they are.
         core: Any = self._running().engine_core
-        call = core.pause_scheduler_async(mode=str(mode), clear_cache=False)
+        call = core.pause_scheduler_async(
+            mode=str(PauseMode.keep if mode is PauseMode.keep_kv else mode), clear_cache=False
+        )
         if mode is not PauseMode.wait:
             return await self._in_time(call, "pause", timeout_s)
         try:

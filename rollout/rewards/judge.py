@@ -70,7 +70,7 @@ class Judge:
         )
 
     async def judge(self, prompt: str, response: str, fields: dict[str, Any]) -> float:
-        """The verdict, as a share of the range from reward.judge.lowest to highest.
+        """The verdict, as a share of the range reward.judge.scale.
 
         Raises:
             NoAnswer: The judge refused, or was asked as often as it may be.
@@ -100,7 +100,7 @@ class Judge:
     def _read(self, verdict: str) -> float:
         """The number in the verdict's last match, as a share of the range."""
         matches = list(self._pattern.finditer(verdict))
-        lowest, highest = self._config.lowest, self._config.highest
+        lowest, highest = self._config.scale
         try:
             number = float(matches[-1][1])
         except (IndexError, TypeError, ValueError):

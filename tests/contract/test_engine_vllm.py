@@ -266,7 +266,7 @@ async def test_a_prefix_of_older_weights_is_never_reused(setup: Setup):
 
 async def test_kept_kv_entries_do_not_reach_requests_of_a_newer_version(setup: Setup, keep_sync: None):
     """With keep_kv the cache is not cleared, and requests in flight use it on; later requests must not."""
-    setup.worker.weight_sync = dataclasses.replace(setup.worker.weight_sync, keep_kv=True)
+    setup.worker.weight_sync = dataclasses.replace(setup.worker.weight_sync, pause_mode=PauseMode.keep_kv)
     await setup.publish(0)
     group = await setup.start_long(prompt(6), 1)
     await setup.publish(1)
@@ -299,7 +299,9 @@ async def test_an_episode_crosses_a_publish_in_each_of_its_turns(setup: Setup, k
         await runner.start()
         runner.sample_with(generate)
         for keeps_kv in (False, True):
-            setup.worker.weight_sync = dataclasses.replace(setup.worker.weight_sync, keep_kv=keeps_kv)
+            setup.worker.weight_sync = dataclasses.replace(
+                setup.worker.weight_sync, pause_mode=PauseMode.keep_kv if keeps_kv else PauseMode.keep
+            )
             await setup.publish(0)
             given.clear()
             (episode,) = await runner.run_group(task, 1)

@@ -162,8 +162,8 @@ CASES = [
     (["trainer.lora.rank=513"], "routed experts take adapters of rank 512 at most, got 513.*expert_rank=512 or lower"),
     (["weight_sync.mode=adapter"], "CPU engine serves no adapters in a model with experts.*model=tiny_qwen3"),
     (
-        ["model=tiny_qwen3", "trainer.ep_size=1", "weight_sync.mode=adapter", "weight_sync.keep_kv=false"],
-        "weight_sync.keep_kv has no effect with weight_sync.mode=adapter",
+        ["model=tiny_qwen3", "trainer.ep_size=1", "weight_sync.mode=adapter", "weight_sync.pause_mode=keep"],
+        "weight_sync.pause_mode has no effect with weight_sync.mode=adapter",
     ),
     (["weight_sync.on_busy_slot=requeue"], "weight_sync.on_busy_slot has no effect with weight_sync.mode=merged"),
     (
@@ -325,10 +325,6 @@ CASES = [
     ),
     (["trainer.embedding_on_host=true", "trainer.num_ranks=2"], "trainer.embedding_on_host=true needs"),
     (["trainer.embedding_on_host=true", "trainer.mode=full"], "trainer.embedding_on_host=true needs"),
-    (
-        ["weight_sync.keep_kv=true", "weight_sync.pause_mode=wait"],
-        "weight_sync.keep_kv=true needs weight_sync.pause_mode=keep",
-    ),
     (["algorithm.group_size=1"], "algorithm.group_size must be >= 2, got 1"),
     ([*DISTILL, "algorithm.group_size=0"], "algorithm.group_size must be >= 1, got 0"),
     (["algorithm=distill"], "algorithm.distill_coef=1 needs a teacher: give algorithm.teacher.base_url and .* got ''"),

@@ -294,7 +294,7 @@ async def test_an_engine_that_is_made_otherwise_imports_no_vllm_beforehand(monke
 @pytest.mark.parametrize(
     ("sync", "mode", "keeps_blocks"),
     [
-        ({"keep_kv": True}, PauseMode.keep, True),
+        ({"pause_mode": PauseMode.keep_kv}, PauseMode.keep_kv, True),
         ({"pause_mode": PauseMode.wait}, PauseMode.wait, False),
         ({"pause_mode": PauseMode.abort}, PauseMode.abort, False),
     ],

@@ -225,7 +225,7 @@ GIVEN = ["experiment=quickstart", "reward=judge", "reward.judge.base_url=http://
         (GIVEN[:2], r"reward\.judge\.base_url must be the address of an OpenAI endpoint, .*, got ''"),
         (GIVEN[:3], r"reward\.judge\.model must be the name of a model at http://localhost/v1, got nothing"),
         ([*GIVEN, "reward.judge.base_url=localhost:8000"], r"reward\.judge\.base_url must be .*, got 'localhost:8000'"),
-        ([*GIVEN, "reward.judge.lowest=10"], r"reward\.judge\.lowest=10 must be less than reward\.judge\.highest=10"),
+        ([*GIVEN, "reward.judge.scale=[10,10]"], r"reward\.judge\.scale must be two numbers.*got \[10"),
         ([*GIVEN, "reward.judge.max_tries=0"], r"reward\.judge\.max_tries must be >= 1, got 0"),
         (
             [*GIVEN, "reward.judge.requests_per_minute=20"],
