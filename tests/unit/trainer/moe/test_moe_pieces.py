@@ -156,3 +156,22 @@ def test_the_engine_decides_whether_sigmoid_logits_are_rounded(engine_rounds):
     )  # fmt: skip
     numerics = Roundings(router_logits=RouterLogits.engine)
     assert Router(moe, 64, weight_dtype=torch.bfloat16, numerics=numerics).narrow_logits is engine_rounds
+
+
+def test_experts_are_of_the_best_groups_also_where_all_of_their_scores_are_negative():
+    """A bias that is the same for all experts changes no choice, however far it is below the scores."""
+    moe = MoeSpec(
+        num_experts=8, top_k=3, intermediate_size=8, norm_topk_prob=True, layers=(True,), score=RouterScore.sigmoid,
+        num_groups=4, top_groups=2,
+    )  # fmt: skip
+    router = Router(moe, 64, weight_dtype=torch.float32, numerics=AS_TRANSFORMERS.places)
+    generator = torch.Generator().manual_seed(5)
+    x, chosen = torch.randn(50, 64, generator=generator), []
+    assert router.e_score_correction_bias is not None
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(8, 64, generator=generator) / 8)
+        for bias in (0.0, -2.0):
+            router.e_score_correction_bias.fill_(bias)
+            chosen.append(router(x).experts_TK)
+    assert torch.equal(*chosen)
+    assert (torch.div(chosen[0], 2, rounding_mode="floor").sort().values.diff() != 0).sum(-1).max() == 1, "two groups"
