@@ -30,6 +30,7 @@ from bench.parity_shapes import ROWS, SEED
 MODEL_ROW = "model"
 ROUNDINGS = ("nearest", "dithered")
 MICROBATCH_TOKENS = 8192
+NO_FLOOR = 1e-9
 
 
 class LearnedEngine(EngineHere):
@@ -220,13 +221,17 @@ def run_learned(name: str, args: argparse.Namespace, out: Path) -> None:
 
 
 def print_learned(report: dict[str, Any]) -> None:
-    """k3 beside the floor, by row, step and rounding."""
-    print("| row | steps | weights | k3 | the engine's floor | of the floor |\n|---|---|---|---|---|---|")
+    """k3 beside the floor and beside that of fresh adapters, by row, step and rounding."""
+    heads = ("row", "steps", "weights", "k3", "the engine's floor", "of the floor", "of the fresh row")
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for name, row in report["rows"].items():
+        fresh = row.get("steps", {}).get("0", {}).get("fresh")
         for step, told in row.get("steps", {}).items():
             for rounding, found in told.items():
-                k3, floor, ratio = found["trainer"]["k3"], found["floor"]["k3"], found["of_floor"]
-                cells = [name, step, rounding, f"{k3:.3g}", f"{floor:.3g}", "-" if ratio is None else f"{ratio:.2f}"]
-                print(f"| {' | '.join(cells)} |")
+                k3, floor = found["trainer"]["k3"], found["floor"]["k3"]
+                # An engine whose decoding has the bits of its prefill has no floor.
+                ratios = [k3 / floor if floor > NO_FLOOR else None, k3 / fresh["trainer"]["k3"] if fresh else None]
+                told_ratios = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+                print(f"| {' | '.join([name, step, rounding, f'{k3:.3g}', f'{floor:.3g}', *told_ratios])} |")
         if "failed" in row:
             print(f"{name}: {row['failed']}")

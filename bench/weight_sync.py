@@ -262,6 +262,7 @@ def parse() -> argparse.Namespace:
         "--rounding", nargs="+", default=["dithered"], choices=("dithered", "nearest"),
         help="a row of publishes each; their medians are printed side by side",
     )  # fmt: skip
+    parser.add_argument("--kv-gib", type=int, help="of the engine's KV cache; 24, which an H100 lacks, if not given")
     parser.add_argument("--requests", type=int, default=256, help="at work in the engine meanwhile")
     parser.add_argument("--peer-updates", type=int, default=3)
     parser.add_argument("--no-peers", action="store_true")
@@ -290,6 +291,8 @@ def main() -> None:
         sys.exit(f"--plan {args.plan} needs {num_gpus} GPUs, this host has {len(facts['gpus'])}")
     hf_config = model_config(args)
     base = EngineSpec(args.engine, hf_config, device, num_requests=args.requests, is_colocated=args.colocate)
+    if args.kv_gib:
+        base = replace(base, kv_cache_bytes=args.kv_gib << 30)
     engines = [base]
     if tp_size > 1:
         both = {"EP": replace(base, tp_size=tp_size, expert_parallel=True), "TP": replace(base, tp_size=tp_size)}

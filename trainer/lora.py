@@ -36,6 +36,8 @@ class Adapted(nn.Module):
     rounding_keys: Mapping[str, int] = MappingProxyType({})
     """Of each adapted parameter by its name here: the key of the thresholds by which its merged values are rounded
     (trainer.weights.rounding). Without one they are rounded to nearest."""
+    rounds_base_first: bool = False
+    """Whether the base product is rounded before the adapter's is added, as in engines with adapters in slots."""
     merged: tuple[Tensor, ...] | None = None
     """Weights with the adapter in them, to compute with instead of both; see trainer.engine_ops.merged_forward."""
 
@@ -81,19 +83,18 @@ def apply_together(linears: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
     factors = (part for linear in linears for part in (*linear.base(x.dtype), linear.lora_A, linear.lora_B))
     scales = {linear.lora.scale for linear in linears if linear.lora is not None}
     assert len(scales) == 1, "linears of one input are adapted alike"
-    return _AdaptedLinears.apply(x, scales.pop(), *factors)
+    return _AdaptedLinears.apply(x, scales.pop(), linears[0].rounds_base_first, *factors)
 
 
 class _AdaptedLinears(torch.autograd.Function):
     """x W^T + b + scale * (x A^T) B^T for each of some (W, b, A, B), with W and b frozen.
 
-    Each base product is added, in its accumulator, to the adapter's, and all gradients of x are summed in one; scale is
-    applied in accumulators. The other way round, an adapter's product would be added to numbers that are rounded
-    already: where it is less than half a step of theirs, as after few steps of training, rounding takes it away again.
+    All gradients of x are summed in one accumulator, to which the base's is added last, and scale is applied in
+    accumulators.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float, *factors: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, scale: float, rounds_base_first: bool, *factors: Any) -> tuple[Tensor, ...]:
         rows_TI = x.flatten(0, -2)
         weights, biases, stored_a, stored_b = (factors[part::4] for part in range(4))
         ctx.scale, ctx.adapter_dtype = scale, stored_a[0].dtype
@@ -103,7 +104,9 @@ class _AdaptedLinears(torch.autograd.Function):
         a_RI = as_[0] if len(as_) == 1 else torch.cat(as_)
         low_TR = rows_TI @ a_RI.t()
         outs = [
-            _adapted(rows_TI, weight, bias, low, b, scale)
+            F.linear(rows_TI, weight, bias).addmm_(low, b.t(), alpha=scale)
+            if rounds_base_first
+            else _rounded_once(rows_TI, weight, bias, low, b, scale)
             for weight, bias, b, low in zip(weights, biases, bs, low_TR.split(ctx.ranks, 1), strict=True)
         ]
         ctx.save_for_backward(rows_TI, a_RI, low_TR, *weights, *bs)
@@ -127,19 +130,26 @@ class _AdaptedLinears(torch.autograd.Function):
         das = _product(dlow_TR.t(), rows_TI, ctx.adapter_dtype).split(ctx.ranks)
         lows = low_TR.split(ctx.ranks, 1)
         dbs = [_product(dy.t(), low, ctx.adapter_dtype, ctx.scale) for dy, low in zip(dys, lows, strict=True)]
-        return dx, None, *(grad for da, db in zip(das, dbs, strict=True) for grad in (None, None, da, db))
+        return dx, None, None, *(grad for da, db in zip(das, dbs, strict=True) for grad in (None, None, da, db))
 
 
-def _adapted(rows_TI: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, b: Tensor, scale: float) -> Tensor:
-    """x W^T + b + scale * low B^T in the format of x, the sum rounded once."""
+def _rounded_once(rows_TI: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, b: Tensor, scale: float) -> Tensor:
+    """x W^T + b + scale * low B^T in the format of x.
+
+    Where the adapter's product is added to numbers that are rounded already, rounding takes it away again if it is less
+    than half a step of theirs, as after few steps of training. cuBLAS rounds its product before it adds to a matrix of
+    16 bits, whatever the order of the two, so that there the sum is made of float32.
+    """
+    if rows_TI.is_cuda and rows_TI.dtype is not torch.float32 and rows_TI.shape[0]:
+        base = torch.mm(rows_TI, weight.t(), out_dtype=torch.float32)
+        if bias is not None:
+            base.add_(bias)
+        return torch.add(base, low @ b.t(), alpha=scale, out=torch.empty_like(base, dtype=rows_TI.dtype))
     if bias is None:
         return (
             low.new_empty(low.shape[0], b.shape[0]).addmm_(low, b.t(), beta=0, alpha=scale).addmm_(rows_TI, weight.t())
         )
-    if rows_TI.is_cuda and rows_TI.dtype is not torch.float32 and rows_TI.shape[0]:
-        base, update = (torch.mm(x, m.t(), out_dtype=torch.float32) for x, m in ((rows_TI, weight), (low, b)))
-    else:
-        base, update = (x.float() @ m.float().t() for x, m in ((rows_TI, weight), (low, b)))
+    base, update = (x.float() @ m.float().t() for x, m in ((rows_TI, weight), (low, b)))
     return base.add_(update, alpha=scale).add_(bias).to(rows_TI.dtype)
 
 

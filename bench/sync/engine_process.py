@@ -47,6 +47,7 @@ class EngineSpec:
     tp_size: int = 1
     expert_parallel: bool = False
     num_requests: int = 0
+    kv_cache_bytes: int = KV_CACHE_BYTES
     is_colocated: bool = False
     """A trainer rank has the same GPU."""
 
@@ -168,7 +169,7 @@ def build_worker(spec: EngineSpec, folder: Path) -> RolloutWorker:
     (folder / "config.json").write_text(json.dumps(spec.hf_config))
     save_character_tokenizer(folder, vocab_size=64)
     is_gpu = spec.device == "cuda"
-    memory: dict[str, Any] = {"kv_cache_bytes": KV_CACHE_BYTES} if is_gpu else {}
+    memory: dict[str, Any] = {"kv_cache_bytes": spec.kv_cache_bytes} if is_gpu else {}
     if is_gpu and spec.is_colocated:
         memory = {"kv_cache_bytes": COLOCATED_KV_CACHE_BYTES, "gpu_memory_utilization": COLOCATED_MEMORY}
     worker = RolloutWorker(

@@ -12,6 +12,7 @@ from trainer.engine_ops.vllm_adapters import VllmAdapters
 from trainer.engine_ops.vllm_attention import VllmAttention, refusal_of_engine_attention
 from trainer.engine_ops.vllm_operations import VllmOperations
 from trainer.errors import TrainerError
+from trainer.lora import Linear
 from trainer.model.decoder import Decoder
 
 
@@ -41,6 +42,9 @@ def choose_forward(
             modules = MergedModules(operations, engine_ranks)
         compute_in_engine_operations(decoder, operations, modules)
         return
+    for module in decoder.modules():
+        if isinstance(module, Linear):
+            module.rounds_base_first = engines is SyncMode.adapter
     decoder.attention_values = _choose_attention(decoder, trainer.numerics.places.attention, device)
     if trainer.numerics.adapters is AdapterValues.merged and trainer.mode is TrainMode.lora:
         compute_with_merged_adapters(decoder)

@@ -45,3 +45,15 @@ def kept(got: torch.Tensor, base: torch.Tensor, update: torch.Tensor) -> float:
     is, or by less, with a sign that has nothing to do with the update's: the share's error is 1 / sqrt(131072)."""
     update = update.detach()
     return float(((got.detach().double() - base) * update).sum() / update.square().sum())
+
+
+def test_beside_engines_with_slots_the_base_is_rounded_first_as_theirs_is():
+    torch.manual_seed(0)
+    linear = Linear(64, 512, weight_dtype=torch.bfloat16, lora=LoraConfig(rank=8, alpha=8.0))
+    for parameter, std in ((linear.weight, 0.125), (linear.lora_A, 0.125), (linear.lora_B, 2e-4)):
+        torch.nn.init.normal_(parameter, std=std)
+    linear.weight.requires_grad_(False)
+    linear.rounds_base_first = True
+    x = torch.randn(256, 64).bfloat16()
+    base, low = x @ linear.weight.t(), x @ linear.lora_A.bfloat16().t()
+    assert torch.equal(linear(x), base.addmm(low, linear.lora_B.bfloat16().t()))
