@@ -5,9 +5,9 @@
 A launch finds its tensors through a table of addresses. Adapters on every expert bank of every layer are hundreds of
 tensors of few sizes: launching a kernel for each would take the host longer than the device takes to update all.
 
-Owns the arithmetic, which is float32, and the roundings: moments to nearest, bfloat16 parameters stochastically.
-8-bit moments are torchao's: 256 values share a scale, and codes index a map of 256 values in rising order. torchao's
-update defines the result, and runs on devices other than CUDA.
+Owns the arithmetic, which is float32, and the roundings: moments to nearest, but bfloat16 parameters and squares
+stochastically, and no square to 0 (step/adamw.py says why). 8-bit moments are torchao's: 256 values share a scale, and
+codes index a map of 256 values in rising order. torchao's update defines the rest, and runs on devices other than CUDA.
 """
 
 from __future__ import annotations
@@ -118,7 +118,16 @@ def _read(ptr, scale_ptr, values_ptr, at, groups, inside, is_group, IS_CODED: tl
 
 
 @triton.jit
-def _write(ptr, scale_ptr, values_ptr, at, groups, inside, is_group, x, IS_CODED: tl.constexpr):
+def _round_at_random(x, noise):
+    """To bfloat16: a random number below one unit of the last bit kept is added, then the bits below are dropped."""
+    bits = (x.to(tl.int32, bitcast=True) + (noise & 0xFFFF)) & -65536
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _write(
+    ptr, scale_ptr, values_ptr, at, groups, inside, is_group, x, noise, IS_CODED: tl.constexpr, IS_SQUARE: tl.constexpr
+):
     if IS_CODED:
         scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-12)
         tl.store(scale_ptr + groups, scale, mask=is_group)
@@ -130,8 +139,12 @@ def _write(ptr, scale_ptr, values_ptr, at, groups, inside, is_group, x, IS_CODED
         above = tl.minimum(codes + 1, 255)
         low, high = tl.load(values_ptr + codes), tl.load(values_ptr + above)
         codes = tl.where(x - low >= (high - low) * 0.5, above, codes)
+        if IS_SQUARE:
+            codes = tl.maximum(codes, 1)
         tl.store(ptr + at, codes.to(tl.uint8), mask=inside)
     else:
+        if IS_SQUARE and ptr.dtype.element_ty == tl.bfloat16:
+            x = _round_at_random(x, noise)
         tl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=inside)
 
 
@@ -161,12 +174,11 @@ def _adamw(
     v = _read(v_ptr, v_scale_ptr, v_values_ptr, at, groups, inside, is_group, IS_CODED)
     m += new_share * (g - m)
     v += new_square_share * (g * g - v)
-    _write(m_ptr, m_scale_ptr, m_values_ptr, at, groups, inside, is_group, m, IS_CODED)
-    _write(v_ptr, v_scale_ptr, v_values_ptr, at, groups, inside, is_group, v, IS_CODED)
+    noise = tl.randint(seed, at.to(tl.int32)).to(tl.int32)
+    _write(m_ptr, m_scale_ptr, m_values_ptr, at, groups, inside, is_group, m, noise, IS_CODED, False)
+    _write(v_ptr, v_scale_ptr, v_values_ptr, at, groups, inside, is_group, v, noise >> 16, IS_CODED, True)
     p = tl.load(p_ptr + at, mask=inside, other=0.0).to(tl.float32)
     p = p - decay * p - lr * (m * correction) / (tl.sqrt(v * square_correction) + eps)
-    if DOES_ROUND:  # a random number below one unit of the last bit kept, then the bits below are dropped
-        noise = tl.randint(seed, at.to(tl.int32)) & 0xFFFF
-        bits = (p.to(tl.int32, bitcast=True) + noise.to(tl.int32)) & -65536
-        p = bits.to(tl.float32, bitcast=True)
+    if DOES_ROUND:
+        p = _round_at_random(p, noise)
     tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=inside)

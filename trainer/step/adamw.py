@@ -6,7 +6,10 @@
     host       float32 moments in (pinned) host memory      8 on the device; each moment crosses the bus twice a step
 
 Parameters in bfloat16 (trainer.lora.dtype) save 4 bytes more. Their updates are rounded stochastically, because most
-updates are smaller than half a unit in the last place of a bfloat16.
+updates are smaller than half a unit in the last place of a bfloat16. So are squares in bfloat16: a step changes one by
+a thousandth of the difference (betas[1]=0.999), and rounded to nearest it would never fall after gradients did. A
+square in 8 bits is never 0: one below the map's smallest value would be forgotten at every step, and the next one
+divided by a single gradient, or by eps.
 
 Owns the moments. Does not own the schedule, clipping, or the decision whether a step happens (optim.py).
 Invariant: training continues bitwise from state that was read with `tensors` and set with `load`.
@@ -25,6 +28,7 @@ from torch.optim.adamw import adamw
 from conf.schema import OptimConfig, OptimState
 from trainer.errors import TrainerError
 from trainer.kernels.adamw_update import Codes, adamw_triton
+from trainer.rounding import dithered
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -139,9 +143,19 @@ class ReducedMoments:
             return
         for group in self._adamw.param_groups:
             group["lr"].fill_(lr)
+        squares = [self._adamw.state[parameter]["exp_avg_sq"] for parameter in self._parameters]
+        is_bfloat16 = self._config.state is OptimState.bfloat16
+        before = [square.float() for square in squares] if is_bfloat16 else []
         # For a CPU, compiling takes many seconds and gains nothing at the sizes that run there.
         with torch.compiler.set_stance("force_eager"):
             _run(self._adamw, self._parameters, gradients)
+        for square, old, gradient in zip(squares, before, gradients, strict=is_bfloat16):
+            wide = old.lerp_(gradient.float().square(), 1 - self._config.betas[1])
+            bits = torch.randint(-(1 << 31), (1 << 31) - 1, wide.shape, dtype=torch.int32)
+            square.copy_(dithered(wide, bits, torch.bfloat16))
+        for square in squares:
+            if (codes := _parts(square).get("codes")) is not None:
+                codes.clamp_(min=1)
 
     def _step_on_cuda(self, gradients: Sequence[Tensor], lr: float) -> None:
         states = [self._adamw.state[parameter] for parameter in self._parameters]
