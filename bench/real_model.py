@@ -45,28 +45,28 @@ from examples.real_model.tasks import TASKS, write  # noqa: E402
 from examples.real_model.train import MAX_TOKENS, options  # noqa: E402
 
 ON_POLICY = ["algorithm.max_staleness_steps=0"]
+TOKEN = [*ON_POLICY, "algorithm.normalization=token"]
+TRL_CORRECTION = ["algorithm.correction=sequence_mis", "algorithm.correction_max=3"]
 ROWS: dict[str, list[str]] = {
     "dithered": [],
     "nearest": ["weight_sync.rounding=nearest"],
     "slots": ["weight_sync.mode=adapter"],
     "merged_values": ["trainer.numerics.adapters=merged"],
+    "masked": ["algorithm.mask_truncated=true"],
+    "beta2": ["trainer.optim.betas=[0.9,0.95]"],
+    "warm_up": ["trainer.optim.warmup_steps=10"],
     "on_policy": ON_POLICY,
-    "on_policy_nearest": [*ON_POLICY, "weight_sync.rounding=nearest"],
-    "no_correction": [*ON_POLICY, "algorithm.correction=none"],
-    "sequence_mis": [*ON_POLICY, "algorithm.correction=sequence_mis", "algorithm.correction_max=3"],
-    "as_trl": [
-        *ON_POLICY, "algorithm.correction=sequence_mis", "algorithm.correction_max=3", "weight_sync.rounding=nearest",
-    ],
-    "mask_truncated": [*ON_POLICY, "algorithm.mask_truncated=true"],
-    "masked_stale": ["algorithm.mask_truncated=true"],
-    "sequence_mis_stale": ["algorithm.correction=sequence_mis", "algorithm.correction_max=3"],
-    "constant": [*ON_POLICY, "algorithm.normalization=constant"],
-    "sequence": [*ON_POLICY, "algorithm.normalization=sequence"],
-    "no_std": [*ON_POLICY, "algorithm.advantage=group"],
-    "warm_up": [*ON_POLICY, "trainer.optim.warmup_steps=10"],
+    "on_policy_masked": [*ON_POLICY, "algorithm.mask_truncated=true"],
     "dr_grpo": [*ON_POLICY, "algorithm=dr_grpo"],
-}  # fmt: skip
-"""What each changes in Slipstream's defaults. `as_trl` corrects and rounds as TRL does."""
+    "sequence": [*ON_POLICY, "algorithm.normalization=sequence"],
+    "token": TOKEN,
+    "token_stale": ["algorithm.normalization=token"],
+    "token_masked": [*TOKEN, "algorithm.mask_truncated=true"],
+    "token_nearest": [*TOKEN, "weight_sync.rounding=nearest"],
+    "token_sequence_mis": [*TOKEN, *TRL_CORRECTION],
+    "as_trl": [*TOKEN, *TRL_CORRECTION, "weight_sync.rounding=nearest"],
+}
+"""What each changes in Slipstream's defaults. `as_trl` divides, corrects and rounds as TRL does."""
 TRL_ROWS: dict[str, dict[str, Any]] = {
     "trl": {},
     "trl_token_tis": {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0},
@@ -304,10 +304,22 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def report(out: Path) -> None:
-    """Table and picture of the results in a folder."""
+    """Table and picture of the results in a folder, and one file with all of them."""
     found = [json.loads(path.read_text()) for path in sorted(out.glob("*-seed*.json"))]
     print_table(found)
     draw(found, out / "real_model.png")
+    told = [{**result, "points": columns(result["points"])} for result in found]
+    measured_on = json.loads((out / "environment.json").read_text())
+    (out / "real_model.json").write_text(json.dumps({"environment": measured_on, "runs": told}) + "\n")
+
+
+def columns(points: list[dict[str, Any]]) -> dict[str, list[float | None]]:
+    """Figures by name, to four digits."""
+    names = dict.fromkeys(name for point in points for name in point)
+    return {
+        name: [None if (value := point.get(name)) is None else float(f"{value:.4g}") for point in points]
+        for name in names
+    }
 
 
 def main() -> None:

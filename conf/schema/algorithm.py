@@ -138,7 +138,7 @@ class AlgorithmConfig:
     normalization: Normalization = Normalization.token
     """token: every response token of the batch has the same weight (DAPO, arXiv:2503.14476). sequence: every response
     has the same weight. constant: as token, but divided by responses * rollout.sampling.max_tokens, so that short
-    responses do not make the step larger (Dr. GRPO); not with objective=sft.
+    responses do not make the step larger (Dr. GRPO; algorithm=grpo sets it); not with objective=sft.
     """
     mask_truncated: bool = False
     """Do not train on responses that end by length (DAPO's overlong filtering): the loss is not divided by their tokens
