@@ -91,11 +91,16 @@ def is_model_folder(path: Path) -> bool:
 
 
 def _data_of(overrides: Sequence[str]) -> list[str]:
-    """Options of data that an evaluation does not need and a run does, where they are not given."""
+    """Options of data that an evaluation does not need and a run does, where they are not given: a held-out file stands
+    in for the training rows.
+    """
     given = {name: value for name, _, value in (word.lstrip("+").partition("=") for word in overrides)}
     words = [] if {"data", "experiment"} & set(given) else ["data=files"]
-    path = given.get("data.eval_path")
-    return words if not words or path is None or "data.path" in given else [*words, f"data.path={path}"]
+    if given.get("data", "files") != "files" or {"experiment", "data.path", "data.sources"} & set(given):
+        return words
+    names = [name for name in given if name == "data.eval_path" or name.startswith("data.eval_sets.")]
+    held_out = [given[name] for name in names if given[name] not in ("", "null")]
+    return [*words, *(f"data.path={path}" for path in held_out[:1])]
 
 
 def _of_model(config: RunConfig, adapter: Path | None, checkpoint: str | None) -> tuple[RunConfig, str]:
