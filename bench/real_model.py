@@ -109,9 +109,9 @@ class Plan:
     ends_at: float
     """time.monotonic() after which nothing goes on."""
 
-    def keeps(self, row: str) -> bool:
-        """Whether a row's adapters are kept."""
-        return self.adapters is not None and row in KEPT_ROWS
+    def kept(self, row: str, seed: int) -> Path | None:
+        """Where a run's adapters are kept, if they are."""
+        return self.adapters / f"{row}-seed{seed}" if self.adapters is not None and row in KEPT_ROWS else None
 
 
 def command_of(plan: Plan, row: str, seed: int) -> list[str]:
@@ -141,7 +141,7 @@ def command_of(plan: Plan, row: str, seed: int) -> list[str]:
     ]  # fmt: skip
     if plan.is_beside:
         words.append("trainer.max_microbatch_tokens=4096")
-    if plan.keeps(row):
+    if plan.kept(row, seed) is not None:
         words += ["run.checkpoint_every_steps=1", "run.keep_checkpoints=4"]
     return [sys.executable, "-m", "orchestrator.cli.main", "train", *words, *plan.extra]
 
@@ -164,16 +164,14 @@ def run(plan: Plan, row: str, seed: int, gpu: str | None) -> dict[str, Any]:
         written_at = 0.0
         while process.poll() is None and time.monotonic() < plan.ends_at:
             time.sleep(0.2)
-            if plan.keeps(row):
-                keep_adapters(folder / "latest" / "checkpoints", plan.adapters / name)
+            keep_adapters(folder / "latest" / "checkpoints", plan.kept(row, seed))
             if time.monotonic() > written_at + 5:
                 written_at = time.monotonic()
                 collect(plan, row, seed, gpu, None)
         was_ended = process.poll() is None
         if was_ended:
             end(process)
-    if plan.keeps(row):
-        keep_adapters(folder / "latest" / "checkpoints", plan.adapters / name)
+    keep_adapters(folder / "latest" / "checkpoints", plan.kept(row, seed))
     return collect(plan, row, seed, gpu, None if was_ended else process.returncode)
 
 
@@ -187,8 +185,10 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def keep_adapters(checkpoints: Path, folder: Path) -> None:
-    """Copy the adapters of KEPT_STEPS whose checkpoints are whole."""
+def keep_adapters(checkpoints: Path, folder: Path | None) -> None:
+    """Copy the adapters of KEPT_STEPS whose checkpoints are whole, if there is a folder for them."""
+    if folder is None:
+        return
     for step in KEPT_STEPS:
         whole, kept = checkpoints / f"step-{step:06d}" / "adapter", folder / f"step-{step}"
         if whole.is_dir() and not kept.exists():
