@@ -38,7 +38,7 @@ AHEAD = "rollout.max_concurrent_groups=80"
 """Groups in flight over all workers, for five batches of 16: what a staleness of 4 lets be sampled ahead."""
 ROWS = {
     "grpo": [],
-    "no_publish": ["weight_sync.enabled=false"],
+    "no_publish": [],
     "shuffled": [SHUFFLED],
     "dapo": ["algorithm=dapo"],
     "dr_grpo": ["algorithm=dr_grpo"],

@@ -1,10 +1,12 @@
 """Controls of experiments: what a run must not learn from.
 
 slipstream train ... algorithm.advantage=bench/controls.py:shuffled
+python -m bench.controls train ...        the same command, but engines keep version 0
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,3 +32,11 @@ def shuffled(groups: Sequence[Group]) -> list[list[float | None]]:
 def _permuted(advantages: list[float | None]) -> list[float | None]:
     known = iter(_DRAWS.permutation([one for one in advantages if one is not None]).tolist())
     return [None if one is None else next(known) for one in advantages]
+
+
+if __name__ == "__main__":
+    from conf.schema import WeightSyncConfig
+    from orchestrator.cli.main import main
+
+    WeightSyncConfig.enabled = False
+    sys.exit(main())

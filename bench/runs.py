@@ -49,7 +49,7 @@ ALGORITHMS = {
 """Presets of conf/algorithm, as they are but for the quick start's sizes."""
 SCENARIOS = {
     "quickstart": ["experiment=quickstart"],
-    "no_publish": ["experiment=quickstart", "weight_sync.enabled=false"],
+    "no_publish": ["experiment=quickstart"],
     "shuffled": ["experiment=quickstart", SHUFFLED],
     "flat_engine_none": ["experiment=quickstart", "rollout.eval.temperature=0", "algorithm.correction=none"],
     "flat_engine_tis": ["experiment=quickstart", "rollout.eval.temperature=0", "algorithm.correction=tis"],
@@ -87,7 +87,8 @@ def run(name: str, folder: Path, extra: list[str]) -> dict[str, Any]:
 def train(name: str, words: list[str], folder: Path, environment: dict[str, str] | None = None) -> tuple[Path, float]:
     """One run through the command line, in its own process. Returns its run folder and the command's seconds."""
     started = time.monotonic()
-    command = [sys.executable, "-m", "orchestrator.cli.main", "train", *words, f"run.dir={folder}", f"run.name={name}"]
+    module = "bench.controls" if name == "no_publish" else "orchestrator.cli.main"
+    command = [sys.executable, "-m", module, "train", *words, f"run.dir={folder}", f"run.name={name}"]
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
     return (folder / "latest").resolve(), time.monotonic() - started
 

@@ -81,6 +81,7 @@ GONE = (
             "run.max_sample_bytes_per_step": 262_144,
         }.items()
     ),
+    _gone("weight_sync.enabled", "run python -m bench.controls train to publish nothing but version 0", True),
     _gone("algorithm.shuffle_advantages", "set algorithm.advantage=bench/controls.py:shuffled", False),
     _gone("reward.judge.max_tokens", "set reward.judge.extra.max_tokens", 512),
     _gone("reward.judge.temperature", "set reward.judge.extra.temperature", 0),

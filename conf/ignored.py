@@ -413,12 +413,6 @@ def _reasons_of_sampling(config: RunConfig) -> tuple[Ignored, ...]:
             "remove it, or set rollout.tp_size",
         ),
         Ignored(
-            "rollout.max_restarts",
-            not config.weight_sync.enabled,
-            "weight_sync.enabled=false, which restarts no worker",
-            "remove it, or choose weight_sync=standard",
-        ),
-        Ignored(
             "rollout.episodes.",
             config.rollout.agent is None,
             "rollout.agent=null, which samples one response to each prompt",

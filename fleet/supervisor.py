@@ -239,7 +239,7 @@ class Supervisor:
             What will happen, for people.
         """
         if self._restart is None:
-            return "this run does not restart workers (weight_sync.enabled=false): nothing was done"
+            return "this run does not restart workers: nothing was done"
         replica = self.replicas[index]
         if replica.state is ReplicaState.starting:
             return f"{replica.worker.name} is being restarted already"

@@ -174,9 +174,7 @@ class RolloutConfig:
     """If a group takes longer, it is given up, counted and sampled again on another worker, and its worker is taken out
     of service."""
     max_restarts: int = 3
-    """How often a worker that failed is started again in a run; 0: it stays out of service. Ignored when
-    weight_sync.enabled=false.
-    """
+    """How often a worker that failed is started again in a run; 0: it stays out of service."""
     restart_backoff_s: ClassVar[float] = 1.0
     """Pause after an attempt to restart a worker that failed; it doubles with every further failure. The first attempt
     comes at once.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 from conf.schema.rules import above, at_least, require
 
@@ -69,8 +70,10 @@ class Relay(StrEnum):
 class WeightSyncConfig:
     """How new weights get from trainer ranks into running engines."""
 
-    enabled: bool = True
-    """false: publish only version 0, for experiments that show what publishing is worth."""
+    enabled: ClassVar[bool] = True
+    """False: only version 0 is published, no worker is restarted, and no bound on staleness holds: a control that must
+    not learn (bench/controls.py).
+    """
     mode: SyncMode = SyncMode.merged
     """merged: W + (alpha / rank) * B @ A replaces the weights of the paused engine. adapter: the base is sent once
     (INT4: engines load it from model.path), then only A and B, into a free slot of the engine, which is never paused;

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from conf.schema import AlgorithmConfig, RolloutConfig, RunConfig, RunSection, SamplingConfig
+from conf.schema import AlgorithmConfig, RolloutConfig, RunConfig, RunSection, SamplingConfig, WeightSyncConfig
 from fleet.router import Router
 from fleet.supervisor import Supervisor
 from orchestrator.figures.held_out import eval_names
@@ -93,6 +93,13 @@ def publish_report(version: int, replicas: Sequence[ReplicaReport], num_changed:
 def an_offer(version: int, epoch: int = 1) -> Offer:
     """What a worker of that version lets a peer read: no parameter at all."""
     return Offer(version, epoch, plan="plan", layout="layout", link="tcp", binding=Binding("session", {}), hashes={})
+
+
+class Unpublished(WeightSyncConfig):
+    """Engines keep version 0."""
+
+    __slots__ = ()
+    enabled = False
 
 
 @dataclass

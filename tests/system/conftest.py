@@ -77,7 +77,7 @@ def dashboard_beside_another() -> Iterator[str]:
         yield "cluster.dashboard_port=null"
 
 
-def command(words: list[str], folder: Path) -> list[str]:
+def command(words: list[str], folder: Path, module: str = "orchestrator.cli.main") -> list[str]:
     """The command line of a small run under `folder`: of the quick start unless a word names another experiment, and on
     a Ray cluster of its own, without its dashboard, unless a word says otherwise.
     """
@@ -86,7 +86,7 @@ def command(words: list[str], folder: Path) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "orchestrator.cli.main",
+        module,
         "train",
         *([] if any(word.startswith("experiment=") for word in words) else ["experiment=quickstart"]),
         f"run.dir={folder}",
@@ -252,10 +252,10 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return read_rows(folder / "metrics.jsonl")
 
 
-def train(words: list[str], folder: Path) -> FinishedRun:
+def train(words: list[str], folder: Path, module: str = "orchestrator.cli.main") -> FinishedRun:
     """One run, to its end."""
     done = subprocess.run(
-        command(words, folder), capture_output=True, text=True, timeout=RUN_TIMEOUT_S, env={**os.environ}
+        command(words, folder, module), capture_output=True, text=True, timeout=RUN_TIMEOUT_S, env={**os.environ}
     )
     return FinishedRun((folder / "latest").resolve(), done.returncode, done.stderr + done.stdout[-3000:])
 

@@ -56,7 +56,7 @@ KL_COEF = 0.5
 
 RUNS = {
     "learned": LETTERS,
-    "no_publish": [*LETTERS, "weight_sync.enabled=false"],
+    "no_publish": LETTERS,
     "shuffled": [*LETTERS, SHUFFLED],
     # All three batches that may be sampled from version 0 fit into the engine at once, so that they are.
     "staleness_2": [
@@ -80,7 +80,10 @@ def started(
         with ThreadPoolExecutor(max_workers=2) as pool:
             runs: dict[str, Future[Any]] = {
                 name: pool.submit(
-                    train, [*RUNS[name], f"cluster.ray_address={cluster.address}"], tmp_path_factory.mktemp(name)
+                    train,
+                    [*RUNS[name], f"cluster.ray_address={cluster.address}"],
+                    tmp_path_factory.mktemp(name),
+                    "bench.controls" if name == "no_publish" else "orchestrator.cli.main",
                 )
                 for name in RUNS
                 if name in wanted

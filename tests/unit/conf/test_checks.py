@@ -277,10 +277,6 @@ CASES = [
         "algorithm.clip_high has no effect with algorithm.ratio_baseline=trainer.*set algorithm.ratio_baseline=rollout",
     ),
     (
-        ["weight_sync=disabled", "rollout.max_restarts=5"],
-        "rollout.max_restarts has no effect with weight_sync.enabled=false.*weight_sync=standard",
-    ),
-    (
         ["model=tiny_qwen3", "trainer.ep_size=1", "trainer.lora.expert_rank=4"],
         "trainer.lora.expert_rank has no effect with model_type=qwen3, which has no experts",
     ),
@@ -364,7 +360,6 @@ def test_options_of_a_checkpoint_are_judged_once_its_config_is_read() -> None:
     [
         ["trainer=full"],
         ["trainer=full", "algorithm.kl_coef=0.1"],  # the ranks keep their first shards as the reference
-        ["weight_sync=disabled"],
         ["trainer.max_microbatch_tokens=1"],  # a longer sample gets a microbatch of its own
         ["data.eval_path=null"],
         ["algorithm=dapo", "algorithm.clip_high=0.3"],
@@ -376,7 +371,7 @@ def test_options_of_a_checkpoint_are_judged_once_its_config_is_read() -> None:
         ["model=tiny_qwen3", "trainer.ep_size=1", "trainer.lora.attention=false"],
         ["model=tiny_deepseek_v3"],
         ["model=tiny_deepseek_v3", "trainer.numerics.match=transformers", "trainer.lora.expert_rank=4"],
-        ["weight_sync=disabled", "rollout.sampling.max_tokens=3"],
+        ["rollout.sampling.max_tokens=3"],
         ["algorithm.mask_truncated=true", "rollout.sampling.stop_at_eos=true"],
         ["algorithm.mask_truncated=true", "rollout.sampling.stop=[a]"],
         ["rollout.eval.top_p=0.9", "rollout.eval.top_k=20", "rollout.eval.min_p=0.1", "rollout.eval.seed=1"],

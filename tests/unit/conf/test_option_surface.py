@@ -99,7 +99,6 @@ OPTIONS = [
     "rollout.max_concurrent_groups",
     "rollout.request_timeout_s",
     "rollout.max_restarts",
-    "weight_sync.enabled",
     "weight_sync.mode",
     "weight_sync.rounding",
     "weight_sync.on_busy_slot",

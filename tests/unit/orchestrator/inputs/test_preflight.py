@@ -13,7 +13,7 @@ import pytest
 from conf.errors import ConfigError
 from conf.load import load_run_config
 from conf.model_checks import check_packed_base_reaches_engines, check_packed_experts_stay_frozen
-from conf.schema import Device, Init
+from conf.schema import Device, Init, WeightSyncConfig
 from orchestrator.environment import resolve_device
 from orchestrator.errors import PreflightError
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
@@ -340,16 +340,18 @@ def test_the_figure_that_chooses_the_best_checkpoint_is_one_of_the_runs() -> Non
         check_evaluation(wrong)
 
 
-def test_an_adapter_to_start_from_is_needed_again_for_a_reference_alone() -> None:
+def test_an_adapter_to_start_from_is_needed_again_for_a_reference_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["experiment=quickstart", "trainer.lora.init_from=gone"]
     resumed = ["run.resume=runs/latest", *words]
     assert "is not read again" in check_initial_adapter(load_run_config(resumed)).finding
     assert not load_run_config(resumed).reads_initial_adapter
-    for needs_it in (words, [*resumed, "algorithm.kl_coef=0.1"], [*resumed, "weight_sync.enabled=false"]):
+    for needs_it in (words, [*resumed, "algorithm.kl_coef=0.1"]):
         config = load_run_config(needs_it)
         assert config.reads_initial_adapter
         with pytest.raises(ConfigError, match=r"trainer\.lora\.init_from=gone"):
             check_initial_adapter(config)
+    monkeypatch.setattr(WeightSyncConfig, "enabled", False)
+    assert load_run_config(resumed).reads_initial_adapter, "engines keep version 0"
 
 
 def test_an_argument_that_vllm_does_not_know_is_refused_before_anything_starts() -> None:

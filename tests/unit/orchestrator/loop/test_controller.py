@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from fakes.loop import FakeWorker, Loop, make_config
+from fakes.loop import FakeWorker, Loop, Unpublished, make_config
 
 from conf.schema import Relay, WeightSyncConfig
 from fleet.errors import NoReplicasLeft
@@ -303,7 +303,7 @@ async def test_hanging_worker_is_given_up_when_it_goes_out_of_service(tmp_path: 
 
 
 async def test_control_without_publishing_samples_from_version_0_for_ever(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, replace(make_config(num_steps=5), weight_sync=WeightSyncConfig(enabled=False)))
+    loop = Loop(tmp_path, replace(make_config(num_steps=5), weight_sync=Unpublished()))
     await loop.run()
     assert [entry for entry in loop.world.diary if entry[0] == "publish"] == [("publish", 0)]
     assert {entry[2] for entry in loop.world.diary if entry[0] == "sample"} == {0}

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes.loop import Loop, make_config
+from fakes.loop import Loop, Unpublished, make_config
 
-from conf.schema import RunConfig, WeightSyncConfig
+from conf.schema import RunConfig
 from fleet.waiting import finish_first
 from orchestrator.loop import step_loop
 
@@ -121,7 +121,7 @@ async def test_what_the_work_raised_meanwhile_is_told(caplog: pytest.LogCaptureF
 
 
 async def test_control_without_publishing_is_resumed_with_version_0_in_its_engines(tmp_path: Path) -> None:
-    config = replace(make_config(num_steps=4), weight_sync=WeightSyncConfig(enabled=False))
+    config = replace(make_config(num_steps=4), weight_sync=Unpublished())
     await Loop(tmp_path, config).run()
     longer = Loop(tmp_path, replace(config, run=replace(config.run, num_steps=6)), resume_step=4)
     await longer.run()
