@@ -267,7 +267,7 @@ def print_table(results: list[dict[str, Any]]) -> None:
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Held-out reward by step and by second, training reward and length by step; a line per run."""
+    """Held-out reward by step and by second, length and k3 (staleness 0) by step; a line per run."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -277,8 +277,8 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     panels = (
         ("held-out reward by step", "step", "held_out"),
         ("held-out reward by second", "s", "held_out"),
-        ("training reward by step, mean of 5", "step", "reward"),
         ("tokens of a response by step", "step", "tokens"),
+        ("k3 by step, mean of 5", "step", "k3"),
     )
     figure, axes = pyplot.subplots(2, 2, figsize=(12, 8), layout="constrained")
     for axis, (title, across, up) in zip(axes.flat, panels, strict=True):
@@ -286,16 +286,11 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
         for result in results:
             points = [point for point in result["points"] if point.get(up) is not None]
             values = [point[up] for point in points]
-            if up == "reward":
+            if up == "k3":
+                axis.set_yscale("log")
                 values = [statistics.mean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
             number = rows.index(result["row"])
-            label = (
-                result["row"]
-                if result["seed"] == min(r["seed"] for r in results if r["row"] == result["row"])
-                else None
-            )
-            style = {"color": f"C{number % 10}", "linewidth": 1.2, "linestyle": "-" if number < 10 else "--"}
-            axis.plot([point[across] for point in points], values, label=label, **style)
+            axis.plot([point[across] for point in points], values, color=f"C{number % 10}", linewidth=1.2)
     for number, row in enumerate(rows):
         axes[0, 0].plot([], [], color=f"C{number % 10}", label=row)
     axes[0, 0].legend(fontsize="small")

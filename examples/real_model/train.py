@@ -1,6 +1,6 @@
 """A real pretrained model learns a task from its own answers (GRPO, LoRA): one command, everything made on the spot.
 
-    .venv/bin/python examples/real_model/train.py cpu          two cores, 20 minutes
+    .venv/bin/python examples/real_model/train.py cpu          two cores, some minutes
     .venv/bin/python examples/real_model/train.py one_gpu      trainer and engine share it
     .venv/bin/python examples/real_model/train.py two_gpus     trainer on one, engine on the other
     .venv/bin/python examples/real_model/train.py two_gpus --task chain run.num_steps=200
