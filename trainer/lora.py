@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from conf.schema import LoraConfig
+from trainer.kernels.experts.low_rank import add_dense_low_rank
 
 
 def adapter_dtype(lora: LoraConfig) -> torch.dtype:
@@ -37,7 +38,8 @@ class Adapted(nn.Module):
     """Of each adapted parameter by its name here: the key of the thresholds by which its merged values are rounded
     (trainer.weights.rounding). Without one they are rounded to nearest."""
     rounds_base_first: bool = False
-    """Whether the base product is rounded before the adapter's is added, as in engines with adapters in slots."""
+    """Whether the sum of a rounded base product and an adapter's is rounded to nearest, as in engines with adapters in
+    slots."""
     merged: tuple[Tensor, ...] | None = None
     """Weights with the adapter in them, to compute with instead of both; see trainer.engine_ops.merged_forward."""
 
@@ -89,8 +91,9 @@ def apply_together(linears: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
 class _AdaptedLinears(torch.autograd.Function):
     """x W^T + b + scale * (x A^T) B^T for each of some (W, b, A, B), with W and b frozen.
 
-    All gradients of x are summed in one accumulator, to which the base's is added last, and scale is applied in
-    accumulators.
+    Products of adapters, and their parts of the gradient of x, are added to products with W that are rounded already.
+    In bfloat16 they are, after few steps of training, less than half a step of those, and rounding to nearest would
+    take them away again: see trainer.rounding.rounded_sum.
     """
 
     @staticmethod
@@ -106,7 +109,7 @@ class _AdaptedLinears(torch.autograd.Function):
         outs = [
             F.linear(rows_TI, weight, bias).addmm_(low, b.t(), alpha=scale)
             if rounds_base_first
-            else _rounded_once(rows_TI, weight, bias, low, b, scale)
+            else add_dense_low_rank(F.linear(rows_TI, weight, bias), low, b, scale)
             for weight, bias, b, low in zip(weights, biases, bs, low_TR.split(ctx.ranks, 1), strict=True)
         ]
         ctx.save_for_backward(rows_TI, a_RI, low_TR, *weights, *bs)
@@ -123,34 +126,14 @@ class _AdaptedLinears(torch.autograd.Function):
             dlow.addmm_(dy, b, beta=0, alpha=ctx.scale)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx_TI = dlow_TR @ a_RI
-            for dy, weight in zip(dys, weights, strict=True):
+            dx_TI = dys[0] @ weights[0]
+            for dy, weight in zip(dys[1:], weights[1:], strict=True):
                 dx_TI.addmm_(dy, weight)
-            dx = dx_TI.view(*douts[0].shape[:-1], a_RI.shape[1])
+            dx = add_dense_low_rank(dx_TI, dlow_TR, a_RI.t()).view(*douts[0].shape[:-1], a_RI.shape[1])
         das = _product(dlow_TR.t(), rows_TI, ctx.adapter_dtype).split(ctx.ranks)
         lows = low_TR.split(ctx.ranks, 1)
         dbs = [_product(dy.t(), low, ctx.adapter_dtype, ctx.scale) for dy, low in zip(dys, lows, strict=True)]
         return dx, None, None, *(grad for da, db in zip(das, dbs, strict=True) for grad in (None, None, da, db))
-
-
-def _rounded_once(rows_TI: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, b: Tensor, scale: float) -> Tensor:
-    """x W^T + b + scale * low B^T in the format of x.
-
-    Where the adapter's product is added to numbers that are rounded already, rounding takes it away again if it is less
-    than half a step of theirs, as after few steps of training. cuBLAS rounds its product before it adds to a matrix of
-    16 bits, whatever the order of the two, so that there the sum is made of float32.
-    """
-    if rows_TI.is_cuda and rows_TI.dtype is not torch.float32 and rows_TI.shape[0]:
-        base = torch.mm(rows_TI, weight.t(), out_dtype=torch.float32)
-        if bias is not None:
-            base.add_(bias)
-        return torch.add(base, low @ b.t(), alpha=scale, out=torch.empty_like(base, dtype=rows_TI.dtype))
-    if bias is None:
-        return (
-            low.new_empty(low.shape[0], b.shape[0]).addmm_(low, b.t(), beta=0, alpha=scale).addmm_(rows_TI, weight.t())
-        )
-    base, update = (x.float() @ m.float().t() for x, m in ((rows_TI, weight), (low, b)))
-    return base.add_(update, alpha=scale).add_(bias).to(rows_TI.dtype)
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:

@@ -7,7 +7,8 @@ get is the value (stochastic rounding: Croci et al. 2022, https://doi.org/10.109
 belongs to an element of a parameter for the whole run, so that equal values give equal bits, and few elements change
 from version to version.
 
-Owns the thresholds and the rounding, as torch operations; merge_kernel.py and fp8_kernels.py repeat both, bit by bit.
+Owns the thresholds and the rounding, as torch operations; trainer.kernels.rounding, merge_kernel.py and fp8_kernels.py
+repeat both, bit by bit. `rounded_sum` does the same for activations.
 
 Invariant: a threshold depends on the run's seed, the name of the parameter, and the element's row and column in the
 parameter as it is over all ranks. It does not depend on how ranks cut it, on what an engine asks for, or on a resume.
@@ -66,6 +67,22 @@ def thresholds(key: int, rows_R: Tensor, columns: range) -> Tensor:
     rows_R = rows_R * ROW_FACTOR + key
     columns_N = torch.arange(columns.start, columns.stop, device=rows_R.device).mul_(COLUMN_FACTOR)
     return _mix(_mix(_int32(rows_R))[:, None] ^ _int32(columns_N))
+
+
+def rounded_sum(values_TN: Tensor, added_TN: Tensor) -> Tensor:
+    """bfloat16 values plus float32 ones, rounded up or down so that the mean of many sums is theirs.
+
+    Rounded to nearest, a sum would be the first number again wherever the second is less than half a step of it. The
+    threshold comes from the bits of both addends and the column: the sum does not depend on where a row stands.
+    Adding 0 changes nothing.
+
+    Returns:
+        Float32 that bfloat16 holds.
+    """
+    values_TN, added_TN = values_TN.float(), added_TN.float()
+    columns_N = torch.arange(values_TN.shape[-1], device=values_TN.device).mul_(COLUMN_FACTOR)
+    bits_TN = added_TN.view(torch.int32) + values_TN.view(torch.int32) * _signed(ROW_FACTOR)
+    return _cut(values_TN + added_TN, _mix(bits_TN ^ _int32(columns_N)), 16)
 
 
 def _mix(bits: Tensor) -> Tensor:

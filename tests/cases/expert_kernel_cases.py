@@ -39,6 +39,10 @@ from trainer.kernels.experts.gather import (
 )
 from trainer.kernels.experts.grouped_gemm import grouped_gradient_triton, grouped_product_triton
 from trainer.kernels.experts.low_rank import (
+    add_dense_low_rank,
+    add_dense_low_rank_torch,
+    add_dense_low_rank_triton,
+    add_low_rank,
     add_low_rank_torch,
     add_low_rank_triton,
     low_rank_gradient_torch,
@@ -162,6 +166,34 @@ def case_add_low_rank(device: str) -> None:
                 mine = add_low_rank_triton(rows.clone(), *arguments, groups)
                 wanted = add_low_rank_torch(rows.clone(), *arguments, groups)
                 assert_near(mine, wanted, f"{dtype} rank {rank}")
+
+
+def case_add_dense_low_rank(device: str) -> None:
+    """One factor for all rows; the narrow side may be columns of a wider tensor."""
+    for dtype in dtypes_of(device):
+        for rank in (12, WIDE_RANK):
+            rows, low = (draw(100, n, device=device, dtype=dtype) for n in (H, rank + 4))
+            for factor in (draw(H, rank, device=device, dtype=dtype), draw(rank, H, device=device, dtype=dtype).t()):
+                mine = add_dense_low_rank_triton(rows.clone(), low[:, :rank], factor, 0.5)
+                wanted = add_dense_low_rank_torch(rows.clone(), low[:, :rank], factor, 0.5)
+                assert_near(mine, wanted, f"{dtype} rank {rank}")
+
+
+def case_updates_far_below_a_step_of_bfloat16_arrive(device: str) -> None:
+    """In the mean; without a product rows stay as they are. By kernels on CUDA alone: see dtypes_of."""
+    rows = draw(512, 256, device=device, dtype=torch.bfloat16)
+    low = draw(512, 16, device=device, dtype=torch.bfloat16)
+    factor = (draw(1, 256, 16, device=device) * 2e-3).bfloat16()
+    groups = groups_of((512,), device)
+    added = low.double() @ factor[0].double().t()
+    for got in (
+        add_dense_low_rank(rows.clone(), low, factor[0], 1.0),
+        add_low_rank(rows.clone(), low, factor, None, groups),
+    ):
+        kept = ((got.double() - rows.double()) * added).sum() / added.square().sum()
+        assert abs(float(kept) - 1) < 0.05
+        assert not torch.equal(got, rows)
+    assert torch.equal(add_dense_low_rank(rows.clone(), low, torch.zeros_like(factor[0]), 1.0), rows)
 
 
 def case_low_rank_gradient(device: str) -> None:

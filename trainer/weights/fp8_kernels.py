@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.kernels.rounding import cut_bits
 from trainer.weights.merge_kernel import (
     NOT_SPECIALIZED,
     ROUNDING,
     TILE_COLUMNS,
-    cut_bits,
     merged_tile,
     rounding_of,
     tile_thresholds,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer import rounding
+from trainer.kernels.rounding import COLUMN_FACTOR, ROW_FACTOR, cut_bits, mix
 from trainer.weights.merge_operands import MergeOperands
 
 TILE_ROWS, TILE_COLUMNS, TILE_RANK = 64, 64, 32
@@ -30,9 +30,6 @@ NOT_SPECIALIZED = (
 """Integers whose values do not make Triton compile a kernel again."""
 ROUNDING = ("key", "stack_row", "first_column")
 """Likewise; see `rounding_of`."""
-ROW_FACTOR, COLUMN_FACTOR, FIRST_MIX, SECOND_MIX = (
-    tl.constexpr(factor) for factor in (rounding.ROW_FACTOR, rounding.COLUMN_FACTOR, *rounding.MIX_FACTORS)
-)
 
 
 @triton.jit
@@ -103,23 +100,8 @@ def merged_tile(
 def tile_thresholds(key, stack_row, first_row, pitch, skipped_rows, first_column, band, at, columns):
     """trainer.rounding.thresholds of a tile's elements, as uint32."""
     rows = stack_row + first_row + band * pitch + at + skipped_rows
-    rows = _mix(rows.to(tl.uint32) * ROW_FACTOR + key.to(tl.uint32))
-    return _mix(rows[:, None] ^ ((first_column + columns).to(tl.uint32) * COLUMN_FACTOR)[None, :])
-
-
-@triton.jit
-def _mix(bits):
-    bits = (bits ^ (bits >> 16)) * FIRST_MIX
-    bits = (bits ^ (bits >> 13)) * SECOND_MIX
-    return bits ^ (bits >> 16)
-
-
-@triton.jit
-def cut_bits(values, thresholds, NUM_BITS: tl.constexpr):
-    """Drop the lowest bits of float32 after a threshold of as many bits is added to them; NaN stays NaN."""
-    bits = values.to(tl.uint32, bitcast=True) + (thresholds >> (32 - NUM_BITS))
-    cut = ((bits >> NUM_BITS) << NUM_BITS).to(tl.float32, bitcast=True)
-    return tl.where(values == values, cut, values)
+    rows = mix(rows.to(tl.uint32) * ROW_FACTOR + key.to(tl.uint32))
+    return mix(rows[:, None] ^ ((first_column + columns).to(tl.uint32) * COLUMN_FACTOR)[None, :])
 
 
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, *ROUNDING])

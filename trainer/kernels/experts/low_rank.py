@@ -2,6 +2,8 @@
 
     rows[i] += low[i] @ P[e]^T + bias[e]              out[e] = sum over rows i of e: w[i] left[i]^T right[source[i]]
 
+bfloat16 rows are sums of trainer.rounding.rounded_sum: updates far below a step of a row's elements arrive in the mean.
+
 Both are bound by memory, and each reads the wide operand once. A gradient reads it as it was before the gather that
 sorted the rows: there a token is one row instead of K, and the cache has it for the other K - 1 reads. One thread block
 per output tile sums gradients in float32 over rows in order and writes them in the parameter's dtype: float32
@@ -11,6 +13,8 @@ the parts' sums in order. The torch forms define the result, and run on devices 
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -28,6 +32,8 @@ from trainer.kernels.launch import (
     programs,
     tiling_of,
 )
+from trainer.kernels.rounding import rounded_sum as rounded_sum_of_tiles
+from trainer.rounding import rounded_sum
 
 ADD = {
     128: Tiling(64, 64, warps=4, stages=3),
@@ -59,10 +65,22 @@ def add_low_rank_torch(
     out_SN = rows_SN.to(wide, copy=True)
     if low_SR is not None and p_ENR is not None:
         for expert, rows in groups.slices():
-            out_SN[rows] += low_SR[rows].to(wide) @ factor_of(p_ENR, expert, low_SR.dtype).to(wide).t()
-    if bias_EN is not None:
+            added = low_SR[rows].to(wide) @ factor_of(p_ENR, expert, low_SR.dtype).to(wide).t()
+            out_SN[rows] = _sum(rows_SN.dtype, out_SN[rows], added if bias_EN is None else added + bias_EN[expert])
+    elif bias_EN is not None:
         out_SN += bias_EN.to(wide)[groups.expert_of_row_S]
     return rows_SN.copy_(out_SN)
+
+
+def _sum(dtype: torch.dtype, values: Tensor, added: Tensor) -> Tensor:
+    return rounded_sum(values, added) if dtype is torch.bfloat16 else values + added
+
+
+def add_dense_low_rank_torch(rows_TN: Tensor, low_TR: Tensor, p_NR: Tensor, scale: float) -> Tensor:
+    """The definition of `add_dense_low_rank`."""
+    if rows_TN.dtype is not torch.bfloat16:
+        return rows_TN.addmm_(low_TR, p_NR.t(), alpha=scale)
+    return rows_TN.copy_(rounded_sum(rows_TN, (low_TR.float() @ p_NR.float().t()).mul_(scale)))
 
 
 def low_rank_gradient_torch(
@@ -98,13 +116,32 @@ def add_low_rank_triton(
         tiling = tiling_of(ADD, rank, rows_SN.element_size())
         tiles = groups.tiles(tiling.rows)
         programs(_add_low_rank, (cdiv(num_columns, SPAN), tiles.shape[0]))(
-            rows_SN, low_SR, p_ENR, bias_EN, tiles, num_columns,
+            rows_SN, low_SR, p_ENR, bias_EN, tiles, num_rows, num_columns, rank, 1.0,
             *((0, 0, 0) if p_ENR is None else p_ENR.stride()),
-            HAS_LORA=p_ENR is not None, HAS_BIAS=bias_EN is not None, RANK=rank, PADDED_RANK=padded_rank(rank),
-            BLOCK_M=tiling.rows, BLOCK_N=tiling.columns, SPAN=SPAN, STAGES=tiling.stages,
-            PRECISION=precision_of(rows_SN), num_warps=tiling.warps,
+            HAS_LORA=p_ENR is not None, HAS_BIAS=bias_EN is not None, **_shape(rank, tiling, rows_SN),
         )  # fmt: skip
     return rows_SN
+
+
+def add_dense_low_rank_triton(rows_TN: Tensor, low_TR: Tensor, p_NR: Tensor, scale: float) -> Tensor:
+    """The same as add_dense_low_rank_torch, by a kernel."""
+    (num_rows, num_columns), rank = rows_TN.shape, low_TR.shape[1]
+    if num_rows:
+        tiling = tiling_of(ADD, rank, rows_TN.element_size())
+        programs(_add_low_rank, (cdiv(num_columns, SPAN), cdiv(num_rows, tiling.rows)))(
+            rows_TN, low_TR, p_NR, None, None, num_rows, num_columns, low_TR.stride(0), scale, 0, *p_NR.stride(),
+            HAS_LORA=True, HAS_BIAS=False, **_shape(rank, tiling, rows_TN),
+        )  # fmt: skip
+    return rows_TN
+
+
+def _shape(rank: int, tiling: Tiling, rows: Tensor) -> dict[str, Any]:
+    """What `_add_low_rank` is compiled for."""
+    return {
+        "IS_BFLOAT16": rows.dtype is torch.bfloat16, "RANK": rank, "PADDED_RANK": padded_rank(rank),
+        "BLOCK_M": tiling.rows, "BLOCK_N": tiling.columns, "SPAN": SPAN, "STAGES": tiling.stages,
+        "PRECISION": precision_of(rows), "num_warps": tiling.warps,
+    }  # fmt: skip
 
 
 def low_rank_gradient_triton(
@@ -150,7 +187,7 @@ def add_low_rank(
     bias_EN: Tensor | None,
     groups: RowGroups,
 ) -> Tensor:
-    """Add low @ P[e]^T and the expert's bias to rows, in place, rounding once.
+    """Add low @ P[e]^T and the expert's bias to rows, in place, rounded once; see the top for bfloat16.
 
     Args:
         rows_SN: contiguous.
@@ -166,6 +203,22 @@ def add_low_rank(
         return rows_SN
     implementation = add_low_rank_triton if rows_SN.is_cuda else add_low_rank_torch
     return implementation(rows_SN, low_SR, p_ENR, bias_EN, groups)
+
+
+def add_dense_low_rank(rows_TN: Tensor, low_TR: Tensor, p_NR: Tensor, scale: float = 1.0) -> Tensor:
+    """Add scale * low @ P^T to rows, in place, rounded once; see the top for bfloat16.
+
+    Args:
+        rows_TN: contiguous.
+        low_TR: in the format of rows; columns are contiguous.
+        p_NR: in the format of rows, any strides.
+        scale: of the product.
+
+    Returns:
+        rows_TN.
+    """
+    is_for_kernel = rows_TN.is_cuda and rows_TN.dtype is torch.bfloat16
+    return (add_dense_low_rank_triton if is_for_kernel else add_dense_low_rank_torch)(rows_TN, low_TR, p_NR, scale)
 
 
 def low_rank_gradient(
@@ -196,37 +249,49 @@ def low_rank_gradient(
 
 @triton.jit
 def _add_low_rank(
-    rows_ptr, low_ptr, p_ptr, bias_ptr, tiles_ptr, num_columns, p_expert_stride, p_row_stride, p_rank_stride,
-    HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr, RANK: tl.constexpr, PADDED_RANK: tl.constexpr,
+    rows_ptr, low_ptr, p_ptr, bias_ptr, tiles_ptr, num_rows, num_columns, low_stride, scale,
+    p_expert_stride, p_row_stride, p_rank_stride,
+    HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr, IS_BFLOAT16: tl.constexpr,
+    RANK: tl.constexpr, PADDED_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile = tiles_ptr + tl.program_id(1) * 3
-    expert, first, stop = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    """Without tiles all rows have one P."""
+    if tiles_ptr is None:
+        expert, first = tl.zeros([], dtype=tl.int64), tl.program_id(1) * BLOCK_M
+        stop = tl.minimum(first + BLOCK_M, num_rows)
+    else:
+        tile = tiles_ptr + tl.program_id(1) * 3
+        expert, first, stop = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     if first < stop:
         rows = first + tl.arange(0, BLOCK_M)
         is_row = rows < stop
         rows = rows.to(tl.int64)
         ranks = tl.arange(0, PADDED_RANK)
         is_rank = ranks < RANK
-        low_at = rows[:, None] * RANK + ranks[None, :]
+        low_at = rows[:, None] * low_stride + ranks[None, :]
         low = tl.load(low_ptr + low_at, is_row[:, None] & is_rank[None, :], other=0.0) if HAS_LORA else 0.0
         for start in tl.range(0, SPAN, BLOCK_N, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
             columns = tl.program_id(0) * SPAN + start + tl.arange(0, BLOCK_N)
             is_column = columns < num_columns
             inside = is_row[:, None] & is_column[None, :]
             at = rows_ptr + rows[:, None] * num_columns + columns[None, :]
-            acc = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            values = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            added = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
             if HAS_LORA:
                 p = tl.load(
                     p_ptr + expert * p_expert_stride + columns[None, :] * p_row_stride + ranks[:, None] * p_rank_stride,
                     mask=is_rank[:, None] & is_column[None, :],
                     other=0.0,
                 )
-                acc = tl.dot(low, p.to(low_ptr.dtype.element_ty), acc, input_precision=PRECISION)
+                added = tl.dot(low, p.to(low_ptr.dtype.element_ty), input_precision=PRECISION) * scale
             if HAS_BIAS:
                 bias = tl.load(bias_ptr + expert * num_columns + columns, mask=is_column, other=0.0)
-                acc += bias.to(tl.float32)[None, :]
-            tl.store(at, acc.to(rows_ptr.dtype.element_ty), mask=inside)
+                added += bias.to(tl.float32)[None, :]
+            if HAS_LORA and IS_BFLOAT16:
+                values = rounded_sum_of_tiles(values, added, columns)
+            else:
+                values += added
+            tl.store(at, values.to(rows_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

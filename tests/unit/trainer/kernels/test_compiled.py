@@ -22,7 +22,11 @@ from trainer.architecture.activation import SWIGLU
 from trainer.kernels.experts import grouped_gemm, low_rank
 from trainer.kernels.experts.gather import gather_project_triton
 from trainer.kernels.experts.groups import RowGroups
-from trainer.kernels.experts.low_rank import add_low_rank_triton, low_rank_gradient_triton
+from trainer.kernels.experts.low_rank import (
+    add_dense_low_rank_triton,
+    add_low_rank_triton,
+    low_rank_gradient_triton,
+)
 from trainer.kernels.experts.swiglu import InnerAdapter, activate_backward_triton, activate_triton
 from trainer.moe.grouped import GroupedBackend, grouped_product
 
@@ -67,6 +71,7 @@ def launch_expert_kernels(dtype: torch.dtype, rank: int, factor_dtype: torch.dty
         with mock.patch.object(low_rank, "CUT_FROM_ROWS", cut_from_rows):
             low_rank_gradient_triton(low, rows, groups, torch.empty_like(a_gate_up), source, weights)
     add_low_rank_triton(gu, low, b_gate_up, None, groups)
+    add_dense_low_rank_triton(gu, low, b_gate_up[0].to(dtype), 1.0)  # stays in `launched`
 
 
 def launch_product(dtype: torch.dtype, num_rows: int, rank: int, *, is_turned: bool) -> None:
