@@ -488,7 +488,7 @@ async def test_a_worker_that_left_out_a_publish_is_not_changed_by_its_end() -> N
     await cast.supervisor.close()
 
 
-@pytest.mark.parametrize("call", ["offer", "pull", "adopt", "second offer", "base_wanted_at"])
+@pytest.mark.parametrize("call", ["offer", "pull", "broken pull", "adopt", "second offer", "base_wanted_at"])
 async def test_a_worker_that_leaves_while_it_comes_back_stays_where_it_went(call: str) -> None:
     """A restart is asked for in the middle of every call of a recovery: what the old process answers changes nothing
     any more, and the peer is read from once more."""
@@ -504,8 +504,14 @@ async def test_a_worker_that_leaves_while_it_comes_back_stays_where_it_went(call
             reached.set()
             await go_on.wait()
 
+    async def hold_on_and_break() -> None:
+        await hold_on()
+        await broken_link()
+
     if call in ("offer", "second offer"):
         cast.worker(1).before["offer"] = hold_on
+    elif call == "broken pull":
+        cast.prepare = lambda worker: worker.before.update(pull=hold_on_and_break)
     elif call == "base_wanted_at":
         cast.worker(1).before["offer"] = broken_link
         cast.prepare = lambda worker: worker.before.update(base_wanted_at=hold_on)
@@ -521,6 +527,7 @@ async def test_a_worker_that_leaves_while_it_comes_back_stays_where_it_went(call
     assert cast.states == [S.starting, S.serving]
     assert cast.supervisor.recoveries == []
     assert cast.supervisor.replicas[0].reason == "a restart was asked for"
+    assert call == "base_wanted_at" or E.waiting not in [event for _, event in cast.events(0)]
     cast.worker(1).before.clear()
     cast.gate.set()
     await until(lambda: cast.states == [S.serving, S.serving])

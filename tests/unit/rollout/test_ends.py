@@ -12,6 +12,7 @@ from orchestrator.inputs.conversations import end_of_text
 from orchestrator.inputs.text_encoder import TextEncoder
 from rollout.agents.chat_text import FolderChatText
 from rollout.text.ends import end_token_ids
+from rollout.text.plain_text import load_tokenizer
 
 NAMES = ("<|im_end|>", "<|im_start|>", "<|endoftext|>")
 
@@ -41,6 +42,7 @@ def _ids(folder: Path) -> dict[str, int]:
         (None, {"eos_token_id": 0}, [0]),  # id 0 is a token like any other
         ({"eos_token_id": 2}, {"eos_token_id": [2, 3]}, [2, 3]),
         ({"eos_token_id": -1}, {"eos_token_id": 64, "vocab_size": 64}, []),  # no token of the model
+        ({"eos_token_id": 63}, {"eos_token_id": [64, 0], "vocab_size": 64}, [63, 0]),
         ({"eos_token_id": None}, {"eos_token_id": None}, []),
         (None, {}, []),
     ],
@@ -62,6 +64,16 @@ def test_the_end_of_the_tokenizer_is_one_whatever_the_configs_say(folder, file, 
     _write(folder, "config.json", {"eos_token_id": 0})
     _write(folder, "generation_config.json", {"eos_token_id": 0})
     assert end_token_ids(folder) == [_ids(folder)[NAMES[0]], 0]
+
+
+def test_the_end_of_a_tokenizer_is_told_by_the_loaded_one_or_by_its_file_or_by_nobody(folder):
+    _write(folder, "config.json", {"eos_token_id": 0})
+    end, loaded = _ids(folder)[NAMES[0]], load_tokenizer(folder)
+    (folder / "tokenizer.json").rename(folder / "aside.json")
+    assert end_token_ids(folder, loaded) == [end, 0]
+    assert end_token_ids(folder) == [0]
+    (folder / "tokenizer.json").write_text("{")  # not read again where the caller has it
+    assert end_token_ids(folder, loaded) == [end, 0]
 
 
 def test_fine_tuning_and_the_endpoint_of_agents_end_at_the_same_tokens(folder):

@@ -243,6 +243,7 @@ def test_a_commit_hook_that_raises_leaves_the_rank_dirty() -> None:
     [
         (lambda p: p.pop("qk"), "qk, which the engine does not have"),
         (lambda p: p.update(qk=p["qk"].float()), "float32"),
+        (lambda p: p.update(qk=p["qk"].view(5, 4)), r"qk is bfloat16\(5, 4\), its layout says bfloat16\(4, 5\)"),
         (lambda p: p.update(qk=torch.zeros(5, 4, dtype=torch.bfloat16).t()), "cannot be written one-sided"),
     ],
 )
