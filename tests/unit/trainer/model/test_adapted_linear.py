@@ -44,7 +44,7 @@ def kept(got: torch.Tensor, base: torch.Tensor, update: torch.Tensor) -> float:
     """The share of the update that is in what was computed. Rounding is off by 2^-9 of an output, as much as the update
     is, or by less, with a sign that has nothing to do with the update's: the share's error is 1 / sqrt(131072)."""
     update = update.detach()
-    return float(((got.detach().double() - base) * update).sum() / update.square().sum())
+    return float(((got.detach().double() - base.detach()) * update).sum() / update.square().sum())
 
 
 def test_beside_engines_with_slots_the_base_is_rounded_first_as_theirs_is():
