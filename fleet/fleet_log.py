@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -83,7 +83,7 @@ class FleetLog:
             self._works = False
 
 
-async def count_tokens(replicas: Sequence[Replica], log: FleetLog, *, every_s: float = COUNT_EVERY_S) -> None:
+async def count_tokens(replicas: Collection[Replica], log: FleetLog, *, every_s: float = COUNT_EVERY_S) -> None:
     """Ask every replica in service how many tokens it has sampled, again and again until cancelled.
 
     A worker is asked again only after it has answered: a hanging one has one open question, and no row.
@@ -95,7 +95,7 @@ async def count_tokens(replicas: Sequence[Replica], log: FleetLog, *, every_s: f
             for replica in replicas:
                 name = replica.worker.name
                 if replica.state in (ReplicaState.serving, ReplicaState.updating) and name not in asked:
-                    asked[name] = replica.index, asyncio.ensure_future(replica.worker.progress())
+                    asked[name] = replica.place, asyncio.ensure_future(replica.worker.progress())
             await asyncio.sleep(every_s)
             for name, (index, answer) in [(name, one) for name, one in asked.items() if one[1].done()]:
                 del asked[name]

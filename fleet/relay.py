@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -57,23 +57,23 @@ class _Read:
 class _NodeOutcome:
     """What became of the replicas of one node, or of all nodes."""
 
-    reads: dict[int, _Read] = field(default_factory=dict[int, _Read])
+    reads: dict[str, _Read] = field(default_factory=dict[str, _Read])
     """By reader."""
-    failed: dict[int, str] = field(default_factory=dict[int, str])
+    failed: dict[str, str] = field(default_factory=dict[str, str])
     """Replica -> why it does not serve the version."""
-    untouched: list[int] = field(default_factory=list[int])
+    untouched: list[str] = field(default_factory=list[str])
     """Readers that found no peer to read from."""
 
 
-def by_node(replicas: Sequence[Replica]) -> dict[str, list[int]]:
+def by_node(replicas: Iterable[Replica]) -> dict[str, list[str]]:
     """The replicas that take part in the publish under way, node by node; those that have served come first.
 
     The first replica of a node is its primary: the same one in every publish, so that the trainer's links stay open.
     """
-    nodes: dict[str, list[int]] = {}
-    for one in sorted(replicas, key=lambda one: (bool(one.reason), one.index)):
+    nodes: dict[str, list[str]] = {}
+    for one in sorted(replicas, key=lambda one: (bool(one.reason), one.place)):
         if one.takes_part:
-            nodes.setdefault(one.worker.node, []).append(one.index)
+            nodes.setdefault(one.worker.node, []).append(one.name)
     return nodes
 
 
@@ -86,19 +86,19 @@ async def publish_by_relay(write: Write, supervisor: Supervisor, *, timeout_s: f
         timeout_s: longest that one call to a rollout worker may take.
     """
     replicas = supervisor.replicas
-    waiting = by_node(replicas)
+    waiting = by_node(replicas.values())
     rounds: list[PublishReport] = []
     primaries: list[list[int]] = []
     total = _NodeOutcome()
     relay_s = 0.0
     while waiting or not rounds:
         chosen = {node: members[0] for node, members in waiting.items()}
-        exclude = [one.index for one in replicas if one.index not in chosen.values()]
+        exclude = [one.place for one in replicas.values() if one.name not in chosen.values()]
         report = await write(exclude, len(rounds))
         rounds.append(report)
-        primaries.append(list(chosen.values()))
+        primaries.append([replicas[primary].place for primary in chosen.values()])
         began = time.monotonic()
-        committed = [node for node, primary in chosen.items() if report.replicas[primary].committed]
+        committed = [node for node, primary in chosen.items() if report.replicas[replicas[primary].place].committed]
         outcomes = await asyncio.gather(
             *(_pass_on(chosen[node], waiting[node][1:], supervisor, timeout_s) for node in committed)
         )
@@ -108,15 +108,15 @@ async def publish_by_relay(write: Write, supervisor: Supervisor, *, timeout_s: f
             total.reads |= outcome.reads
             total.failed |= outcome.failed
             rest[node] = outcome.untouched
-        alive = {node: [i for i in members if replicas[i].takes_part] for node, members in rest.items()}
+        alive = {node: [name for name in members if replicas[name].takes_part] for node, members in rest.items()}
         waiting = {node: members for node, members in alive.items() if members}
         for node, members in waiting.items():
-            instead, failed = (replicas[i].worker.name for i in (members[0], chosen[node]))
+            instead, failed = (replicas[name].worker.name for name in (members[0], chosen[node]))
             logger.warning("the trainer writes to %s instead of %s", instead, failed)
-    return _whole(rounds, primaries, total, relay_s)
+    return _whole(rounds, primaries, total, relay_s, {name: one.place for name, one in replicas.items()})
 
 
-async def _pass_on(primary: int, readers: Sequence[int], supervisor: Supervisor, timeout_s: float) -> _NodeOutcome:
+async def _pass_on(primary: str, readers: Sequence[str], supervisor: Supervisor, timeout_s: float) -> _NodeOutcome:
     """Fill a node's replicas from its primary. A holder gives to one reader at a time; a reader becomes a holder next.
 
     So n readers take log2(n + 1) reads one after the other, where n readers of the primary alone would share its link.
@@ -145,19 +145,19 @@ async def _pass_on(primary: int, readers: Sequence[int], supervisor: Supervisor,
     return result
 
 
-async def _read(peer_index: int, reader_index: int, supervisor: Supervisor, timeout_s: float) -> _Read:
+async def _read(peer_name: str, reader_name: str, supervisor: Supervisor, timeout_s: float) -> _Read:
     """One replica reads what its peer committed, and serves it.
 
     The link stays open: closing it takes a second without sampling. The supervisor closes it when the peer dies.
     """
-    peer, reader = supervisor.replicas[peer_index].worker, supervisor.replicas[reader_index].worker
+    peer, reader = supervisor.replicas[peer_name].worker, supervisor.replicas[reader_name].worker
     try:
         offers = await wait_for(peer.offer(), f"offer on {peer.name}", timeout_s=timeout_s)
     except Exception as error:
         raise _PeerLost(f"it committed, and then made no offer: {type(error).__name__}: {error}") from error
     began = time.monotonic()
     pulled = await wait_for(reader.pull(offers), f"pull on {reader.name}", timeout_s=timeout_s)
-    supervisor.linked(reader_index, peer_index, offers)
+    supervisor.linked(reader_name, peer_name, offers)
     if await wait_for(peer.offer(), f"offer on {peer.name}", timeout_s=timeout_s) != offers:
         raise ReplicaDirty(f"{peer.name} has moved on while {reader.name} read version {offers[-1].version}")
     adopt = reader.adopt(offers[-1].version, offers[-1].epoch)
@@ -166,16 +166,20 @@ async def _read(peer_index: int, reader_index: int, supervisor: Supervisor, time
 
 
 def _whole(
-    rounds: Sequence[PublishReport], primaries: Sequence[Sequence[int]], total: _NodeOutcome, relay_s: float
+    rounds: Sequence[PublishReport],
+    primaries: Sequence[Sequence[int]],
+    total: _NodeOutcome,
+    relay_s: float,
+    places: Mapping[str, int],
 ) -> PublishReport:
     """What was written and what was read, as one report."""
     report = rounds[0] if len(rounds) == 1 else joined(rounds, primaries)
     replicas = list(report.replicas)
-    for index, read in total.reads.items():
-        replicas[index] = ReplicaReport(replicas[index].endpoint, True, pause_s=read.pause_s)
-    for index, why in total.failed.items():
-        replicas[index] = ReplicaReport(replicas[index].endpoint, False, why)
-        logger.error("version %d: %s did not get it: %s", report.version, replicas[index].endpoint, why)
+    for name, read in total.reads.items():
+        replicas[places[name]] = ReplicaReport(replicas[places[name]].endpoint, True, pause_s=read.pause_s)
+    for name, why in total.failed.items():
+        replicas[places[name]] = ReplicaReport(replicas[places[name]].endpoint, False, why)
+        logger.error("version %d: %s did not get it: %s", report.version, name, why)
     return replace(
         report,
         replicas=tuple(replicas),

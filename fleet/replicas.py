@@ -65,7 +65,10 @@ class ReplicaState(StrEnum):
 class Replica:
     """One rollout worker and what the router knows about it."""
 
-    index: int
+    name: str
+    """The same after a restart, when the worker has another one."""
+    place: int
+    """In the lists of the publisher, and its number in fleet.jsonl."""
     worker: RolloutHandle
     state: ReplicaState = ReplicaState.pending
     reason: str = ""
@@ -87,7 +90,7 @@ class Replica:
     """Publishes in a row that failed on it while it went on serving (adapter mode)."""
     is_held: bool = False
     """Takes part in the publish under way."""
-    links: dict[int, list[Offer]] = field(default_factory=dict[int, "list[Offer]"])
+    links: dict[str, list[Offer]] = field(default_factory=dict[str, "list[Offer]"])
     """Peer -> what this replica read there in a publish (weight_sync.relay), over a link that is still open."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it fails, so that groups in flight on it are given up at once."""
@@ -103,7 +106,7 @@ class Held:
     """Who takes part in a publish that begins."""
 
     exclude: list[int]
-    """Replicas that a publish must not wait for."""
+    """Places of the replicas that a publish must not wait for."""
     joining: list[Replica]
     """Replicas that were started again, which the trainer must meet first."""
 
@@ -112,7 +115,7 @@ class Held:
 class Recovery:
     """A replica that came back into service."""
 
-    replica: int
+    replica: str
     down_s: float
     """Seconds from its failure until it served again."""
     read_s: float | None

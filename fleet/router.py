@@ -82,7 +82,7 @@ class Router:
             finally:
                 replica.num_in_flight -= 1
                 if self._note is not None:
-                    self._note(f"rollout-{replica.index}", "sample", began, prompt.prompt_id)
+                    self._note(replica.name, "sample", began, prompt.prompt_id)
 
     async def generate(self, prompt: Prompt, sampling: SamplingConfig) -> Rollout:
         """Sample one response, in the same way. Raises: as generate_group()."""
@@ -96,7 +96,7 @@ class Router:
             How many keep it. Those with merged weights cannot. One that fails here stays in service: sampling will
             tell.
         """
-        serving = [one for one in self._supervisor.replicas if one.state is ReplicaState.serving]
+        serving = [one for one in self._supervisor.replicas.values() if one.state is ReplicaState.serving]
         kept = await asyncio.gather(
             *(asyncio.wait_for(one.worker.keep_version(version), KEEP_S) for one in serving), return_exceptions=True
         )

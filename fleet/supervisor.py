@@ -54,7 +54,8 @@ class Supervisor:
 
     Args:
         workers: in the order of the endpoints that the publisher was given.
-        restart: ends what is left of a worker and starts it again with dummy weights. None: failed workers stay out.
+        restart: ends what is left of the worker of this name and starts it again with dummy weights. None: failed
+            workers stay out.
         max_restarts: attempts per worker.
         backoff_s: pause after an attempt to restart that failed; doubles with every further one. The first attempt
             comes at once.
@@ -68,14 +69,15 @@ class Supervisor:
         self,
         workers: Sequence[RolloutHandle],
         *,
-        restart: Callable[[int], Awaitable[RolloutHandle]] | None = None,
+        restart: Callable[[str], Awaitable[RolloutHandle]] | None = None,
         max_restarts: int = 0,
         backoff_s: float = 1.0,
         recovery_timeout_s: float = 60.0,
         max_missed_publishes: int = 0,
         note: Callable[[FleetRow], None] = lambda row: None,
     ) -> None:
-        self.replicas = [Replica(index, worker) for index, worker in enumerate(workers)]
+        self.replicas = {worker.name: Replica(worker.name, place, worker) for place, worker in enumerate(workers)}
+        """By name."""
         self.num_restarts = 0
         """Workers started again, over all replicas."""
         self.recoveries: list[Recovery] = []
@@ -92,7 +94,7 @@ class Supervisor:
         self._max_missed_publishes = max_missed_publishes
         self._write = note
         self._changed = asyncio.Condition()
-        for replica in self.replicas:
+        for replica in self.replicas.values():
             self._note_start(replica)
 
     @property
@@ -101,14 +103,14 @@ class Supervisor:
         return self._count(ReplicaState.serving)
 
     @property
-    def out_of_service(self) -> list[int]:
-        """Indices of the replicas that do not come back by themselves."""
-        return [replica.index for replica in self.replicas if replica.state is ReplicaState.out]
+    def out_of_service(self) -> list[str]:
+        """The replicas that do not come back by themselves."""
+        return [name for name, replica in self.replicas.items() if replica.state is ReplicaState.out]
 
     def require_replicas(self) -> None:
         """Raise NoReplicasLeft, with every replica's reason, if all of them are out."""
         if len(self.out_of_service) == len(self.replicas):
-            reasons = "; ".join(f"{replica.worker.name}: {replica.reason}" for replica in self.replicas)
+            reasons = "; ".join(f"{replica.worker.name}: {replica.reason}" for replica in self.replicas.values())
             raise NoReplicasLeft(f"no rollout worker is left to sample from. {reasons}")
 
     async def close(self) -> None:
@@ -132,8 +134,8 @@ class Supervisor:
             # No deadline: a publish, a restart and a recovery have theirs, and every other state ends with one of them.
             await self._changed.wait_for(is_decided)
         self.require_replicas()
-        serving = [replica for replica in self.replicas if replica.state is ReplicaState.serving]
-        return min(serving, key=lambda replica: (replica.num_in_flight, replica.index))
+        serving = [replica for replica in self.replicas.values() if replica.state is ReplicaState.serving]
+        return min(serving, key=lambda replica: (replica.num_in_flight, replica.place))
 
     # ---- publishes ----
 
@@ -148,7 +150,7 @@ class Supervisor:
             await self._changed.wait_for(lambda: self._num_closing == 0)
             self._num_publishes += 1
             included: list[Replica] = []
-            for replica in self.replicas:
+            for replica in self.replicas.values():
                 if replica.state in (ReplicaState.pending, ReplicaState.serving):
                     if pauses or replica.state is ReplicaState.pending:
                         replica.state = ReplicaState.updating
@@ -156,15 +158,15 @@ class Supervisor:
                     replica.is_held = True
                     included.append(replica)
         return Held(
-            exclude=[replica.index for replica in self.replicas if replica not in included],
+            exclude=[replica.place for replica in self.replicas.values() if replica not in included],
             joining=[replica for replica in included if not replica.is_known],
         )
 
-    def joined(self, index: int) -> None:
+    def joined(self, name: str) -> None:
         """The trainer has met this replica."""
-        self.replicas[index].is_known = True
+        self.replicas[name].is_known = True
 
-    def linked(self, reader: int, peer: int, offers: list[Offer]) -> None:
+    def linked(self, reader: str, peer: str, offers: list[Offer]) -> None:
         """A replica has read from a peer in a publish, and keeps its link until the peer dies or is replaced."""
         self.replicas[reader].links[peer] = offers
 
@@ -173,7 +175,8 @@ class Supervisor:
 
         When no replica is left, `least_loaded` raises next: the step that was published is complete all the same.
         """
-        for replica, outcome in zip(self.replicas, outcomes, strict=True):
+        for replica in self.replicas.values():
+            outcome = outcomes[replica.place]
             was_held, replica.is_held = replica.is_held, False
             if not was_held or replica.state not in (ReplicaState.updating, ReplicaState.serving):
                 continue  # it did not take part, or failed meanwhile
@@ -219,7 +222,7 @@ class Supervisor:
                 return
         is_last = replica.num_restarts >= self._max_restarts
         await self._leave(replica, ReplicaState.out if is_last else ReplicaState.starting, reason)
-        num_left = sum(other.state not in (ReplicaState.out, ReplicaState.starting) for other in self.replicas)
+        num_left = sum(other.state not in (ReplicaState.out, ReplicaState.starting) for other in self.replicas.values())
         logger.warning(
             "%s is out of service%s, %d left: %s",
             replica.worker.name, "" if is_last else " and is restarted", num_left, reason,
@@ -232,7 +235,7 @@ class Supervisor:
     def _has_left(self, replica: Replica) -> bool:
         return self._is_closed or replica.state in (ReplicaState.out, ReplicaState.starting)
 
-    async def restart_now(self, index: int) -> str:
+    async def restart_now(self, name: str) -> str:
         """Restart a worker because a user asks for it, whatever its state is and however often it was restarted.
 
         Returns:
@@ -240,7 +243,7 @@ class Supervisor:
         """
         if self._restart is None:
             return "this run does not restart workers: nothing was done"
-        replica = self.replicas[index]
+        replica = self.replicas[name]
         if replica.state is ReplicaState.starting:
             return f"{replica.worker.name} is being restarted already"
         before = replica.state
@@ -269,7 +272,7 @@ class Supervisor:
             self._note(replica, FleetEvent.restarting, attempt=replica.num_restarts)
             await self.close_links_to(replica)
             try:
-                worker = await self._restart(replica.index)
+                worker = await self._restart(replica.name)
             except Exception as error:  # noqa: BLE001 - the boundary to another process
                 replica.reason = f"restart {replica.num_restarts} of {most} failed: {type(error).__name__}: {error}"
                 logger.warning("%s: %s", replica.worker.name, replica.reason)
@@ -293,14 +296,14 @@ class Supervisor:
 
         Waits for the end of a publish: closing a link gives a worker another address, which the trainer does not know.
         """
-        if not any(dead.index in other.links for other in self.replicas):
+        if not any(dead.name in other.links for other in self.replicas.values()):
             return
         async with self._changed:
-            await self._changed.wait_for(lambda: not any(other.is_held for other in self.replicas))
+            await self._changed.wait_for(lambda: not any(other.is_held for other in self.replicas.values()))
             self._num_closing += 1
         try:
-            readers = [other for other in self.replicas if dead.index in other.links]
-            await asyncio.gather(*(self._release(other, dead, other.links.pop(dead.index)) for other in readers))
+            readers = [other for other in self.replicas.values() if dead.name in other.links]
+            await asyncio.gather(*(self._release(other, dead, other.links.pop(dead.name)) for other in readers))
         finally:
             async with self._changed:
                 self._num_closing -= 1
@@ -317,7 +320,7 @@ class Supervisor:
         replica.state, left, why = ReplicaState.recovering, replica.left, ""
         for _ in range(NUM_READS):
             async with self._changed:  # a peer in a publish can be read from once it has committed
-                await self._changed.wait_for(lambda: not any(other.is_held for other in self.replicas))
+                await self._changed.wait_for(lambda: not any(other.is_held for other in self.replicas.values()))
             if left.is_set():
                 return  # a restart was asked for meanwhile
             num_publishes = self._num_publishes
@@ -331,10 +334,10 @@ class Supervisor:
     async def _read_from_a_peer(self, replica: Replica) -> str:
         """Returns why it does not serve now; empty when it does, or has left meanwhile."""
         left = replica.left
-        peers = [other for other in self.replicas if other.state is ReplicaState.serving]
+        peers = [other for other in self.replicas.values() if other.state is ReplicaState.serving]
         if not peers:
             return "no other worker serves, from which it could read"
-        peer = min(peers, key=lambda other: (other.num_missed, other.num_in_flight, other.index))
+        peer = min(peers, key=lambda other: (other.num_missed, other.num_in_flight, other.place))
         num_publishes = self._num_publishes
         try:
             offers = await self._call(peer, "offer", peer.worker.offer())
@@ -384,19 +387,19 @@ class Supervisor:
         replica.state = ReplicaState.serving
         if replica.reason:
             down_s = time.monotonic() - replica.failed_at
-            self.recoveries.append(Recovery(replica.index, down_s, replica.pulled.read_s if replica.pulled else None))
+            self.recoveries.append(Recovery(replica.name, down_s, replica.pulled.read_s if replica.pulled else None))
             self._note(replica, FleetEvent.serving, down_s=round(down_s, 3))
             logger.info("%s serves again, %.1f s after it failed", replica.worker.name, down_s)
             replica.reason = ""
 
     def _note(self, replica: Replica, event: FleetEvent, **facts: Fact) -> None:
-        self._write(FleetRow(time.time(), replica.index, replica.worker.name, event, facts))
+        self._write(FleetRow(time.time(), replica.place, replica.worker.name, event, facts))
 
     def _note_start(self, replica: Replica) -> None:
         """How the worker's start went on, now that it is up."""
         for name, at in sorted(replica.worker.started_at.items(), key=lambda item: item[1]):
             facts: dict[str, Fact] = {"pid": replica.worker.pid} if name == FleetEvent.process_up else {}
-            self._write(FleetRow(at, replica.index, replica.worker.name, FleetEvent(name), facts))
+            self._write(FleetRow(at, replica.place, replica.worker.name, FleetEvent(name), facts))
 
     async def _call(self, replica: Replica, verb: str, call: Awaitable[T]) -> T:
         return await wait_for(call, f"{verb} on {replica.worker.name}", timeout_s=self._recovery_timeout_s)
@@ -407,4 +410,4 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
 
     def _count(self, *states: ReplicaState) -> int:
-        return sum(replica.state in states for replica in self.replicas)
+        return sum(replica.state in states for replica in self.replicas.values())

@@ -93,7 +93,7 @@ class Cluster:
     @property
     def workers(self) -> list[RayRolloutWorker]:
         """Rollout workers, in the order in which the publisher knows them; after `start`."""
-        return [] if self._rollout is None else self._rollout.workers
+        return [] if self._rollout is None else list(self._rollout.workers.values())
 
     async def start(self, hf_config: dict[str, Any]) -> None:
         """Start Ray, then trainer ranks and engines at the same time, then join them by a transfer plan."""
@@ -137,7 +137,7 @@ class Cluster:
         endpoints = [worker.base_endpoint for worker in self.workers]
         await self.trainer.connect(endpoints, config.cluster.start_timeout_s, slots)
 
-    async def restart_worker(self, index: int) -> RayRolloutWorker:
+    async def restart_worker(self, name: str) -> RayRolloutWorker:
         """End what is left of a rollout worker and start it again in the same bundle, without the weights it had.
 
         Its links are closed before the engine starts: it looks for free device memory, and what the trainer still maps
@@ -145,16 +145,16 @@ class Cluster:
         beside it.
         """
         assert self._rollout is not None
-        await asyncio.to_thread(self.workers[index].kill)
-        closing = asyncio.ensure_future(self._close_links_to(index))
+        await asyncio.to_thread(self._rollout.workers[name].kill)
+        closing = asyncio.ensure_future(self._close_links_to(self._rollout.place_of(name)))
         try:
-            return await self._rollout.restart(index, closing)
+            return await self._rollout.restart(name, closing)
         finally:
             closing.cancel()
 
-    async def _close_links_to(self, index: int) -> float:
+    async def _close_links_to(self, place: int) -> float:
         """Returns when the trainer's ranks had closed theirs, in seconds since 1970."""
-        await self.trainer.disconnect([index])
+        await self.trainer.disconnect([place])
         return time.time()
 
     async def stop(self) -> None:

@@ -70,14 +70,14 @@ class RolloutWorkers:
         check_node: Callable[[str], Awaitable[None]],
         startup: Startup,
     ) -> None:
-        self.workers: list[RayRolloutWorker] = []
-        """In the order in which the publisher knows them; after `start`."""
+        self.workers: dict[str, RayRolloutWorker] = {}
+        """By the name that each had first, in the order in which the publisher knows them; after `start`."""
         self._config = config
         self._cluster = cluster
         self._is_one_node = is_one_node
         self._check_node = check_node
         self._startup = startup
-        self._num_restarts: Counter[int] = Counter()
+        self._num_restarts: Counter[str] = Counter()
         self._forks: dict[str, asyncio.Future[type[ForkServerActor]]] = {}
         """The fork server of each node."""
         self._options = WorkerOptions(
@@ -106,32 +106,37 @@ class RolloutWorkers:
         self._startup.expect("engines", names)
         starts = [self._start(index, name) for index, name in enumerate(names)]
         timeout_s = self._config.cluster.start_timeout_s
-        self.workers = await all_started(starts, "rollout workers", timeout_s=timeout_s)
+        started = await all_started(starts, "rollout workers", timeout_s=timeout_s)
+        self.workers = dict(zip(names, started, strict=True))
         num_seqs = self._options.config.max_num_seqs
         workers = counted(len(self.workers), "rollout worker")
         logger.info("up: %s; an engine takes up to %d requests at once", workers, num_seqs)
 
-    async def restart(self, index: int, until_free: Awaitable[float]) -> RayRolloutWorker:
+    async def restart(self, first_name: str, until_free: Awaitable[float]) -> RayRolloutWorker:
         """Start a worker again in its bundle, without the weights it had. What was left of it has ended.
 
         Args:
             until_free: done, and returns the time, when nobody maps memory of the dead worker any more. The new process
                 imports vLLM meanwhile.
         """
-        self._num_restarts[index] += 1
-        name = f"rollout-{index}.{self._num_restarts[index]}"  # Ray frees a dead actor's name late
+        self._num_restarts[first_name] += 1
+        name = f"{first_name}.{self._num_restarts[first_name]}"  # Ray frees a dead actor's name late
         timeout_s = self._config.cluster.start_timeout_s
         self._startup.enter(name, "waiting for a process")
-        start = self._start(index, name, until_free)
+        start = self._start(self.place_of(first_name), name, until_free)
         try:
-            (self.workers[index],) = await all_started([start], name, timeout_s=timeout_s)
+            (self.workers[first_name],) = await all_started([start], name, timeout_s=timeout_s)
         finally:
             self._startup.came_back(name)
-        return self.workers[index]
+        return self.workers[first_name]
+
+    def place_of(self, name: str) -> int:
+        """A worker's place in the publisher's lists, which is that of its bundle, too."""
+        return list(self.workers).index(name)
 
     async def stop(self) -> list[BaseException]:
         """End all engines politely. Returns what went wrong."""
-        ends = await asyncio.gather(*(worker.end() for worker in self.workers), return_exceptions=True)
+        ends = await asyncio.gather(*(worker.end() for worker in self.workers.values()), return_exceptions=True)
         return [end for end in ends if end is not None]
 
     async def _start(self, index: int, name: str, until_free: Awaitable[float] | None = None) -> RayRolloutWorker:

@@ -196,15 +196,18 @@ async def _restart(supervisor: Supervisor, worker: int | None) -> tuple[bool, li
     num_workers = len(supervisor.replicas)
     if worker is not None and worker not in range(num_workers):
         return False, [f"--worker {worker}: this run has {num_workers} rollout workers, 0 to {num_workers - 1}"]
-    chosen = supervisor.out_of_service if worker is None else [worker]
+    chosen = supervisor.out_of_service if worker is None else [list(supervisor.replicas)[worker]]
     if not chosen:
-        starting = [replica.worker.name for replica in supervisor.replicas if replica.state is ReplicaState.starting]
+        starting = [
+            replica.worker.name for replica in supervisor.replicas.values() if replica.state is ReplicaState.starting
+        ]
         if starting:
             return True, [f"{name} is being restarted already" for name in starting]
         return True, ["no rollout worker is out of service; --worker N restarts one all the same"]
-    in_service = {r.index for r in supervisor.replicas if r.state in (ReplicaState.serving, ReplicaState.updating)}
-    lines = [await supervisor.restart_now(index) for index in chosen]
-    are_taken = all(supervisor.replicas[index].state is ReplicaState.starting for index in chosen)
+    states = (ReplicaState.serving, ReplicaState.updating)
+    in_service = {name for name, replica in supervisor.replicas.items() if replica.state in states}
+    lines = [await supervisor.restart_now(name) for name in chosen]
+    are_taken = all(supervisor.replicas[name].state is ReplicaState.starting for name in chosen)
     if are_taken and in_service and in_service <= set(chosen):
         lines.append("no other rollout worker serves: sampling stands still until one is back")
     return True, lines

@@ -47,7 +47,7 @@ class Publication:
         supervisor, config = self._supervisor, self._config
         held = await supervisor.hold(pauses=config.mode is not SyncMode.adapter)
         logger.debug("publish of version %d begins", self._policy_version)
-        exclude = held.exclude + [replica.index for replica in held.joining if not await self._joins(replica)]
+        exclude = held.exclude + [replica.place for replica in held.joining if not await self._joins(replica)]
         if config.relay is Relay.node:
             report = await publish_by_relay(self._write, supervisor, timeout_s=config.timeout_s + RAY_CALL_S)
         else:
@@ -64,11 +64,11 @@ class Publication:
         # A replica without a base needs a publish of its base as well, and three more replies.
         timeout_s = self._timeout_s + 3 * self._config.timeout_s * bool(replica.base_wanted_at)
         try:
-            await self._trainer.reconnect(replica.index, replica.worker.endpoint, timeout_s, replica.base_wanted_at)
+            await self._trainer.reconnect(replica.place, replica.worker.endpoint, timeout_s, replica.base_wanted_at)
         except WeightSyncError as error:
             await self._supervisor.fail(replica, f"{type(error).__name__}: {error}", told_by_others=True)
             return False
-        self._supervisor.joined(replica.index)
+        self._supervisor.joined(replica.name)
         return True
 
     async def _write(self, exclude: Sequence[int], number: int = 0) -> PublishReport:

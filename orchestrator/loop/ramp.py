@@ -68,7 +68,7 @@ class Ramp:
 
     async def _sampled(self) -> tuple[int, int]:
         """Tokens and finished responses of all workers that serve and answer."""
-        serving = [one for one in self._supervisor.replicas if one.state is ReplicaState.serving]
+        serving = [one for one in self._supervisor.replicas.values() if one.state is ReplicaState.serving]
         answers = await asyncio.gather(
             *(asyncio.wait_for(one.worker.progress(), ANSWER_WITHIN_S) for one in serving), return_exceptions=True
         )

@@ -456,7 +456,12 @@ class Loop:
             evals=eval_names(self.config),
         )
         with telemetry:
-            supervisor = Supervisor(self.workers, restart=self.restart, max_restarts=self.max_restarts, backoff_s=0)
+            supervisor = Supervisor(
+                self.workers,
+                restart=lambda name: self.restart(int(name[-1])),
+                max_restarts=self.max_restarts,
+                backoff_s=0,
+            )
             activities = Activities()
             services = LoopServices(
                 trainer=self.trainer,

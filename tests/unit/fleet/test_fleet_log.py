@@ -22,7 +22,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def a_replica(index: int, state: ReplicaState = ReplicaState.serving) -> Replica:
-    return Replica(index, FakeWorker(World([0, 0]), index), state)
+    return Replica(f"rollout-{index}", index, FakeWorker(World([0, 0]), index), state)
 
 
 def worker_of(replica: Replica) -> FakeWorker:

@@ -70,7 +70,7 @@ class Cast:
         self.world = World(committed=[-1] * len(nodes))
         self.workers = [Worker(self.world, i, node) for i, node in enumerate(nodes)]
         self.supervisor = Supervisor(
-            self.workers, restart=self.restart, max_restarts=max_restarts, backoff_s=0.0,
+            self.workers, restart=lambda name: self.restart(int(name[-1])), max_restarts=max_restarts, backoff_s=0.0,
             recovery_timeout_s=5.0,
         )  # fmt: skip
         self.may_restart = asyncio.Event()
@@ -79,7 +79,7 @@ class Cast:
 
     @property
     def states(self) -> list[ReplicaState]:
-        return [replica.state for replica in self.supervisor.replicas]
+        return [replica.state for replica in self.supervisor.replicas.values()]
 
     async def restart(self, index: int) -> Worker:
         self.world.diary.append(("restart", index))
@@ -103,7 +103,7 @@ class Cast:
         self.world.diary.clear()
         held = await self.supervisor.hold()
         for replica in held.joining:
-            self.supervisor.joined(replica.index)
+            self.supervisor.joined(replica.name)
         report = await publish_by_relay(write, self.supervisor, timeout_s=50)
         await self.supervisor.settle(report.replicas)
         return report
@@ -237,8 +237,8 @@ async def test_nobody_who_left_meanwhile_is_chosen() -> None:
     await cast.publish(0)
     held = await cast.supervisor.hold()
     assert held.exclude == []
-    await cast.supervisor.fail(cast.supervisor.replicas[0], "a group on it failed")
-    assert by_node(cast.supervisor.replicas) == {"a": [1, 2]}
+    await cast.supervisor.fail(cast.supervisor.replicas["rollout-0"], "a group on it failed")
+    assert by_node(cast.supervisor.replicas.values()) == {"a": ["rollout-1", "rollout-2"]}
 
 
 @on_jumping_clock
@@ -246,7 +246,7 @@ async def test_a_replica_that_fails_while_its_neighbours_read_is_left_alone() ->
     cast = Cast("aaa")
 
     async def a_neighbour_dies() -> None:
-        await cast.supervisor.fail(cast.supervisor.replicas[2], "a group on it failed")
+        await cast.supervisor.fail(cast.supervisor.replicas["rollout-2"], "a group on it failed")
 
     cast.workers[1].before["pull"] = a_neighbour_dies
     report = await cast.publish(1)
@@ -259,7 +259,7 @@ async def test_a_replica_that_fails_while_its_neighbours_read_is_left_alone() ->
 async def test_a_publish_to_nobody_is_made_all_the_same() -> None:
     cast = Cast("a", max_restarts=1)
     await cast.publish(0)
-    await cast.supervisor.fail(cast.supervisor.replicas[0], "it died")
+    await cast.supervisor.fail(cast.supervisor.replicas["rollout-0"], "it died")
     report = await cast.publish(1)
     assert cast.written[-1] == []
     assert report.num_committed == 0
@@ -272,7 +272,7 @@ async def test_a_replica_that_serves_is_written_rather_than_one_that_comes_back(
     for worker in cast.workers:
         worker.fails_at["offer"] = ConnectionError("busy")  # so that nobody fills it before the next publish
     cast.may_restart.set()
-    await cast.supervisor.fail(cast.supervisor.replicas[0], "it died")
+    await cast.supervisor.fail(cast.supervisor.replicas["rollout-0"], "it died")
     await until(lambda: cast.states[0] is S.pending)
     for worker in cast.workers:
         worker.fails_at.clear()
@@ -286,10 +286,14 @@ async def test_links_to_a_dead_worker_are_closed_before_it_is_started_again_and_
     cast = Cast("aaa")
     cast.may_restart.set()
     await cast.publish(0)
-    assert [sorted(replica.links) for replica in cast.supervisor.replicas] == [[], [0], [0]]
+    assert [sorted(replica.links) for replica in cast.supervisor.replicas.values()] == [
+        [],
+        ["rollout-0"],
+        ["rollout-0"],
+    ]
     cast.world.diary.clear()
     await cast.supervisor.hold()
-    await cast.supervisor.fail(cast.supervisor.replicas[0], "it died")
+    await cast.supervisor.fail(cast.supervisor.replicas["rollout-0"], "it died")
     for _ in range(20):
         await asyncio.sleep(0)
     assert cast.world.diary == [], "a publish is under way"
@@ -298,7 +302,7 @@ async def test_links_to_a_dead_worker_are_closed_before_it_is_started_again_and_
     verbs = [entry[:2] for entry in cast.world.diary if entry[0] in ("release", "restart")]
     assert sorted(verbs[:2]) == [("release", 1), ("release", 2)]
     assert verbs[2] == ("restart", 0)
-    assert [replica.links for replica in cast.supervisor.replicas] == [{}, {}, {}]
+    assert [replica.links for replica in cast.supervisor.replicas.values()] == [{}, {}, {}]
 
 
 @on_jumping_clock
@@ -306,7 +310,7 @@ async def test_a_publish_waits_until_links_are_closed() -> None:
     cast = Cast("aa")
     await cast.publish(0)
     cast.workers[1].break_at("release", "hangs")
-    await cast.supervisor.fail(cast.supervisor.replicas[0], "it died")
+    await cast.supervisor.fail(cast.supervisor.replicas["rollout-0"], "it died")
     await until(lambda: ("asked to release", 1) in cast.world.diary)
     hold = asyncio.ensure_future(cast.supervisor.hold())
     await asyncio.sleep(0.01)

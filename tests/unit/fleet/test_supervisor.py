@@ -27,7 +27,7 @@ def make(num_workers: int = 2) -> tuple[Supervisor, list[FakeWorker]]:
 
 async def serve(supervisor: Supervisor) -> None:
     await supervisor.hold()
-    await supervisor.settle([outcome(True) for _ in supervisor.replicas])
+    await supervisor.settle([outcome(True) for _ in supervisor.replicas.values()])
 
 
 async def test_replica_once_out_stays_out() -> None:
@@ -35,7 +35,7 @@ async def test_replica_once_out_stays_out() -> None:
     await supervisor.hold()
     await supervisor.settle([outcome(False, "IntegrityError: x"), outcome(True)])
     await serve(supervisor)
-    assert [replica.state for replica in supervisor.replicas] == [ReplicaState.out, ReplicaState.serving]
+    assert [replica.state for replica in supervisor.replicas.values()] == [ReplicaState.out, ReplicaState.serving]
 
 
 async def test_a_death_that_a_publish_notices_is_told_with_how_it_came(caplog: pytest.LogCaptureFixture) -> None:
@@ -54,7 +54,7 @@ async def test_a_death_that_a_publish_notices_is_told_with_how_it_came(caplog: p
         "IntegrityError: x",
         workers[2].death,
     ]
-    assert [replica.reason for replica in supervisor.replicas] == reasons
+    assert [replica.reason for replica in supervisor.replicas.values()] == reasons
     assert [message.partition("left: ")[2] for message in caplog.messages] == reasons
     with pytest.raises(NoReplicasLeft, match="rollout-0: rollout-0 died of SIGSEGV"):
         supervisor.require_replicas()
@@ -68,7 +68,7 @@ async def test_a_worker_that_does_not_say_whether_it_is_alive_is_waited_for_brie
     began = asyncio.get_running_loop().time()
     await supervisor.settle([outcome(False, "PeerLost: x"), outcome(True)])
     assert asyncio.get_running_loop().time() - began < 10
-    assert supervisor.replicas[0].reason == "PeerLost: x"
+    assert supervisor.replicas["rollout-0"].reason == "PeerLost: x"
 
 
 @on_jumping_clock
@@ -149,12 +149,12 @@ async def test_in_adapter_mode_a_replica_serves_on_until_its_version_is_too_old(
     await publish_without_a_pause(supervisor, outcome(True), outcome(False, "a flipped bit"))
     assert supervisor.num_serving == 2, "a commit starts the count anew"
     await publish_without_a_pause(supervisor, outcome(True), outcome(False, "again"))
-    assert supervisor.out_of_service == [1]
-    assert supervisor.replicas[1].reason == "again"
+    assert supervisor.out_of_service == ["rollout-1"]
+    assert supervisor.replicas["rollout-1"].reason == "again"
 
 
 async def test_in_adapter_mode_a_first_publish_that_fails_leaves_nothing_to_serve() -> None:
     _, workers = make(1)
     supervisor = Supervisor(workers, max_missed_publishes=3)
     await publish_without_a_pause(supervisor, outcome(False, "the engine ignores adapters"))
-    assert supervisor.out_of_service == [0]
+    assert supervisor.out_of_service == ["rollout-0"]

@@ -38,17 +38,17 @@ class Cast:
         self.rows: list[FleetRow] = []
         self.supervisor = Supervisor(
             [FakeWorker(self.world, i) for i in range(num_workers)],
-            restart=lambda index: self.restart(index), max_restarts=max_restarts, backoff_s=backoff_s,
+            restart=lambda name: self.restart(int(name[-1])), max_restarts=max_restarts, backoff_s=backoff_s,
             max_missed_publishes=max_missed_publishes, note=self.rows.append,
         )  # fmt: skip
         self.router = Router(self.supervisor, request_timeout_s=60)
 
     @property
     def states(self) -> list[ReplicaState]:
-        return [replica.state for replica in self.supervisor.replicas]
+        return [replica.state for replica in self.supervisor.replicas.values()]
 
     def worker(self, index: int) -> FakeWorker:
-        worker = self.supervisor.replicas[index].worker
+        worker = self.supervisor.replicas[f"rollout-{index}"].worker
         assert isinstance(worker, FakeWorker)
         return worker
 
@@ -71,7 +71,7 @@ class Cast:
         """Returns who was left out."""
         held = await self.supervisor.hold()
         for replica in held.joining:
-            self.supervisor.joined(replica.index)
+            self.supervisor.joined(replica.name)
         for index in range(len(self.states)):
             if index not in held.exclude:
                 self.world.committed[index] = version
@@ -79,7 +79,7 @@ class Cast:
         return held.exclude
 
     async def fail(self, index: int) -> None:
-        await self.supervisor.fail(self.supervisor.replicas[index], "it died")
+        await self.supervisor.fail(self.supervisor.replicas[f"rollout-{index}"], "it died")
 
 
 async def broken_link() -> None:
@@ -114,11 +114,11 @@ async def test_a_failed_worker_is_restarted_and_filled_by_a_peer_while_the_other
     await until(lambda: cast.world.diary[-2:] == [("pull", 0, 7), ("release", 0)])
     assert cast.world.committed == [7, 7]
     (recovery,) = cast.supervisor.recoveries
-    assert (recovery.replica, recovery.read_s) == (0, 0.5)
+    assert (recovery.replica, recovery.read_s) == ("rollout-0", 0.5)
     assert cast.supervisor.num_restarts == 1
     held = await cast.supervisor.hold()
     assert held.exclude == []
-    assert [(one.index, one.worker.endpoint) for one in held.joining] == [(0, "tcp://1")], "it is not met yet"
+    assert [(one.place, one.worker.endpoint) for one in held.joining] == [(0, "tcp://1")], "it is not met yet"
 
 
 async def test_every_step_of_a_restart_is_noted_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ async def test_the_first_attempt_comes_at_once_and_only_a_failed_one_is_followed
     await cast.publish(1)
     cast.failures = [RuntimeError("no memory")]
     await cast.fail(1)
-    await until(lambda: "no memory" in cast.supervisor.replicas[1].reason)
+    await until(lambda: "no memory" in cast.supervisor.replicas["rollout-1"].reason)
     for _ in range(20):
         await asyncio.sleep(0)
     assert cast.num_started == 3
@@ -324,7 +324,7 @@ async def test_restarts_are_counted_a_failed_one_too_and_end_for_good() -> None:
     await until(lambda: cast.states[0] is S.out)
     assert cast.num_started == 2
     assert cast.supervisor.num_restarts == 0
-    assert "restart 2 of 2 failed: RuntimeError: no memory still" in cast.supervisor.replicas[0].reason
+    assert "restart 2 of 2 failed: RuntimeError: no memory still" in cast.supervisor.replicas["rollout-0"].reason
     cast.failures = [RuntimeError("a"), RuntimeError("b")]
     await cast.fail(1)
     with pytest.raises(NoReplicasLeft, match=r"no memory still.*b"):
@@ -345,7 +345,7 @@ async def test_a_late_failure_of_the_old_process_does_not_cost_its_successor() -
     old.before["generate_group"] = die_late
     group = asyncio.create_task(cast.router.generate_group(PROMPT, 2))
     await reached.wait()
-    replica = cast.supervisor.replicas[0]
+    replica = cast.supervisor.replicas["rollout-0"]
     left, replica.left = replica.left, asyncio.Event()  # the group does not hear of the failure
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.serving)
@@ -364,12 +364,12 @@ async def test_a_restart_on_request_takes_any_worker_and_grants_new_attempts() -
     cast.failures = []
     await cast.fail(0)
     assert cast.states[0] is S.out
-    assert "was out" in await cast.supervisor.restart_now(0)
+    assert "was out" in await cast.supervisor.restart_now("rollout-0")
     await until(lambda: cast.states[0] is S.serving)
     cast.gate.clear()
-    assert "was serving" in await cast.supervisor.restart_now(0)
+    assert "was serving" in await cast.supervisor.restart_now("rollout-0")
     await until(lambda: cast.num_started == 3)
-    assert "already" in await cast.supervisor.restart_now(0)
+    assert "already" in await cast.supervisor.restart_now("rollout-0")
     cast.gate.set()
     await until(lambda: cast.states[0] is S.serving)
 
@@ -428,11 +428,11 @@ async def test_a_worker_that_lacks_its_base_says_where_it_goes_and_a_recovered_o
     cast.worker(1).before["offer"] = broken_link
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.pending)
-    assert cast.supervisor.replicas[0].base_wanted_at == "tcp://base-1"
+    assert cast.supervisor.replicas["rollout-0"].base_wanted_at == "tcp://base-1"
     cast.worker(1).before.clear()
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.serving)
-    assert cast.supervisor.replicas[0].base_wanted_at == ""
+    assert cast.supervisor.replicas["rollout-0"].base_wanted_at == ""
 
 
 async def test_a_worker_that_dies_while_it_comes_back_is_started_again() -> None:
@@ -466,7 +466,7 @@ async def test_a_worker_that_fails_during_a_publish_does_not_serve_at_its_end() 
     await alone.fail(0)
     await alone.supervisor.settle([outcome(True), outcome(True)])
     assert alone.states == [S.out, S.serving]
-    assert alone.supervisor.replicas[0].reason == "it died"
+    assert alone.supervisor.replicas["rollout-0"].reason == "it died"
     assert alone.supervisor.recoveries == []
     await cast.supervisor.close()
 
@@ -477,14 +477,14 @@ async def test_a_worker_that_left_out_a_publish_is_not_changed_by_its_end() -> N
     cast.gate.clear()
     await cast.fail(0)
     await cast.supervisor.hold(pauses=False)
-    cast.supervisor.replicas[2].state = S.pending
+    cast.supervisor.replicas["rollout-2"].state = S.pending
     await cast.supervisor.settle([outcome(True), outcome(False, "its link stalled"), outcome(True)])
     assert cast.states == [S.starting, S.serving, S.pending]
-    assert [replica.num_missed for replica in cast.supervisor.replicas] == [0, 1, 0]
+    assert [replica.num_missed for replica in cast.supervisor.replicas.values()] == [0, 1, 0]
     await cast.supervisor.settle([outcome(False), outcome(False, "excluded"), outcome(False)])
     assert cast.states == [S.starting, S.serving, S.pending], "it was not held"
-    assert cast.supervisor.replicas[1].num_missed == 1
-    assert not any(replica.is_held for replica in cast.supervisor.replicas)
+    assert cast.supervisor.replicas["rollout-1"].num_missed == 1
+    assert not any(replica.is_held for replica in cast.supervisor.replicas.values())
     await cast.supervisor.close()
 
 
@@ -521,12 +521,12 @@ async def test_a_worker_that_leaves_while_it_comes_back_stays_where_it_went(call
     await until(reached.is_set)
     cast.gate.clear()
     cast.prepare = lambda worker: None
-    assert "is being restarted" in await cast.supervisor.restart_now(0)
+    assert "is being restarted" in await cast.supervisor.restart_now("rollout-0")
     go_on.set()
     await turns()
     assert cast.states == [S.starting, S.serving]
     assert cast.supervisor.recoveries == []
-    assert cast.supervisor.replicas[0].reason == "a restart was asked for"
+    assert cast.supervisor.replicas["rollout-0"].reason == "a restart was asked for"
     assert call == "base_wanted_at" or E.waiting not in [event for _, event in cast.events(0)]
     cast.worker(1).before.clear()
     cast.gate.set()
@@ -546,7 +546,7 @@ async def test_a_worker_that_leaves_before_it_reads_reads_once() -> None:
     cast.gate.set()
     await until(lambda: cast.states[0] is S.recovering)
     cast.gate.clear()
-    await cast.supervisor.restart_now(0)
+    await cast.supervisor.restart_now("rollout-0")
     cast.world.committed[1] = 1
     await cast.supervisor.settle([outcome(False, "excluded"), outcome(True)])
     await turns()
@@ -578,19 +578,19 @@ async def test_the_peer_that_is_read_from_is_the_most_current_and_the_least_busy
     cast = Cast(num_workers=4, max_missed_publishes=2)
     await cast.publish(0)
     for index, (num_missed, num_in_flight) in enumerate([(0, 0), (1, 0), (0, 2), (0, 1)]):
-        replica = cast.supervisor.replicas[index]
+        replica = cast.supervisor.replicas[f"rollout-{index}"]
         replica.num_missed, replica.num_in_flight = num_missed, num_in_flight
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.serving)
     assert [row.facts["peer"] for row in cast.rows if row.event is E.read] == ["rollout-3"]
-    assert cast.supervisor.replicas[0].num_missed == 0
+    assert cast.supervisor.replicas["rollout-0"].num_missed == 0
 
 
 async def test_what_a_restarted_worker_was_told_before_is_forgotten() -> None:
     cast = Cast()
     await cast.publish(0)
-    replica = cast.supervisor.replicas[0]
-    replica.num_missed, replica.base_wanted_at, replica.links = 3, "tcp://old", {1: []}
+    replica = cast.supervisor.replicas["rollout-0"]
+    replica.num_missed, replica.base_wanted_at, replica.links = 3, "tcp://old", {"rollout-1": []}
     left = replica.left
     await cast.fail(0)
     assert left.is_set()
@@ -605,9 +605,9 @@ async def test_no_publish_begins_while_a_link_is_closed_and_no_link_is_closed_in
 ) -> None:
     cast = Cast(num_workers=4)
     await cast.publish(0)
-    cast.supervisor.replicas[3].state = S.out
-    cast.supervisor.linked(1, 0, [an_offer(0)])
-    cast.supervisor.linked(2, 0, [an_offer(0)])
+    cast.supervisor.replicas["rollout-3"].state = S.out
+    cast.supervisor.linked("rollout-1", "rollout-0", [an_offer(0)])
+    cast.supervisor.linked("rollout-2", "rollout-0", [an_offer(0)])
     await cast.supervisor.hold()
     await cast.fail(0)
     await turns()
@@ -635,7 +635,7 @@ async def test_no_publish_begins_while_a_link_is_closed_and_no_link_is_closed_in
     await cast.supervisor.settle(outcomes)
     await until(lambda: cast.states == [S.serving] * 3 + [S.out])
     assert "rollout-2 keeps its link to rollout-0: the link broke" in caplog.text
-    assert not cast.supervisor.replicas[1].links and not cast.supervisor.replicas[2].links
+    assert not cast.supervisor.replicas["rollout-1"].links and not cast.supervisor.replicas["rollout-2"].links
     assert cast.num_started == 1
 
 
@@ -671,15 +671,15 @@ async def test_a_worker_that_is_out_or_starting_fails_once() -> None:
     await cast.fail(0)
     assert [event for _, event in cast.events(0)].count(E.failed) == 2
     assert cast.states[0] is S.out
-    assert cast.supervisor.out_of_service == [0]
+    assert cast.supervisor.out_of_service == ["rollout-0"]
 
 
 async def test_a_run_that_restarts_nobody_says_so() -> None:
     world = World(committed=[0])
     supervisor = Supervisor([FakeWorker(world, 0)], max_restarts=3)
-    assert "does not restart workers" in await supervisor.restart_now(0)
-    await supervisor.fail(supervisor.replicas[0], "it died")
-    assert supervisor.out_of_service == [0]
+    assert "does not restart workers" in await supervisor.restart_now("rollout-0")
+    await supervisor.fail(supervisor.replicas["rollout-0"], "it died")
+    assert supervisor.out_of_service == ["rollout-0"]
     with pytest.raises(NoReplicasLeft, match="rollout-0: it died"):
         supervisor.require_replicas()
 
@@ -688,16 +688,16 @@ async def test_a_stranded_worker_is_not_stranded_where_another_may_fill_it() -> 
     """Neither one that serves, nor one in a publish, nor one that reads just now."""
     cast = Cast()
     for other in (S.serving, S.updating, S.recovering):
-        cast.supervisor.replicas[0].state, cast.supervisor.replicas[1].state = S.pending, other
+        cast.supervisor.replicas["rollout-0"].state, cast.supervisor.replicas["rollout-1"].state = S.pending, other
         stranded = asyncio.create_task(cast.supervisor.stranded())
         await turns()
         assert not stranded.done(), other
         stranded.cancel()
     for other in (S.pending, S.out, S.starting):
-        cast.supervisor.replicas[1].state = other
+        cast.supervisor.replicas["rollout-1"].state = other
         stranded = asyncio.create_task(cast.supervisor.stranded())
         await until(stranded.done)
-    cast.supervisor.replicas[0].state = S.out
+    cast.supervisor.replicas["rollout-0"].state = S.out
     stranded = asyncio.create_task(cast.supervisor.stranded())
     await turns()
     assert not stranded.done(), "nobody needs weights"

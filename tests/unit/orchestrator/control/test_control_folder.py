@@ -32,8 +32,8 @@ def run(tmp_path: Path) -> Path:
 async def listening(run: Path) -> AsyncIterator[Supervisor]:
     world = World(committed=[0, 0])
 
-    async def restart(index: int) -> FakeWorker:
-        return FakeWorker(world, index)
+    async def restart(name: str) -> FakeWorker:
+        return FakeWorker(world, int(name[-1]))
 
     workers = [FakeWorker(world, i) for i in range(2)]
     supervisor = Supervisor(workers, restart=restart, max_restarts=1, backoff_s=0)
@@ -50,24 +50,24 @@ async def test_a_worker_is_restarted_on_request(run: Path) -> None:
         assert line == "rollout-1 was pending and is being restarted"
         while supervisor.num_restarts == 0:
             await asyncio.sleep(0)
-        assert supervisor.replicas[0].state is ReplicaState.pending
+        assert supervisor.replicas["rollout-0"].state is ReplicaState.pending
 
 
 async def test_without_a_number_it_is_every_worker_that_is_out(run: Path) -> None:
     async with listening(run) as supervisor:
         (line,) = await asyncio.to_thread(ask, run, None)
         assert "no rollout worker is out of service" in line
-        supervisor.replicas[1].state = ReplicaState.starting
+        supervisor.replicas["rollout-1"].state = ReplicaState.starting
         assert await asyncio.to_thread(ask, run, None) == ["rollout-1 is being restarted already"]
-        supervisor.replicas[0].state = ReplicaState.out
+        supervisor.replicas["rollout-0"].state = ReplicaState.out
         (line,) = await asyncio.to_thread(ask, run, None)
         assert line == "rollout-0 was out and is being restarted"
 
 
 async def test_restarting_the_last_one_that_serves_is_told(run: Path) -> None:
     async with listening(run) as supervisor:
-        supervisor.replicas[0].state = ReplicaState.out
-        supervisor.replicas[1].state = ReplicaState.serving
+        supervisor.replicas["rollout-0"].state = ReplicaState.out
+        supervisor.replicas["rollout-1"].state = ReplicaState.serving
         lines = await asyncio.to_thread(ask, run, 1)
         assert lines == [
             "rollout-1 was serving and is being restarted",

@@ -23,7 +23,7 @@ class Diary:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.replicas = [Replica(index, FakeWorker(World(), index)) for index in range(3)]
+        self.replicas = [Replica(f"rollout-{index}", index, FakeWorker(World(), index)) for index in range(3)]
         self.exclude: list[int] = []
         self.joining: list[Replica] = []
         self.strangers: set[int] = set()
@@ -33,12 +33,12 @@ class Diary:
         self.calls.append(("hold", pauses))
         return Held(self.exclude, self.joining)
 
-    def joined(self, index: int) -> None:
-        self.calls.append(("joined", index))
+    def joined(self, name: str) -> None:
+        self.calls.append(("joined", name))
 
     async def fail(self, replica: Replica, reason: str, *, told_by_others: bool) -> None:
         assert told_by_others
-        self.calls.append(("fail", replica.index, reason))
+        self.calls.append(("fail", replica.place, reason))
 
     async def settle(self, outcomes: Sequence[object]) -> None:
         self.calls.append(("settle", outcomes))
@@ -88,7 +88,7 @@ async def test_the_trainer_meets_restarted_workers_before_it_writes_and_leaves_o
         ("reconnect", 0, "tcp://rollout-0", 80.0, ""),
         ("fail", 0, "PlanMismatch: another layout"),
         ("reconnect", 1, "tcp://rollout-1", 80.0 + 3 * 10, "tcp://base"),
-        ("joined", 1),
+        ("joined", "rollout-1"),
         ("publish", 80.0, [2, 0], None),
         ("settle", report.replicas),
     ]

@@ -58,11 +58,11 @@ class Fleet:
 
     def __init__(self) -> None:
         self.workers = [FakeWorker(World(2), index) for index in range(2)]
-        self.replicas = [Replica(index, worker) for index, worker in enumerate(self.workers)]
+        self.replicas = [Replica(f"rollout-{index}", index, worker) for index, worker in enumerate(self.workers)]
         for replica in self.replicas:
             replica.state = ReplicaState.serving
         self.buffer = GroupBuffer(2, 3)
-        supervisor: Any = SimpleNamespace(replicas=self.replicas)
+        supervisor: Any = SimpleNamespace(replicas={one.name: one for one in self.replicas})
         self.ramp = Ramp(CONFIG, supervisor, self.buffer)
         self.tickets: list[int] = []
 
