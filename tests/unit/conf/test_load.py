@@ -161,7 +161,7 @@ def test_later_words_win_and_interpolation_works() -> None:
         ("experiment=quikstart", ["experiment has no such choice", "Did you mean quickstart", "qwen3_moe_2gpu"]),
         ("experiment=null", ["experiment=null: experiment has no such choice", "quickstart"]),
         ("data=null", ["data=null: data has no such choice", "letters"]),
-        ("weight_sync=off", ["weight_sync has no such choice", "disabled, drained, standard"]),
+        ("weight_sync=off", ["weight_sync has no such choice", "drained, standard"]),
         ("reward=rw.py:f", ["reward has no such choice", "Did you mean reward.kind=rw.py:f?"]),
         ("reward=my.rewards:f", ["reward has no such choice", "Did you mean reward.kind=my.rewards:f?"]),
         ("reward=rw.py", ["reward has no such choice", "Did you mean reward.kind=rw.py:FUNCTION?"]),
