@@ -1,9 +1,9 @@
 # pyright: strict, reportUnknownMemberType=false
 # Ray has types for a part of what it offers.
-"""What runs inside the processes of a run: a Ray actor around one trainer rank, one around one rollout worker, and one
-around a node's fork server.
+"""What Ray runs: an actor around one trainer rank, one that starts and watches the process of one rollout worker, and
+one around a node's fork server.
 
-Owns: nothing but the wrapping; the wrapped classes know nothing of Ray. Invariant: torch is imported here only when a
+Owns: nothing but the wrapping; what is wrapped knows nothing of Ray. Invariant: torch is imported here only when a
 trainer's actor starts, and vLLM never: rollout workers are processes of their own (rollout/worker_process.py).
 `ray.method` tells type checkers what a call takes and returns.
 """

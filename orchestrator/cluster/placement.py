@@ -2,7 +2,7 @@
 """Where the run's processes live: a Ray cluster, a placement group, a named Ray actor for each rank and each worker.
 
     Cluster -- RayCluster -- placement group -- TrainerActor "trainer-0", ...  each wraps a trainer.rank.TrainerRank
-                                     |--------- RolloutActor "rollout-0", ...  each starts and calls the process of a
+                                     |--------- RolloutActor "rollout-0", ...  each starts and watches the process of a
                           |                                                    rollout.worker.RolloutWorker
                           +-- on each node ---- ForkServerActor, which has imported vLLM: it forks these processes
 

@@ -1,8 +1,8 @@
 # pyright: strict
 """Starts the rollout workers of a run, each in its bundle of the placement group, and starts one again that was lost.
 
-Owns: what workers are built from, their names and bundles. Does not own: Ray (ray_cluster.py), what a worker does
-(actors.py), how one is called (ray_handles.py), or when one is started again (supervisor.py).
+Owns: what workers are built from, their names and bundles. Does not own: Ray (ray_cluster.py), a worker's process
+(actors.py), how one is called (rollout/calls.py), or when one is started again (fleet/supervisor.py).
 Invariant: vLLM is imported by processes that the actors start, never here.
 """
 
