@@ -71,7 +71,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "rollout/agents/token_tree.py": ("rollout/agents/test_token_tree.py",),
     "rollout/agents/episode.py": ("rollout/agents/test_episode.py",),
     "rollout/branches.py": ("rollout/test_branches.py",),
-    "rollout/text/chat_template.py": ("rollout/test_chat_template.py",),
+    "rollout/text/chat_template.py": ("rollout/test_chat_template.py", "orchestrator/data/test_prompts.py"),
     "rollout/text/ends.py": ("rollout/test_ends.py",),
     "rollout/text/messages.py": ("rollout/test_messages.py",),
     "rollout/text/plain_template.py": ("rollout/test_chat_template.py",),

@@ -110,6 +110,12 @@ def test_arguments_of_a_tool_call_are_an_object_where_they_can_be(
     assert ChatTemplate(save(tmp_path, template)).render(calling(arguments), is_open=True) == said
 
 
+@pytest.mark.parametrize(("asks", "said"), [("", ""), ("{% if messages[0].content is none %}none{% endif %}", "none")])
+def test_no_content_is_empty_unless_the_template_asks_for_it(asks: str, said: str, tmp_path: Path) -> None:
+    text = "" if asks else "{{ messages[0].content }}"
+    assert ChatTemplate(save(tmp_path, text + asks)).render(calling({}), is_open=True) == said
+
+
 def test_a_template_that_wants_arguments_as_text_gets_all_the_rest_too(tmp_path: Path) -> None:
     template = (
         "{{ mood + messages[0].tool_calls[0].function.arguments + (tools | length | string) }}"

@@ -72,6 +72,10 @@ def test_the_end_of_a_tokenizer_is_told_by_the_loaded_one_or_by_its_file_or_by_n
     (folder / "tokenizer.json").rename(folder / "aside.json")
     assert end_token_ids(folder, loaded) == [end, 0]
     assert end_token_ids(folder) == [0]
+    described = json.loads((folder / "tokenizer_config.json").read_text())
+    _write(folder, "tokenizer_config.json", described | {"eos_token": "<|nobody|>"})
+    assert end_token_ids(folder, loaded) == [0]
+    _write(folder, "tokenizer_config.json", described)
     (folder / "tokenizer.json").write_text("{")  # not read again where the caller has it
     assert end_token_ids(folder, loaded) == [end, 0]
 

@@ -42,7 +42,14 @@ def test_a_text_gets_what_its_tokenizer_adds_and_a_rendered_one_nothing_twice(tm
 def test_half_of_what_is_added_is_no_rendered_text(tmp_path: Path) -> None:
     tokenizer = save(tmp_path, FORMS["both"])
     assert encode_text(tokenizer, "<b>it", True)[0] == tokenizer.encode("<b>it").ids
-    assert encode_text(tokenizer, "", True)[0] == tokenizer.encode("").ids
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_no_text_gets_all_that_is_added(tmp_path: Path, form: str) -> None:
+    tokenizer = save(tmp_path, form)
+    alone = tokenizer.encode("")
+    assert encode_text(tokenizer, "", True) == (alone.ids, alone.offsets)
+    assert len(alone.ids) == len(form.split()) - ("$A" in form)
 
 
 def test_nothing_is_cut_or_padded(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ threshold of an element depends on the seed, the parameter, and its place there 
 
 from __future__ import annotations
 
+import hashlib
 import math
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.rounding import FP8_MAX, dithered, key_of, thresholds
+from trainer.rounding import FP8_MAX, dithered, key_of, rounded_sum, thresholds
 
 FORMATS = [torch.bfloat16, torch.float8_e4m3fn]
 
@@ -21,14 +22,15 @@ def drawn(key: int, rows: int, columns: range, first_row: int = 0) -> torch.Tens
     return thresholds(key, torch.arange(first_row, first_row + rows), columns)
 
 
+def mix(bits: int) -> int:
+    """MurmurHash3's finalizer, in Python's integers."""
+    bits = (bits ^ bits >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    bits = (bits ^ bits >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return bits ^ bits >> 16
+
+
 def by_hand(key: int, row: int, column: int) -> int:
-    """MurmurHash3's finalizer twice, in Python's integers."""
-
-    def mix(bits: int) -> int:
-        bits = (bits ^ bits >> 16) * 0x85EBCA6B & 0xFFFFFFFF
-        bits = (bits ^ bits >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
-        return bits ^ bits >> 16
-
+    """The finalizer twice."""
     return mix(mix(row * 0x9E3779B1 + key & 0xFFFFFFFF) ^ column * 0x85EBCA77 & 0xFFFFFFFF)
 
 
@@ -43,6 +45,9 @@ def test_a_key_tells_seeds_and_parameters_apart():
     keys = {key_of(seed, f"layers.{layer}.{leaf}") for seed in range(9) for layer in range(9) for leaf in "abc"}
     assert len(keys) == 9 * 9 * 3
     assert all(0 <= key < 2**31 for key in keys)
+    for seed, name in ((3, "a"), (4, "a"), (3, "b")):  # a resume by another release draws the same thresholds
+        digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest()
+        assert key_of(seed, name) == int.from_bytes(digest, "little") % 2**31
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -94,6 +99,28 @@ def test_a_rectangle_has_the_thresholds_of_the_whole(first_row, first_column, ro
     whole = drawn(11, 540, range(540))
     part = drawn(11, rows, range(first_column, first_column + columns), first_row)
     assert torch.equal(part, whole[first_row : first_row + rows, first_column : first_column + columns])
+
+
+def test_a_sum_is_rounded_by_the_bits_of_both_addends_and_the_column():
+    generator = torch.Generator().manual_seed(1)
+    values, added = torch.randn(7, 9, generator=generator).bfloat16(), torch.randn(7, 9, generator=generator) / 100
+    got = rounded_sum(values, added)
+    bits = [tensor.numpy().view(np.uint32).astype(int) for tensor in (values.float(), added, values.float() + added)]
+    for row, column in np.ndindex(7, 9):
+        of_values, of_added, of_sum = (int(one[row, column]) for one in bits)
+        drawn_bits = mix((of_added + of_values * 0x9E3779B1 ^ column * 0x85EBCA77) & 0xFFFFFFFF)
+        assert int(got.numpy().view(np.uint32)[row, column]) == of_sum + (drawn_bits >> 16) & 0xFFFF0000
+    assert torch.equal(rounded_sum(values[3:4], added[3:4]), got[3:4]), "wherever a row stands"
+    assert torch.equal(rounded_sum(values, torch.zeros_like(added)), values.float())
+
+
+def test_the_mean_of_sums_is_right_where_each_addend_is_less_than_half_a_step():
+    added = torch.rand(64, 512, generator=torch.Generator().manual_seed(1)) * 2.0**-9
+    values = torch.ones(64, 512).bfloat16()
+    assert torch.equal((values + added.bfloat16()).float(), values.float()), "to nearest all are lost"
+    got = rounded_sum(values, added).double() - 1
+    assert got.unique().tolist() == [0.0, 2.0**-7]
+    assert abs(float((got - added.double()).mean())) < 5 * 2.0**-8 / (64 * 512) ** 0.5
 
 
 def test_small_changes_change_few_elements():
