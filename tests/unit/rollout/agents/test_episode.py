@@ -276,6 +276,18 @@ async def test_engines_that_fail_are_noted_and_the_tokens_given_back() -> None:
     assert table.engine.asked[-1][2] == 4
 
 
+async def test_a_request_that_was_cancelled_underneath_is_over_and_no_cancellation_of_the_agents() -> None:
+    table = Table()
+
+    async def cancelled(*_: object) -> Sampled:
+        raise asyncio.CancelledError
+
+    table.episode._generate = cancelled
+    with pytest.raises(EpisodeOver):
+        await table.episode.complete("x")
+    assert table.episode.turns == []
+
+
 @pytest.mark.parametrize("excess", [0, 1])
 async def test_what_cannot_fit_is_refused_before_it_is_read(excess: int) -> None:
     """All characters of all messages count, or those of a plain prompt."""

@@ -83,7 +83,9 @@ def test_the_end_of_a_response_that_was_cut_off_is_added(template: str) -> None:
     assert talk.text() == talk.chat.render([user("one"), reply, user("go on")], ()) + "ff" + talk.chat.end
 
 
-@pytest.mark.parametrize("ends", [["<|eom_id|>", "<|eot_id|>"], ["<|eot_id|>", "<|eom_id|>"]])
+@pytest.mark.parametrize(
+    "ends", [["<|eom_id|>", "<|eot_id|>"], ["<|eot_id|>", "<|eom_id|>"], ["", "<|eot_id|>"]]
+)  # the last has one without a text
 def test_a_response_that_was_cut_off_ends_at_the_first_of_the_models_ends(ends: list[str]) -> None:
     """Its blanks are trimmed, so that it is looked for; another of the ends stands further on in the conversation."""
     talk = Conversation("llama3")
@@ -191,6 +193,16 @@ def test_a_plain_prompt_goes_on_from_the_longest_of_the_turns_that_it_begins_wit
     assert planned.num_tokens == len("once upon a time there")
     assert (plan("once upon an").parent, plan("once more").parent, plan("twenty").parent) == (3, 0, None)
     assert plan("once upon a time").token_ids == []
+
+
+def test_a_prompt_of_tokens_goes_on_from_those_tokens_and_not_from_their_text() -> None:
+    chat = FakeChatText("llama3")
+    tree = TokenTree(chat)
+    tree.record(tree.plan_text(chat.encode("once")), chat.encode(" upon<|eot_id|>"))
+    spelled = [ord(character) for character in "once upon<|eot_id|> a time"]
+    assert chat.decode(spelled) == "once upon<|eot_id|> a time"
+    planned = tree.plan_text(spelled)
+    assert (planned.parent, planned.token_ids, planned.reason) == (None, spelled, NEW)
 
 
 def test_reasons_of_plain_prompts() -> None:
