@@ -84,6 +84,8 @@ GONE = {
         "rollout/worker_process.py call",
         "rollout/sampling_calls.py",
         "orchestrator/fleet/control_folder.py",
+        "rollout/rewards/processes/frames.py",
+        "rollout/agents/channel.py",
     ),
     "processes of an engine": (),
     "hops of a prompt": (
