@@ -9,11 +9,12 @@ import pytest
 
 from conf import errors as conf_errors
 from conf.errors import SlipstreamError
+from fleet import errors as fleet_errors
 from orchestrator import errors
 
 CLASSES = [
     value
-    for module in (conf_errors, errors)
+    for module in (conf_errors, fleet_errors, errors)
     for value in vars(module).values()
     if inspect.isclass(value) and issubclass(value, SlipstreamError)
 ]
