@@ -220,7 +220,8 @@ def paste_shell(block: Block, place: Place) -> None:
             targets = (ROOT / "Makefile").read_text(encoding="utf-8")
             assert re.search(rf"^{words[1]}:", targets, re.MULTILINE), f"the Makefile has no {words[1]}"
         elif command == "python":
-            assert (ROOT / words[-1]).exists(), f"there is no {words[-1]}"
+            script = next((word for word in words if word.endswith(".py")), words[-1])
+            assert (ROOT / script).exists(), f"there is no {script}"
         else:
             assert command in OTHER_PROGRAMS, f"{command}: name it in OTHER_PROGRAMS, if it is not ours"
 
