@@ -247,7 +247,7 @@ def low_rank_gradient(
     return implementation(left_SR, right_XN, groups, out_ERN, source_S, weights_S)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_low_rank(
     rows_ptr, low_ptr, p_ptr, bias_ptr, tiles_ptr, num_rows, num_columns, low_stride, scale,
     p_expert_stride, p_row_stride, p_rank_stride,
