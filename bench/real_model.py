@@ -276,7 +276,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     rows = list(dict.fromkeys(result["row"] for result in results))
     panels = (
         ("held-out reward by step", "step", "held_out"),
-        ("held-out reward by second", "s", "held_out"),
+        ("held-out reward by second, runs alone on a GPU", "s", "held_out"),
         ("tokens of a response by step", "step", "tokens"),
         ("k3 by step, mean of 5", "step", "k3"),
     )
@@ -284,6 +284,8 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     for axis, (title, across, up) in zip(axes.flat, panels, strict=True):
         axis.set_title(title)
         for result in results:
+            if across == "s" and result["is_beside"]:
+                continue  # others took its time
             points = [point for point in result["points"] if point.get(up) is not None]
             values = [point[up] for point in points]
             if up == "k3":

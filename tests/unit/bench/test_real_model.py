@@ -104,7 +104,6 @@ def test_a_figure_near_a_step_is_none_until_the_run_is_there(tmp_path: Path) -> 
     points = [{"step": step, "held_out": float(step)} for step in (20, 25, 30)]
     assert near(points, "held_out", 25, 5) == 25.0
     assert near(points, "held_out", SHOWN_STEPS[2], 5) is None
-    real_model.draw(
-        [{"row": "trl", "seed": 0, "points": [{**point, "s": 1.0} for point in points]}], tmp_path / "a.png"
-    )
+    told = {"row": "trl", "seed": 0, "is_beside": False, "points": [{**point, "s": 1.0} for point in points]}
+    real_model.draw([told, {**told, "is_beside": True}], tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000
