@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from conf.schema import MAX_EXPERT_RANK
 from trainer.architecture.activation import SWIGLU
+from trainer.kernels.adamw_update import Codes, adamw_triton
 from trainer.kernels.experts import grouped_gemm, low_rank
 from trainer.kernels.experts.gather import gather_project_triton
 from trainer.kernels.experts.groups import RowGroups
@@ -187,3 +188,20 @@ def test_no_copy_overwrites_what_a_grouped_product_still_reads(
             launch_product(torch.bfloat16, num_rows, rank, is_turned=is_turned)
             assert "isAsync = true" in launched["_product"].asm["ttgir"]
             assert overwritten(launched.pop("_product").asm["ttgir"]) == set()
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16])
+def test_the_update_of_every_format_compiles(launched: dict[str, CompiledKernel], parameters, moments):
+    """Triton's interpreter, in which its numbers are compared, takes Python that the compiler does not."""
+
+    def moment() -> torch.Tensor | Codes:
+        if moments is torch.uint8:
+            return Codes(torch.zeros(512, dtype=moments), torch.zeros(2), torch.linspace(0, 1, 256))
+        return torch.zeros(512, dtype=moments)
+
+    adamw_triton(
+        [torch.zeros(512, dtype=parameters)], [torch.zeros(512, dtype=parameters)], [moment()], [moment()],
+        lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, num_updates=1, seed=1,
+    )  # fmt: skip
+    assert "_adamw" in launched
