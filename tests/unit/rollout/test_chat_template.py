@@ -56,6 +56,7 @@ def test_published_templates_are_rendered_as_their_own_class_does(name: str, tmp
         "{% endif %}{% endfor %}{{ {'a': '<\\xfc>', 'b': [1]} | tojson }}{{ {'a': 1} | tojson(indent=2) }}",
         "{{ bos_token }}{{ sep_token is defined }}{{ unk_token }}{{ eos_token }}{{ tools is none }}"
         "{{ documents is none }}{{ pad_token is defined }}",
+        "{{ {'b': [1, 2], 'a': '\xfc'} | tojson(ensure_ascii=true, separators=(',', ':'), sort_keys=true) }}",
         "{% set max_tokens = 3 %}{{ max_tokens }}{{ strftime_now('%Y') }}\n  {%- if true %}\n x {% endif %}",
     ],
 )
@@ -80,6 +81,27 @@ def test_what_templates_may_use_is_rendered_as_transformers_does(template: str, 
 )
 def test_folders_that_need_more_are_left_to_transformers(description: dict[str, Any], tmp_path: Path) -> None:
     assert read_plain(save(tmp_path, "{{ image_token }}", **description)) is None
+
+
+@pytest.mark.parametrize("name", ["tekken.json", "chat_template.json", "additional_chat_templates"])
+def test_folders_with_a_template_elsewhere_or_without_a_description_are_left_to_transformers(
+    name: str, tmp_path: Path
+) -> None:
+    folder = save(tmp_path, "x")
+    assert read_plain(folder) is not None
+    (folder / name).write_text("{}")
+    assert read_plain(folder) is None
+    (folder / name).unlink()
+    (folder / "tokenizer_config.json").unlink()
+    assert read_plain(folder) is None
+
+
+def test_the_template_in_a_file_of_its_own_is_the_one(tmp_path: Path) -> None:
+    folder = save(tmp_path, "of the description")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }} \u2026 of the file", encoding="utf-8")
+    assert read_plain(folder) is not None
+    assert ChatTemplate(folder).render(CHAT, is_open=True) == by_its_own_class(folder, [])
+    assert ChatTemplate(folder).render(CHAT, is_open=True) == "you are. \u2026 of the file"
 
 
 def test_a_templates_own_refusal_is_raised(tmp_path: Path) -> None:
@@ -114,6 +136,13 @@ def test_arguments_of_a_tool_call_are_an_object_where_they_can_be(
 def test_no_content_is_empty_unless_the_template_asks_for_it(asks: str, said: str, tmp_path: Path) -> None:
     text = "" if asks else "{{ messages[0].content }}"
     assert ChatTemplate(save(tmp_path, text + asks)).render(calling({}), is_open=True) == said
+
+
+def test_content_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    (message,) = calling({})
+    del message["content"]
+    folder = save(tmp_path, "{{ 'content' in messages[0] }}")
+    assert ChatTemplate(folder).render([message], is_open=True) == "False"
 
 
 def test_a_template_that_wants_arguments_as_text_gets_all_the_rest_too(tmp_path: Path) -> None:

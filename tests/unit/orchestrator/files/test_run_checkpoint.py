@@ -37,6 +37,7 @@ from orchestrator.files.run_checkpoint import (
     RunState,
     complete_checkpoints,
     fingerprint,
+    named_checkpoints,
     step_of,
 )
 from orchestrator.files.run_folder import flatten, to_plain
@@ -141,8 +142,10 @@ def test_newest_complete_one_is_resumed_and_older_ones_are_removed(tmp_path: Pat
     for step in (5, 10, 15):
         write(store, step)
     store.begin(20)  # a crash while writing
+    (store.folder / "step-000025").write_text("somebody's note")
+    (store.folder / "step-last").mkdir()
     assert store.newest() == tmp_path / "checkpoints" / "step-000015"
-    assert [p.name for p in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["step-000010", "step-000015"]
+    assert [path.name for path in named_checkpoints(store.folder)] == ["step-000010", "step-000015"]
     assert step_of(store.newest()) == 15
 
 

@@ -320,7 +320,7 @@ def test_without_hashes_bytes_still_cross_and_are_counted() -> None:
     report = world.publisher.publish(5)
     assert committed(report) == [True]
     assert world.engines[0].wrong_params(5) == []
-    assert report.num_changed_params is None
+    assert [report.num_changed_params, world.publisher.publish(6).num_changed_params] == [None, None], "nobody knows"
     world.close()
 
 
@@ -381,8 +381,9 @@ def test_connect_refuses_what_cannot_be_planned() -> None:
     world = World(1)
     layout = world.source.layout()
     world.source.layout = lambda: type(layout)(0, layout.tensors, layout.shards[1:])  # type: ignore[method-assign]
-    with pytest.raises(PlanError):
-        world.connect()
+    for _ in range(2):  # there is no plan for these layouts, though they are those of the last try
+        with pytest.raises(PlanError):
+            world.connect()
     world.close()
 
 
