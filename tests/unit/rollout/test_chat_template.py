@@ -96,6 +96,21 @@ def test_folders_with_a_template_elsewhere_or_without_a_description_are_left_to_
     assert read_plain(folder) is None
 
 
+def test_special_tokens_that_another_file_may_name_are_left_to_transformers(tmp_path: Path) -> None:
+    folder = save(tmp_path, "x", added_tokens_decoder={})
+    (folder / "special_tokens_map.json").write_text("{}")
+    assert read_plain(folder) is not None
+    assert read_plain(save(tmp_path, "{{ special_tokens_map }}", added_tokens_decoder={})) is None
+    assert read_plain(save(tmp_path, "x")) is None
+
+
+@pytest.mark.parametrize("option", ["messages", "tools", "add_generation_prompt"])
+def test_what_a_request_says_is_no_option(option: str, tmp_path: Path) -> None:
+    template = ChatTemplate(save(tmp_path, "{{ messages }}{{ tools }}{{ add_generation_prompt }}"))
+    with pytest.raises(DataError, match=rf"kwargs\.{option}: .* reads no such option; it reads none$"):
+        template.check_options({option: 1})
+
+
 def test_the_template_in_a_file_of_its_own_is_the_one(tmp_path: Path) -> None:
     folder = save(tmp_path, "of the description")
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }} \u2026 of the file", encoding="utf-8")
