@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rollout.plain_number import plain_number
+
 SCORE = "score"
 RAISED = "raised"
 NOT_A_NUMBER = "not_a_number"
@@ -69,7 +71,7 @@ def read_answer(message: Sequence[object], num_responses: int) -> Answer | None:
     match message:
         case [list(outcomes), dict(counts)] if len(outcomes) in (1, num_responses):
             read = [_outcome(one) for one in outcomes] * (num_responses // len(outcomes))
-            if all(isinstance(value, int | float) and math.isfinite(value) for value in counts.values()):
+            if all(plain_number(value) is not None for value in counts.values()):
                 known = [one for one in read if one is not None]
                 return Answer(known, dict(counts)) if len(known) == len(read) else None
     return None

@@ -131,14 +131,18 @@ class UserPool:
                 if self.is_closed:
                     raise self._program.error("the run ends")
                 try:
-                    place.process = await self._begin(UserProcess.start(self._program))
+                    place.process = await self._begin(self._started())
                 except asyncio.CancelledError:
                     if self.is_closed:
                         raise self._program.error("the run ends") from None
                     raise
-                self._alive.add(place.process)
                 self._begin(self._replace(place, place.process))
             return place.process
+
+    async def _started(self) -> UserProcess:
+        process = await UserProcess.start(self._program)
+        self._alive.add(process)  # here, so that close() knows it even if nobody waits for it any more
+        return process
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
@@ -154,6 +158,8 @@ class UserPool:
             try:
                 await self._process_of(place)
             except self._program.error as e:
+                if self.is_closed:
+                    return
                 logger.warning("the %s process could not be replaced: %s", self._program.what, e)
 
 

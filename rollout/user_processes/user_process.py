@@ -155,12 +155,12 @@ class UserProcess:
                 did = "gave no answer"
                 return await answered
         except TimeoutError:
-            del self._waiting[number]
+            self._waiting.pop(number, None)  # an answer of the same moment has been taken from there
             lost = Lost(TIMEOUT, f"the {what} process {did} within {limit}")
             self._end_with(Lost(DIED, f"the {what} process was ended because of another question"))
             raise lost from None
         finally:
-            if self._waiting.pop(number, None) is not None and not answered.done() and not self.is_over:
+            if self._waiting.pop(number, None) is not None and not self.is_over:  # cancelled
                 self._dropped.add(number)
                 self._kept.channel.send([number])
 
