@@ -291,7 +291,7 @@ def ports_and_ray(machine: Machine) -> Iterator[Finding]:
         advice = "a run starts its own beside it, unless cluster=attached"
         yield Finding("ray", "running cluster", address, Status.note, advice)
     try:
-        yield Finding("ray", "Unix sockets", f"below {where_sockets_lie()}")
+        yield Finding("ray", "Unix sockets", f"in {where_sockets_lie()}")
     except ConfigError as error:
         yield Finding("ray", "Unix sockets", "no folder", Status.fail, str(error))
         return

@@ -69,7 +69,7 @@ def test_a_dry_run_and_doctor_say_where_a_run_puts_them(tmpdir: str) -> None:
     dry = check_sockets(load_run_config(["experiment=quickstart"]), HERE).finding
     (finding,) = [one for one in doctor.ports_and_ray(HERE) if one.name == "Unix sockets"]
     assert dry == finding.value
-    assert dry.split(",")[0] == f"below {folder.root.parent}"
+    assert dry.split(",")[0] == f"in {folder.root.parent}"
     assert tmpdir in dry
 
 
