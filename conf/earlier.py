@@ -10,12 +10,15 @@ Owns: both tables. Does not own how options are read (load.py).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from conf.errors import ConfigError
 
+REWARD = "reward."
+"""Options of a reward are there, and in reward.parts.NAME."""
 MOVED = {
     **{
         f"rollout.eval_{name}": f"rollout.eval.{name}"
@@ -121,10 +124,13 @@ GONE = (
 
 def explain(name: str) -> str | None:
     """What to say of an option of an earlier release on the command line; None: there was none of this name."""
-    if name in MOVED:
-        return f"there is no option {name} any more; it is {MOVED[name]} now"
-    cure = next((gone.cure for gone in GONE if name in gone.names), None)
-    return None if cure is None else f"there is no option {name} any more; {cure}"
+    part = re.match(r"reward\.parts\.[^.]+\.", name)
+    where = part[0] if part else REWARD
+    name_of_one = REWARD + name.removeprefix(where) if part else name
+    if name_of_one in MOVED:
+        return f"there is no option {name} any more; it is {MOVED[name_of_one]} now"
+    cure = next((gone.cure for gone in GONE if name_of_one in gone.names), None)
+    return None if cure is None else f"there is no option {name} any more; {cure.replace(REWARD, where)}"
 
 
 def carried_over(options: dict[str, Any]) -> dict[str, Any]:
@@ -136,25 +142,41 @@ def carried_over(options: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: The run depends on an option that is no more.
     """
+    reward = options.get("reward")
+    parts: Any = reward.get("parts") if isinstance(reward, dict) else None
+    for where in (REWARD, *(f"{REWARD}parts.{name}." for name in parts or ())):
+        _carry_over(options, where)
+    return options
+
+
+def _carry_over(options: dict[str, Any], where: str) -> None:
+    """Do it where options of a reward are: `where` is in the place of REWARD."""
     for old, new in MOVED.items():
-        # A column that has the name that is looked for needs no entry in data.columns.
-        if (value := _take(options, old)) not in (_ABSENT, new.rpartition(".")[2]):
-            _put(options, new, value)
+        name, value = old.replace(REWARD, where), _take(options, old.replace(REWARD, where))
+        if not new.startswith("data.columns."):
+            if value is not _ABSENT:
+                _put(options, new, value)
+        elif value not in (_ABSENT, new.rpartition(".")[2]):  # of this name it is found without an option
+            raise ConfigError(
+                f"the run has {name}={value}, which is {new} now, and a resumed run must keep its data.columns; go on "
+                "with the release that began the run"
+            )
     for gone in GONE:
-        found = {name: value for name in gone.names if (value := _take(options, name)) is not _ABSENT}
+        names = [name.replace(REWARD, where) for name in gone.names]
+        found = {name: value for name in names if (value := _take(options, name)) is not _ABSENT}
         if not found:
             continue
-        usual = next(iter(gone.values), (_ABSENT,) * len(gone.names))
-        key = tuple(found.get(name, value) for name, value in zip(gone.names, usual, strict=True))
+        usual = next(iter(gone.values), (_ABSENT,) * len(names))
+        key = tuple(found.get(name, value) for name, value in zip(names, usual, strict=True))
         if key not in gone.values:
-            given = " ".join(f"{name}={value}" for name, value in found.items() if value not in usual)
+            own = zip(names, key, usual, strict=True)
+            given = " ".join(f"{name}={value}" for name, value, of_most in own if value != of_most)
             raise ConfigError(
-                f"the run has {given}, and there is no such option any more; {gone.cure}, and give "
-                "run.resume=FOLDER to slipstream train, or go on with the release that began the run"
+                f"the run has {given}, and there is no such option any more; {gone.cure.replace(REWARD, where)}, and "
+                "give run.resume=FOLDER to slipstream train, or go on with the release that began the run"
             )
         for name, value in gone.values[key].items():
             _put(options, name, value)
-    return options
 
 
 _ABSENT = object()

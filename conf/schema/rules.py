@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from conf.earlier import explain
 from conf.errors import ConfigError
 
 Section = TypeVar("Section")
@@ -57,7 +58,7 @@ def section_of(cls: type[Section], section: str, values: Mapping[str, Any]) -> S
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)
             hint = f"Did you mean {near[0]}?" if near else f"Options: {', '.join(known)}"
-            raise ConfigError(f"unknown option {section}.{name}. {hint}")
+            raise ConfigError(explain(f"{section}.{name}") or f"unknown option {section}.{name}. {hint}")
         annotation = known[name]
         if is_dataclass(annotation):
             require(isinstance(value, Mapping), f"{section}.{name} is a section; set its options one by one")

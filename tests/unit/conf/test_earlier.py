@@ -66,3 +66,39 @@ def test_a_run_that_depends_on_a_missing_option_is_refused_in_one_line() -> None
     text = changed(rollout={"sampling": {"top_p": 0.9}})
     with pytest.raises(ConfigError, match=r"^F: the run has rollout.sampling.top_p=0.9, and there is no.*that began"):
         load_resolved_yaml(text, subject="F: ")
+
+
+def test_what_the_run_has_is_named_though_another_option_has_that_value_usually() -> None:
+    text = changed(trainer={"numerics": {"dense_activation": "each", "router_logits": "float32"}})
+    named = "trainer.numerics.dense_activation=each trainer.numerics.router_logits=float32"
+    with pytest.raises(ConfigError, match=f"^the run has {named}, and there is no such option"):
+        load_resolved_yaml(text)
+
+
+def test_options_of_one_of_several_rewards_are_carried_over() -> None:
+    judge = {"base_url": "http://127.0.0.1:1/v1", "model": "a", "lowest": 0.0, "highest": 10.0, "max_tokens": 512}
+    parts = {"good": {"kind": "judge", "judge": judge}, "runs": {"kind": "code", "code": {"tests_key": "tests"}}}
+    config = load_resolved_yaml(changed(reward={"parts": parts}))
+    assert config.reward.by_name["good"].judge.scale == (0, 10)
+    with pytest.raises(ConfigError, match=r"has reward\.parts\.good\.judge\.highest=5, .*; set reward\.parts\.good\.judge\.sc"):
+        load_resolved_yaml(changed(reward={"parts": {"good": {"kind": "judge", "judge": judge | {"highest": 5}}}}))
+    words = ["reward.parts.a.kind=judge", "reward.parts.a.judge.highest=5", "reward.parts.b.kind=regex"]
+    with pytest.raises(ConfigError, match=r"^there is no option reward\.parts\.a\.judge\.highest any more; set reward\.parts\.a\."):
+        load_run_config(["experiment=quickstart", *words])
+
+
+@pytest.mark.parametrize(
+    ("reward", "named"),
+    [
+        ({"choice_key": "judges"}, r"reward\.choice_key=judges, which is data\.columns\.reward now"),
+        ({"kind": "code", "code": {"tests_key": "a"}}, r"reward\.code\.tests_key=a, which is data\.columns\.tests now"),
+        (
+            {"parts": {"p": {"kind": "code", "code": {"tests_key": "a"}}}},
+            r"reward\.parts\.p\.code\.tests_key=a, which is data\.columns\.tests now",
+        ),
+    ],
+)
+def test_a_run_whose_rows_have_other_columns_is_refused_in_one_line(reward: dict[str, object], named: str) -> None:
+    """Its checkpoints are of other data.columns, and prompts that wait in them lack the column of the new name."""
+    with pytest.raises(ConfigError, match=rf"^the run has {named}, .*go on with the release that began the run$"):
+        load_resolved_yaml(changed(reward=reward))
