@@ -4,7 +4,7 @@
 
 One trainer rank and one engine, each with one thread: trainer and engine have a core of their own, as they have GPUs.
 Every 16 steps 8 responses of each of the 96 held-out prompts are sampled: twice as many as a step of training samples.
-Beside training they take run.eval_share of what engines decode for it, so an evaluation goes on for some steps, about
+Beside training they take a quarter of what engines decode for it, so an evaluation goes on for some steps, about
 half of all. Of those, the table has how much longer they take than steps without an evaluation in the same run, beside
 the most that sharing the engine may cost: evaluated tokens over trained tokens of these steps. Figures of a run are
 medians over steps after the first two; each run is repeated, and the table has the median over the repeats with the
