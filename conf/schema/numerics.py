@@ -156,10 +156,10 @@ class NumericsConfig:
     """
     adapters: AdapterValues = AdapterValues.separate
     """separate: x W^T + scale (x A^T) B^T; what is added to the rounded x W^T is rounded by thresholds, so that it
-    arrives in the mean; in linears with weight_sync.mode=adapter to nearest, as by such engines. merged: x times the merged
-    weight, rounded as a publish rounds it, what engines of weight_sync.mode=merged compute; gradients are the same
-    formula's. It merges every layer in every forward, and runs each layer once more in backward. Ignored when
-    match=bitwise.
+    arrives in the mean; in linears with weight_sync.mode=adapter to nearest, as by such engines. merged: x times
+    the merged weight, rounded as a publish rounds it, what engines of weight_sync.mode=merged compute; gradients
+    are the same formula's. It merges every layer in every forward, and runs each layer once more in backward.
+    Ignored when match=bitwise.
     """
 
     @property
