@@ -143,8 +143,9 @@ def carried_over(options: dict[str, Any]) -> dict[str, Any]:
         ConfigError: The run depends on an option that is no more.
     """
     reward = options.get("reward")
-    parts: Any = reward.get("parts") if isinstance(reward, dict) else None
-    for where in (REWARD, *(f"{REWARD}parts.{name}." for name in parts or ())):
+    parts = cast("dict[str, Any]", reward).get("parts") if isinstance(reward, dict) else None
+    names = cast("dict[str, Any]", parts) if isinstance(parts, dict) else ()
+    for where in (REWARD, *(f"{REWARD}parts.{name}." for name in names)):
         _carry_over(options, where)
     return options
 

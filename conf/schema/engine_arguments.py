@@ -6,7 +6,8 @@ Owns: their names, and what to do instead. Every other argument is handed on as 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any
 
 from conf.errors import ConfigError
 
@@ -49,13 +50,18 @@ _REASONS = {
 """Arguments that would break a layout, exactness or memory."""
 
 
-def check_engine_options(names: Iterable[str]) -> None:
+def check_engine_options(options: Mapping[str, Any]) -> None:
     """Refuse arguments that are not the user's to set.
 
     Raises:
-        ConfigError: One is among them.
+        ConfigError: One is among them, or what is to be added to ours is no mapping.
     """
-    for name in names:
+    compilation = options.get("compilation_config", {})
+    if not isinstance(compilation, Mapping):
+        raise ConfigError(
+            f"rollout.engine_options.compilation_config must be a mapping, got {compilation!r}; a level is {{mode: 3}}"
+        )
+    for name in options:
         for pattern, option in _OPTIONS.items():
             if re.fullmatch(pattern, name):
                 raise ConfigError(f"rollout.engine_options.{name} is what {option} is for; set that instead")

@@ -52,6 +52,7 @@ CASES = [
     (["rollout.engine_options={cpu_offload_gb: 4}"], "cpu_offload_gb cannot be set: a publish writes into weights"),
     (["rollout.engine_options.max_lora_rank=8"], "max_lora_rank is what weight_sync.mode=adapter is for"),
     (["rollout.engine_options.kv_cache_dtype=fp8"], "kv_cache_dtype cannot be set: log-probabilities must be those"),
+    (["rollout.engine_options.compilation_config=3"], "compilation_config must be a mapping, got 3"),
     ([*BITWISE, "rollout.engine_options.block_size=32"], "parity=bitwise.*contradicts rollout.engine_options"),
     (["parity=bitwise"], "trainer.numerics.match=bitwise needs trainer.num_ranks=1, got 2"),
     ([*BITWISE, "rollout.tp_size=4"], "parity=bitwise.*contradicts rollout.tp_size=4.*set it to 1 or 2"),

@@ -107,3 +107,9 @@ def test_a_run_whose_rows_have_other_columns_is_refused_in_one_line(reward: dict
     """Its checkpoints are of other data.columns, and prompts that wait in them lack the column of the new name."""
     with pytest.raises(ConfigError, match=rf"^the run has {named}, .*go on with the release that began the run$"):
         load_resolved_yaml(changed(reward=reward))
+
+
+@pytest.mark.parametrize("text", ["reward: 3", "reward: {parts: [1]}", "rollout: []"])
+def test_a_damaged_file_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^F: .+"):
+        load_resolved_yaml(text, subject="F: ")
