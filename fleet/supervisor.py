@@ -217,8 +217,9 @@ class Supervisor:
         if self._has_left(replica):
             return
         if told_by_others:
-            reason = await cause_of(replica.worker, reason)
-            if self._has_left(replica):
+            worker = replica.worker
+            reason = await cause_of(worker, reason)
+            if self._has_left(replica) or replica.worker is not worker:  # its successor did not fail
                 return
         is_last = replica.num_restarts >= self._max_restarts
         await self._leave(replica, ReplicaState.out if is_last else ReplicaState.starting, reason)

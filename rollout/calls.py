@@ -197,9 +197,12 @@ class CallServer:
             result = _encode(await call(*map(_argument_of, verb.arguments.decode(request.arguments))))
         except SlipstreamError as raised:
             error, text = type(raised).__name__, str(raised)
-        except Exception as raised:  # the boundary of one call: its client raises it
+        except (Exception, asyncio.CancelledError) as raised:  # the boundary of one call: its client raises it
+            if self._context is None:  # close() cancels this
+                raise
             logger.exception("%s failed", request.verb)
             error, text = EngineError.__name__, f"{request.verb} failed with {type(raised).__name__}: {raised}"
+        text = text.encode(errors="replace").decode()  # a file's name may be no text
         await _send(socket, [peer], _Answer(request.number, error, text, msgspec.Raw(result)))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:

@@ -60,6 +60,20 @@ async def test_a_death_that_a_publish_notices_is_told_with_how_it_came(caplog: p
         supervisor.require_replicas()
 
 
+async def test_a_worker_that_was_replaced_while_it_was_asked_how_it_died_is_not_failed_again() -> None:
+    supervisor, workers = make(2)
+    replica = supervisor.replicas["rollout-0"]
+
+    async def replaced() -> None:
+        replica.worker, replica.state = workers[1], ReplicaState.recovering
+        raise ConnectionError("it died")
+
+    workers[0].check = replaced  # type: ignore[method-assign]
+    await supervisor.hold()
+    await supervisor.settle([outcome(False, "PeerLost: x"), outcome(True)])
+    assert (replica.state, replica.reason) == (ReplicaState.recovering, "")
+
+
 @on_jumping_clock
 async def test_a_worker_that_does_not_say_whether_it_is_alive_is_waited_for_briefly() -> None:
     supervisor, workers = make(2)

@@ -50,7 +50,7 @@ class Worker:
     ) -> list[Rollout]:
         self.asked.append((prompt.prompt_id, prompt.token_ids, n, sampling, version))
         await self.may_answer.wait()
-        if isinstance(self.sampled, Exception):
+        if isinstance(self.sampled, BaseException):
             raise self.sampled
         return self.sampled
 
@@ -141,10 +141,12 @@ async def test_a_message_longer_than_a_frame_arrives(worker: Worker, client: Wor
         (ReplicaNotServing("this rollout worker is DIRTY"), ReplicaNotServing, "this rollout worker is DIRTY"),
         (EngineDied("the engine's process has ended"), EngineDied, "the engine's process has ended"),
         (KeyError("no such thing"), EngineError, "generate_group failed with KeyError: 'no such thing'"),
+        (EngineError("no file /a\udcff"), EngineError, "no file /a?"),
+        (asyncio.CancelledError("underneath"), EngineError, "generate_group failed with CancelledError: underneath"),
     ],
 )
 async def test_errors_are_raised_again(
-    worker: Worker, client: WorkerClient, raised: Exception, kind: type[Exception], text: str
+    worker: Worker, client: WorkerClient, raised: BaseException, kind: type[Exception], text: str
 ) -> None:
     worker.sampled = raised
     with pytest.raises(kind) as caught:
