@@ -87,9 +87,14 @@ def _carry_out(name: str, command: Command, words: list[str]) -> int:
     if getattr(flags, "help", False) or (command.needs_words and not words):
         print(parser.format_help(), end="")
         return EXIT_OK
-    if command.needs_run and (flags.run is None or "=" in flags.run.name):
+    if command.needs_run and (flags.run is None or _is_option(str(flags.run))):
         raise ConfigError(f"slipstream {name} needs a run folder, e.g. slipstream {name} runs/latest")
     return command.run(flags, others)
+
+
+def _is_option(word: str) -> bool:
+    """Whether a word sets an option. A folder's path may have an equals sign, too."""
+    return "=" in word and not Path(word).is_dir()
 
 
 def _train(flags: argparse.Namespace, overrides: list[str]) -> int:
@@ -136,7 +141,7 @@ def _eval(flags: argparse.Namespace, overrides: list[str]) -> int:
         from orchestrator.cli import evaluate
 
     run = None
-    if overrides and "=" not in overrides[0]:
+    if overrides and not _is_option(overrides[0]):
         run = Path(overrides.pop(0))
     config, weights = evaluate.eval_config(run, flags.adapter, flags.checkpoint, overrides)
 

@@ -369,6 +369,26 @@ def test_resume_refuses(
     assert message in err
 
 
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        ("stop", "is not a run folder"),
+        ("recover", "is not a run folder"),
+        ("merge", "is not a run folder"),
+        ("resume", "is not a run folder"),
+        ("eval", "is neither a run folder"),
+    ],
+)
+def test_a_folder_may_have_an_equals_sign(
+    command: str, found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "lr=1e-4"
+    folder.mkdir()
+    assert main([command, str(folder)]) == 2
+    err = capsys.readouterr().err
+    assert "lr=1e-4" in err and found in err
+
+
 @pytest.mark.parametrize("saved", [b"run: {num_steps: 3", b"\xff\xfe", b"run: {no_such_option: 1}", b"run"])
 def test_a_run_whose_options_cannot_be_read_is_not_resumed(
     saved: bytes, old_run: Path, capsys: pytest.CaptureFixture[str]
