@@ -121,15 +121,20 @@ GONE = (
     ),
 )
 
+GONE_CHOICES = {"weight_sync=disabled": "run python -m bench.controls train to publish nothing but version 0"}
+"""Choices of a group -> what to do in their place, as in Gone."""
+
 
 def explain(name: str) -> str | None:
-    """What to say of an option of an earlier release on the command line; None: there was none of this name."""
+    """What to say of an option of an earlier release, or of a choice (GROUP=CHOICE), on the command line; None: there
+    was none of this name.
+    """
     part = re.match(r"reward\.parts\.[^.]+\.", name)
     where = part[0] if part else REWARD
     name_of_one = REWARD + name.removeprefix(where) if part else name
     if name_of_one in MOVED:
         return f"there is no option {name} any more; it is {MOVED[name_of_one]} now"
-    cure = next((gone.cure for gone in GONE if name_of_one in gone.names), None)
+    cure = next((gone.cure for gone in GONE if name_of_one in gone.names), GONE_CHOICES.get(name))
     return None if cure is None else f"there is no option {name} any more; {cure.replace(REWARD, where)}"
 
 

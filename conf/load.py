@@ -227,6 +227,8 @@ def _check_choice(text: str, group: str, value: Any, config_dir: Path | None) ->
     if str(value) not in names:
         is_path = group == "model" and "/" in str(value)
         hint = f"Did you mean model=checkpoint model.path={value}?" if is_path else did_you_mean(str(value), names)
+        if (earlier := explain(f"{group}={value}")) is not None:
+            raise ConfigError(earlier)
         if group == "reward" and (":" in str(value) or str(value).endswith(".py")):
             function = value if ":" in str(value) else f"{value}:FUNCTION"
             hint = f"Did you mean reward.kind={function}?"
@@ -304,7 +306,7 @@ def _hint(name: str) -> str:
 def _explain_syntax(text: str) -> str:
     name = text.split("=", 1)[0].strip("+~ ")
     if text.startswith("-"):
-        hint = _hint(name.strip("-").replace("-", "_"))
+        hint = explain(name.strip("-")) or _hint(name.strip("-").replace("-", "_"))
         return f"unknown flag {text}. Options are written section.option=value, without dashes. {hint}".rstrip()
     if "=" not in text:
         known = name in options_by_name() or name in GROUPS

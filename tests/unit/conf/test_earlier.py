@@ -25,6 +25,12 @@ def test_an_option_of_an_earlier_release_is_refused_with_what_to_set(name: str) 
     assert name not in NAMES
 
 
+@pytest.mark.parametrize("word", ["weight_sync=disabled", "--trainer.combine=hf_eager"])
+def test_so_are_a_choice_and_an_option_with_dashes(word: str) -> None:
+    with pytest.raises(ConfigError, match=rf"there is no option {word.strip('-').partition('=hf')[0]} any more; .+"):
+        load_run_config(["experiment=quickstart", word])
+
+
 def test_options_have_moved_to_options() -> None:
     assert all(new in NAMES or new.rpartition(".")[0] in NAMES for new in MOVED.values())
 
