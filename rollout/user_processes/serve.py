@@ -40,7 +40,19 @@ def serve(set_up: Callable[[Any], tuple[Answer, list[object]]], *, tells_alive: 
     """
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
-    loop = asyncio.new_event_loop()
+    with contextlib.suppress(Disconnected), asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        _serve(
+            runner.get_loop(), connection, set_up, tells_alive
+        )  # at whose end coroutines are cancelled, and clean up
+
+
+def _serve(
+    loop: asyncio.AbstractEventLoop,
+    connection: socket.socket,
+    set_up: Callable[[Any], tuple[Answer, list[object]]],
+    tells_alive: bool,
+) -> None:
+    """Raises: Disconnected."""
     channel = loop.run_until_complete(Channel.over(connection))
     _, message = loop.run_until_complete(channel.receive())
     try:
@@ -49,14 +61,13 @@ def serve(set_up: Callable[[Any], tuple[Answer, list[object]]], *, tells_alive: 
         channel.send([0, "refused", str(e)[:MAX_REASON]])
         return
     channel.send([0, "ready", *facts])
-    with contextlib.suppress(Disconnected):
-        if asyncio.iscoroutinefunction(answer):
-            loop.run_until_complete(_serve_many(channel, answer, tells_alive))
-        while True:
-            number, *question = loop.run_until_complete(channel.receive())
-            given: Any = answer(*question)
-            channel.send([number, *given])
-            loop.run_until_complete(channel.sent())
+    if asyncio.iscoroutinefunction(answer):
+        loop.run_until_complete(_serve_many(channel, answer, tells_alive))
+    while True:
+        number, *question = loop.run_until_complete(channel.receive())
+        given: Any = answer(*question)
+        channel.send([number, *given])
+        loop.run_until_complete(channel.sent())
 
 
 async def _serve_many(channel: Channel, answer: Callable[..., Awaitable[list[Any]]], tells_alive: bool) -> None:

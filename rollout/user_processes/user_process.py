@@ -89,6 +89,8 @@ class UserProcess:
         self._lost: Lost | None = None
         self._has_failed = asyncio.Event()
         """Set once `_lost` is."""
+        self._is_told = False
+        """Whether it is ended by a closed connection, and not killed at once."""
         self._tasks: list[asyncio.Task[None]] = []
         self.ready: list[Any] = []
         """What it said when it was."""
@@ -98,7 +100,7 @@ class UserProcess:
     async def over(self) -> None:
         """Wait until it takes no further questions, and for the end of the process."""
         await self._has_failed.wait()
-        await self._kept.end(at_once=True)
+        await self._kept.end(at_once=not self._is_told)
 
     @classmethod
     async def start(cls, program: Program) -> UserProcess:
@@ -165,7 +167,8 @@ class UserProcess:
                 self._kept.channel.send([number])
 
     async def end(self) -> None:
-        """End the process and everything that it started. Idempotent."""
+        """End the process and everything that it started, once its coroutines had a moment to clean up. Idempotent."""
+        self._is_told = True
         self._end_with(Lost(DIED, "the run ends"))
         await self._kept.end()
 

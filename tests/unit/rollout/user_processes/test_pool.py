@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollout.agents.agent_pool import Outcome, agent_pool, run_episode
+from rollout.agents.failures import DIED
 from rollout.errors import AgentError
 from rollout.rewards.outcomes import read_answer
 from rollout.user_processes.pool import UserPool, user_environment
@@ -58,6 +59,15 @@ async def test_a_cancelled_question_is_cancelled_in_the_process_which_goes_on(tm
         await until(tmp_path / "told")
         assert await other == Outcome(reward=0.5)
         assert late.cancelled()
+
+
+async def test_what_is_asked_when_the_pool_is_closed_cleans_up(tmp_path: Path) -> None:
+    async with running(tmp_path) as pool:
+        task = {"seconds": 600, "told": str(tmp_path / "told")}
+        asked = asyncio.create_task(run_episode(pool, task, "", ""))
+        await asyncio.sleep(0.5)
+    assert (await asked).failure == DIED
+    assert (tmp_path / "told").exists()
 
 
 async def test_an_answer_that_comes_with_the_deadline_is_late(tmp_path: Path) -> None:
