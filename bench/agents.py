@@ -64,7 +64,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         rollout=RolloutConfig(
             agent="bench.agents:talk",
             sampling=SamplingConfig(max_tokens=args.tokens),
-            episodes=EpisodesConfig(max_turns=args.turns, timeout_s=3600, blocked_s=600),
+            episodes=EpisodesConfig(max_turns=args.turns, timeout_s=3600),
         )
     )
     tokens = [5 + number % 26 for number in range(args.tokens)]

@@ -210,7 +210,7 @@ async def learn(config: RunConfig, folder: Path, adapter: Path, taught: Path | N
         drafts = draft_samples(groups, algorithm)
         if algorithm.scores_first:
             drafts = await score(trainer, drafts, config, rank.policy_version)  # pyright: ignore[reportArgumentType]
-        of_groups = filled(drafts, groups, algorithm, rng, advantages_of)
+        of_groups = filled(drafts, groups, algorithm, advantages_of)
         done = await update(
             trainer,  # pyright: ignore[reportArgumentType]
             of_groups, config, rank.policy_version, rng, Stopwatch(),
