@@ -374,6 +374,15 @@ async def test_a_restart_on_request_takes_any_worker_and_grants_new_attempts() -
     await until(lambda: cast.states[0] is S.serving)
 
 
+async def test_a_run_that_restarts_nothing_by_itself_gets_a_worker_back_on_request() -> None:
+    cast = Cast(max_restarts=0)
+    await cast.publish(0)
+    await cast.fail(0)
+    assert cast.states[0] is S.out
+    await cast.supervisor.restart_now("rollout-0")
+    await until(lambda: cast.states[0] is S.serving)
+
+
 async def test_closing_gives_up_restarts_under_way() -> None:
     cast = Cast()
     await cast.publish(0)

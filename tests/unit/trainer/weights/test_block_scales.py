@@ -250,6 +250,7 @@ def test_scales_of_other_columns_or_of_another_parameter_are_a_run_of_their_own(
     assert first.joined(run("0.up", 1)) is None
     assert first.joined(dataclasses.replace(run("0.up", 0), columns=slice(0, 2))) is None
     assert first.joined(run("0.down", 0)) is None
+    assert first.joined(dataclasses.replace(run("0.up", 0), stack=run("0.down", 0).stack)) is None
 
 
 def test_what_an_engine_keeps_in_another_format_is_refused(exported):
