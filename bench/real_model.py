@@ -87,7 +87,7 @@ NAMES = {
     "policy/entropy": "entropy",
     "step/total_s": "step_s",
 }
-"""Of metrics.jsonl, by their names in a row of a result."""
+"""Which metrics of metrics.jsonl a result keeps, and what they are called there."""
 
 
 @dataclass(frozen=True, kw_only=True)

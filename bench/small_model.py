@@ -56,7 +56,7 @@ PROFILE_RATE = 200
 NUM_PROMPTS = 4000
 NUM_FUNCTIONS = 60
 SAMPLED_S = 20
-"""Of the last seconds of a run's engines, how many tell how busy they are."""
+"""An engine's load is measured over so many seconds at the end of its run."""
 
 
 class Child:
@@ -289,7 +289,7 @@ def sampled_cores() -> Iterator[dict[int, list[float]]]:
 
 
 def engine_cores(run_folder: Path, cores: dict[int, list[float]]) -> list[float]:
-    """Of this run's EngineCore processes, in the last seconds."""
+    """How many cores each EngineCore process of this run used in the last SAMPLED_S seconds."""
     engines = re.findall(r"its engine is process (\d+)", (run_folder / "run.log").read_text())
     return [round(statistics.median(cores[int(pid)][-SAMPLED_S:]), 2) for pid in engines if cores.get(int(pid))]
 
@@ -306,7 +306,7 @@ def placement_words(args: argparse.Namespace, num: int) -> list[str]:
 
 
 def job_figures(run_folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Of the steps after the first ones."""
+    """Medians and tokens/s of the steps that come after the warm-up."""
     rows = [row for row in runs.read_rows(run_folder) if row["step"] > args.warm_up]
     parts = {
         "step_s": "step/total_s", "wait_s": "rollout/wait_s", "forward_backward_s": "trainer/forward_backward_s",
@@ -350,7 +350,7 @@ def main() -> None:
     args.device = "cuda" if facts["gpus"] else "cpu"
     kind = "gpu" if facts["gpus"] else "cpu"
     args.out = args.out or ROOT / "bench" / "results" / f"small_model-{args.mode}-{kind}.json"
-    options = {name: str(value) for name, value in vars(args).items() if name != "out"}
+    options = {name: str(value) for name, value in vars(args).items() if name not in ("out", "pyspy")}
     report = {"environment": facts, "options": options}
     with tempfile.TemporaryDirectory(prefix="small-model-") as folder:
         if args.mode == "engines":

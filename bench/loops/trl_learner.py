@@ -90,7 +90,7 @@ class Figures:
         self.held_out = [json.loads(line) for line in lines]
 
     def of_batch(self, batch: dict[str, Any], rewards: Any) -> None:
-        """Of the responses that a step learns from."""
+        """Note rewards and lengths of the responses that a step learns from."""
         mask = batch["completion_mask"].bool()
         lengths = mask.sum(1).float()
         self._row |= {
