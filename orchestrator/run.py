@@ -163,7 +163,6 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, own_ray:
     prompts, eval_sets = rows.stream(), rows.held_out()
     checkpoints = CheckpointStore(folder.checkpoints, keep=config.run.keep_checkpoints, options=fingerprint(config))
     resume_from = checkpoints.to_resume(config.run.resume)
-    is_adapter_mode = config.weight_sync.mode is SyncMode.adapter
 
     async with contextlib.AsyncExitStack() as stack:
         progress = stack.enter_context(ProgressLine(log.console))
@@ -189,17 +188,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, own_ray:
         await together(*starts, *([] if episodes is None else [episodes.start()]))
         telemetry = stack.enter_context(_telemetry(config, folder, progress, step_of(resume_from)))
         fleet_log = FleetLog(folder.fleet)
-        supervisor = Supervisor(
-            cluster.workers,
-            # Without publishes a worker that comes back would never get the version that the others sample from.
-            restart=cluster.restart_worker if config.weight_sync.enabled else None,
-            max_restarts=config.rollout.max_restarts,
-            backoff_s=config.rollout.restart_backoff_s,
-            # Base and adapter are two reads.
-            recovery_timeout_s=config.weight_sync.timeout_s * (1 + is_adapter_mode) + RAY_CALL_S,
-            max_missed_publishes=config.algorithm.max_staleness_steps if is_adapter_mode else 0,
-            note=fleet_log.write,
-        )
+        supervisor = _supervisor(config, cluster, fleet_log)
         stack.push_async_callback(supervisor.close)
         activities = Activities()
         router = Router(supervisor, request_timeout_s=config.rollout.request_timeout_s, note=activities.note)
@@ -244,6 +233,22 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, own_ray:
         telemetry.last_eval_reward,
         checkpoints.newest(),
         export,
+    )
+
+
+def _supervisor(config: RunConfig, cluster: Cluster, fleet_log: FleetLog) -> Supervisor:
+    """Who keeps the run's workers alive, as its options have it."""
+    is_adapter_mode = config.weight_sync.mode is SyncMode.adapter
+    return Supervisor(
+        cluster.workers,
+        # Without publishes a worker that comes back would never get the version that the others sample from.
+        restart=cluster.restart_worker if config.weight_sync.enabled else None,
+        max_restarts=config.rollout.max_restarts,
+        backoff_s=config.rollout.restart_backoff_s,
+        # Base and adapter are two reads.
+        recovery_timeout_s=config.weight_sync.timeout_s * (1 + is_adapter_mode) + RAY_CALL_S,
+        max_missed_publishes=config.algorithm.max_staleness_steps if is_adapter_mode else 0,
+        note=fleet_log.write,
     )
 
 
