@@ -83,8 +83,8 @@ class Trainer:
     def __init__(self, config: dict[str, Any], device: str, args: argparse.Namespace) -> None:
         import torch
 
+        from conf.architecture.families import read_config
         from conf.schema import LoraConfig, TrainerConfig
-        from trainer.architecture.families import read_config
         from trainer.model.build_decoder import build_decoder
         from weight_sync.transport.mooncake import MooncakeTransport
 

@@ -80,7 +80,7 @@ def lora_of(args: argparse.Namespace) -> LoraConfig:
 
 def slots_of(args: argparse.Namespace, dtype: DType) -> AdapterSlotsSpec | None:
     """Slots for the adapters; None: they are merged."""
-    from trainer.architecture.families import read_config
+    from conf.architecture.families import read_config
     from trainer.weights.adapter_names import adapter_tensors, target_modules
 
     if args.weights is SyncMode.merged:
@@ -200,7 +200,7 @@ class TrainerHere:
     def __init__(self, args: argparse.Namespace, device: Device) -> None:
         import torch
 
-        from trainer.architecture.families import read_config
+        from conf.architecture.families import read_config
         from trainer.delivery.adapter_source import AdapterSource
         from trainer.delivery.merged_source import TrainerWeightSource
         from trainer.engine_ops.choose_forward import choose_forward

@@ -33,9 +33,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of this folder, in which trainer.py hides the package trainer
 
 from bench.environment import environment  # noqa: E402
+from conf.architecture.activation import SWIGLU  # noqa: E402
+from conf.architecture.model_spec import ExpertFormat  # noqa: E402
 from conf.schema import DType, LoraConfig  # noqa: E402
-from trainer.architecture.activation import SWIGLU  # noqa: E402
-from trainer.architecture.model_spec import ExpertFormat  # noqa: E402
 from trainer.kernels.experts.combine import weighted_sum  # noqa: E402
 from trainer.kernels.experts.counting_sort import sort_by_expert  # noqa: E402
 from trainer.kernels.experts.dequant import dequantize_int4, dequantize_mxfp4  # noqa: E402

@@ -80,9 +80,9 @@ class RowRun:
     def sample_with(self, *, has_routes: bool) -> None:
         """Start an engine, let it sample and prefill, and end it."""
         from conf import schema
+        from conf.architecture.families import read_config
         from orchestrator.parity.engine_side import WITH_WEIGHTS, sample_and_record
         from rollout.types import RoutingShape
-        from trainer.architecture.families import read_config
 
         row, moe, routing = self.row, read_config(self.hf_config).moe, None
         if has_routes and moe is not None:
@@ -265,7 +265,7 @@ def transformers_logprobs(row: RowRun, dtype: Any) -> list[Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from trainer.architecture.families import read_config
+    from conf.architecture.families import read_config
     from trainer.weights.loading import open_reader
 
     loader: Any = AutoModelForCausalLM

@@ -34,11 +34,11 @@ sys.path[0] = str(ROOT)  # instead of this folder, in which trainer.py hides the
 import numpy as np  # noqa: E402
 
 from bench.environment import environment  # noqa: E402
+from conf.architecture.families import read_config  # noqa: E402
+from conf.architecture.model_spec import ModelSpec  # noqa: E402
 from conf.load import load_run_config  # noqa: E402
 from conf.schema import LoraConfig, TrainerConfig  # noqa: E402
 from rollout.layouts.offline_slots import offline_slots  # noqa: E402
-from trainer.architecture.families import read_config  # noqa: E402
-from trainer.architecture.model_spec import ModelSpec  # noqa: E402
 from trainer.delivery.planned_layouts import adapter_source_layouts, source_layouts  # noqa: E402
 from trainer.weights.adapter_names import adapter_tensors  # noqa: E402
 from trainer.weights.quantization import BlockFp8  # noqa: E402

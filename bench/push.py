@@ -102,7 +102,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any]) -> dict[str, float]:
     """
     import torch
 
-    from trainer.architecture.families import read_config
+    from conf.architecture.families import read_config
     from weight_sync.disk.safetensors_files import INDEX_NAME
 
     index = folder / INDEX_NAME

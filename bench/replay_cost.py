@@ -83,7 +83,7 @@ async def sample(args: argparse.Namespace, routing: RoutingShape | None, folder:
 
 def train(args: argparse.Namespace, device: str) -> dict[str, Any]:
     """Seconds of forward and backward, free and replayed, in turn."""
-    from trainer.architecture.families import read_config
+    from conf.architecture.families import read_config
     from trainer.model.build_decoder import build_decoder
     from trainer.moe.replay import RecordedRoutes
     from trainer.moe.router import Router

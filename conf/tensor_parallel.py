@@ -11,7 +11,7 @@
 
 Owns these rules, as vLLM 0.32 asserts them when it builds a model (`QKVParallelLinear`, `FusedMoEConfig`,
 `VocabParallelEmbedding`, `validate_fp8_block_shape`). vLLM checks late, and sometimes without a message. Does not own
-what an architecture is: fields of the wrong type are ignored here, and trainer/architecture/families.py refuses them.
+what an architecture is: fields of the wrong type are ignored here, and conf/architecture/families.py refuses them.
 Pure.
 """
 

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from conf.architecture.families import read_config
 from conf.schema import (
     AlgorithmConfig,
     Init,
@@ -41,7 +42,6 @@ from conf.schema import (
     WeightSyncConfig,
 )
 from trainer.adapter_io import gather_adapter, load_adapter, save_adapter, save_merged
-from trainer.architecture.families import read_config
 from trainer.checkpoint.background_writes import BackgroundWrites
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.rank_state import read_rank_state, state_layout, write_rank_state

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from conf.architecture.families import read_config
 from conf.schema import ModelConfig, TrainerConfig, TrainMode
 from trainer.adapter_io import load_adapter, save_merged
-from trainer.architecture.families import read_config
 from trainer.engine_ops.choose_forward import choose_forward
 from trainer.model.build_decoder import build_decoder
 from trainer.model.decoder import Decoder

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 
+from conf.architecture.tensors import DTYPE_BYTES, TensorMeta
+
 Destination = tuple[int, int]
 """An engine rank: (replica, its rank in that replica)."""
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4, "uint8": 1, "int64": 8}
-"""Size of one element, in bytes, of every dtype that can be published."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -52,15 +51,6 @@ class Region:
         if any(b <= a for a, b in zip(start, stop, strict=True)):
             return None
         return Region(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
-
-
-@dataclass(frozen=True, slots=True)
-class TensorMeta:
-    """A checkpoint tensor. Example: TensorMeta("model.embed_tokens.weight", (151936, 2048), "bfloat16")."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True, slots=True)

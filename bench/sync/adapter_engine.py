@@ -35,9 +35,9 @@ SETTLE_S = 0.02
 
 def slots_of(config: dict[str, Any], args: argparse.Namespace) -> Any:
     """The engine's adapter slots."""
+    from conf.architecture.families import read_config
     from conf.schema import LoraConfig
     from rollout.types import AdapterSlotsSpec
-    from trainer.architecture.families import read_config
     from trainer.weights.adapter_names import adapter_tensors, target_modules
 
     tensors = read_config(config).checkpoint_tensors("bfloat16")
@@ -201,11 +201,11 @@ def run_engine(config: dict[str, Any], device: str, args: argparse.Namespace, pi
 async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, pipe: Connection) -> None:
     """Orders: ("start", has_adapter), ("begin", seconds from flip to flip or None), ("settle",), ("end",),
     ("stop",)."""
+    from conf.architecture.families import read_config
     from conf.schema import BusySlot, Device, DType, RolloutConfig, SamplingConfig, SyncMode, WeightSyncConfig
     from orchestrator.inputs.character_tokenizer import save_character_tokenizer
     from rollout.engine.engine_options import engine_environment
     from rollout.worker import RolloutWorker
-    from trainer.architecture.families import read_config
 
     os.environ.update(engine_environment(Device(device)))
     with tempfile.TemporaryDirectory() as folder:

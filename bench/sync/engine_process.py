@@ -116,7 +116,7 @@ class PlainReplica:
 
 def plain_layout(config: dict[str, Any]) -> Any:
     """The layout of vLLM's loader at tp_size=1: fused projections, stacked experts, all else as in the checkpoint."""
-    from trainer.architecture.families import read_config
+    from conf.architecture.families import read_config
     from weight_sync.layout import DestLayout, Load, Param, Region
 
     rows: dict[str, int] = {}
@@ -161,10 +161,10 @@ async def serve_vllm(spec: EngineSpec, pipe: Connection) -> None:
 
 def build_worker(spec: EngineSpec, folder: Path) -> RolloutWorker:
     """The product's rollout worker, with the bench's extension in its engine."""
+    from conf.architecture.families import read_config
     from conf.schema import DType, RolloutConfig, SamplingConfig, WeightSyncConfig
     from orchestrator.inputs.character_tokenizer import save_character_tokenizer
     from rollout.worker import RolloutWorker
-    from trainer.architecture.families import read_config
 
     (folder / "config.json").write_text(json.dumps(spec.hf_config))
     save_character_tokenizer(folder, vocab_size=64)

@@ -122,8 +122,8 @@ class _Rank:
         import torch
 
         from bench.rounding_ways import to_nearest
+        from conf.architecture.families import read_config
         from conf.schema import LoraConfig, TrainerConfig
-        from trainer.architecture.families import read_config
         from trainer.delivery.merged_source import TrainerWeightSource
         from trainer.model.build_decoder import build_decoder
         from trainer.parallel import ParallelLayout, local_part

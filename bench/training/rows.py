@@ -145,7 +145,7 @@ def fill_hf(model: Any, config: dict[str, Any], device: str) -> None:
     """Fill in the values that TrainerRank draws, by checkpoint name; transformers stacks experts."""
     import torch
 
-    from trainer.architecture.families import read_config
+    from conf.architecture.families import read_config
     from trainer.weights.loading import RandomReader
     from weight_sync.layout import Region
 

@@ -12,6 +12,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from conf.architecture.families import read_config
+from conf.architecture.model_spec import ExpertFormat, ModelSpec
 from conf.errors import ConfigError
 from conf.load import load_resolved_yaml
 from conf.schema import Device, Init, RunConfig, TrainerConfig, TrainMode
@@ -22,8 +24,6 @@ from orchestrator.environment import resolve_device
 from orchestrator.files.run_folder import RunFolder, no_run_folder
 from orchestrator.inputs.model_files import check_checkpoint_files, read_hf_config
 from orchestrator.inputs.model_folder import complete_export
-from trainer.architecture.families import read_config
-from trainer.architecture.model_spec import ExpertFormat, ModelSpec
 from trainer.weights.stored_adapter import check_adapter_fits, read_stored_adapter
 
 

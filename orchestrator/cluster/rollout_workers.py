@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from conf.architecture.families import read_config
 from conf.errors import SlipstreamError
 from conf.model_checks import packing_of
 from conf.plural import counted
@@ -34,7 +35,6 @@ from rollout.calls import WorkerClient
 from rollout.engine.start_phase import IMPORTING
 from rollout.types import AdapterSlotsSpec
 from rollout.worker_process import WorkerOptions
-from trainer.architecture.families import read_config
 from trainer.weights.adapter_names import adapter_tensors, target_modules
 
 logger = logging.getLogger(__name__)

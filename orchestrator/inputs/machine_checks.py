@@ -12,6 +12,7 @@ import math
 import os
 from pathlib import Path
 
+from conf.architecture.families import read_config
 from conf.checks import check_expert_parallel_engine_has_gpus, check_transport_fits_device
 from conf.errors import ConfigError
 from conf.plural import counted
@@ -20,7 +21,6 @@ from orchestrator.inputs.facts import Fact
 from orchestrator.inputs.model_folder import resolve_hf_config
 from orchestrator.machine import DASHBOARD_PORT, Machine, answers
 from orchestrator.socket_folder import where_sockets_lie
-from trainer.architecture.families import read_config
 
 MAX_PROCESSES_PER_CORE = 8
 """With more processes per core, a warning is given: they take turns, and may not start within cluster.start_timeout_s.

@@ -2,7 +2,7 @@
 
 Owns: `hf_config` (the one config that trainer and engines both see), generation_config.json, the tokenizer's files.
 Does not own: weights (version 0 comes by publish), what a tokenizer is (text_encoder, character_tokenizer), nor which
-architectures exist in detail (trainer/architecture).
+architectures exist in detail (conf/architecture).
 Invariant: trainer and engines are built from the same config.json; no part of it is filled in by only one of them.
 Needs `tokenizers`, not torch.
 """
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conf.architecture.families import check_spelling, read_config
 from conf.errors import ConfigError
 from conf.json_files import read_json_object
 from conf.schema import DType, EngineFormat, Init, ModelConfig, RunConfig
@@ -23,7 +24,6 @@ from orchestrator.inputs.character_tokenizer import CHARACTERS, save_character_t
 from orchestrator.inputs.model_files import read_hf_config
 from orchestrator.inputs.text_encoder import TOKENIZER_FILE, check_holds_tokenizer
 from rollout.types import RoutingShape
-from trainer.architecture.families import check_spelling, read_config
 from trainer.weights.quantization import BlockFp8, engine_tensors
 from weight_sync.layout import TensorMeta
 

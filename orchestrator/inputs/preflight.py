@@ -22,6 +22,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from conf.architecture.families import read_config
+from conf.architecture.model_spec import ModelSpec
 from conf.errors import ConfigError, SlipstreamError
 from conf.functions import is_function_path
 from conf.model_checks import check_architecture, check_packed_base_reaches_engines
@@ -61,8 +63,6 @@ from rollout.agents.episode_runner import check_agent
 from rollout.agents.tool_calls import parser_names
 from rollout.engine.engine_options import known_arguments
 from rollout.rewards.runner import check_reward
-from trainer.architecture.families import read_config
-from trainer.architecture.model_spec import ModelSpec
 from trainer.weights.stored_adapter import check_adapter_fits, read_stored_adapter
 
 MIN_FREE_BYTES = 256 << 20

@@ -19,6 +19,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from conf.architecture.families import read_config
+from conf.architecture.model_spec import ModelSpec
 from conf.errors import ConfigError
 from conf.model_checks import check_architecture, packing_of
 from conf.schema import Device, Objective, Relay, RunConfig, SyncMode
@@ -27,8 +29,6 @@ from orchestrator.offline.modes import ModeChoice, compare_modes
 from rollout.errors import EngineError
 from rollout.layouts.offline_layout import offline_layouts
 from rollout.layouts.offline_slots import offline_slots
-from trainer.architecture.families import read_config
-from trainer.architecture.model_spec import ModelSpec
 from trainer.delivery.planned_layouts import (
     TrainerMemory,
     adapter_source_layouts,

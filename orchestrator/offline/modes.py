@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from conf.architecture.model_spec import ModelSpec
 from conf.schema import DType, LoraConfig, RolloutConfig, RunConfig, SyncMode, TrainMode
 from rollout.layouts.offline_slots import offline_slot
-from trainer.architecture.model_spec import ModelSpec
 from trainer.weights.adapter_names import adapter_tensors
 from weight_sync.layout import DestLayout
 from weight_sync.plan.transfer_plan import PlanSummary

@@ -1,6 +1,6 @@
 """`slipstream record`: how an engine lays out a model, rank by rank, written down without a GPU, weights or an engine.
 
-    MODEL/config.json, headers of its safetensors or trainer.architecture --> rollout.layouts --> cache, figures
+    MODEL/config.json, headers of its safetensors or conf.architecture --> rollout.layouts --> cache, figures
 
 Owns: where the list of checkpoint tensors comes from, and the figures. Does not own the recording or its cache
 (`rollout.layouts.offline_layout`).
@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from conf.architecture.families import read_config
 from conf.errors import ConfigError
 from conf.schema import Device, DType
 from conf.tensor_parallel import check_tp_size_fits_model
 from orchestrator.inputs.model_files import read_hf_config
 from rollout.errors import EngineError
 from rollout.layouts.offline_layout import cached_file, engine_version, offline_layouts
-from trainer.architecture.families import read_config
 from weight_sync.disk.safetensors_files import read_index, tensor_metas
 from weight_sync.layout import DestLayout, TensorMeta
 from weight_sync.record.layout_wire import layouts_digest, layouts_to_bytes

@@ -20,8 +20,8 @@ from cases.kernel_inputs import (
     groups_of,
     is_tried,
 )
+from conf.architecture.activation import CLAMPED_SWIGLU, SWIGLU
 from conf.schema import CombineMode
-from trainer.architecture.activation import CLAMPED_SWIGLU, SWIGLU
 from trainer.kernels.experts import gather, low_rank
 from trainer.kernels.experts.combine import weighted_sum_torch, weighted_sum_triton
 from trainer.kernels.experts.counting_sort import sort_by_expert_torch, sort_by_expert_triton

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from cases.processes import run_processes
 from cases.tiny_models import MIXED, draw_b, logits_of, make_decoder, packed, probe_loss, trainer_config
+from conf.architecture.families import read_config
 from conf.schema import LoraConfig, TrainMode
 from trainer.adapter_io import all_experts, load_adapter, save_adapter, save_merged
-from trainer.architecture.families import read_config
 from trainer.lora import disabled_adapters
 from trainer.model.build_decoder import build_decoder
 from trainer.model.decoder import Decoder

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from trainer.architecture.model_spec import ModelSpec
+from conf.architecture.model_spec import ModelSpec
 from trainer.model.decoder import Decoder
 from trainer.moe.replay import RecordedRoutes
 from trainer.moe.router import Router, Routing

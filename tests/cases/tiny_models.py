@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from conf.architecture.families import read_config
+from conf.architecture.model_spec import ModelSpec
 from conf.schema import (
     LoraConfig,
     Match,
@@ -19,8 +21,6 @@ from conf.schema import (
     TrainerConfig,
     TrainMode,
 )
-from trainer.architecture.families import read_config
-from trainer.architecture.model_spec import ModelSpec
 from trainer.model.build_decoder import build_decoder
 from trainer.model.decoder import Decoder
 from trainer.model.logprobs import token_logprobs

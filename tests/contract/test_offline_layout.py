@@ -19,6 +19,7 @@ from cases.vllm_process import outcomes_of, run_cases
 from fakes.checkpoints import CONFIGS, FOR_GPUS
 from fakes.vllm_oracle import engine_of
 
+from conf.architecture.families import read_config
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from conf.tensor_parallel import tp_problem
 from orchestrator.inputs.model_folder import engine_checkpoint
@@ -26,7 +27,6 @@ from orchestrator.offline.record import layouts_digest, record
 from rollout.engine.engine_options import engine_arguments, engine_environment
 from rollout.errors import EngineError
 from rollout.layouts.offline_layout import cached_file, offline_layouts, request_text
-from trainer.architecture.families import read_config
 from weight_sync.layout import DestLayout, PostLoad
 from weight_sync.record.layout_wire import layouts_to_bytes
 from weight_sync.replica.messages import EngineRank

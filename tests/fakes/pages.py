@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 from safetensors.numpy import save_file
 
+from conf.architecture.families import read_config
 from conf.errors import SlipstreamError
 from conf.load import load_run_config, resolved_yaml
 from orchestrator.cli.main import main
@@ -23,7 +24,6 @@ from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunS
 from orchestrator.inputs import machine_checks, preflight, teacher_check
 from orchestrator.inputs.character_tokenizer import ALPHABET, CHAT_TEMPLATE, SPECIAL_TOKENS, save_character_tokenizer
 from orchestrator.machine import Machine
-from trainer.architecture.families import read_config
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 
-from trainer.architecture.model_spec import ModelSpec
+from conf.architecture.model_spec import ModelSpec
 from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
 
 FUSED = (

@@ -18,11 +18,11 @@ from cases.rank_helpers import draw
 from fakes.vllm_oracle import vllm_serves_adapter
 from safetensors.torch import save_file
 
+from conf.architecture.families import read_config
 from conf.load import load_run_config
 from conf.schema import Device, LoraConfig, RunConfig, SamplingConfig
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.types import AdapterSlotsSpec, Prompt
-from trainer.architecture.families import read_config
 from trainer.delivery.adapter_source import AdapterSource
 from trainer.rank import TrainerRank
 from trainer.weights.adapter_names import adapter_tensors, target_modules

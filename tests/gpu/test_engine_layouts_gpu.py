@@ -115,9 +115,9 @@ def publish(case: Case, folder: Path) -> dict[str, Any]:
 
 def merged_source(config: dict[str, Any], checkpoint: Path) -> Any:
     """A policy with adapters on everything, its export on disk, and its weight source."""
+    from conf.architecture.families import read_config
     from conf.schema import LoraConfig, TrainerConfig
     from trainer.adapter_io import save_merged
-    from trainer.architecture.families import read_config
     from trainer.delivery.merged_source import TrainerWeightSource
     from trainer.model.build_decoder import build_decoder
     from trainer.weights.quantization import BlockFp8

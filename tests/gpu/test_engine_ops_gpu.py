@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from cases.tiny_models import MOE
 from torch import Tensor
 
+from conf.architecture.activation import SWIGLU
+from conf.architecture.families import read_config
 from conf.model_checks import BITWISE_HEAD_DIMS
 from conf.schema import CombineMode
-from trainer.architecture.activation import SWIGLU
-from trainer.architecture.families import read_config
 from trainer.engine_ops.vllm_operations import VllmOperations
 from trainer.kernels.dense_activation import silu_product
 from trainer.kernels.experts.combine import weighted_sum

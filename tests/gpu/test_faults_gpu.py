@@ -98,9 +98,9 @@ def run_engine(utilization: float, folder: str, pipe: Connection) -> None:
 
 
 async def serve(utilization: float, folder: str, pipe: Connection) -> None:
+    from conf.architecture.families import read_config
     from rollout.types import Prompt
     from rollout.worker import RolloutWorker
-    from trainer.architecture.families import read_config
 
     worker = RolloutWorker(
         Path(folder),
@@ -254,7 +254,7 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
-    from trainer.architecture.families import read_config
+    from conf.architecture.families import read_config
     from trainer.delivery.merged_source import TrainerWeightSource
     from trainer.model.build_decoder import build_decoder
     from weight_sync.transport.mooncake import MooncakeTransport

@@ -20,6 +20,7 @@ import torch
 from cases.rank_helpers import draw
 from cases.route_cases import own_routes
 
+from conf.architecture.families import read_config
 from conf.load import load_run_config
 from conf.schema import Device, RunConfig, SamplingConfig, SyncMode
 from orchestrator.cluster.rollout_workers import adapter_slots, routing_shape
@@ -27,7 +28,6 @@ from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from orchestrator.loop.samples import build_samples, denominators_of
 from rollout.types import Group, Prompt, Rollout
 from rollout.worker import RolloutWorker
-from trainer.architecture.families import read_config
 from trainer.rank import TrainerRank
 
 pytestmark = [

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from conf.architecture.families import read_config
 from conf.schema import LoraConfig, TrainerConfig
 from trainer.adapter_io import save_merged
-from trainer.architecture.families import read_config
 from trainer.delivery.merged_source import TrainerWeightSource
 from trainer.model.build_decoder import build_decoder
 from weight_sync.layout import Region

@@ -20,6 +20,7 @@ from cases.rank_helpers import draw
 from fakes.flipping_transport import FlippingTransport
 from fakes.vllm_oracle import vllm_serves_adapter
 
+from conf.architecture.families import read_config
 from conf.load import load_run_config
 from conf.schema import BusySlot, Device, RunConfig, SamplingConfig
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
@@ -28,7 +29,6 @@ from rollout.engine.engine_options import engine_arguments
 from rollout.errors import ReplicaNotServing
 from rollout.types import AdapterSlotsSpec, Prompt, Rollout
 from rollout.worker import RolloutWorker
-from trainer.architecture.families import read_config
 from trainer.rank import TrainerRank
 from trainer.weights.adapter_names import adapter_tensors, target_modules
 from weight_sync.publish.publisher import Publisher

@@ -20,12 +20,12 @@ import pytest_asyncio
 from cases.rank_helpers import draw
 from system.test_adapter_mode import KEY, PROMPT, SHORT, config_of, slots_of
 
+from conf.architecture.families import read_config
 from conf.schema import Device
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.errors import ReplicaNotServing
 from rollout.types import Rollout
 from rollout.worker import RolloutWorker
-from trainer.architecture.families import read_config
 from trainer.rank import TrainerRank
 from weight_sync.errors import IntegrityError, PlanMismatch, TransportError
 from weight_sync.publish.publisher import PublishReport

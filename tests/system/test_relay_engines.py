@@ -20,6 +20,7 @@ import pytest_asyncio
 from cases.rank_helpers import draw
 from system.test_adapter_recovery import engines
 
+from conf.architecture.families import read_config
 from conf.load import load_run_config
 from conf.schema import Device, SamplingConfig
 from fleet.relay import publish_by_relay
@@ -29,7 +30,6 @@ from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.errors import ReplicaNotServing
 from rollout.types import Progress, Prompt, Rollout
 from rollout.worker import RolloutWorker
-from trainer.architecture.families import read_config
 from trainer.rank import TrainerRank
 from weight_sync.errors import IntegrityError
 from weight_sync.publish.report import PublishReport

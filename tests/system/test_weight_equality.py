@@ -126,8 +126,8 @@ def trainer() -> Iterator[TrainerProcesses]:
 async def test_a_publish_leaves_what_vllms_loader_makes_of_the_export(
     trainer: TrainerProcesses, model: str, tmp_path: Path
 ) -> None:
+    from conf.architecture.families import read_config
     from rollout.worker import RolloutWorker
-    from trainer.architecture.families import read_config
 
     config = config_of(model)
     folder = tmp_path / "model"

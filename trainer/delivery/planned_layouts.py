@@ -18,8 +18,8 @@ from functools import cache, lru_cache
 from math import prod
 from typing import ClassVar
 
+from conf.architecture.model_spec import CORRECTION_BIAS, ModelSpec
 from conf.schema import Device, LoraConfig, TrainerConfig, TrainMode
-from trainer.architecture.model_spec import CORRECTION_BIAS, ModelSpec
 from trainer.moe.expert_placement import expert_shares
 from trainer.weights.adapter_names import adapter_tensors
 from trainer.weights.quantization import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.architecture.attention_spec import GqaSpec, MlaSpec
+from conf.architecture.attention_spec import GqaSpec, MlaSpec
 from trainer.model.packed_sequences import PackedSequences
 
 MAX_HEAD_DIM = 256

@@ -17,8 +17,8 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from trainer.architecture.attention_spec import GqaSpec
-from trainer.architecture.model_spec import ModelSpec
+from conf.architecture.attention_spec import GqaSpec
+from conf.architecture.model_spec import ModelSpec
 from trainer.errors import TrainerError
 from trainer.model.packed_sequences import PackedSequences
 

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.architecture.attention_spec import GqaSpec, MlaSpec
+from conf.architecture.attention_spec import GqaSpec, MlaSpec
 from trainer.model.engine_attention import EngineKernel, engine_attention
 from trainer.model.flash_attention import KeptAttention, cudnn_attention, varlen_attention
 from trainer.model.packed_sequences import LONG, PackedSequences

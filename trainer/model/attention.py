@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from conf.architecture.attention_spec import GqaSpec, MlaSpec
+from conf.architecture.model_spec import ModelSpec
 from conf.schema import LoraConfig, Rounding, Roundings
-from trainer.architecture.attention_spec import GqaSpec, MlaSpec
-from trainer.architecture.model_spec import ModelSpec
 from trainer.kernels.latent import latent_heads
 from trainer.kernels.rms_norm import norm_rotate
 from trainer.lora import Linear, apply_together

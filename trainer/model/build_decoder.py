@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from conf.architecture.model_spec import CORRECTION_BIAS, ExpertFormat, ModelSpec
 from conf.errors import ConfigError
 from conf.schema import LoraConfig, TrainerConfig, TrainMode
-from trainer.architecture.model_spec import CORRECTION_BIAS, ExpertFormat, ModelSpec
 from trainer.lora import Adapted
 from trainer.model.attend import choose_attention_backend
 from trainer.model.decoder import Build, Decoder

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from conf.architecture.model_spec import ModelSpec
 from conf.schema import LoraConfig, Rounding, Roundings
-from trainer.architecture.model_spec import ModelSpec
 from trainer.kernels.dense_activation import silu_product
 from trainer.kernels.experts.gather import gather_rows
 from trainer.kernels.residual import residual_sum

@@ -14,8 +14,8 @@ import math
 import torch
 from torch import Tensor
 
+from conf.architecture.attention_spec import Llama3Scaling, RopeSpec, YarnScaling
 from conf.schema import Rounding
-from trainer.architecture.attention_spec import Llama3Scaling, RopeSpec, YarnScaling
 
 
 class RotaryEmbedding:

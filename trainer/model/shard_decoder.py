@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from trainer.architecture.model_spec import CORRECTION_BIAS
+from conf.architecture.model_spec import CORRECTION_BIAS
 from trainer.model.decoder import Decoder
 from trainer.moe.experts import Experts
 from trainer.parallel import ParallelLayout

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.architecture.model_spec import SHARED_GATE
+from conf.architecture.model_spec import SHARED_GATE
 from trainer.moe.dispatch import plan_dispatch
 from trainer.moe.experts import Experts
 from trainer.moe.replay import LayerRoutes

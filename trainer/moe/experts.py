@@ -17,9 +17,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from conf.architecture.activation import SWIGLU, ExpertActivation
+from conf.architecture.model_spec import ExpertFormat
 from conf.schema import CombineMode, LoraConfig
-from trainer.architecture.activation import SWIGLU, ExpertActivation
-from trainer.architecture.model_spec import ExpertFormat
 from trainer.lora import Adapted, adapter_dtype
 from trainer.moe.bank import PackedBank, UnpackBuffers
 from trainer.moe.dispatch import Dispatch

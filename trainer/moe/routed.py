@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from conf.architecture.activation import ExpertActivation
 from conf.schema import CombineMode
-from trainer.architecture.activation import ExpertActivation
 from trainer.kernels.experts.combine import weighted_sum
 from trainer.kernels.experts.gather import gather_project, gather_rows
 from trainer.kernels.experts.groups import RowGroups

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from conf.architecture.model_spec import MoeSpec, RouterScore
 from conf.schema import Roundings, RoutedScale, RouterFormat, RouterLogits
-from trainer.architecture.model_spec import MoeSpec, RouterScore
 from trainer.kernels.experts.route import route, weigh
 from trainer.moe.replay import LayerRoutes
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainer.architecture.model_spec import MoeSpec
+from conf.architecture.model_spec import MoeSpec
 from trainer.types import Sample
 
 

@@ -19,9 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from conf.architecture.model_spec import ModelSpec
 from conf.errors import ConfigError
 from conf.schema import Init, ModelConfig
-from trainer.architecture.model_spec import ModelSpec
 from trainer.errors import CheckpointError
 from trainer.lora import Adapted
 from trainer.moe.experts import Experts

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trainer.architecture.model_spec import ExpertFormat
+from conf.architecture.model_spec import ExpertFormat
 from trainer.errors import CheckpointError
 from trainer.moe.experts import Experts
 from trainer.weights.fused_experts import deinterleave

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.architecture.model_spec import CORRECTION_BIAS, CheckpointNames
+from conf.architecture.model_spec import CORRECTION_BIAS, CheckpointNames
 from trainer.lora import Linear
 from trainer.moe.experts import Experts
 from trainer.moe.router import Router

@@ -20,9 +20,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, cast
 
+from conf.architecture.model_spec import ModelSpec
 from conf.errors import ConfigError
 from conf.schema import LoraConfig
-from trainer.architecture.model_spec import ModelSpec
 from trainer.weights.adapter_names import PREFIX
 from weight_sync.disk.safetensors_files import StoredTensor, read_header
 

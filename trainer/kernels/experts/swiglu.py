@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.architecture.activation import ExpertActivation
+from conf.architecture.activation import ExpertActivation
 from trainer.kernels.experts.groups import RowGroups
 from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of, programs, tiling_of
 

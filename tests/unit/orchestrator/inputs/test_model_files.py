@@ -11,11 +11,11 @@ from cases.tiny_models import DENSE, make_decoder
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from conf.architecture.families import read_config
 from conf.errors import ConfigError
 from orchestrator.inputs import model_files
 from orchestrator.inputs.model_files import check_checkpoint_files
 from trainer.adapter_io import save_merged
-from trainer.architecture.families import read_config
 from trainer.weights.loading import CheckpointReader, load_weights
 
 TIED: dict[str, Any] = {**DENSE, "tie_word_embeddings": True}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from conf.architecture.families import read_config
 from conf.errors import ConfigError
 from conf.load import load_run_config
 from conf.model_checks import check_packed_base_reaches_engines, check_packed_experts_stay_frozen
@@ -26,7 +27,6 @@ from orchestrator.inputs.preflight import (
     run_preflight,
 )
 from orchestrator.machine import Machine
-from trainer.architecture.families import read_config
 from weight_sync.disk.safetensors_files import INDEX_NAME, read_header
 from weight_sync.layout import TensorMeta
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from conf.architecture.families import read_config
 from conf.errors import ConfigError
 from conf.load import load_run_config
 from conf.model_checks import check_engine_takes_merged_weights
@@ -24,7 +25,6 @@ from orchestrator.offline import estimate as plan_command
 from orchestrator.offline.estimate import Hardware, PlanReport, plan_run
 from orchestrator.offline.modes import adapter_slot
 from rollout.errors import EngineError
-from trainer.architecture.families import read_config
 from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
 from weight_sync.simulation.links import Faults, LinkRates
 

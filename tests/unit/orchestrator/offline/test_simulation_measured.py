@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from fakes.vllm_layout import engine_layouts
 
+from conf.architecture.families import read_config
 from conf.schema import Device, LoraConfig, TrainerConfig
-from trainer.architecture.families import read_config
 from trainer.delivery.planned_layouts import source_layouts, temporary_bytes
 from weight_sync.plan.budget import Staging, reserved_bytes
 from weight_sync.plan.plan import build_plan

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from conf.architecture.families import read_config
 from conf.schema import DType, LoraConfig
 from trainer.adapter_io import ADAPTER_FILE
-from trainer.architecture.families import read_config
 from trainer.delivery.adapter_source import AdapterSource
 from trainer.errors import LayoutError
 from trainer.lora import Adapted

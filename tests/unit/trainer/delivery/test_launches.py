@@ -8,8 +8,8 @@ from cases.tiny_models import MOE, trainer_config
 from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.vllm_layout import engine_layouts
 
-from trainer.architecture.families import read_config
-from trainer.architecture.model_spec import ModelSpec
+from conf.architecture.families import read_config
+from conf.architecture.model_spec import ModelSpec
 from trainer.delivery.merged_source import TrainerWeightSource
 from trainer.model.build_decoder import build_decoder
 from weight_sync.plan.plan import build_plan

@@ -26,8 +26,8 @@ from cases.tiny_models import (
 )
 from torch.distributed.tensor import DTensor
 
+from conf.architecture.families import read_config
 from conf.schema import Device, DType, LoraConfig, TrainerConfig, TrainMode
-from trainer.architecture.families import read_config
 from trainer.delivery.adapter_source import AdapterSource
 from trainer.delivery.merged_source import TrainerWeightSource
 from trainer.delivery.planned_layouts import (

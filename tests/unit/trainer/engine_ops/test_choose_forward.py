@@ -11,8 +11,8 @@ import torch
 from cases.tiny_models import DEEPSEEK, DENSE, GPT_OSS, by_place, logits_of, make_decoder, packed, trainer_config
 from torch import Tensor
 
+from conf.architecture.families import read_config
 from conf.schema import AttentionValues
-from trainer.architecture.families import read_config
 from trainer.engine_ops.choose_forward import choose_forward
 from trainer.engine_ops.vllm_attention import refusal_of_engine_attention
 from trainer.errors import TrainerError

@@ -17,8 +17,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from conf.architecture.activation import SWIGLU
 from conf.schema import MAX_EXPERT_RANK
-from trainer.architecture.activation import SWIGLU
 from trainer.kernels.adamw_update import Codes, adamw_triton
 from trainer.kernels.experts import grouped_gemm, low_rank
 from trainer.kernels.experts.gather import gather_project_triton

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from cases.tiny_models import DEEPSEEK, DENSE, GPT_OSS, MOE, by_place, logits_of, make_decoder, packed, trainer_config
 from torch import Tensor
 
+from conf.architecture.activation import CLAMPED_SWIGLU, SWIGLU
 from conf.schema import CombineMode, Rounding, RoutedScale, RouterFormat, RouterLogits
-from trainer.architecture.activation import CLAMPED_SWIGLU, SWIGLU
 from trainer.kernels.dense_activation import silu_product
 from trainer.kernels.experts.groups import RowGroups
 from trainer.kernels.experts.route import route

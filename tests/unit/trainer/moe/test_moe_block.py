@@ -28,9 +28,9 @@ from cases.tiny_models import MIXED, logits_of, make_decoder, packed, probe_loss
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from conf.architecture.activation import CLAMPED_SWIGLU, SWIGLU
+from conf.architecture.model_spec import ExpertFormat
 from trainer.adapter_io import pack_expert_a, pack_expert_b
-from trainer.architecture.activation import CLAMPED_SWIGLU, SWIGLU
-from trainer.architecture.model_spec import ExpertFormat
 from trainer.kernels.experts.dequant import GROUP
 from trainer.kernels.experts.groups import RowGroups
 from trainer.moe import dispatch, routed

@@ -15,8 +15,8 @@ from cases.parallel_worker import Scenario, reference, run_ranks
 from cases.tiny_models import DEEPSEEK, DENSE, GPT_OSS, GPT_OSS_MXFP4, KIMI_INT4, MIXED, MOE, relative_error
 from safetensors.torch import load_file
 
+from conf.architecture.families import read_config
 from conf.schema import TrainMode
-from trainer.architecture.families import read_config
 from trainer.weights.loading import CheckpointReader, RandomReader
 from weight_sync.layout import Region
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from cases.tiny_models import AS_TRANSFORMERS
 
+from conf.architecture.model_spec import MoeSpec, RouterScore
 from conf.schema import Roundings, RouterLogits
-from trainer.architecture.model_spec import MoeSpec, RouterScore
 from trainer.kernels.experts.groups import RowGroups
 from trainer.moe.dispatch import plan_dispatch
 from trainer.moe.grouped import (

@@ -31,8 +31,8 @@ from cases.tiny_models import (
 )
 from torch import Tensor, nn
 
+from conf.architecture.model_spec import MoeSpec, RouterScore
 from conf.schema import MlaNormEps, TrainMode
-from trainer.architecture.model_spec import MoeSpec, RouterScore
 from trainer.model.decoder import Decoder
 from trainer.moe.replay import RecordedRoutes
 from trainer.parallel import ParallelLayout

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from conf.architecture.model_spec import MoeSpec
 from conf.schema import AlgorithmConfig, Normalization, ParityConfig, TrainerConfig, TrainMode
-from trainer.architecture.model_spec import MoeSpec
 from trainer.errors import TrainerError
 from trainer.rank import TrainerRank
 from trainer.step.microbatches import pack

@@ -332,7 +332,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_ranks(ranks, tmp_path):
 
 def test_layouts_and_temporary_bytes_are_foretold(ranks):
     quantization = BlockFp8.from_hf_config(QUANTIZED)
-    from trainer.architecture.families import read_config
+    from conf.architecture.families import read_config
 
     spec = read_config(QUANTIZED)
     for _, parts in ranks:

@@ -14,9 +14,9 @@ from cases.tiny_models import DEEPSEEK, DENSE, MIXED, SpreadReader, make_decoder
 from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 
+from conf.architecture.families import read_config
 from conf.schema import Init, ModelConfig
 from trainer.adapter_io import save_merged
-from trainer.architecture.families import read_config
 from trainer.errors import CheckpointError
 from trainer.weights.loading import (
     CheckpointReader,

@@ -34,11 +34,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from conf.architecture.families import read_config
+from conf.architecture.model_spec import ModelSpec
 from conf.errors import ConfigError
 from conf.schema import AlgorithmConfig, DType, LoraConfig, MlaNormEps, Objective, OptimConfig, OptimState, TrainMode
 from trainer.adapter_io import save_adapter, save_merged
-from trainer.architecture.families import read_config
-from trainer.architecture.model_spec import ModelSpec
 from trainer.delivery.adapter_source import AdapterSource
 from trainer.errors import CheckpointError, LayoutError
 from trainer.model.build_decoder import build_decoder

@@ -34,10 +34,10 @@ from cases.tiny_models import (
 )
 from safetensors.torch import load_file, save_file
 
+from conf.architecture.families import read_config
 from conf.errors import ConfigError
 from conf.schema import LoraConfig
 from trainer.adapter_io import load_adapter, save_adapter
-from trainer.architecture.families import read_config
 from trainer.weights.stored_adapter import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,

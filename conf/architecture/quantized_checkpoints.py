@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from conf.architecture.model_spec import INT4_GROUP, CheckpointNames, ExpertFormat, ModelSpec
 from conf.errors import ConfigError
-from trainer.architecture.model_spec import INT4_GROUP, CheckpointNames, ExpertFormat, ModelSpec
 
 FP8_BLOCK = [128, 128]
 """Rows and columns under one scale, as DeepSeek-V3 is published."""
@@ -22,8 +22,9 @@ def with_quantization(spec: ModelSpec, quantization: dict[str, Any]) -> ModelSpe
         return spec
     if method == "mxfp4" and spec.moe is not None and spec.moe.is_fused:
         return _packed(spec, ExpertFormat.mxfp4)
-    groups = list((quantization.get("config_groups") or {}).values())
-    weights = groups[0].get("weights") or {} if len(groups) == 1 else {}
+    named: dict[str, Any] = quantization.get("config_groups") or {}
+    groups = list(named.values())
+    weights: dict[str, Any] = groups[0].get("weights") or {} if len(groups) == 1 else {}
     wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": INT4_GROUP}
     got = {key: weights.get(key) for key in wanted}
     is_int4 = method == "compressed-tensors" and layout == "pack-quantized" and got == wanted

@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from conf.errors import ConfigError
-from conf.schema import MlaNormEps
-from trainer.architecture.attention_spec import GqaSpec
-from trainer.architecture.config_fields import (
+from conf.architecture.attention_spec import GqaSpec
+from conf.architecture.config_fields import (
     common_fields,
     expert_sizes,
     grouped_queries,
@@ -22,7 +20,9 @@ from trainer.architecture.config_fields import (
     rope_spec,
     size,
 )
-from trainer.architecture.model_spec import CheckpointNames, ModelSpec, MoeSpec
+from conf.architecture.model_spec import CheckpointNames, ModelSpec, MoeSpec
+from conf.errors import ConfigError
+from conf.schema import MlaNormEps
 
 
 def llama(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:

@@ -12,12 +12,10 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from conf.errors import ConfigError
-from conf.schema import MlaNormEps
-from trainer.architecture import llama_like
-from trainer.architecture.activation import ExpertActivation
-from trainer.architecture.attention_spec import MlaSpec, YarnScaling
-from trainer.architecture.config_fields import (
+from conf.architecture import llama_like
+from conf.architecture.activation import ExpertActivation
+from conf.architecture.attention_spec import MlaSpec, YarnScaling
+from conf.architecture.config_fields import (
     common_fields,
     expert_sizes,
     grouped_queries,
@@ -27,8 +25,10 @@ from trainer.architecture.config_fields import (
     rope_spec,
     size,
 )
-from trainer.architecture.model_spec import ModelSpec, MoeSpec, RouterScore
-from trainer.architecture.quantized_checkpoints import with_quantization
+from conf.architecture.model_spec import ModelSpec, MoeSpec, RouterScore
+from conf.architecture.quantized_checkpoints import with_quantization
+from conf.errors import ConfigError
+from conf.schema import MlaNormEps
 
 _GPT_OSS_YARN = {
     "factor": 32.0,
@@ -62,7 +62,7 @@ def read_config(config: dict[str, Any], mla_norm_eps: MlaNormEps = MlaNormEps.ro
     if model_type not in _FAMILIES:
         raise ConfigError(
             f"model.hf_config.model_type must be one of {', '.join(sorted(_FAMILIES))}, got {model_type!r}; "
-            "a new architecture is one entry of trainer/architecture/families.py"
+            "a new architecture is one entry of conf/architecture/families.py"
         )
     for key in ("vision_config", "audio_config", "text_config"):
         if config.get(key):

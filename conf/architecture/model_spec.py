@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
-from trainer.architecture.activation import SWIGLU, ExpertActivation
-from trainer.architecture.attention_spec import GqaSpec, MlaSpec, RopeSpec
-from weight_sync.layout import DTYPE_BYTES, TensorMeta
+from conf.architecture.activation import SWIGLU, ExpertActivation
+from conf.architecture.attention_spec import GqaSpec, MlaSpec, RopeSpec
+from conf.architecture.tensors import DTYPE_BYTES, TensorMeta
 
 
 class RouterScore(StrEnum):
@@ -128,7 +128,7 @@ class ModelSpec:
 
         Args:
             num_tokens: Prompt and response.
-            dtype: Format of the activations, named as in weight_sync.layout.DTYPE_BYTES.
+            dtype: Format of the activations, named as in DTYPE_BYTES.
             tp_size: Ranks of the engine.
         """
         windows = self.attention.windows if isinstance(self.attention, GqaSpec) else ()
@@ -139,7 +139,7 @@ class ModelSpec:
         """Every tensor of the Hugging Face checkpoint, in a fixed order; tied embeddings have no lm_head.weight.
 
         Args:
-            dtype: name as in weight_sync.layout.DTYPE_BYTES, e.g. "bfloat16". A router's correction bias is always
+            dtype: name as in DTYPE_BYTES, e.g. "bfloat16". A router's correction bias is always
                 float32: bfloat16 would move tokens to other experts.
         """
         return _checkpoint_tensors(self, dtype)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from conf.architecture.attention_spec import GqaSpec, Llama3Scaling, RopeSpec, YarnScaling
 from conf.errors import ConfigError
-from trainer.architecture.attention_spec import GqaSpec, Llama3Scaling, RopeSpec, YarnScaling
 
 
 def common_fields(config: dict[str, Any], architecture: str, *, rms_norm_eps: float = 1e-6) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def rope_spec(
         partial: the part of each head that turns, where the config does not say.
         theta: RoPE's base, where the config does not say.
     """
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope: dict[str, Any] = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _ROPE_SCALINGS:
         raise ConfigError(

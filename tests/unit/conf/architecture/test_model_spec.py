@@ -1,4 +1,4 @@
-"""A config is understood as transformers understands it, or refused by name: trainer/architecture/model_spec.py."""
+"""A config is understood as transformers understands it, or refused by name: conf/architecture/model_spec.py."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from cases.tiny_models import (
 )
 from transformers import AutoConfig
 
+from conf.architecture.attention_spec import GqaSpec, MlaSpec
+from conf.architecture.families import check_spelling, read_config
+from conf.architecture.model_spec import ExpertFormat
 from conf.errors import ConfigError
-from trainer.architecture.attention_spec import GqaSpec, MlaSpec
-from trainer.architecture.families import check_spelling, read_config
-from trainer.architecture.model_spec import ExpertFormat
 from trainer.parallel import ParallelLayout
 from trainer.weights.shards import local_shards
 
