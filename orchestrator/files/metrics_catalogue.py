@@ -39,6 +39,8 @@ METRICS: dict[str, str] = {
     "sync/peak_bytes": "most temporary device memory on one rank",
     "sync/watermark_bytes": "the declared bound on it",
     "sync/changed_params": "engine parameters whose bytes differ from the last publish's; null at the first one",
+    "sync/changed_fraction": "share of the elements that engines get whose bits changed since the last publish, from a "
+    "sample; null at the first one and in adapter mode",
     "sync/update_error": "share of the adapter's update that merged weights lost in rounding, from a sample: 0 none, "
     "1 all; null without one",
     "sync/replicas_committed": "replicas that adopted the version",

@@ -173,6 +173,7 @@ def _sync_metrics(report: PublishReport) -> dict[str, Value]:
         "sync/peak_bytes": report.peak_bytes,
         "sync/watermark_bytes": report.watermark_bytes,
         "sync/changed_params": report.num_changed_params,
+        "sync/changed_fraction": report.changed_fraction,
         "sync/update_error": report.update_error,
         "sync/replicas_committed": report.num_committed,
         "sync/replicas_relayed": report.num_relayed,

@@ -121,7 +121,9 @@ class Delivery:
             raise TrainerError(f"rank {self._rank}: publish() before connect()")
         report = self._publisher.publish(version, exclude=exclude, trace=trace)
         if isinstance(self.source, TrainerWeightSource):
-            report = replace(report, update_error=self.source.update_error())
+            report = replace(
+                report, update_error=self.source.update_error(), changed_fraction=self.source.changed_fraction()
+            )
         return report
 
     def disconnect(self, replicas: Sequence[int]) -> None:

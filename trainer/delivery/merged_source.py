@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from trainer.delivery.changed_share import ChangedShare
 from trainer.delivery.update_probe import UpdateProbe
 from trainer.errors import LayoutError
 from trainer.model.decoder import Decoder
@@ -102,6 +103,12 @@ class TrainerWeightSource:
         self._is_begun = False
         adapted = [one for of in self._held.values() for one in of if one.delta is not None]
         self._probe = UpdateProbe([one for one in adapted if isinstance(one, HeldTensor)], self._added)
+        dtypes = {meta.name: getattr(torch, meta.dtype) for meta in self._layout.tensors}
+        self._changed = ChangedShare(
+            [one for of in self._held.values() for one in of],
+            lambda held, region, out: self._write(held.tensor, held.run(region), out),
+            dtypes.__getitem__,
+        )
         self._temporary_bytes = self._gathered_bytes + merge_bytes
         if self._scales is not None:
             self._temporary_bytes += self._scales.num_bytes + self._scales.scratch_bytes
@@ -128,12 +135,17 @@ class TrainerWeightSource:
             self._scales.compute(self._gathered_a)
             num_bytes += self._scales.num_bytes
         self._probe.look(version, self._gathered_a)
+        self._changed.look(version)
         return num_bytes
 
     def update_error(self) -> float | None:
         """The share of the adapter's update that engines do not get, from some rows of the version begun last; see
         update_probe.py."""
         return self._probe.error()
+
+    def changed_fraction(self) -> float | None:
+        """The share of elements that changed between the last two versions, from some rows; see changed_share.py."""
+        return self._changed.share()
 
     @torch.no_grad()
     def read(self, tensor: str, region: Region, out: Tensor) -> None:

@@ -60,8 +60,10 @@ class PublishReport:
     relay_bytes: int = 0
     """Bytes of these reads; not in num_bytes."""
     update_error: float | None = None
-    """Share of an adapter's update that is not in merged weights, from some of this rank's rows; None without one. The
-    one figure that is not the same on every rank."""
+    """Share of an adapter's update that is not in merged weights, from some of this rank's rows; None without one. This
+    and changed_fraction are not the same on every rank."""
+    changed_fraction: float | None = None
+    """Share of this rank's elements whose bits changed since the publish before, from some rows; None at the first."""
 
     @property
     def num_committed(self) -> int:
