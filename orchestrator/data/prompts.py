@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
 
-from orchestrator.data.sources import Row, listed, renamed
+from orchestrator.data.sources import Row, listed, other_names, renamed
 from rollout.errors import DataError, RowTooLong
 from rollout.text.messages import TEMPLATE_OPTIONS, TOOLS, Chat, template_options, text_messages, tools_of
 from rollout.types import Prompt
@@ -94,7 +94,10 @@ class PromptReader:
         """(the prompt's text, the messages that it was rendered from)."""
         key = self.prompt_key
         if key not in row:
-            raise DataError(f"{where}: no column {key!r} (data.prompt_key); the columns are {listed(row)}")
+            raise DataError(
+                f"{where}: no column {key!r} (data.prompt_key); the columns are {listed(row)}"
+                f"{other_names(row, with_answers=False)}"
+            )
         value: Any = row[key]
         used = {name: column for name, column in row.items() if not (self.is_for_agent and name == TOOLS)}
         messages = None

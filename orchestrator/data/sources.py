@@ -34,6 +34,14 @@ FORMS = (
     "(hf:openai/gsm8k:main:train)"
 )
 _ROWS_AT_ONCE = 1024
+_ASKED_AND_ANSWERED = (
+    ("question", "answer"),
+    ("problem", "solution"),
+    ("query", "response"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+)
+"""Names of other data sets for what is asked and what answers it (GSM8K, MATH, MetaMath, Alpaca, Dolly)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +120,24 @@ def listed(columns: Mapping[str, Any]) -> str:
         for field in (cast("dict[str, Any]", value) if isinstance(value, dict) and value else ("",))
     ]
     return ", ".join(sorted(name.removesuffix(".") for name in names)) or "none"
+
+
+def other_names(columns: Mapping[str, Any], *, with_answers: bool) -> str:
+    """What to set for a row whose columns have other systems' names, to end a message with; "" for names of nobody.
+
+    Args:
+        with_answers: Whether the row must hold an answer to learn as well (SFT).
+    """
+    if "conversations" in columns:
+        return (
+            "; these look like ShareGPT's rows: docs/data.md has the lines that write 'messages', or, if they "
+            "hold 'role' and 'content' already, set data.messages_key=conversations"
+        )
+    for asked, answered in _ASKED_AND_ANSWERED:
+        if asked in columns and (answered in columns or not with_answers) and not columns.get("input"):
+            answer = f" data.response_key={answered}" if with_answers else ""
+            return f"; did you mean data.prompt_key={asked}{answer}?"
+    return ""
 
 
 def _at(columns: Mapping[str, Any], path: str) -> list[Any]:

@@ -26,7 +26,7 @@ import numpy as np
 
 from conf.schema import DataConfig
 from orchestrator.data.prompts import chat_of, check_no_chat_columns, check_text, check_turns, messages_in, rendered
-from orchestrator.data.sources import Row, listed, renamed
+from orchestrator.data.sources import Row, listed, other_names, renamed
 from orchestrator.data.streams import Tokenized
 from orchestrator.inputs.answers import Answer, answer_of
 from orchestrator.inputs.turn_ends import end_after
@@ -271,7 +271,7 @@ def _asked_and_answered(row: dict[str, Any], where: str, config: DataConfig) -> 
         if row.get(key) is None:
             raise DataError(
                 f"{where}: needs a column {config.messages_key!r} (data.messages_key), or text or messages in column "
-                f"{key!r} ({option}); the columns are {listed(row)}"
+                f"{key!r} ({option}); the columns are {listed(row)}{other_names(row, with_answers=True)}"
             )
     prompt, response = (row[key] for key, _ in keys)
     if not (isinstance(prompt, str) and isinstance(response, str)):

@@ -149,6 +149,8 @@ def test_the_sample_predicts_each_taught_token(folder):
     ("row", "complaint"),
     [
         ({"text": "a"}, "needs a column 'messages'"),
+        ({"question": "a", "answer": "b"}, r"mean data.prompt_key=question data.response_key=answer\?"),
+        ({"question": "a"}, "the columns are question$"),
         ({"prompt": [ASKED], "completion": [ASKED]}, "column 'completion' must begin with a turn of 'assistant'"),
         ({"prompt": [ASKED], "completion": []}, "column 'completion' .*non-empty list of messages.*got list"),
         ({"prompt": [], "completion": [SAID]}, "column 'prompt' .* must be text or a non-empty list"),
