@@ -26,6 +26,7 @@ from bench.runs import figures, read_rows, train  # noqa: E402
 
 NUM_STEPS = 60
 EXPERTS = ["model=tiny_qwen3_moe", "trainer.num_ranks=2", "trainer.ep_size=2"]
+LATENT = ["model=tiny_deepseek_v3", "trainer.num_ranks=2", "trainer.ep_size=2"]
 DENSE = ["model=tiny_qwen3", "trainer.num_ranks=1", "trainer.ep_size=1"]
 SQUARE = {"hidden_size": 128}
 """Four heads of 32: some engines know no other width of heads than hidden_size / num_attention_heads."""
@@ -40,6 +41,11 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
         {**SQUARE, "intermediate_size": 64, "norm_topk_prob": "false", "rms_norm_eps": 1e-5},
     ),
     "llama": ("LlamaForCausalLM", DENSE, {}),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteForCausalLM",
+        LATENT,
+        {"n_group": 1, "v_head_dim": 48, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8},
+    ),
 }
 """model_type -> its class, the preset that it changes, and the fields of config.json that it needs."""
 SHOWN = ("eval_reward_first", "eval_reward_last", "k3_max", "publish_bytes", "wall_s")

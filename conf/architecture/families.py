@@ -14,7 +14,7 @@ from typing import Any
 
 from conf.architecture import llama_like
 from conf.architecture.activation import ExpertActivation
-from conf.architecture.attention_spec import MlaSpec, YarnScaling
+from conf.architecture.attention_spec import Llama3Scaling, MlaSpec, RopeSpec, YarnScaling
 from conf.architecture.config_fields import (
     common_fields,
     expert_sizes,
@@ -126,35 +126,81 @@ class _Asked(dict[str, Any]):
 def _deepseek_v3(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     """DeepSeek-V3 (transformers models/deepseek_v3; https://arxiv.org/abs/2412.19437) and Kimi-K2: latent attention,
     sigmoid router, a shared expert."""
+    rope = rope_spec(config, size(config, "qk_rope_head_dim"), interleaved=bool(config.get("rope_interleave", True)))
+    common = common_fields(config, "DeepseekV3ForCausalLM")
+    return ModelSpec(
+        **common,
+        attention=_latent_attention(
+            config, rope, common["rms_norm_eps"] if mla_norm_eps is MlaNormEps.rollout else HF_MLA_NORM_EPS
+        ),
+        rope=rope,
+        moe=_sigmoid_moe(config, engine_rounds_logits=config.get("moe_router_dtype") != "float32"),
+        num_mtp_layers=num_mtp_layers(config),
+    )
+
+
+def _glm4_moe_lite(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+    """GLM-4.7-Flash (transformers models/glm4_moe_lite): DeepSeek-V3's latent attention, and GLM's experts and routing.
+
+    vLLM's model has no biases, turns pairs (2i, 2i + 1) of all rotary dims, and counts dense layers by
+    first_k_dense_replace; transformers' names them in mlp_layer_types, by default the first one.
+    """
+    refuse(config, "attention_bias", (False, None))
+    refuse(config, "rope_interleave", (True,))
+    num_layers, first_dense = size(config, "num_hidden_layers"), config.get("first_k_dense_replace")
+    if first_dense is None:
+        raise ConfigError("model.hf_config.first_k_dense_replace must be given for glm4_moe_lite: vLLM asks for it")
+    kinds = config.get("mlp_layer_types") or ["dense", *["sparse"] * (num_layers - 1)]
+    if list(kinds) != ["dense" if layer < first_dense else "sparse" for layer in range(num_layers)]:
+        raise ConfigError(
+            f"model.hf_config.mlp_layer_types must say dense for the first_k_dense_replace={first_dense} first of "
+            f"{num_layers} layers and sparse for the others: transformers reads the one and vLLM the other; got "
+            f"{config.get('mlp_layer_types') or 'none, which is one dense layer'}"
+        )
+    turning = size(config, "qk_rope_head_dim")
+    rope = rope_spec(config, turning, interleaved=True)
+    if rope.dim != turning:
+        raise ConfigError(
+            f"model.hf_config.partial_rotary_factor must be 1 for glm4_moe_lite: all of qk_rope_head_dim={turning} "
+            f"turns, got a factor that turns {rope.dim}"
+        )
+    common = common_fields(config, "Glm4MoeLiteForCausalLM", rms_norm_eps=1e-5)
+    return ModelSpec(
+        **common,
+        attention=_latent_attention(
+            config, rope, common["rms_norm_eps"] if mla_norm_eps is MlaNormEps.rollout else HF_MLA_NORM_EPS
+        ),
+        rope=rope,
+        moe=_sigmoid_moe(config, engine_rounds_logits=False, scaling_factor=1.8, num_shared=1),
+        num_mtp_layers=num_mtp_layers(config),
+    )
+
+
+def _latent_attention(config: dict[str, Any], rope: RopeSpec, norm_eps: float) -> MlaSpec:
+    """Low-rank queries, keys and values."""
     heads = size(config, "num_attention_heads")
     if config.get("num_key_value_heads", heads) not in (heads, None):
         raise ConfigError(
             f"model.hf_config.num_key_value_heads must equal num_attention_heads {heads} for latent attention, "
             f"got {config['num_key_value_heads']}"
         )
-    nope, turning = size(config, "qk_nope_head_dim"), size(config, "qk_rope_head_dim")
-    rope = rope_spec(config, turning, interleaved=bool(config.get("rope_interleave", True)))
-    scale = (nope + turning) ** -0.5
+    refuse(config, "index_topk", (None,))
+    if isinstance(rope.scaling, Llama3Scaling):
+        raise ConfigError("model.hf_config: RoPE type 'llama3' is not supported for latent attention; supported: yarn")
+    nope = size(config, "qk_nope_head_dim")
+    scale = (nope + size(config, "qk_rope_head_dim")) ** -0.5
     if isinstance(rope.scaling, YarnScaling) and rope.scaling.mscale_all_dim:
         scale *= rope.scaling.mscale_of(rope.scaling.mscale_all_dim) ** 2
-    rms_norm_eps = float(config.get("rms_norm_eps", 1e-6))
-    attention = MlaSpec(
+    return MlaSpec(
         num_heads=heads,
         q_lora_rank=None if config.get("q_lora_rank") is None else size(config, "q_lora_rank"),
         kv_lora_rank=size(config, "kv_lora_rank"),
         qk_nope_head_dim=nope,
-        qk_rope_head_dim=turning,
+        qk_rope_head_dim=size(config, "qk_rope_head_dim"),
         v_head_dim=size(config, "v_head_dim"),
         bias=bool(config.get("attention_bias", False)),
-        norm_eps=rms_norm_eps if mla_norm_eps is MlaNormEps.rollout else HF_MLA_NORM_EPS,
+        norm_eps=norm_eps,
         softmax_scale=scale,
-    )
-    return ModelSpec(
-        **common_fields(config, "DeepseekV3ForCausalLM"),
-        attention=attention,
-        rope=rope,
-        moe=_sigmoid_moe(config, engine_rounds_logits=config.get("moe_router_dtype") != "float32"),
-        num_mtp_layers=num_mtp_layers(config),
     )
 
 
@@ -215,8 +261,17 @@ def _gpt_oss(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     )
 
 
-def _sigmoid_moe(config: dict[str, Any], *, engine_rounds_logits: bool) -> MoeSpec:
-    """DeepSeek-V3's experts: the first layers dense, the others routed by sigmoid scores, in groups."""
+def _sigmoid_moe(
+    config: dict[str, Any], *, engine_rounds_logits: bool, scaling_factor: float = 1.0, num_shared: int = 0
+) -> MoeSpec:
+    """DeepSeek-V3's experts: the first layers dense, the others routed by sigmoid scores, in groups.
+
+    Args:
+        config: As in config.json.
+        engine_rounds_logits: As MoeSpec.engine_rounds_logits.
+        scaling_factor: routed_scaling_factor, if the config does not say.
+        num_shared: n_shared_experts, if the config does not say.
+    """
     refuse(config, "scoring_func", ("sigmoid",))
     refuse(config, "topk_method", ("noaux_tc",))
     refuse(config, "moe_layer_freq", (1,))
@@ -238,14 +293,15 @@ def _sigmoid_moe(config: dict[str, Any], *, engine_rounds_logits: bool) -> MoeSp
         engine_rounds_logits=engine_rounds_logits,
         num_groups=groups,
         top_groups=top_groups,
-        scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
-        shared_intermediate_size=(config.get("n_shared_experts") or 0) * experts["intermediate_size"],
+        scaling_factor=float(config.get("routed_scaling_factor", scaling_factor)),
+        shared_intermediate_size=(config.get("n_shared_experts", num_shared) or 0) * experts["intermediate_size"],
     )
 
 
 _FAMILIES: dict[str, Callable[[dict[str, Any], MlaNormEps], ModelSpec]] = {
     "deepseek_v3": _deepseek_v3,
     "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _glm4_moe_lite,
     "gpt_oss": _gpt_oss,
     "kimi_k2": _deepseek_v3,
     "llama": llama_like.llama,

@@ -190,6 +190,19 @@ DEEPSEEK = {
 }
 """Latent attention with YaRN, a dense first layer, groups of experts, a shared expert."""
 
+GLM_LITE = {
+    **{key: value for key, value in DEEPSEEK.items() if key not in ("scoring_func", "rope_scaling")},
+    "model_type": "glm4_moe_lite",
+    "q_lora_rank": 20,
+    "v_head_dim": 22,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.8,
+    "rope_theta": 1000000.0,
+    "partial_rotary_factor": 1.0,
+}
+"""DeepSeek's latent attention without scaled positions, values wider than keys, and GLM's routing."""
+
 PACKED = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",

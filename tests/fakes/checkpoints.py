@@ -74,6 +74,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 64, "v_head_dim": 32, "head_dim": 64, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
     },
 }  # fmt: skip
+CONFIGS["glm4_moe_lite"] = {
+    **{key: value for key, value in CONFIGS["deepseek_v3"].items() if key != "scoring_func"},
+    "model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"], "v_head_dim": 48,
+    "routed_scaling_factor": 1.8, "n_group": 1, "partial_rotary_factor": 1.0,
+}  # fmt: skip
 """Architecture -> config.json. DeepSeek-V3 and GLM-4 MoE have a shared expert and a float32 correction bias."""
 
 

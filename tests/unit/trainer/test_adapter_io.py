@@ -13,6 +13,7 @@ from cases.tiny_models import (
     DEEPSEEK,
     DENSE,
     GLM,
+    GLM_LITE,
     GPT_OSS,
     LLAMA,
     MISTRAL,
@@ -39,8 +40,8 @@ from trainer.errors import CheckpointError
 
 TIED = {**DENSE, "tie_word_embeddings": True}
 FAMILIES = {
-    "moe": MIXED, "dense_tied": TIED, "deepseek": DEEPSEEK, "glm": GLM, "llama": LLAMA, "gpt_oss": GPT_OSS,
-    "qwen2": QWEN2, "mistral": MISTRAL, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
+    "moe": MIXED, "dense_tied": TIED, "deepseek": DEEPSEEK, "glm": GLM, "glm_lite": GLM_LITE, "llama": LLAMA,
+    "gpt_oss": GPT_OSS, "qwen2": QWEN2, "mistral": MISTRAL, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from cases.tiny_models import (
     DEEPSEEK,
     DENSE,
     GLM,
+    GLM_LITE,
     GPT_OSS,
     KIMI_INT4,
     LLAMA,
@@ -43,6 +44,7 @@ from trainer.weights.shards import local_shards
         DEEPSEEK,
         LLAMA,
         GLM,
+        GLM_LITE,
         GPT_OSS,
         QWEN2,
         MISTRAL,
@@ -129,6 +131,15 @@ def test_a_latent_attention_model_out_of_range_is_refused_by_name(changes, messa
         (OLMOE, {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06 is not supported for olmoe; supported: 1e-05"),
         (OLMOE, {"norm_topk_prob": True}, "norm_topk_prob=True is not supported for olmoe"),
         (OLMOE, {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported for olmoe"),
+        (DEEPSEEK, {"rope_scaling": LLAMA["rope_scaling"]}, "RoPE type 'llama3' is not supported for latent attention"),
+        (DEEPSEEK, {"index_topk": 2048}, "index_topk=2048 is not supported for deepseek_v3; supported: None"),
+        (GLM_LITE, {"index_topk": 2048}, "index_topk=2048 is not supported for glm4_moe_lite"),
+        (GLM_LITE, {"attention_bias": True}, "attention_bias=True is not supported for glm4_moe_lite"),
+        (GLM_LITE, {"rope_interleave": False}, "rope_interleave=False is not supported for glm4_moe_lite"),
+        (GLM_LITE, {"partial_rotary_factor": 0.5}, "all of qk_rope_head_dim=8 turns, got a factor that turns 4"),
+        (GLM_LITE, {"first_k_dense_replace": None}, "first_k_dense_replace must be given for glm4_moe_lite"),
+        (GLM_LITE, {"first_k_dense_replace": 2}, "first_k_dense_replace=2 first of 3 .* got none, which is one dense"),
+        (GLM_LITE, {"mlp_layer_types": ["dense"] * 3}, "must say dense for the first_k_dense_replace=1 first of 3"),
     ],
 )
 def test_what_an_engine_would_compute_otherwise_is_refused_by_name(hf_config, changes, message):
@@ -175,6 +186,17 @@ PUBLISHED = {
          "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 64,
          "num_experts_per_tok": 8, "clip_qkv": None, "rms_norm_eps": 1e-5},
         6_919_161_856,
+    ),
+    "GLM-4.7-Flash": (
+        {"model_type": "glm4_moe_lite", "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240,
+         "moe_intermediate_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 20, "num_key_value_heads": 20,
+         "attention_bias": False, "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192,
+         "qk_rope_head_dim": 64, "v_head_dim": 256, "n_routed_experts": 64, "n_shared_experts": 1,
+         "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "norm_topk_prob": True,
+         "routed_scaling_factor": 1.8, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
+         "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "rope_theta": 1000000, "rope_scaling": None,
+         "max_position_embeddings": 202752, "tie_word_embeddings": False},
+        29_943_393_920,
     ),
 }  # fmt: skip
 """The sizes in a published config.json, and the elements of that checkpoint's files."""
@@ -282,6 +304,10 @@ def test_an_expert_parallel_size_that_does_not_fit_is_refused():
         make_decoder(DENSE, trainer_config(), layout=layout)
 
 
+FOR_VLLM = {"glm4_moe_lite": {"first_k_dense_replace": 1}}
+"""Fields of published configs that transformers does not write and vLLM asks for."""
+
+
 @pytest.mark.parametrize(
     "model_type",
     [
@@ -289,6 +315,7 @@ def test_an_expert_parallel_size_that_does_not_fit_is_refused():
         "qwen3",
         "qwen3_moe",
         "deepseek_v3",
+        "glm4_moe_lite",
         "gpt_oss",
         "qwen2",
         "mistral",
@@ -298,7 +325,7 @@ def test_an_expert_parallel_size_that_does_not_fit_is_refused():
     ],
 )
 def test_no_field_that_transformers_writes_is_taken_for_a_misspelt_one(model_type):
-    hf_config = {**AutoConfig.for_model(model_type).to_dict(), "model_type": model_type}
+    hf_config = {**AutoConfig.for_model(model_type).to_dict(), **FOR_VLLM.get(model_type, {}), "model_type": model_type}
     check_spelling(hf_config, hf_config)
 
 

@@ -9,6 +9,7 @@ from cases.tiny_models import (
     DEEPSEEK,
     DENSE,
     GLM,
+    GLM_LITE,
     GPT_OSS,
     LLAMA,
     MISTRAL,
@@ -35,8 +36,8 @@ from trainer.step.optim import ShardedAdamW, TrainableShard
 from trainer.weights.fused_experts import interleave
 
 MODELS = {
-    "dense": DENSE, "moe": MIXED, "llama": LLAMA, "glm": GLM, "deepseek": DEEPSEEK, "gpt_oss": GPT_OSS,
-    "qwen2": QWEN2, "mistral": MISTRAL, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
+    "dense": DENSE, "moe": MIXED, "llama": LLAMA, "glm": GLM, "glm_lite": GLM_LITE, "deepseek": DEEPSEEK,
+    "gpt_oss": GPT_OSS, "qwen2": QWEN2, "mistral": MISTRAL, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
 }  # fmt: skip
 LR = 0.01
 

@@ -11,6 +11,7 @@ from cases.tiny_models import (
     DEEPSEEK,
     DENSE,
     GLM,
+    GLM_LITE,
     GPT_OSS,
     LENGTHS,
     LLAMA,
@@ -67,6 +68,14 @@ CONFIGS = {
     },
     "glm": GLM,
     "glm_without_norms_and_bias": {**GLM, "use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": 1.0},
+    "glm_lite": GLM_LITE,
+    "glm_lite_without_q_lora": {
+        **GLM_LITE,
+        "q_lora_rank": None,
+        "norm_topk_prob": False,
+        "n_group": 4,
+        "topk_group": 2,
+    },
     "gpt_oss": GPT_OSS,
     "gpt_oss_all_full_attention": {**GPT_OSS, "layer_types": ["full_attention"] * 2, "attention_bias": False},
     "qwen2": QWEN2,
@@ -106,8 +115,8 @@ def test_logits_and_every_gradient_match_transformers(name):
 
 @pytest.mark.parametrize(
     "hf_config",
-    [DENSE, MOE, DEEPSEEK, GLM, GPT_OSS, MISTRAL, QWEN2_MOE, OLMOE],
-    ids=["dense", "moe", "deepseek", "glm", "gpt_oss", "mistral", "qwen2_moe", "olmoe"],
+    [DENSE, MOE, DEEPSEEK, GLM, GLM_LITE, GPT_OSS, MISTRAL, QWEN2_MOE, OLMOE],
+    ids=["dense", "moe", "deepseek", "glm", "glm_lite", "gpt_oss", "mistral", "qwen2_moe", "olmoe"],
 )
 def test_packed_equals_unpacked(hf_config):
     decoder = make_decoder(hf_config)
@@ -190,6 +199,10 @@ def test_each_deepseek_mistake_is_seen_by_the_oracle(mistake):
         (GLM, {"partial_rotary_factor": 1.0}),
         (GLM, {"n_shared_experts": 0}),
         (GLM, {"use_qk_norm": False}),
+        (GLM_LITE, {"routed_scaling_factor": 1.0}),
+        (GLM_LITE, {"n_shared_experts": 0}),
+        (GLM_LITE, {"rope_theta": 10000.0}),
+        (GLM_LITE, {"norm_topk_prob": False}),
         (GPT_OSS, {"sliding_window": 5}),
         (GPT_OSS, {"layer_types": ["full_attention", "sliding_attention"]}),
         (GPT_OSS, {"swiglu_limit": 7.0}),

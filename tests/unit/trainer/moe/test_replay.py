@@ -16,6 +16,7 @@ from cases.route_cases import drawn_routes, own_routes, recorded
 from cases.tiny_models import (
     DEEPSEEK,
     GLM,
+    GLM_LITE,
     GPT_OSS,
     MIXED,
     MOE,
@@ -42,6 +43,7 @@ FAMILIES = {
     "qwen3_not_renormalized": {**MOE, "norm_topk_prob": False},
     "qwen3_with_a_dense_layer": MIXED,
     "glm": GLM,
+    "glm_lite": GLM_LITE,
     "deepseek": DEEPSEEK,
     "deepseek_not_renormalized": {**DEEPSEEK, "norm_topk_prob": False},
     "gpt_oss": GPT_OSS,
