@@ -127,6 +127,7 @@ async def test_too_old_group_is_dropped_counted_and_its_prompt_sampled_again() -
     await buffer.deliver(ticket, group_of(41, version=3))
     taking = asyncio.create_task(buffer.take_batch(5))  # staleness 2 > 1
     await settle()
+    assert buffer.num_outstanding == 1
     again = await claim(buffer)
     assert again is not None and again.number == ticket.number
     assert again.prompt is not None and again.prompt.prompt_id == 41

@@ -151,6 +151,22 @@ def test_gradients_pass_gradcheck(activation, is_full, has_bias):
     assert torch.autograd.gradcheck(call, (x, weights, *values), fast_mode=True)
 
 
+def test_weights_that_multiply_rows_in_the_product_are_those_of_the_rows(monkeypatch):
+    """What Triton's product is given, which has rows in the order of experts, and not in that of tokens."""
+    plain, product, weighed_by = run(make_experts()), routed.grouped_product, []
+
+    def weighed(*arguments, weights_S=None, **more):
+        weighed_by.append(weights_S)
+        rows = product(*arguments, **more)
+        return rows if weights_S is None else rows * weights_S[:, None]
+
+    monkeypatch.setattr(routed, "grouped_product", weighed)
+    monkeypatch.setattr(routed.ExpertCall, "weighs_in_product", True)
+    found = errors(run(make_experts()), plain)
+    assert max(found.values()) < 1e-6, found
+    assert sum(weights is not None for weights in weighed_by) == 1
+
+
 def test_clamped_experts_with_biases_are_gpt_oss():
     from transformers import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts

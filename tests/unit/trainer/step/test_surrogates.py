@@ -70,6 +70,11 @@ def test_gspo_clips_whole_responses():
     assert found.is_clipped_high_N.tolist() == [True, True, False]
     assert found.loss_N.tolist() == pytest.approx([-1.22, -1.22, -1.0])
     assert gradient.tolist() == [0.0, 0.0, -1.0]
+    options = AlgorithmConfig(loss="gspo")
+    object.__setattr__(options, "dual_clip", 1.1)  # options refuse it; only clip reads it
+    worse = LOSSES["gspo"](tokens_of(logprobs, zeros, zeros - 1, (2, 1)), options)
+    assert worse.loss_N.tolist() == pytest.approx([1.5**0.5, 1.5**0.5, 1.0])
+    assert not worse.is_clipped_high_N.any()
 
 
 @pytest.mark.parametrize("loss", SHIPPED_LOSSES)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from trainer.weights.merge import ALIGNMENT_BYTES
+from trainer.weights.quantization import MERGE_ROWS
 from trainer.weights.row_runs import LoraDelta, RowRun, Rows
 
 
@@ -89,6 +90,24 @@ def test_factors_are_multiplied_where_they_are_aligned_and_have_the_same_bits_wh
     merge_rows(base, b, a, 0.7, got, first_row=0, rows_a_factor=300)
     assert torch.equal(got, wanted)
     assert addresses and not any(address % ALIGNMENT_BYTES for address in addresses)
+
+
+def test_a_row_is_multiplied_at_its_own_place_of_a_block_whatever_rows_are_asked_for(monkeypatch):
+    """Where its place shows in its bits is the BLAS library's: here the places themselves are looked at."""
+    base, b, a = make_factors(1, 600, 5, 1, torch.float32, is_aligned=True)
+    b, places = torch.arange(1.0, 601.0)[:, None], {}
+
+    def noted(block: Tensor, factor: Tensor, out: Tensor) -> None:
+        places.update({int(block[place, 0]) - 1: place for place in block[:, 0].nonzero().flatten().tolist()})
+        torch.matmul(block, factor, out=out)
+
+    monkeypatch.setattr(torch, "mm", noted)
+    for first, stop in ((0, 600), (37, 600), (255, 257), (300, 301)):
+        places.clear()
+        merge_rows(
+            base[first:stop], b[first:stop], a, 1.0, torch.empty(stop - first, 5), first_row=first, rows_a_factor=600
+        )
+        assert places == {row: row % MERGE_ROWS for row in range(first, stop)}
 
 
 def test_a_small_update_is_right_in_the_mean_and_lost_to_nearest():

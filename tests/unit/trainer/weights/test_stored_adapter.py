@@ -44,6 +44,7 @@ from trainer.weights.stored_adapter import (
     ADAPTER_FILE,
     NEUTRAL,
     READ,
+    StoredAdapter,
     check_adapter_fits,
     factor_shapes,
     options_of,
@@ -295,6 +296,14 @@ def test_options_that_do_not_fit_are_answered_with_those_that_do(
     fields: dict[str, Any], lora: LoraConfig, message: str, plain: Path, tmp_path: Path
 ) -> None:
     assert message in refusal(copied(plain, tmp_path, **fields), lora)
+
+
+def test_a_module_is_a_target_parameter_by_whole_parts_of_its_name() -> None:
+    """kv_proj.weight ends as v_proj.weight does. Patterns are held against names of parameters or of modules."""
+    fields = {"r": 4, "lora_alpha": 8, "target_parameters": ["v_proj.weight"], "rank_pattern": {"kv_proj|v_proj": 2}}
+    stored = StoredAdapter(Path(), fields, {})
+    assert stored.rank_and_scale("model.layers.0.self_attn.kv_proj") == (2, 4.0)
+    assert stored.rank_and_scale("model.layers.0.self_attn.v_proj") == (4, 2.0)
 
 
 def test_alpha_may_be_typed_with_six_digits(plain: Path, tmp_path: Path) -> None:

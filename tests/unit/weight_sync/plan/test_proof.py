@@ -297,7 +297,7 @@ def test_every_rank_must_hold_all_that_it_packs() -> None:
     assert "does not hold it" in is_refused(prove_coverage, joined.plan, [[joined.layout]], ())
 
 
-def test_a_row_that_names_a_replica_twice_is_refused() -> None:
+def test_a_row_that_names_a_replica_twice_or_one_that_is_not_there_is_refused() -> None:
     joined = Joined()
     plan = build_plan(joined.sources, [[joined.layout], [joined.layout]], max_task_bytes=64)
     table = plan.tasks[0]
@@ -309,6 +309,11 @@ def test_a_row_that_names_a_replica_twice_is_refused() -> None:
     once = dataclasses.replace(table, replica_sets=[(0,) for _ in table.replica_sets])
     said = is_refused(prove_coverage, dataclasses.replace(plan, tasks={0: once}), [[joined.layout]] * 2, joined.sources)
     assert said.startswith("replica 1 rank 0") and "tasks and fills end at byte 0 of 32" in said
+    for strangers in ((0, 2), (2, 0), (0, 1, 2)):
+        wrong = dataclasses.replace(table, replica_sets=[strangers for _ in table.replica_sets])
+        wrong_plan = dataclasses.replace(plan, tasks={0: wrong})
+        said = is_refused(prove_coverage, wrong_plan, [[joined.layout]] * 2, joined.sources)
+        assert "goes to replica 2 rank 0, unknown" in said, strangers
 
 
 @pytest.mark.parametrize("change", [-4, 4])

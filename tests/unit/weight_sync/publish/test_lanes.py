@@ -18,9 +18,10 @@ from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 from weight_sync.errors import TransferTimeout, TransportError
 from weight_sync.plan.budget import NUM_SLOTS
 from weight_sync.publish import lanes
-from weight_sync.publish.lanes import Door, FreeSlots
+from weight_sync.publish.lanes import Door, FreeSlots, PipelineResult, Replay
 from weight_sync.publish.pipeline import Pipeline
 from weight_sync.publish.staging_slots import Filled, Slots
+from weight_sync.publish.sums import Sums
 
 
 @pytest.fixture(autouse=True)
@@ -480,6 +481,21 @@ def test_a_load_is_over_when_its_last_lane_and_not_when_its_first_has_written() 
     load = lanes._OnItsWay(Filled(0, World().pipeline._slots.loads[0], None), 3)
     assert [load.part_is_over() for _ in range(3)] == [False, False, True]
     assert load.wait_until_packed() == 0.0
+
+
+def test_the_slot_of_a_load_that_nobody_wants_any_more_comes_back() -> None:
+    """Both first loads were packed for replicas that have failed since."""
+    world = World()
+    world.pipeline.prepare(1)
+    prepared, slots = world.pipeline._prepared, world.pipeline._slots
+    assert prepared is not None and slots is not None
+    result = PipelineResult(Sums(world.pipeline._places))
+    replay = Replay(slots, world.transport, world.bindings(), world.budgets_s, prepared, result)
+    result.report.errors[0] = "the link broke"
+    for filled in prepared.filled:
+        replay._hand_over(filled)
+    assert [replay._free.take({}) for _ in prepared.filled] == [filled.slot for filled in prepared.filled] == [0, 1]
+    world.pipeline.cancel()
 
 
 def test_free_slots_say_what_they_wait_for_and_end() -> None:

@@ -90,6 +90,8 @@ def test_two_pipelines_of_a_rank_keep_to_one_watermark() -> None:
     other.close()
     assert world.run(3).report.peak_bytes == held_bytes() <= watermark_bytes
     assert world.arrived(0, 3)
+    slots = world.pipeline._slots
+    assert world.run(4).report.errors == {} and world.pipeline._slots is slots, "what was released is made again once"
 
 
 def test_staging_that_a_failed_write_may_still_read_is_not_given_back() -> None:

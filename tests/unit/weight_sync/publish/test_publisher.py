@@ -377,6 +377,17 @@ def test_connect_refuses_links_that_differ() -> None:
     world.close()
 
 
+@pytest.mark.parametrize("order", [slice(None, None, -1), slice(1, None)])
+def test_connect_refuses_ranks_that_are_not_described_in_their_order(order: slice) -> None:
+    """Answers of begin and verify have no ranks' numbers: their place says whose they are."""
+    world = World(1)
+    engine = world.engines[0]
+    engine.receivers = engine.receivers[order]
+    with pytest.raises(ProtocolError, match=r"described ranks \[1"):
+        world.connect()
+    world.close()
+
+
 def test_connect_refuses_what_cannot_be_planned() -> None:
     world = World(1)
     layout = world.source.layout()
