@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,34 @@ def changed(**sections: dict[str, object]) -> str:
 def test_a_moved_option_keeps_its_value() -> None:
     config = load_resolved_yaml(changed(rollout={"eval_temperature": 0.5, "eval_top_k": 7}))
     assert (config.rollout.eval.temperature, config.rollout.eval.top_k) == (0.5, 7)
+
+
+MATCHED = {
+    "attention": "own", "norm": "each", "rotation": "each", "dense_activation": "each", "expert_activation": "once",
+    "router_weights": "model", "router_logits": "float32", "routed_scale": "weights",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("old", "now"),
+    [
+        ({"weight_sync": {"keep_kv": True}}, {"weight_sync": {"pause_mode": "keep_kv"}}),
+        ({"weight_sync": {"keep_kv": False}}, {"weight_sync": {}}),
+        *(({"trainer": {"logprob_chunk_tokens": tokens}}, {"trainer": {}}) for tokens in (1024, 4096, 8192)),
+        (
+            {"trainer": {"numerics": MATCHED, "combine": "hf_eager"}, "model": {"mla_norm_eps": "hf"}},
+            {"trainer": {"numerics": {"match": "transformers"}}, "model": {}},
+        ),
+        (
+            {"trainer": {"numerics": {"attention": "auto"}, "combine": "vllm_like"}, "model": {}},
+            {"trainer": {"numerics": {}}, "model": {}},
+        ),
+        ({"algorithm": {"teacher": {"max_tries": 6}}}, {"algorithm": {"teacher": {}}}),
+        ({"reward": {"choice_key": "reward"}}, {"reward": {}}),
+    ],
+)
+def test_values_that_another_option_has_now_are_carried_over(old: dict[str, Any], now: dict[str, Any]) -> None:
+    assert carried_over(copy.deepcopy(old)) == now
 
 
 def test_options_that_became_one_are_carried_over_together() -> None:

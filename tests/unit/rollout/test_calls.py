@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 
 from conf.schema import EvalSampling, EvalSamplingConfig, SamplingConfig
+from rollout import calls
 from rollout.calls import CallServer, Verb, WorkerClient
 from rollout.errors import EngineDied, EngineError, ReplicaNotServing
 from rollout.types import Prompt, Rollout, Routes
 from weight_sync.layout import Binding
+from weight_sync.replica.control_client import HEARTBEAT_S, SILENCE_S
 from weight_sync.replica.recovery import Offer, Pulled
 
 KEY = b"k" * 32
@@ -127,6 +130,82 @@ async def test_calls_fail_with_what_is_said_of_the_end(worker: Worker, server: C
     for call in (waits, ask(client)):
         with pytest.raises(EngineDied, match="process 7 of the rollout worker was ended by SIGKILL"):
             await call
+
+
+async def test_calls_of_a_broken_connection_fail_with_what_is_said_of_the_end_a_moment_later(
+    worker: Worker, server: CallServer
+) -> None:
+    """Whoever watches the process may learn of its end after its socket is gone."""
+    worker.may_answer.clear()
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    waits = asyncio.create_task(ask(WorkerClient.at(server.address, KEY, ended)))
+    while not worker.asked:
+        await asyncio.sleep(0.01)
+    server.close()
+    await asyncio.sleep(0.2)
+    ended.set_exception(EngineDied("process 7 of the rollout worker was ended by SIGKILL"))
+    with pytest.raises(EngineDied, match="was ended by SIGKILL"):
+        await waits
+
+
+@pytest.mark.parametrize("told", [None, ValueError("of somebody's own")])
+async def test_calls_fail_also_where_the_end_has_no_word(worker: Worker, server: CallServer, told: Any) -> None:
+    worker.may_answer.clear()
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    client = WorkerClient.at(server.address, KEY, ended)
+    waits = asyncio.create_task(ask(client))
+    while not worker.asked:
+        await asyncio.sleep(0.01)
+    ended.set_result(None) if told is None else ended.set_exception(told)
+    with pytest.raises(EngineDied, match=f"at {server.address} is closed"):
+        await waits
+
+
+async def test_a_connection_that_is_closed_lets_go_of_who_watches_and_of_every_call(
+    worker: Worker, server: CallServer
+) -> None:
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    client = WorkerClient.at(server.address, KEY, ended)
+    assert await ask(client) == [] and not client.connection._pending
+    for _ in range(2):
+        client.connection.close()
+    assert ended.cancelled()
+    with pytest.raises(EngineDied, match="is closed"):
+        await ask(client)
+
+
+async def test_an_address_where_nobody_listens_is_no_worker(server: CallServer) -> None:
+    server.close()
+    with pytest.raises(EngineDied, match="is closed"):
+        await ask(WorkerClient.at(server.address, KEY))
+
+
+async def test_what_a_verb_has_defaults_for_may_be_left_out_or_named(worker: Worker, client: WorkerClient) -> None:
+    sampling = SamplingConfig(temperature=0.5)
+    assert await client.generate_group(PROMPT, 2) == await client.generate_group(PROMPT, n=3, version=4) == []
+    assert await client.generate_group(n=1, sampling=sampling, prompt=PROMPT) == []
+    given = (7, (3, 151_000, 5))
+    assert worker.asked == [(*given, 2, None, None), (*given, 3, None, 4), (*given, 1, sampling, None)]
+
+
+async def test_numbers_of_numpy_arrive_as_numbers(worker: Worker, client: WorkerClient) -> None:
+    ids, logprobs, versions = np.array([5], np.int32), np.array([-0.5], np.float32), np.array([1 << 40])
+    worker.sampled = [Rollout(list(ids), list(logprobs), list(versions), "a", "stop")]  # pyright: ignore[reportArgumentType]
+    assert await ask(client) == [Rollout([5], [-0.5], [1 << 40], "a", "stop")]
+
+
+async def test_no_socket_drops_or_keeps_messages_and_silence_is_noticed(
+    client: WorkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    monkeypatch.setattr(calls, "serve_guarded", lambda socket, key: made.append(socket))
+    await (server := CallServer(Worker(), KEY)).start()
+    for socket in (client.connection._socket, *made):
+        assert [socket.getsockopt(option) for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM)] == [0, 0, 0]
+    assert len(made) == 1 and server.address.startswith("tcp://127.0.0.1:")
+    server.close()
+    in_ms = [client.connection._socket.getsockopt(option) for option in (zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT)]
+    assert in_ms == [1000 * HEARTBEAT_S, 1000 * SILENCE_S] and HEARTBEAT_S < SILENCE_S
 
 
 async def test_a_message_longer_than_a_frame_arrives(worker: Worker, client: WorkerClient) -> None:
