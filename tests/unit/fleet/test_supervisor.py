@@ -1,18 +1,16 @@
-"""Locks: who serves after a publish, and that nothing waits in silence or for ever."""
+"""Locks: who serves after a publish, and whom it costs."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 
 import pytest
 from fakes.clock import on_jumping_clock
 from fakes.loop import FakeWorker, World, outcome
 
-from fleet.errors import NoReplicasLeft, WaitTimeout
+from fleet.errors import NoReplicasLeft
 from fleet.replicas import ReplicaState
 from fleet.supervisor import Supervisor
-from fleet.waiting import together, wait_for
 from rollout.types import Prompt
 from weight_sync.publish.report import ReplicaReport
 
@@ -83,66 +81,6 @@ async def test_a_worker_that_does_not_say_whether_it_is_alive_is_waited_for_brie
     await supervisor.settle([outcome(False, "PeerLost: x"), outcome(True)])
     assert asyncio.get_running_loop().time() - began < 10
     assert supervisor.replicas["rollout-0"].reason == "PeerLost: x"
-
-
-@on_jumping_clock
-async def test_waiting_speaks_gives_up_and_takes_progress_as_patience(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    now = asyncio.get_running_loop().time
-    began, says = now(), iter(["godot", "godot", "somebody else"])
-    with pytest.raises(WaitTimeout, match="gave up after 70 s of waiting for somebody else"):
-        await wait_for(asyncio.Event().wait(), lambda: next(says), timeout_s=70, say_every_s=30)
-    assert now() - began == pytest.approx(70)
-    assert caplog.messages == [f"waited {waited} s for godot (gives up after 70 s)" for waited in (30, 60)]
-
-    began, grows_until = now(), now() + 100
-    with pytest.raises(WaitTimeout, match="gave up after 150 s"):
-        await wait_for(
-            asyncio.Event().wait(), "godot", timeout_s=50, progress=lambda: int(min(now(), grows_until)), say_every_s=10
-        )
-    assert now() - began == pytest.approx(150), "every growth of the counter starts the deadline again"
-
-
-@on_jumping_clock
-async def test_what_is_waited_for_ends_with_the_wait_and_comes_first(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    assert await wait_for(asyncio.sleep(29, "it"), "godot", timeout_s=29.5) == "it"
-    assert caplog.messages == []
-    with pytest.raises(KeyError):
-        await wait_for(fails_after(1), "godot", timeout_s=2)
-    for how in ("timeout", "cancelled"):
-        hangs = asyncio.ensure_future(asyncio.Event().wait())
-        waiting = asyncio.ensure_future(wait_for(hangs, "godot", timeout_s=5))
-        await asyncio.sleep(1)
-        if how == "cancelled":
-            waiting.cancel()
-        with pytest.raises(WaitTimeout if how == "timeout" else asyncio.CancelledError):
-            await waiting
-        await asyncio.sleep(0)
-        assert hangs.cancelled()
-
-
-async def fails_after(seconds: float) -> None:
-    await asyncio.sleep(seconds)
-    raise KeyError
-
-
-async def test_together_raises_the_first_failure_as_it_is_and_cancels_the_rest() -> None:
-    cancelled = asyncio.Event()
-
-    async def hangs() -> None:
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            cancelled.set()
-            raise
-
-    async def fails() -> None:
-        raise ValueError("this one")
-
-    with pytest.raises(ValueError, match="this one"):
-        await together(hangs(), fails())
-    assert cancelled.is_set()
 
 
 async def publish_without_a_pause(supervisor: Supervisor, *outcomes: ReplicaReport) -> None:

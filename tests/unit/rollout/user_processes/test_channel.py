@@ -47,6 +47,8 @@ async def test_what_no_message_can_hold_is_refused_where_it_is_sent() -> None:
 
 async def test_a_message_that_is_too_long_is_not_read() -> None:
     here, there = await both_ends(max_bytes=100)
+    there.send(["x" * 97])  # with two bytes before the text, and one before the list
+    assert await here.receive() == ["x" * 97]
     there.send(["x" * 100])
     with pytest.raises(Garbled, match="a message of 103 bytes was announced; 100 are allowed"):
         await here.receive()

@@ -15,7 +15,8 @@ from rollout.agents.agent_pool import Outcome, agent_pool, run_episode
 from rollout.agents.failures import DIED
 from rollout.errors import AgentError
 from rollout.rewards.outcomes import read_answer
-from rollout.user_processes.pool import UserPool, user_environment
+from rollout.user_processes.keeper import CappedLog
+from rollout.user_processes.pool import UserPool, _Place, user_environment
 from rollout.user_processes.user_process import TIMEOUT, Lost
 
 AGENT = """
@@ -86,6 +87,42 @@ async def test_a_process_that_is_up_when_the_pool_is_closed_ends(tmp_path: Path)
     async with running(tmp_path) as pool:
         (process,) = pool._alive
     assert await process._kept.exit_status() is not None
+
+
+async def test_the_process_with_room_that_is_up_and_has_the_fewest_questions_is_asked(tmp_path: Path) -> None:
+    async with running(tmp_path) as pool:
+        (place,) = pool._places
+        pool.limit(2)
+        idle = _Place()
+        assert place.is_up and not idle.is_up
+        for num_questions, wanted in ((0, place), (1, place), (2, idle)):
+            place.num_questions = num_questions
+            assert min([idle, place], key=pool._preference) is wanted, num_questions
+        busier = _Place(place.process, num_questions=1)
+        place.num_questions = 0
+        assert min([busier, place], key=pool._preference) is place
+
+
+def test_a_log_takes_what_there_is_room_for(tmp_path: Path) -> None:
+    """Two keepers append to one file of ten bytes."""
+    logs = [CappedLog(os.open(tmp_path / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 10) for _ in range(2)]
+    source, theirs = os.pipe()
+    os.set_blocking(source, False)
+    assert not logs[0].copy(source), "there is nothing to read"
+    for log, written, wanted in (
+        (logs[0], b"abcd", b"abcd"),
+        (logs[1], b"efghij", b"abcdefghij"),
+        (logs[0], b"k", b"abcdefghij"),
+    ):
+        os.write(theirs, written)
+        assert log.copy(source)
+        assert (tmp_path / "log").read_bytes() == wanted
+    small = CappedLog(os.open(tmp_path / "small", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 3)
+    os.write(theirs, b"abcd")
+    assert small.copy(source)
+    assert (tmp_path / "small").read_bytes() == b"abc\n[cut here: this file has reached its 3 bytes]\n"
+    os.close(theirs)
+    assert not small.copy(source), "the end"
 
 
 @pytest.mark.parametrize("count", [10**400, -(10**400), float("inf"), "1", None])
