@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,6 +19,9 @@ from conf.load import load_run_config
 from conf.schema import JudgeConfig, RewardConfig
 from rollout.errors import RewardError
 from rollout.openai_client import Rate, retry_after_s
+from rollout.rewards import judge as judge_module
+from rollout.rewards.counting import counted
+from rollout.rewards.judge import Judge, NoVerdict
 from rollout.rewards.judge_prompt import columns_needed, fill
 from rollout.rewards.runner import RewardRunner, check_reward
 from rollout.types import Prompt, Rollout
@@ -161,6 +165,59 @@ def test_turns_are_even_and_rest_while_the_judge_asks_for_patience():
     rate.rest_until(150.0)
     assert rate.next_turn(203.0) == 204.0
     assert [Rate(0.0).take_turn(5.0)] * 2 == [5.0, 5.0]
+
+
+def a_judge(folder: Path | None = None, num_processes: int = 1, **judge: Any) -> Judge:
+    """One in this process; nobody listens where it asks."""
+    section = JudgeConfig(**{"base_url": "http://127.0.0.1:1/v1", "model": "grader"} | judge)
+    config = RewardConfig(kind="judge", judge=section, num_processes=num_processes, timeout_s=7, max_concurrent=1)
+    return Judge(config, "reward", folder)
+
+
+def test_a_verdict_is_a_share_of_its_scale_and_both_ends_are_in_it():
+    judge = a_judge(scale=(2.0, 6.0))
+    assert [judge._read(text) for text in ("2", "3", "6", "5 at first, then 4")] == [0.0, 0.25, 1.0, 0.5]
+    for text in ("1.9", "6.1", "-3", ""):
+        with pytest.raises(NoVerdict):
+            judge._read(text)
+
+
+def test_processes_of_a_judge_share_its_requests_a_minute():
+    for judge, seconds in ((a_judge(), 0.0), (a_judge(requests_per_minute=30, num_processes=3), 6.0)):
+        assert [judge._client._rate.take_turn(now) for now in (10.0, 10.0)] == [10.0, 10.0 + seconds]
+
+
+async def test_only_what_is_asked_of_the_same_judge_in_the_same_way_is_remembered(tmp_path: Path, monkeypatch):
+    asked: list[tuple[str, Any]] = []
+
+    def asks(judge: Judge, response: str = "a"):
+        async def post(path: str, body: dict[str, Any], deadline: float) -> bytes:
+            asked.append((path, body))
+            assert deadline == 107.0, "timeout_s after it was asked"
+            return b'{"choices": [{"message": {"content": "7"}}], "usage": {"prompt_tokens": -3}}'
+
+        judge._client.post = post  # type: ignore[method-assign]
+        return judge.judge("p", response, {"answer": "b"})
+
+    monkeypatch.setattr(judge_module, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    for number, other in enumerate(
+        (
+            {},
+            {"base_url": "http://127.0.0.1:2/v1"},
+            {"model": "other"},
+            {"extra": {"temperature": 1}},
+            {"extra": {"n": 1}},
+        )
+    ):
+        for _ in range(2):
+            assert await asks(a_judge(tmp_path, **other)) == 0.7
+        assert len(asked) == number + 1, other
+    with counted() as counts:
+        assert await asks(a_judge(tmp_path), "b") == await asks(a_judge(), "a") == 0.7
+    assert len(asked) == 7 and asked[0][0] == "/chat/completions"
+    assert counts == {"prompt_tokens": 0, "completion_tokens": 0}
+    assert [body.get("temperature") for _, body in asked] == [0.0] * 3 + [1] + [0.0] * 3
+    assert {body["max_tokens"] for _, body in asked} == {512}
 
 
 async def test_a_rate_delays_requests_and_loses_none(template: Path):
