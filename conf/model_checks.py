@@ -58,6 +58,7 @@ def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
             can_split_experts=config.cluster.device is not Device.cpu,
         )
         check_head_dim_on_cpu(config, hf_config)
+        check_cpu_engine_routes(config, hf_config)
         check_fp8_engine_has_gpus(config, hf_config)
         check_fp8_engine_computes_in_two_bytes(config, hf_config)
         check_adapters_beside_experts_have_gpu_engines(config, hf_config)
@@ -101,11 +102,11 @@ def check_slots_of_experts_have_kernels(config: RunConfig, hf_config: Mapping[st
 
 
 def check_slots_of_experts_have_names(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
-    """Mixtral's checkpoints call the projections of experts w1, w2 and w3, which no adapter file does."""
+    """Mixtral's and MiniMax-M2's checkpoints call the projections of experts w1, w2 and w3; no adapter file does."""
     is_adapted = config.weight_sync.mode is SyncMode.adapter and config.trainer.lora.experts
-    if is_adapted and hf_config.get("model_type") == "mixtral":
+    if is_adapted and (kind := hf_config.get("model_type")) in ("minimax_m2", "mixtral"):
         raise ConfigError(
-            "weight_sync.mode=adapter: the slots of mixtral's experts have no names that adapters have; set "
+            f"weight_sync.mode=adapter: the slots of {kind}'s experts have no names that adapters have; set "
             "trainer.lora.experts=false, or weight_sync.mode=merged"
         )
 
@@ -212,6 +213,15 @@ def check_head_dim_on_cpu(config: RunConfig, hf_config: Mapping[str, Any]) -> No
             f"the model's head_dim={head_dim} has no attention kernel in the CPU engine, which has "
             f"{one_of(CPU_ENGINE_HEAD_DIMS)}; "
             "choose another model, or cluster.device=cuda"
+        )
+
+
+def check_cpu_engine_routes(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """The CPU engine's router takes sigmoid scores in groups only (vLLM 0.32, `cpu_router.py`, an assertion)."""
+    if config.cluster.device is Device.cpu and hf_config.get("model_type") == "minimax_m2":
+        raise ConfigError(
+            "the CPU engine cannot choose the experts of model_type=minimax_m2: it takes sigmoid scores only where "
+            "experts come in groups; choose another model, or cluster.device=cuda"
         )
 
 

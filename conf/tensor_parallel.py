@@ -162,7 +162,7 @@ def _feed_forwards(hf_config: Mapping[str, Any], tp_size: int, *, is_expert_para
         names = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
         yield Width(f"the dense feed-forward's intermediate_size={dense}", dense, tp_size, names)
     name = "moe_intermediate_size"
-    if hf_config.get("model_type") in ("mixtral", "olmoe"):  # whose only width is the experts'
+    if hf_config.get("model_type") in ("minimax_m2", "mixtral", "olmoe"):  # whose only width is the experts'
         name, width = "intermediate_size", dense
     if not num_experts_of(hf_config):
         return
@@ -204,7 +204,7 @@ def head_dim_of(hf_config: Mapping[str, Any]) -> int | None:
     """Elements of a head of grouped-query attention; None if the config does not say."""
     if (given := _size(hf_config, "head_dim")) is not None:
         return given
-    if hf_config.get("model_type") == "qwen3":
+    if hf_config.get("model_type") in ("minimax_m2", "qwen3"):
         return 128
     heads, hidden = _size(hf_config, "num_attention_heads"), _size(hf_config, "hidden_size")
     return hidden // heads if heads is not None and hidden is not None else None

@@ -25,7 +25,7 @@ from conf.architecture.config_fields import (
     rope_spec,
     size,
 )
-from conf.architecture.model_spec import ModelSpec, MoeSpec, RouterScore
+from conf.architecture.model_spec import CORRECTION_BIAS, CheckpointNames, ModelSpec, MoeSpec, RouterScore
 from conf.architecture.quantized_checkpoints import with_quantization
 from conf.errors import ConfigError
 from conf.schema import MlaNormEps
@@ -224,6 +224,42 @@ def _glm4_moe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     )
 
 
+def _minimax_m2(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+    """MiniMax-M2 (transformers models/minimax_m2): one norm over all heads of q, one over all of k, RoPE on a part of
+    each head, experts by sigmoid under Mixtral's names. vLLM reads rotary_dim, use_routing_bias and scoring_func, which
+    transformers' own config does not have."""
+    for key, wanted in (("use_routing_bias", True), ("scoring_func", "sigmoid")):
+        if config.get(key) != wanted:
+            raise ConfigError(
+                f"model.hf_config.{key} must be {wanted!r} for minimax_m2, got {config.get(key)!r}: vLLM reads it, and "
+                "transformers has no other router"
+            )
+    refuse(config, "use_qk_norm", (True,))
+    refuse(config, "qk_norm_type", ("per_layer",))
+    refuse(config, "shared_intermediate_size", (0, None))
+    for key in ("attention_bias", "tie_word_embeddings"):
+        refuse(config, key, (False, None))
+    refuse(config, "router_jitter_noise", (0.0, None))
+    refuse(config, "sliding_window", (None,))
+    if set(config.get("attn_type_list") or (1,)) != {1}:
+        raise ConfigError("model.hf_config.attn_type_list must be 1 (full attention) for every layer of minimax_m2")
+    head_dim = size(config, "head_dim", 128)
+    attention = grouped_queries(config, head_dim, qkv_bias=False, output_bias=False, qk_norm=True)
+    return ModelSpec(
+        **common_fields(config, "MiniMaxM2ForCausalLM"),
+        attention=replace(attention, norms_all_heads=True),
+        rope=rope_spec(config, head_dim, partial=size(config, "rotary_dim") / head_dim, theta=5e6),
+        moe=MoeSpec(
+            **expert_sizes(config, width="intermediate_size"),
+            norm_topk_prob=True,
+            layers=(True,) * size(config, "num_hidden_layers"),
+            score=RouterScore.sigmoid,
+            names=CheckpointNames(block="block_sparse_moe", projections=("w1", "w3", "w2"), correction=CORRECTION_BIAS),
+        ),
+        num_mtp_layers=int(config.get("num_mtp_modules") or 0),
+    )
+
+
 def _gpt_oss(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     """gpt-oss (transformers models/gpt_oss): sinks, a sliding window in every other layer, clamped SwiGLU, biases
     everywhere."""
@@ -305,6 +341,7 @@ _FAMILIES: dict[str, Callable[[dict[str, Any], MlaNormEps], ModelSpec]] = {
     "gpt_oss": _gpt_oss,
     "kimi_k2": _deepseek_v3,
     "llama": llama_like.llama,
+    "minimax_m2": _minimax_m2,
     "mistral": llama_like.mistral,
     "mixtral": llama_like.mixtral,
     "olmoe": llama_like.olmoe,

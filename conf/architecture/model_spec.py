@@ -39,6 +39,10 @@ class ExpertFormat(StrEnum):
     """OCP microscaling (gpt-oss): two e2m1 weights to a byte of `_blocks`, one e8m0 `_scales` byte per 32."""
 
 
+CORRECTION_BIAS = "e_score_correction_bias"
+"""Float32 leaf of a sigmoid router; the trainer never changes it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointNames:
     """What a checkpoint calls the parts of a mixture of experts, where families differ."""
@@ -49,6 +53,8 @@ class CheckpointNames:
     """Gate, up and down of an expert."""
     shared: str = "shared_experts"
     """The feed-forward that every token passes, beside its experts."""
+    correction: str = f"gate.{CORRECTION_BIAS}"
+    """A sigmoid router's correction bias, below `block`."""
 
     def of_block(self, module: str) -> str:
         """A module below a block, by its name in the trainer. Example, Mixtral: "model.layers.0.mlp.experts" ->
@@ -187,7 +193,7 @@ class ModelSpec:
             fused = _fused_shapes(moe.num_experts, self.hidden_size, moe.intermediate_size)
             return shapes | (_mxfp4_shapes(fused) if moe.expert_format is ExpertFormat.mxfp4 else fused)
         if moe.score is RouterScore.sigmoid:
-            shapes[f"gate.{CORRECTION_BIAS}"] = (moe.num_experts,)
+            shapes[moe.names.correction] = (moe.num_experts,)
         for expert in range(moe.num_experts):
             prefix = f"experts.{expert}."
             weights = _swiglu_shapes(prefix, self.hidden_size, moe.intermediate_size, moe.names.projections)
@@ -201,9 +207,6 @@ class ModelSpec:
 
 SHARED_GATE = "shared_expert_gate"
 """Module of a shared expert's gate, in the checkpoint and in the trainer."""
-
-CORRECTION_BIAS = "e_score_correction_bias"
-"""Float32 leaf of a sigmoid router; the trainer never changes it."""
 
 INT4_GROUP = 32
 """Weights that share a scale, in both packed formats."""

@@ -203,6 +203,20 @@ GLM_LITE = {
 }
 """DeepSeek's latent attention without scaled positions, values wider than keys, and GLM's routing."""
 
+MINIMAX = {
+    **{key: value for key, value in COMMON.items() if key != "rope_theta"},
+    "model_type": "minimax_m2",
+    "head_dim": 20,
+    "rotary_dim": 12,
+    "intermediate_size": 24,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "rms_norm_eps": 3e-5,
+}
+"""Norms over all heads of q and of k, three of five dims turn, experts by sigmoid. The base of RoPE is the family's."""
+
 PACKED = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",

@@ -79,6 +79,10 @@ CONFIGS["glm4_moe_lite"] = {
     "model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"], "v_head_dim": 48,
     "routed_scaling_factor": 1.8, "n_group": 1, "partial_rotary_factor": 1.0,
 }  # fmt: skip
+CONFIGS["minimax_m2"] = {
+    **COMMON, "model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"], "rotary_dim": 16,
+    "num_local_experts": 8, "num_experts_per_tok": 3, "scoring_func": "sigmoid", "use_routing_bias": True,
+}  # fmt: skip
 """Architecture -> config.json. DeepSeek-V3 and GLM-4 MoE have a shared expert and a float32 correction bias."""
 
 

@@ -88,11 +88,10 @@ def local_shards(decoder: Decoder) -> list[HeldTensor | FusedTensor]:
         if isinstance(module, Experts):
             held.extend(_held_experts(names.of_block(name), module, names.projections))
         elif isinstance(module, Router):
-            own_name = names.of_block(name)
-            checkpoint_name = f"{own_name.rpartition('.')[0]}.{module.moe.router_name}"
+            block = names.of_block(name).rpartition(".")[0]
             for leaf, p in module.named_parameters(recurse=False):
-                owner = own_name if leaf == CORRECTION_BIAS else checkpoint_name
-                held.append(_held_rows(f"{owner}.{leaf}", p))
+                own = names.correction if leaf == CORRECTION_BIAS else f"{module.moe.router_name}.{leaf}"
+                held.append(_held_rows(f"{block}.{own}", p))
         elif isinstance(module, Linear):
             held.append(_held_rows(f"{name}.weight", module.weight, _linear_delta(name, module)))
             if module.bias is not None:

@@ -153,6 +153,14 @@ CASES = [
     (["weight_sync.mode=adapter", "trainer=full"], "weight_sync.mode=adapter contradicts trainer.mode=full"),
     (["weight_sync.mode=adapter", "trainer.lora.rank=600"], "rank 512 at most, got trainer.lora.rank=600"),
     (
+        ["model=minimax_m2", "cluster.device=cpu"],
+        "CPU engine cannot choose the experts of model_type=minimax_m2.*cluster.device=cuda",
+    ),
+    (
+        ["cluster.device=cuda", "weight_sync.mode=adapter", "model=minimax_m2"],
+        "slots of minimax_m2's experts have no names.*trainer.lora.experts=false",
+    ),
+    (
         ["cluster.device=cuda", "weight_sync.mode=adapter", "model.hf_config.model_type=mixtral"],
         "slots of mixtral's experts have no names.*trainer.lora.experts=false",
     ),

@@ -16,6 +16,7 @@ from cases.tiny_models import (
     GLM_LITE,
     GPT_OSS,
     LLAMA,
+    MINIMAX,
     MISTRAL,
     MIXED,
     MIXTRAL,
@@ -42,6 +43,7 @@ TIED = {**DENSE, "tie_word_embeddings": True}
 FAMILIES = {
     "moe": MIXED, "dense_tied": TIED, "deepseek": DEEPSEEK, "glm": GLM, "glm_lite": GLM_LITE, "llama": LLAMA,
     "gpt_oss": GPT_OSS, "qwen2": QWEN2, "mistral": MISTRAL, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
+    "minimax": MINIMAX,
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from cases.tiny_models import (
     GPT_OSS,
     KIMI_INT4,
     LLAMA,
+    MINIMAX,
     MISTRAL,
     MIXED,
     MIXTRAL,
@@ -45,6 +46,7 @@ from trainer.weights.shards import local_shards
         LLAMA,
         GLM,
         GLM_LITE,
+        MINIMAX,
         GPT_OSS,
         QWEN2,
         MISTRAL,
@@ -139,6 +141,15 @@ def test_a_latent_attention_model_out_of_range_is_refused_by_name(changes, messa
         (GLM_LITE, {"partial_rotary_factor": 0.5}, "all of qk_rope_head_dim=8 turns, got a factor that turns 4"),
         (GLM_LITE, {"first_k_dense_replace": None}, "first_k_dense_replace must be given for glm4_moe_lite"),
         (GLM_LITE, {"first_k_dense_replace": 2}, "first_k_dense_replace=2 first of 3 .* got none, which is one dense"),
+        (MINIMAX, {"use_routing_bias": None}, "use_routing_bias must be True for minimax_m2, got None: vLLM reads it"),
+        (MINIMAX, {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid' for minimax_m2, got 'softmax'"),
+        (MINIMAX, {"rotary_dim": None}, "rotary_dim must be a positive whole number, got None"),
+        (MINIMAX, {"rotary_dim": 22}, "must turn an even number of at most 20 dims, got 22"),
+        (MINIMAX, {"qk_norm_type": "per_head"}, "qk_norm_type='per_head' is not supported for minimax_m2"),
+        (MINIMAX, {"use_qk_norm": False}, "use_qk_norm=False is not supported for minimax_m2"),
+        (MINIMAX, {"attn_type_list": [1, 0]}, "attn_type_list must be 1 .full attention. for every layer"),
+        (MINIMAX, {"shared_intermediate_size": 64}, "shared_intermediate_size=64 is not supported for minimax_m2"),
+        (MINIMAX, {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported for minimax_m2"),
         (GLM_LITE, {"mlp_layer_types": ["dense"] * 3}, "must say dense for the first_k_dense_replace=1 first of 3"),
     ],
 )
@@ -197,6 +208,19 @@ PUBLISHED = {
          "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "rope_theta": 1000000, "rope_scaling": None,
          "max_position_embeddings": 202752, "tie_word_embeddings": False},
         29_943_393_920,
+    ),
+    "MiniMax-M2": (
+        {"model_type": "minimax_m2", "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 1536,
+         "mlp_intermediate_size": 8192, "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8,
+         "head_dim": 128, "rotary_dim": 64, "rope_theta": 5000000, "num_local_experts": 256, "num_experts_per_tok": 8,
+         "scoring_func": "sigmoid", "use_routing_bias": True, "shared_intermediate_size": 0, "use_qk_norm": True,
+         "qk_norm_type": "per_layer", "attn_type_list": [1] * 62, "attention_dropout": 0.0,
+         "router_jitter_noise": 0.0, "use_mtp": True, "num_mtp_modules": 3, "mtp_transformer_layers": 1,
+         "rms_norm_eps": 1e-6, "max_position_embeddings": 196608, "tie_word_embeddings": False,
+         "quantization_config": {"quant_method": "fp8", "fmt": "float8_e4m3fn", "activation_scheme": "dynamic",
+                                 "weight_block_size": [128, 128],
+                                 "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]}},
+        228_689_764_864,
     ),
 }  # fmt: skip
 """The sizes in a published config.json, and the elements of that checkpoint's files."""
@@ -304,7 +328,10 @@ def test_an_expert_parallel_size_that_does_not_fit_is_refused():
         make_decoder(DENSE, trainer_config(), layout=layout)
 
 
-FOR_VLLM = {"glm4_moe_lite": {"first_k_dense_replace": 1}}
+FOR_VLLM = {
+    "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "minimax_m2": {"rotary_dim": 64, "use_routing_bias": True, "scoring_func": "sigmoid"},
+}
 """Fields of published configs that transformers does not write and vLLM asks for."""
 
 
@@ -316,6 +343,7 @@ FOR_VLLM = {"glm4_moe_lite": {"first_k_dense_replace": 1}}
         "qwen3_moe",
         "deepseek_v3",
         "glm4_moe_lite",
+        "minimax_m2",
         "gpt_oss",
         "qwen2",
         "mistral",

@@ -12,6 +12,7 @@ from cases.tiny_models import (
     GLM_LITE,
     GPT_OSS,
     LLAMA,
+    MINIMAX,
     MISTRAL,
     MIXED,
     MIXTRAL,
@@ -38,6 +39,7 @@ from trainer.weights.fused_experts import interleave
 MODELS = {
     "dense": DENSE, "moe": MIXED, "llama": LLAMA, "glm": GLM, "glm_lite": GLM_LITE, "deepseek": DEEPSEEK,
     "gpt_oss": GPT_OSS, "qwen2": QWEN2, "mistral": MISTRAL, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
+    "minimax": MINIMAX,
 }  # fmt: skip
 LR = 0.01
 

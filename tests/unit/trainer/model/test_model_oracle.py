@@ -15,6 +15,7 @@ from cases.tiny_models import (
     GPT_OSS,
     LENGTHS,
     LLAMA,
+    MINIMAX,
     MISTRAL,
     MIXED,
     MIXTRAL,
@@ -76,6 +77,8 @@ CONFIGS = {
         "n_group": 4,
         "topk_group": 2,
     },
+    "minimax": MINIMAX,
+    "minimax_whole_rope": {**MINIMAX, "rotary_dim": 20, "num_key_value_heads": 1},
     "gpt_oss": GPT_OSS,
     "gpt_oss_all_full_attention": {**GPT_OSS, "layer_types": ["full_attention"] * 2, "attention_bias": False},
     "qwen2": QWEN2,
@@ -115,8 +118,8 @@ def test_logits_and_every_gradient_match_transformers(name):
 
 @pytest.mark.parametrize(
     "hf_config",
-    [DENSE, MOE, DEEPSEEK, GLM, GLM_LITE, GPT_OSS, MISTRAL, QWEN2_MOE, OLMOE],
-    ids=["dense", "moe", "deepseek", "glm", "glm_lite", "gpt_oss", "mistral", "qwen2_moe", "olmoe"],
+    [DENSE, MOE, DEEPSEEK, GLM, GLM_LITE, GPT_OSS, MISTRAL, QWEN2_MOE, OLMOE, MINIMAX],
+    ids=["dense", "moe", "deepseek", "glm", "glm_lite", "gpt_oss", "mistral", "qwen2_moe", "olmoe", "minimax"],
 )
 def test_packed_equals_unpacked(hf_config):
     decoder = make_decoder(hf_config)
@@ -202,6 +205,9 @@ def test_each_deepseek_mistake_is_seen_by_the_oracle(mistake):
         (GLM_LITE, {"routed_scaling_factor": 1.0}),
         (GLM_LITE, {"n_shared_experts": 0}),
         (GLM_LITE, {"rope_theta": 10000.0}),
+        (MINIMAX, {"rotary_dim": 20}),
+        (MINIMAX, {"rope_theta": 10000.0}),
+        (MINIMAX, {"num_experts_per_tok": 2}),
         (GLM_LITE, {"norm_topk_prob": False}),
         (GPT_OSS, {"sliding_window": 5}),
         (GPT_OSS, {"layer_types": ["full_attention", "sliding_attention"]}),

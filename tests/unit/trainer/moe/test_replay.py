@@ -18,6 +18,7 @@ from cases.tiny_models import (
     GLM,
     GLM_LITE,
     GPT_OSS,
+    MINIMAX,
     MIXED,
     MOE,
     gradients_under_checkpoint_names,
@@ -47,6 +48,7 @@ FAMILIES = {
     "deepseek": DEEPSEEK,
     "deepseek_not_renormalized": {**DEEPSEEK, "norm_topk_prob": False},
     "gpt_oss": GPT_OSS,
+    "minimax": MINIMAX,
 }
 MODES = {
     "lora": trainer_config(),
@@ -137,7 +139,7 @@ def force(model: nn.Module, moe: MoeSpec, layers: list[Tensor]) -> None:
     assert len(routers) == len(layers)
     for router, experts_TK in zip(routers, layers, strict=True):
 
-        def forward(hidden: Tensor, router: Any = router, rest: list[Tensor] = [experts_TK]) -> tuple[Tensor, ...]:  # noqa: B006
+        def forward(hidden: Tensor, *_: Any, router: Any = router, rest: Any = [experts_TK]) -> tuple[Tensor, ...]:  # noqa: B006
             x_TH = hidden.reshape(-1, hidden.shape[-1])
             chosen_TK, rest[0] = rest[0][: len(x_TH)], rest[0][len(x_TH) :]
             logits_TE = x_TH @ router.weight.t() + getattr(router, "bias", 0.0)

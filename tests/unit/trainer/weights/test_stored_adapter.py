@@ -19,6 +19,7 @@ from cases.tiny_models import (
     GLM_LITE,
     GPT_OSS,
     LLAMA,
+    MINIMAX,
     MISTRAL,
     MIXED,
     MIXTRAL,
@@ -51,7 +52,7 @@ from trainer.weights.stored_adapter import (
     read_stored_adapter,
 )
 
-FAMILIES = [DENSE, MOE, MIXED, MISTRAL, MIXTRAL, OLMOE, LLAMA, GLM, GLM_LITE, GPT_OSS, DEEPSEEK, QWEN2_MOE]
+FAMILIES = [DENSE, MOE, MIXED, MISTRAL, MIXTRAL, OLMOE, LLAMA, GLM, GLM_LITE, MINIMAX, GPT_OSS, DEEPSEEK, QWEN2_MOE]
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 UNEVEN = LoraConfig(rank=4, alpha=8.0, attention_rank=6, expert_rank=2)
 
