@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 import time
@@ -180,7 +181,8 @@ def _start(
     from orchestrator.inputs.preflight import run_preflight
     from orchestrator.inputs.reward_facts import unchosen_reward
 
-    report = run_preflight(config)
+    with _telling("orchestrator.data"):
+        report = run_preflight(config)
     check_model_reads_overrides(config, overrides, resolve_hf_config(config.model))
     if flags.dry_run:
         width = max(len(fact.subject) for fact in report.facts)
@@ -197,6 +199,25 @@ def _start(
             tell(f"warning: {fact.subject}: {fact.finding}")
     with wound_down_by_signals() as received:
         return run_to_an_exit_code(report.config, overrides, received, ended)
+
+
+@contextmanager
+def _telling(name: str) -> Generator[None]:
+    """What this logger and those below it say reaches people, before there is a run whose log has it."""
+
+    class _Teller(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            tell(record.getMessage())
+
+    logger, teller = logging.getLogger(name), _Teller(logging.INFO)
+    logger.addHandler(teller)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(teller)
 
 
 def _launch(flags: argparse.Namespace, overrides: list[str]) -> int:

@@ -6,6 +6,8 @@ makes one of a row and its id. The id of row r of source i, of k sources, is r k
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +19,10 @@ from orchestrator.data.sources import START, Position, Row, read_rows
 from orchestrator.data.streams import Item, Mixed, Shuffled, Stream, Streamed
 from rollout.errors import DataError, RowTooLong
 
+logger = logging.getLogger(__name__)
+
+SAY_EVERY_S, _LOOK_EVERY_ROWS = 5.0, 1024
+"""How often a source that takes long says how far it was read, and after how many rows the clock is looked at."""
 _SEEDS_APART = 1_000_003
 """Between the seeds of two sources, so that sources of equal length have different orders."""
 
@@ -91,11 +97,21 @@ def held_out_items(data: DataConfig, read: Read[Item]) -> dict[str, Items[Item]]
 
 
 def _items(source: str, rows: Iterable[Row], read: ReadSome[Item]) -> Items[Item]:
-    items = [read(row, row.after.num_rows - 1) for row in rows]
+    items = [read(row, row.after.num_rows - 1) for row in _saying(source, rows)]
     found = [item for item in items if item is not None]
     if not found:
         raise DataError(f"{source} has no rows{' that are short enough (data.drop_too_long)' if items else ''}")
     return Items(found, len(items) - len(found))
+
+
+def _saying(source: str, rows: Iterable[Row]) -> Iterator[Row]:
+    """These rows; the log says now and then how many there were."""
+    said_at = time.monotonic()
+    for count, row in enumerate(rows, start=1):
+        yield row
+        if count % _LOOK_EVERY_ROWS == 0 and time.monotonic() - said_at >= SAY_EVERY_S:
+            said_at = time.monotonic()
+            logger.info("reading %s: %s rows so far", source, f"{count:,}")
 
 
 def _rows_from(source: str, start: Position = START) -> Iterator[Row]:

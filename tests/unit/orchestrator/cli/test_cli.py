@@ -27,6 +27,7 @@ from fleet.errors import NoReplicasLeft
 from orchestrator.cli import flags as cli_flags
 from orchestrator.cli.main import main
 from orchestrator.control.control_folder import alive
+from orchestrator.data import training_stream
 from orchestrator.errors import CheckpointError, TrainingStopped
 from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint
 from orchestrator.files.run_folder import RunFolder, open_run_folder, point_latest, write_description
@@ -167,6 +168,18 @@ def test_dry_run_reports_and_starts_nothing(
     assert "8 experts" in out
     assert "Nothing was started" in out
     assert not list(tmp_path.iterdir())
+
+
+def test_a_long_read_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = "".join(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n" for _ in range(2500))
+    (tmp_path / "train.jsonl").write_text(rows)
+    words = [*READY, "data.path=train.jsonl", "--dry-run"]
+    monkeypatch.setattr(training_stream, "SAY_EVERY_S", 0.0)
+    assert main(words) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "train.jsonl" in line]
+    assert said == [f"reading train.jsonl: {count} rows so far" for count in ("1,024", "2,048")]
 
 
 def test_a_run_says_at_its_start_what_is_seldom_meant(
