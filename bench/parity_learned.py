@@ -7,7 +7,7 @@ Both with the product's trainer rank at --learn-lr, whose AdamW moves a factor b
 loss: so an update has the size that training gives. After each of --learn-steps the weights are published once to
 nearest and once by thresholds into one engine in this process, which samples at temperature 1 and prefills what it
 sampled (the floor). k3 is the trainer's beside the engine's; "fresh" is before the first step, where both roundings
-give the base. "of the floor" also has what kernels differ by: compare it with the fresh row's.
+give the base. What else is in a k3 say the forwards of bench/parity_exact.py over the same tokens.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench.bitwise import EngineHere, Response, compare, write_over
+from bench.parity_exact import SAME_WEIGHTS, Float32Forward, Weights, rounded, with_numerics
 from bench.parity_shapes import ROWS, SEED
 
 MODEL_ROW = "model"
@@ -61,8 +61,22 @@ class LearnedEngine(EngineHere):
 
     def take(self, weights: Iterator[tuple[str, Any]]) -> None:
         """Hold these weights."""
-        self.llm.apply_model(lambda model: write_over(model, weights))
+        self.llm.apply_model(lambda model: write_in_form(model, weights))
         self.llm.reset_prefix_cache()
+
+
+def write_in_form(model: Any, weights: Iterator[tuple[str, Any]]) -> None:
+    """As a commit does: kernels for CPUs read experts in an order of their own."""
+    import torch
+
+    from rollout.in_vllm.post_load import Forms
+    from weight_sync.layout import PostLoad
+
+    write_over(model, weights)
+    forms = Forms.of(model, torch.bfloat16)
+    for name, form in forms.post_load.items():
+        if form is PostLoad.repack:
+            forms.repack(name, forms.params[name].data)
 
 
 class LearnedRow:
@@ -84,14 +98,15 @@ class LearnedRow:
         (folder / "config.json").write_text(json.dumps(hf_config))
         self.vocab_size = int(hf_config["vocab_size"])
         self.ends = (int(hf_config["eos_token_id"]),) if self.is_chat else ()
+        trainer = schema.TrainerConfig(
+            lora=schema.LoraConfig(rank=32, alpha=64.0),
+            optim=schema.OptimConfig(lr=args.learn_lr),
+            activation_checkpointing=not self.is_chat,
+            cuda_graph_tokens=0,
+        )
         self.rank = TrainerRank(
             model=model,
-            trainer=schema.TrainerConfig(
-                lora=schema.LoraConfig(rank=32, alpha=64.0),
-                optim=schema.OptimConfig(lr=args.learn_lr),
-                activation_checkpointing=not self.is_chat,
-                cuda_graph_tokens=0,
-            ),
+            trainer=trainer,
             algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),
             sampling_temperature=1.0,
             weight_sync=schema.WeightSyncConfig(),
@@ -105,6 +120,11 @@ class LearnedRow:
             sync_key=b"slipstream-bench-parity",
         )
         self.rank.load()
+        decoder = self.rank.decoder
+        self.decoders = {"trainer": decoder} | {
+            way: with_numerics(decoder, trainer, numerics, SEED) for way, numerics in SAME_WEIGHTS.items()
+        }
+        self.float32 = Float32Forward(hf_config, args.device)
         longest = 128 if self.is_chat else 16
         self.engine = LearnedEngine(folder, args, longest + args.learn_tokens + 1, eager=args.device != "cuda")
         self.taught = self._made_up(args.learn_batch * max(args.learn_steps))
@@ -112,20 +132,9 @@ class LearnedRow:
 
     def weights(self, rounding: str) -> Iterator[tuple[str, Any]]:
         """Every checkpoint tensor, as a publish writes it."""
-        import torch
-
-        from bench.rounding_ways import to_nearest
-        from trainer.delivery.merged_source import TrainerWeightSource
-        from weight_sync.layout import Region
-
-        with to_nearest(self.rank.decoder) if rounding == "nearest" else nullcontext():
-            source = TrainerWeightSource(self.rank.decoder, 0)
-        source.begin(0)
-        for meta in source.layout().tensors:
-            out = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device=self.args.device)
-            source.read(meta.name, Region((0,) * len(meta.shape), meta.shape), out)
-            yield meta.name, out
-        source.end()
+        with Weights(self.rank.decoder, rounding) as weights:
+            for name in weights.metas:
+                yield name, weights.stored(name)
 
     def learn(self, step: int) -> None:
         """One update."""
@@ -143,17 +152,28 @@ class LearnedRow:
         responses, _ = self.engine.sample(self.prompts, self.args.learn_tokens, self.ends)
         sampled = [logprob for one in responses for logprob in one.logprobs]
         scored = [score for one in self.engine.score(responses) for score in one]
-        mine = [logprob for one in self.scores(responses) for logprob in one]
-        floor, found = compare(scored, sampled), compare(mine, sampled)
-        return {"floor": floor, "trainer": found, "of_floor": found["k3"] / floor["k3"] if floor["k3"] else None}
+        found: dict[str, Any] = {"floor": compare(scored, sampled)}
+        mine = {}
+        for way, decoder in self.decoders.items():
+            with rounded(decoder, rounding):
+                mine[way] = self.scores(responses, decoder)
+            found[way] = compare(mine[way], sampled)
+        with Weights(self.rank.decoder, rounding) as weights:
+            stored = self.float32.logprobs(list(weights.metas), weights.stored, responses)
+            exact = self.float32.logprobs(list(weights.metas), weights.exact, responses)
+        found["engine, float32"] = compare(stored, sampled)
+        found["weights, float32"] = compare(exact, stored)
+        found["trainer, float32"] = compare(exact, mine["trainer"])
+        return found
 
-    def scores(self, responses: list[Response]) -> list[list[float]]:
-        """The trainer's log-probabilities of the sampled tokens."""
+    def scores(self, responses: list[Response], decoder: Any) -> list[float]:
+        """The log-probabilities of the sampled tokens by one of the trainer's decoders."""
         samples = [sample_of(one.tokens, one.num_prompt_tokens) for one in responses]
         version = self.rank.policy_version
         samples = [replace(one, oldest_version=version) for one in samples]
-        parts = self.rank.score(list(microbatches(samples)), version)
-        return [one.logprobs.tolist() for part in parts for one in part]
+        forward = replace(self.rank._forward, decoder=decoder)
+        parts = [forward.scores(part, version) for part in microbatches(samples)]
+        return [logprob for part in parts for one in part for logprob in one.logprobs.tolist()]
 
     def _pairs(self, count: int, seed: int) -> list[tuple[list[int], list[int]]]:
         if self.is_chat:
@@ -221,17 +241,21 @@ def run_learned(name: str, args: argparse.Namespace, out: Path) -> None:
 
 
 def print_learned(report: dict[str, Any]) -> None:
-    """k3 beside the floor and beside that of fresh adapters, by row, step and rounding."""
-    heads = ("row", "steps", "weights", "k3", "the engine's floor", "of the floor", "of the fresh row")
+    """k3 by row, step and rounding; the trainer's also as multiples of the floor, the engine's own arithmetic, and what
+    it is with fresh adapters."""
+    ways = ("trainer", *SAME_WEIGHTS, "engine, float32", "weights, float32", "trainer, float32")
+    heads = ("row", "steps", "weights", "floor", *ways, "of the floor", "of engine, float32", "of fresh")
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for name, row in report["rows"].items():
         fresh = row.get("steps", {}).get("0", {}).get("fresh")
         for step, told in row.get("steps", {}).items():
             for rounding, found in told.items():
-                k3, floor = found["trainer"]["k3"], found["floor"]["k3"]
+                k3 = {way: found[way]["k3"] for way in ("floor", *ways) if way in found}
                 # An engine whose decoding has the bits of its prefill has no floor.
-                ratios = [k3 / floor if floor > NO_FLOOR else None, k3 / fresh["trainer"]["k3"] if fresh else None]
-                told_ratios = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
-                print(f"| {' | '.join([name, step, rounding, f'{k3:.3g}', f'{floor:.3g}', *told_ratios])} |")
+                under = [k3["floor"] if k3["floor"] > NO_FLOOR else None, k3.get("engine, float32")]
+                under.append(fresh["trainer"]["k3"] if fresh else None)
+                ratios = ["-" if value is None else f"{k3['trainer'] / value:.2f}" for value in under]
+                cells = [f"{k3[way]:.3g}" if way in k3 else "-" for way in ("floor", *ways)]
+                print(f"| {' | '.join([name, step, rounding, *cells, *ratios])} |")
         if "failed" in row:
             print(f"{name}: {row['failed']}")
