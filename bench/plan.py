@@ -6,10 +6,10 @@
     python bench/plan.py --layers 2 --experts-per-layer 32 --sources 16 --ep-size 16 --replicas 2   a small one
 
 trainer/delivery/planned_layouts.py gives the trainer's layout. The engine's is written here by hand from the
-architecture (config.json of Kimi-K2) and vLLM's parallel layers, so that planner and simulator can be measured without
+architecture (config.json of Kimi-K2) and vLLM's parallel layers, so that planner and prediction can be measured without
 an engine: MLA with heads split and low-rank projections replicated, shared expert and dense layer split, block-FP8
 128x128 weights with float32 scales. (`slipstream plan` uses the engine's own recorded layouts.) Prints seconds, memory,
-balance, the time of a publish's messages on this core, and the simulated publish, with these times of messages and
+balance, the time of a publish's messages on this core, and the predicted publish, with these times of messages and
 without. --out writes a file of bench/results.
 """
 
@@ -39,7 +39,7 @@ from conf.architecture.model_spec import ModelSpec  # noqa: E402
 from conf.load import load_run_config  # noqa: E402
 from conf.schema import LoraConfig, TrainerConfig  # noqa: E402
 from rollout.layouts.offline_slots import offline_slots  # noqa: E402
-from trainer.delivery.planned_layouts import adapter_source_layouts, source_layouts  # noqa: E402
+from trainer.delivery.planned_layouts import PlannedTrainer  # noqa: E402
 from trainer.weights.adapter_names import adapter_tensors  # noqa: E402
 from trainer.weights.quantization import BlockFp8  # noqa: E402
 from weight_sync.layout import (  # noqa: E402
@@ -56,13 +56,13 @@ from weight_sync.plan.budget import Staging, reserved_bytes  # noqa: E402
 from weight_sync.plan.columns import spread  # noqa: E402
 from weight_sync.plan.plan import build_plan  # noqa: E402
 from weight_sync.plan.transfer_plan import TransferPlan  # noqa: E402
+from weight_sync.prediction.links import LinkRates, place  # noqa: E402
+from weight_sync.prediction.predict import predict  # noqa: E402
 from weight_sync.publish.address_book import AddressBook  # noqa: E402
 from weight_sync.publish.sums import Places, Sums  # noqa: E402
 from weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes  # noqa: E402
 from weight_sync.replica.expected import Planned  # noqa: E402
 from weight_sync.replica.messages import Begin, Begun, Bound, Commit, Expected, Signer  # noqa: E402
-from weight_sync.simulation.links import LinkRates, place  # noqa: E402
-from weight_sync.simulation.simulate import simulate  # noqa: E402
 from weight_sync.typed_msgpack import pack, unpack  # noqa: E402
 
 T = TypeVar("T")
@@ -233,13 +233,12 @@ def sources_of(args: argparse.Namespace) -> Sequence[SourceLayout]:
     """What the trainer's ranks report."""
     spec, quantization = model_of(args)
     trainer = TrainerConfig(num_ranks=args.sources, ep_size=args.ep_size, lora=lora_of(args))
-    if args.adapter:
-        return adapter_source_layouts(spec, BF16, trainer)
-    return source_layouts(spec, BF16, trainer, quantization)
+    planned = PlannedTrainer(spec, BF16, trainer)
+    return planned.adapter_layouts() if args.adapter else planned.layouts(quantization)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Record in a process of its own, so that its memory does not count; then plan and simulate."""
+    """Record in a process of its own, so that its memory does not count; then plan and predict."""
     with tempfile.NamedTemporaryFile() as cache:
         recorder = multiprocessing.get_context("spawn").Process(target=record, args=(args, Path(cache.name)))
         recorder.start()
@@ -248,7 +247,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def figures(args: argparse.Namespace, sources: Sequence[SourceLayout], cache: Path) -> dict[str, Any]:
-    """The figures: from a cached layout to a proven plan, and its simulation."""
+    """The figures: from a cached layout to a proven plan, and its predicted."""
     began = time.perf_counter()
     layouts = layouts_from_bytes(cache.read_bytes())
     read_s = time.perf_counter() - began
@@ -278,15 +277,13 @@ def figures(args: argparse.Namespace, sources: Sequence[SourceLayout], cache: Pa
     messages = found["messages"] = message_seconds(plan)
     found["entry_s"] = entry_seconds(messages)
     for rate in (50e9, 44e9):
-        began = time.perf_counter()
         rates = replace(rates_of(args, rate), entry_s=found["entry_s"])
-        simulation = simulate(plan, placement, rates, staging)
-        found[f"simulated_{rate / 1e9:g}"] = {
-            key: value for key, value in asdict_shallow(simulation).items() if isinstance(value, float)
+        predicted = predict(plan, placement, rates, staging)
+        found[f"predicted_{rate / 1e9:g}"] = {
+            key: value for key, value in asdict_shallow(predicted).items() if isinstance(value, float)
         } | {
-            "total_without_messages_s": simulation.total_s - simulation.messages_s,
-            "seconds_to_simulate": time.perf_counter() - began,
-            "peak_bytes": simulation.peak_bytes,
+            "total_without_messages_s": predicted.total_s - predicted.messages_s,
+            "peak_bytes": predicted.peak_bytes,
         }
     return found
 
@@ -372,7 +369,7 @@ def entry_seconds(measured: dict[str, float]) -> float:
 
 
 def asdict_shallow(value: Any) -> dict[str, Any]:
-    """The fields of a simulation, and its floor."""
+    """The fields of a prediction, and its floor."""
     return {name: getattr(value, name) for name in value.__slots__} | {"floor_s": value.floor_s}
 
 

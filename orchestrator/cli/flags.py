@@ -163,7 +163,7 @@ def launch() -> Parser:
 def plan() -> Parser:
     """Flags of `slipstream plan`."""
     from orchestrator.offline.estimate import Hardware
-    from weight_sync.simulation.links import LinkRates
+    from weight_sync.prediction.links import LinkRates
 
     default, rates = _defaults(Hardware), LinkRates()
     parser = Parser(texts.PLAN)
@@ -216,7 +216,7 @@ def plan() -> Parser:
         type=Path,
         default=Path("plan"),
         metavar="DIR",
-        help="where timeline.png and timeline.trace.json go; default %(default)s",
+        help="where timeline.png goes; default %(default)s",
     )
     flags.add_argument("--json", action="store_true", help="the same figures for programs")
     _layout_cache(flags.add_argument)

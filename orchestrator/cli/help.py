@@ -187,9 +187,10 @@ PLAN = CommandText(
     usage="""\
 slipstream plan [GROUP=CHOICE ...] [SECTION.OPTION=VALUE ...] [flags]""",
     about="""\
-Plans one publish of a run and simulates it, for a cluster that need not exist: bytes that it moves, balance of senders
-and receivers, memory of a GPU on both sides (an estimate), seconds per stage. Takes the options of `slipstream train`;
-cluster.device=auto is planned as cuda. The engine's own loader is recorded without weights, once, and then kept.
+Plans one publish of a run and predicts its time, for a cluster that need not exist: bytes that it moves, balance of
+senders and receivers, memory of a GPU on both sides (an estimate), seconds per stage. Takes the options of
+`slipstream train`; cluster.device=auto is planned as cuda. The engine's own loader is recorded without weights, once,
+and then kept.
 
 examples
   slipstream plan experiment=qwen3_moe_2gpu

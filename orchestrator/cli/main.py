@@ -271,14 +271,14 @@ def _plan(flags: argparse.Namespace, overrides: list[str]) -> int:
     hold_collections()  # nothing that a plan makes is in a cycle, and walking its million objects takes 3 of 20 s
     try:
         report = plan_command.plan_run(config, hardware, say)
-        picture, trace = plan_report.write_files(report, flags.output)
+        picture = plan_report.write_picture(report, flags.output)
     finally:
         allow_collections()
     if flags.json:
         print(json.dumps(plan_report.as_plain(report), indent=2))
         return EXIT_OK
     plan_report.print_report(report)
-    print(f"timeline: {picture}\ntrace:    {trace}  (ui.perfetto.dev, chrome://tracing)\nNothing was started.")
+    print(f"timeline: {picture}\nNothing was started.")
     return EXIT_OK
 
 

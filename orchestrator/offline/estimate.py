@@ -1,7 +1,7 @@
 """`slipstream plan`: what a publish of this run would move, hold and take, before anything is started.
 
     RunConfig --planned_layouts--> source layouts --+
-        |                                           +--> build_plan --> simulate --> PlanReport --> plan_report
+        |                                           +--> build_plan --> predict --> PlanReport --> estimate_report
         +--offline_layout----------> engine layouts-+        link rates, placement, faults: flags of the command
 
 Owns: joining the two sides' layouts for a cluster that need not exist, and the estimates of memory. Does not own: the
@@ -17,10 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conf.architecture.families import read_config
-from conf.architecture.model_spec import ModelSpec
 from conf.errors import ConfigError
 from conf.model_checks import check_architecture, packing_of
 from conf.schema import Device, Objective, Relay, RunConfig, SyncMode
@@ -29,23 +28,18 @@ from orchestrator.offline.modes import ModeChoice, compare_modes
 from rollout.errors import EngineError
 from rollout.layouts.offline_layout import offline_layouts
 from rollout.layouts.offline_slots import offline_slots
-from trainer.delivery.planned_layouts import (
-    TrainerMemory,
-    adapter_source_layouts,
-    source_layouts,
-    temporary_bytes,
-    trainer_memory,
-)
-from trainer.weights.adapter_names import adapter_tensors
 from trainer.weights.quantization import BlockFp8
 from weight_sync.errors import PlanError, WatermarkError
 from weight_sync.layout import DTYPE_BYTES, DestLayout, SourceLayout
 from weight_sync.plan.budget import Staging, reserved_bytes
 from weight_sync.plan.plan import build_plan
 from weight_sync.plan.transfer_plan import PlanSummary, TransferPlan
-from weight_sync.simulation.links import Faults, LinkRates, Placement, place
-from weight_sync.simulation.simulate import Simulation, simulate
-from weight_sync.simulation.simulate_relay import neighbours, relay_s, written_alone
+from weight_sync.prediction.links import Faults, LinkRates, Placement, place
+from weight_sync.prediction.predict import Prediction, predict
+from weight_sync.prediction.relayed import neighbours, relay_s, written_alone
+
+if TYPE_CHECKING:
+    from trainer.delivery.planned_layouts import PlannedTrainer, TrainerMemory
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +140,7 @@ class PlanReport:
     staging: Staging
     trainer: TrainerMemory
     rollout: RolloutMemory
-    simulation: Simulation
+    prediction: Prediction
     total_s_by_nic: Mapping[float, float]
     """The same publish over NICs of other rates, bytes/s -> seconds."""
     modes: ModeChoice
@@ -155,7 +149,7 @@ class PlanReport:
 
 
 def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] = logger.info) -> PlanReport:
-    """Plan and simulate one publish of a run.
+    """Plan one publish of a run, and predict its time.
 
     cluster.device=auto is planned as cuda: the cluster is another machine than this one.
 
@@ -165,6 +159,8 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
     Raises:
         ConfigError: an option does not fit the model or the hardware, or the engine's layout cannot be recorded here.
     """
+    from trainer.delivery.planned_layouts import PlannedTrainer  # here: --help needs no torch
+
     if config.algorithm.objective is not Objective.policy:
         raise ConfigError(
             f"algorithm={config.algorithm.objective} publishes nothing, so there is nothing to plan; choose a run "
@@ -180,11 +176,14 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
     stored = read_config(hf_config if packing is not None else plain)
     spec = stored.unpacked()
     trainer, rollout, dtype = config.trainer, config.rollout, config.model.dtype
+    planned = PlannedTrainer(spec, dtype.value, trainer)
     tensors = spec.checkpoint_tensors(dtype.value)
     is_adapter = config.weight_sync.mode is SyncMode.adapter
     try:
-        sides = _adapter_sides if is_adapter else _merged_sides
-        staging, sources, engine = sides(config, hf_config, spec, hardware, say)
+        if is_adapter:
+            staging, sources, engine = _adapter_sides(config, hf_config, planned)
+        else:
+            staging, sources, engine = _merged_sides(config, hf_config, planned, hardware.layout_cache, say)
         num_gpus = trainer.num_ranks + rollout.num_gpus
         if num_gpus >= MANY_GPUS:
             say(f"planning {num_gpus} GPUs, and proving the plan: some 10 s for Kimi-K2 on 384")
@@ -193,9 +192,7 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
         _check_faults(hardware.faults, plan, placement)
         if is_adapter:
             hardware = replace(hardware, rates=hardware.rates.without_pause())
-        if num_gpus >= MANY_GPUS:
-            say(f"simulating a publish of {plan.num_tasks} tasks")
-        simulation, by_nic = _simulated(plan, placement, hardware, staging, config.weight_sync.verify_hashes)
+        prediction, by_nic = _predicted(plan, placement, hardware, staging, config.weight_sync.verify_hashes)
         relay = None
         if config.weight_sync.relay is Relay.node:
             relay = _relayed(config, sources, engine, placement, hardware, staging)
@@ -207,7 +204,7 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
             hardware.rates,
             hardware.ranks_per_node,
             hardware.adapter_decode_loss,
-            simulation,
+            prediction,
             summary,
         )
     except (EngineError, PlanError, WatermarkError) as error:
@@ -232,9 +229,9 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
         summary=summary,
         placement=placement,
         staging=staging,
-        trainer=trainer_memory(stored, dtype.value, trainer),
+        trainer=(planned if packing is None else PlannedTrainer(stored, dtype.value, trainer)).memory(),
         rollout=RolloutMemory(num_bytes // rollout.tp_size if is_adapter else fullest, num_slots * fullest, num_slots),
-        simulation=simulation,
+        prediction=prediction,
         total_s_by_nic=by_nic,
         modes=modes,
         relay=relay,
@@ -246,12 +243,16 @@ _Sides = tuple[Staging, Sequence[SourceLayout], Sequence[DestLayout]]
 
 
 def _merged_sides(
-    config: RunConfig, hf_config: Mapping[str, Any], spec: ModelSpec, hardware: Hardware, say: Callable[[str], None]
+    config: RunConfig,
+    hf_config: Mapping[str, Any],
+    planned: PlannedTrainer,
+    layout_cache: Path | None,
+    say: Callable[[str], None],
 ) -> _Sides:
     """Every weight, in the form that engines keep it in."""
     rollout, device, dtype = config.rollout, config.cluster.device, config.model.dtype
     quantization = BlockFp8.from_hf_config(hf_config)
-    staging = _staging(config, temporary_bytes(spec, config.trainer, device, quantization))
+    staging = _staging(config, planned.temporary_bytes(device, quantization))
     engine = offline_layouts(
         hf_config,
         engine_checkpoint(hf_config, dtype),
@@ -259,24 +260,22 @@ def _merged_sides(
         enable_expert_parallel=rollout.enable_expert_parallel,
         dtype=dtype,
         device=device,
-        cache=hardware.layout_cache,
+        cache=layout_cache,
         say=say,
     )
-    return staging, source_layouts(spec, dtype.value, config.trainer, quantization), engine
+    return staging, planned.layouts(quantization), engine
 
 
-def _adapter_sides(
-    config: RunConfig, hf_config: Mapping[str, Any], spec: ModelSpec, _hardware: Hardware, _say: Callable[[str], None]
-) -> _Sides:
+def _adapter_sides(config: RunConfig, hf_config: Mapping[str, Any], planned: PlannedTrainer) -> _Sides:
     """The factors alone, into one slot; engines keep the base in whatever form they like."""
-    rollout, dtype, lora = config.rollout, config.model.dtype.value, config.trainer.lora
+    rollout, sources = config.rollout, planned.adapter_layouts()
     engine = offline_slots(
-        adapter_tensors(spec.checkpoint_tensors(dtype), lora),
+        sources[0].tensors,
         tp_size=rollout.tp_size,
         enable_expert_parallel=rollout.enable_expert_parallel,
         num_kv_heads=_num_kv_heads(hf_config),
     )
-    return _staging(config, 0), adapter_source_layouts(spec, dtype, config.trainer), engine
+    return _staging(config, 0), sources, engine
 
 
 def _num_kv_heads(hf_config: Mapping[str, Any]) -> int:
@@ -329,13 +328,13 @@ def _staging(config: RunConfig, source_bytes: int) -> Staging:
     return Staging(watermark_bytes=sync.watermark_bytes, reserved_bytes=reserved)
 
 
-def _simulated(
+def _predicted(
     plan: TransferPlan, placement: Placement, hardware: Hardware, staging: Staging, verify_hashes: bool
-) -> tuple[Simulation, dict[float, float]]:
+) -> tuple[Prediction, dict[float, float]]:
     """The publish at the given rates, and its seconds where a NIC delivers what NICs were seen to."""
 
-    def run(rates: LinkRates) -> Simulation:
-        return simulate(plan, placement, rates, staging, faults=hardware.faults, verify_hashes=verify_hashes)
+    def run(rates: LinkRates) -> Prediction:
+        return predict(plan, placement, rates, staging, faults=hardware.faults, verify_hashes=verify_hashes)
 
     found = run(hardware.rates)
     totals = {hardware.rates.nic_bytes_s: found.total_s}
@@ -356,7 +355,7 @@ def _relayed(
     readers, verify_hashes = neighbours(placement), config.weight_sync.verify_hashes
     plan = build_plan(sources, [engine] * len(readers), max_task_bytes=staging.max_task_bytes)
     few = written_alone(placement, list(readers))
-    found = simulate(plan, few, hardware.rates, staging, faults=hardware.faults, verify_hashes=verify_hashes)
+    found = predict(plan, few, hardware.rates, staging, faults=hardware.faults, verify_hashes=verify_hashes)
     read_s = relay_s(readers, engine, hardware.rates, verify_hashes=verify_hashes)
     return RelayChoice(len(readers), plan.summary().num_bytes, found.total_s, read_s)
 

@@ -1,13 +1,12 @@
-"""A PlanReport as words on the screen, as JSON, as a picture, and as a trace for chrome://tracing or Perfetto.
+"""A PlanReport as words on the screen, as JSON, and as a picture.
 
 Owns: presentation. Does not own: any number in it (estimate.py).
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,14 +18,13 @@ if TYPE_CHECKING:
     from orchestrator.offline.modes import ModeChoice
 
 MAX_ROWS = 40
-"""Ranks that a picture shows of each side: the first ones; the trace has them all."""
-_COLOURS = {"prepare": "#E69F00", "write": "#0072B2", "verify": "#009E73"}
-_RECEIVE_COLOUR = "#56B4E9"
+"""Ranks that a picture shows of each side: the first ones; --json has them all."""
+_COLOURS = {"prepare": "#E69F00", "write": "#0072B2", "receive": "#56B4E9", "verify": "#009E73"}
 
 
 def as_plain(report: PlanReport) -> dict[str, Any]:
     """The report for programs; seconds and bytes."""
-    summary, simulation, trainer = report.summary, report.simulation, report.config.trainer
+    summary, prediction, trainer = report.summary, report.prediction, report.config.trainer
     rollout, sync = report.config.rollout, report.config.weight_sync
     return {
         "model": asdict(report.model),
@@ -59,7 +57,7 @@ def as_plain(report: PlanReport) -> dict[str, Any]:
         "memory_estimate": {
             "trainer_gpu": {
                 **asdict(report.trainer),
-                "publish": simulation.peak_bytes,
+                "publish": prediction.peak_bytes,
                 "watermark": sync.watermark_bytes,
                 "formula": report.trainer.FORMULA,
                 "not_included": "activations, gathered layers, the allocator's slack",
@@ -71,17 +69,17 @@ def as_plain(report: PlanReport) -> dict[str, Any]:
             },
         },
         "predicted_s": {
-            "begin": simulation.begin_s,
-            "prepare": simulation.prepare_s,
-            "write": simulation.write_s,
-            "last_byte": simulation.write_end_s,
-            "barrier": simulation.barrier_s,
-            "verify": simulation.verify_s,
-            "commit": simulation.commit_s,
-            "total": simulation.total_s,
+            "begin": prediction.begin_s,
+            "prepare": prediction.prepare_s,
+            "write": prediction.write_s,
+            "last_byte": prediction.write_end_s,
+            "barrier": prediction.barrier_s,
+            "verify": prediction.verify_s,
+            "commit": prediction.commit_s,
+            "total": prediction.total_s,
             "total_by_nic_gb_s": {f"{rate / 1e9:g}": seconds for rate, seconds in report.total_s_by_nic.items()},
-            "sender_floor": simulation.sender_floor_s,
-            "receiver_floor": simulation.receiver_floor_s,
+            "sender_floor": prediction.sender_floor_s,
+            "receiver_floor": prediction.receiver_floor_s,
         },
         "relay": None if report.relay is None else {**asdict(report.relay), "total_s": report.relay.total_s},
         "modes": {**asdict(report.modes), "break_even_s": report.modes.break_even_s},
@@ -109,29 +107,28 @@ def print_report(report: PlanReport) -> None:
     sys.stdout.write(captured.get())
 
 
-def write_files(report: PlanReport, folder: Path) -> tuple[Path, Path]:
-    """Write timeline.png and timeline.trace.json. Returns their paths.
+def write_picture(report: PlanReport, folder: Path) -> Path:
+    """Write timeline.png. Returns its path.
 
     Raises:
         ConfigError: the folder cannot be written, or matplotlib is missing.
     """
-    picture, trace = folder / "timeline.png", folder / "timeline.trace.json"
+    picture = folder / "timeline.png"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        trace.write_text(json.dumps({"traceEvents": list(_trace_events(report)), "displayTimeUnit": "ms"}))
         _draw(report, picture)
     except OSError as error:
         raise ConfigError(f"--output={folder} cannot be written: {error}") from error
     except ModuleNotFoundError as error:
         raise ConfigError(f"this environment lacks {error.name}, which draws timeline.png; run `make setup`") from error
-    return picture, trace
+    return picture
 
 
 _Row = tuple[str, str, str]
 
 
 def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
-    model, summary, simulation = report.model, report.summary, report.simulation
+    model, summary, prediction = report.model, report.summary, report.prediction
     trainer, rollout, rates = report.config.trainer, report.config.rollout, report.hardware.rates
     experts = f", {model.num_experts} experts (top-{model.top_k})" if model.num_experts else ""
     ep = ", experts split" if rollout.enable_expert_parallel else ""
@@ -160,7 +157,7 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
             ("a receiver", _gb(sum(received) / len(received)), _spread(received, summary.receive_balance)),
         ],
     )
-    memory, peak = report.trainer, simulation.peak_bytes
+    memory, peak = report.trainer, prediction.peak_bytes
     yield (
         "Memory of a trainer GPU, estimated (without activations and gathered layers)",
         [
@@ -190,19 +187,19 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
     link = (
         f"NIC {rates.nic_bytes_s / 1e9:g}, NVLink {rates.nvlink_bytes_s / 1e9:g}, HBM {rates.hbm_bytes_s / 1e9:g} GB/s"
     )
-    side = "receivers" if simulation.receiver_floor_s >= simulation.sender_floor_s else "senders"
-    share = simulation.floor_s / simulation.total_s
+    side = "receivers" if prediction.receiver_floor_s >= prediction.sender_floor_s else "senders"
+    share = prediction.floor_s / prediction.total_s
     yield (
         f"Predicted publish ({link})",
         [
-            ("begin", _s(simulation.begin_s), "pause the engines"),
-            ("prepare", _s(simulation.prepare_s), "busiest rank: pack, merge, hash; overlaps with write"),
-            ("write", _s(simulation.write_s), "busiest rank"),
-            ("last byte", _s(simulation.write_end_s), "after the start"),
-            ("barrier", _s(simulation.barrier_s), ""),
-            ("verify", _s(simulation.verify_s), "hash what arrived"),
-            ("commit", _s(simulation.commit_s), "resume the engines"),
-            ("total", _s(simulation.total_s), f"the wire alone: {_s(simulation.floor_s)} ({side}; {share:.0%} of it)"),
+            ("begin", _s(prediction.begin_s), "pause the engines"),
+            ("prepare", _s(prediction.prepare_s), "busiest rank: pack, merge, hash; overlaps with write"),
+            ("write", _s(prediction.write_s), "busiest rank"),
+            ("last byte", _s(prediction.write_end_s), "after the start"),
+            ("barrier", _s(prediction.barrier_s), ""),
+            ("verify", _s(prediction.verify_s), "hash what arrived"),
+            ("commit", _s(prediction.commit_s), "resume the engines"),
+            ("total", _s(prediction.total_s), f"the wire alone: {_s(prediction.floor_s)} ({side}; {share:.0%} of it)"),
             *(
                 (f"at {rate / 1e9:g} GB/s", _s(seconds), "total, if a NIC delivers no more than that")
                 for rate, seconds in list(report.total_s_by_nic.items())[1:]
@@ -216,7 +213,7 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
 
 def _relay_rows(relay: RelayChoice, report: PlanReport) -> list[_Row]:
     num_readers = report.config.rollout.num_workers - relay.num_written
-    gain_s = report.simulation.total_s - relay.total_s
+    gain_s = report.prediction.total_s - relay.total_s
     verdict = f"{_s(abs(gain_s))} {'less' if gain_s > 0 else 'more'} than writing to every engine"
     return [
         (
@@ -251,86 +248,47 @@ def _mode_rows(modes: ModeChoice) -> list[_Row]:
     return [merged, ("adapter", _s(modes.adapter_s), told), wins]
 
 
-def _trace_events(report: PlanReport) -> Iterator[dict[str, Any]]:
-    """Trace Event Format (Google, "Trace Event Format", 2016): complete events in microseconds, a process a rank."""
-    tracks: Mapping[str, int] = {"prepare": 0, "write": 1}
-    for rank in report.simulation.ranks:
-        yield _name_event("process_name", rank.rank, 0, f"trainer rank {rank.rank} (GPU {rank.gpu})")
-        for stage, track in tracks.items():
-            yield _name_event("thread_name", rank.rank, track, stage)
-        for one in rank.intervals:
-            facts = {"bytes": one.num_bytes, "mesh_group": one.mesh_group}
-            yield _event(f"load {one.load}", one.stage, rank.rank, tracks[one.stage], one.start_s, one.stop_s, facts)
-    first = 1 + max((rank.rank for rank in report.simulation.ranks), default=0)
-    for index, one in enumerate(report.simulation.receivers):
-        replica, rank = one.destination
-        yield _name_event("process_name", first + index, 0, f"engine {replica} rank {rank} (GPU {one.gpu})")
-        facts = {"bytes": one.received_bytes}
-        yield _event("receive", "receive", first + index, 0, one.first_s, one.last_s, facts)
-        yield _event("verify", "verify", first + index, 0, one.verify_start_s, one.verify_stop_s, facts)
-
-
-def _name_event(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
-
-
-def _event(
-    name: str, category: str, pid: int, tid: int, start_s: float, stop_s: float, facts: Mapping[str, Any]
-) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": category,
-        "pid": pid,
-        "tid": tid,
-        "ts": round(start_s * 1e6, 3),
-        "dur": round((stop_s - start_s) * 1e6, 3),
-        "args": dict(facts),
-    }
-
-
 def _draw(report: PlanReport, picture: Path) -> None:
-    """One row a rank: what it prepares above what it writes; receivers below."""
+    """One row a rank: how long its ports, its memory and its hashes are busy, senders above receivers."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    simulation = report.simulation
-    senders, receivers = simulation.ranks[:MAX_ROWS], simulation.receivers[:MAX_ROWS]
-    num_rows = len(senders) + len(receivers)
-    figure: Any = Figure(figsize=(14, 2.0 + 0.32 * num_rows), layout="constrained")
+    prediction = report.prediction
+    may_verify_s = prediction.write_end_s + prediction.barrier_s + prediction.messages_s
+    rows: list[tuple[str, dict[str, tuple[float, float]]]] = [
+        (
+            f"trainer {one.rank}",
+            {"prepare": (one.prepare_start_s, one.prepare_s), "write": (one.write_start_s, one.write_s)},
+        )
+        for one in prediction.senders[:MAX_ROWS]
+    ]
+    rows += [
+        (
+            f"engine {one.destination[0]} rank {one.destination[1]}",
+            {"receive": (prediction.write_start_s, one.receive_s), "verify": (may_verify_s, one.verify_s)},
+        )
+        for one in prediction.receivers[:MAX_ROWS]
+    ]
+    figure: Any = Figure(figsize=(14, 2.0 + 0.32 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes: Any = figure.subplots()
-    labels: list[str] = []
-    used: set[str] = set()
-    for row, rank in enumerate(senders):
-        labels.append(f"trainer {rank.rank}")
-        stages = [stage for stage in ("prepare", "write") if rank.busy_s(stage)]
-        used |= set(stages)
-        for lane, stage in enumerate(stages):
-            height = 0.8 / len(stages)
-            bars = [(one.start_s, one.stop_s - one.start_s) for one in rank.intervals if one.stage == stage]
-            at = (row + 0.1 + lane * height, height)
-            axes.broken_barh(bars, at, facecolors=_COLOURS[stage], edgecolor="white", linewidth=0.3)
-    for row, one in enumerate(receivers, start=len(senders)):
-        labels.append(f"engine {one.destination[0]} rank {one.destination[1]}")
-        axes.broken_barh([(one.first_s, one.last_s - one.first_s)], (row + 0.1, 0.8), facecolors=_RECEIVE_COLOUR)
-        verify = (one.verify_start_s, one.verify_stop_s - one.verify_start_s)
-        axes.broken_barh([verify], (row + 0.1, 0.8), facecolors=_COLOURS["verify"])
-    axes.set_yticks([row + 0.5 for row in range(num_rows)], labels, fontsize=8)
-    axes.set_ylim(num_rows, 0)
-    axes.set_xlim(0, simulation.total_s)
-    axes.axvline(simulation.floor_s + simulation.begin_s, color="#D55E00", linestyle="--", linewidth=1)
+    for row, (_, bars) in enumerate(rows):
+        for lane, (stage, bar) in enumerate(bars.items()):
+            axes.broken_barh([bar], (row + 0.1 + lane * 0.4, 0.4), facecolors=_COLOURS[stage])
+    axes.set_yticks([row + 0.5 for row in range(len(rows))], [label for label, _ in rows], fontsize=8)
+    axes.set_ylim(len(rows), 0)
+    axes.set_xlim(0, prediction.total_s)
+    axes.axvline(prediction.floor_s + prediction.begin_s, color="#D55E00", linestyle="--", linewidth=1)
     axes.set_xlabel("seconds after the start of the publish; dashed: the wire alone")
-    hidden = len(simulation.ranks) + len(simulation.receivers) - num_rows
+    hidden = len(prediction.senders) + len(prediction.receivers) - len(rows)
     more = f", {hidden} more ranks not shown" if hidden else ""
     axes.set_title(
         f"{report.model.family} {_millions(report.model.num_parameters)}: {_gb(report.summary.num_bytes)} in "
-        f"{_s(simulation.total_s)} (predicted{more})",
+        f"{_s(prediction.total_s)} (predicted{more})",
         fontsize=11,
     )
-    handles = [Patch(color=_COLOURS[stage], label=stage.replace("_", " ")) for stage in _COLOURS if stage in used]
-    handles += [Patch(color=_RECEIVE_COLOUR, label="receive"), Patch(color=_COLOURS["verify"], label="verify")]
+    handles = [Patch(color=colour, label=stage) for stage, colour in _COLOURS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
     axes.grid(axis="x", alpha=0.3)
     figure.savefig(picture, dpi=110)

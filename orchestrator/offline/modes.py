@@ -1,6 +1,6 @@
 """Merged weights or the adapter alone: what a publish of either costs, and from when on which of them wins.
 
-Owns: that comparison. Does not own: the simulated publish, or how an engine keeps adapters (rollout/layouts).
+Owns: that comparison. Does not own: the predicted publish, or how an engine keeps adapters (rollout/layouts).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from rollout.layouts.offline_slots import offline_slot
 from trainer.weights.adapter_names import adapter_tensors
 from weight_sync.layout import DestLayout
 from weight_sync.plan.transfer_plan import PlanSummary
-from weight_sync.simulation.links import LinkRates
-from weight_sync.simulation.simulate import Simulation
+from weight_sync.prediction.links import LinkRates
+from weight_sync.prediction.predict import Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +67,24 @@ def compare_modes(
     rates: LinkRates,
     ranks_per_node: int,
     decode_loss: float,
-    simulation: Simulation,
+    prediction: Prediction,
     summary: PlanSummary,
 ) -> ModeChoice:
-    """Merged weights as simulated, against the adapter alone, whose seconds are those of the slowest port.
+    """Merged weights as predicted, against the adapter alone, whose seconds are those of the slowest port.
 
-    Where the run publishes adapters, the adapter's figures are what was simulated.
+    Where the run publishes adapters, the adapter's figures are what was predicted.
 
     Raises:
         EngineError: engines have no slot for one of the adapters.
     """
     trainer, rollout, rates = config.trainer, config.rollout, rates.without_pause()
     if trainer.mode is not TrainMode.lora:
-        return ModeChoice(simulation.total_s, summary.num_bytes, None, 0, 0, 0.0)
+        return ModeChoice(prediction.total_s, summary.num_bytes, None, 0, 0, 0.0)
     slot = adapter_slot(spec, config.model.dtype, trainer.lora, rollout, num_kv_heads)
     slot_bytes = sum(param.num_bytes for param in slot.params)
     loss = decode_loss if trainer.lora.experts and spec.moe is not None else 0.0
     if config.weight_sync.mode is SyncMode.adapter:
-        return ModeChoice(None, 0, simulation.total_s, summary.num_bytes, slot_bytes, loss)
+        return ModeChoice(None, 0, prediction.total_s, summary.num_bytes, slot_bytes, loss)
     sent = sum(slot.written_bytes().values())
     num_bytes = sent * rollout.tp_size * rollout.num_workers
     gpus = trainer.num_ranks + rollout.num_gpus
@@ -93,4 +93,4 @@ def compare_modes(
     # The engine goes on meanwhile, so nothing pauses; messages, threads and the slot's hash take their time.
     fixed_s = max(rates.begin_s, rates.source_begin_s) + rates.replay_s + rates.barrier_s + rates.commit_s
     fixed_s += 2 * rates.write_latency_s + sent / rates.hbm_bytes_s
-    return ModeChoice(simulation.total_s, summary.num_bytes, busiest / rate + fixed_s, num_bytes, slot_bytes, loss)
+    return ModeChoice(prediction.total_s, summary.num_bytes, busiest / rate + fixed_s, num_bytes, slot_bytes, loss)

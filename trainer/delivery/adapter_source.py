@@ -153,7 +153,7 @@ class AdapterSource:
     def __init__(self, decoder: Decoder, rank: int, lora: LoraConfig) -> None:
         self._rank = rank
         self._held: dict[str, list[HeldFactor]] = {}
-        for name, factor in _held_factors(decoder, lora.slot_rank):
+        for name, factor in held_factors(decoder, lora.slot_rank):
             if factor.region.num_elements:
                 self._held.setdefault(name, []).append(factor)
         dtype = str(decoder.dtype).removeprefix("torch.")
@@ -234,7 +234,7 @@ class AdapterSource:
         raise LayoutError(f"rank {self._rank} cannot read {region} of {tensor}: it holds {holds or 'none of it'}")
 
 
-def _held_factors(decoder: Decoder, slot_rank: int) -> Iterator[tuple[str, HeldFactor]]:
+def held_factors(decoder: Decoder, slot_rank: int) -> Iterator[tuple[str, HeldFactor]]:
     """Every rectangle that this rank holds, in the order of the modules. Kinds of modules may differ in rank."""
     for name, module in decoder.named_modules():
         if isinstance(module, Experts) and module.lora is not None:

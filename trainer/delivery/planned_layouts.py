@@ -1,27 +1,35 @@
-"""What every trainer rank would hold, from options and config.json alone: no torch, no process, no GPU.
+"""What every trainer rank would hold, from one decoder on torch's meta device: no process, no GPU, no weights.
 
-Owns: the placement rules of parallel.py and shards.py, restated as arithmetic, and the sizes that follow from them.
-Those two files decide the rules; a test compares every layout with what real ranks report.
-
-    dense tensors    FSDP2 over all ranks: ceil(rows / num_ranks) rows each, the last ones short or empty
-    frozen vectors   whole on every rank
-    experts          ep_rank = rank % ep_size holds n of them (expert_placement.py), and each of the ranks with the
-                     same ep_rank holds ceil(n / (num_ranks / ep_size)) whole experts of these
+Owns: cutting that decoder's tensors for ranks that need not exist, and the sizes that follow. Does not own the rules:
+which parameters are whole on every rank is shard_decoder.py's, rows of a rank parallel.py's, experts of a rank
+expert_placement.py's, names and rectangles those of shards.py and adapter_source.py. A rank that exists is not built
+for each one that is planned: FSDP2 over Kimi-K2 takes seconds a rank. A test compares every layout with what real ranks
+report.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, lru_cache
-from math import prod
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import ClassVar
 
-from conf.architecture.model_spec import CORRECTION_BIAS, ModelSpec
-from conf.schema import Device, LoraConfig, TrainerConfig, TrainMode
+import numpy as np
+import torch
+from torch import nn
+
+from conf.architecture.model_spec import ModelSpec
+from conf.schema import Device, TrainerConfig
+from trainer.delivery.adapter_source import held_factors
+from trainer.lora import Linear
+from trainer.model.build_decoder import build_decoder
+from trainer.model.shard_decoder import replicated_parameters
 from trainer.moe.expert_placement import expert_shares
+from trainer.moe.experts import Experts
+from trainer.parallel import rows_of_rank
 from trainer.weights.adapter_names import adapter_tensors
+from trainer.weights.fused_experts import FusedTensor
 from trainer.weights.quantization import (
     SCALE_SUFFIX,
     BlockFp8,
@@ -34,166 +42,11 @@ from trainer.weights.quantization import (
     shared_blocks,
     touched_blocks,
 )
-from weight_sync.layout import DTYPE_BYTES, Region, SourceLayout, SourceShard, TensorMeta
+from trainer.weights.shards import HeldTensor, local_shards
+from weight_sync.layout import Region, SourceLayout, SourceShard
 
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
-_FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj(_bias|_blocks|_scales)?$")
-_ROUTER = (".mlp.gate.weight", ".mlp.router.weight", ".mlp.router.bias", ".block_sparse_moe.gate.weight")
-_PACKED = re.compile(r"\.experts\..*(weight_packed|weight_scale|_proj_blocks|_proj_scales)$")
-
-
-def source_layouts(
-    spec: ModelSpec, dtype: str, trainer: TrainerConfig, quantization: BlockFp8 | None = None
-) -> tuple[SourceLayout, ...]:
-    """The layout that each rank's TrainerWeightSource would report, shards in checkpoint order."""
-    held, own = _held_shards(spec, trainer), spec.checkpoint_tensors(dtype)
-    tensors = tuple(engine_tensors(own, quantization))
-    if quantization is not None:
-        shapes = quantization.shapes(own)
-        held = [tuple(one for shard in shards for one in _with_scales(shard, shapes)) for shards in held]
-    return tuple(SourceLayout(rank, tensors, shards) for rank, shards in enumerate(held))
-
-
-@lru_cache(maxsize=1)
-def _held_shards(spec: ModelSpec, trainer: TrainerConfig) -> Sequence[tuple[SourceShard, ...]]:
-    """What each rank holds of its own decoder's tensors, in any dtype. Cached: a plan asks for it three times."""
-    shards: list[list[SourceShard]] = [[] for _ in range(trainer.num_ranks)]
-
-    @cache
-    def holders_of(layer: int) -> list[int]:
-        return _expert_holders(spec, trainer, layer)
-
-    for meta in spec.checkpoint_tensors("float32"):
-        expert = expert_of(meta.name)
-        whole = _region(meta.shape, 0, meta.shape[0])
-        if _FUSED_EXPERTS.search(meta.name):
-            for rank, (first, count) in enumerate(_experts_of_ranks(spec, trainer, _layer_of(meta.name))):
-                if count:
-                    region = _region(meta.shape, first, first + count)
-                    shards[rank].append(SourceShard(meta.name, region))
-            continue
-        if expert is not None:
-            shards[holders_of(_layer_of(meta.name))[expert]].append(SourceShard(meta.name, whole))
-            continue
-        if meta.name.endswith(CORRECTION_BIAS) or (trainer.mode is TrainMode.lora and len(meta.shape) == 1):
-            for held in shards:
-                held.append(SourceShard(meta.name, whole))
-            continue
-        for rank, (start, stop) in enumerate(_rows(meta.shape[0], trainer.num_ranks)):
-            if stop > start:
-                shards[rank].append(SourceShard(meta.name, _region(meta.shape, start, stop)))
-    return [tuple(held) for held in shards]
-
-
-@cache
-def _region(shape: tuple[int, ...], start: int, stop: int) -> Region:
-    """Rows of a tensor. Layers and experts are alike, so a few objects serve hundreds of thousands of shards."""
-    return Region((start, *(0,) * len(shape[1:])), (stop - start, *shape[1:]))
-
-
-@cache
-def _scales_of(region: Region, shape: tuple[int, ...]) -> Region | None:
-    """The scales that the rank with this region writes out; None if it has no block's first row."""
-    blocks = owned_blocks(region.start[0], region.stop[0])
-    return _region(scale_shape(shape), blocks.start, blocks.stop) if blocks else None
-
-
-def _with_scales(shard: SourceShard, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[SourceShard]:
-    """A shard, and the scales that its rank writes out."""
-    yield shard
-    shape = shapes.get(shard.tensor)
-    scales = None if shape is None else _scales_of(shard.region, shape)
-    if scales is not None:
-        yield SourceShard(shard.tensor + SCALE_SUFFIX, scales)
-
-
-def adapter_source_layouts(spec: ModelSpec, dtype: str, trainer: TrainerConfig) -> tuple[SourceLayout, ...]:
-    """The layout that each rank's AdapterSource would report, shards in checkpoint order."""
-    tensors = tuple(adapter_tensors(spec.checkpoint_tensors(dtype), trainer.lora))
-    shards: list[list[SourceShard]] = [[] for _ in range(trainer.num_ranks)]
-
-    @cache
-    def holders_of(layer: int) -> list[int]:
-        return _expert_holders(spec, trainer, layer)
-
-    for meta in tensors:
-        expert = expert_of(meta.name)
-        if expert is not None:
-            rank = holders_of(_layer_of(meta.name))[expert]
-            shards[rank].append(SourceShard(meta.name, Region((0, 0), meta.shape)))
-            continue
-        lora = trainer.lora.for_attention if ".self_attn." in meta.name else trainer.lora.for_mlp
-        assert lora is not None
-        is_a = meta.name.endswith(".lora_A.weight")
-        num_rows = lora.rank if is_a else meta.shape[0]
-        for rank, (start, stop) in enumerate(_rows(num_rows, trainer.num_ranks)):
-            if stop == num_rows and stop > start:
-                stop = meta.shape[0]  # the rank with the last rows also has the padding below them
-            if stop > start:
-                region = Region((start, 0), (stop - start, meta.shape[1]))
-                shards[rank].append(SourceShard(meta.name, region))
-    return tuple(SourceLayout(rank, tensors, tuple(held)) for rank, held in enumerate(shards))
-
-
-def expert_of(tensor: str) -> int | None:
-    """Which routed expert a checkpoint tensor belongs to: 3 for "model.layers.0.mlp.experts.3.up_proj.weight"."""
-    found = _EXPERT.search(tensor)
-    return int(found[1]) if found else None
-
-
-def temporary_bytes(
-    spec: ModelSpec, trainer: TrainerConfig, device: Device, quantization: BlockFp8 | None = None
-) -> int:
-    """TrainerWeightSource.temporary_bytes of the fullest rank.
-
-    Gathered A factors (several ranks), the merge's scratch (CPU), block scales and the scratch of the cast (FP8).
-    """
-    scales = 0 if quantization is None else _scale_bytes(spec, trainer, device, quantization)
-    if trainer.mode is not TrainMode.lora:
-        return scales
-    gathered = scratch = 0
-    for adapter in _adapters(spec, trainer.lora):
-        rank = adapter.rank
-        if not adapter.is_expert and trainer.num_ranks > 1:
-            gathered += DTYPE_BYTES[trainer.lora.dtype] * rank * adapter.in_features
-        if device is Device.cpu:
-            scratch = max(scratch, merge_scratch_bytes(adapter.in_features, rank))
-    return gathered + scratch + scales
-
-
-def _scale_bytes(spec: ModelSpec, trainer: TrainerConfig, device: Device, quantization: BlockFp8) -> int:
-    """Block scales of the fullest rank, and the scratch of computing and using them."""
-    shapes = quantization.shapes(spec.checkpoint_tensors("float32"))
-    widths = {name: scale_shape(shape)[1] for name, shape in shapes.items()}
-    # A rank's experts of a layer share one parameter, gate and up together; it has one spare row.
-    banks = {
-        name: _EXPERT.sub(".experts.", name).replace("gate_proj", "up_proj")
-        for name in shapes
-        if expert_of(name) is not None
-    }
-    touched: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes if name not in banks}
-    fullest = 0
-    for shards in _held_shards(spec, trainer):
-        scales = 0
-        seen: set[str | None] = set()
-        for shard in shards:
-            width = widths.get(shard.tensor)
-            if width is None:
-                continue
-            first = shard.region.start[0]
-            rows = (first, first + shard.region.shape[0])
-            bank = banks.get(shard.tensor)
-            if bank is None:
-                touched[shard.tensor].append(rows)
-            if bank not in seen:
-                scales += width  # the spare row
-            if bank is not None:
-                seen.add(bank)
-            scales += len(touched_blocks(*rows)) * width
-        fullest = max(fullest, scales)
-    shared = sum(len(shared_blocks(rows)) * widths[name] for name, rows in touched.items() if len(rows) > 1)
-    return held_bytes(fullest, shared) + scratch_bytes(widths.values(), device.value)
+_Held = tuple[HeldTensor | FusedTensor, Region]
+"""A tensor of the whole decoder, and the part of it that a rank holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,108 +77,179 @@ class TrainerMemory:
         return self.weights + self.adapters + self.gradients + self.optimizer
 
 
-def trainer_memory(spec: ModelSpec, dtype: str, trainer: TrainerConfig) -> TrainerMemory:
-    """The fullest rank's share. See TrainerMemory.FORMULA."""
-    tensors = {meta.name: meta for meta in spec.checkpoint_tensors(dtype)}
-    layouts = source_layouts(spec, dtype, trainer)
-    if trainer.mode is TrainMode.full:
-        held = max(sum(shard.region.num_elements for shard in one.shards) for one in layouts)
-        frozen = sum(_frozen_elements(meta, trainer.train_router) for meta in tensors.values())
-        trained = held - frozen // trainer.num_ranks
-        return TrainerMemory(4 * held, 0, 4 * trained, 8 * trained)
-    packed_bytes, packed = _packed_bytes(spec, dtype, trainer.ep_size, tensors.values())
-    width = {name: 0 if name in packed else DTYPE_BYTES[meta.dtype] for name, meta in tensors.items()}
-    held_bytes = packed_bytes + max(
-        sum(shard.region.num_elements * width[shard.tensor] for shard in one.shards) for one in layouts
-    )
-    trained = -(-adapter_elements(spec, trainer.lora) // trainer.num_ranks)
-    return TrainerMemory(held_bytes, DTYPE_BYTES[trainer.lora.dtype] * trained, 4 * trained, 8 * trained)
+class PlannedTrainer:
+    """The ranks of a trainer, from the options alone."""
+
+    def __init__(self, spec: ModelSpec, dtype: str, trainer: TrainerConfig) -> None:
+        """Build the decoder on meta, whole.
+
+        Args:
+            spec: What is trained; with packed experts, its memory can be asked for and nothing else.
+            dtype: model.dtype.
+            trainer: How many ranks, and what they train.
+        """
+        self._spec, self._dtype, self._trainer = spec, dtype, trainer
+        whole = replace(trainer, num_ranks=1, ep_size=1, embedding_on_host=False, activations_on_host=False)
+        self._decoder = build_decoder(spec, dtype=getattr(torch, dtype), device="meta", trainer=whole)
+        self._holders: dict[int, list[int]] = {}
+        """By id of an expert bank's parameter: the rank that holds each expert."""
+        for number, layer in enumerate(self._decoder.model.layers):
+            for bank in (module for module in layer.modules() if isinstance(module, Experts)):
+                holders = self._expert_holders(bank.num_local_experts, number)
+                self._holders |= dict.fromkeys(map(id, bank.parameters()), holders)
+        self._on_every_rank = set(map(id, replicated_parameters(self._decoder)))
+
+    def layouts(self, quantization: BlockFp8 | None = None) -> tuple[SourceLayout, ...]:
+        """The layout that each rank's TrainerWeightSource would report."""
+        own = self._spec.checkpoint_tensors(self._dtype)
+        shapes = {} if quantization is None else quantization.shapes(own)
+        tensors = tuple(engine_tensors(own, quantization))
+        found: list[SourceLayout] = []
+        for rank, held in enumerate(self._held):
+            shards = [SourceShard(one.tensor, region) for one, region in held]
+            scaled = [shard for shard in shards if shard.tensor in shapes]
+            scales = ((one.tensor + SCALE_SUFFIX, _scales_of(one.region, shapes[one.tensor])) for one in scaled)
+            shards += [SourceShard(name, region) for name, region in scales if region is not None]
+            found.append(SourceLayout(rank, tensors, tuple(shards)))
+        return tuple(found)
+
+    def adapter_layouts(self) -> tuple[SourceLayout, ...]:
+        """The layout that each rank's AdapterSource would report."""
+        lora = self._trainer.lora
+        tensors = tuple(adapter_tensors(self._spec.checkpoint_tensors(self._dtype), lora))
+        shards: list[list[SourceShard]] = [[] for _ in range(self._trainer.num_ranks)]
+        for name, factor in held_factors(self._decoder, lora.slot_rank):
+            for rank, region in self._parts(factor.parameter, factor.first_row, factor.region, factor.num_rows):
+                shards[rank].append(SourceShard(name, region))
+        return tuple(SourceLayout(rank, tensors, tuple(held)) for rank, held in enumerate(shards))
+
+    def temporary_bytes(self, device: Device, quantization: BlockFp8 | None = None) -> int:
+        """TrainerWeightSource.temporary_bytes of the fullest rank.
+
+        Gathered A factors (several ranks), the merge's scratch (CPU), block scales and the scratch of the cast (FP8).
+        """
+        adapted = [one for one in local_shards(self._decoder) if one.delta is not None]
+        modules = [module for module in self._decoder.modules() if isinstance(module, Linear) and module.lora]
+        gathered = sum(module.lora_A.nbytes for module in modules) if self._trainer.num_ranks > 1 else 0
+        scratch = max(
+            (merge_scratch_bytes(one.region.shape[1], one.delta.rank) for one in adapted if one.delta is not None),
+            default=0,
+        )
+        scales = 0 if quantization is None else self._scale_bytes(device, quantization)
+        return gathered + (scratch if device is Device.cpu else 0) + scales
+
+    def memory(self) -> TrainerMemory:
+        """The fullest rank's share. See TrainerMemory.FORMULA."""
+        num_ranks = self._trainer.num_ranks
+        weights, adapters, trained = (np.zeros(num_ranks, np.int64) for _ in range(3))
+        for name, parameter in self._decoder.named_parameters():
+            elements = self._rows(parameter) * (parameter.numel() // parameter.shape[0])
+            num_bytes = elements * parameter.element_size()
+            if parameter.requires_grad:
+                trained += elements
+            if "lora_" in name.rpartition(".")[2]:
+                adapters += num_bytes
+            else:
+                weights += num_bytes
+        fullest = int(trained.max())
+        return TrainerMemory(int(weights.max()) + self._packed_bytes(), int(adapters.max()), 4 * fullest, 8 * fullest)
+
+    def _packed_bytes(self) -> int:
+        """Packed experts of a rank, which FSDP2 does not shard (trainer/moe/bank.py), and two layers unpacked."""
+        banks = [one.packed for one in self._decoder.modules() if isinstance(one, Experts) and one.packed is not None]
+        if not banks:
+            return 0
+        a_layer = sum(np.prod(shape) for shape in banks[0].shapes.values()) * getattr(torch, self._dtype).itemsize
+        return int(sum(bank.num_bytes for bank in banks) + 2 * a_layer) // self._trainer.ep_size
+
+    @cached_property
+    def _held(self) -> Sequence[Sequence[_Held]]:
+        """What each rank holds of the decoder's tensors."""
+        held: list[list[_Held]] = [[] for _ in range(self._trainer.num_ranks)]
+        for one in local_shards(self._decoder):
+            first_row = one.first_row if isinstance(one, HeldTensor) else None
+            for rank, region in self._parts(one.parameter, first_row, one.region, one.region.shape[0]):
+                held[rank].append((one, region))
+        return held
+
+    def _parts(
+        self, parameter: nn.Parameter, first_row: int | None, region: Region, num_rows: int
+    ) -> Iterator[tuple[int, Region]]:
+        """Who holds which part of a rectangle.
+
+        Args:
+            parameter: The whole parameter that it lies in.
+            first_row: Its first row there; None: it is a fused stack of all experts.
+            region: The rectangle.
+            num_rows: Its rows that the parameter has; the rank with the last of them has the padding below, too.
+        """
+        ranks, holders = range(self._trainer.num_ranks), self._holders.get(id(parameter))
+        if holders is not None and first_row is not None:
+            yield holders[first_row // parameter.shape[1]], region
+        elif holders is not None:
+            for rank in dict.fromkeys(holders):
+                first = holders.index(rank)
+                yield rank, _rows_of(region.shape, first, first + holders.count(rank))
+        elif id(parameter) in self._on_every_rank:
+            yield from ((rank, region) for rank in ranks)
+        else:
+            for rank in ranks:
+                start, stop = rows_of_rank(num_rows, rank, len(ranks))
+                if stop > start:
+                    yield rank, _rows_of(region.shape, start, region.shape[0] if stop == num_rows else stop)
+
+    def _rows(self, parameter: nn.Parameter) -> np.ndarray:
+        """How many rows, or experts, of a parameter each rank holds."""
+        num_ranks, num_rows = self._trainer.num_ranks, parameter.shape[0]
+        if id(parameter) in self._holders:
+            return np.bincount(self._holders[id(parameter)], minlength=num_ranks)
+        if id(parameter) in self._on_every_rank:
+            return np.full(num_ranks, num_rows)
+        return np.array(
+            [stop - start for start, stop in (rows_of_rank(num_rows, r, num_ranks) for r in range(num_ranks))]
+        )
+
+    def _expert_holders(self, num_experts: int, layer: int) -> list[int]:
+        """The one rank that holds each expert of a layer."""
+        ep_size = self._trainer.ep_size
+        num_data_ranks = self._trainer.num_ranks // ep_size
+        holders: list[int] = []
+        for ep_rank, share in enumerate(expert_shares(num_experts, ep_size, layer)):
+            for data_rank in range(num_data_ranks):
+                start, stop = rows_of_rank(len(share), data_rank, num_data_ranks)
+                holders += [data_rank * ep_size + ep_rank] * (stop - start)
+        return holders
+
+    def _scale_bytes(self, device: Device, quantization: BlockFp8) -> int:
+        """Block scales of the fullest rank, and the scratch of computing and using them."""
+        shapes = quantization.shapes(self._spec.checkpoint_tensors(self._dtype))
+        widths = {name: scale_shape(shape)[1] for name, shape in shapes.items()}
+        touched: Mapping[str, list[tuple[int, int]]] = defaultdict(list)
+        fullest = 0
+        for held in self._held:
+            scales = 0
+            parameters: dict[int, int] = {}
+            for one, region in held:
+                if one.tensor not in widths:
+                    continue
+                rows = (region.start[0], region.start[0] + region.shape[0])
+                if id(one.parameter) not in self._holders:
+                    touched[one.tensor].append(rows)
+                parameters[id(one.parameter)] = widths[one.tensor]  # each has one spare row
+                scales += len(touched_blocks(*rows)) * widths[one.tensor]
+            fullest = max(fullest, scales + sum(parameters.values()))
+        shared = sum(len(shared_blocks(rows)) * widths[name] for name, rows in touched.items())
+        return held_bytes(fullest, shared) + scratch_bytes(widths.values(), device.value)
 
 
-def _packed_bytes(
-    spec: ModelSpec, dtype: str, ep_size: int, tensors: Iterable[TensorMeta]
-) -> tuple[int, frozenset[str]]:
-    """Bytes of packed experts on every rank, and the names of their tensors. FSDP2 does not shard integers
-    (trainer/moe/bank.py)."""
-    packed = [meta for meta in tensors if _PACKED.search(meta.name)]
-    if spec.moe is None or not packed:
-        return 0, frozenset()
-    stored = sum(prod(meta.shape) * DTYPE_BYTES[meta.dtype] for meta in packed) // ep_size
-    a_layer = 3 * spec.moe.num_experts // ep_size * spec.hidden_size * spec.moe.intermediate_size
-    return stored + 2 * a_layer * DTYPE_BYTES[dtype], frozenset(meta.name for meta in packed)
+@cache
+def _rows_of(shape: tuple[int, ...], start: int, stop: int) -> Region:
+    """Rows of a tensor. Layers are alike, so a few objects serve hundreds of thousands of shards."""
+    return Region((start, *(0,) * len(shape[1:])), (stop - start, *shape[1:]))
 
 
-def adapter_elements(spec: ModelSpec, lora: LoraConfig) -> int:
-    """Elements of all adapters of the model."""
-    return sum(
-        adapter.rank * (adapter.in_features + adapter.out_features) * adapter.count for adapter in _adapters(spec, lora)
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Adapter:
-    """One A and B, `count` times."""
-
-    rank: int
-    in_features: int
-    out_features: int
-    is_expert: bool = False
-    count: int = 1
-
-
-def _adapters(spec: ModelSpec, lora: LoraConfig) -> Iterator[_Adapter]:
-    """Every adapter of the model; those of experts per layer, with their count."""
-    hidden, attention, mlp, experts = spec.hidden_size, lora.for_attention, lora.for_mlp, lora.for_experts
-    for layer in range(spec.num_layers):
-        if attention is not None:
-            for linear in spec.attention.linears(hidden):
-                yield _Adapter(attention.rank, linear.in_features, linear.out_features)
-        width = spec.intermediate_size
-        if spec.moe is not None and spec.is_moe_layer(layer):
-            width = spec.moe.shared_intermediate_size
-            if experts is not None:
-                rank, num_experts, expert_width = experts.rank, spec.moe.num_experts, spec.moe.intermediate_size
-                yield _Adapter(rank, hidden, 2 * expert_width, is_expert=True, count=num_experts)
-                yield _Adapter(rank, expert_width, hidden, is_expert=True, count=num_experts)
-        if mlp is not None and width:
-            yield _Adapter(mlp.rank, hidden, width)
-            yield _Adapter(mlp.rank, hidden, width)
-            yield _Adapter(mlp.rank, width, hidden)
-
-
-def _layer_of(tensor: str) -> int:
-    found = _LAYER.search(tensor)
-    assert found is not None  # experts are in layers
-    return int(found[1])
-
-
-def _expert_holders(spec: ModelSpec, trainer: TrainerConfig, layer: int) -> list[int]:
-    """The one rank that holds each expert of a layer."""
-    assert spec.moe is not None
-    num_data_ranks = trainer.num_ranks // trainer.ep_size
-    holders: list[int] = []
-    for ep_rank, share in enumerate(expert_shares(spec.moe.num_experts, trainer.ep_size, layer)):
-        experts_a_rank = -(-len(share) // num_data_ranks)
-        holders += [index // experts_a_rank * trainer.ep_size + ep_rank for index in range(len(share))]
-    return holders
-
-
-def _experts_of_ranks(spec: ModelSpec, trainer: TrainerConfig, layer: int) -> Iterator[tuple[int, int]]:
-    """First expert and number of experts of each rank."""
-    holders = _expert_holders(spec, trainer, layer)
-    for rank in range(trainer.num_ranks):
-        count = holders.count(rank)
-        yield (holders.index(rank) if count else 0), count
-
-
-def _rows(num_rows: int, num_ranks: int) -> Iterator[tuple[int, int]]:
-    """Start and stop of each rank's rows, cut as torch.chunk does; ranks that it leaves out get empty ones."""
-    rows_a_rank = -(-num_rows // num_ranks)
-    for rank in range(num_ranks):
-        yield min(rank * rows_a_rank, num_rows), min((rank + 1) * rows_a_rank, num_rows)
-
-
-def _frozen_elements(meta: TensorMeta, train_router: bool) -> int:
-    """Elements that full training does not change."""
-    is_router = meta.name.endswith(_ROUTER) and not train_router
-    return prod(meta.shape) if is_router or meta.name.endswith(CORRECTION_BIAS) else 0
+@cache
+def _scales_of(region: Region, shape: tuple[int, ...]) -> Region | None:
+    """The scales that the rank with this region writes out; None if it has no block's first row."""
+    blocks = owned_blocks(region.start[0], region.stop[0])
+    return _rows_of(scale_shape(shape), blocks.start, blocks.stop) if blocks else None

@@ -1,7 +1,7 @@
 """What a trainer rank's temporary memory is made of, and how much of a schedule goes into one slot. Integers, no torch.
 
 Owns: the constants of staging, what the watermark leaves for it, the sizes that follow. Does not own: the buffer and
-the loads themselves (staging_slots.py), or their times (simulate.py); both take every figure from here.
+the loads themselves (staging_slots.py), or their times (predict.py); both take every figure from here.
 
     watermark_bytes  =  slot 0 | slot 1 | hash sums | hash scratch | what the source declares
 

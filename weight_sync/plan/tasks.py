@@ -18,7 +18,7 @@ from typing import Any, cast, overload
 import numpy as np
 
 from weight_sync.errors import PlanError
-from weight_sync.layout import DTYPE_BYTES, Region
+from weight_sync.layout import DTYPE_BYTES, Destination, Region
 from weight_sync.plan.columns import (
     Ints,
     Narrow,
@@ -204,6 +204,20 @@ class TaskTable(Sequence[Task]):
         """Tasks of each row."""
         sizes = np.array([len(members) for members in self.replica_sets], np.int64)
         return sizes[self.replicas] if len(sizes) else np.zeros(0, np.int64)
+
+    def flows(self) -> dict[Destination, tuple[int, int]]:
+        """Bytes and tasks for each (replica, rank) that gets any."""
+        flows: dict[Destination, tuple[int, int]] = {}
+        num_dests = 1 + int(self.dest_rank.max(initial=0))
+        to, at, counts = np.unique(self.replicas * num_dests + self.dest_rank, return_inverse=True, return_counts=True)
+        sums = np.zeros(len(to), np.int64)
+        np.add.at(sums, at, self.num_bytes)
+        for key, size, count in zip(as_list(to), as_list(sums), as_list(counts)):
+            for replica in self.replica_sets[key // num_dests]:
+                where = (replica, key % num_dests)
+                held, tasks = flows.get(where, (0, 0))
+                flows[where] = (held + size, tasks + count)
+        return flows
 
     def __len__(self) -> int:
         return int(self.num_replicas.sum())

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgpack
-import numpy as np
 
 from weight_sync.errors import PlanError
 from weight_sync.layout import Destination
-from weight_sync.plan.columns import as_list
 from weight_sync.plan.tasks import MESH_GROUPS, Task, TaskTable
 
 FORMAT_VERSION = 2
@@ -84,7 +82,6 @@ class TransferPlan:
         sent = dict.fromkeys(self.tasks, 0)
         received = dict.fromkeys(self.expected, 0)
         largest = num_tasks = 0
-        num_dests = 1 + max((rank for _, rank in self.expected), default=0)
         for rank, table in self.tasks.items():
             num_tasks += len(table)
             if not table.num_rows:
@@ -94,12 +91,8 @@ class TransferPlan:
                 group_bytes[name] += int(rows[table.group == number].sum())
             sent[rank] = int(rows.sum())
             largest = max(largest, int(table.num_bytes.max()))
-            to, at = np.unique(table.replicas * num_dests + table.dest_rank, return_inverse=True)
-            sums = np.zeros(len(to), np.int64)
-            np.add.at(sums, at, table.num_bytes)
-            for key, size in zip(as_list(to), as_list(sums)):
-                for replica in table.replica_sets[key // num_dests]:
-                    received[replica, key % num_dests] += size
+            for where, (size, _) in table.flows().items():
+                received[where] += size
         return PlanSummary(
             digest=self.digest,
             num_tasks=num_tasks,

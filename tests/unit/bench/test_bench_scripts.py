@@ -74,11 +74,11 @@ def test_the_price_of_replay_is_of_equal_steps(written: Path) -> None:
     assert trainer["cost"] == pytest.approx(1 - trainer["free_s"][0] / trainer["replayed_s"][0])
 
 
-def test_the_small_plan_is_proven_and_simulated(written: Path) -> None:
+def test_the_small_plan_is_proven_and_predicted(written: Path) -> None:
     report = json.loads((written / "plan.json").read_text())
     assert report["tasks"] > 0
-    assert report["simulated_50"]["total_s"] < report["simulated_44"]["total_s"]
-    assert report["simulated_50"]["total_s"] >= report["simulated_50"]["receiver_floor_s"]
+    assert report["predicted_50"]["total_s"] < report["predicted_44"]["total_s"]
+    assert report["predicted_50"]["total_s"] >= report["predicted_50"]["receiver_floor_s"]
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("weight_sync-gpu-[12]x[12]*.json")), ids=lambda file: file.stem)

@@ -5,7 +5,6 @@ The engine's layout comes from a stand-in here (it takes a vLLM to record one: t
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from orchestrator.offline.estimate import Hardware, PlanReport, plan_run
 from orchestrator.offline.modes import adapter_slot
 from rollout.errors import EngineError
 from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
-from weight_sync.simulation.links import Faults, LinkRates
+from weight_sync.prediction.links import Faults, LinkRates
 
 REPOSITORY = Path(__file__).parents[4]
 QUICK = ["experiment=quickstart"]
@@ -72,8 +71,8 @@ def test_the_figures_of_a_plan_add_up():
     # Three engines, each with every tensor once, and a second time what does not divide over its two ranks.
     assert summary.num_bytes >= 3 * report.model.num_bytes
     assert summary.largest_task_bytes <= report.staging.max_task_bytes
-    assert report.simulation.peak_bytes <= report.config.weight_sync.watermark_bytes
-    assert report.simulation.total_s > report.simulation.floor_s > 0
+    assert report.prediction.peak_bytes <= report.config.weight_sync.watermark_bytes
+    assert report.prediction.total_s > report.prediction.floor_s > 0
     assert report.rollout.weights * 2 >= report.model.num_bytes
 
 
@@ -85,7 +84,7 @@ def test_a_relay_is_planned_beside_the_publish_to_every_engine(capsys: pytest.Ca
     assert report.relay is not None
     assert report.relay.num_written == 4
     assert report.relay.num_bytes * 6 == report.summary.num_bytes * 4
-    assert report.simulation == planned(*words, hardware=Hardware(ranks_per_node=4)).simulation
+    assert report.prediction == planned(*words, hardware=Hardware(ranks_per_node=4)).prediction
     assert main(["plan", *QUICK, *words, "weight_sync.relay=node", "--ranks-per-node=4", "--output=out"]) == 0
     said = capsys.readouterr().out
     assert "The same with weight_sync.relay=node" in said
@@ -98,35 +97,24 @@ def test_an_experiment_for_gpus_can_be_planned_where_there_are_none():
     )
     assert report.config.cluster.device.value == "cuda"
     assert report.placement.num_nodes == 5  # 16 trainer ranks and 2 engines, 4 GPUs a node
-    assert [rank.rank for rank in report.simulation.ranks] == list(range(16))
+    assert [rank.rank for rank in report.prediction.senders] == list(range(16))
 
 
 def test_a_slow_rank_is_named_and_costs_time():
     normal = planned()
     slow = planned(hardware=Hardware(faults=Faults(slow_ranks={1: 1000.0})))
-    assert slow.simulation.total_s > normal.simulation.total_s
+    assert slow.prediction.total_s > normal.prediction.total_s
     assert slow.summary == normal.summary
 
 
-def test_the_command_prints_and_writes_a_picture_and_a_trace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_and_draws_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *QUICK]) == 0
     out = capsys.readouterr().out
     for words in ("8 experts (top-2)", "Publish (plan ", "max/mean", "estimated", "Predicted publish", "total"):
         assert words in out
     assert "Nothing was started" in out
-    assert [path.name for path in tmp_path.iterdir()] == ["plan"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["plan", "timeline.png"]
     assert (tmp_path / "plan" / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    trace = json.loads((tmp_path / "plan" / "timeline.trace.json").read_text())
-    tracks: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for event in trace["traceEvents"]:
-        if event["ph"] == "X":
-            tracks.setdefault((event["pid"], event["tid"]), []).append(event)
-    for events in tracks.values():
-        assert all(a["ts"] + a["dur"] <= b["ts"] + 0.002 for a, b in itertools.pairwise(events))
-    named = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
-    assert {"trainer rank 0 (GPU 0)", "engine 1 rank 0 (GPU 3)"} <= named
 
 
 def test_json_holds_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,7 +128,7 @@ def test_json_holds_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["predicted_s"]["total"] >= found["predicted_s"]["receiver_floor"]
 
 
-def test_rates_and_faults_of_the_command_line_reach_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rates_and_faults_of_the_command_line_reach_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     def total(*flags: str) -> float:
         assert main(["plan", *QUICK, "--json", *flags]) == 0
         return json.loads(capsys.readouterr().out)["predicted_s"]["total"]
@@ -167,14 +155,14 @@ def test_engines_that_share_a_gpu_share_its_link_in_a_plan():
     assert apart.config.rollout.num_workers == together.config.rollout.num_workers == 3
     assert len(set(apart.placement.engine_gpus.values())) == 3
     assert set(together.placement.engine_gpus.values()) == {len(together.placement.trainer_gpus)}
-    assert together.simulation.total_s > apart.simulation.total_s
+    assert together.prediction.total_s > apart.prediction.total_s
 
 
 def test_nics_that_deliver_less_are_shown_beside_their_line_rate():
     report = planned("trainer.num_ranks=16", hardware=Hardware(ranks_per_node=4))
     (line, at_line), (seen, at_seen) = report.total_s_by_nic.items()
     assert (line, seen) == (50e9, 44e9)
-    assert at_line == report.simulation.total_s < at_seen
+    assert at_line == report.prediction.total_s < at_seen
 
 
 def test_modes_are_compared_and_the_loss_of_decode_speed_decides():

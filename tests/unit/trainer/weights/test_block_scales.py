@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from conf.errors import ConfigError
 from conf.schema import Device, DType, MergeRounding, TrainerConfig, TrainMode, WeightSyncConfig
 from trainer.delivery.merged_source import TrainerWeightSource
-from trainer.delivery.planned_layouts import source_layouts, temporary_bytes
+from trainer.delivery.planned_layouts import PlannedTrainer
 from trainer.errors import LayoutError
 from trainer.rank import TrainerRank
 from trainer.weights.block_scales import ScaleRun
@@ -337,14 +337,15 @@ def test_layouts_and_temporary_bytes_are_foretold(ranks):
     spec = read_config(QUANTIZED)
     for _, parts in ranks:
         trainer = parts[0][4]
-        foretold = source_layouts(spec, "bfloat16", trainer, quantization)
+        planned = PlannedTrainer(spec, "bfloat16", trainer)
+        foretold = planned.layouts(quantization)
         for part, layout in zip(parts, foretold, strict=True):
 
             def ordered(one):
                 return dataclasses.replace(one, shards=tuple(sorted(one.shards, key=lambda s: (s.tensor, s.region))))
 
             assert ordered(part[0]) == ordered(layout)
-        assert max(part[3] for part in parts) == temporary_bytes(spec, trainer, Device.cpu, quantization)
+        assert max(part[3] for part in parts) == planned.temporary_bytes(Device.cpu, quantization)
 
 
 # -- which tensors -----------------------------------------------------------------------------------------------------

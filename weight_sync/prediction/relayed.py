@@ -1,6 +1,6 @@
-"""Simulates a publish with relay: which replicas the trainer writes, which read from a neighbour, and the time of that.
+"""Predicts a publish with relay: which replicas the trainer writes, which read from a neighbour, and the time of that.
 
-Owns: the reads after the writes; simulate.py predicts the writes. Does not own: the relay itself
+Owns: the reads after the writes; predict.py predicts the writes. Does not own: the relay itself
 (fleet/relay.py, which reads in the same rounds). Pure.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from weight_sync.layout import DestLayout, PostLoad
-from weight_sync.simulation.links import LinkRates, Placement
-from weight_sync.simulation.simulate import HASH_PASSES
+from weight_sync.prediction.links import LinkRates, Placement
+from weight_sync.prediction.predict import HASH_PASSES
 
 
 def neighbours(placement: Placement) -> dict[int, list[int]]:

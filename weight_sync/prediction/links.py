@@ -1,7 +1,7 @@
-"""The simulated cluster: link rates, which GPU is on which node, and faults. Pure data for simulate.py.
+"""The predicted cluster: link rates, which GPU is on which node, and faults. Pure data for predict.py.
 
-Owns: the figures that a simulation assumes, their checks, and the path from one GPU to another. Does not own: time
-(simulate.py). Invariant: every rate is > 0 and every duration >= 0.
+Owns: the figures that a prediction assumes, their checks, and the path from one GPU to another. Does not own: time
+(predict.py). Invariant: every rate is > 0 and every duration >= 0.
 
     trainer ranks and engine ranks are GPUs, numbered through the cluster; ranks_per_node of them share a node
     same node:      NVLink of the sender -> NVLink of the receiver
@@ -32,7 +32,7 @@ class LinkRates:
     loads: the time of all writes is bytes / nvlink + loads x write_latency, and the pipeline's time besides its writes
     is source_begin + replay + loads x hand_over. If sources begin while engines pause (in all but -plain and -vllm),
     the first two are part of the wait for the engines.
-    tests/unit/orchestrator/offline/test_simulation_measured.py compares simulations with these measurements.
+    tests/unit/orchestrator/offline/test_prediction_measured.py compares predictions with these measurements.
     """
 
     nic_bytes_s: float = 50e9
@@ -170,3 +170,10 @@ def nic_of(gpu: int, placement: Placement, faults: Faults) -> int:
         if candidate not in faults.lost_nics:
             return candidate
     raise PlanError(f"node {placement.node_of(gpu)} has lost all its NICs: GPU {gpu} cannot reach another node")
+
+
+def ports(gpu: int, to: int, placement: Placement, faults: Faults, rates: LinkRates) -> tuple[Port, Port, float]:
+    """The port out of one GPU, the port into the other, and the rate of what passes both."""
+    if placement.node_of(gpu) == placement.node_of(to):
+        return ("nvlink", gpu), ("nvlink", to), rates.nvlink_bytes_s
+    return ("nic", nic_of(gpu, placement, faults)), ("nic", nic_of(to, placement, faults)), rates.nic_bytes_s

@@ -1,4 +1,4 @@
-"""Promises of weight_sync/simulation/simulate_relay.py: who is written, and what the reads inside the nodes take."""
+"""Promises of weight_sync/prediction/relayed.py: who is written, and what the reads inside the nodes take."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import pytest
 from weight_sync.layout import DestLayout, Load, Param, Region, SourceLayout, SourceShard, TensorMeta
 from weight_sync.plan.budget import Staging
 from weight_sync.plan.plan import build_plan
-from weight_sync.simulation.links import LinkRates, Placement, place
-from weight_sync.simulation.simulate import Simulation, simulate
-from weight_sync.simulation.simulate_relay import neighbours, num_rounds, relay_s, written_alone
+from weight_sync.prediction.links import LinkRates, Placement, place
+from weight_sync.prediction.predict import Prediction, predict
+from weight_sync.prediction.relayed import neighbours, num_rounds, relay_s, written_alone
 
 STAGING = Staging(watermark_bytes=1 << 22)
 WIRE = LinkRates(
@@ -37,7 +37,7 @@ def sources(num_ranks: int) -> list[SourceLayout]:
     return [SourceLayout(i, (meta,), (SourceShard("w", Region((i * rows,), (rows,))),)) for i in range(num_ranks)]
 
 
-def both(num_sources: int, num_replicas: int, tp_size: int) -> tuple[Simulation, Simulation, float]:
+def both(num_sources: int, num_replicas: int, tp_size: int) -> tuple[Prediction, Prediction, float]:
     """The publish to all, the publish to the written ones, and the reads."""
     layouts = engine(tp_size)
 
@@ -49,8 +49,8 @@ def both(num_sources: int, num_replicas: int, tp_size: int) -> tuple[Simulation,
     readers = neighbours(placement)
     few = plan(len(readers))
     return (
-        simulate(everyone, placement, WIRE, STAGING, verify_hashes=False),
-        simulate(few, written_alone(placement, list(readers)), WIRE, STAGING, verify_hashes=False),
+        predict(everyone, placement, WIRE, STAGING, verify_hashes=False),
+        predict(few, written_alone(placement, list(readers)), WIRE, STAGING, verify_hashes=False),
         relay_s(readers, layouts, WIRE, verify_hashes=False),
     )
 

@@ -1,0 +1,266 @@
+"""Predicts how long a publish of a plan takes: the two floors of the wire, and around them what was measured to come on
+top. Integers and floats.
+
+Owns: the formula. Does not own: its figures (links.py), the plan (plan.py), the pipeline (pipeline.py), whose loads are
+counted here as it cuts them; a test compares the two, and another every measured publish with this formula.
+
+    begin (engines pause) | replay | write                                        | barrier, messages | verify | commit
+                            a port, out or in:  its bytes / its rate
+                            a sender:           its port + loads x (latency + hand-over) + entries of its writes;
+                                                no sooner than it has packed all loads, two of them before the start,
+                                                and written the last one
+
+A port is one direction of a NIC or of a GPU's NVLink. The write lasts as long as the slowest port and sender. How
+senders and receivers wait for each other in between is not predicted (docs/decisions/0006-floors-of-a-publish.md).
+
+Invariants: deterministic; never below a floor; better hardware never makes a publish slower; no rank holds more than
+its watermark.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from weight_sync.errors import PlanError
+from weight_sync.layout import Destination
+from weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS, Staging, aligned
+from weight_sync.plan.columns import Ints, first_true
+from weight_sync.plan.tasks import TaskTable
+from weight_sync.plan.transfer_plan import TransferPlan
+from weight_sync.prediction.links import Faults, LinkRates, Placement, Port, ports
+
+PACK_PASSES = 5.0
+"""Device memory traffic per packed and merged byte, in bytes: reading the weight and writing the slot are two, and the
+rest is the merge's cost (79 ms for 61 GB with r=32, measured as LinkRates says)."""
+HASH_PASSES = 1.0
+"""Further traffic per byte, on each side, if it is hashed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SenderFigures:
+    """What one trainer rank does. Times count from the start of the publish, "go"."""
+
+    rank: int
+    gpu: int
+    sent_bytes: int
+    num_loads: int
+    peak_bytes: int
+    """The most temporary memory that it holds: both slots and the reserved memory."""
+    prepare_start_s: float
+    prepare_s: float
+    """Packing and hashing all loads; overlaps with writing."""
+    write_start_s: float
+    write_s: float
+    """Its port's time for what passes it, and what its writes take besides."""
+    end_s: float
+    """When its last write is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverFigures:
+    """What one engine rank sees."""
+
+    destination: Destination
+    gpu: int
+    received_bytes: int
+    receive_s: float
+    """Its ports' time for what passes them."""
+    verify_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A predicted publish."""
+
+    total_s: float
+    """From "go" to committed everywhere."""
+    begin_s: float
+    write_start_s: float
+    write_end_s: float
+    """When the last byte has arrived."""
+    prepare_s: float
+    """The longest time that a rank spends packing and hashing."""
+    write_s: float
+    """The longest time that a rank, or a receiver's port, is busy with writes."""
+    barrier_s: float
+    messages_s: float
+    """Time of the messages about all parameters and ranks; after the last write, before the proof."""
+    verify_s: float
+    commit_s: float
+    sender_floor_s: float
+    """Largest bytes / rate of an outgoing port."""
+    receiver_floor_s: float
+    """Largest bytes / rate of an incoming port."""
+    senders: tuple[SenderFigures, ...]
+    receivers: tuple[ReceiverFigures, ...]
+
+    @property
+    def floor_s(self) -> float:
+        """The time that the links alone take."""
+        return max(self.sender_floor_s, self.receiver_floor_s)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest peak of all ranks."""
+        return max((one.peak_bytes for one in self.senders), default=0)
+
+
+def predict(
+    plan: TransferPlan,
+    placement: Placement,
+    rates: LinkRates,
+    staging: Staging,
+    *,
+    faults: Faults | None = None,
+    verify_hashes: bool = True,
+) -> Prediction:
+    """Predict one publish of a plan.
+
+    Args:
+        plan: which rank sends what.
+        placement: the GPU of every rank of the plan.
+        rates: rates of the hardware.
+        staging: the watermark of every trainer rank.
+        faults: faults of the cluster; None: none.
+        verify_hashes: hash on both sides.
+
+    Raises:
+        PlanError: the placement lacks a rank.
+        WatermarkError: the watermark leaves no room for staging.
+    """
+    _check(plan, placement)
+    faults = faults or Faults()
+    out_s: dict[Port, float] = defaultdict(float)
+    in_s: dict[Port, float] = defaultdict(float)
+    used_out: dict[int, set[Port]] = defaultdict(set)
+    used_in: dict[Destination, set[Port]] = defaultdict(set)
+    flows = {rank: table.flows() for rank, table in plan.tasks.items()}
+    for rank, sent in flows.items():
+        gpu, slowness = placement.trainer_gpus[rank], faults.slow_ranks.get(rank, 1.0)
+        for where, (num_bytes, _) in sent.items():
+            out, into, rate = ports(gpu, placement.engine_gpus[where], placement, faults, rates)
+            out_s[out] += num_bytes * slowness / rate
+            in_s[into] += num_bytes / rate
+            used_out[rank].add(out)
+            used_in[where].add(into)
+    pack_passes = PACK_PASSES + (HASH_PASSES if verify_hashes else 0.0)
+    senders: list[SenderFigures] = []
+    for rank, table in plan.tasks.items():
+        busy_s = max((out_s[port] for port in used_out[rank]), default=0.0)
+        slowness = faults.slow_ranks.get(rank, 1.0)
+        gpu = placement.trainer_gpus[rank]
+        senders.append(_sender(table, gpu, flows[rank], busy_s, slowness * pack_passes, rates, staging))
+    write_start_s = min((one.write_start_s for one in senders if one.num_loads), default=rates.begin_s + rates.replay_s)
+    receive_s = {where: max(in_s[port] for port in used_in[where]) for where in used_in}
+    last_received_s = write_start_s + max(receive_s.values(), default=0.0)
+    write_end_s = max([write_start_s, last_received_s, *(one.end_s for one in senders)])
+    hash_passes = HASH_PASSES if verify_hashes else 0.0
+    receivers = tuple(
+        ReceiverFigures(
+            where,
+            placement.engine_gpus[where],
+            (num_bytes := sum(params.values())),
+            receive_s.get(where, 0.0),
+            num_bytes * hash_passes / rates.hbm_bytes_s,
+        )
+        for where, params in plan.expected.items()
+    )
+    counted_s, verify_s = messages_s(plan, rates), max((one.verify_s for one in receivers), default=0.0)
+    return Prediction(
+        total_s=write_end_s + rates.barrier_s + counted_s + verify_s + rates.commit_s,
+        begin_s=rates.begin_s,
+        write_start_s=write_start_s,
+        write_end_s=write_end_s,
+        prepare_s=max((one.prepare_s for one in senders), default=0.0),
+        write_s=max([0.0, last_received_s - write_start_s, *(one.write_s for one in senders)]),
+        barrier_s=rates.barrier_s,
+        messages_s=counted_s,
+        verify_s=verify_s,
+        commit_s=rates.commit_s,
+        sender_floor_s=max(out_s.values(), default=0.0),
+        receiver_floor_s=max(in_s.values(), default=0.0),
+        senders=tuple(senders),
+        receivers=receivers,
+    )
+
+
+def _sender(
+    table: TaskTable,
+    gpu: int,
+    flows: Mapping[Destination, tuple[int, int]],
+    port_s: float,
+    passes: float,
+    rates: LinkRates,
+    staging: Staging,
+) -> SenderFigures:
+    """One rank, whose port is busy for `port_s`; each packed byte costs so many passes over its memory."""
+    loads, slot_bytes = load_bytes(table, staging)
+    # The host launches the next load's kernels while the device works, so the slower of the two counts.
+    packing = [max(float(size) * passes / rates.hbm_bytes_s, rates.load_launch_s) for size in loads]
+    entries = [ops for _, ops in flows.values()]
+    rounds = -(-len(flows) // MAX_LINK_THREADS)
+    busiest_entries = max(max(entries, default=0), -(-sum(entries) // MAX_LINK_THREADS))
+    write_s = port_s + len(loads) * rounds * rates.write_latency_s + busiest_entries * rates.op_s
+    start_s = max(rates.begin_s + rates.replay_s, rates.source_begin_s + (packing[0] if packing else 0.0))
+    packed_s = max(rates.source_begin_s + sum(packing), start_s + sum(packing[NUM_SLOTS:]))
+    end_s = max(start_s + write_s + len(loads) * rates.hand_over_s, packed_s + write_s / max(1, len(loads)))
+    return SenderFigures(
+        table.source_rank,
+        gpu,
+        sum(size for size, _ in flows.values()),
+        len(loads),
+        NUM_SLOTS * slot_bytes + staging.reserved_bytes,
+        rates.source_begin_s,
+        sum(packing),
+        start_s,
+        write_s,
+        end_s if packing else 0.0,
+    )
+
+
+def load_bytes(table: TaskTable, staging: Staging) -> tuple[Ints, int]:
+    """Bytes that are packed for each slot load of a schedule, and the size of a slot, cut as pipeline.py cuts them.
+
+    A row of the table is a packet. If the same ranks of several replicas are cut differently, the pipeline may find a
+    few more equal packets.
+
+    Raises:
+        PlanError: a task is larger than a slot.
+    """
+    sizes, max_slot_bytes = table.num_bytes, staging.max_slot_bytes
+    if not len(sizes):
+        return sizes, 0
+    for row in first_true(sizes > max_slot_bytes):
+        raise PlanError(
+            f"a task of {sizes[row]} bytes for {table.params[int(table.param[row])]} does not fit a slot of "
+            f"{max_slot_bytes} bytes"
+        )
+    padded = aligned(sizes)
+    slot_bytes = staging.slot_bytes(int(padded.sum()), int(padded.max()))
+    before: Ints = np.cumsum(padded) - padded
+    reach = before + sizes  # where each row's bytes end, if all were in one slot
+    edges = [0]
+    while (first := edges[-1]) < len(sizes):
+        last = int(reach.searchsorted(int(before[first]) + slot_bytes, side="right"))
+        edges.append(min(last, first + staging.max_load_packets(len(edges) - 1)))
+    return np.add.reduceat(sizes, edges[:-1]), slot_bytes
+
+
+def messages_s(plan: TransferPlan, rates: LinkRates) -> float:
+    """Time of the messages: rank 0 handles every parameter of every engine rank, then each replica reads its own
+    part."""
+    entries: dict[int, int] = {}
+    for (replica, _), params in plan.expected.items():
+        entries[replica] = entries.get(replica, 0) + len(params)
+    return (sum(entries.values()) + max(entries.values(), default=0)) * rates.entry_s
+
+
+def _check(plan: TransferPlan, placement: Placement) -> None:
+    missing = [f"trainer rank {rank}" for rank in plan.tasks if rank not in placement.trainer_gpus]
+    missing += [f"replica {r} rank {rank}" for r, rank in plan.expected if (r, rank) not in placement.engine_gpus]
+    if missing:
+        raise PlanError(f"the placement lacks {', '.join(missing[:3])}" + (", ..." if len(missing) > 3 else ""))
