@@ -16,8 +16,8 @@ from cases.pipeline_world import HASH_BYTES, NUM_RANKS, UnclosableTransport, Wor
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 
 from weight_sync.errors import TransferTimeout, TransportError
-from weight_sync.plan.budget import NUM_SLOTS
-from weight_sync.publish import lanes
+from weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS
+from weight_sync.publish import lanes, pipeline
 from weight_sync.publish.lanes import Door, FreeSlots, PipelineResult, Replay
 from weight_sync.publish.pipeline import Pipeline
 from weight_sync.publish.staging_slots import Filled, Slots
@@ -383,6 +383,31 @@ def test_nothing_is_written_before_the_device_has_packed_it() -> None:
         assert world.arrived(0, version) and world.arrived(1, version)
     assert world.transport.wrote_packed and all(world.transport.wrote_packed)
     assert events.num_waits == 2 * len(world.pipeline.loads), "one lane asks the device, the others wait for it"
+
+
+def test_seconds_of_waiting_for_the_device_are_of_packing_and_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each load takes a second of its lane's time, and nothing takes any of the others'."""
+    world, events = packing_world()
+    clock = threading.local()
+    for module in (pipeline, lanes):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: getattr(clock, "now", 0.0)))
+    wait = Events.Event.synchronize
+
+    def second(event: Events.Event) -> None:
+        wait(event)
+        clock.now = getattr(clock, "now", 0.0) + 1.0
+
+    monkeypatch.setattr(Events.Event, "synchronize", second)
+    report = world.run(1).report
+    assert report.prepare_s == events.num_waits == len(world.pipeline.loads)
+
+
+def test_more_destinations_than_threads_are_written_all_the_same() -> None:
+    world = World(5)
+    assert len(world.bindings()) > MAX_LINK_THREADS
+    report = world.run(1).report
+    assert report.errors == {} and report.num_bytes == world.plan.summary().num_bytes
+    assert all(world.arrived(replica, 1) for replica in range(5))
 
 
 def test_a_lane_waits_while_another_one_asks_the_device() -> None:

@@ -98,9 +98,11 @@ def test_staging_that_a_failed_write_may_still_read_is_not_given_back() -> None:
     world = World(transport=UnclosableTransport)
     world.fabric.inject(world.sessions[0][0].session, Fault(refuse=True))
     assert set(world.run(1).report.errors) == {0}
-    with pytest.raises(TransportError, match="still draining"):
-        world.pipeline.release()
-    assert world.transport.registered
+    (staging,) = world.transport.registered
+    for gives_back in (world.pipeline.release, lambda: world.pipeline.compile(world.plan.tasks[0])):
+        with pytest.raises(TransportError, match="still draining"):
+            gives_back()
+    assert world.transport.registered == [staging]
     world.transport.is_stuck = False
     world.pipeline.release()
     assert not world.transport.registered
@@ -212,6 +214,15 @@ def test_what_a_source_declared_is_accounted_for_also_where_it_holds_less() -> N
     whole = world.run(1).report.peak_bytes
     world.source.undeclared_bytes = -60
     assert world.run(2).report.peak_bytes == whole
+    world.source.undeclared_bytes = 0
+    for temporary_bytes, is_right in (
+        (100 + SMALL_WATERMARK + 100 - whole, True),
+        (100 + SMALL_WATERMARK + 101 - whole, False),
+    ):
+        world.source.temporary_bytes = temporary_bytes  # more than when the slots were cut
+        said = world.run(3).report.errors
+        assert (said == {}) == is_right, said
+        assert is_right or f"would hold {SMALL_WATERMARK + 101} temporary bytes" in said[0]
 
 
 def test_a_source_that_raises_fails_all_replicas_and_is_ended() -> None:
