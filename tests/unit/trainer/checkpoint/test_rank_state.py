@@ -23,8 +23,8 @@ PROGRESS = {"policy_version": 12, "num_updates": 24}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_rank_state(tmp_path / "state", 3, TENSORS, LAYOUT, PROGRESS)
-    return tmp_path / "state"
+    write_rank_state(tmp_path / "step-1" / "state", 3, TENSORS, LAYOUT, PROGRESS)
+    return tmp_path / "step-1" / "state"
 
 
 def read(folder: Path, rank: int = 3, layout: dict[str, Any] = LAYOUT, shapes: dict[str, list[int]] = SHAPES):
