@@ -267,7 +267,7 @@ def print_table(results: list[dict[str, Any]]) -> None:
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Held-out reward by step and by second, length and k3 (staleness 0) by step; a line per run."""
+    """Held-out reward by step and by second, length and k3 by step: a thin line per run, a thick one for their mean."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -278,26 +278,36 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
         ("held-out reward by step", "step", "held_out"),
         ("held-out reward by second, runs alone on a GPU", "s", "held_out"),
         ("tokens of a response by step", "step", "tokens"),
-        ("k3 by step, mean of 5", "step", "k3"),
+        ("k3 by step (one step late: with the drift of a step), mean of 5", "step", "k3"),
     )
     figure, axes = pyplot.subplots(2, 2, figsize=(12, 8), layout="constrained")
     for axis, (title, across, up) in zip(axes.flat, panels, strict=True):
         axis.set_title(title)
-        for result in results:
-            if across == "s" and result["is_beside"]:
-                continue  # others took its time
-            points = [point for point in result["points"] if point.get(up) is not None]
-            values = [point[up] for point in points]
-            if up == "k3":
-                axis.set_yscale("log")
-                values = [statistics.mean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
-            number = rows.index(result["row"])
-            axis.plot([point[across] for point in points], values, color=f"C{number % 10}", linewidth=1.2)
-    for number, row in enumerate(rows):
-        axes[0, 0].plot([], [], color=f"C{number % 10}", label=row)
+        for number, row in enumerate(rows):
+            # by second, others took the time of those beside each other
+            runs = [one["points"] for one in results if one["row"] == row and not (across == "s" and one["is_beside"])]
+            lines = [dict(line_of(points, across, up)) for points in runs]
+            for line in lines:
+                axis.plot(list(line), list(line.values()), color=f"C{number % 10}", linewidth=0.6, alpha=0.5)
+            shared = sorted(set.intersection(*map(set, lines))) if lines else []
+            means = [statistics.mean(line[place] for line in lines) for place in shared]
+            axis.plot(shared, means, color=f"C{number % 10}", linewidth=2, label=f"{row} ({len(lines)})")
+        if up == "k3":
+            axis.set_yscale("log")
     axes[0, 0].legend(fontsize="small")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def line_of(points: list[dict[str, Any]], across: str, up: str) -> list[tuple[float, float]]:
+    """What a run has of a panel; of k3 the mean of five, of older tokens where all are."""
+    told = [(point[across], point.get(up)) for point in points]
+    if up == "k3":
+        told = [(point[across], point.get("k3") or point.get("k3_stale")) for point in points]
+    line = [(place, value) for place, value in told if value is not None]
+    if up != "k3":
+        return line
+    return [(line[i][0], statistics.mean(value for _, value in line[max(0, i - 4) : i + 1])) for i in range(len(line))]
 
 
 def report(out: Path) -> None:
