@@ -29,7 +29,7 @@ WAYS = {
     "a worker's verbs: msgpack on a socket": "rollout/calls.py",
     "control of a publish: signed messages on a socket": "weight_sync/replica/control_client.py",
     "busy slots, from the engine's ranks to the worker": "rollout/slot_channel.py",
-    "fork server: which process to fork": "rollout/in_vllm/fork_server.py",
+    "fork server: which worker to fork": "rollout/in_vllm/fork_server.py",
     "user code: numbered questions on an inherited socket": "rollout/user_processes/channel.py",
     "push: the pipe of the sender": "orchestrator/push/sender_process.py",
     "requests to a run: files in its folder": "orchestrator/control/control_folder.py",

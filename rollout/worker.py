@@ -115,8 +115,8 @@ class RolloutWorker:
         self.weight_sync = weight_sync
         self._tensors = [(meta.name, list(meta.shape), meta.dtype) for meta in tensors]
         self._layouts = ExpectedLayouts(
-            folder, tensors, tp_size=config.tp_size, enable_expert_parallel=config.enable_expert_parallel,
-            dtype=dtype, device=Device(device),
+            tensors, tp_size=config.tp_size, enable_expert_parallel=config.enable_expert_parallel, dtype=dtype,
+            device=Device(device),
         )  # fmt: skip
         self._host = host
         self._key = key
@@ -164,8 +164,6 @@ class RolloutWorker:
             raise EngineError(f"model.path={base}: no such folder on this machine, whose engine must load it (INT4)")
         if "imported" not in self.started_at:
             await self.prepare()
-        if base is None:
-            self._layouts.begin()
         await self.engine.start()
         self._reached("engine_up")
         try:

@@ -6,8 +6,8 @@
       ended()                <--- end of the pipe --------
 
 Why not the owner's own process: a process that has not imported vLLM takes 6 to 15 s of a core to do so. This one is
-forked from the fork server that the owner has joined (in_vllm/fork_server.py), in which all of it is imported. Where
-there is none, or where it cannot be used, the process is spawned and imports vLLM itself.
+forked from the fork server that the owner has joined (in_vllm/fork_server.py), in which all of it is imported, and the
+engine's process from this one. Where there is none, or where it cannot be used, both are spawned and import vLLM.
 
 Owns: that process and its end. Does not own: calls, what is called (worker.py), the server of forks, or Ray.
 Invariant: the two processes end together. An owner that dies ends the worker, whatever that is doing; when the worker
@@ -33,9 +33,9 @@ from conf.errors import SlipstreamError
 from rollout.calls import CallServer
 from rollout.crash_reports import death_in, how_it_ended, report_crashes
 from rollout.die_with_owner import end_with
+from rollout.engine.engine_options import METHOD_VARIABLE
 from rollout.errors import EngineDied
 from rollout.in_vllm import fork_server
-from rollout.in_vllm.process_imports import come_first
 
 if TYPE_CHECKING:
     from conf.schema import Device, DType, RolloutConfig, WeightSyncConfig
@@ -142,13 +142,13 @@ def _death(process: BaseProcess, report: Path | None) -> EngineDied:
 def _start(arguments: tuple[Any, ...]) -> tuple[BaseProcess, Connection]:
     """In a thread: waits until the fork server has imported vLLM."""
     context: BaseContext = fork_server.ForkContext()
-    if why := fork_server.why_not(imported_as_here=True):
-        logger.warning("no fork server (%s): the rollout worker imports vLLM itself", why)
+    if why := fork_server.why_not():
+        logger.warning("no fork server (%s): the rollout worker and its engine import vLLM themselves", why)
         context = multiprocessing.get_context("spawn")
+        os.environ.setdefault(METHOD_VARIABLE, "spawn")  # what keeps the server from forking keeps the worker, too
     ours, theirs = context.Pipe()
     process: BaseProcess = context.Process(target=_work, args=(theirs, os.getpid(), *arguments))  # pyright: ignore[reportAttributeAccessIssue]
-    with come_first():
-        process.start()
+    process.start()
     theirs.close()
     atexit.register(process.kill)  # multiprocessing would wait for its end, and it for ours
     return process, ours
@@ -168,6 +168,7 @@ def _work(
 
     setproctitle(f"slipstream::{name}")
     end_with(owner_pid)
+    os.register_at_fork(after_in_child=connection.close)  # lest the engine's process keep it open beyond this one's end
     log_to_stderr(name)
     if report is not None:
         report_crashes(report)

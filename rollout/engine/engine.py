@@ -38,7 +38,9 @@ from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig
 from rollout.crash_reports import death_of_a_child, how_it_ended
 from rollout.die_with_owner import OWNER_VARIABLE
 from rollout.engine.engine_options import (
+    METHOD_VARIABLE,
     SOCKETS_VARIABLE,
+    architectures_of,
     engine_arguments,
     set_engine_environment,
     warm_up_lengths,
@@ -55,9 +57,8 @@ from rollout.engine.vllm_requests import (
     sampling_params,
 )
 from rollout.errors import EngineDied, EngineError, error_class
-from rollout.in_vllm import fork_server
-from rollout.in_vllm.process_imports import come_first, import_vllm
-from rollout.in_vllm.vllm_patches import end_for_good, watch_outputs
+from rollout.in_vllm.process_imports import ask_classes_here, has_opened_gpu, import_vllm, without_torchao
+from rollout.in_vllm.vllm_patches import stop_watching, watch_outputs
 from rollout.text.ends import end_token_ids
 from rollout.types import Adapter, AdapterSlotsSpec, Rollout, RoutingShape
 
@@ -101,12 +102,24 @@ def vllm_arguments(arguments: dict[str, Any]) -> AsyncEngineArgs:
 
 
 def make_llm(arguments: dict[str, Any]) -> AsyncLLM:
-    """vLLM's engine, started. Raises: see vllm_arguments()."""
+    """vLLM's engine, started. Its processes are forked from this one, which has imported vLLM, unless it has used a GPU
+    or METHOD_VARIABLE says otherwise. Raises: see vllm_arguments().
+    """
+    given = os.environ.get(METHOD_VARIABLE)
     chosen = vllm_arguments(arguments)
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    with come_first(), fork_server.fork_engine():
-        return AsyncLLM.from_engine_args(chosen)
+    with without_torchao():
+        ask_classes_here(architectures_of(Path(arguments["model"])))
+        config = chosen.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        os.environ[METHOD_VARIABLE] = given or ("spawn" if has_opened_gpu() else "fork")  # for CPUs, vLLM has set spawn
+        try:
+            return AsyncLLM.from_vllm_config(config, disable_log_stats=chosen.disable_log_stats)
+        finally:
+            del os.environ[METHOD_VARIABLE]
+            if given is not None:
+                os.environ[METHOD_VARIABLE] = given
 
 
 def gpu_bytes() -> int:
@@ -200,9 +213,7 @@ class Engine:
         return IMPORTING if self._output is None else phase_in(self._output.read())
 
     async def prepare(self) -> None:
-        """Do the part of start() that needs no device, which may still be another engine's: import vLLM, here and for
-        the engine's process.
-        """
+        """Do the part of start() that needs no device, which may still be another engine's: import vLLM."""
         self._begin()
         await asyncio.to_thread(import_vllm)
 
@@ -220,8 +231,6 @@ class Engine:
     def _begin(self) -> None:
         set_engine_environment(self._device, batch_invariant=self._batch_invariant)
         os.environ[OWNER_VARIABLE] = str(os.getpid())
-        if self._make_llm is make_llm:
-            fork_server.begin()
 
     def _build(self) -> AsyncLLM:
         own = SOCKETS_VARIABLE not in os.environ
@@ -511,7 +520,8 @@ class Engine:
     def shutdown(self) -> None:
         """End the engine's processes. Idempotent."""
         if self._llm is not None:
-            end_for_good(self._llm, SHUTDOWN_TIMEOUT_S)
+            stop_watching(self._llm)
+            self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
             self._llm = None
             self._drop_sockets()
 

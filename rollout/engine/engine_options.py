@@ -22,6 +22,8 @@ NUM_SEQS = 256
 CPU_KV_CACHE_BYTES = 256 << 20
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 """Where vLLM puts Unix sockets."""
+METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
+"""How vLLM makes an engine's processes: fork, which is its default, or spawn."""
 BATCH_INVARIANT_VARIABLE = "VLLM_BATCH_INVARIANT"
 """1: vLLM's batch-invariant kernels, in every process of the engine."""
 
@@ -203,6 +205,12 @@ def warm_up_lengths(captured: int, largest: int) -> list[int]:
     inside = [base for base in bases if captured < base < largest]
     bases = [captured + 16, *inside, largest - 1]
     return sorted({length for base in bases for length in (base, base + 1) if captured < length <= largest})
+
+
+def architectures_of(folder: Path) -> list[str]:
+    """Names of the model's classes."""
+    file = folder / "config.json"
+    return json.loads(file.read_text()).get("architectures") or [] if file.is_file() else []
 
 
 def _has_latent_attention(folder: Path) -> bool:

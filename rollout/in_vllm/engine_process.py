@@ -1,8 +1,8 @@
 """What vLLM imports into each process of an engine before it loads the model: the product's worker_extension_cls.
 
-This module acts when it is imported, and no other of the product does but process_imports.py: vLLM calls nothing of
-ours at this point, and what it does must come before the model is loaded. (vLLM calls its plugins there, but finds them
-only if the package is installed.)
+This module acts when it is imported, and no other of the product does but preload.py: vLLM calls nothing of ours at
+this point, and what it does must come before the model is loaded. (vLLM calls its plugins there, but finds them only if
+the package is installed.)
 """
 
 from __future__ import annotations
@@ -12,12 +12,7 @@ import os
 
 from rollout.crash_reports import report_beside_parent
 from rollout.die_with_owner import OWNER_VARIABLE, end_with
-from rollout.in_vllm.kernels_beside_model import compile_kernels_beside_model
-from rollout.in_vllm.vllm_patches import (
-    add_expert_adapters_batch_invariantly,
-    keep_linear_weights_in_place,
-    norm_sums_batch_invariantly,
-)
+from rollout.in_vllm.vllm_patches import keep_batch_invariance, keep_linear_weights_in_place
 from rollout.in_vllm.worker_extension import WeightReceiver
 
 __all__ = ["WeightReceiver"]
@@ -36,8 +31,6 @@ def _end_with_the_owner() -> None:
 
 
 keep_linear_weights_in_place()
-norm_sums_batch_invariantly()
-add_expert_adapters_batch_invariantly()
-compile_kernels_beside_model()
+keep_batch_invariance()
 _end_with_the_owner()
 report_beside_parent()

@@ -1,16 +1,12 @@
 """Imports vLLM once for many processes: a server that has imported it forks them.
 
-    one process with engines (bench/, push, tests)       a node of a run (orchestrator/cluster)
+    a node of a run (orchestrator/cluster)
 
-    begin()         a server of its own imports vLLM     ray_host.py       begin_beforehand()  beside Ray's start
-    fork_engine()   it forks the EngineCore, and what    ForkServerActor   begin_as()   that one, or one of its own
-                    looks at the model's class           RolloutActor      join()       it forks the worker's process,
-                                                         worker process    fork_engine()       and what that asks for
-    for_ranks()     an EngineCore that was forked has its ranks forked, too (tp_size > 1, on CPUs)
+    ray_host.py       begin_beforehand()  beside Ray's start
+    ForkServerActor   begin_as()   that one, or one of its own
+    RolloutActor      join()       it forks the worker's process, of which vLLM then forks the engine's (engine.py)
 
-Without it, vLLM spawns the EngineCore process after the worker's own import, and it imports all of it again: 16 s of
-a start on a host with GPUs, one after the other; and so does the process that imports the class of a model which vLLM
-meets for the first time on this node, and so does each rank of an engine with several. The server is one of
+Without it, each worker imports all of vLLM: 15 s of its start on a host with GPUs. The server is one of
 multiprocessing's, but not the one that every other user of "forkserver" in this process shares. It runs no kernel and
 never opens a GPU, so that what is forked from it may.
 
@@ -18,8 +14,7 @@ Processes are forked as long as the variables that imports read (IMPORTS_READ) a
 imported. Where they are not, and where the server is gone, why_not() says so and the process that is asked for imports
 vLLM itself.
 
-Owns: these servers, and the processes that they fork. Does not own: what is spawned where none can be forked
-(process_imports.py); when a run has a server (orchestrator/cluster).
+Owns: these servers, and the processes that they fork. Does not own: when a run has a server (orchestrator/cluster).
 Invariant: a forked process has the environment and the output of the process that asked for it, and the variables that
 vLLM's imports have set, as a spawned one would.
 """
@@ -28,26 +23,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from multiprocessing import forkserver, popen_forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.reduction import DupFd
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 
 from rollout.crash_reports import report_beside_parent
 from rollout.die_with_owner import OWNER_VARIABLE
-from rollout.in_vllm.vllm_patches import inspect_models_by, make_processes_in
-
-T = TypeVar("T")
-logger = logging.getLogger(__name__)
 
 PRELOAD = "rollout.in_vllm.preload"
 PRELOAD_TIMEOUT_S = 300.0
@@ -107,11 +97,6 @@ class _Server(forkserver.ForkServer):
 
 
 _server = _Server()
-_in_use = threading.Lock()
-_forked_by: int | None = None
-"""The server's process, in one that was itself forked from its server."""
-_imported_under: dict[str, str] | None = None
-"""Variables that imports read, when the first engine was forked; None before."""
 
 
 def begin(also: Sequence[str] = ()) -> None:
@@ -186,94 +171,52 @@ def join(address: str) -> None:
     _server.join(address, os.open(os.devnull, os.O_RDONLY))
 
 
-def is_known() -> bool:
-    """Whether this process has a server, or uses another process's."""
-    return _server.is_known
-
-
 def imports_read(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that imports may read."""
     return {name: value for name, value in environment.items() if name.startswith(IMPORTS_READ)}
-
-
-@contextlib.contextmanager
-def fork_engine() -> Generator[None]:
-    """While the block runs, vLLM forks its EngineCore from the server. Without a server, while another thread is in
-    such a block, and where the server cannot be used, the block changes nothing: vLLM spawns it.
-    """
-    global _imported_under
-    if not _server.is_known or not _in_use.acquire(blocking=False):
-        yield
-        return
-    try:
-        if why := _why_not_again() or why_not(tries_gpu=_forked_by is None):
-            logger.warning("no fork server (%s): vLLM is imported once more", why)
-            yield
-            return
-        with make_processes_in(ForkContext()), inspect_models_by(call_in_fork):
-            yield
-        if _imported_under is None:
-            _imported_under = _comparable(os.environ)  # vLLM has set some of them
-    finally:
-        _in_use.release()
-
-
-def for_ranks() -> ForkContext | None:
-    """What the ranks of an engine are made in whose EngineCore is this process; None: it was not forked, or its server
-    is gone. Of variables that imports read, an EngineCore changes OMP_NUM_THREADS alone, which forked processes obey.
-    """
-    return ForkContext() if _forked_by is not None and os.getppid() == _forked_by else None
 
 
 def _comparable(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in imports_read(environment).items() if name not in OF_ONE_PROCESS}
 
 
-def _why_not_again() -> str:
-    """Why the next engine of this process cannot be forked; empty if it can."""
-    if _imported_under is None:
-        return ""
-    return _changed("the first engine", _imported_under, _comparable(os.environ))
-
-
-def _changed(since: str, before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    names = {name for name, _ in before.items() ^ after.items()}
-    return f"changed since {since}: {', '.join(sorted(names))}" if names else ""
-
-
-def why_not(*, imported_as_here: bool = False, tries_gpu: bool = True) -> str:
-    """Why the server cannot be used; empty if it can. Waits until it has imported vLLM.
-
-    Args:
-        imported_as_here: Whether variables that imports read must be what they are in this process, which has not
-            imported vLLM.
-        tries_gpu: Whether a forked process is to use the GPU, as an EngineCore will.
+def why_not() -> str:
+    """Why the server cannot be used for processes of this one, which has not imported vLLM; empty if it can. Waits
+    until it has imported vLLM.
     """
     if not _server.is_known:
         return "there is none"
-    here = _comparable(os.environ) if imported_as_here else None
+    context = ForkContext()
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_look, args=(_comparable(os.environ), sender))
     try:
-        return call_in_fork(_Look(here, tries_gpu=tries_gpu))
-    except RuntimeError as error:
-        return str(error)
+        process.start()
+    except (OSError, EOFError) as error:
+        receiver.close()
+        return f"the fork server is gone ({type(error).__name__})"
+    finally:
+        sender.close()
+    try:
+        if not receiver.poll(PRELOAD_TIMEOUT_S):
+            process.kill()
+            return f"a process of the fork server did not answer within {PRELOAD_TIMEOUT_S:g} s"
+        return receiver.recv()
+    except EOFError:
+        process.join()
+        return f"a process of the fork server ended with exit code {process.exitcode}"
+    finally:
+        receiver.close()
 
 
-class _Look:
-    """What a forked process finds in the server."""
-
-    def __init__(self, variables: Mapping[str, str] | None, *, tries_gpu: bool) -> None:
-        self._variables = variables
-        self._tries_gpu = tries_gpu
-
-    def __call__(self) -> str:
-        preload = sys.modules.get(PRELOAD)
-        if preload is None:
-            return "it has not imported vLLM"
-        if self._variables is not None and (
-            why := _changed("its imports", _comparable(preload.BEFORE), self._variables)
-        ):
-            return why
-        return "" if not self._tries_gpu or _can_use_gpu() else "what it forks cannot use the GPU"
+def _look(variables: Mapping[str, str], sender: Connection) -> None:
+    """In a forked process: send what why_not() is to say."""
+    preload = sys.modules.get(PRELOAD)
+    if preload is None:
+        sender.send("it has not imported vLLM")
+    elif names := {name for name, _ in _comparable(preload.BEFORE).items() ^ variables.items()}:
+        sender.send(f"changed since its imports: {', '.join(sorted(names))}")
+    else:
+        sender.send("" if _can_use_gpu() else "what it forks cannot use the GPU")
 
 
 def _can_use_gpu() -> bool:
@@ -287,49 +230,6 @@ def _can_use_gpu() -> bool:
         return not torch.cuda._is_in_bad_fork() and torch._C._cuda_getDeviceCount() > 0
     except RuntimeError:  # not PyTorch but another library of the parent's has opened one
         return False
-
-
-def call_in_fork(function: Callable[[], T]) -> T:
-    """Call a function, which cloudpickle can pickle, in a process forked from the server.
-
-    Raises:
-        RuntimeError: The function raised there, its process ended without a result, or there is no server.
-    """
-    cloudpickle = import_module("cloudpickle")
-    context = ForkContext()
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_call, args=(cloudpickle.dumps(function), sender))
-    try:
-        process.start()
-    except (OSError, EOFError) as error:
-        receiver.close()
-        raise RuntimeError(f"the fork server is gone ({type(error).__name__})") from None
-    finally:
-        sender.close()
-    try:
-        if not receiver.poll(PRELOAD_TIMEOUT_S):
-            process.kill()
-            raise RuntimeError(f"a process of the fork server did not answer within {PRELOAD_TIMEOUT_S:g} s")
-        result, error = cloudpickle.loads(receiver.recv_bytes())
-    except EOFError:
-        process.join()
-        raise RuntimeError(f"a process of the fork server ended with exit code {process.exitcode}") from None
-    finally:
-        receiver.close()
-    process.join()
-    if error is not None:
-        raise RuntimeError(f"in a process of the fork server: {error}")
-    return result
-
-
-def _call(pickled: bytes, sender: Connection) -> None:
-    """In the forked process."""
-    cloudpickle = import_module("cloudpickle")
-    try:
-        answer = (cloudpickle.loads(pickled)(), None)
-    except Exception as error:  # noqa: BLE001 - raised by call_in_fork()
-        answer = (None, f"{type(error).__name__}: {error}")
-    sender.send_bytes(cloudpickle.dumps(answer))
 
 
 class _Popen(popen_forkserver.Popen):
@@ -367,7 +267,6 @@ class _Process(ForkServerProcess):
 
     def run(self) -> None:
         """Called in the forked process."""
-        global _forked_by
         for descriptor, sent in self._output.items():
             os.dup2(sent.detach(), descriptor)
         preload: Any = sys.modules.get(PRELOAD)
@@ -381,7 +280,6 @@ class _Process(ForkServerProcess):
         os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
         inherited: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
         _server.join(inherited._forkserver_address, inherited._forkserver_alive_fd)
-        _forked_by = os.getppid()
         report_beside_parent()
         super().run()
 

@@ -1,27 +1,21 @@
-"""What a process of an engine imports before anything else: vLLM, without collections of garbage on the way, with the
-patches that belong to a process rather than to an engine.
+"""What a process that makes engines imports of vLLM, without collections of garbage on the way.
 
-    multiprocessing, in the process that it spawns:    1. imports the main module of the process that spawns
-                                                       2. unpickles what is to be run there, which imports vLLM
+vLLM forks its EngineCore, and that its ranks, from a process in which all of it is imported (engine.py). So the import
+must open no GPU: CUDA cannot be used after a fork.
 
-Inside `come_first()` the main module is this one. (Otherwise it is a Ray worker's, which imports all of Ray for
-nothing.) Its one act is that import with its patches, and step 2 finds it done; a rank that an EngineCore spawns
-repeats both steps. Saves about 1 s of a core at each start of an engine.
-
-Owns: that module, and which modules of vLLM are imported (import_vllm). Does not own: the process that imports them
-for an EngineCore beforehand (fork_server.py). Invariant: nothing of what is spawned depends on which main module it
-finds.
+Owns: which modules are imported, and the patch that belongs to a process rather than to an engine. Does not own: the
+process that imports them for all workers of a node (fork_server.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Generator
 from importlib import import_module
-from importlib.util import find_spec
 
-from rollout.in_vllm.vllm_patches import open_no_gpu, send_logprobs_together
+from rollout.in_vllm.vllm_patches import send_logprobs_together
 from weight_sync.gc_freeze import frozen_imports
 
 
@@ -29,23 +23,43 @@ def import_vllm() -> None:
     """Import what make_llm() and an EngineCore need: 6 s of a CPU's core, 15 s on a host with GPUs. It opens no GPU, so
     that the process may be forked.
     """
-    with frozen_imports(), open_no_gpu():
+    with frozen_imports(), without_torchao():
         for name in ("vllm.engine.arg_utils", "vllm.v1.engine.core", "vllm.v1.engine.async_llm"):
             import_module(name)
+    send_logprobs_together()
+
+
+def has_opened_gpu() -> bool:
+    """Whether this process has used CUDA, by whatever library: what is forked from it could not."""
+    with os.scandir("/proc/self/fd") as found:
+        return any(os.path.realpath(entry.path) == "/dev/nvidia-uvm" for entry in found)
+
+
+def ask_classes_here(architectures: list[str]) -> None:
+    """Let vLLM ask the classes of models what they can do in this process, which has imported it. Of a class that it
+    meets for the first time on a node it would ask another process, which imports all of vLLM for that.
+
+    Args:
+        architectures: As config.json has them.
+    """
+    from vllm.model_executor.models import ModelRegistry
+
+    for name in architectures:
+        if name in ModelRegistry.models:  # vLLM says of others that it does not support them
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 @contextlib.contextmanager
-def come_first() -> Generator[None]:
-    """While the block runs, processes that multiprocessing spawns import this module first."""
-    main = sys.modules["__main__"]
-    before = main.__spec__
-    main.__spec__ = find_spec("rollout.in_vllm.process_imports")
+def without_torchao() -> Generator[None]:
+    """While the block runs, and in what is forked meanwhile, torchao counts as not installed. vLLM and transformers
+    import it if it is, for checkpoints of its own format, which no engine of ours loads; and it opens the GPU when it
+    is imported.
+    """
+    if "torchao" in sys.modules:
+        yield
+        return
+    sys.modules["torchao"] = None  # type: ignore[assignment] - "import torchao" raises, and find_spec() finds none
     try:
         yield
     finally:
-        main.__spec__ = before
-
-
-if __name__ == "__mp_main__":
-    import_vllm()
-    send_logprobs_together()
+        del sys.modules["torchao"]

@@ -1,48 +1,34 @@
 """Every place where Slipstream changes vLLM at run time. vLLM's files, models, kernels and scheduling stay as released.
 
-    keep_linear_weights_in_place   0.32   CPUs compute linear layers from parameters, not from packed copies of them.
-                                          Until an option of vLLM says so.
-    norm_sums_batch_invariantly    0.25   With VLLM_BATCH_INVARIANT=1 the norm of a sum does not depend on the batch.
-                                          Until vLLM's fused kernel does not (it claims so).
-    add_expert_adapters_batch_invariantly
-                                   0.25   With VLLM_BATCH_INVARIANT=1 one kernel adds experts' adapters to any batch.
-                                          Until vLLM's choice of kernels does not depend on the batch.
-    compile_kernels_beside_model   0.25   On GPUs the kernels of experts, adapters, top-k and top-p are compiled while
-                                          the model is (kernels_beside_model.py).
-                                          Until vLLM compiles its kernels beside each other.
-    send_logprobs_together         both   The log-probabilities of a step leave the engine's process as three arrays
-                                          (logprob_rows.py). Until vLLM does not send three per request.
-    watch_outputs                  both   The engine's client gives each request its own again, and shows outputs to a
-                                          listener before vLLM handles them.
-                                          Until outputs carry the version of the weights, or a listener can be given.
-    open_no_gpu                    0.25   While vLLM is imported, torchao's questions about Triton and GPUs open none.
-                                          Until torchao asks when it needs the answers.
-    make_processes_in              both   One engine's EngineCore is forked from a server that has imported vLLM.
-                                          Until VLLM_WORKER_MULTIPROC_METHOD may be forkserver.
-    make_ranks_in                  0.32   On CPUs an EngineCore that was forked has its ranks forked by the same
-                                          server. GPUs have not run it, so there ranks are spawned.
-                                          Until VLLM_WORKER_MULTIPROC_METHOD may be forkserver.
-    inspect_models_by              both   What a model's class says of itself is found in a process of that server.
-                                          Until vLLM can be told where.
-    end_for_good                   both   One engine is shut down once. Until AsyncLLM.shutdown() may be called twice.
-    adapters_from_memory           both   While slots are recorded, a LoRA manager reads tensors instead of a file.
-                                          Until add_adapter() takes tensors.
-    kernels_of_gpus                both   FP8 layers take the kernels of GPUs on a host that has none.
-                                          Until a layer can be built without choosing a kernel.
-    be_on_cpu_without_gpu          0.25   vLLM's build for GPUs takes a host without one for a CPU's.
-                                          Until vLLM can be told its platform.
-    be_rank                        both   Process groups that talk to nobody. Until vLLM's groups can be made so.
+    patch                         release    what it buys, and until when
+    keep_linear_weights_in_place  0.32 CPUs  correctness: linear layers compute from parameters, not from packed copies
+                                             of them. Until an option of vLLM says so.
+    keep_batch_invariance         0.25 GPUs  correctness: with VLLM_BATCH_INVARIANT=1 neither norms of sums nor experts'
+                                             adapters depend on the batch. Until vLLM's kernels keep what the variable
+                                             promises.
+    send_logprobs_together        both       tokens/s: the log-probabilities of a step leave the engine's process as
+                                             three arrays (logprob_rows.py). Until vLLM does not send three per request.
+    watch_outputs                 both       correctness: the engine's client gives each request its own log-
+                                             probabilities again, and shows outputs to a listener before vLLM handles
+                                             them. Until outputs carry the version of the weights, or a listener can be
+                                             given.
+    adapters_from_memory          both       correctness: while slots are recorded, a LoRA manager reads tensors instead
+                                             of a file. Until add_adapter() takes tensors.
+    kernels_of_gpus               both       correctness: FP8 layers take the kernels of GPUs on a host that has none.
+                                             Until a layer can be built without choosing a kernel.
+    be_on_cpu_without_gpu         0.25 CPUs  correctness: vLLM's build for GPUs takes a host without one for a CPU's.
+                                             Until vLLM can be told its platform.
+    be_rank                       both       correctness: process groups that talk to nobody. Until vLLM's groups can be
+                                             made so.
 
-"Both" means 0.25.1 (GPUs) and 0.32 (CPUs); the last sentence of each entry says when the patch can go. The first patch
-acts on every engine on a CPU, the next two on every batch-invariant one, compile_kernels_beside_model on every engine
-on a GPU, send_logprobs_together on the processes of a worker's engine, open_no_gpu on imports, make_ranks_in on forked
-processes, the other five before the last three on the objects of one engine; the last three run in a process that
-computes nothing (rollout/layouts/). While a layout is recorded, two more modules swap attributes of a model and
+"Both" means 0.25.1 (GPUs) and 0.32 (CPUs). The first acts on every engine on a CPU, the second on every batch-invariant
+one, send_logprobs_together on processes that import vLLM to make engines and on what they fork, the next two on the
+objects of one engine; the last three run in a process that computes nothing (rollout/layouts/). Why none of them buys
+seconds of a start: docs/decisions/0035. While a layout is recorded, two more modules swap attributes of a model and
 put them back: load_time.py (parameters as they were at load time) and adapter_slots.py (layers without LoRA wrappers).
 
-Owns this list, and these changes but for compile_kernels_beside_model, which has a file of its own. Does not own when
-they are made: each is one call, made by the code that needs it. vLLM is imported inside the functions, because
-engine.py imports this file and must stay cheap to import.
+Owns: this list, and these changes. Does not own when they are made: each is one call, made by the code that needs it.
+vLLM is imported inside the functions, because engine.py imports this file and must stay cheap to import.
 Invariant: a patch raises if its target is missing; none is skipped silently.
 """
 
@@ -50,13 +36,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from importlib.util import find_spec
-from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rollout.in_vllm.logprob_rows import gather, row_of_request, spread
 from rollout.in_vllm.replaced import replace, replaced
@@ -65,9 +48,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.v1.engine.async_llm import AsyncLLM
-
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 def keep_linear_weights_in_place() -> None:
@@ -87,20 +67,23 @@ def keep_linear_weights_in_place() -> None:
         replace(utils, "check_cpu_sgl_kernel", lambda *_: False)
 
 
-def norm_sums_batch_invariantly() -> None:
-    """With VLLM_BATCH_INVARIANT=1, norms of residual sums use the kernel of all other norms. Call it before a model is
-    loaded; again is harmless.
+def keep_batch_invariance() -> None:
+    """With VLLM_BATCH_INVARIANT=1, norms of residual sums use the kernel of all other norms, and experts' adapters are
+    added by one kernel. Call it before a model is loaded; again is harmless.
 
-    vLLM's fused kernel adds squares in as many parts as a block has threads, 1024 below 256 rows and 256 from there on,
-    so that a token's bits depend on how many others are in its batch (measured: docs/parity.md).
+    vLLM's fused norm adds squares in as many parts as a block has threads, 1024 below 256 rows and 256 from there on,
+    so that a token's bits depend on how many others are in its batch. For a batch that chooses few experts (rows *
+    experts per token * 8 at most experts * slots) vLLM adds their adapters by another kernel, which does not round
+    x A^T (both measured: docs/parity.md).
     """
     import vllm.envs
 
     if not vllm.envs.VLLM_BATCH_INVARIANT:
         return
+    from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
     from vllm.model_executor.layers import layernorm
 
-    norm = layernorm.rms_norm_batch_invariant
+    norm, align = layernorm.rms_norm_batch_invariant, PunicaWrapperGPU.moe_lora_align_block_size
     if norm.__module__ == __name__:
         return
 
@@ -110,114 +93,11 @@ def norm_sums_batch_invariantly() -> None:
         residual.add_(input)
         return norm(residual, weight, eps), residual
 
-    replace(layernorm, "rms_norm_batch_invariant", norm_of_sum)
-
-
-def add_expert_adapters_batch_invariantly() -> None:
-    """With VLLM_BATCH_INVARIANT=1, experts' adapters are added by one kernel. Call it before a model is loaded; again
-    is harmless.
-
-    For a batch that chooses few experts (rows * experts per token * 8 at most experts * slots) vLLM takes another one,
-    which does not round x A^T (measured: docs/parity.md).
-    """
-    import vllm.envs
-
-    if not vllm.envs.VLLM_BATCH_INVARIANT:
-        return
-    from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
-
-    align = PunicaWrapperGPU.moe_lora_align_block_size
-    if align.__module__ == __name__:
-        return
-
     def always_sorted(self: Any, *rows: Any, naive_block_assignment: bool = False, **options: Any) -> Any:
         return align(self, *rows, **options)
 
+    replace(layernorm, "rms_norm_batch_invariant", norm_of_sum)
     replace(PunicaWrapperGPU, "moe_lora_align_block_size", always_sorted)
-
-
-@contextlib.contextmanager
-def open_no_gpu() -> Iterator[None]:
-    """While the block runs, torch's has_triton() looks for Triton and for GPUs, and its get_device_capability() asks
-    vLLM's platform; both through the driver's management library.
-
-    vLLM 0.25.1 imports torchao, which asks both as it is imported (utils.py, mx_formats/kernels.py). Torch's own
-    answers open the GPU: the process then keeps half a GB of it for nothing, and no process that is forked from it can
-    use a GPU.
-    """
-    import torch
-    from torch.utils import _triton
-
-    has_triton = find_spec("triton") is not None and torch.cuda.device_count() > 0
-    by_torch = torch.cuda.get_device_capability
-
-    def capability(device: Any = None) -> tuple[int, int]:
-        from vllm.platforms import current_platform
-
-        found = current_platform.get_device_capability() if device is None else None
-        return by_torch(device) if found is None else (found.major, found.minor)
-
-    with (
-        replaced(_triton, {"has_triton": lambda: has_triton}),
-        replaced(torch.cuda, {"get_device_capability": capability}),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def make_processes_in(context: BaseContext) -> Iterator[None]:
-    """While the block runs, vLLM makes EngineCore processes in this context of multiprocessing."""
-    from vllm.v1.engine import utils
-
-    own = utils.get_mp_context
-
-    def chosen() -> BaseContext:
-        own()  # it also sets what the EngineCore's own processes read
-        return context
-
-    with replaced(utils, {"get_mp_context": chosen}):
-        yield
-
-
-def make_ranks_in(choose: Callable[[], BaseContext | None]) -> None:
-    """From now on an EngineCore of this process, or of one forked from it, makes its ranks (tp_size > 1) in the context
-    of multiprocessing that `choose` names; in vLLM's own where it names none, and for ranks on GPUs. A second call is
-    harmless.
-    """
-    from vllm.platforms import current_platform
-    from vllm.v1.executor import multiproc_executor
-
-    if not current_platform.is_cpu():
-        return
-    own = multiproc_executor.get_mp_context
-    if own.__module__ == __name__:
-        return
-
-    def chosen() -> BaseContext:
-        default = own()  # it also sets what ranks read
-        return choose() or default
-
-    replace(multiproc_executor, "get_mp_context", chosen)
-
-
-@contextlib.contextmanager
-def inspect_models_by(call: Callable[[Callable[[], T]], T]) -> Iterator[None]:
-    """While the block runs, vLLM asks a model's class what it can do by `call`, and if that fails by its own way: in a
-    process that imports all of vLLM first. (vLLM keeps the answers in its cache folder.)
-    """
-    from vllm.model_executor.models import registry
-
-    own = registry._run_in_subprocess
-
-    def asked(function: Callable[[], T]) -> T:
-        try:
-            return call(function)
-        except RuntimeError as error:
-            logger.warning("a model's class was not inspected in a forked process: %s", error)
-            return own(function)
-
-    with replaced(registry, {"_run_in_subprocess": asked}):
-        yield
 
 
 def send_logprobs_together() -> None:
@@ -262,15 +142,9 @@ def watch_outputs(llm: AsyncLLM, see: Callable[[Any], None]) -> None:
     client.get_output_async = get_watched_output
 
 
-def end_for_good(llm: AsyncLLM, timeout_s: float) -> None:
-    """Shut the engine down, and prevent a second shutdown.
-
-    AsyncLLM's __del__ would shut it down again when this process ends, after its modules are gone.
-    """
-    owned: Any = llm
-    owned.engine_core.__dict__.pop("get_output_async", None)  # watch_outputs() made a cycle that keeps the engine alive
-    owned.shutdown(timeout=timeout_s)
-    owned.shutdown = lambda: None
+def stop_watching(llm: AsyncLLM) -> None:
+    """Undo watch_outputs(), which made a cycle that would keep the engine alive."""
+    vars(llm.engine_core).pop("get_output_async", None)
 
 
 @contextlib.contextmanager

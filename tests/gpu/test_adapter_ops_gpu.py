@@ -42,9 +42,9 @@ def factors(columns: int, widths: tuple[int, ...], *lead: int, seed: int) -> Fac
 @pytest.fixture(scope="module")
 def adapters() -> VllmAdapters:
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    from rollout.in_vllm.vllm_patches import add_expert_adapters_batch_invariantly
+    from rollout.in_vllm.vllm_patches import keep_batch_invariance
 
-    add_expert_adapters_batch_invariantly()
+    keep_batch_invariance()
     return VllmAdapters(RANK, torch.device("cuda"))
 
 

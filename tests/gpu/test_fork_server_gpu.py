@@ -15,16 +15,25 @@ from rollout.engine.engine_options import engine_environment
 ASK = """
 import sys
 from rollout.in_vllm import fork_server
-
-def use_gpu():
-    import torch
-    return torch.ones(1, device="cuda").item()
+from uses_gpu import use_gpu
 
 fork_server.begin(also=sys.argv[1:])
 why = fork_server.why_not()
 assert why == ("what it forks cannot use the GPU" if sys.argv[1:] else ""), why
 if not why:
-    assert fork_server.call_in_fork(use_gpu) == 1
+    process = fork_server.ForkContext().Process(target=use_gpu)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+"""
+USES = """
+from rollout.in_vllm.process_imports import has_opened_gpu
+
+def use_gpu():
+    import torch
+    assert not has_opened_gpu()
+    assert torch.ones(1, device="cuda").item() == 1
+    assert has_opened_gpu()
 """
 OPENS = {
     "by_torch": "import torch; torch.ones(1, device='cuda')",
@@ -37,7 +46,7 @@ OPENS = {
 def test_what_is_forked_after_the_imports_can_use_the_gpu_unless_one_of_them_did(
     tmp_path: Path, also: tuple[str, ...]
 ) -> None:
-    for name, text in OPENS.items():
+    for name, text in (OPENS | {"uses_gpu": USES}).items():
         (tmp_path / f"{name}.py").write_text(text)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | engine_environment(Device.cuda) | {"PYTHONPATH": path}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import os
 from collections.abc import Callable
 from functools import partial
@@ -26,8 +25,6 @@ from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.engine.engine import Engine
 from rollout.engine.vllm_requests import ABORTED
 from rollout.errors import EngineError, ReplicaNotServing
-from rollout.in_vllm import fork_server
-from rollout.layouts import known_layouts
 from rollout.types import AdapterSlotsSpec, Prompt
 from rollout.worker import RolloutWorker
 from weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
@@ -278,19 +275,6 @@ async def test_requests_that_outlast_a_pause_for_them_do_not_end_the_engine(monk
     assert engine.is_alive
 
 
-async def test_an_engine_that_is_made_otherwise_imports_no_vllm_beforehand(monkeypatch, tmp_path):
-    """A fork server that did would go on in this process, for all that starts processes in it."""
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    begun = []
-    monkeypatch.setattr(fork_server, "begin", lambda: begun.append(True))
-    other: Any = HangingLlm("pause")
-    options: Any = {"dtype": DType.float32, "device": Device.cpu, "seed": 0}
-    await Engine(tmp_path, RolloutConfig(), **options, make_llm=lambda _: other).start()
-    assert not begun
-    Engine(tmp_path, RolloutConfig(), **options)._begin()
-    assert begun
-
-
 @pytest.mark.parametrize(
     ("sync", "mode", "keeps_blocks"),
     [
@@ -470,37 +454,6 @@ async def test_a_base_that_engines_load_themselves_is_neither_described_nor_want
 def damage(folder: Path) -> None:
     for file in folder.rglob("*.digests"):
         file.write_text("[1")
-
-
-@pytest.mark.parametrize(
-    "found", [[layouts_digest((DESCRIBED.layout,))] * 2, ["another"] * 2, []], ids=["right", "wrong", "too late"]
-)
-async def test_the_first_worker_of_a_kind_is_told_the_layout_that_was_recorded_beside_its_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: list[str]
-) -> None:
-    requests: list[str] = []
-
-    class Recording:
-        def __init__(self, request: str) -> None:
-            requests.append(request)
-
-        def digests(self) -> list[str]:
-            return found
-
-    monkeypatch.setattr(known_layouts, "WORTH_A_PROCESS", 1)
-    monkeypatch.setattr(known_layouts, "LayoutBesideStart", Recording)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    told: list[list[str] | None] = []
-    for _ in range(2):
-        worker, engine = make(tmp_path)
-        await worker.start()
-        await worker.stop()
-        told.append(engine.known_layouts)
-    assert told == [found, [layouts_digest((DESCRIBED.layout,))] * 2]
-    (request,) = map(json.loads, requests)  # the second worker found what the first one had
-    assert request["hf_config"] == {"model_type": "qwen3"}
-    assert request["every_layer"]
-    assert request["tensors"] == [["w", [2], "float32"]]
 
 
 async def test_a_later_worker_of_the_same_kind_is_told_the_layout(tmp_path: Path, node_cache: Path) -> None:

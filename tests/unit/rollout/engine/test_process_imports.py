@@ -1,23 +1,31 @@
-"""What engine processes import first, and without collections on the way."""
+"""What processes of engines import, without collections on the way and without what opens a GPU."""
 
 from __future__ import annotations
 
 import gc
 import sys
-from multiprocessing.spawn import get_preparation_data
+from importlib.util import find_spec
 
 import pytest
 
-from rollout.in_vllm.process_imports import come_first
+from rollout.in_vllm.process_imports import has_opened_gpu, without_torchao
 from weight_sync.gc_freeze import frozen_imports
 
 
-def test_processes_that_are_spawned_meanwhile_import_vllm_first_and_no_later_ones() -> None:
-    before, was_imported = get_preparation_data("later"), "vllm" in sys.modules
-    with come_first():
-        assert get_preparation_data("engine")["init_main_from_name"] == "rollout.in_vllm.process_imports"
-    assert get_preparation_data("later") == before
-    assert ("vllm" in sys.modules) == was_imported, "this process does not import it"
+def test_torchao_is_not_found_meanwhile_unless_somebody_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torchao", raising=False)
+    with without_torchao():
+        assert find_spec("torchao") is None
+        with pytest.raises(ImportError):
+            pass
+    assert find_spec("torchao") is not None
+    monkeypatch.setitem(sys.modules, "torchao", imported := sys)
+    with without_torchao():
+        assert sys.modules["torchao"] is imported
+
+
+def test_this_process_has_opened_no_gpu() -> None:
+    assert not has_opened_gpu()
 
 
 def test_what_was_imported_is_not_walked_again() -> None:
