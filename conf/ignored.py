@@ -388,17 +388,11 @@ def _reasons_of_sampling(config: RunConfig) -> tuple[Ignored, ...]:
             "remove it, or set weight_sync.mode=adapter",
         ),
         Ignored(
-            ("parity.floor_every_steps", "parity.floor_sequences"),
+            "parity.floor_every_steps",
             config.rollout.sampling.temperature != 1,
             f"rollout.sampling.temperature={config.rollout.sampling.temperature:g}: an engine's prefill gives "
             "log-probabilities without it",
             "remove it, or set the temperature to 1",
-        ),
-        Ignored(
-            "parity.floor_sequences",
-            config.parity.floor_every_steps == 0,
-            "parity.floor_every_steps=0",
-            "remove one of the two",
         ),
         Ignored(
             "weight_sync.relay",

@@ -209,7 +209,7 @@ class _Rank:
     def publish(self, verify_hashes: bool, trace: Path | None) -> dict[str, Any]:
         """Change the policy, then publish once, with or without hashes; all else stays the same."""
         publisher = self.publisher
-        publisher._config = replace(publisher._config, verify_hashes=verify_hashes)
+        type(publisher._config).verify_hashes = verify_hashes
         publisher._pipeline._slots.loads = (
             self._loads if verify_hashes else [replace(load, hashes=()) for load in self._loads]
         )

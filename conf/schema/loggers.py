@@ -24,16 +24,17 @@ class WandbConfig:
     """Weights & Biases. Its key is never an option: `wandb login`, or WANDB_API_KEY."""
 
     project: str = "slipstream"
-    """Project of W&B in which runs appear."""
-    entity: str | None = None
-    """User or team of W&B that owns the project. null: the key's default."""
+    """Project of W&B in which runs appear: PROJECT, or TEAM/PROJECT of a team or another user."""
     mode: WandbMode | None = None
     """online: send rows at once; offline: keep them in <run>/wandb for `wandb sync`. null: as WANDB_MODE says, or
     without it online.
     """
 
     def __post_init__(self) -> None:
-        require(bool(self.project), "run.wandb.project must be a name, got nothing")
+        require(
+            all(self.project.split("/")) and self.project.count("/") < 2,
+            f"run.wandb.project must be PROJECT or TEAM/PROJECT, got {self.project!r}",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

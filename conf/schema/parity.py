@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from conf.schema.rules import at_least, require
 
@@ -28,7 +29,7 @@ class ParityConfig:
     while the trainer computes gradients, and parity/floor_k3 is its mismatch with its own decoding. 0: never. Never
     with a sampling temperature other than 1, which prefill does not apply.
     """
-    floor_sequences: int = 4
+    floor_sequences: ClassVar[int] = 4
     """Responses that are scored for it, of different prompts; of each the first 1024 tokens, its prompt included."""
 
     replay_routing: bool = False
@@ -37,7 +38,6 @@ class ParityConfig:
     """
 
     def __post_init__(self) -> None:
-        at_least(1, "parity", floor_sequences=self.floor_sequences)
         at_least(0, "parity", floor_every_steps=self.floor_every_steps)
         at_least(0, "parity", warn_k3=self.warn_k3, stop_k3=self.stop_k3, mask_log_ratio=self.mask_log_ratio)
         require(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import ClassVar
 
 from conf.schema.model import DType
 from conf.schema.numerics import AdapterValues, Match, NumericsConfig
@@ -114,7 +115,7 @@ class OptimConfig:
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of the first and second moments."""
-    eps: float = 1e-8
+    eps: ClassVar[float] = 1e-8
     """Term added to the denominator."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
@@ -137,7 +138,7 @@ class OptimConfig:
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             f"trainer.optim.betas must be two numbers in [0, 1), got {list(self.betas)}",
         )
-        above(0, "trainer.optim", eps=self.eps, lr=self.lr)
+        above(0, "trainer.optim", lr=self.lr)
         at_least(
             0,
             "trainer.optim",

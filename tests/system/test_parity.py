@@ -19,13 +19,13 @@ def test_a_mismatch_is_measured_named_and_ends_the_run(tmp_path: Path, monkeypat
     engine is in docs/parity.md (bench/runs.py flat_engine_none flat_engine_tis): a minute and a half a run.
     """
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FLAT_ENGINE), os.environ["PYTHONPATH"]]))
-    words = ["run.num_steps=9", "parity.stop_k3=0.2", "parity.floor_sequences=16"]
+    words = ["run.num_steps=9", "parity.stop_k3=0.2"]
     run = train([*ONE_OF_EACH, "run.loggers=[]", *words], tmp_path)
     assert run.exit_code == 1, run.stderr
     row = run.rows[-1]
     assert row["step"] == 1, "the first step is beyond the threshold, and is trained on, published and saved"
     assert row["parity/k3"] > 0.2 and row["parity/k3_max"] > row["parity/k3_p99"] > row["parity/k3"]
-    # Prefill knows nothing of the sampler's fault, so the floor is as large; it is the mean of 64 tokens.
+    # Prefill knows nothing of the sampler's fault, so the floor is as large; it is the mean of 16 tokens.
     assert 0.1 < row["parity/k3_over_floor"] < 10
     assert row["parity/k3_from_0"] == pytest.approx(row["parity/k3"]) and row["parity/k3_from_16"] is None
     assert 0 < row["correction/ess_fraction"] < 1 and row["correction/truncated_fraction"] > 0

@@ -36,9 +36,10 @@ class WandbRun:
             x_disable_machine_info=True,
             x_save_requirements=False,
         )
+        team, _, project = options.project.rpartition("/")
         self._run: Any = wandb.init(
-            project=options.project,
-            entity=options.entity,
+            project=project,
+            entity=team or None,
             mode=None if options.mode is None else options.mode.value,  # None: wandb reads WANDB_MODE
             name=start.name,
             group=start.group,

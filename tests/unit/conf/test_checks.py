@@ -270,8 +270,6 @@ CASES = [
     (["algorithm.correction=mis", "parity.mask_log_ratio=1"], "mask_log_ratio=1 contradicts algorithm.correction=mis"),
     (["parity.stop_k3=0.01"], "parity.stop_k3=0.01 is below parity.warn_k3=0.05.*raise parity.stop_k3"),
     (["rollout.sampling.temperature=0.8", "parity.floor_every_steps=5"], "parity.floor_every_steps has no effect with"),
-    (["parity.floor_every_steps=0", "parity.floor_sequences=2"], "no effect with parity.floor_every_steps=0"),
-    (["parity.floor_sequences=0"], "parity.floor_sequences must be >= 1, got 0"),
     (["parity.warn_k3=-1"], "parity.warn_k3 must be >= 0, got -1"),
     (["parity.stop_k3=inf"], "must be finite, got 0.05 and inf; 0 turns one off"),
     (["parity.replay_routing=true"], "contradicts cluster.device=cpu.*does not record.*cluster.device=cuda"),

@@ -32,7 +32,7 @@ from orchestrator.inputs.logger_checks import check_loggers
 from trainer.types import OptimStats
 
 SECRETS = {"WANDB_API_KEY": "5ecre7" * 7, "MLFLOW_TRACKING_PASSWORD": "pa55w0rd-of-a-user"}
-ALL = ["experiment=quickstart", "run.loggers=[tensorboard,wandb,mlflow]"]
+ALL = ["experiment=quickstart", "run.loggers=[tensorboard,wandb,mlflow]", "run.wandb.project=us/slipstream"]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_wandb_holds_the_rows(runs: Path) -> None:
         records = list(wandb_records(path))
         (run,) = (record.run for record in records if record.HasField("run"))
         assert run.run_group == "mine"
-        assert run.project == "slipstream"
+        assert (run.entity, run.project) == ("us", "slipstream")
         history = [
             {item.key or ".".join(item.nested_key): float(item.value_json) for item in record.history.item}
             for record in records
@@ -214,7 +214,7 @@ def test_a_service_that_stays_away_is_counted_and_does_not_hold_up_the_end(
         (["run.loggers=[wandb,wandb]"], r"run.loggers names one twice: \['wandb', 'wandb'\]"),
         (["run.wandb.project=x"], r"run.wandb.project has no effect with run.loggers=\[tensorboard\]; .*add wandb"),
         (["run.mlflow.experiment=x"], r"run.mlflow.experiment has no effect with .*add mlflow to run.loggers"),
-        (["run.loggers=[wandb]", "run.wandb.project="], "run.wandb.project must be a name, got nothing"),
+        (["run.loggers=[wandb]", "run.wandb.project="], "run.wandb.project must be PROJECT or TEAM/PROJECT, got ''"),
         (
             ["run.loggers=[wandb]", "run.wandb.mode=maybe"],
             "run.wandb.mode must be one of .* or null, got 'maybe'",

@@ -23,7 +23,7 @@ def a_run(tmp_path: Path, parity: ParityConfig, sampling: SamplingConfig | None 
 
 async def test_floor_is_measured_at_the_first_step_and_then_this_often(tmp_path: Path) -> None:
     """The fakes' prefill is half a nat above their decoding: k3 = e^0.5 - 1.5."""
-    loop = a_run(tmp_path, ParityConfig(floor_every_steps=3, floor_sequences=2), num_steps=7)
+    loop = a_run(tmp_path, ParityConfig(floor_every_steps=3), num_steps=7)
     loop.trainer.extra_sums = {"parity/k3_sum": 4.0, "parity/num_tokens": 10.0}
     await loop.run()
     k3 = math.exp(0.5) - 1.5
@@ -32,7 +32,7 @@ async def test_floor_is_measured_at_the_first_step_and_then_this_often(tmp_path:
     assert loop.rows[3]["parity/k3_over_floor"] == pytest.approx(0.4 / k3)
     assert loop.rows[3]["parity/floor_log_ratio_max"] == 0.5
     assert loop.rows[2]["parity/k3_over_floor"] is None
-    assert loop.world.scored == [(version, [1, 7, 5, 2]) for version in (0, 0, 2, 2, 5, 5)]
+    assert loop.world.scored == [(version, [1, 7, 5, 2]) for version in (0, 0, 0, 2, 2, 2, 5, 5, 5)]
 
 
 async def test_engines_score_before_the_publish_that_changes_them(tmp_path: Path) -> None:
