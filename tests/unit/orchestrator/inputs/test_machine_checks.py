@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from conf.architecture.families import read_config
 from conf.errors import ConfigError
 from conf.load import load_run_config
 from conf.schema import Device, RunConfig
 from orchestrator.environment import resolve_device
+from orchestrator.inputs import machine_checks
 from orchestrator.inputs.facts import Fact
 from orchestrator.inputs.machine_checks import (
+    check_dashboard_port,
     check_devices,
     check_link,
     check_memory,
     check_ray_cluster,
     check_shared_memory,
+    check_sockets,
 )
 from orchestrator.machine import Machine
 
@@ -87,6 +92,149 @@ def test_more_workers_than_memory() -> None:
     message = refused(check_memory, small, "rollout.num_workers=500")
     assert "trainer.num_ranks=2 and rollout.num_workers=500 * rollout.tp_size=1 need at least" in message
     assert "and 21.5 GB are free; lower them, or rollout.kv_cache_bytes" in message
+
+
+RAY = ["cluster.ray_address=10.0.0.1:6379"]
+MIB = 1 << 20
+
+
+def found(check: Check, machine: Machine, *words: str) -> Fact:
+    fact = check(load_run_config(["experiment=quickstart", "cluster.device=cpu", *words]), machine)
+    assert fact is not None
+    return fact
+
+
+@pytest.mark.parametrize(
+    ("words", "num_copies", "num_ranks", "num_engine_ranks", "cache_mib"),
+    [
+        ([], 3, 2, 2, 64),
+        (["rollout.kv_cache_bytes=null"], 3, 2, 2, 256),
+        (["rollout.num_workers=1", "rollout.tp_size=2"], 2, 2, 2, 64),
+        (["trainer.num_ranks=1", "trainer.ep_size=1", "rollout.num_workers=4", "model.dtype=bfloat16"], 5, 1, 4, 64),
+        (["experiment=sft_quickstart"], 1, 2, 0, 64),
+    ],
+)
+def test_memory_is_that_of_weights_processes_and_caches(
+    words: list[str], num_copies: int, num_ranks: int, num_engine_ranks: int, cache_mib: int
+) -> None:
+    """Trainer ranks share one copy of the weights, and each engine has one: to the byte."""
+    config = load_run_config(["experiment=quickstart", "cluster.device=cpu", *words])
+    sizes = [math.prod(meta.shape) for meta in read_config(config.model.hf_config).checkpoint_tensors("float32")]
+    weights = sum(sizes) * (2 if "model.dtype=bfloat16" in words else 4)
+    needed = num_copies * weights + 300 * MIB * num_ranks + (400 + cache_mib) * MIB * num_engine_ranks
+    enough, too_small = (
+        Machine(memory_bytes=lambda free=free: (1 << 40, free), count_cpus=lambda: 8) for free in (needed, needed - 1)
+    )
+    fact = found(check_memory, enough, *words)
+    assert fact.finding == f"needs at least {needed / 1e9:.1f} GB, {needed / 1e9:.1f} GB are free"
+    message = refused(check_memory, too_small, *words)
+    assert message.startswith(
+        f"trainer.num_ranks={num_ranks}{' and rollout.num_workers' if num_engine_ranks else ' need'}"
+    )
+
+
+def test_many_processes_for_the_cores_are_a_warning() -> None:
+    two = Machine(memory_bytes=lambda: (1 << 40, 1 << 40), count_cpus=lambda: 2)
+    for num_workers, is_warning in ((14, False), (15, True)):  # and two trainer ranks, eight on a core
+        fact = found(check_memory, two, f"rollout.num_workers={num_workers}")
+        assert fact.is_warning == is_warning
+        assert ("are many processes for 2 cores; lower them" in fact.finding) == is_warning
+
+
+def test_devices_of_the_cpu_and_of_more_gpus_than_needed_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(count_gpus=lambda: 8, count_cpus=lambda: 1, is_set_up_for_gpus=lambda: False)
+    assert found(check_devices, machine).finding == "CPU, 1 core: 2 trainer ranks, 2 engines"
+    words = ["cluster.device=cuda", "rollout.tp_size=2"]
+    assert (
+        found(check_devices, machine, *words).finding == "6 of 8 GPUs: 2 trainer ranks, 2 engines of 2 processes each"
+    )
+    sft = ["experiment=sft_quickstart", "cluster.device=cuda"]
+    assert found(check_devices, machine, *sft).finding == "2 of 8 GPUs: 2 trainer ranks"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    one = Machine(count_gpus=lambda: 1, is_set_up_for_gpus=lambda: False)
+    message = refused(check_devices, one, *sft)
+    assert "trainer.num_ranks=2 need 2, and this machine has 1 with CUDA_VISIBLE_DEVICES='0'; lower them" in message
+    for_gpus = Machine(count_gpus=lambda: 0, is_set_up_for_gpus=lambda: True)
+    assert found(check_devices, for_gpus, "experiment=sft_quickstart").finding.startswith("CPU"), "it has no engines"
+
+
+def test_machines_of_a_ray_cluster_are_not_looked_at() -> None:
+    def looks(*_: object) -> int:
+        raise AssertionError("this machine is looked at")
+
+    nobody = Machine(
+        count_gpus=looks, memory_bytes=looks, free_bytes=looks, is_port_free=looks, list_rdma_nics=list,  # type: ignore[arg-type]
+        is_set_up_for_gpus=lambda: False,
+    )  # fmt: skip
+    for check in (check_memory, check_shared_memory, check_sockets):
+        assert found(check, nobody, *RAY).finding.startswith("not looked at")
+    gpus = found(check_devices, nobody, *RAY, "cluster.device=cuda").finding
+    assert gpus == "GPUs of the Ray cluster at 10.0.0.1:6379: 2 trainer ranks, 2 engines"
+    assert found(check_dashboard_port, nobody, *RAY).finding == "the Ray cluster's own"
+    assert (
+        found(check_link, nobody, *RAY, "cluster.device=cuda", "weight_sync.transport=rdma").finding
+        == "travel over rdma"
+    )
+
+
+def test_links_that_are_there_are_told() -> None:
+    assert found(check_link, Machine()).finding == "travel over the fastest link that both ends have"
+    assert found(check_link, Machine(), "weight_sync.transport=tcp").finding == "travel over tcp"
+    assert check_link(load_run_config(["experiment=sft_quickstart"]), Machine()) is None
+
+
+def test_a_ray_cluster_is_one_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    asked: list[tuple[str, int]] = []
+    is_up = True
+    monkeypatch.setattr(machine_checks, "answers", lambda host, port: asked.append((host, port)) or is_up)
+    here = Machine(running_ray_cluster=lambda: "10.0.0.2:6380")
+    assert found(check_ray_cluster, here).finding == "a cluster of its own" and not asked
+    auto = ["cluster.ray_address=auto"]
+    assert found(check_ray_cluster, here, *auto).finding == "the cluster at 10.0.0.2:6380"
+    assert found(check_ray_cluster, here, *RAY).finding == "the cluster at 10.0.0.1:6379"
+    assert asked == [("10.0.0.2", 6380), ("10.0.0.1", 6379)]
+    is_up = False
+    assert "nothing answers at 10.0.0.1:6379" in refused(check_ray_cluster, here, *RAY)
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    assert found(check_ray_cluster, Machine(running_ray_cluster=lambda: None), *auto).finding.endswith(
+        "ray://head:10001"
+    )
+
+
+def test_a_dashboard_is_off_where_it_was_asked_to_be_or_on_a_free_port() -> None:
+    free = Machine(is_port_free=lambda port: port not in (8265, 9000))
+    assert found(check_dashboard_port, free, "cluster.dashboard=false").finding == "off"
+    words = ["cluster.dashboard=true"]
+    assert found(check_dashboard_port, free, *words).finding == "http://127.0.0.1:8266 (8265 is taken)"
+    assert found(check_dashboard_port, free, *words, "cluster.dashboard_port=9001").finding == "http://127.0.0.1:9001"
+    message = refused(check_dashboard_port, free, *words, "cluster.dashboard_port=9000")
+    assert "cluster.dashboard_port=9000 is taken by another process; set cluster.dashboard_port=9001, which" in message
+    none = Machine(is_port_free=lambda port: False)
+    assert found(check_dashboard_port, none, *words).finding == "on a port of Ray's choice"
+    message = refused(check_dashboard_port, none, *words, "cluster.dashboard_port=9000")
+    assert message.endswith("is taken by another process; set cluster.dashboard=false")
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "words", "said"),
+    [
+        (320 * MIB, ["rollout.tp_size=2", "cluster.object_store_bytes=300000000"], "320 MiB free"),
+        (320 * MIB - 1, ["rollout.tp_size=2", "cluster.object_store_bytes=300000000"], "error"),
+        (400_000_000, ["cluster.object_store_bytes=400000000"], "381 MiB free"),
+        (399_999_999, ["cluster.object_store_bytes=400000000"], "warning"),
+        (1 << 30, ["cluster.object_store_bytes=10000000000"], "warning"),
+        (1 << 30, ["cluster.object_store_bytes=10000000001"], "error"),
+    ],
+)
+def test_shared_memory_holds_queues_and_the_store_to_the_byte(free_bytes: int, words: list[str], said: str) -> None:
+    machine = Machine(free_bytes=lambda folder: {Path("/dev/shm"): free_bytes}[folder])
+    if said == "error":
+        assert "enlarge it" in refused(check_shared_memory, machine, *words)
+        return
+    fact = found(check_shared_memory, machine, *words)
+    assert fact.is_warning == (said == "warning")
+    assert fact.finding == said or "files in /tmp, which is slower" in fact.finding
 
 
 def test_shared_memory_without_room_for_engines_of_several_ranks() -> None:
