@@ -51,6 +51,19 @@ def test_a_rectangle_is_bitwise_that_of_the_whole(leaf, data):
     assert torch.equal(merged(held, Region(tuple(start), tuple(shape))), whole[window])
 
 
+def test_a_rank_holds_its_own_experts_of_a_checkpoint_tensor(monkeypatch):
+    """A rank whose first expert is the third: the rectangle begins there, and reading it is as from a first rank."""
+    layer: Any = DECODER.model.layers[1]
+    monkeypatch.setattr(layer.mlp.experts, "first_expert", 2)
+    found = {held.tensor: held for held in local_shards(DECODER) if isinstance(held, FusedTensor)}
+    for leaf in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
+        first, third = FUSED[LAYER + leaf], found[LAYER + leaf]
+        assert third.region == Region((2, *first.region.start[1:]), first.region.shape), leaf
+        assert torch.equal(merged(third, third.region), merged(first, first.region))
+        part = Region((3, *first.region.start[1:]), (1, *first.region.shape[1:]))
+        assert torch.equal(merged(third, part)[0], merged(first, first.region)[1])
+
+
 def test_gate_and_up_in_turns_and_back():
     rows = torch.arange(2 * 6 * 3).view(2, 6, 3)
     assert interleave(rows)[0, :, 0].tolist() == [0, 9, 3, 12, 6, 15]

@@ -69,6 +69,9 @@ def test_a_missing_or_misshapen_tensor_is_named_and_an_extra_one_reported(checkp
     raw = lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)})  # noqa: E731
     with pytest.raises(CheckpointError, match=f"{name} is FP8 without {name}_scale_inv"):
         load_weights(decoder, with_tensors(checkpoint, tmp_path, raw), seed=0)
+    whole = lambda tensors: tensors.update({name: tensors[name].to(torch.int32)})  # noqa: E731
+    with pytest.raises(CheckpointError, match=rf"{name} is stored as torch\.int32, which cannot be read as weights"):
+        load_weights(decoder, with_tensors(checkpoint, tmp_path, whole), seed=0)
     extra = lambda tensors: tensors.update({"model.extra": torch.ones(1)})  # noqa: E731
     assert load_weights(decoder, with_tensors(checkpoint, tmp_path, extra), seed=0).ignored == ("model.extra",)
 
@@ -221,6 +224,7 @@ def test_a_slice_of_random_weights_costs_its_blocks_and_is_the_slice_of_the_whol
             part = reader.read("lm_head.weight", Region((start, 0), (rows, 64)))
         assert torch.equal(part, whole[start : start + rows])
         assert len(drawn) == blocks
+    assert torch.equal(reader.read("lm_head.weight", Region((9, 5), (2, 7))), whole[9:11, 5:12])
 
 
 def test_another_seed_draws_other_weights():
@@ -246,6 +250,8 @@ def test_a_block_fp8_checkpoint_is_read_as_its_values(tmp_path):
             for column in range(0, 200, 11):
                 expected = weight[row, column].float() * scales[row // 128, column // 128]
                 assert values[row - start, column] == expected
+    whole = reader.read(name, Region((0, 0), (300, 200)))
+    assert torch.equal(reader.read(name, Region((100, 120), (50, 60))), whole[100:150, 120:180])
     save_file({name: weight}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"FP8 without .*weight_scale_inv"):
         CheckpointReader(tmp_path, spec).read(name, Region((0, 0), (1, 200)))

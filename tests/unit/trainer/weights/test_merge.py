@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from trainer.weights.merge import ALIGNMENT_BYTES
+from trainer.weights.merge import ALIGNMENT_BYTES, merger
 from trainer.weights.quantization import MERGE_ROWS
 from trainer.weights.row_runs import LoraDelta, RowRun, Rows
 
@@ -211,6 +211,31 @@ def test_rows_under_a_later_a_are_rounded_by_their_own_thresholds():
     with torch.no_grad():
         run.write(out, {})
     assert torch.equal(out, whole[9:12])
+
+
+def test_what_is_given_to_a_merge_is_of_the_rows_and_of_nothing_else():
+    """Rows that nothing merges into; and rows of a rank whose first one is the third under its A."""
+    weight = nn.Parameter(torch.randn(20, 6))
+    bare = RowRun(weight, None, Rows(2, 3), slice(1, 5))
+    operands, out = bare.operands({}), torch.empty(1, 3, 4)
+    assert (operands.b_GRK.shape, operands.scale, bare.parameters) == ((1, 3, 0), 0.0, (weight,))
+    with torch.no_grad():
+        merger(operands, out)()
+    assert torch.equal(out[0], weight[2:5, 1:5])
+
+    base, b, a = make_factors(1, 40, 32, 2, torch.bfloat16, is_aligned=True)
+    whole = torch.empty_like(base)
+    merge_rows(base, b, a, 0.7, whole, first_row=0, rows_a_factor=40, key=12345, stack_row=77)
+    held, of_a, of_b = nn.Parameter(base[3:30]), nn.Parameter(a[0]), nn.Parameter(b[3:30])
+    delta = LoraDelta("a", of_a, of_b, 40, 3, 0.7, 12345, 77)
+    run = RowRun(held, delta, Rows(1, 4, 3, 8), slice(0, 32))
+    assert (delta.rank, run.shape) == (2, (12, 32))
+    assert [id(one) for one in run.parameters] == [id(one) for one in (held, of_a, of_b)]
+    assert (run.stack_rows() - 77).tolist() == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23]
+    out = torch.empty(run.shape, dtype=torch.bfloat16)
+    with torch.no_grad():
+        run.write(out, {})
+    assert torch.equal(out, whole[run.stack_rows() - 77])
 
 
 @given(st.integers(0, 9), st.integers(1, 9), st.integers(1, 9), st.integers(0, 5), st.integers(1, 40))

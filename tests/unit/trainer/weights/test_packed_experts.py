@@ -44,7 +44,7 @@ from trainer.errors import CheckpointError, LayoutError
 from trainer.model.build_decoder import build_decoder
 from trainer.model.decoder import Decoder
 from trainer.parallel import ParallelLayout
-from trainer.weights.loading import CheckpointReader, load_weights
+from trainer.weights.loading import CheckpointReader, RandomReader, load_weights
 from trainer.weights.packed_experts import forget_unpacked, packed_tensors
 from weight_sync.layout import Region
 
@@ -248,6 +248,22 @@ def test_other_bits_than_the_models_are_refused_by_name(tmp_path):
         decoder = build_decoder(spec, dtype=torch.float32, device="cpu", trainer=trainer_config())
         with pytest.raises(CheckpointError, match=message):
             load_weights(decoder, CheckpointReader(tmp_path, spec), seed=3)
+
+
+@pytest.mark.parametrize(("kind", "least"), [("int4", 0.97), ("mxfp4", 0.75)])
+def test_random_bits_have_the_declared_spread(kind: str, least: float):
+    """Scales of INT4 are any: within 3 %. Those of MXFP4 are two powers of two, of which half are half as large: their
+    root mean square is sqrt(5 / 8) = 0.79 of the larger one."""
+    decoder, std = make_decoder(MODELS[kind], dtype=torch.bfloat16), 2.93 * 2**-6
+    load_weights(decoder, RandomReader(decoder.spec, seed=1, std=std, device="cpu"), seed=1)
+    layers: Any = decoder.model.layers
+    bank = layers[-1].mlp.experts
+    gate_up, down = (torch.empty(bank.packed.shapes[n], dtype=torch.bfloat16) for n in ("gate_up", "down"))
+    bank.packed.unpack(gate_up, down)
+    for values in (gate_up, down):
+        spread = float(values.double().square().mean().sqrt()) / std
+        assert least < spread < least + 0.09, spread
+        assert len({tuple(expert.flatten()[:50].tolist()) for expert in values}) == len(values), "no expert is another"
 
 
 def test_loading_again_forgets_what_was_unpacked(tmp_path):

@@ -156,8 +156,17 @@ def test_files_of_peft_before_patterns_are_taken(tmp_path: Path) -> None:
     assert relative_error(logits_of(decoder, packed()), expected) < 1e-5
 
 
-@pytest.mark.parametrize("lora", [LoraConfig(rank=4, alpha=8.0), UNEVEN], ids=["one rank", "three ranks"])
-@pytest.mark.parametrize("hf_config", FAMILIES, ids=lambda one: one["model_type"])
+WITHOUT = [LoraConfig(rank=4, alpha=8.0, **{kind: False}) for kind in ("attention", "mlp", "experts")]
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "lora"),
+    [
+        *((one, lora) for one in FAMILIES for lora in (LoraConfig(rank=4, alpha=8.0), UNEVEN)),
+        *((QWEN2_MOE, lora) for lora in WITHOUT),
+    ],
+    ids=lambda one: one["model_type"] if isinstance(one, dict) else "",
+)
 def test_factors_are_those_that_the_trainer_writes(hf_config: dict[str, Any], lora: LoraConfig, tmp_path: Path) -> None:
     save_adapter(make_decoder(hf_config, trainer_config(lora=lora), nonzero_b=False), tmp_path)
     written = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / ADAPTER_FILE).items()}
