@@ -211,7 +211,8 @@ class TrainerHere:
         self.lora = lora_of(args)
         match = Match.bitwise if args.mode == "bitwise" else Match.engine
         config = TrainerConfig(lora=self.lora, numerics=NumericsConfig(match=match))
-        self.decoder = build_decoder(spec, dtype=dtype, device=self.device, trainer=config)
+        by = choose_forward(spec, dtype, config, self.device, args.weights)
+        self.decoder = build_decoder(spec, dtype=dtype, device=self.device, trainer=config, by=by)
         torch.manual_seed(args.seed)
         self.adapters = []
         with torch.no_grad():
@@ -223,7 +224,6 @@ class TrainerHere:
                     parameter.add_(1.0)
                 if name.endswith("lora_B"):
                     parameter.zero_()
-        choose_forward(self.decoder, config, self.device, args.weights)
         self.optimizer = torch.optim.AdamW(self.adapters, lr=args.lr)
         self.source = TrainerWeightSource(self.decoder, rank=0, is_merged=args.weights is SyncMode.merged)
         self.adapter_source = AdapterSource(self.decoder, 0, self.lora)
@@ -274,7 +274,7 @@ class TrainerHere:
         hidden = self.decoder(tokens, positions, torch.tensor(starts)).index_select(0, predictors)
         return self.decoder.apply_head(
             lambda rows, weight: token_logprobs(
-                rows, weight, tokens[predictors + 1], temperature=1.0, chunk_tokens=1024, head=self.decoder.head
+                rows, weight, tokens[predictors + 1], temperature=1.0, chunk_tokens=1024, head=self.decoder.by.head
             )[0],
             hidden,
         )
@@ -286,9 +286,9 @@ class TrainerHere:
 
         before = self.decoder
         trainer = replace(trainer, lora=self.lora)
-        self.decoder = build_decoder(before.spec, dtype=before.dtype, device=self.device, trainer=trainer)
+        by = choose_forward(before.spec, before.dtype, trainer, self.device)
+        self.decoder = build_decoder(before.spec, dtype=before.dtype, device=self.device, trainer=trainer, by=by)
         self.decoder.load_state_dict(before.state_dict(keep_vars=True), assign=True)
-        choose_forward(self.decoder, trainer, self.device)
 
     def step(self) -> None:
         """Update the adapters."""

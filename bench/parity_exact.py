@@ -49,9 +49,9 @@ def with_numerics(decoder: Decoder, trainer: TrainerConfig, numerics: NumericsBy
     """A decoder over the same parameters that rounds otherwise."""
     trainer = replace(trainer, numerics=numerics)
     device = next(decoder.parameters()).device
-    other = build_decoder(decoder.spec, dtype=decoder.dtype, device=device, trainer=trainer, rounding_seed=seed)
+    by = choose_forward(decoder.spec, decoder.dtype, trainer, device)
+    other = build_decoder(decoder.spec, dtype=decoder.dtype, device=device, trainer=trainer, rounding_seed=seed, by=by)
     other.load_state_dict(decoder.state_dict(keep_vars=True), assign=True)
-    choose_forward(other, trainer, device)
     return other
 
 

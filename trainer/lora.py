@@ -1,16 +1,15 @@
 """Low-rank adapters: y = x W^T + (alpha / rank) * (x A^T) B^T, never W + B A (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
 
-Owns the adapted linear layer and the switch that turns adapters off. A and B are parameters in trainer.lora.dtype, cast
-to the compute dtype in forward; under FSDP2 the cast happens in the all-gather, so that only the smaller format moves.
-Adapters of routed experts live in `trainer.moe.experts`.
+Owns the adapted linear layer. A and B are parameters in trainer.lora.dtype, cast to the compute dtype in forward; under
+FSDP2 the cast happens in the all-gather, so that only the smaller format moves. Adapters of routed experts live in
+`trainer.moe.experts`.
 
 A layer's weight may be float32 while activations are bfloat16 (full training): the weight follows the activations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -33,15 +32,9 @@ class Adapted(nn.Module):
 
     lora: LoraConfig | None
     """None: this layer is not adapted."""
-    adapters_enabled: bool = True
     rounding_keys: Mapping[str, int] = MappingProxyType({})
     """Of each adapted parameter by its name here: the key of the thresholds by which its merged values are rounded
     (trainer.weights.rounding). Without one they are rounded to nearest."""
-    rounds_base_first: bool = False
-    """Whether the sum of a rounded base product and an adapter's is rounded to nearest, as in engines with adapters in
-    slots."""
-    merged: tuple[Tensor, ...] | None = None
-    """Weights with the adapter in them, to compute with instead of both; see trainer.engine_ops.merged_forward."""
 
 
 class Linear(Adapted):
@@ -74,18 +67,29 @@ class Linear(Adapted):
 
     def base(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Weight and bias in the dtype of activations."""
-        weight = self.weight.to(dtype) if self.merged is None else self.merged[0]
-        return weight, None if self.bias is None else self.bias.to(dtype)
+        return self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
 
 
-def apply_together(linears: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
-    """Apply several linears to one input [..., in]. Adapted ones read it once and sum its gradient in one place."""
-    if any(linear.lora is None or not linear.adapters_enabled or linear.merged is not None for linear in linears):
-        return tuple(linear(x) if len(linears) > 1 else F.linear(x, *linear.base(x.dtype)) for linear in linears)
+def apply_together(
+    linears: Sequence[Linear], x: Tensor, *, adapted: bool = True, rounds_base_first: bool = False
+) -> tuple[Tensor, ...]:
+    """Apply several linears to one input [..., in]. Adapted ones read it once and sum its gradient in one place.
+
+    Args:
+        adapted: with their adapters.
+        rounds_base_first: whether the sum of a rounded base product and an adapter's is rounded to nearest, as in
+            engines with adapters in slots.
+    """
+    if not adapted or any(linear.lora is None for linear in linears):
+        if len(linears) == 1:
+            return (F.linear(x, *linears[0].base(x.dtype)),)
+        return tuple(
+            apply_together([linear], x, adapted=adapted, rounds_base_first=rounds_base_first)[0] for linear in linears
+        )
     factors = (part for linear in linears for part in (*linear.base(x.dtype), linear.lora_A, linear.lora_B))
     scales = {linear.lora.scale for linear in linears if linear.lora is not None}
     assert len(scales) == 1, "linears of one input are adapted alike"
-    return _AdaptedLinears.apply(x, scales.pop(), linears[0].rounds_base_first, *factors)
+    return _AdaptedLinears.apply(x, scales.pop(), rounds_base_first, *factors)
 
 
 class _AdaptedLinears(torch.autograd.Function):
@@ -142,20 +146,3 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype, scale: float = 1.0
         out = torch.mm(left, right, out_dtype=dtype)
         return out if scale == 1.0 else out.mul_(scale)
     return left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0, alpha=scale).to(dtype)
-
-
-@contextmanager
-def disabled_adapters(decoder: nn.Module) -> Iterator[None]:
-    """Run the base policy (the reference): adapters add nothing inside the block. Use under torch.no_grad().
-
-    Not for a forward whose backward runs after the block: recomputed activations would see the adapters again.
-    """
-    adapted = [module for module in decoder.modules() if isinstance(module, Adapted)]
-    before = [module.adapters_enabled for module in adapted]
-    for module in adapted:
-        module.adapters_enabled = False
-    try:
-        yield
-    finally:
-        for module, enabled in zip(adapted, before, strict=True):
-            module.adapters_enabled = enabled

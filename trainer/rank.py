@@ -23,7 +23,7 @@ import math
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,9 +64,6 @@ from trainer.step.warm_up import made_up_samples
 from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
 from trainer.weights.loading import load_weights, open_reader
 from trainer.weights.quantization import BlockFp8
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -150,8 +147,9 @@ class TrainerRank:
         spec = read_config(self._hf_config, self._trainer.numerics.places.mla_norm_eps)
         layout = ParallelLayout.create(self._world_size, self._trainer.ep_size, self._rank, self._device)
         dtype = getattr(torch, self._model.dtype.value)
+        by = choose_forward(spec, dtype, self._trainer, self._device, self._weight_sync.mode, self._engine_ranks)
         decoder = build_decoder(
-            spec, dtype=dtype, device=self._device, trainer=self._trainer, layout=layout,
+            spec, dtype=dtype, device=self._device, trainer=self._trainer, layout=layout, by=by,
             rounding_seed=self._seed if self._weight_sync.rounding is MergeRounding.dithered else None,
         )  # fmt: skip
         reader = open_reader(self._model, spec, seed=self._seed, device=self._device)
@@ -159,7 +157,6 @@ class TrainerRank:
         is_full, lora = self._trainer.mode is TrainMode.full, self._trainer.lora
         starts_from_base = not is_full and lora.init_from is None
         num_unadapted = 0 if is_full or lora.init_from is None else load_adapter(decoder, lora.init_from)
-        choose_forward(decoder, self._trainer, self._device, self._weight_sync.mode, self._engine_ranks)
         self._decoder = decoder
         self._trainable = [*dense_trainable(decoder), *expert_trainable(decoder)]
         self._shards = [TrainableShard(name, sharded_rows(name, param).detach()) for name, param in self._trainable]
@@ -272,13 +269,11 @@ class TrainerRank:
             return self._over(microbatches, denominators, learn=False)
 
     def _over(self, microbatches: list[list[Sample]], denominators: Denominators, *, learn: bool) -> LossStats:
-        decoder = self._loaded()
+        self._loaded()
         self._control.agree("microbatches and denominators", (len(microbatches), denominators))
         self._check_version(denominators.policy_version)
         accumulator = LossAccumulator()
         for samples in microbatches:
-            if learn and decoder.host is not None:
-                decoder.host.room_bytes = self._missing_gradient_bytes()
             part, logprobs_N = self._forward.loss(collate(samples, denominators.policy_version), denominators)
             if learn:
                 part.loss.backward()
@@ -289,8 +284,7 @@ class TrainerRank:
         if self._device.type == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated(self._device)
             if self._graphs is not None:
-                self._graphs.fullest_bytes = max(self._graphs.fullest_bytes, peak_bytes)
-                peak_bytes += self._graphs.peak_bytes
+                peak_bytes = self._graphs.with_replays(peak_bytes)
             stats.maxima["memory/peak_device_bytes"] = float(peak_bytes)
         return stats
 
@@ -450,13 +444,6 @@ class TrainerRank:
         if self._decoder is None:
             raise TrainerError(f"rank {self._rank}: call load() first")
         return self._decoder
-
-    def _missing_gradient_bytes(self) -> int:
-        """Memory that this rank's gradients will need and do not have yet. A backward makes them layer by layer, from
-        the last layer on, and frees at each layer what was kept for it.
-        """
-        pairs = zip(self._trainable, self._shards, strict=True)
-        return sum(shard.values.nbytes for (_, param), shard in pairs if param.grad is None)
 
     def _drop_gradients(self) -> None:
         for _, param in self._trainable:

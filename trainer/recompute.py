@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+First = Callable[[], tuple[Any, tuple[Any, ...]]]
+
 NUM_FIXED = 3
 """Arguments of _Recompute.forward before inputs and parameters."""
 
@@ -26,33 +28,31 @@ class Recomputed:
 
     Gradients reach inputs that are tensors and the trainable parameters of `owners`, but not tensors inside other
     inputs. The output is a tensor, or a tuple of tensors and other values; none of them is an input.
-
-    Args:
-        first: computes the values, instead of the part, which then computes the gradients alone; it returns what the
-            part returns, up to rounding.
     """
 
-    def __init__(
-        self, part: Callable[..., Any], owners: Sequence[nn.Module], *, first: Callable[..., Any] | None = None
-    ) -> None:
+    def __init__(self, part: Callable[..., Any], owners: Sequence[nn.Module]) -> None:
         self._part = part
-        self._first = part if first is None else first
         self._owners = owners
         self._places: list[tuple[nn.Module, str]] | None = None
 
-    def __call__(self, *inputs: Any) -> Any:
-        """Call the part on `inputs`."""
+    def __call__(self, *inputs: Any, first: First | None = None) -> Any:
+        """Call the part on `inputs`.
+
+        Args:
+            first: computes the values, instead of the part, which then computes the gradients alone. Returns what the
+                part returns, up to rounding, and what the part is given after its inputs when it is called for them.
+        """
         if self._places is None:
             modules = (module for owner in self._owners for module in owner.modules())
             named = ((module, *named) for module in modules for named in module.named_parameters(recurse=False))
             self._places = [(module, name) for module, name, parameter in named if parameter.requires_grad]
         parameters = (getattr(module, name) for module, name in self._places)  # FSDP2 exchanges them
-        return _Recompute.apply(self._part, self._first, len(inputs), *inputs, *parameters)
+        return _Recompute.apply(self._part, first, len(inputs), *inputs, *parameters)
 
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Callable[..., Any], first: Callable[..., Any], num_inputs: int, *given: Any) -> Any:
+    def forward(ctx: Any, part: Callable[..., Any], first: First | None, num_inputs: int, *given: Any) -> Any:
         inputs = given[:num_inputs]
         ctx.part, ctx.parameters = part, given[num_inputs:]
         ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
@@ -60,7 +60,7 @@ class _Recompute(torch.autograd.Function):
         ctx.save_for_backward(*(inputs[index] for index in ctx.at))
         ctx.ahead = None
         ctx.set_materialize_grads(False)
-        outs = first(*inputs)
+        outs, ctx.more = (part(*inputs), ()) if first is None else first()
         indices = (x for x in _tuple(outs) if isinstance(x, Tensor) and not x.is_floating_point())
         ctx.mark_non_differentiable(*indices)
         return outs
@@ -107,7 +107,7 @@ def _again(ctx: Any) -> tuple[list[Any], tuple[Any, ...]]:
         for index, x in zip(ctx.at, ctx.saved_tensors, strict=True):
             inputs[index] = x.detach().requires_grad_(ctx.needs_input_grad[NUM_FIXED + index])
         with torch.enable_grad():
-            ctx.ahead = inputs, _tuple(ctx.part(*inputs))
+            ctx.ahead = inputs, _tuple(ctx.part(*inputs, *ctx.more))
     return ctx.ahead
 
 

@@ -1,7 +1,7 @@
 """The policy without training: log-probabilities of given sequences, and the operations that compute them.
 
     Scorer -- build, load -->  logprobs(sequences)      one number per token that has one before it
-                               operations(sequences)    trainer.model.operations, over the same packed tokens
+                               operations(sequences)    trainer.model.comparison, over the same packed tokens
                                save(folder)             a checkpoint of what it computes with, for an engine
 
 Owns: a decoder on one device, outside of a run. Does not own: sampling, comparing. One process, no gradients, no
@@ -24,9 +24,9 @@ from conf.schema import ModelConfig, TrainerConfig, TrainMode
 from trainer.adapter_io import load_adapter, save_merged
 from trainer.engine_ops.choose_forward import choose_forward
 from trainer.model.build_decoder import build_decoder
+from trainer.model.comparison import Step, decoder_steps
 from trainer.model.decoder import Decoder
 from trainer.model.logprobs import token_logprobs
-from trainer.model.operations import Operation, decoder_operations
 from trainer.moe.replay import RecordedRoutes
 from trainer.weights.loading import load_weights, open_reader
 
@@ -74,14 +74,14 @@ class Scorer:
         self.device = torch.device(device)
         self._trainer, self._hf_config = trainer, hf_config
         spec = read_config(hf_config, trainer.numerics.places.mla_norm_eps)
+        dtype = getattr(torch, model.dtype.value)
         self.decoder: Decoder = build_decoder(
-            spec, dtype=getattr(torch, model.dtype.value), device=self.device, trainer=trainer,
-            rounding_seed=rounding_seed,
+            spec, dtype=dtype, device=self.device, trainer=trainer, rounding_seed=rounding_seed,
+            by=choose_forward(spec, dtype, trainer, self.device),
         )  # fmt: skip
         load_weights(self.decoder, open_reader(model, spec, seed=seed, device=self.device), seed=seed)
         if trainer.mode is TrainMode.lora and trainer.lora.init_from is not None:
             load_adapter(self.decoder, trainer.lora.init_from)
-        choose_forward(self.decoder, trainer, self.device)
         self.num_scored = 0
         """Sequences that logprobs() is done with."""
 
@@ -115,10 +115,11 @@ class Scorer:
             self.num_scored += len(part)
         return logprobs, entropies
 
-    def operations(self, sequences: Sequence[Sequence[int]]) -> list[Operation]:
-        """The decoder's operations over these sequences, packed."""
+    def operations(self, sequences: Sequence[Sequence[int]], *, adapted: bool = True) -> list[Step]:
+        """The decoder's operations over these sequences, packed; with its adapters or without."""
         packed = Packed.of(sequences, self.device)
-        return decoder_operations(self.decoder, packed.positions_T, packed.cu_seqlens)
+        by = self.decoder.by if adapted else self.decoder.by.without_adapters()
+        return decoder_steps(self.decoder, packed.positions_T, packed.cu_seqlens, by)
 
     @torch.no_grad()
     def logprobs_of_hidden(self, hidden_TH: Tensor, sequences: Sequence[Sequence[int]]) -> Tensor:
@@ -145,7 +146,7 @@ class Scorer:
                 targets_N,
                 temperature=1.0,
                 chunk_tokens=self._trainer.logprob_chunk_tokens(self.decoder.spec.vocab_size),
-                head=self.decoder.head,
+                head=self.decoder.by.head,
             ),
             hidden_TH[rows],
         )

@@ -60,16 +60,13 @@ class Subject:
     def variants(self, device: str) -> dict[str, Callable[[], None]]:
         """What changes the decoder into each variant; the first is the trainer without any item."""
         from trainer.engine_ops.vllm_attention import VllmAttention
-        from trainer.model.attention import GroupedQueryAttention, LatentAttention
-        from trainer.model.decoder import DenseMlp
+        from trainer.model.dense_mlp import DenseMlp
+        from trainer.model.forward import Forward
 
-        modules = list(self.rank.decoder.modules())
-        attentions = [one for one in modules if isinstance(one, GroupedQueryAttention | LatentAttention)]
-        dense = [one for one in modules if isinstance(one, DenseMlp)]
+        dense = [one for one in self.rank.decoder.modules() if isinstance(one, DenseMlp)]
 
         def choose(engine: Any, once: bool) -> None:
-            for attention in attentions:
-                attention.engine = engine
+            self.rank.decoder.by = Forward(attention=engine)
             for mlp in dense:
                 mlp.activates_once = once
 

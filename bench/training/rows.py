@@ -58,7 +58,7 @@ class Ours:
 
     def keep_gate_up(self, share: float) -> None:
         """Train from now on as with this trainer.gate_up_kept."""
-        from trainer.model.decoder import is_in_share
+        from trainer.model.layer import is_in_share
 
         for layer in self.decoder.model.layers:
             layer.keeps_gate_up = is_in_share(layer.moe_index, share)

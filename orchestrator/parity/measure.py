@@ -38,8 +38,7 @@ from orchestrator.parity.compare import (
 )
 from orchestrator.parity.engine_side import Sampled, sample_and_record
 from orchestrator.parity.progress import Count, Say, output_in, telling
-from trainer.lora import disabled_adapters
-from trainer.model.operations import Operation, run_chained, run_isolated
+from trainer.model.comparison import Step, run_chained, run_isolated
 from trainer.scoring import Scorer
 
 _BLOCKS = (".self_attn.o_proj", ".mlp")
@@ -227,11 +226,8 @@ def compare_layers(
     without: list[Difference] = []
     if scorer.decoder.lora is not None:
         isolated.done = 0
-        with (
-            telling(say, "trainer: the same without adapters", lambda: str(isolated)),
-            disabled_adapters(scorer.decoder),
-        ):
-            without = isolated_differences(operations, given, usual, isolated)
+        with telling(say, "trainer: the same without adapters", lambda: str(isolated)):
+            without = isolated_differences(scorer.operations(sequences, adapted=False), given, usual, isolated)
     own = run_chained(operations, given)
     engine = torch.tensor([value for one in recorded for value in one.prefilled])
     is_response = torch.cat([torch.arange(1, len(one.token_ids)) >= one.num_prompt for one in recorded])
@@ -260,7 +256,7 @@ def compare_layers(
 
 
 def isolated_differences(
-    operations: list[Operation],
+    operations: list[Step],
     given: dict[str, Tensor],
     usual: dict[str, float] | None = None,
     count: Count | None = None,

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cases.processes import run_processes
-from cases.tiny_models import MIXED, draw_b, logits_of, make_decoder, packed, probe_loss, trainer_config
+from cases.tiny_models import MIXED, base_logits_of, draw_b, logits_of, make_decoder, packed, probe_loss, trainer_config
 from conf.architecture.families import read_config
 from conf.schema import LoraConfig, TrainMode
 from trainer.adapter_io import all_experts, load_adapter, save_adapter, save_merged
-from trainer.lora import disabled_adapters
 from trainer.model.build_decoder import build_decoder
 from trainer.model.decoder import Decoder
 from trainer.model.shard_decoder import dense_trainable, expert_trainable
@@ -97,8 +96,7 @@ def train_once(scenario: Scenario, layout: ParallelLayout) -> dict[str, Any]:
     probe_loss(logits_of(decoder, batch), batch[0]).backward()
     twice = gradients(decoder)
     with torch.no_grad():
-        with disabled_adapters(decoder):
-            logits_of(decoder, batch)
+        base_logits_of(decoder, batch)
         for _, parameter in trainable:
             local_part(parameter)[0].mul_(1.25)
         moved = logits_of(decoder, batch)

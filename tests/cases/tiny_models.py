@@ -23,6 +23,7 @@ from conf.schema import (
 )
 from trainer.model.build_decoder import build_decoder
 from trainer.model.decoder import Decoder
+from trainer.model.forward import Forward
 from trainer.model.logprobs import token_logprobs
 from trainer.moe.replay import RecordedRoutes
 from trainer.parallel import ParallelLayout, local_part
@@ -294,10 +295,12 @@ def make_decoder(
     nonzero_b: bool = True,
     mla_norm_eps: MlaNormEps = MlaNormEps.rollout,
     reader: TensorReader | None = None,
+    by: Forward | None = None,
 ) -> Decoder:
     """A decoder with a reader's weights, by default SpreadReader's; B is drawn from (name, expert) alone."""
     spec = read_config(hf_config, mla_norm_eps)
-    decoder = build_decoder(spec, dtype=dtype, device=device, trainer=trainer or trainer_config(), layout=layout)
+    trainer = trainer or trainer_config()
+    decoder = build_decoder(spec, dtype=dtype, device=device, trainer=trainer, layout=layout, by=by)
     load_weights(decoder, reader or SpreadReader(spec), seed=3)
     if nonzero_b:
         draw_b(decoder)
@@ -330,9 +333,20 @@ def packed(lengths: tuple[int, ...] = LENGTHS, *, seed: int = 0, vocab_size: int
     return token_ids, positions, torch.tensor([0, *lengths]).cumsum(0)
 
 
-def logits_of(decoder: Decoder, batch: tuple[Tensor, Tensor, Tensor], routes: RecordedRoutes | None = None) -> Tensor:
+def logits_of(
+    decoder: Decoder,
+    batch: tuple[Tensor, Tensor, Tensor],
+    routes: RecordedRoutes | None = None,
+    by: Forward | None = None,
+) -> Tensor:
     """[T, V]."""
-    return decoder.apply_head(lambda hidden, weight: F.linear(hidden, weight), decoder(*batch, routes))
+    return decoder.apply_head(lambda hidden, weight: F.linear(hidden, weight), decoder(*batch, routes, by=by))
+
+
+def base_logits_of(decoder: Decoder, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """[T, V] without adapters."""
+    with torch.no_grad():
+        return logits_of(decoder, batch, by=decoder.by.without_adapters())
 
 
 def logprob_gradients(
@@ -340,10 +354,9 @@ def logprob_gradients(
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Log-probabilities of the batch's own tokens by the decoder's head, and gradients of a weighted sum of them."""
     decoder.zero_grad()
-    hidden = decoder(*batch)
+    hidden, head = decoder(*batch), decoder.by.head
     logprobs, _ = decoder.apply_head(
-        lambda rows, weight: token_logprobs(rows, weight, batch[0], temperature=1.0, chunk_tokens=5, head=decoder.head),
-        hidden,
+        lambda rows, weight: token_logprobs(rows, weight, batch[0], temperature=1.0, chunk_tokens=5, head=head), hidden
     )
     (logprobs * (1 + batch[0] % 5)).sum().backward()
     return logprobs.detach(), {name: p.grad for name, p in decoder.named_parameters() if p.requires_grad}

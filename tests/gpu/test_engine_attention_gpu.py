@@ -21,6 +21,7 @@ from cases.tiny_models import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from conf.architecture.families import read_config
 from conf.schema import AttentionValues, TrainMode
 from trainer.engine_ops.choose_forward import choose_forward
 from trainer.engine_ops.vllm_attention import VllmAttention
@@ -126,8 +127,8 @@ def test_a_decoder_with_the_engines_attention_is_near_its_own(config: dict[str, 
     found = []
     for values in (AttentionValues.engine, AttentionValues.own):
         trainer = trainer_config(mode, numerics=by_place(attention=values))
-        decoder = make_decoder(config, trainer, dtype=torch.bfloat16, device="cuda")
-        choose_forward(decoder, trainer, torch.device("cuda"))
+        by = choose_forward(read_config(config), torch.bfloat16, trainer, torch.device("cuda"))
+        decoder = make_decoder(config, trainer, dtype=torch.bfloat16, device="cuda", by=by)
         assert ("vLLM" in decoder.backends["attention values"]) is (values is AttentionValues.engine)
         logits = logits_of(decoder, batch)
         probe_loss(logits, batch[0]).backward()

@@ -33,21 +33,21 @@ class AdapterModules:
         self._ops, self._adapters = operations, adapters
         self._published = PublishedAdapters(slot_rank)
 
-    def linears(self, linears: Sequence[Linear], x: Tensor) -> Tensor:
+    def linears(self, linears: Sequence[Linear], x: Tensor, *, adapted: bool) -> Tensor:
         """Outputs of linears of one input, side by side."""
         out = self._ops.linear(x, *base_linears(linears, x.dtype))
-        if not any(is_adapted(linear) for linear in linears):
+        if not adapted or not any(is_adapted(linear) for linear in linears):
             return out
         return self._adapters.add(out, x, self._published.linears(linears, x.dtype))
 
-    def row_parallel(self, linear: Linear, x: Tensor) -> Tensor:
+    def row_parallel(self, linear: Linear, x: Tensor, *, adapted: bool) -> Tensor:
         """As any linear: such an engine has one rank (conf.checks)."""
-        return self.linears([linear], x)
+        return self.linears([linear], x, adapted=adapted)
 
-    def experts(self, bank: Experts, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+    def experts(self, bank: Experts, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, adapted: bool) -> Tensor:
         """The weighted sum of each token's experts."""
         weights = base_experts(bank, x_TH.dtype)
-        if not is_adapted(bank):
+        if not adapted or not is_adapted(bank):
             return self._ops.experts(x_TH, *weights, weights_TK, experts_TK)
         adapters = self._published.experts(bank, x_TH.dtype)
         return self._adapters.experts(x_TH, weights, adapters, weights_TK, experts_TK)

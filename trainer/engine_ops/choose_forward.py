@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import torch
 
+from conf.architecture.model_spec import ModelSpec
 from conf.schema import AdapterValues, AttentionValues, Match, SyncMode, TrainerConfig, TrainMode
 from trainer.engine_ops.adapter_forward import AdapterModules
-from trainer.engine_ops.engine_forward import MergedModules, compute_in_engine_operations
-from trainer.engine_ops.merged_forward import compute_with_merged_adapters
+from trainer.engine_ops.engine_forward import EngineForward, MergedModules
+from trainer.engine_ops.merged_forward import MergedForward
 from trainer.engine_ops.vllm_adapters import VllmAdapters
 from trainer.engine_ops.vllm_attention import VllmAttention, refusal_of_engine_attention
 from trainer.engine_ops.vllm_operations import VllmOperations
 from trainer.errors import TrainerError
-from trainer.lora import Linear
-from trainer.model.decoder import Decoder
+from trainer.model.engine_attention import EngineKernel
+from trainer.model.forward import Forward
 
 
 def choose_forward(
-    decoder: Decoder,
+    spec: ModelSpec,
+    dtype: torch.dtype,
     trainer: TrainerConfig,
     device: torch.device,
     engines: SyncMode = SyncMode.merged,
     engine_ranks: int = 1,
-) -> None:
-    """Do what trainer.numerics asks for.
+) -> Forward:
+    """What trainer.numerics asks for.
 
     Args:
+        spec, dtype: Of the decoder that it will compute.
         engines: What engines hold (weight_sync.mode): merged weights, or the base and adapters.
         engine_ranks: rollout.tp_size.
 
@@ -34,31 +37,29 @@ def choose_forward(
             the dtype or the heads do not fit.
     """
     if trainer.numerics.match is Match.bitwise:
-        operations = VllmOperations(decoder.spec, decoder.dtype, device)
+        operations = VllmOperations(spec, dtype, device)
         if engines is SyncMode.adapter:
             rank = trainer.lora.slot_rank
             modules = AdapterModules(operations, VllmAdapters(rank, device), rank)
         else:
             modules = MergedModules(operations, engine_ranks)
-        compute_in_engine_operations(decoder, operations, modules)
-        return
-    for module in decoder.modules():
-        if isinstance(module, Linear):
-            module.rounds_base_first = engines is SyncMode.adapter
-    decoder.attention_values = _choose_attention(decoder, trainer.numerics.places.attention, device)
-    if trainer.numerics.adapters is AdapterValues.merged and trainer.mode is TrainMode.lora:
-        compute_with_merged_adapters(decoder)
+        return EngineForward(operations=operations, modules=modules)
+    is_merged = trainer.numerics.adapters is AdapterValues.merged and trainer.mode is TrainMode.lora
+    kernel, told = _choose_attention(spec, dtype, trainer.numerics.places.attention, device)
+    kind = MergedForward if is_merged else Forward
+    return kind(rounds_base_first=engines is SyncMode.adapter, attention=kernel, attention_values=told)
 
 
-def _choose_attention(decoder: Decoder, values: AttentionValues, device: torch.device) -> str:
-    """Whose kernel computes the attention's values, for the run's log."""
+def _choose_attention(
+    spec: ModelSpec, dtype: torch.dtype, values: AttentionValues, device: torch.device
+) -> tuple[EngineKernel | None, str]:
+    """The kernel that computes the attention's values, None for the trainer's own; and whose it is, for the log."""
     if values is AttentionValues.own:
-        return "the trainer's own"
+        return None, "the trainer's own"
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    refusal = refusal_of_engine_attention(capability, decoder.dtype, decoder.spec.attention)
-    if refusal is not None:
-        if values is AttentionValues.engine:
-            raise TrainerError(f"attention's values by the engine's kernel cannot be had: {refusal}")
-        return f"the trainer's own ({refusal})"
-    decoder.use_attention_of(VllmAttention())
-    return "vLLM's FlashAttention 3"
+    refusal = refusal_of_engine_attention(capability, dtype, spec.attention)
+    if refusal is None:
+        return VllmAttention(), "vLLM's FlashAttention 3"
+    if values is AttentionValues.engine:
+        raise TrainerError(f"attention's values by the engine's kernel cannot be had: {refusal}")
+    return None, f"the trainer's own ({refusal})"

@@ -1,31 +1,28 @@
-"""The decoder's forward in the engine's operations and with the weights that the engine holds.
+"""A decoder's values by the engine's kernels and with the weights that the engine holds.
 
-    layer(x):    norm -> q, k, v -> norms, RoPE -> attention -> o, + -> norm -> router, experts | feed-forward, +
-    hidden:      norm                                                logprobs: head -> log-softmax at the targets
-
-Owns the order of operations, which is that of vLLM's Qwen3 and Qwen3-MoE models, and thereby values that are the
-engine's bit by bit (docs/parity.md). Gradients are those of the trainer's own kernels: a layer keeps its input alone,
-and its backward runs the layer again by itself, with the experts that were chosen here.
+The layers' own lists of operations are walked, whose order is that of vLLM's Qwen3 and Qwen3-MoE models; values are the
+engine's bit by bit (docs/parity.md). Gradients are those of the trainer's own kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from trainer.engine_ops.merged_forward import own_layer
 from trainer.engine_ops.published_weights import published_experts, published_linears
 from trainer.lora import Linear
 from trainer.model.attention import GroupedQueryAttention
-from trainer.model.decoder import Decoder, DecoderLayer, DenseMlp, LastSum
+from trainer.model.dense_mlp import DenseMlp
+from trainer.model.forward import Forward, Place
+from trainer.model.logprobs import Head
 from trainer.model.norm import RMSNorm
-from trainer.model.packed_sequences import PackedSequences
 from trainer.moe.block import MoeBlock
 from trainer.moe.experts import Experts
+from trainer.moe.replay import LayerRoutes
 from trainer.recompute import Recomputed
 
 if TYPE_CHECKING:
@@ -33,17 +30,17 @@ if TYPE_CHECKING:
 
 
 class AdaptedModules(Protocol):
-    """How an engine computes modules that may have adapters."""
+    """How an engine computes modules that may have adapters; without `adapted` they compute as if they had none."""
 
-    def linears(self, linears: Sequence[Linear], x: Tensor) -> Tensor:
+    def linears(self, linears: Sequence[Linear], x: Tensor, *, adapted: bool) -> Tensor:
         """Outputs of linears of one input, side by side."""
         ...
 
-    def row_parallel(self, linear: Linear, x: Tensor) -> Tensor:
+    def row_parallel(self, linear: Linear, x: Tensor, *, adapted: bool) -> Tensor:
         """The output of a linear whose inputs an engine spreads over its tensor-parallel ranks."""
         ...
 
-    def experts(self, bank: Experts, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+    def experts(self, bank: Experts, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, adapted: bool) -> Tensor:
         """The weighted sum of each token's experts."""
         ...
 
@@ -60,14 +57,14 @@ class MergedModules:
     def __init__(self, operations: VllmOperations, engine_ranks: int = 1) -> None:
         self._ops, self._engine_ranks = operations, engine_ranks
 
-    def linears(self, linears: Sequence[Linear], x: Tensor) -> Tensor:
+    def linears(self, linears: Sequence[Linear], x: Tensor, *, adapted: bool) -> Tensor:
         """Outputs of linears of one input, side by side."""
-        return self._ops.linear(x, *published_linears(linears, x.dtype))
+        return self._ops.linear(x, *published_linears(linears, x.dtype, adapted=adapted))
 
-    def row_parallel(self, linear: Linear, x: Tensor) -> Tensor:
+    def row_parallel(self, linear: Linear, x: Tensor, *, adapted: bool) -> Tensor:
         """Each engine rank multiplies its columns and rounds, the first one adds the bias, and an all-reduce adds the
         products (vLLM 0.25.1, `RowParallelLinear.forward`)."""
-        weight, bias = published_linears([linear], x.dtype)
+        weight, bias = published_linears([linear], x.dtype, adapted=adapted)
         columns = zip(x.chunk(self._engine_ranks, 1), weight.chunk(self._engine_ranks, 1), strict=True)
         first, *others = (
             self._ops.linear(part.contiguous(), weight_part.contiguous(), None if rank else bias)
@@ -75,88 +72,94 @@ class MergedModules:
         )
         return first + others[0] if others else first
 
-    def experts(self, bank: Experts, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+    def experts(self, bank: Experts, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, adapted: bool) -> Tensor:
         """The weighted sum of each token's experts."""
-        return self._ops.experts(x_TH, *published_experts(bank, x_TH.dtype), weights_TK, experts_TK)
+        weights = published_experts(bank, x_TH.dtype, adapted=adapted)
+        return self._ops.experts(x_TH, *weights, weights_TK, experts_TK)
 
 
-def compute_in_engine_operations(
-    decoder: Decoder, operations: VllmOperations, modules: AdaptedModules | None = None
-) -> None:
-    """Let a decoder take its values from `operations` from now on; modules with adapters from `modules`, by default
-    with the adapters merged."""
-    forward = EngineForward(operations, modules or MergedModules(operations))
-    for layer in decoder.model.layers:
-        assert isinstance(layer, DecoderLayer)
-        layer.in_place = Recomputed(own_layer, [layer], first=partial(_engine_layer, forward))
-    norm = decoder.model.norm
-    decoder.last_norm_in_place = Recomputed(norm, [norm], first=partial(forward.norm, norm))
-    decoder.head = forward
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineForward(Forward):
+    """See the module's docstring. Models with latent attention, sinks, windows or shared experts are refused before
+    (conf.model_checks)."""
 
+    fuses: ClassVar[bool] = False
+    operations: VllmOperations
+    modules: AdaptedModules
 
-def _engine_layer(
-    forward: EngineForward,
-    layer: DecoderLayer,
-    x_TH: Tensor,
-    rope: object,
-    sequences: PackedSequences,
-    chosen: list[Tensor],
-    _: LastSum,
-) -> Tensor:
-    """The layer's values. Puts the experts of each token into `chosen`, where the layer has experts."""
-    out_TH, experts_TK = forward.layer(layer, x_TH, sequences)
-    chosen[:] = [] if experts_TK is None else [experts_TK]
-    return out_TH
+    @property
+    def gradients_by(self) -> Forward | None:
+        return Forward(self.adapted)
 
+    @property
+    def head(self) -> Head | None:
+        return self
 
-class EngineForward:
-    """See the module's docstring."""
+    def norm(self, norm: RMSNorm, x: Tensor, wide: Tensor | None = None) -> Tensor:
+        """The decoder's last one, outside of layers, has the trainer's gradients, too."""
 
-    def __init__(self, operations: VllmOperations, modules: AdaptedModules) -> None:
-        self._ops, self._modules = operations, modules
+        def values() -> tuple[Tensor, tuple[()]]:
+            return self.operations.norm(x, norm.weight.to(x.dtype), norm.eps), ()
 
-    @torch.no_grad()
-    def layer(self, layer: DecoderLayer, x_TH: Tensor, sequences: PackedSequences) -> tuple[Tensor, Tensor | None]:
-        """The layer's output, and the experts of each token (None: the layer has none)."""
-        attention = layer.self_attn
-        assert isinstance(attention, GroupedQueryAttention)
-        heads_TO = self._attention(attention, self.norm(layer.input_layernorm, x_TH), sequences)
-        x_TH = x_TH + self._modules.row_parallel(attention.o_proj, heads_TO)
-        y_TH = self.norm(layer.post_attention_layernorm, x_TH)
-        if isinstance(layer.mlp, DenseMlp):
-            return x_TH + self._feed_forward(layer.mlp, y_TH), None
-        out_TH, experts_TK = self._experts(layer.mlp, y_TH)
-        return x_TH + out_TH, experts_TK
+        return Recomputed(norm, [norm])(x, first=values) if torch.is_grad_enabled() else values()[0]
 
-    @torch.no_grad()
-    def norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        """The norm over the last dim."""
-        return self._ops.norm(x, norm.weight.to(x.dtype), norm.eps)
+    def add_norm(self, norm: RMSNorm, x_TH: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor]:
+        sum_TH = x_TH + delta_TH
+        return sum_TH, self.norm(norm, sum_TH)
+
+    def linears(self, linears: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
+        widths = [linear.weight.shape[0] for linear in linears]
+        return self.modules.linears(linears, x, adapted=self.adapted).split(widths, 1)
+
+    def output(self, linear: Linear, x_TO: Tensor) -> Tensor:
+        return self.modules.row_parallel(linear, x_TO, adapted=self.adapted)
+
+    def rotate(self, own: GroupedQueryAttention, q_TO: Tensor, k_TO: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+        q, k = own.split_heads(q_TO, k_TO)
+        if own.q_norm is not None and own.k_norm is not None:
+            q, k = self.norm(own.q_norm, q), self.norm(own.k_norm, k)
+        return self.operations.rotate(q, k, place.sequences)
+
+    def attend(self, own: GroupedQueryAttention, q_TND: Tensor, k_TGD: Tensor, v_TO: Tensor, place: Place) -> Tensor:
+        v_TGD = v_TO.unflatten(1, own.heads[2])
+        return self.operations.attend(q_TND, k_TGD, v_TGD, place.sequences, own.scale).flatten(1)
+
+    def feed_forward(self, mlp: DenseMlp, x_TH: Tensor) -> Tensor:
+        gate_up = self.modules.linears([mlp.gate_proj, mlp.up_proj], x_TH, adapted=self.adapted)
+        return self.output(mlp.down_proj, self.operations.silu_and_mul(gate_up))
+
+    def route(self, block: MoeBlock, x_TH: Tensor, routes: LayerRoutes | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        router = block.gate
+        logits_TE = self.operations.linear(x_TH, router.weight.to(x_TH.dtype))
+        return *self.operations.route(x_TH, logits_TE, router.moe.top_k, router.moe.norm_topk_prob), None
+
+    def experts(
+        self,
+        block: MoeBlock,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        keep_gate_up: Callable[[Tensor], object] | None,
+    ) -> Tensor:
+        return self.modules.experts(block.experts, x_TH, weights_TK, ids_TK, adapted=self.adapted)
+
+    def add(
+        self,
+        mlp: DenseMlp | MoeBlock,
+        x_TH: Tensor,
+        delta_TH: Tensor,
+        middle_TH: Tensor,
+        fed_TH: Tensor,
+        shared_TH: Tensor | None = None,
+        *,
+        once: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        return middle_TH + fed_TH, None
 
     def logits(self, hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
         """What the head computes."""
-        return self._ops.linear(hidden_TH, weight_VH)
+        return self.operations.linear(hidden_TH, weight_VH)
 
     def token_logprobs(self, logits_TV: Tensor, targets_T: Tensor) -> Tensor:
         """What the sampler computes from them at temperature 1."""
-        return self._ops.token_logprobs(logits_TV, targets_T)
-
-    def _attention(self, attention: GroupedQueryAttention, y_TH: Tensor, sequences: PackedSequences) -> Tensor:
-        """[T, N * D], what o_proj takes."""
-        widths = [count * width for count, width in attention.heads]
-        qkv_TO = self._modules.linears([attention.q_proj, attention.k_proj, attention.v_proj], y_TH)
-        q, k, v = (x.unflatten(1, heads) for x, heads in zip(qkv_TO.split(widths, 1), attention.heads, strict=True))
-        if attention.q_norm is not None and attention.k_norm is not None:
-            q, k = self.norm(attention.q_norm, q), self.norm(attention.k_norm, k)
-        q, k = self._ops.rotate(q, k, sequences)
-        return self._ops.attend(q, k, v, sequences, attention.scale).flatten(1)
-
-    def _feed_forward(self, mlp: DenseMlp, y_TH: Tensor) -> Tensor:
-        gate_up = self._modules.linears([mlp.gate_proj, mlp.up_proj], y_TH)
-        return self._modules.row_parallel(mlp.down_proj, self._ops.silu_and_mul(gate_up))
-
-    def _experts(self, block: MoeBlock, y_TH: Tensor) -> tuple[Tensor, Tensor]:
-        router = block.gate
-        logits_TE = self._ops.linear(y_TH, router.weight.to(y_TH.dtype))
-        weights_TK, experts_TK = self._ops.route(y_TH, logits_TE, router.moe.top_k, router.moe.norm_topk_prob)
-        return self._modules.experts(block.experts, y_TH, weights_TK, experts_TK), experts_TK
+        return self.operations.token_logprobs(logits_TV, targets_T)

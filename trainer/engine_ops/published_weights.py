@@ -17,9 +17,12 @@ from trainer.weights.merge import merger
 from trainer.weights.merge_operands import MergeOperands
 
 
-def published_linears(linears: Sequence[Linear], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Weights of linears of one input, one below the other, and their biases; None where they have none."""
-    if not any(is_adapted(linear) for linear in linears):
+def published_linears(
+    linears: Sequence[Linear], dtype: torch.dtype, *, adapted: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Weights of linears of one input, one below the other, and their biases; None where they have none. Adapters are
+    in the weights if `adapted`."""
+    if not adapted or not any(is_adapted(linear) for linear in linears):
         return base_linears(linears, dtype)
     rows = [linear.weight.shape[0] for linear in linears]
     weight = linears[0].weight.new_empty(sum(rows), linears[0].weight.shape[1], dtype=dtype)
@@ -35,9 +38,9 @@ def base_linears(linears: Sequence[Linear], dtype: torch.dtype) -> tuple[Tensor,
     return weight.detach(), _biases(linears, dtype)
 
 
-def published_experts(bank: Experts, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def published_experts(bank: Experts, dtype: torch.dtype, *, adapted: bool = True) -> tuple[Tensor, Tensor]:
     """gate_up (E, 2I, H) and down (E, H, I) of all experts of a layer."""
-    if not is_adapted(bank):
+    if not adapted or not is_adapted(bank):
         return base_experts(bank, dtype)
     gate_up, down = bank.gate_up_proj, bank.down_proj
     assert gate_up is not None and down is not None, "packed experts have no merged weights"
@@ -54,8 +57,8 @@ def base_experts(bank: Experts, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def is_adapted(module: Linear | Experts) -> bool:
-    """Whether the module computes with an adapter now."""
-    return module.lora is not None and module.adapters_enabled
+    """Whether the module has an adapter."""
+    return module.lora is not None
 
 
 def _biases(linears: Sequence[Linear], dtype: torch.dtype) -> Tensor | None:

@@ -1,15 +1,18 @@
-"""The decoder's attentions: projections, norms and RoPE around the kernels of attend.py.
+"""The decoder's attentions: their modules, and the order of their operations up to the heads' projection.
 
     GqaSpec  GroupedQueryAttention  q, k, v, o; heads share keys and values in groups
     MlaSpec  LatentAttention        q and kv through low-rank latents; one rotated key part for all heads
 
 Owns parameter names, which are the checkpoint's; ModelSpec lists their shapes. Every projection is a Linear, so
-adapters, merging and publishing need not know the kind of attention.
+adapters, merging and publishing need not know the kind of attention. Does not own arithmetic (forward.py, attend.py).
 
-Shapes: T packed tokens, H hidden, N query heads, G key/value heads, D query/key head_dim, V value head_dim.
+Shapes: T packed tokens, N query heads, G key/value heads, D query/key head_dim.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +20,12 @@ from torch import Tensor, nn
 from conf.architecture.attention_spec import GqaSpec, MlaSpec
 from conf.architecture.model_spec import ModelSpec
 from conf.schema import LoraConfig, Rounding, Roundings
-from trainer.kernels.latent import latent_heads
-from trainer.kernels.rms_norm import norm_rotate
-from trainer.lora import Linear, apply_together
-from trainer.model.attend import AttentionBackend, attend
-from trainer.model.engine_attention import EngineKernel
-from trainer.model.flash_attention import KeptAttention
+from trainer.lora import Linear
+from trainer.model.attend import AttentionBackend
 from trainer.model.norm import RMSNorm
-from trainer.model.packed_sequences import PackedSequences
+from trainer.model.operations import Operation
+
+TURNED = ("q_rotary", "k_rotary")
 
 
 def make_attention(
@@ -35,7 +36,7 @@ def make_attention(
     lora: LoraConfig | None,
     backend: AttentionBackend,
     numerics: Roundings,
-) -> nn.Module:
+) -> GroupedQueryAttention | LatentAttention:
     """The attention that the spec asks for in this layer."""
     linears = {
         shape.name: Linear(shape.in_features, shape.out_features, bias=shape.bias, weight_dtype=weight_dtype, lora=lora)
@@ -69,8 +70,6 @@ class GroupedQueryAttention(nn.Module):
         super().__init__()
         self.heads = [(count, gqa.head_dim) for count in (gqa.num_heads, gqa.num_kv_heads, gqa.num_kv_heads)]
         self.scale, self.backend, self.window = gqa.softmax_scale, backend, window
-        self.engine: EngineKernel | None = None
-        """Computes the attention's values; set by trainer.engine_ops."""
         for name, linear in linears.items():
             self.add_module(name, linear)
         self.sinks = nn.Parameter(torch.empty(gqa.num_heads, dtype=weight_dtype)) if gqa.sinks else None
@@ -86,27 +85,24 @@ class GroupedQueryAttention(nn.Module):
                 if name.endswith("norm.weight")
             )
 
-    def forward(
-        self,
-        x_TH: Tensor,
-        rope: tuple[Tensor, Tensor],
-        sequences: PackedSequences,
-        kept: KeptAttention | None = None,
-    ) -> Tensor:
-        """[T, H] -> [T, N * V], what o_proj takes. With `kept`, a second call for the same inputs does not compute the
-        attention again."""
-        q_TO, k_TO, v_TO = apply_together([self.q_proj, self.k_proj, self.v_proj], x_TH)
-        norms = (self.q_norm, self.k_norm)
-        if self.norms_all_heads and self.q_norm is not None and self.k_norm is not None:
-            q_TO, k_TO, norms = self.q_norm(q_TO), self.k_norm(k_TO), (None, None)
-        q_TND, k_TGD, v_TGD = (x.unflatten(1, h) for x, h in zip((q_TO, k_TO, v_TO), self.heads, strict=True))
-        q_weight, k_weight = (None if norm is None else norm.weight for norm in norms)
-        q_TND, k_TGD = norm_rotate(q_TND, k_TGD, q_weight, k_weight, self.eps, *rope, once=self.rotates_once)
-        out_TND = attend(
-            q_TND, k_TGD, v_TGD, sequences, self.backend, self.scale,
-            window=self.window, sinks_N=self.sinks, kept=kept, engine=self.engine,
-        )  # fmt: skip
-        return out_TND.flatten(1)
+    def split_heads(self, q_TO: Tensor, k_TO: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, N, D] and [T, G, D]."""
+        return q_TO.unflatten(1, self.heads[0]), k_TO.unflatten(1, self.heads[1])
+
+    def operations(self, x: str, prefix: str) -> Iterator[Operation]:
+        """From the norm of the stream, named x, to `attn`."""
+        q, k, v, q_turned, k_turned = (f"{prefix}{name}" for name in ("q_proj", "k_proj", "v_proj", *TURNED))
+        projections = [self.q_proj, self.k_proj, self.v_proj]
+        yield Operation(f"{prefix}qkv_proj", (x,), (q, k, v), lambda place, x: place.by.linears(projections, x))
+        yield Operation(
+            f"{prefix}rotary_emb", (q, k), (q_turned, k_turned), lambda place, q, k: place.by.rotate(self, q, k, place)
+        )
+        yield Operation(
+            f"{prefix}attn",
+            (q_turned, k_turned, v),
+            (f"{prefix}attn",),
+            lambda place, q, k, v: (place.by.attend(self, q, k, v, place),),
+        )
 
 
 class LatentAttention(nn.Module):
@@ -130,8 +126,6 @@ class LatentAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.mla, self.interleaved, self.backend = mla, spec.rope.interleaved, backend
-        self.engine: EngineKernel | None = None
-        """As GroupedQueryAttention.engine."""
         for name, linear in linears.items():
             self.add_module(name, linear)
         if mla.q_lora_rank is not None:
@@ -142,24 +136,30 @@ class LatentAttention(nn.Module):
             mla.kv_lora_rank, eps=mla.norm_eps, weight_dtype=weight_dtype, rounding=numerics.norm
         )
 
-    def forward(
-        self,
-        x_TH: Tensor,
-        rope: tuple[Tensor, Tensor],
-        sequences: PackedSequences,
-        kept: KeptAttention | None = None,
-    ) -> Tensor:
-        """[T, H] -> [T, N * V], what o_proj takes. With `kept`, a second call for the same inputs does not compute the
-        attention again."""
-        mla = self.mla
-        first = self.get_submodule("q_proj" if mla.q_lora_rank is None else "q_a_proj")
-        assert isinstance(first, Linear)
-        q_TO, latents = apply_together([first, self.kv_a_proj_with_mqa], x_TH)
+    def operations(self, x: str, prefix: str) -> Iterator[Operation]:
+        """From the norm of the stream, named x, to `attn`."""
+        mla, query = self.mla, f"{prefix}{'q_proj' if self.mla.q_lora_rank is None else 'q_a_proj'}"
+        latents, kv_norm, kv_b = (f"{prefix}{name}" for name in ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"))
+        latent, turning = f"{prefix}kv_latent", f"{prefix}k_turning"
+        firsts: Any = [self.get_submodule(query.removeprefix(prefix)), self.kv_a_proj_with_mqa]
+        yield Operation(
+            f"{prefix}fused_qkv_a_proj", (x,), (query, latents), lambda place, x: place.by.linears(firsts, x)
+        )
         if mla.q_lora_rank is not None:
-            q_TO = self.get_submodule("q_b_proj")(self.q_a_layernorm(q_TO))
-        q_TND = q_TO.unflatten(1, (mla.num_heads, mla.qk_head_dim))
-        latent, turning_TR = latents.split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
-        kv_TNE = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(1, (mla.num_heads, -1))
-        q_TND, k_TND, v_TNV = latent_heads(q_TND, kv_TNE, turning_TR, *rope, interleaved=self.interleaved)
-        out_TNV = attend(q_TND, k_TND, v_TNV, sequences, self.backend, mla.softmax_scale, kept=kept, engine=self.engine)
-        return out_TNV.flatten(1)
+            q_norm, q_b, first = f"{prefix}q_a_layernorm", f"{prefix}q_b_proj", query
+            seconds: Any = [self.get_submodule("q_b_proj")]
+            yield Operation(q_norm, (first,), (q_norm,), lambda place, x: (place.by.norm(self.q_a_layernorm, x),))
+            yield Operation(q_b, (q_norm,), (q_b,), lambda place, x: place.by.linears(seconds, x))
+            query = q_b
+        widths = (mla.kv_lora_rank, mla.qk_rope_head_dim)
+        yield Operation(
+            f"{prefix}kv_a_split", (latents,), (latent, turning), lambda _, x: x.split(widths, dim=-1), is_view=True
+        )
+        yield Operation(kv_norm, (latent,), (kv_norm,), lambda place, x: (place.by.norm(self.kv_a_layernorm, x),))
+        yield Operation(kv_b, (kv_norm,), (kv_b,), lambda place, x: place.by.linears([self.kv_b_proj], x))
+        yield Operation(
+            f"{prefix}attn",
+            (query, turning, kv_b),
+            (f"{prefix}attn",),
+            lambda place, q, turning, kv: (place.by.attend_latent(self, q, turning, kv, place),),
+        )

@@ -13,13 +13,15 @@ from conf.errors import ConfigError
 from conf.schema import LoraConfig, TrainerConfig, TrainMode
 from trainer.lora import Adapted
 from trainer.model.attend import choose_attention_backend
-from trainer.model.decoder import Build, Decoder
+from trainer.model.decoder import Decoder
+from trainer.model.forward import Forward
 from trainer.model.host_activations import HostPool
-from trainer.model.shard_decoder import shard_decoder
+from trainer.model.layer import Build
+from trainer.model.shard_decoder import dense_trainable, expert_trainable, shard_decoder
 from trainer.moe.bank import UnpackBuffers
 from trainer.moe.experts import Experts
 from trainer.moe.router import Router
-from trainer.parallel import ParallelLayout
+from trainer.parallel import ParallelLayout, sharded_rows
 from trainer.rounding import key_of
 
 
@@ -31,6 +33,7 @@ def build_decoder(
     trainer: TrainerConfig,
     layout: ParallelLayout | None = None,
     rounding_seed: int | None = None,
+    by: Forward | None = None,
 ) -> Decoder:
     """Construct on meta, apply FSDP2, allocate on `device`. Values are undefined until
     `trainer.weights.loading.load_weights`.
@@ -39,6 +42,7 @@ def build_decoder(
 
     Args:
         rounding_seed: The run's, for the thresholds by which merged weights are rounded. None: to nearest.
+        by: What computes the decoder; None: the trainer's kernels.
 
     Raises:
         ConfigError: there are more ep_ranks than experts, or LoRA finds nothing to adapt.
@@ -49,6 +53,10 @@ def build_decoder(
     _refuse_misfits(spec, lora, layout)
     if trainer.embedding_on_host and spec.tie_embeddings:
         raise ConfigError("trainer.embedding_on_host=true needs a head of its own; this model's is the embedding table")
+    missing: list[tuple[nn.Parameter, int]] = []
+    host = None
+    if trainer.activations_on_host:
+        host = HostPool(device, lambda: sum(size for parameter, size in missing if parameter.grad is None))
     build = Build(
         spec=spec,
         compute_dtype=dtype,
@@ -60,6 +68,8 @@ def build_decoder(
         numerics=trainer.numerics.places,
         layout=layout,
         unpacked=UnpackBuffers(dtype),
+        by=by or Forward(),
+        host=host,
     )
     with torch.device("meta"):
         decoder = Decoder(build)
@@ -68,8 +78,8 @@ def build_decoder(
         _name_merged_parameters(decoder, rounding_seed)
     shard_decoder(decoder, layout)
     decoder.to_empty(device=device)
-    if trainer.activations_on_host:
-        decoder.host = HostPool(device)
+    trainable = (*dense_trainable(decoder), *expert_trainable(decoder))
+    missing += [(parameter, sharded_rows(name, parameter).nbytes) for name, parameter in trainable]
     if trainer.embedding_on_host:
         table = decoder.model.embed_tokens
         host = torch.empty_like(table.weight, device="cpu", pin_memory=device.type == "cuda")

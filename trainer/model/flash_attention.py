@@ -37,8 +37,8 @@ class KeptAttention:
         self._results = results
 
     def move(self, on_host: HostLayer) -> None:
-        """Let the output, if there is one, wait in host memory."""
-        if self._results is None:
+        """Let the output, if there is one that does not yet, wait in host memory."""
+        if self._results is None or self._moved is not None:
             return
         out, *others = self._results
         moved = on_host.move(out)

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainer.model.attend import AttentionBackend
-from trainer.model.decoder import Decoder, DecoderLayer
+from trainer.model.decoder import Decoder
 from trainer.model.flash_attention import padded_length
 from trainer.model.packed_sequences import LONG, PackedSequences
 from trainer.moe.experts import Experts
@@ -103,7 +103,7 @@ def refusal_of_graphs(decoder: Decoder, device: torch.device) -> str | None:
         return "the trainer has several ranks"
     if decoder.attention_backend not in (AttentionBackend.cudnn, AttentionBackend.varlen):
         return f"attention is {decoder.attention_backend}"
-    if any(isinstance(layer, DecoderLayer) and layer.in_place is not None for layer in decoder.model.layers):
+    if decoder.by.gradients_by is not None:
         return "values come from merged weights or from the engine's kernels"
     for module in decoder.modules():
         if isinstance(module, Experts) and module.packed is not None:
@@ -126,8 +126,8 @@ class DecoderGraphs:
         """Sizes that came, the oldest first."""
         self._captured: dict[GraphSize, CapturedPass] = {}
         self._pool: Any = None
-        self.fullest_bytes = 0
-        """The most memory that was allocated so far, the pool's not counted. Its owner says so."""
+        self._fullest_bytes = 0
+        """The most memory that was allocated so far, the pool's not counted."""
         self.num_replays = 0
         """Forward passes so far that were replayed."""
 
@@ -154,6 +154,11 @@ class DecoderGraphs:
     def peak_bytes(self) -> int:
         """The most memory that a replay uses and that torch does not count as allocated."""
         return max((captured.peak_bytes for captured in self._captured.values()), default=0)
+
+    def with_replays(self, peak_bytes: int) -> int:
+        """The most memory in use, of the most that torch counts as allocated, which must stay free beside the pool."""
+        self._fullest_bytes = max(self._fullest_bytes, peak_bytes)
+        return peak_bytes + self.peak_bytes
 
     def forget(self) -> None:
         """Give the memory back. Sizes are captured anew when they come again."""
@@ -226,10 +231,10 @@ class DecoderGraphs:
         segments = torch.cuda.memory_snapshot()
         pool_bytes = sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == self._pool)
         left = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - pool_bytes
-        if left < MARGIN * self.fullest_bytes:
+        if left < MARGIN * self._fullest_bytes:
             raise RuntimeError(
                 f"its {pool_bytes / 1e9:.1f} GB would leave {left / 1e9:.1f} GB for the fullest microbatch, which "
-                f"takes {self.fullest_bytes / 1e9:.1f} GB"
+                f"takes {self._fullest_bytes / 1e9:.1f} GB"
             )
         return captured
 

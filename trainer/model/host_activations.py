@@ -6,7 +6,7 @@
     backward, layer g+1   the copy stream reads layer g back, while layer g+1 computes
              layer g      waits for that, and layer g-1 is read
 
-n layers fit the room that the pool's owner gives (`room_bytes`). While copies take longer than the layers' own work,
+n layers fit the room that there is (`HostPool.room_bytes`). While copies take longer than the layers' own work,
 the forward waits for them only after n layers more.
 
 Owns the copies, their order and the memory on both sides. Does not own which tensors a layer names (decoder.py).
@@ -19,6 +19,7 @@ a later one, so memory is free when the graph has forgotten it.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,15 +33,18 @@ class HostPool:
     """Chunks of host memory, page-locked for a GPU, and the stream that copies to and from them.
 
     It grows to what the largest microbatch needs, and keeps that. Page-locking a GB takes a good part of a second.
+
+    Args:
+        room_bytes: asked when a pass begins: memory on the device for layers that wait to be copied, and at last for
+            those that are not. It is what gradients will take that have no memory yet: a backward makes them layer by
+            layer, from the last layer on, and frees at each layer what was kept for it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, room_bytes: Callable[[], int]) -> None:
         self.streams: Any = torch.get_device_module(device)
         """torch.cuda, or torch.cpu, whose streams do nothing."""
         self.copies = self.streams.Stream()
-        self.room_bytes = 0
-        """On the device, for layers that wait to be copied, and at last for those that are not. Its owner sets it
-        before a pass."""
+        self.room_bytes = room_bytes
         self._is_pinned = device.type == "cuda"
         self._free: list[Tensor] = []
 
@@ -83,7 +87,7 @@ class HostPass:
 
     def __init__(self, pool: HostPool, num_layers: int) -> None:
         self._stack = HostStack(pool)
-        self._num_layers = num_layers
+        self._num_layers, self._room_bytes = num_layers, pool.room_bytes()
         self._layers: list[HostLayer] = []
         """Those that have begun to move."""
         self._num_begun = self._num_gone = 0
@@ -95,7 +99,7 @@ class HostPass:
         num_bytes = self._stack.num_bytes
         self._most_bytes = max(self._most_bytes, num_bytes - self._bytes_before)
         self._bytes_before = num_bytes
-        num_fitting = self._stack.pool.room_bytes // self._most_bytes if self._most_bytes else 0
+        num_fitting = self._room_bytes // self._most_bytes if self._most_bytes else 0
         while self._num_gone < self._num_begun - 1 - num_fitting:
             self._layers[self._num_gone].leave_device()
             self._num_gone += 1

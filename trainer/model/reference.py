@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from trainer.lora import disabled_adapters
 from trainer.model.decoder import Decoder
+from trainer.model.forward import Forward
 
 
 class ReferencePolicy:
@@ -32,16 +32,15 @@ class ReferencePolicy:
         self._initial = None if trained_shards is None else [shard.detach().clone() for shard in trained_shards]
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Inside, the decoder is the reference, without gradients. All ranks enter and leave together."""
+    def active(self) -> Iterator[Forward]:
+        """What computes the reference inside, without gradients. All ranks enter and leave together."""
         with torch.no_grad():
             if self._trained is None or self._initial is None:
-                with disabled_adapters(self._decoder):
-                    yield
+                yield self._decoder.by.without_adapters()
                 return
             self._exchange()
             try:
-                yield
+                yield self._decoder.by
             finally:
                 self._exchange()
 

@@ -1,12 +1,13 @@
-"""The mixture-of-experts feed-forward: route tokens, send rows to their experts, add the shared experts.
+"""The mixture-of-experts feed-forward: a router, routed experts, and what every token passes beside them.
 
-Owns the order, and the cut between the part that a checkpointed layer recomputes (`start`) and the part that it does
-not (`finish`). The arithmetic of the routed experts is in routed.py.
+Owns the modules, and how rows reach their experts. Does not own the order (trainer.model.layer's list of operations)
+nor the arithmetic of the routed experts (routed.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from conf.architecture.model_spec import SHARED_GATE
 from trainer.moe.dispatch import plan_dispatch
 from trainer.moe.experts import Experts
-from trainer.moe.replay import LayerRoutes
 from trainer.moe.router import Router
 from trainer.recompute import recomputation
 
@@ -48,45 +48,30 @@ class MoeBlock(nn.Module):
             self.add_module(name, module)
 
     @property
-    def owners_of_start(self) -> list[nn.Module]:
-        """Modules whose parameters `start` reads."""
-        return [self.gate, *map(self.get_submodule, self._shared_names)]
+    def owners_of_routing(self) -> list[nn.Module]:
+        """Modules whose parameters are read before the routed experts."""
+        return [self.gate, *self.shared]
 
     @property
-    def has_shared(self) -> bool:
-        """Whether every token passes some experts."""
-        return bool(self._shared_names)
+    def shared(self) -> list[Any]:
+        """The feed-forward that every token passes, and its gate; none of the two, or the first alone."""
+        return [self.get_submodule(name) for name in self._shared_names]
 
-    def shared(self, x_TH: Tensor) -> Tensor:
-        """What the shared experts give, every step rounded."""
-        fed_TH, *factors = (self.get_submodule(name)(x_TH) for name in self._shared_names)
-        return factors[0].sigmoid() * fed_TH if factors else fed_TH
-
-    def forward(self, x_TH: Tensor) -> Tensor:
-        """[T, H] -> [T, H]."""
-        x_TH, weights_TK, experts_TK, shared_TH, _ = self.start(x_TH)
-        return self.combined(self.finish(x_TH, weights_TK, experts_TK), shared_TH)
-
-    def start(
-        self, x_TH: Tensor, recorded: LayerRoutes | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The part that a layer may recompute: tokens, their weights and experts, the shared experts' output; and with
-        recorded routes, how many of them the router would not have chosen."""
-        routing = self.gate(x_TH, recorded)
-        shared_TH = self.shared(x_TH) if self.has_shared else None
-        return x_TH, routing.weights_TK, routing.experts_TK, shared_TH, routing.num_flipped
-
-    def finish(
+    def run_experts(
         self,
         x_TH: Tensor,
         weights_TK: Tensor,
         experts_TK: Tensor,
         keep_gate_up: Callable[[Tensor], object] | None = None,
+        *,
+        adapted: bool = True,
+        merged: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Run the routed experts, which keep little for backward if `start` is recomputed: the product of gate and up
-        only with `keep_gate_up`, which is called with it."""
+        """Run the routed experts, which keep little for backward if a recomputed part gave x_TH: the product of gate
+        and up only with `keep_gate_up`, which is called with it. The other arguments are those of Experts."""
         plan = plan_dispatch(experts_TK, self.num_experts, self.ep_group, self.shares)
-        return self.experts(x_TH, weights_TK, plan, recomputation(x_TH), keep_gate_up)
+        again = recomputation(x_TH)
+        return self.experts(x_TH, weights_TK, plan, again, keep_gate_up, adapted=adapted, merged=merged)
 
     def combined(self, routed_TH: Tensor, shared_TH: Tensor | None) -> Tensor:
         """What the block adds to the residual stream, every step rounded."""

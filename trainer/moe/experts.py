@@ -88,20 +88,24 @@ class Experts(Adapted):
         plan: Dispatch,
         x_again: Callable[[], Tensor] | None = None,
         keep_gate_up: Callable[[Tensor], object] | None = None,
+        *,
+        adapted: bool = True,
+        merged: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """[T, H] tokens, their routing weights and their way to the experts -> [T, H]. `keep_gate_up` is as in
-        routed_experts.
+        """[T, H] tokens, their routing weights and their way to the experts -> [T, H].
 
         A rank without rows still joins every exchange and gives every parameter a gradient.
+
+        Args:
+            keep_gate_up: as in routed_experts.
+            adapted: with the experts' adapters.
+            merged: weights with the adapters in them, to compute with instead of both.
         """
         adapters: tuple[Tensor | None, ...] = (None, None, None, None)
         scale = 1.0
-        weights = (self.gate_up_proj, self.down_proj)
-        if self.merged is not None:
-            weights = self.merged
-        elif self.lora is not None and self.adapters_enabled:
+        if merged is None and adapted and self.lora is not None:
             adapters = (self.gate_up_lora_A, self.gate_up_lora_B, self.down_lora_A, self.down_lora_B)
             scale = self.lora.scale
-        base = (*weights, self.gate_up_bias, self.down_bias)
+        base = (*(merged or (self.gate_up_proj, self.down_proj)), self.gate_up_bias, self.down_bias)
         call = ExpertCall(self.activation, scale, self.backend, self.combine_mode, self.packed)
         return routed_experts(x_TH, weights_TK, base, adapters, plan, call, x_again, keep_gate_up)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from conf.schema import AlgorithmConfig
 from trainer.model.decoder import Decoder
+from trainer.model.forward import Forward
 from trainer.model.graphs import DecoderGraphs
 from trainer.model.logprobs import token_logprobs
 from trainer.model.reference import ReferencePolicy
@@ -104,8 +106,8 @@ class PolicyForward:
         return [Scores(logprobs, ref_logprobs, kl) for logprobs, ref_logprobs, kl in parts]
 
     def _reference_logprobs(self, micro: Microbatch, reference: ReferencePolicy) -> Tensor:
-        with reference.active():
-            return self._logprobs(micro, self._routes(micro))[0]
+        with reference.active() as by:
+            return self._logprobs(micro, self._routes(micro), by)[0]
 
     def _routes(self, micro: Microbatch) -> RecordedRoutes | None:
         """What the engine recorded for one forward pass. The reference replays it too: its distance from the policy is
@@ -114,9 +116,11 @@ class PolicyForward:
             return None
         return RecordedRoutes(self._to_device(micro.routed_experts), self._to_device(micro.has_route))
 
-    def _logprobs(self, micro: Microbatch, routes: RecordedRoutes | None) -> tuple[Tensor, Tensor]:
+    def _logprobs(
+        self, micro: Microbatch, routes: RecordedRoutes | None, by: Forward | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(log-probability, entropy) of every counted token. The head runs only on the rows that predict one."""
-        run = self.graphs if self.graphs is not None and torch.is_grad_enabled() else self.decoder
+        run = self.graphs if self.graphs is not None and torch.is_grad_enabled() else partial(self.decoder, by=by)
         hidden_TH = run(
             self._to_device(micro.token_ids),
             self._to_device(micro.positions),
@@ -132,7 +136,7 @@ class PolicyForward:
                 targets_N,
                 temperature=self.temperature,
                 chunk_tokens=self.chunk_tokens,
-                head=self.decoder.head,
+                head=self.decoder.by.head,
                 differentiate_entropy=self.algorithm.entropy_coef != 0,
             ),
             hidden_NH,

@@ -13,6 +13,7 @@ from cases.tiny_models import (
     DENSE,
     MIXED,
     MOE,
+    base_logits_of,
     logits_of,
     logprob_gradients,
     make_decoder,
@@ -25,10 +26,9 @@ from fakes.torch_operations import TorchOperations
 from conf.schema import LoraConfig, TrainMode
 from trainer.delivery.adapter_source import AdapterSource
 from trainer.engine_ops.adapter_forward import AdapterModules
-from trainer.engine_ops.engine_forward import compute_in_engine_operations
+from trainer.engine_ops.engine_forward import EngineForward
 from trainer.engine_ops.published_adapters import Factors, PublishedAdapters
-from trainer.lora import disabled_adapters
-from trainer.model.decoder import DecoderLayer
+from trainer.model.layer import DecoderLayer
 from weight_sync.layout import Region
 
 RANK_OF_SLOTS = 8
@@ -59,18 +59,15 @@ class TorchAdapters(TorchOperations):
         return super().experts(x.float(), gate_up.float(), down.float(), weights, experts).to(x.dtype)
 
 
-def computing_with_slots(decoder) -> TorchAdapters:
-    operations = TorchAdapters()
-    compute_in_engine_operations(decoder, operations, AdapterModules(operations, operations, RANK_OF_SLOTS))
-    return operations
+def with_slots(operations: TorchAdapters) -> EngineForward:
+    return EngineForward(operations=operations, modules=AdapterModules(operations, operations, RANK_OF_SLOTS))
 
 
 @pytest.mark.parametrize("config", [DENSE, MOE, MIXED, {**DENSE, "attention_bias": True}])
 def test_values_are_base_plus_adapter_and_gradients_the_trainers_own(config):
     """Each linear has its own factors, so a q adapter in the place of k's would be seen."""
     batch = packed()
-    own, mine = make_decoder(config), make_decoder(config)
-    computing_with_slots(mine)
+    own, mine = make_decoder(config), make_decoder(config, by=with_slots(TorchAdapters()))
     wanted, wanted_grads = logprob_gradients(own, batch)
     logprobs, grads = logprob_gradients(mine, batch)
     assert relative_error(logprobs, wanted) < 1e-4
@@ -84,8 +81,9 @@ def test_factors_have_the_bits_that_a_publish_writes_into_a_slot(config):
     """A rank below the slots', and a scale whose product with B rounds."""
     lora = LoraConfig(rank=6, alpha=18.0, attention_rank=4)
     trainer = replace(trainer_config(TrainMode.lora), lora=lora)
-    decoder = make_decoder({**config, "num_hidden_layers": 2}, trainer, dtype=torch.bfloat16)
-    operations = computing_with_slots(decoder)
+    operations, is_moe = TorchAdapters(), config is MOE
+    config = {**config, "num_hidden_layers": 2}
+    decoder = make_decoder(config, trainer, dtype=torch.bfloat16, by=with_slots(operations))
     with torch.no_grad():
         decoder(*packed())
     source = AdapterSource(decoder, 0, lora)
@@ -101,14 +99,14 @@ def test_factors_have_the_bits_that_a_publish_writes_into_a_slot(config):
     for layer in range(2):
         prefix = f"model.layers.{layer}."
         groups = [[f"self_attn.{leaf}" for leaf in "qkv"], ["self_attn.o"]]
-        if config is DENSE:
+        if not is_moe:
             groups += [["mlp.gate", "mlp.up"], ["mlp.down"]]
         for group in groups:
             given = next(seen)
             for index, module in enumerate(group):
                 assert torch.equal(given.a[index][0], published(prefix + module, "A")), module
                 assert torch.equal(given.b[index][0], published(prefix + module, "B")), module
-        if config is MOE:
+        if is_moe:
             for given, leaves in ((next(seen), ("gate", "up")), (next(seen), ("down",))):
                 for index, leaf in enumerate(leaves):
                     for expert in range(MOE["num_experts"]):
@@ -136,17 +134,16 @@ def test_modules_of_equal_shapes_share_memory_and_others_never_do():
 
 def test_a_switched_off_adapter_adds_nothing():
     batch = packed()
-    bare, mine = make_decoder(MOE, trainer_config(TrainMode.full)), make_decoder(MOE)
-    operations = computing_with_slots(mine)
-    with torch.no_grad(), disabled_adapters(mine):
-        assert relative_error(logits_of(mine, batch), logits_of(bare, batch)) < 1e-4
+    operations = TorchAdapters()
+    bare, mine = make_decoder(MOE, trainer_config(TrainMode.full)), make_decoder(MOE, by=with_slots(operations))
+    assert relative_error(base_logits_of(mine, batch), logits_of(bare, batch)) < 1e-4
     assert not operations.seen
 
 
 def test_only_adapted_kinds_of_modules_get_adapters():
     lora = LoraConfig(rank=4, alpha=8.0, attention=False)
-    decoder = make_decoder(DENSE, replace(trainer_config(TrainMode.lora), lora=lora))
-    operations = computing_with_slots(decoder)
+    operations = TorchAdapters()
+    decoder = make_decoder(DENSE, replace(trainer_config(TrainMode.lora), lora=lora), by=with_slots(operations))
     with torch.no_grad():
         decoder(*packed())
     assert [len(factors.a) for factors in operations.seen] == [2, 1] * len(decoder.model.layers)

@@ -16,9 +16,10 @@ from conf.schema import AttentionValues
 from trainer.engine_ops.choose_forward import choose_forward
 from trainer.engine_ops.vllm_attention import refusal_of_engine_attention
 from trainer.errors import TrainerError
+from trainer.model.forward import Forward
 from trainer.model.packed_sequences import PackedSequences
 
-CPU = torch.device("cpu")
+CPU, SPEC = torch.device("cpu"), read_config(DENSE)
 CALLS: list[tuple[float, int | None]] = []
 
 
@@ -54,9 +55,9 @@ def test_the_engines_kernel_computes_every_layers_attention(config: dict[str, ob
     batch, decoder = packed(), make_decoder(config)
     with torch.no_grad():
         own = logits_of(decoder, batch)
-        decoder.use_attention_of(engine)
         CALLS.clear()
-        torch.testing.assert_close(logits_of(decoder, batch), own, rtol=1e-4, atol=1e-4)
+        mine = logits_of(decoder, batch, by=Forward(attention=engine))
+        torch.testing.assert_close(mine, own, rtol=1e-4, atol=1e-4)
     assert len(CALLS) == calls
     if config is GPT_OSS:
         assert [window for _, window in CALLS] == [4, None]
@@ -83,12 +84,12 @@ def test_a_node_that_cannot_run_it_says_so_once_or_takes_its_own() -> None:
     """Asked for, it is refused with one message; by default the trainer's own is taken, and the log says why."""
     own = "the trainer's own"
     for values, told in ((AttentionValues.own, own), (AttentionValues.auto, f"{own} (the trainer has no GPU)")):
-        decoder = make_decoder(DENSE, dtype=torch.bfloat16)
-        choose_forward(decoder, trainer_config(numerics=by_place(attention=values)), CPU)
+        by = choose_forward(SPEC, torch.bfloat16, trainer_config(numerics=by_place(attention=values)), CPU)
+        decoder = make_decoder(DENSE, dtype=torch.bfloat16, by=by)
         assert decoder.backends == {"attention": "padded", "attention values": told}
     asked = trainer_config(numerics=by_place(attention=AttentionValues.engine))
     with pytest.raises(TrainerError, match="engine's kernel cannot be had: the trainer has no GPU"):
-        choose_forward(make_decoder(DENSE, dtype=torch.bfloat16), asked, CPU)
+        choose_forward(SPEC, torch.bfloat16, asked, CPU)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from cases.tiny_models import (
     DENSE,
     MIXED,
     MOE,
+    base_logits_of,
     logits_of,
     logprob_gradients,
     make_decoder,
@@ -24,9 +25,13 @@ from torch import Tensor
 
 from conf.schema import TrainMode
 from trainer.delivery.merged_source import TrainerWeightSource
-from trainer.engine_ops.engine_forward import MergedModules, compute_in_engine_operations
-from trainer.lora import Linear, disabled_adapters
+from trainer.engine_ops.engine_forward import EngineForward, MergedModules
+from trainer.lora import Linear
 from weight_sync.layout import Region
+
+
+def forward_of(operations: TorchOperations, ranks: int = 1) -> EngineForward:
+    return EngineForward(operations=operations, modules=MergedModules(operations, ranks))
 
 
 @pytest.mark.parametrize("mode", list(TrainMode), ids=str)
@@ -36,8 +41,7 @@ from weight_sync.layout import Region
 def test_values_are_the_operations_and_gradients_the_trainers_own(config, mode):
     """Also of biases, of layers without experts, and of both modes' trainable parameters."""
     batch = packed()
-    own, mine = (make_decoder(config, trainer_config(mode)) for _ in range(2))
-    compute_in_engine_operations(mine, TorchOperations())
+    own, mine = (make_decoder(config, trainer_config(mode), by=by) for by in (None, forward_of(TorchOperations())))
     wanted, wanted_grads = logprob_gradients(own, batch)
     logprobs, grads = logprob_gradients(mine, batch)
     assert relative_error(logprobs, wanted) < 1e-4
@@ -50,9 +54,8 @@ def test_values_are_the_operations_and_gradients_the_trainers_own(config, mode):
 
 def test_gradients_use_the_experts_that_the_operations_chose():
     """Operations that choose other experts than the trainer's router would: gradients reach those, and no others."""
-    decoder = make_decoder({**MOE, "num_hidden_layers": 1})
     operations = TorchOperations(shift=3)
-    compute_in_engine_operations(decoder, operations)
+    decoder = make_decoder({**MOE, "num_hidden_layers": 1}, by=forward_of(operations))
     _, grads = logprob_gradients(decoder, packed((2,)))
     (experts,) = operations.chosen
     touched = grads["model.layers.0.mlp.experts.down_lora_B"].flatten(1).abs().sum(1) > 0
@@ -61,10 +64,8 @@ def test_gradients_use_the_experts_that_the_operations_chose():
 
 def test_a_switched_off_adapter_adds_nothing():
     batch = packed()
-    bare, mine = make_decoder(MOE, trainer_config(TrainMode.full)), make_decoder(MOE)
-    compute_in_engine_operations(mine, TorchOperations())
-    with torch.no_grad(), disabled_adapters(mine):
-        assert relative_error(logits_of(mine, batch), logits_of(bare, batch)) < 1e-4
+    bare, mine = make_decoder(MOE, trainer_config(TrainMode.full)), make_decoder(MOE, by=forward_of(TorchOperations()))
+    assert relative_error(base_logits_of(mine, batch), logits_of(bare, batch)) < 1e-4
     assert probe_loss(logits_of(mine, batch), batch[0]) != probe_loss(logits_of(bare, batch), batch[0])
 
 
@@ -80,18 +81,18 @@ def test_two_engine_ranks_round_their_products_before_they_are_added():
     left, right = ((x[:, half] @ weight[:, half].t()).bfloat16() for half in (slice(None, 16), slice(16, None)))
     wanted = (left + bias.bfloat16()) + right
     with torch.no_grad():
-        mine = MergedModules(TorchOperations(), 2).row_parallel(linear, x.bfloat16())
+        mine, other = (
+            MergedModules(TorchOperations(), ranks).row_parallel(linear, x.bfloat16(), adapted=True) for ranks in (2, 1)
+        )
         assert torch.equal(mine, wanted)
-        assert not torch.equal(mine, MergedModules(TorchOperations()).row_parallel(linear, x.bfloat16()))
+        assert not torch.equal(mine, other)
 
 
 @pytest.mark.parametrize("config", [DENSE, {**DENSE, "attention_bias": True}], ids=["plain", "bias"])
 def test_a_forward_of_two_engine_ranks_is_the_model(config):
     """In float32, up to the order of sums; both projections that an engine spreads over ranks are."""
     batch, operations = packed(), TorchOperations()
-    one, two = (make_decoder(config) for _ in range(2))
-    compute_in_engine_operations(one, operations)
-    compute_in_engine_operations(two, operations, MergedModules(operations, 2))
+    one, two = (make_decoder(config, by=forward_of(operations, ranks)) for ranks in (1, 2))
     with torch.no_grad():
         wanted, mine = logits_of(one, batch), logits_of(two, batch)
     assert relative_error(mine, wanted) < 1e-5
@@ -116,9 +117,8 @@ class RecordingOperations(TorchOperations):
 
 @pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
 def test_weights_have_the_bits_that_a_publish_writes(config):
-    decoder = make_decoder({**config, "num_hidden_layers": 1}, dtype=torch.bfloat16)
     operations = RecordingOperations()
-    compute_in_engine_operations(decoder, operations)
+    decoder = make_decoder({**config, "num_hidden_layers": 1}, dtype=torch.bfloat16, by=forward_of(operations))
     with torch.no_grad():
         decoder(*packed())
     source = TrainerWeightSource(decoder, rank=0)

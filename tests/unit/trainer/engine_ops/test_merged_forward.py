@@ -10,6 +10,7 @@ from cases.tiny_models import (
     GLM,
     GPT_OSS,
     MOE,
+    base_logits_of,
     logits_of,
     make_decoder,
     packed,
@@ -19,9 +20,9 @@ from cases.tiny_models import (
 from torch import Tensor
 
 from trainer.delivery.merged_source import TrainerWeightSource
-from trainer.engine_ops.merged_forward import compute_with_merged_adapters
-from trainer.lora import disabled_adapters
+from trainer.engine_ops.merged_forward import MergedForward
 from trainer.model.decoder import Decoder
+from trainer.model.forward import Forward
 from trainer.weights.loading import load_weights
 from weight_sync.layout import Region
 
@@ -49,13 +50,11 @@ class Published:
 def test_values_are_those_of_the_published_checkpoint(name: str) -> None:
     """Bit by bit, in bfloat16, where they differ from those of the adapters beside their base."""
     batch = packed()
-    mine = make_decoder(MODELS[name], dtype=torch.bfloat16)
-    separate = logits_of(mine, batch)
+    mine = make_decoder(MODELS[name], dtype=torch.bfloat16, by=MergedForward())
+    separate = logits_of(mine, batch, by=Forward())
     engines = make_decoder(MODELS[name], dtype=torch.bfloat16, nonzero_b=False)
     load_weights(engines, Published(mine), seed=3)
-    compute_with_merged_adapters(mine)
-    with torch.no_grad(), disabled_adapters(engines):
-        wanted = logits_of(engines, batch)
+    wanted = base_logits_of(engines, batch)
     assert torch.equal(logits_of(mine, batch), wanted)
     assert not torch.equal(separate, wanted)
 
@@ -63,8 +62,7 @@ def test_values_are_those_of_the_published_checkpoint(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_base_and_adapters(name: str) -> None:
     batch = packed()
-    both = [make_decoder(MODELS[name]) for _ in range(2)]
-    compute_with_merged_adapters(both[1])
+    both = [make_decoder(MODELS[name], by=by) for by in (Forward(), MergedForward())]
     grads = []
     for decoder in both:
         probe_loss(logits_of(decoder, batch), batch[0]).backward()
@@ -76,8 +74,5 @@ def test_gradients_are_those_of_base_and_adapters(name: str) -> None:
 
 def test_the_reference_policy_computes_with_the_base() -> None:
     batch = packed()
-    decoder = make_decoder(MOE)
-    with torch.no_grad(), disabled_adapters(decoder):
-        wanted = logits_of(decoder, batch)
-        compute_with_merged_adapters(decoder)
-        assert torch.equal(logits_of(decoder, batch), wanted)
+    own, merged = (make_decoder(MOE, by=by) for by in (Forward(), MergedForward()))
+    assert torch.equal(base_logits_of(merged, batch), base_logits_of(own, batch))

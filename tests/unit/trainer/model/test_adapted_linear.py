@@ -53,7 +53,7 @@ def test_beside_engines_with_slots_the_base_is_rounded_first_as_theirs_is():
     for parameter, std in ((linear.weight, 0.125), (linear.lora_A, 0.125), (linear.lora_B, 2e-4)):
         torch.nn.init.normal_(parameter, std=std)
     linear.weight.requires_grad_(False)
-    linear.rounds_base_first = True
     x = torch.randn(256, 64).bfloat16()
     base, low = x @ linear.weight.t(), x @ linear.lora_A.bfloat16().t()
-    assert torch.equal(linear(x), base.addmm(low, linear.lora_B.bfloat16().t()))
+    (out,) = apply_together([linear], x, rounds_base_first=True)
+    assert torch.equal(out, base.addmm(low, linear.lora_B.bfloat16().t()))

@@ -52,7 +52,10 @@ def _no_collector() -> Iterator[None]:
 
 def decoder_of(hf_config: dict[str, Any], num_layers: int = 4, *, on_host: bool = True, **options: Any) -> Decoder:
     config = trainer_config(activations_on_host=on_host, **options)
-    return make_decoder({**hf_config, "num_hidden_layers": num_layers}, config)
+    decoder = make_decoder({**hf_config, "num_hidden_layers": num_layers}, config)
+    if decoder.host is not None:
+        decoder.host.room_bytes = lambda: 0
+    return decoder
 
 
 def num_chunks(pool: HostPool | None) -> int:
@@ -150,7 +153,8 @@ def test_the_device_holds_two_layers_and_those_that_fit(
     num_tensors = 3 + int(gate_up_kept)
     num_moved = 6 - num_fitting
     assert decoder.host is not None
-    decoder.host.room_bytes = num_fitting * layer_bytes(decoder)
+    room_bytes = num_fitting * layer_bytes(decoder)
+    decoder.host.room_bytes = lambda: room_bytes
     for seen in counts.values():
         seen.clear()
     loss = probe_loss(logits_of(decoder, packed()), packed()[0])
@@ -182,7 +186,7 @@ def test_the_last_layers_stay_on_the_device_if_they_fit(monkeypatch: pytest.Monk
     per_layer = layer_bytes(decoder)
     tensors = living(monkeypatch, MovedTensor)
     for room_bytes, num_moved in ((2 * per_layer, 4), (3 * per_layer - 1, 4), (100 * per_layer, 1), (0, 6)):
-        decoder.host.room_bytes = room_bytes
+        decoder.host.room_bytes = lambda room_bytes=room_bytes: room_bytes
         loss = probe_loss(logits_of(decoder, packed()), packed()[0])
         assert len(tensors) == 3 * num_moved
         loss.backward()
@@ -195,7 +199,7 @@ def test_layers_stay_on_the_device_while_gradients_have_no_memory_of_their_own()
     rooms: list[int] = []
     pool = rank.decoder.host
     assert pool is not None
-    hook = rank.decoder.register_forward_pre_hook(lambda *_: rooms.append(pool.room_bytes))
+    hook = rank.decoder.register_forward_pre_hook(lambda *_: rooms.append(pool.room_bytes()))
     for version in range(2):
         samples = make_samples(2, version)
         rank.forward_backward([samples[:1], samples[1:]], count(samples, version))
@@ -219,7 +223,7 @@ def living(monkeypatch: pytest.MonkeyPatch, kind: type) -> WeakSet[Any]:
 
 
 def test_a_stack_is_cut_into_pieces_and_returns_its_chunks() -> None:
-    pool = HostPool(torch.device("cpu"))
+    pool = HostPool(torch.device("cpu"), lambda: 0)
     stack = HostStack(pool)
     sizes = [6000, 6000, 25_000, 10]
     pieces = [stack.take(size) for size in sizes]
@@ -239,7 +243,7 @@ def test_a_stack_is_cut_into_pieces_and_returns_its_chunks() -> None:
 
 
 def test_what_cannot_be_moved_stays() -> None:
-    layer = HostLayer(HostStack(HostPool(torch.device("cpu"))), None)
+    layer = HostLayer(HostStack(HostPool(torch.device("cpu"), lambda: 0)), None)
     wide = torch.randn(4, 6)
     assert layer.move(wide[:, :3]) is None
     assert layer.move(wide[:0]) is None

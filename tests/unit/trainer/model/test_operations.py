@@ -18,7 +18,7 @@ from cases.tiny_models import (
     packed,
 )
 
-from trainer.model.operations import decoder_operations, run_chained, run_isolated
+from trainer.model.comparison import decoder_steps, run_chained, run_isolated
 
 FAMILIES = {
     "llama": LLAMA, "qwen3": DENSE, "qwen3_moe": MIXED, "glm4_moe": GLM, "gpt_oss": GPT_OSS, "mla": DEEPSEEK,
@@ -31,7 +31,7 @@ FAMILIES = {
 def test_chained_operations_are_the_forward_bit_by_bit(family: str, dtype: torch.dtype):
     decoder = make_decoder(FAMILIES[family], dtype=dtype)
     token_ids, positions, cu_seqlens = packed()
-    chained = run_chained(decoder_operations(decoder, positions, cu_seqlens), {"token_ids": token_ids})
+    chained = run_chained(decoder_steps(decoder, positions, cu_seqlens), {"token_ids": token_ids})
     with torch.no_grad():
         assert torch.equal(chained["norm"], decoder(token_ids, positions, cu_seqlens))
 
@@ -39,7 +39,7 @@ def test_chained_operations_are_the_forward_bit_by_bit(family: str, dtype: torch
 def test_an_operation_is_run_on_what_is_given_and_not_on_what_others_returned():
     decoder = make_decoder(DENSE)
     token_ids, positions, cu_seqlens = packed()
-    operations = decoder_operations(decoder, positions, cu_seqlens)
+    operations = decoder_steps(decoder, positions, cu_seqlens)
     own = run_chained(operations, {"token_ids": token_ids})
     moved = own["layers.1.stream"] + 1
     addends = [moved, *(own[f"layers.1.{name}"] for name in ("self_attn.o_proj", "mlp"))]
@@ -52,7 +52,7 @@ def test_an_operation_is_run_on_what_is_given_and_not_on_what_others_returned():
 def test_what_is_replaced_reaches_everything_after_it_and_nothing_before():
     decoder = make_decoder(MIXED)
     token_ids, positions, cu_seqlens = packed()
-    operations = decoder_operations(decoder, positions, cu_seqlens)
+    operations = decoder_steps(decoder, positions, cu_seqlens)
     own = run_chained(operations, {"token_ids": token_ids})
     given = {"token_ids": token_ids, "layers.1.mlp": torch.zeros_like(own["layers.1.mlp"])}
     other = run_chained(operations, given, {"layers.1.mlp"})

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.moe.block import MoeBlock
+from trainer.model.forward import Forward
 from trainer.recompute import Recomputed, recomputation
 
 
@@ -155,8 +155,8 @@ def test_later_layers_leave_nothing_but_gradients(hf_config: dict[str, Any], che
 
 def test_experts_keep_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have them again from the part before them, which is computed again once, for both."""
-    starts, refs, start = [], [], MoeBlock.start
-    monkeypatch.setattr(MoeBlock, "start", lambda self, *given: starts.append(self) or start(self, *given))
+    routings, refs, route = [], [], Forward.route
+    monkeypatch.setattr(Forward, "route", lambda self, *given: routings.append(self) or route(self, *given))
     decoder, batch = make_decoder(MOE, trainer_config(activation_checkpointing=True)), packed()
     for layer in decoder.model.layers:
         layer.get_submodule("mlp.experts").register_forward_pre_hook(
@@ -165,4 +165,4 @@ def test_experts_keep_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = logits_of(decoder, batch)
     assert [ref.expired() for ref in refs] == [True, True]
     probe_loss(logits, batch[0]).backward()
-    assert len(starts) == 2 * len(refs)
+    assert len(routings) == 2 * len(refs)

@@ -1,0 +1,217 @@
+"""The decoder's operations one by one, to compare each with what an engine computed.
+
+    token_ids -> [ step -> ... ] -> norm                 chained: each one takes what the ones before it returned
+    recorded activations -> step -> its output           isolated: each one takes what an engine computed
+
+A step is an operation of a layer's list, with the layer's number in its names. An operation that computes at once what
+an engine returns in pieces is taken apart: norms of heads from their rotation, a router's factor from its weights, the
+experts' sum from the stream's.
+
+Owns the names, which are those of `rollout/in_vllm/activations.py`. Does not own the order, nor what computes a step
+(operations.py, forward.py). Invariant: the chained list returns the bits of `Decoder.forward` (without gradients, on
+one rank).
+
+Shapes: T packed tokens; every activation is [T, width].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.kernels.residual import residual_sum
+from trainer.kernels.rms_norm import norm_rotate
+from trainer.model.attention import TURNED, GroupedQueryAttention
+from trainer.model.decoder import Decoder
+from trainer.model.forward import Forward, Place
+from trainer.model.layer import DecoderLayer
+from trainer.model.norm import RMSNorm
+from trainer.model.operations import Operation
+from trainer.model.packed_sequences import PackedSequences
+from trainer.moe.block import MoeBlock
+
+
+class Step(NamedTuple):
+    """Example: Step("layers.3.self_attn.o_proj", ("layers.3.self_attn.attn",), ("layers.3.self_attn.o_proj",), run)."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    run: Callable[..., Sequence[Tensor]]
+    """Takes the inputs in order, returns the outputs in order."""
+    is_view: bool = False
+    """As of an operation: no engine returns its outputs."""
+
+
+def decoder_steps(decoder: Decoder, positions_T: Tensor, cu_seqlens: Tensor, by: Forward | None = None) -> list[Step]:
+    """All steps between `token_ids` and `norm`, in the order in which the decoder computes them.
+
+    Args:
+        decoder: on one rank.
+        positions_T, cu_seqlens: as Decoder.forward takes them.
+        by: what computes them, instead of the decoder's own.
+    """
+    sequences = PackedSequences.from_cu_seqlens(cu_seqlens, positions_T.shape[0], positions_T.device)
+    place = Place(by or decoder.by, decoder.rotary(positions_T, decoder.dtype), sequences)
+    trunk = decoder.model
+    embed = Step(
+        "embed_tokens", ("token_ids",), ("layers.0.stream",), lambda ids: (trunk.embed_tokens(F.embedding, ids),)
+    )
+    steps = [embed]
+    for number, layer in enumerate(trunk.layers):
+        assert isinstance(layer, DecoderLayer)
+        steps += _layer(number, layer, place)
+    return [*steps, _norm("norm", len(trunk.layers), trunk.norm, place)]
+
+
+@torch.no_grad()
+def run_isolated(steps: list[Step], given: Mapping[str, Tensor]) -> Iterator[tuple[Step, list[Tensor]]]:
+    """Run each step whose inputs are all given, on those. Yields its outputs."""
+    known = dict(given)
+    for step in steps:
+        if all(name in known for name in step.inputs):
+            outs = list(step.run(*(known[name] for name in step.inputs)))
+            if step.is_view:
+                known.update(zip(step.outputs, outs, strict=True))
+            else:
+                yield step, outs
+
+
+@torch.no_grad()
+def run_chained(steps: list[Step], given: Mapping[str, Tensor], replaced: Collection[str] = ()) -> dict[str, Tensor]:
+    """Run all steps, each on what the others returned.
+
+    Args:
+        given: `token_ids`, and the tensors that are taken from elsewhere.
+        replaced: outputs that are taken from `given` instead of what the step returned.
+
+    Returns:
+        Every tensor by name.
+    """
+    known = {"token_ids": given["token_ids"]}
+    for step in steps:
+        for name, value in zip(step.outputs, step.run(*(known[name] for name in step.inputs)), strict=True):
+            known[name] = given[name] if name in replaced else value
+    return known
+
+
+def _layer(number: int, layer: DecoderLayer, place: Place) -> Iterator[Step]:
+    """A layer's operations, whole or taken apart."""
+    prefix, attention, block = f"layers.{number}.", layer.self_attn, layer.mlp
+    is_rounded = _is_rounded(layer.post_attention_layernorm, place)
+    of_experts = _experts(prefix, block, place, is_rounded=is_rounded) if isinstance(block, MoeBlock) else {}
+    for operation in layer.operations:
+        if operation.name in of_experts:
+            yield of_experts[operation.name]
+        if operation.name == "input_layernorm":
+            yield _norm(prefix + operation.name, number, layer.input_layernorm, place)
+        elif operation.name == "self_attn.rotary_emb" and place.by.fuses:
+            assert isinstance(attention, GroupedQueryAttention)
+            yield from _rotary(f"{prefix}self_attn.", attention, place)
+        elif operation.name == "residual":
+            yield _residual(number, is_rounded=is_rounded)
+        elif operation.name not in of_experts:
+            yield _whole(operation, prefix, attention, place)
+
+
+def _whole(operation: Operation, prefix: str, attention: nn.Module, place: Place) -> Step:
+    def run(*given: Tensor) -> list[Tensor]:
+        values: list[Any] = list(given)
+        if operation.name == "self_attn.attn" and isinstance(attention, GroupedQueryAttention):
+            values[:2] = attention.split_heads(*given[:2])
+        return [out.flatten(1) for out in operation.run(place, *values)]
+
+    inputs, outputs = (tuple(prefix + name for name in side) for side in (operation.inputs, operation.outputs))
+    return Step(prefix + operation.name, inputs, outputs, run, operation.is_view)
+
+
+def _is_rounded(norm: RMSNorm, place: Place) -> bool:
+    """Whether the norm reads a rounded sum."""
+    return not (norm.once and place.by.fuses)
+
+
+def _norm(name: str, number: int, norm: RMSNorm, place: Place) -> Step:
+    """The norm of the stream that enters layer `number`; with norm=once, of the sum before it was rounded."""
+    addends = () if _is_rounded(norm, place) or not number else _addends(number - 1)
+
+    def run(x_TH: Tensor, *addends: Tensor) -> tuple[Tensor, ...]:
+        return (place.by.norm(norm, x_TH, _unrounded_sum(*addends)[1] if addends else None),)
+
+    return Step(name, (f"layers.{number}.stream", *addends), (name,), run)
+
+
+def _addends(number: int) -> tuple[str, ...]:
+    """What a layer's last sum adds with norm=once: what entered it, and what its halves add."""
+    return tuple(f"layers.{number}.{name}" for name in ("stream", "self_attn.o_proj", "mlp"))
+
+
+def _unrounded_sum(x_TH: Tensor, attended_TH: Tensor, fed_TH: Tensor) -> tuple[Tensor, Tensor]:
+    return residual_sum(x_TH, attended_TH, x_TH, fed_TH)
+
+
+def _residual(number: int, *, is_rounded: bool) -> Step:
+    prefix, following = f"layers.{number}.", (f"layers.{number + 1}.stream",)
+    if is_rounded:
+        middle = f"{prefix}stream_mid"
+        return Step(f"{prefix}residual", (middle, f"{prefix}mlp"), following, lambda x, fed: (x + fed,))
+    return Step(f"{prefix}residual", _addends(number), following, lambda *addends: _unrounded_sum(*addends)[:1])
+
+
+def _rotary(prefix: str, own: GroupedQueryAttention, place: Place) -> Iterator[Step]:
+    q, k, *turned = (f"{prefix}{name}" for name in ("q_proj", "k_proj", *TURNED))
+    rounds_norm = own.norms_all_heads or not own.rotates_once
+    """Whether the rotation sees the norm rounded."""
+
+    def turned_by(
+        rope: tuple[Tensor, Tensor], norms: Sequence[RMSNorm | None], q_TO: Tensor, k_TO: Tensor
+    ) -> list[Tensor]:
+        q_weight, k_weight = (None if norm is None else norm.weight for norm in norms)
+        heads = norm_rotate(*own.split_heads(q_TO, k_TO), q_weight, k_weight, own.eps, *rope, own.rotates_once)
+        return [x.flatten(1) for x in heads]
+
+    def normed(q_TO: Tensor, k_TO: Tensor) -> Sequence[Tensor]:
+        assert own.q_norm is not None and own.k_norm is not None
+        if own.norms_all_heads:
+            return own.q_norm(q_TO), own.k_norm(k_TO)
+        still = torch.ones_like(place.rope[0]), torch.zeros_like(place.rope[1])
+        return turned_by(still, (own.q_norm, own.k_norm), q_TO, k_TO)
+
+    if own.q_norm is not None:
+        names = f"{prefix}q_norm", f"{prefix}k_norm"
+        yield Step(f"{prefix}qk_norm", (q, k), names, normed)
+        q, k = names if rounds_norm else (q, k)
+    norms = (None, None) if rounds_norm else (own.q_norm, own.k_norm)
+    yield Step(f"{prefix}rotary_emb", (q, k), tuple(turned), lambda q, k: turned_by(place.rope, norms, q, k))
+
+
+def _experts(prefix: str, block: MoeBlock, place: Place, *, is_rounded: bool) -> dict[str, Step]:
+    """The steps of a mixture of experts, by the operation whose place they take."""
+    normed, out = f"{prefix}post_attention_layernorm", f"{prefix}mlp"
+    weights, ids, routed, shared = (
+        f"{out}.{name}" for name in ("topk_weights", "topk_ids", "experts", "shared_experts")
+    )
+
+    def choose(x_TH: Tensor) -> tuple[Tensor, ...]:
+        weights_TK, ids_TK, _ = place.by.route(block, x_TH, None)
+        return weights_TK / block.gate.factor_of_weights, ids_TK
+
+    def compute(x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, ...]:
+        own_dtype = place.by.route(block, x_TH[:1], None)[0].dtype
+        weights_TK = weights_TK.to(own_dtype) * block.gate.factor_of_weights
+        routed_TH = place.by.experts(block, x_TH, weights_TK, ids_TK, None)
+        if is_rounded or block.gate.factor_of_output == 1.0:
+            return (block.combined(routed_TH, None),)
+        return (routed_TH.float() * block.gate.factor_of_output,)
+
+    def add(x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        return (x if not others else x + others[0] if is_rounded else x.float() + others[0].float(),)
+
+    return {
+        "mlp.gate": Step(f"{out}.gate", (normed,), (weights, ids), choose),
+        "mlp.experts": Step(routed, (normed, weights, ids), (routed,), compute),
+        "residual": Step(out, (routed, shared) if block.shared else (routed,), (out,), add),
+    }

@@ -1,0 +1,22 @@
+"""DenseMlp: the modules of a SwiGLU feed-forward (Shazeer 2020, https://arxiv.org/abs/2002.05202), [T, H] -> [T, H]."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from conf.schema import LoraConfig
+from trainer.lora import Linear
+
+
+class DenseMlp(nn.Module):
+    """Gate and up of H columns, down of H rows."""
+
+    def __init__(
+        self, hidden: int, width: int, *, weight_dtype: torch.dtype, lora: LoraConfig | None, activates_once: bool
+    ) -> None:
+        super().__init__()
+        self.gate_proj = Linear(hidden, width, weight_dtype=weight_dtype, lora=lora)
+        self.up_proj = Linear(hidden, width, weight_dtype=weight_dtype, lora=lora)
+        self.down_proj = Linear(width, hidden, weight_dtype=weight_dtype, lora=lora)
+        self.activates_once = activates_once

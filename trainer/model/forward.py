@@ -1,0 +1,168 @@
+"""What computes the operations of a layer's list: one method per kind of operation.
+
+    Forward                              the trainer's kernels; gradients come through them
+    trainer.engine_ops.merged_forward    the same, with weights as a publish would write them: values alone
+    trainer.engine_ops.engine_forward    the engine's kernels: values alone
+
+A decoder has one (build_decoder), and a call may name another: the reference policy is `without_adapters`.
+Does not own the order of operations (layer.py, attention.py) nor what of a layer is recomputed (operations.py).
+
+Shapes: T packed tokens, H hidden, O width of projections, N query heads, G key/value heads, D head_dim, K experts of a
+token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from trainer.kernels.dense_activation import silu_product
+from trainer.kernels.latent import latent_heads
+from trainer.kernels.residual import residual_sum
+from trainer.kernels.rms_norm import norm_rotate
+from trainer.lora import Linear, apply_together
+from trainer.model.attend import attend
+from trainer.model.attention import GroupedQueryAttention, LatentAttention
+from trainer.model.dense_mlp import DenseMlp
+from trainer.model.engine_attention import EngineKernel
+from trainer.model.flash_attention import KeptAttention
+from trainer.model.logprobs import Head
+from trainer.model.norm import RMSNorm
+from trainer.model.packed_sequences import PackedSequences
+from trainer.moe.block import MoeBlock
+from trainer.moe.replay import LayerRoutes
+
+
+@dataclass(slots=True)
+class Place:
+    """What all operations of one call of a layer have in common."""
+
+    by: Forward
+    """Computes them."""
+    rope: tuple[Tensor, Tensor]
+    sequences: PackedSequences
+    kept: KeptAttention | None = None
+    """Of a layer that is recomputed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The trainer's kernels."""
+
+    fuses: ClassVar[bool] = True
+    """Whether one kernel norms and rotates heads, and one adds at a layer's end (Roundings=once)."""
+
+    adapted: bool = True
+    """With adapters; without, it is the base policy."""
+    rounds_base_first: bool = False
+    """As in apply_together."""
+    attention: EngineKernel | None = None
+    """An engine's kernel for the attention's values."""
+    attention_values: str | None = None
+
+    @property
+    def gradients_by(self) -> Forward | None:
+        """Computes a layer again for its gradients, with the experts that were chosen here; None: gradients come
+        through the operations themselves."""
+        return None
+
+    @property
+    def head(self) -> Head | None:
+        """Computes logits and log-probabilities; None: the operations of logprobs.py."""
+        return None
+
+    def without_adapters(self) -> Forward:
+        """The same of the base policy."""
+        return replace(self, adapted=False)
+
+    def norm(self, norm: RMSNorm, x: Tensor, wide: Tensor | None = None) -> Tensor:
+        """The norm of x, which is `wide`, rounded, if that is given. It has gradients, in any forward."""
+        return norm(x, wide)
+
+    def add_norm(self, norm: RMSNorm, x_TH: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum, and its norm."""
+        return norm.after_sum(x_TH, delta_TH)
+
+    def linears(self, linears: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
+        """Outputs of linears of one input."""
+        return apply_together(linears, x, adapted=self.adapted, rounds_base_first=self.rounds_base_first)
+
+    def output(self, linear: Linear, x_TO: Tensor) -> Tensor:
+        """The projection of the heads, which an engine may spread over its ranks."""
+        return self.linears([linear], x_TO)[0]
+
+    def rotate(self, own: GroupedQueryAttention, q_TO: Tensor, k_TO: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+        """Heads of q and k after their norms and the rotation: [T, N, D] and [T, G, D]."""
+        norms = (own.q_norm, own.k_norm)
+        if own.norms_all_heads and own.q_norm is not None and own.k_norm is not None:
+            q_TO, k_TO, norms = own.q_norm(q_TO), own.k_norm(k_TO), (None, None)
+        q_weight, k_weight = (None if norm is None else norm.weight for norm in norms)
+        q_TND, k_TGD = own.split_heads(q_TO, k_TO)
+        return norm_rotate(q_TND, k_TGD, q_weight, k_weight, own.eps, *place.rope, once=own.rotates_once)
+
+    def attend(self, own: GroupedQueryAttention, q_TND: Tensor, k_TGD: Tensor, v_TO: Tensor, place: Place) -> Tensor:
+        """[T, N * D]."""
+        out_TND = attend(
+            q_TND, k_TGD, v_TO.unflatten(1, own.heads[2]), place.sequences, own.backend, own.scale,
+            window=own.window, sinks_N=own.sinks, kept=place.kept, engine=self.attention,
+        )  # fmt: skip
+        return out_TND.flatten(1)
+
+    def attend_latent(
+        self, own: LatentAttention, q_TO: Tensor, turning_TR: Tensor, kv_TO: Tensor, place: Place
+    ) -> Tensor:
+        """[T, N * V], of queries, the keys' part that turns, and the other keys and values."""
+        mla = own.mla
+        q_TND, kv_TNE = q_TO.unflatten(1, (mla.num_heads, mla.qk_head_dim)), kv_TO.unflatten(1, (mla.num_heads, -1))
+        qkv = latent_heads(q_TND, kv_TNE, turning_TR, *place.rope, interleaved=own.interleaved)
+        return attend(
+            *qkv, place.sequences, own.backend, mla.softmax_scale, kept=place.kept, engine=self.attention
+        ).flatten(1)
+
+    def feed_forward(self, mlp: DenseMlp, x_TH: Tensor) -> Tensor:
+        """[T, H]."""
+        gate, up = self.linears([mlp.gate_proj, mlp.up_proj], x_TH)
+        return self.linears([mlp.down_proj], silu_product(gate, up, mlp.activates_once))[0]
+
+    def route(self, block: MoeBlock, x_TH: Tensor, routes: LayerRoutes | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Weights and ids of each token's experts; and of recorded ones, how many the router would not have chosen."""
+        routing = block.gate(x_TH, routes)
+        return routing.weights_TK, routing.experts_TK, routing.num_flipped
+
+    def shared_experts(self, block: MoeBlock, x_TH: Tensor) -> Tensor:
+        """What every token passes beside its experts."""
+        mlp, *gates = block.shared
+        fed_TH = self.feed_forward(mlp, x_TH)
+        return self.linears(gates, x_TH)[0].sigmoid() * fed_TH if gates else fed_TH
+
+    def experts(
+        self,
+        block: MoeBlock,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        keep_gate_up: Callable[[Tensor], object] | None,
+    ) -> Tensor:
+        """The weighted sum of each token's experts."""
+        return block.run_experts(x_TH, weights_TK, ids_TK, keep_gate_up, adapted=self.adapted)
+
+    def add(
+        self,
+        mlp: DenseMlp | MoeBlock,
+        x_TH: Tensor,
+        delta_TH: Tensor,
+        middle_TH: Tensor,
+        fed_TH: Tensor,
+        shared_TH: Tensor | None = None,
+        *,
+        once: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The stream at the layer's end; and before it was rounded, where it is rounded `once`."""
+        block = mlp if isinstance(mlp, MoeBlock) else None
+        if once:
+            scale = 1.0 if block is None else block.gate.factor_of_output
+            return residual_sum(x_TH, delta_TH, middle_TH, fed_TH, shared_TH, scale)
+        return middle_TH + (fed_TH if block is None else block.combined(fed_TH, shared_TH)), None

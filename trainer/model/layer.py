@@ -1,0 +1,304 @@
+"""DecoderLayer: a layer's modules, the list of its operations, and how one call walks it.
+
+    x -> norm -> attention -> o_proj -> + -> norm -> feed-forward | router, shared experts -> experts -> + -> x
+
+Owns the order of operations, what of it is recomputed and what waits in host memory. Does not own arithmetic
+(forward.py), nor the order inside of attentions (attention.py).
+
+Shapes: T packed tokens, H hidden, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conf.architecture.model_spec import ModelSpec
+from conf.schema import LoraConfig, Rounding, Roundings
+from trainer.lora import Linear
+from trainer.model.attend import AttentionBackend
+from trainer.model.attention import make_attention
+from trainer.model.dense_mlp import DenseMlp
+from trainer.model.flash_attention import KeptAttention
+from trainer.model.forward import Forward, Place
+from trainer.model.host_activations import HostLayer, HostPass, HostPool
+from trainer.model.norm import RMSNorm
+from trainer.model.operations import KEEP_GATE_UP, ROUTES, SUM, Operation, Part
+from trainer.model.packed_sequences import PackedSequences
+from trainer.moe.bank import UnpackBuffers
+from trainer.moe.block import MoeBlock
+from trainer.moe.experts import Experts
+from trainer.moe.replay import LayerRoutes, RecordedRoutes
+from trainer.moe.router import Router
+from trainer.parallel import ParallelLayout
+from trainer.recompute import Recomputed
+
+STREAM, MIDDLE, NEXT_STREAM, NEXT_SUM = "stream", "stream_mid", "next_stream", "next_sum"
+"""The residual stream before attention, after it, and at the layer's end; and that before it was rounded."""
+NORMED, HEADS, DELTA, AFTER = "input_layernorm", "self_attn.attn", "self_attn.o_proj", "post_attention_layernorm"
+WEIGHTS, IDS, FLIPPED = "mlp.topk_weights", "mlp.topk_ids", "mlp.num_flipped"
+ROUTED, SHARED, FED = "mlp.experts", "mlp.shared_experts", "mlp"
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What every layer's constructor needs to know."""
+
+    spec: ModelSpec
+    compute_dtype: torch.dtype
+    weight_dtype: torch.dtype
+    lora: LoraConfig | None
+    attention_backend: AttentionBackend
+    checkpointing: bool
+    gate_up_kept: float
+    """Share of the expert layers that keep the product of gate and up although they are recomputed."""
+    numerics: Roundings
+    layout: ParallelLayout
+    unpacked: UnpackBuffers
+    """Buffers into which all layers unpack their packed experts."""
+    by: Forward
+    """What computes the decoder."""
+    host: HostPool | None
+    """Where layers keep what their backward needs."""
+
+    def dense_mlp(self, width: int) -> DenseMlp:
+        """A feed-forward for all tokens."""
+        return DenseMlp(
+            self.spec.hidden_size,
+            width,
+            weight_dtype=self.weight_dtype,
+            lora=None if self.lora is None else self.lora.for_mlp,
+            activates_once=self.numerics.dense_activation is Rounding.once,
+        )
+
+    def norm(self) -> RMSNorm:
+        """A norm of the residual stream."""
+        return RMSNorm(
+            self.spec.hidden_size,
+            eps=self.spec.rms_norm_eps,
+            weight_dtype=self.weight_dtype,
+            rounding=self.numerics.norm,
+        )
+
+
+@dataclass(slots=True)
+class Pass:
+    """One forward pass over a microbatch: what all layers share, and what one hands on to the next."""
+
+    by: Forward
+    rope: tuple[Tensor, Tensor]
+    sequences: PackedSequences
+    routes: RecordedRoutes | None = None
+    host: HostPass | None = None
+    """None: layers keep what their backward needs on the device."""
+    sum_TH: Tensor | None = None
+    """The stream before it was rounded, from the end of a layer to the norm that reads it next."""
+
+    def take_sum(self) -> Tensor | None:
+        """sum_TH, which the pass then forgets: it is as large as two streams."""
+        sum_TH, self.sum_TH = self.sum_TH, None
+        return sum_TH
+
+
+class DecoderLayer(nn.Module):
+    """One residual block: a list of operations, in four parts.
+
+    With checkpointing, everything but attention itself, its output projection and the routed experts is recomputed in
+    the backward pass (inside FSDP2's hooks, which gather once):
+
+        x -> [ norm, q, k, v ] attention -> o_proj -> [ x + . = residual -> norm -> router, shared experts ] -> experts
+             [ recomputed    ]                        [ recomputed                                         ]
+
+    Attention keeps its output, because at long sequences nothing costs more to compute again; the projection after it
+    needs nothing else. Experts keep only the routing and r numbers per row, and recompute the rest themselves, from
+    tokens that the part before them computes again. Recomputed with that part, they would repeat their down projections
+    and their exchanges without need. Without checkpointing they keep gate and up of each row, too, and with it in a
+    share of the layers (trainer.gate_up_kept).
+
+    What a checkpointed layer keeps is thus x, attention's output, delta (what o_proj adds), perhaps gate and up, and
+    some numbers per token. All but the last may wait in host memory (host_activations.py).
+
+    A forward without gradients of its own (Forward.gradients_by) walks the whole list for the layer's values; the layer
+    keeps its input alone, and in backward the trainer's kernels walk the list again, with the experts chosen there.
+    """
+
+    def __init__(self, build: Build, layer: int) -> None:
+        super().__init__()
+        spec = build.spec
+        self.checkpointing = build.checkpointing
+        self.input_layernorm = build.norm()
+        self.self_attn = make_attention(
+            spec,
+            layer,
+            weight_dtype=build.weight_dtype,
+            lora=None if build.lora is None else build.lora.for_attention,
+            backend=build.attention_backend,
+            numerics=build.numerics,
+        )
+        self.post_attention_layernorm = build.norm()
+        self.mlp = _moe_block(build, layer) if spec.is_moe_layer(layer) else build.dense_mlp(spec.intermediate_size)
+        self.moe_index = sum(map(spec.is_moe_layer, range(layer)))
+        self.keeps_gate_up = is_in_share(self.moe_index, build.gate_up_kept)
+        self.parts = self._parts()
+        self._whole = Recomputed(self._all_parts, [self])
+
+    def _parts(self) -> list[Part]:
+        """The layer's operations, in their order."""
+        norm, after, o_proj = self.input_layernorm, self.post_attention_layernorm, self.self_attn.o_proj
+        attention = [
+            Operation(NORMED, (STREAM, SUM), (NORMED,), lambda place, x, wide: (place.by.norm(norm, x, wide),)),
+            *self.self_attn.operations(NORMED, "self_attn."),
+        ]
+        projection = [Operation(DELTA, (HEADS,), (DELTA,), lambda place, x: (place.by.output(o_proj, x),))]
+        add = Operation(
+            AFTER, (STREAM, DELTA), (MIDDLE, AFTER), lambda place, *addends: place.by.add_norm(after, *addends)
+        )
+        if isinstance(self.mlp, MoeBlock):
+            before, experts, owners = _before_experts(self.mlp), _experts(self.mlp), self.mlp.owners_of_routing
+            fed, gives = (ROUTED, SHARED) if self.mlp.shared else (ROUTED,), (AFTER, WEIGHTS, IDS, FLIPPED)
+        else:
+            before, experts, owners = [_feed_forward(self.mlp)], [], [self.mlp]
+            fed, gives = (FED,), ()
+        end = Operation(
+            "residual",
+            (STREAM, DELTA, MIDDLE, *fed),
+            (NEXT_STREAM, NEXT_SUM),
+            lambda place, *addends: place.by.add(self.mlp, *addends, once=after.once),
+        )
+        early = [name for name in fed if name != ROUTED]
+        return [
+            Part(attention, [HEADS], [norm, self.self_attn], waits=True),
+            Part(projection, [DELTA], waits=True),
+            Part([add, *before], [MIDDLE, *gives, *early], [after, *owners], waits=False),
+            Part([*experts, end], [NEXT_STREAM, NEXT_SUM], waits=False),
+        ]
+
+    @property
+    def operations(self) -> list[Operation]:
+        """All of them, in their order."""
+        return [operation for part in self.parts for operation in part.operations]
+
+    def forward(self, x_TH: Tensor, run: Pass) -> Tensor:
+        """[T, H] -> [T, H], as the pass says."""
+        is_recomputed = self.checkpointing and torch.is_grad_enabled()
+        on_host = None if run.host is None else run.host.next_layer()
+        known: dict[str, Any] = {STREAM: x_TH, SUM: run.take_sum(), ROUTES: None, KEEP_GATE_UP: None}
+        if run.by.gradients_by is not None:
+            out_TH, sum_TH = self._values_from(run, run.by.gradients_by, known)
+            run.sum_TH = None if sum_TH is None else sum_TH.detach()
+            return out_TH
+        routes = run.routes if isinstance(self.mlp, MoeBlock) else None
+        if routes is not None:
+            known[ROUTES] = routes.of_layer(self.moe_index)
+        if is_recomputed and self.keeps_gate_up:
+            known[KEEP_GATE_UP] = _stays_on_device if on_host is None else on_host.move
+        place = Place(run.by, run.rope, run.sequences, KeptAttention() if is_recomputed else None)
+        with nullcontext() if on_host is None else on_host:
+            self._walk(place, known, is_recomputed=is_recomputed, on_host=on_host)
+        if routes is not None:
+            routes.flipped.append(known[FLIPPED])
+        run.sum_TH = known[NEXT_SUM]
+        return known[NEXT_STREAM]
+
+    def _walk(
+        self, place: Place, known: dict[str, Any], *, is_recomputed: bool = False, on_host: HostLayer | None = None
+    ) -> None:
+        """Add to `known` what the parts give. With `on_host` its tensors wait there, where they can."""
+        if on_host is not None:
+            on_host.move(known[STREAM])
+        for part in self.parts:
+            given = [known.pop(name) if name == SUM else known[name] for name in part.takes]
+            outs = part.recomputed(place, *given) if is_recomputed else part(place, *given)
+            known.update(zip(part.gives, outs, strict=True))
+            if on_host is not None and part.waits:
+                for out in outs:
+                    on_host.move(out)
+                if place.kept is not None:
+                    place.kept.move(on_host)
+
+    def _values_from(self, run: Pass, own: Forward, known: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """The layer's result by the pass's forward, whose gradients are those of `own`."""
+
+        def values() -> tuple[tuple[Tensor, Tensor | None], tuple[LayerRoutes | None]]:
+            with torch.no_grad():
+                self._walk(Place(run.by, run.rope, run.sequences), known)
+            ids_TK, routes = known.get(IDS), None
+            if ids_TK is not None:
+                routes = LayerRoutes(ids_TK, torch.ones_like(ids_TK[:, 0], dtype=torch.bool))
+            return (known[NEXT_STREAM], known[NEXT_SUM]), (routes,)
+
+        return self._whole(Place(own, run.rope, run.sequences), known[STREAM], first=values)
+
+    def _all_parts(self, place: Place, x_TH: Tensor, routes: LayerRoutes | None) -> tuple[Tensor, Tensor | None]:
+        known: dict[str, Any] = {STREAM: x_TH, SUM: None, ROUTES: routes, KEEP_GATE_UP: None}
+        self._walk(place, known)
+        return known[NEXT_STREAM], known[NEXT_SUM]
+
+
+def _feed_forward(mlp: DenseMlp) -> Operation:
+    return Operation(FED, (AFTER,), (FED,), lambda place, x: (place.by.feed_forward(mlp, x),))
+
+
+def _before_experts(block: MoeBlock) -> list[Operation]:
+    """The part of a mixture of experts that a layer may recompute."""
+    route = Operation(
+        "mlp.gate",
+        (AFTER, ROUTES),
+        (WEIGHTS, IDS, FLIPPED),
+        lambda place, x, routes: place.by.route(block, x, routes),
+    )
+    shared = Operation(SHARED, (AFTER,), (SHARED,), lambda place, x: (place.by.shared_experts(block, x),))
+    return [route, shared] if block.shared else [route]
+
+
+def _experts(block: MoeBlock) -> list[Operation]:
+    inputs = (AFTER, WEIGHTS, IDS, KEEP_GATE_UP)
+    return [Operation(ROUTED, inputs, (ROUTED,), lambda place, *given: (place.by.experts(block, *given),))]
+
+
+def is_in_share(index: int, share: float) -> bool:
+    """Whether one of many is among a share of them that is spread evenly."""
+    return int((index + 1) * share) > int(index * share)
+
+
+def _stays_on_device(_: Tensor) -> None:
+    """Instead of HostLayer.move."""
+
+
+def _moe_block(build: Build, layer: int) -> MoeBlock:
+    spec, moe, layout = build.spec, build.spec.moe, build.layout
+    assert moe is not None
+    shares = layout.expert_shares(moe.num_experts, layer)
+    own = shares[layout.ep_rank]
+    experts = Experts(
+        hidden_size=spec.hidden_size,
+        intermediate_size=moe.intermediate_size,
+        first_expert=own.start,
+        num_local_experts=len(own),
+        compute_dtype=build.compute_dtype,
+        weight_dtype=build.weight_dtype,
+        lora=None if build.lora is None else build.lora.for_experts,
+        device=layout.device,
+        activation=replace(moe.activation, rounds_each=build.numerics.expert_activation is Rounding.each),
+        has_bias=moe.is_fused,
+        combine_mode=build.numerics.combine,
+        expert_format=moe.expert_format,
+        unpacked=build.unpacked,
+    )
+    router = Router(moe, spec.hidden_size, weight_dtype=build.weight_dtype, numerics=build.numerics)
+    shared = build.dense_mlp(moe.shared_intermediate_size) if moe.shared_intermediate_size else None
+    gate = Linear(spec.hidden_size, 1, weight_dtype=build.weight_dtype, lora=None) if moe.has_shared_gate else None
+    return MoeBlock(
+        router,
+        experts,
+        num_experts=moe.num_experts,
+        ep_group=layout.ep_group,
+        shares=[len(share) for share in shares],
+        shared=shared,
+        shared_gate=gate,
+        shared_name=moe.names.shared,
+    )
