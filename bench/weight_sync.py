@@ -54,6 +54,8 @@ PARTS = ("begin_s", "write_s", "verify_s", "commit_s")
 """Stages that do not overlap. The remaining time of a publish is "rest": the link waits for a slot to be packed, rank 0
 adds up and sends messages."""
 STAGES = ("begin_s", "idle_s", "mark_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s", "pause_s")
+VISIBLE = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+"""Names of the GPUs that this bench may use; empty: all, by their numbers."""
 START_TIMEOUT_S = 240.0
 ROW_TIMEOUT_S = 180.0
 
@@ -65,7 +67,7 @@ class Child:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=target, args=(spec, theirs))
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(VISIBLE[gpu] if VISIBLE else str(gpu) for gpu in gpus)
         self.process.start()
         theirs.close()
 
@@ -89,7 +91,8 @@ class Bench:
         self.sampler = MemorySampler()
         rendezvous = f"file://{folder}/rendezvous"
         specs = [
-            TrainerSpec(self.hf_config, device, rank, num_ranks, rendezvous, args.rank) for rank in range(num_ranks)
+            TrainerSpec(self.hf_config, device, rank, num_ranks, rendezvous, args.rank, bool(args.delta))
+            for rank in range(num_ranks)
         ]
         self.ranks = [Child(run_rank, spec, [spec.rank]) for spec in specs]
         self.are_ready = False
@@ -149,7 +152,7 @@ class Bench:
         """Measure one set of options with hashes and, if both alternate, without."""
         self.everywhere("settle_memory")
         self.sampler.start()
-        facts = self.everywhere("open_row", row.watermark_bytes, row.rounding, endpoint)[0]
+        facts = self.everywhere("open_row", row, endpoint)[0]
 
         def publish(verify_hashes: bool, trace: Path | None = None) -> dict[str, Any]:
             waited_s = ask(engine, "settle", spec.num_requests)
@@ -193,6 +196,9 @@ class Bench:
             "title": title,
             "watermark_bytes": row.watermark_bytes,
             "rounding": row.rounding,
+            "share": row.share,
+            "delta_bytes": row.delta_bytes,
+            "changed_fraction": reports[-1]["changed_fraction"],
             "verify_hashes": reports[0]["verify_hashes"],
             **facts,
             "num_bytes": num_bytes,
@@ -240,6 +246,8 @@ def rows_of(args: argparse.Namespace, is_first: bool, folder: Path, title: str) 
     rows = {"hashes": replace(base, is_pair=True, trace=trace)}
     for number, rounding in enumerate(args.rounding[1:], 2):
         rows[f"{rounding} {number}"] = replace(base, rounding=rounding)
+    for percent in args.delta:
+        rows[f"{percent:g} %"] = replace(base, share=percent / 100, delta_bytes=args.delta_mib * MIB)
     for mib in args.watermark_mib if is_first else ():
         few = replace(base, watermark_bytes=mib * MIB, publishes=max(1, args.publishes // 3), warm_up=1)
         rows[f"{mib} MiB"] = few
@@ -262,6 +270,11 @@ def parse() -> argparse.Namespace:
         "--rounding", nargs="+", default=["dithered"], choices=("dithered", "nearest"),
         help="a row of publishes each; their medians are printed side by side",
     )  # fmt: skip
+    parser.add_argument(
+        "--delta", type=float, nargs="*", default=[],
+        help="a row each: only changes are sent (weight_sync.delta_bytes), of which there are so many percent",
+    )  # fmt: skip
+    parser.add_argument("--delta-mib", type=int, default=8192, help="weight_sync.delta_bytes of these rows")
     parser.add_argument("--kv-gib", type=int, help="of the engine's KV cache; 24, which an H100 lacks, if not given")
     parser.add_argument("--requests", type=int, default=256, help="at work in the engine meanwhile")
     parser.add_argument("--peer-updates", type=int, default=3)
@@ -273,7 +286,7 @@ def parse() -> argparse.Namespace:
         args.layers, args.experts, args.hidden, args.width, args.vocab = 2, 8, 256, 128, 1000
         args.heads, args.head_dim, args.rank = 8, 32, 4
         args.requests, args.publishes, args.warm_up = min(args.requests, 4), 3, 1
-        args.watermark_mib = [4, 16]
+        args.watermark_mib, args.delta_mib = [4, 16], 4
     args.no_peers |= args.colocate  # NCCL needs a GPU of its own for every rank of a group
     args.name = ("tiny-" if args.tiny else "") + args.plan
     args.name += "-colocated" if args.colocate else ""
@@ -291,6 +304,7 @@ def main() -> None:
         sys.exit(f"--plan {args.plan} needs {num_gpus} GPUs, this host has {len(facts['gpus'])}")
     hf_config = model_config(args)
     base = EngineSpec(args.engine, hf_config, device, num_requests=args.requests, is_colocated=args.colocate)
+    base = replace(base, delta_bytes=args.delta_mib * MIB if args.delta else 0)
     if args.kv_gib:
         base = replace(base, kv_cache_bytes=args.kv_gib << 30)
     engines = [base]

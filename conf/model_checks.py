@@ -61,6 +61,7 @@ def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
         check_cpu_engine_routes(config, hf_config)
         check_fp8_engine_has_gpus(config, hf_config)
         check_fp8_engine_computes_in_two_bytes(config, hf_config)
+        check_changes_can_be_sent(config, hf_config)
         check_adapters_beside_experts_have_gpu_engines(config, hf_config)
         check_slots_of_experts_have_kernels(config, hf_config)
         check_slots_of_experts_have_names(config, hf_config)
@@ -306,6 +307,26 @@ def check_fp8_engine_has_gpus(config: RunConfig, hf_config: Mapping[str, Any]) -
             f"{asked} (config.json) asks for quantized engines, which need GPUs, and cluster.device=cpu; choose "
             "cluster.device=cuda, or model.engine_format=checkpoint and a model without quantization_config"
         )
+
+
+def check_changes_can_be_sent(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Changes are those of bfloat16 values, against what the base and the last adapters give."""
+    if config.weight_sync.delta_bytes == 0:
+        return
+    is_fp8 = config.model.engine_format is EngineFormat.block_fp8 or fp8_skipped(hf_config) is not None
+    wrong = {
+        "trainer.mode=full, where the values that were published last are not kept": (
+            config.trainer.mode is TrainMode.full
+        ),
+        "block-FP8 engines (model.engine_format, config.json)": is_fp8,
+        f"model.dtype={config.model.dtype}": config.model.dtype is not DType.bfloat16,
+    }
+    for reason, is_so in wrong.items():
+        if is_so:
+            raise ConfigError(
+                f"weight_sync.delta_bytes={config.weight_sync.delta_bytes} sends changes of bfloat16 weights under "
+                f"LoRA, which contradicts {reason}; set weight_sync.delta_bytes=0 to send every byte"
+            )
 
 
 def check_fp8_engine_computes_in_two_bytes(config: RunConfig, hf_config: Mapping[str, Any]) -> None:

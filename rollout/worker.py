@@ -172,7 +172,7 @@ class RolloutWorker:
                 await self.engine.call_ranks("slipstream_open_link", *link)
                 self._endpoint.adopt(VersionState(Phase.clean, 0))  # the engine loaded it, and it never changes
             else:
-                given = self._tensors, *link, self._layouts.digests()
+                given = self._tensors, *link, self._layouts.digests(), self.weight_sync.delta_bytes
                 replies = await self.engine.call_ranks("slipstream_describe", *given)
                 self._ranks = [unpack(EngineRank, reply) for reply in replies]
                 self._layouts.keep([layouts_digest((rank.layout,)) for rank in self._ranks])

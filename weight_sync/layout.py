@@ -187,3 +187,5 @@ class Binding:
 
     session: str
     addresses: dict[str, int]
+    holds: str = ""
+    """What the rank held before it began (replica/landing.held_digest); "" if that is not known."""

@@ -50,6 +50,8 @@ class EngineSpec:
     kv_cache_bytes: int = KV_CACHE_BYTES
     is_colocated: bool = False
     """A trainer rank has the same GPU."""
+    delta_bytes: int = 0
+    """weight_sync.delta_bytes."""
 
     @property
     def title(self) -> str:
@@ -73,7 +75,8 @@ async def serve_plain(spec: EngineSpec, pipe: Connection) -> None:
     layout = plain_layout(spec.hf_config)
     params = {p.name: torch.zeros(p.shape, dtype=torch.bfloat16, device=spec.device) for p in layout.params}
     synchronize = torch.cuda.synchronize if spec.device == "cuda" else None
-    receiver = Receiver(params, layout, MooncakeTransport(device=spec.device), synchronize=synchronize)
+    link = MooncakeTransport(device=spec.device)
+    receiver = Receiver(params, layout, link, synchronize=synchronize, landing_bytes=spec.delta_bytes)
     endpoint = ReplicaEndpoint(PlainReplica(receiver), KEY)
     pipe.send(await endpoint.start())
     known: dict[str, Any] = {"tokens": 0, "settle": 0.0, "allocated": []}
@@ -181,7 +184,7 @@ def build_worker(spec: EngineSpec, folder: Path) -> RolloutWorker:
             **memory,
             sampling=SamplingConfig(max_tokens=768 if is_gpu else 32, stop_at_eos=False),
         ),
-        weight_sync=WeightSyncConfig(),
+        weight_sync=WeightSyncConfig(delta_bytes=spec.delta_bytes),
         dtype=DType.bfloat16,
         device=spec.device,
         seed=0,

@@ -32,6 +32,10 @@ def show(report: dict[str, Any]) -> None:
             memory = [row[name] for name in ("watermark_bytes", "accounted_peak_bytes", "trainer_growth_bytes")]
             memory += [row["engine_growth_bytes"], row.get("engine_handed_out_bytes")]
             rate = row["write_gb_per_s_per_rank"]
+            if row.get("share") is not None:
+                alone = " ".join(f"{name}={value:.4f}" for name, value in row["parts"].items() if "host" not in name)
+                sent = f"{row['changed_fraction']:.2%} changed, {row['num_bytes'] / 1e9:.2f} GB sent"
+                print(f"{row['title']}: {sent}; alone: {alone}")
             _line(row["title"], *(f"{row[f'total_s{end}']:.4f}" for end in ("", "_min", "_max")),
                   *(f"{value:.4f}" for value in seconds), f"{rate:.1f}", f"{rate / wire:.0%}",
                   *(f"{row[f'{name}_s']:.4f}" for name in ("verify", "commit")),

@@ -36,6 +36,8 @@ class TrainerSpec:
     world_size: int
     rendezvous: str
     lora_rank: int
+    keeps_last: bool = False
+    """Whether rows send changes."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ class Row:
     """Also make as many publishes without hashes, alternating: on, off, off, on, on, off, ..."""
     rounding: str = "dithered"
     """weight_sync.rounding."""
+    share: float | None = None
+    """Change this share of all elements before every publish; None: draw all adapters anew."""
+    delta_bytes: int = 0
+    """weight_sync.delta_bytes."""
     trace: Path | None = None
     """File for the timeline of one more publish, the last one."""
 
@@ -84,6 +90,15 @@ def draw_adapters(adapters: list[Any]) -> None:
     with torch.no_grad():
         for values in adapters:
             values.normal_(0.0, 0.02)
+
+
+def perturb(factors: list[Any], scale: float) -> None:
+    """Move every B by noise, as a step does."""
+    import torch
+
+    with torch.no_grad():
+        for values in factors:
+            values.add_(torch.randn_like(values), alpha=scale)
 
 
 def measure_wire(transport: Any, endpoint: str, repeats: int, *, device: Any, rank: int = 0) -> dict[str, Any]:
@@ -154,10 +169,13 @@ class _Rank:
                 else:
                     local.normal_(0.0, 0.02)
         self.adapters = [local_part(p)[0] for name, p in self.decoder.named_parameters() if "lora_" in name]
-        self.sources = {"dithered": TrainerWeightSource(self.decoder, rank=spec.rank)}
+        self.b_factors = [local_part(p)[0] for name, p in self.decoder.named_parameters() if "lora_B" in name]
+        self.sources = {"dithered": TrainerWeightSource(self.decoder, rank=spec.rank, keeps_last=spec.keeps_last)}
         with to_nearest(self.decoder):
             self.sources["nearest"] = TrainerWeightSource(self.decoder, rank=spec.rank)
         self.version = 0
+        self.scale: float | None = None
+        """Of the noise by which B moves before a publish; None: adapters are drawn anew."""
         self.sender: Any = None
         self.publisher: Any = None
         self._row = contextlib.ExitStack()
@@ -178,7 +196,7 @@ class _Rank:
             torch.cuda.empty_cache()
             wait(self.device)
 
-    def open_row(self, watermark_bytes: int, rounding: str, endpoint: str) -> dict[str, Any]:
+    def open_row(self, row: Row, endpoint: str) -> dict[str, Any]:
         """Connect with one set of options."""
         from conf.schema import WeightSyncConfig
         from weight_sync.gc_freeze import freeze_heap
@@ -186,12 +204,12 @@ class _Rank:
 
         transport = self._row.enter_context(self.link())
         self.publisher = Publisher(
-            self.sources[rounding],
+            self.sources[row.rounding],
             transport,
             rank=self.spec.rank,
             world_size=self.spec.world_size,
             group=self.control.group,
-            config=WeightSyncConfig(watermark_bytes=watermark_bytes),
+            config=WeightSyncConfig(watermark_bytes=row.watermark_bytes, delta_bytes=row.delta_bytes),
             key=KEY,
             device=self.device,
         )
@@ -200,6 +218,7 @@ class _Rank:
         summary = self.publisher.connect([endpoint])
         freeze_heap()
         self._loads = self.publisher._pipeline._slots.loads
+        self.scale = None if row.share is None else self._scale_for(row.share)
         return {
             "connect_s": time.perf_counter() - began,
             "num_tasks": summary.num_tasks,
@@ -213,14 +232,32 @@ class _Rank:
         publisher._pipeline._slots.loads = (
             self._loads if verify_hashes else [replace(load, hashes=()) for load in self._loads]
         )
-        draw_adapters(self.adapters)
+        if self.scale is None:
+            draw_adapters(self.adapters)
+        else:
+            perturb(self.b_factors, self.scale)
         wait(self.device)
         began = time.monotonic()
         report = publisher.publish(self.version, trace=trace)
         self.version += 1
         if report.num_committed != 1:
             raise RuntimeError(report.replicas[0].error)
-        return {"began": began, "verify_hashes": verify_hashes, **asdict(report)}
+        changed = publisher._source.changed_fraction()
+        return {"began": began, "verify_hashes": verify_hashes, **asdict(report), "changed_fraction": changed}
+
+    def _scale_for(self, share: float) -> float:
+        """The noise on B that changes this share of all elements."""
+        source, scale = self.publisher._source, 1e-5
+        draw_adapters(self.adapters)
+        for _ in range(4):
+            for moves in (False, True):
+                if moves:
+                    perturb(self.b_factors, scale)
+                source.begin(self.version)
+                source.end()
+                self.version += 1
+            scale *= share / max(source.changed_fraction(), share / 100)
+        return scale
 
     def close_row(self) -> dict[str, float]:
         """Time packing and hashing alone, then close the publisher and its link."""
@@ -230,29 +267,28 @@ class _Rank:
             self._row.close()
 
     def _parts(self, publisher: Any) -> dict[str, float]:
-        """Seconds of packing alone and of hashing alone: the host's, and until the device is done."""
+        """Seconds of packing alone, of hashing alone, and of packing with marks of changes and of packing these: the
+        host's, and until the device is done. (The last one's marks are those of the last load.)"""
         import torch
 
         pipeline, slots = publisher._pipeline, publisher._pipeline._slots
-
-        def pack() -> None:
-            with torch.no_grad():
-                for load in slots.loads:
-                    load.fills[0]()
-
-        def hash_all() -> None:
-            for load in slots.loads:
-                for hashes in load.hashes[:1]:
-                    hashes.add_to(load.sums)
-
+        works: dict[str, Any] = {
+            "pack": lambda load: load.fills[0](),
+            "hash": lambda load: [hashes.add_to(load.sums) for hashes in load.hashes[:1]],
+        }
+        if slots.changes is not None and publisher._has_kept:
+            works["mark"] = lambda load: slots.changes.fill(0, load.number)
+            works["streams"] = lambda load: slots.changes.pack(0, load.number)
         figures: dict[str, float] = {}
-        pipeline._source.begin(0)
+        pipeline._source.begin(self.version)
         try:
-            for name, work in (("pack", pack), ("hash", hash_all)):
+            for name, work in works.items():
                 for _ in range(2):
                     wait(self.device)
                     began = time.perf_counter()
-                    work()
+                    with torch.no_grad():
+                        for load in slots.loads:
+                            work(load)
                     figures[f"{name}_host_s"] = time.perf_counter() - began
                     wait(self.device)
                     figures[f"{name}_s"] = time.perf_counter() - began

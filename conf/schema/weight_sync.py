@@ -99,6 +99,12 @@ class WeightSyncConfig:
     """The most temporary device memory that a publish may hold on one rank at once, of all kinds together. A single
     transfer is at most half of it.
     """
+    delta_bytes: int = 0
+    """Send only elements that changed: so many bytes of each engine rank's GPU, beside the engine's own memory, take
+    what changed (four bytes an element) before it is put in; what changed too much, or finds no room, goes whole. The
+    trainer keeps a copy of the adapters as published last, and its staging slots are a third smaller. 0: every publish
+    sends every byte. For links slower than NVLink. Needs mode=merged, trainer.mode=lora and verify_hashes=true.
+    """
     pause_mode: PauseMode = PauseMode.keep
     """What happens to requests in flight while weights change. keep: they are frozen, prefilled again with the
     new weights, and go on. keep_kv: they go on with KV entries of older weights. wait: they finish first, so the
@@ -127,6 +133,13 @@ class WeightSyncConfig:
         require(
             self.watermark_bytes >= 1 << 16, f"weight_sync.watermark_bytes must be >= 65536, got {self.watermark_bytes}"
         )
+        at_least(0, "weight_sync", delta_bytes=self.delta_bytes)
+        needed = {"mode=merged": self.mode is SyncMode.merged, "verify_hashes=true": self.verify_hashes}
+        for name, is_so in needed.items():
+            require(
+                self.delta_bytes == 0 or is_so,
+                f"weight_sync.delta_bytes={self.delta_bytes} needs weight_sync.{name}; 0 sends every byte",
+            )
         above(0, "weight_sync", timeout_s=self.timeout_s)
         at_least(1, "weight_sync", publish_waves=self.publish_waves)
         at_least(0, "weight_sync", trace_every_steps=self.trace_every_steps)

@@ -80,6 +80,7 @@ class WeightReceiver:
         host: str,
         timeout_s: float,
         expected: Sequence[str] = (),
+        landing_bytes: int = 0,
     ) -> bytes:
         """Record the layout and register the memory. Call it once, after start.
 
@@ -93,6 +94,7 @@ class WeightReceiver:
             host: Address at which trainer ranks reach this process.
             timeout_s: Longest that a native transfer may take without progress.
             expected: layout_wire.layouts_digest of a layout that was recorded elsewhere, over all layers; by rank.
+            landing_bytes: weight_sync.delta_bytes.
 
         Returns:
             weight_sync.replica.messages.EngineRank, packed.
@@ -121,6 +123,7 @@ class WeightReceiver:
                 repack=forms.repack,
                 recompute=forms.recompute,
                 synchronize=torch.cuda.synchronize if worker.device.type == "cuda" else None,
+                landing_bytes=landing_bytes,
             )
         with timed(seconds, "describe"):
             described = pack(self._slipstream.describe())

@@ -11,11 +11,11 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from cases import expert_kernel_cases, model_kernel_cases
+from cases import change_kernel_cases, expert_kernel_cases, model_kernel_cases
 
 CASES: dict[str, Callable[[str], None]] = {
     name.removeprefix("case_"): case
-    for module in (expert_kernel_cases, model_kernel_cases)
+    for module in (change_kernel_cases, expert_kernel_cases, model_kernel_cases)
     for name, case in vars(module).items()
     if name.startswith("case_")
 }

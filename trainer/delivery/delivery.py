@@ -82,7 +82,8 @@ class Delivery:
                 self.base_source = TrainerWeightSource(decoder, self._rank, quantization, is_merged=False)
             self.source = AdapterSource(decoder, self._rank, lora)
         elif not is_packed:  # fine-tuning publishes nothing
-            self.source = TrainerWeightSource(decoder, self._rank, quantization)
+            keeps_last = config.delta_bytes > 0
+            self.source = TrainerWeightSource(decoder, self._rank, quantization, keeps_last=keeps_last)
 
     def connect(
         self, endpoints: list[str], transport: Transport | None = None, adapter_endpoints: Sequence[str] = ()

@@ -13,15 +13,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.delivery.changed_share import ChangedShare
 from trainer.delivery.update_probe import UpdateProbe
 from trainer.errors import LayoutError
 from trainer.model.decoder import Decoder
-from trainer.parallel import local_address
+from trainer.parallel import local_address, local_part
 from trainer.weights.block_scales import BlockScales, ScaleRun
 from trainer.weights.fused_experts import FusedRun, FusedTensor
 from trainer.weights.packed_experts import is_packed
@@ -30,13 +31,16 @@ from trainer.weights.quantization import (
     SCALE_SUFFIX,
     BlockFp8,
     engine_tensors,
+    marking_scratch_bytes,
     merge_scratch_bytes,
     scale_shape,
 )
 from trainer.weights.row_runs import RowRun
 from trainer.weights.shards import HeldTensor, gather_lora_a, local_shards, sharded_lora_a
 from weight_sync.layout import Region, SourceLayout, SourceShard
-from weight_sync.publish.packing import CompiledReads, FillSlot, PackedRead, view_as
+from weight_sync.publish.packing import CompiledMarks, CompiledReads, FillSlot, PackedRead, view_as
+
+K = TypeVar("K")
 
 
 @dataclass(slots=True)
@@ -60,7 +64,13 @@ class TrainerWeightSource:
     """WeightSource over the shards of one rank's decoder. Construction is collective."""
 
     def __init__(
-        self, decoder: Decoder, rank: int, quantization: BlockFp8 | None = None, *, is_merged: bool = True
+        self,
+        decoder: Decoder,
+        rank: int,
+        quantization: BlockFp8 | None = None,
+        *,
+        is_merged: bool = True,
+        keeps_last: bool = False,
     ) -> None:
         """List what this rank holds.
 
@@ -69,6 +79,7 @@ class TrainerWeightSource:
             rank: This process's rank, for messages.
             quantization: The format that engines want projections in; None: the decoder's own.
             is_merged: False: the frozen base alone, without its adapters.
+            keeps_last: Keep the factors that were published last, so that changes alone can be sent.
         """
         if is_packed(decoder):
             raise LayoutError(f"rank {rank}: packed experts have no merged weights to write out")
@@ -91,7 +102,8 @@ class TrainerWeightSource:
                     raise LayoutError(f"{held.tensor} is a fused stack of experts, which cannot be published in FP8")
                 quantized.append(held)
             if held.delta is not None and not held.base.is_cuda:  # its kernel needs none
-                merge_bytes = max(merge_bytes, merge_scratch_bytes(held.region.shape[1], held.delta.rank))
+                scratch = marking_scratch_bytes(held.region.shape[1]) if keeps_last else 0
+                merge_bytes = max(merge_bytes, merge_scratch_bytes(held.region.shape[1], held.delta.rank) + scratch)
         self._scales = BlockScales(quantized, shapes) if shapes else None
         if self._scales is not None:
             shards.extend(self._scales.shards())
@@ -101,6 +113,10 @@ class TrainerWeightSource:
         """Kept from publish to publish, as staging is, because prepared kernel arguments hold its addresses."""
         self._gathered_bytes = sum(a.numel() * a.element_size() for a in self._gathered_a.values())
         self._is_begun = False
+        self._keeps_last = keeps_last
+        self._last_own: dict[nn.Parameter, Tensor] = {}
+        self._last_gathered: dict[str, Tensor] = {}
+        """The factors that were published last; empty before keep()."""
         adapted = [one for of in self._held.values() for one in of if one.delta is not None]
         self._probe = UpdateProbe([one for one in adapted if isinstance(one, HeldTensor)], self._added)
         dtypes = {meta.name: getattr(torch, meta.dtype) for meta in self._layout.tensors}
@@ -161,11 +177,33 @@ class TrainerWeightSource:
 
         Kernel arguments are made once per slot, and again if a storage moved.
         """
+        compiled = self._compiled(reads, lambda item, slot, _: self._writer(item, slot))
+        return lambda slot: compiled(slot, None)
+
+    def compile_marked_reads(self, reads: Sequence[PackedRead]) -> CompiledMarks:
+        """As compile_reads, with marks; see weight_sync/publish/packing.py."""
+        return self._compiled(reads, self._marker)
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Keep the present factors as those that were published. Nothing waits for the device."""
+        if not self._keeps_last:
+            return
+        own = {p: p for of in self._held.values() for one in of if one.delta for p in one.delta.parameters}
+        for parameter in own:
+            _copy_into(self._last_own, parameter, local_part(parameter)[0])
+        for key, whole in self._gathered_a.items():
+            _copy_into(self._last_gathered, key, whole)
+
+    def _compiled(
+        self, reads: Sequence[PackedRead], writer_of: Callable[[PackedRun, Tensor, Any], Callable[[], object]]
+    ) -> Callable[[Tensor, Any], FillSlot]:
+        """(slot, marks) -> a function that calls every run's writer."""
         runs = self.joined(reads)
         plain = [item.run for item in runs if isinstance(item.run, RowRun)]
         parameters = list({id(p): p for run in plain for p in run.parameters}.values())
 
-        def filling(slot: Tensor) -> FillSlot:
+        def filling(slot: Tensor, marks: Any) -> FillSlot:
             writers: list[Callable[[], object]] = []
             places: list[int] | None = None
 
@@ -175,7 +213,7 @@ class TrainerWeightSource:
                 self._check_begun()
                 held_at = [local_address(parameter) for parameter in parameters]
                 if held_at != places:  # FSDP2 may move a shard's storage
-                    places, writers = held_at, [self._writer(item, slot) for item in runs]
+                    places, writers = held_at, [writer_of(item, slot, marks) for item in runs]
                 for write in writers:
                     write()
 
@@ -192,6 +230,17 @@ class TrainerWeightSource:
             assert self._scales is not None
             return self._scales.writer(run, out, self._gathered_a)
         return lambda: self._write(tensor, run, out)
+
+    def _marker(self, item: PackedRun, slot: Tensor, marks: Tensor) -> Callable[[], object]:
+        """As _writer, and marks what changed; where that is not known, everything."""
+        run, read = item.run, item.read
+        if getattr(torch, read.dtype) is not torch.bfloat16:  # goes whole
+            return self._writer(item, slot)
+        own_marks = replace(item, read=replace(read, dtype="uint8", offset_bytes=read.offset_bytes // 2)).out(marks)
+        if isinstance(run, RowRun) and (run.delta is not None or not run.parameter.requires_grad):
+            return run.marker(item.out(slot), own_marks, self._gathered_a, (self._last_gathered, self._last_own))
+        write = self._writer(item, slot)
+        return lambda: (write(), own_marks.fill_(1))
 
     def joined(self, reads: Sequence[PackedRead]) -> list[PackedRun]:
         """Join into one run the reads that follow each other in the slot and, maybe at a pitch, in a parameter."""
@@ -267,3 +316,11 @@ class TrainerWeightSource:
                 return held.run(region)
         holds = [held.region for held in self._held.get(tensor, ())]
         raise LayoutError(f"rank {self._rank} cannot read {region} of {tensor}: it holds {holds or 'none of it'}")
+
+
+def _copy_into(kept: dict[K, Tensor], key: K, values: Tensor) -> None:
+    """Copy to where an earlier copy is, because prepared kernel arguments hold its address."""
+    if key in kept:
+        kept[key].copy_(values)
+    else:
+        kept[key] = values.detach().clone()

@@ -18,6 +18,7 @@ Shapes: G bands, R rows of a band, N columns, K rank of the adapter, E adapters 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -70,6 +71,42 @@ def merger(operands: MergeOperands, out_GRN: Tensor) -> Callable[[], object]:
                 done += count
 
     return merge_on_host
+
+
+def marker(operands: MergeOperands, last: MergeOperands, out_GRN: Tensor, marks_GRN: Tensor) -> Callable[[], object]:
+    """A function that does what merger() does, and marks with 1 the elements whose bits differ from what `last` gives,
+    with 0 the others. Like merger's, it may be called again after values changed.
+
+    Args:
+        operands, last: Of the same rows; only the values of the factors differ.
+        out_GRN: bfloat16.
+        marks_GRN: uint8, with the strides of `out`.
+    """
+    if operands.base_GRN.is_cuda:
+        from trainer.weights import merge_kernel
+
+        return merge_kernel.marker(operands, last, out_GRN, marks_GRN)
+    merge = merger(operands, out_GRN)
+
+    def merge_and_mark_on_host() -> None:
+        """Some rows of a band at a time."""
+        merge()
+        scratch_RN = out_GRN.new_empty(MERGE_ROWS, out_GRN.shape[2])
+        for band in range(out_GRN.shape[0]):
+            for first in range(0, out_GRN.shape[1], MERGE_ROWS):
+                rows = slice(first, first + MERGE_ROWS)
+                part = replace(
+                    last,
+                    base_GRN=last.base_GRN[band : band + 1, rows],
+                    b_GRK=last.b_GRK[band : band + 1, rows],
+                    first_row=last.first_row + band * last.pitch + first,
+                )
+                before_RN = scratch_RN[: part.base_GRN.shape[1]]
+                merger(part, before_RN[None])()
+                now_RN = out_GRN[band, rows].view(torch.int16)
+                marks_GRN[band, rows].copy_(now_RN != before_RN.view(torch.int16))
+
+    return merge_and_mark_on_host
 
 
 def _merged_with_torch(

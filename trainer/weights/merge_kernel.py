@@ -156,6 +156,71 @@ def _merge(
     tl.store(out, merged.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
+@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, *ROUNDING])
+def _merge_and_mark(
+    base_ptr,
+    b_ptr,
+    a_ptr,
+    scale,
+    num_rows,
+    num_columns,
+    skipped_rows,
+    first_tile,
+    band_rows,
+    tiles_a_band,
+    first_row,
+    pitch,
+    rows_a_factor,
+    base_band_stride,
+    base_stride,
+    b_band_stride,
+    b_stride,
+    a_stack_stride,
+    a_stride,
+    last_b_ptr,
+    last_a_ptr,
+    out_ptr,
+    marks_ptr,
+    out_band_stride,
+    out_stride,
+    out_column_stride,
+    key,
+    stack_row,
+    first_column,
+    DITHERED: tl.constexpr,
+    RANK: tl.constexpr,
+    PADDED_RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """As _merge, in bfloat16; a mark is 1 where the factors of the last time give other bits. The base comes from
+    memory once: the second tile finds it in the cache."""
+    last, _, band, at, is_row, columns, is_column = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        base_ptr, last_b_ptr, last_a_ptr, scale, num_rows, num_columns, skipped_rows, first_tile, band_rows,
+        tiles_a_band, first_row, pitch, rows_a_factor, base_band_stride, base_stride, b_band_stride, b_stride,
+        a_stack_stride, a_stride, RANK, PADDED_RANK, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+    )  # fmt: skip
+    merged, _, band, at, is_row, columns, is_column = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        base_ptr, b_ptr, a_ptr, scale, num_rows, num_columns, skipped_rows, first_tile, band_rows, tiles_a_band,
+        first_row, pitch, rows_a_factor, base_band_stride, base_stride, b_band_stride, b_stride, a_stack_stride,
+        a_stride, RANK, PADDED_RANK, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+    )  # fmt: skip
+    if DITHERED:
+        thresholds = tile_thresholds(
+            key, stack_row, first_row, pitch, skipped_rows, first_column, band, at, columns
+        )  # fmt: skip
+        merged = cut_bits(merged, thresholds, 16)
+        last = cut_bits(last, thresholds, 16)
+    place = band * out_band_stride + at[:, None] * out_stride + columns[None, :].to(tl.int64) * out_column_stride
+    inside = is_row[:, None] & is_column[None, :]
+    values = merged.to(tl.bfloat16)
+    marks = values.to(tl.int16, bitcast=True) != last.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    tl.store(out_ptr + place, values, mask=inside)
+    tl.store(marks_ptr + place, marks.to(tl.uint8), mask=inside)
+
+
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """How tiles cover the operands of a merge, each under one factor A, and what every kernel here is told of it."""
@@ -216,6 +281,21 @@ def merger(operands: MergeOperands, out_GRN: Tensor) -> Callable[[], object]:
     return partial(
         launch, *tiles.arguments, out_GRN, *places, *rounding_of(operands), DITHERED=is_dithered, **tiles.constants
     )
+
+
+def marker(operands: MergeOperands, last: MergeOperands, out_GRN: Tensor, marks_GRN: Tensor) -> Callable[[], object]:
+    """merge.marker on CUDA tensors: one launch, on the current stream."""
+    tiles, others = tiles_of(operands), tiles_of(last)
+    _, b, a, *rest = tiles.arguments
+    _, last_b, last_a, *last_rest = others.arguments
+    assert rest == last_rest and marks_GRN.stride() == out_GRN.stride(), "both lie alike"
+    assert b.dtype is last_b.dtype and a.dtype is last_a.dtype
+    launch: Any = _merge_and_mark[tiles.grid]
+    places = (tiles.band_stride(out_GRN), out_GRN.stride(1), out_GRN.stride(2))
+    return partial(
+        launch, *tiles.arguments, last_b, last_a, out_GRN, marks_GRN, *places, *rounding_of(operands),
+        DITHERED=operands.key is not None, **tiles.constants,
+    )  # fmt: skip
 
 
 def rounding_of(operands: MergeOperands) -> tuple[int, int, int]:

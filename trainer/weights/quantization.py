@@ -145,6 +145,11 @@ def merge_scratch_bytes(in_features: int, rank: int) -> int:
     return 4 * (MERGE_ROWS * (in_features + rank) + rank * in_features) + rounding_bytes(in_features)
 
 
+def marking_scratch_bytes(in_features: int) -> int:
+    """Scratch of the marks of a merge on the host: some rows as they were published, and what differs."""
+    return 4 * MERGE_ROWS * in_features
+
+
 def rounding_bytes(num_columns: int) -> int:
     """Scratch of rounding some rows by thresholds on the host: ten tensors of four bytes a value."""
     return 40 * ROUNDED_ROWS * num_columns

@@ -7,7 +7,7 @@ rows at equal distances. Does not know checkpoint names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,16 +16,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.parallel import local_part
-from trainer.weights.merge import merger
+from trainer.weights.merge import marker, merger
 from trainer.weights.merge_operands import MergeOperands
 
+Kept = Mapping[nn.Parameter, Tensor]
+"""Values that parameters of adapters had when they were last published, of this rank's part of each."""
 
-def local_rows(parameter: nn.Parameter) -> Tensor:
+
+def local_rows(parameter: nn.Parameter, kept: Kept | None = None) -> Tensor:
     """A live view, without a graph, of this rank's rows of a parameter; the matrices of a stack one below the other.
 
     The address is looked up at every read: FSDP2 may move a shard's storage, never the parameter.
+
+    Args:
+        kept: Take its values instead.
     """
-    local = local_part(parameter)[0]
+    local = local_part(parameter)[0] if kept is None else kept[parameter]
     return local.flatten(0, 1) if local.dim() == 3 else local
 
 
@@ -112,11 +118,11 @@ class LoraDelta:
         """A, if this rank holds all that it needs of it, and B."""
         return (self.b_parameter,) if self.is_gathered else (self.a_parameter, self.b_parameter)
 
-    def a(self, gathered_a: dict[str, Tensor]) -> Tensor:
+    def a(self, gathered_a: Mapping[str, Tensor], kept: Kept | None = None) -> Tensor:
         """(E, r, in): this rank's own A, or the gathered one as a stack of one."""
         if self.is_gathered:
             return gathered_a[self.key][None]
-        local = local_part(self.a_parameter)[0]
+        local = local_part(self.a_parameter)[0] if kept is None else kept[self.a_parameter]
         return local if local.dim() == 3 else local[None]
 
 
@@ -174,17 +180,30 @@ class RowRun:
         """Write the merged values into `out`, of `shape`, any strides, cast to out.dtype. No communication."""
         self.writer(out, gathered_a)()
 
-    def writer(self, out: Tensor, gathered_a: dict[str, Tensor]) -> Callable[[], object]:
+    def writer(self, out: Tensor, gathered_a: Mapping[str, Tensor]) -> Callable[[], object]:
         """A function that does what write() does, callable as long as parameters and gathered A stay where they are."""
         return self.writer_of_bands(out.view(self.rows.num_bands, self.rows.height, *out.shape[1:]), gathered_a)
 
-    def writer_of_bands(self, out: Tensor, gathered_a: dict[str, Tensor]) -> Callable[[], object]:
+    def writer_of_bands(self, out: Tensor, gathered_a: Mapping[str, Tensor]) -> Callable[[], object]:
         """As writer(), but the bands of `out` may have any distance: its first dim counts bands."""
         if self.delta is None:
             return partial(out.copy_, self._base())
         return merger(self.operands(gathered_a), out)
 
-    def operands(self, gathered_a: dict[str, Tensor]) -> MergeOperands:
+    def marker(
+        self, out: Tensor, marks: Tensor, gathered_a: Mapping[str, Tensor], last: tuple[Mapping[str, Tensor], Kept]
+    ) -> Callable[[], object]:
+        """As writer(), into bfloat16, and marks with 1 where the factors of `last` (gathered A, and this rank's own)
+        give other bits, with 0 elsewhere. Where there is no adapter, nothing changes."""
+        assert out.dtype is torch.bfloat16
+        bands = (self.rows.num_bands, self.rows.height)
+        out, marks = out.view(*bands, *out.shape[1:]), marks.view(*bands, *marks.shape[1:])
+        if self.delta is not None:
+            return marker(self.operands(gathered_a), self.operands(*last), out, marks)
+        write = self.writer_of_bands(out, gathered_a)
+        return lambda: (write(), marks.zero_())
+
+    def operands(self, gathered_a: Mapping[str, Tensor], kept: Kept | None = None) -> MergeOperands:
         """What merges into these rows of a matrix; of rank 0 where nothing does."""
         assert self.columns is not None
         base = self._base()
@@ -194,8 +213,8 @@ class RowRun:
         skipped, first_row = divmod(self.delta.first_row + self.rows.start, self.delta.rows_a_factor)
         return MergeOperands(
             base,
-            self.rows.of(local_rows(self.delta.b_parameter)),
-            self.delta.a(gathered_a)[skipped:],
+            self.rows.of(local_rows(self.delta.b_parameter, kept)),
+            self.delta.a(gathered_a, kept)[skipped:],
             self.delta.scale,
             first_row,
             self.delta.rows_a_factor,

@@ -47,16 +47,18 @@ class Staging:
     watermark_bytes: int
     reserved_bytes: int = 0
     """Part of it that is no staging: gathered adapters, merge and hash scratch."""
+    has_changes: bool = False
+    """Whether marks and streams of changes take as much as another slot (publish/landings.py)."""
 
     @property
     def max_slot_bytes(self) -> int:
-        """Half of what the watermark leaves for staging, aligned, up to a bound.
+        """Half of what the watermark leaves for staging (a third with changes), aligned, up to a bound.
 
         Raises:
             WatermarkError: nothing is left.
         """
         room = self.watermark_bytes - self.reserved_bytes
-        slot_bytes = room // NUM_SLOTS // SLOT_ALIGNMENT_BYTES * SLOT_ALIGNMENT_BYTES
+        slot_bytes = room // (NUM_SLOTS + self.has_changes) // SLOT_ALIGNMENT_BYTES * SLOT_ALIGNMENT_BYTES
         if slot_bytes < SLOT_ALIGNMENT_BYTES:
             raise WatermarkError(
                 f"weight_sync.watermark_bytes={self.watermark_bytes} leaves no room for staging beside "

@@ -25,10 +25,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from weight_sync.changes import stream_bytes
 from weight_sync.errors import TransportError
 from weight_sync.layout import Binding, Destination
 from weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS
 from weight_sync.plan.columns import Ints
+from weight_sync.publish.landings import Landing
 from weight_sync.publish.staging_slots import Filled, Load, Slots
 from weight_sync.publish.sums import Sums
 from weight_sync.publish.trace import Span, Tracer
@@ -58,6 +60,8 @@ class RankPublishReport:
     """The most temporary memory that was held at once."""
     spans: list[Span] = field(default_factory=list)
     """Its timeline; empty unless asked for."""
+    changes: dict[Destination, bytes] = field(default_factory=dict[Destination, bytes])
+    """Per engine rank that got changes alone: what lies in its zone (landings.py)."""
 
 
 @dataclass(slots=True)
@@ -91,6 +95,7 @@ class Replay:
         budgets_s: Per replica: the longest that writes to one of its ranks may take in all.
         prepared: The first loads.
         result: Filled in here.
+        landings: This rank's part of the zones of engine ranks that get changes alone.
     """
 
     def __init__(
@@ -101,7 +106,9 @@ class Replay:
         budgets_s: Mapping[int, float],
         prepared: Prepared,
         result: PipelineResult,
+        landings: Mapping[Destination, Landing],
     ) -> None:
+        self._landings = landings
         self._slots = slots
         self._transport = transport
         self._bindings = bindings
@@ -120,6 +127,8 @@ class Replay:
         """Seconds spent on writing to each destination."""
         self._written: dict[Destination, list[slice]] = {dest: [] for dest in served}
         """The entries that reached each destination."""
+        self._sent_bytes = dict.fromkeys(served, 0)
+        """Bytes that were written to each destination."""
 
     @torch.no_grad()
     def replay(self) -> None:
@@ -157,7 +166,7 @@ class Replay:
                 if slot is None:
                     return
                 began = time.monotonic()
-                filled = self._slots.pack(slot, load, self._tracer)
+                filled = self._slots.pack(slot, load, self._tracer, with_streams=bool(self._landings))
                 self._result.report.prepare_s += time.monotonic() - began
             self._hand_over(filled)
 
@@ -196,33 +205,64 @@ class Replay:
     def _write(self, filled: Filled, dest: Destination) -> None:
         """Write one destination's part of a load, unless its replica has failed."""
         replica, binding, batch = dest[0], self._bindings[dest], filled.load.batches[dest]
+        sources, addresses, sizes = self._pieces(filled, dest)
         error: TransportError | None = None
         with self._door.writing():
             if replica in self._result.report.errors:
                 return
             began = time.monotonic()
             try:
-                self._transport.write(
-                    binding.session,
-                    batch.sources[filled.slot],
-                    self._addresses[dest][batch.span],
-                    batch.sizes,
-                    timeout_s=max(self._budgets_s[replica] - self._seconds[dest], 0.0),
-                )
+                if sizes:
+                    self._transport.write(
+                        binding.session,
+                        sources,
+                        addresses,
+                        sizes,
+                        timeout_s=max(self._budgets_s[replica] - self._seconds[dest], 0.0),
+                    )
             except TransportError as e:
                 error = e
             stopped = time.monotonic()
         self._seconds[dest] += stopped - began
         if self._tracer.is_on:
             track = f"write replica {replica} rank {dest[1]}"
-            self._tracer.add(track, f"load {filled.load.number}", began, stopped, bytes=sum(batch.sizes))
+            self._tracer.add(track, f"load {filled.load.number}", began, stopped, bytes=sum(sizes))
         if error is None:
             self._written[dest].append(batch.span)
+            self._sent_bytes[dest] += sum(sizes)
             return
         logger.warning("replica %d, rank %d: %s", *dest, error)
         self._result.report.errors.setdefault(replica, f"{type(error).__name__}: {error}")
         with self._door.alone():
             self._free.close_failed(filled.slot, binding.session, self._transport.reset)
+
+    def _pieces(self, filled: Filled, dest: Destination) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+        """Source addresses, destination addresses and sizes of one destination's part of a load: packets that changed
+        little as streams into its zone, if it takes changes, the others whole into its parameters."""
+        load, slot = filled.load, filled.slot
+        batch = load.batches[dest]
+        whole = batch.sources[slot], self._addresses[dest][batch.span], batch.sizes
+        landing, changes = self._landings.get(dest), self._slots.changes
+        if landing is None or changes is None or not filled.has_streams:
+            return whole
+        entries, first_column = self._slots.entries[dest], self._result.sums.places.first[dest]
+        pieces: list[tuple[int, int, int]] = []
+        for index, number, piece in zip(batch.packets, range(batch.span.start, batch.span.stop), zip(*whole)):
+            column, size = int(entries.columns[number]), piece[2]
+            stream = changes.stream_of(slot, load.number, index, load.packets[index])
+            if stream is None or not changes.takes_changes[column]:
+                pieces.append(piece)
+                continue
+            address, num_records = stream
+            num_bytes = stream_bytes(size, num_records)
+            if num_records == 0:
+                continue
+            if (place := landing.take(num_bytes)) is None:
+                pieces.append(piece)
+                continue
+            pieces.append((address, landing.address + place, num_bytes))
+            landing.rows.append((column - first_column, int(entries.offset[number]), size, place, num_records))
+        return [a for a, _, _ in pieces], [b for _, b, _ in pieces], [c for _, _, c in pieces]
 
     def _count(self) -> None:
         """Add up what was written, after the lanes have ended."""
@@ -238,7 +278,9 @@ class Replay:
                 at = np.concatenate(ranges)
             sizes = entries.sizes[at]
             self._result.sums.add(entries.columns[at], sizes, hashes[entries.packets[at]])
-            self._result.report.num_bytes += int(sizes.sum())
+            self._result.report.num_bytes += self._sent_bytes[dest]
+            if dest in self._landings:
+                self._result.report.changes[dest] = self._landings[dest].to_bytes()
 
 
 class _OnItsWay:

@@ -23,6 +23,8 @@ FillSlot = Callable[[], None]
 """Writes all bytes of one load into its slot, on the current stream. Call it only between begin() and end()."""
 CompiledReads = Callable[[Tensor], FillSlot]
 """Slot (flat uint8) -> the function that fills it. Holds no slot, so a plan survives freeing the staging buffers."""
+CompiledMarks = Callable[[Tensor, Tensor], FillSlot]
+"""(slot, marks) -> the function that fills the slot and marks what changed; see MarkingSource."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,20 @@ class CompilingSource(Protocol):
 
     def compile_reads(self, reads: Sequence[PackedRead]) -> CompiledReads:
         """Turn the reads of one load into one function per slot. May be called before any begin()."""
+        ...
+
+
+@runtime_checkable
+class MarkingSource(CompilingSource, Protocol):
+    """A CompilingSource that knows what it gave at the last publish."""
+
+    def compile_marked_reads(self, reads: Sequence[PackedRead]) -> CompiledMarks:
+        """As compile_reads; the function also writes a mark per two bytes of the slot (uint8) where reads are bfloat16:
+        not 0 where they differ from what keep() knows. Call that function only after keep()."""
+        ...
+
+    def keep(self) -> None:
+        """Keep what the present values are computed from, as the published ones. Rank-local."""
         ...
 
 

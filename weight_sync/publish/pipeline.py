@@ -16,6 +16,7 @@ whose link fails (`lanes.py`), which bytes go where (`plan.py`), how a slot is f
 Watermark. Everything temporary counts, and all of it is known before a byte moves:
 
     staging buffer (two slots) + hash sums and scratch + source.temporary_bytes  <=  watermark_bytes
+    (with weight_sync.delta_bytes, marks and streams of changes beside it, as large as a third slot)
 
 A rank with two pipelines (adapters, and a base that is sent again) has one watermark, so the idle pipeline is released.
 
@@ -37,10 +38,20 @@ import torch
 from weight_sync.errors import PlanError, WatermarkError
 from weight_sync.integrity import compile_kernels
 from weight_sync.layout import Binding, Destination
-from weight_sync.plan.budget import NUM_SLOTS, Staging, aligned, reserved_bytes
+from weight_sync.plan.budget import NUM_SLOTS, Staging, aligned, reserved_bytes, sums_bytes
+from weight_sync.plan.columns import Flags
 from weight_sync.plan.tasks import Task
+from weight_sync.publish.landings import Landing
 from weight_sync.publish.lanes import PipelineResult, Prepared, RankPublishReport, Replay
-from weight_sync.publish.packing import CompiledReads, Packet, compile_reads, packed_reads, same_bytes
+from weight_sync.publish.packing import (
+    CompiledMarks,
+    CompiledReads,
+    MarkingSource,
+    Packet,
+    compile_reads,
+    packed_reads,
+    same_bytes,
+)
 from weight_sync.publish.staging_slots import Slots
 from weight_sync.publish.sums import Places, Sums
 from weight_sync.publish.trace import Tracer
@@ -59,6 +70,7 @@ class Pipeline:
         device: Where staging lives: the device of the trainer's weights.
         watermark_bytes: Bound on all temporary memory on this rank.
         verify_hashes: Hash every packed byte.
+        has_changes: Be ready to send changes alone, if the source is a MarkingSource.
     """
 
     def __init__(
@@ -69,8 +81,13 @@ class Pipeline:
         device: torch.device | str,
         watermark_bytes: int,
         verify_hashes: bool,
+        has_changes: bool = False,
     ) -> None:
         self._source = source
+        self._marking = source if has_changes and isinstance(source, MarkingSource) else None
+        self._marked: list[CompiledMarks] = []
+        """Per load, the function that fills a slot and marks changes; empty if changes are not sent."""
+        self._takes_changes: Flags | None = None
         self._transport = transport
         self._device = torch.device(device)
         if str(self._device) == "cuda":  # without a number
@@ -103,23 +120,28 @@ class Pipeline:
         return Staging(
             watermark_bytes=self._watermark_bytes,
             reserved_bytes=self._reserved_bytes(self._source.temporary_bytes),
+            has_changes=self._marking is not None,
         )
 
     def _reserved_bytes(self, source_bytes: int) -> int:
-        return reserved_bytes(self._device.type, self._watermark_bytes, source_bytes, verify_hashes=self._verify_hashes)
+        counts = 0 if self._marking is None else sums_bytes(self._watermark_bytes) // 2
+        return counts + reserved_bytes(
+            self._device.type, self._watermark_bytes, source_bytes, verify_hashes=self._verify_hashes
+        )
 
-    def load(self, tasks: Sequence[Task], places: Places | None = None) -> None:
+    def load(self, tasks: Sequence[Task], places: Places | None = None, takes_changes: Flags | None = None) -> None:
         """compile(), then allocate()."""
-        self.compile(tasks, places)
+        self.compile(tasks, places, takes_changes)
         self.allocate()
 
-    def compile(self, tasks: Sequence[Task], places: Places | None = None) -> None:
+    def compile(self, tasks: Sequence[Task], places: Places | None = None, takes_changes: Flags | None = None) -> None:
         """Take this rank's schedule, and compile what fills its slots and the hash kernels. Call it once per plan;
         allocates no staging.
 
         Args:
             tasks: In schedule order.
             places: Places of the sums in results: the same on all ranks, so that sums add up. None: the tasks' own.
+            takes_changes: Per place, whether changes alone may be sent for that parameter. None: never.
 
         Raises:
             PlanError: A task is larger than a slot.
@@ -142,6 +164,10 @@ class Pipeline:
             (packets, compile_reads(self._source, packed_reads(packets)))
             for packets in cut_into_packets(tasks, self._slot_bytes, limits)
         ]
+        self._takes_changes = takes_changes
+        self._marked = []
+        if self._marking is not None and takes_changes is not None:
+            self._marked = [self._marking.compile_marked_reads(packed_reads(packets)) for packets in self.loads]
         if self._verify_hashes:
             compile_kernels(self._device)
 
@@ -157,6 +183,8 @@ class Pipeline:
             watermark_bytes=self._watermark_bytes,
             verify_hashes=self._verify_hashes,
             quarantined=self._quarantined,
+            marked=self._marked,
+            takes_changes=self._takes_changes,
         )
         self._is_released = False
 
@@ -168,21 +196,24 @@ class Pipeline:
         """
         self._recover_slots()
         self._drop_staging()
-        self._compiled = []
+        self._compiled, self._marked = [], []
         self._is_released = True
 
     @torch.no_grad()
-    def prepare(self, version: int, *, trace: bool = False) -> None:
+    def prepare(self, version: int, *, trace: bool = False, with_changes: bool = False) -> None:
         """Begin the source and pack the first loads, one per slot, before it is known which replicas will receive them.
 
         Collective in source.begin(). Errors are kept for run(). Either run() or cancel() must follow.
+
+        Args:
+            with_changes: Pack changes, too; the source has kept what was published last.
         """
         self._prepared = prepared = Prepared(version, Tracer(self._device, is_on=trace))
         try:
             with prepared.tracer.host("gather", "source.begin"):
                 held = self._source.begin(version)
             if self._is_released:
-                self.load(self._tasks, self._places)
+                self.load(self._tasks, self._places, self._takes_changes)
             if self._slots is None:
                 raise PlanError("a publish before there is a plan")
             slots = self._slots
@@ -191,7 +222,7 @@ class Pipeline:
             began = time.monotonic()
             slots.begin()
             for slot, load in enumerate(slots.loads[:NUM_SLOTS]):
-                prepared.filled.append(slots.pack(slot, load, prepared.tracer))
+                prepared.filled.append(slots.pack(slot, load, prepared.tracer, with_streams=with_changes))
             prepared.prepare_s = time.monotonic() - began
         except Exception as e:  # noqa: BLE001 - a value for now: the other ranks go on to a collective
             prepared.error = e
@@ -204,13 +235,18 @@ class Pipeline:
             self._source.end()
 
     def run(
-        self, version: int, bindings: Mapping[Destination, Binding], budgets_s: Mapping[int, float]
+        self,
+        version: int,
+        bindings: Mapping[Destination, Binding],
+        budgets_s: Mapping[int, float],
+        landings: Mapping[Destination, Landing] | None = None,
     ) -> PipelineResult:
         """Send `version` to every destination in `bindings`, after prepare(version).
 
         Args:
             bindings: Where the live replicas' ranks are. Tasks for replicas without an entry are skipped.
             budgets_s: Per replica: the longest that writes to it may take in all.
+            landings: This rank's part of the zones of engine ranks that get changes alone.
 
         Returns:
             What was done. A replica's failure is in the result and not raised. If the source raises, every replica gets
@@ -227,7 +263,7 @@ class Pipeline:
                 if prepared.error is not None:
                     raise prepared.error
                 assert self._slots is not None  # as prepare() found
-                Replay(self._slots, self._transport, bindings, budgets_s, prepared, result).replay()
+                Replay(self._slots, self._transport, bindings, budgets_s, prepared, result, landings or {}).replay()
             finally:
                 result.report.spans = prepared.tracer.finish()
                 self._source.end()

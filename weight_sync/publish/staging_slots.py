@@ -23,8 +23,9 @@ import torch
 from weight_sync.integrity import RangeHashes
 from weight_sync.layout import Binding, Destination
 from weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS, max_packets, scratch_bytes
-from weight_sync.plan.columns import Ints
-from weight_sync.publish.packing import CompiledReads, FillSlot, Packet
+from weight_sync.plan.columns import Flags, Ints
+from weight_sync.publish.landings import ChangeSlots
+from weight_sync.publish.packing import CompiledMarks, CompiledReads, FillSlot, Packet
 from weight_sync.publish.sums import Places
 from weight_sync.publish.trace import Tracer
 from weight_sync.transport.base import Transport
@@ -39,6 +40,8 @@ class Batch:
     sources: tuple[list[int], ...]
     """Source addresses, for each slot that the load may be in."""
     sizes: list[int]
+    packets: list[int]
+    """Indices of the packets in the load."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,18 +87,18 @@ def compile_writes(
     batches: list[dict[Destination, Batch]] = []
     number = 0
     for packets in cut:
-        starts: dict[Destination, list[int]] = {}
-        for packet in packets:
+        indices: dict[Destination, list[int]] = {}
+        for index, packet in enumerate(packets):
             for task in packet.tasks:
                 dest = (task.replica, task.dest_rank)
-                starts.setdefault(dest, []).append(packet.offset_bytes)
+                indices.setdefault(dest, []).append(index)
                 rows.setdefault(dest, []).append((task.param, task.dest_offset_bytes, task.num_bytes, number))
             number += 1
         load: dict[Destination, Batch] = {}
-        for dest, offsets in starts.items():
-            span = slice(len(rows[dest]) - len(offsets), len(rows[dest]))
-            sources = tuple([address + offset for offset in offsets] for address in slot_addresses)
-            load[dest] = Batch(span, sources, [size for _, _, size, _ in rows[dest][span]])
+        for dest, own in indices.items():
+            span = slice(len(rows[dest]) - len(own), len(rows[dest]))
+            sources = tuple([address + packets[index].offset_bytes for index in own] for address in slot_addresses)
+            load[dest] = Batch(span, sources, [size for _, _, size, _ in rows[dest][span]], own)
         batches.append(load)
     entries: dict[Destination, Entries] = {}
     for dest, own in rows.items():
@@ -115,6 +118,8 @@ class Filled:
     slot: int
     load: Load
     ready: torch.cuda.Event | None
+    has_streams: bool = False
+    """Whether changes were packed beside the slot."""
 
 
 class Slots:
@@ -129,6 +134,8 @@ class Slots:
         watermark_bytes: Bounds the sums that are on the device at a time, and the scratch of hashing.
         verify_hashes: Hash every packed byte.
         quarantined: Slots that a failed write may still read, with its sessions. Empty at first; outlives a plan.
+        marked: Per load, the function that fills a slot and marks changes; none if changes are not sent.
+        takes_changes: See ChangeSlots.
     """
 
     def __init__(
@@ -142,6 +149,8 @@ class Slots:
         watermark_bytes: int,
         verify_hashes: bool,
         quarantined: dict[int, list[str]],
+        marked: Sequence[CompiledMarks] = (),
+        takes_changes: Flags | None = None,
     ) -> None:
         self.quarantined = quarantined
         self._device = device
@@ -170,11 +179,15 @@ class Slots:
         self._host_sums = torch.zeros(num_packets, dtype=torch.int64, pin_memory=is_cuda)
         if slot_bytes:
             transport.register([self._staging])  # last, because nothing would undo it if a later step failed
+        self.changes: ChangeSlots | None = None
+        if marked and slot_bytes and takes_changes is not None:
+            loads = [(packets, marks) for (packets, _), marks in zip(compiled, marked, strict=True)]
+            self.changes = ChangeSlots(loads, self._slots, takes_changes, transport)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of staging memory."""
-        return self._staging.numel()
+        return self._staging.numel() + (0 if self.changes is None else self.changes.num_bytes)
 
     def enter_thread(self) -> None:
         """Prepare the calling thread to write from these slots."""
@@ -186,14 +199,20 @@ class Slots:
         self._window = 0
         self._sums.zero_()
 
-    def pack(self, slot: int, load: Load, tracer: Tracer) -> Filled:
-        """Fill a slot from the source and hash it. The device may still be working on it at return."""
+    def pack(self, slot: int, load: Load, tracer: Tracer, *, with_streams: bool = False) -> Filled:
+        """Fill a slot from the source and hash it, and pack its changes if asked to. The device may still be working on
+        it at return."""
         began = time.monotonic()
         if load.window != self._window:
             self.take_sums()
             self._window = load.window
         start = tracer.mark()
-        load.fills[slot]()
+        changes = self.changes if with_streams else None
+        if changes is None:
+            load.fills[slot]()
+        else:
+            changes.fill(slot, load.number)
+            changes.pack(slot, load.number)
         packed = tracer.mark()
         tracer.device(f"pack slot {slot}", f"load {load.number}", start, packed)
         if load.hashes:
@@ -203,7 +222,7 @@ class Slots:
         if ready is not None:
             ready.record()
         tracer.add("prepare (host)", f"load {load.number}", began, time.monotonic())
-        return Filled(slot, load, ready)
+        return Filled(slot, load, ready, has_streams=changes is not None)
 
     def take_sums(self) -> None:
         """Copy the window's sums to the host, in stream order, to make room for the next window's on the device."""
@@ -222,6 +241,9 @@ class Slots:
         for thread in self.threads:
             thread.shutdown()
         self.loads = []
+        if self.changes is not None:
+            self.changes.close()
+            self.changes = None
         if self._staging.numel():
             self._transport.unregister([self._staging])
             self._slots, self._ready = [], []

@@ -46,6 +46,8 @@ class Alive:
     """Replicas that contradicted their known addresses."""
     budgets_s: dict[int, float] = field(default_factory=dict)
     """Per replica that began: seconds left for the writes to it."""
+    take_changes: list[Destination] = field(default_factory=list[Destination])
+    """Engine ranks that hold what was published last."""
 
 
 @dataclass(slots=True)
@@ -70,6 +72,7 @@ class Transaction:
         included: Replicas that take part, by their position.
         version, epoch, digest: Fields of every message.
         timeout_s: A replica's deadline.
+        held: Per engine rank that committed the last publish: the held_digest of it.
     """
 
     def __init__(
@@ -83,7 +86,9 @@ class Transaction:
         epoch: int,
         digest: str,
         timeout_s: float,
+        held: Mapping[Destination, str],
     ) -> None:
+        self._held = held
         self.replicas = [
             Notes(endpoint, error=None if number in included else EXCLUDED) for number, endpoint in enumerate(endpoints)
         ]
@@ -95,6 +100,8 @@ class Transaction:
         self._timeout_s = timeout_s
         self._began = time.monotonic()
         self._begin_s = 0.0
+        self.bases: dict[Destination, str] = {}
+        """Per engine rank that takes changes: what they are computed against."""
         self._begun: list[int] = []
 
     def begin(self, params_of: Callable[[int], Sequence[Collection[str]]]) -> Alive:
@@ -130,6 +137,10 @@ class Transaction:
                 alive.forgotten.append(number)
                 continue
             alive.bound.update({(number, rank): (b.session, b.digest) for rank, b in enumerate(reply.bindings)})
+            for rank, bound in enumerate(reply.bindings):
+                if bound.holds and self._held.get((number, rank)) == bound.holds:
+                    alive.take_changes.append((number, rank))
+        self.bases = {dest: self._held[dest] for dest in alive.take_changes}
         self._begin_s = time.monotonic() - began
         logger.debug(
             "version %d, epoch %d: %d of %d replicas began in %.3f s",

@@ -40,12 +40,14 @@ class Bound:
     """addresses_digest of the addresses."""
     addresses: dict[str, int] | None
     """None if the publisher named `digest` as known."""
+    holds: str = ""
+    """Binding.holds."""
 
     @classmethod
     def of(cls, binding: Binding, known: Collection[str] = ()) -> Bound:
         """Args: `known`, digests of addresses that the publisher knows."""
         digest = addresses_digest(binding.addresses)
-        return cls(binding.session, digest, None if digest in known else binding.addresses)
+        return cls(binding.session, digest, None if digest in known else binding.addresses, binding.holds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,10 @@ class Expected:
     """Bytes sent, little-endian int64; empty if they are the planned ones."""
     hashes: bytes
     """Sums of their hashes, little-endian uint64; empty if hashes are off."""
+    base: str = ""
+    """Binding.holds of what `changes` were computed against; "" if every byte was sent."""
+    changes: bytes = b""
+    """What lies in the rank's landing zone; see replica/landing.py."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

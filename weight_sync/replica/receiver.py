@@ -6,7 +6,7 @@ the engine: the caller does pausing, caches and device synchronization, and pass
 
     begin(v, epoch, digest)   state DIRTY; the bytes may change from here on
       ... one-sided writes by the trainer's ranks; this process takes no part ...
-    verify(expected)          count and hash the bytes *as they arrived*
+    verify(expected)          put changes in, if there are any (landing.py); count and hash the bytes *as they arrived*
     commit(v, epoch)          repack() parameters in place, recompute() derived ones, state CLEAN
 
 A rank that is filled from a peer (`recovery.py`) gets bytes at rest: begin, read, verify_at_rest, adopt.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -27,6 +28,7 @@ from weight_sync.errors import IntegrityError, ProtocolError
 from weight_sync.integrity import HASH_MASK, RangeHashes, hash_bytes
 from weight_sync.layout import Binding, DestLayout, Param, PostLoad
 from weight_sync.replica.expected import Planned
+from weight_sync.replica.landing import LandingZone, held_digest, zone_name
 from weight_sync.replica.messages import EngineRank, Expected
 from weight_sync.replica.version_state import VersionState
 from weight_sync.transport.base import Transport
@@ -47,6 +49,7 @@ class Receiver:
         repack: Called at commit with (name, tensor) of every PostLoad.repack parameter: permute its bytes in place.
         recompute: Called once at commit, after all repacking: refresh PostLoad.derived parameters.
         synchronize: Wait until the device is idle; called before bytes may change and before they are read.
+        landing_bytes: Memory for changes that come instead of whole parameters; 0: every publish writes every byte.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Receiver:
         repack: Callable[[str, torch.Tensor], None] | None = None,
         recompute: Callable[[], None] | None = None,
         synchronize: Callable[[], None] | None = None,
+        landing_bytes: int = 0,
     ) -> None:
         self._params = dict(params)
         self._layout = layout
@@ -87,6 +91,11 @@ class Receiver:
             ],
             [start for _, start in self._places],
         )
+        self._landing = LandingZone(landing_bytes, layout, self._params, transport) if landing_bytes else None
+        self._verified_holds = self._holds = ""
+        """held_digest of what was verified, and of what is committed."""
+        self._base = ""
+        """... and of what was committed before the present epoch began."""
         self._whole: dict[tuple[tuple[str, int], ...], RangeHashes] = {}
         """The prepared hashing of whole parameters, by names and addresses."""
 
@@ -134,7 +143,9 @@ class Receiver:
         """
         state = self._state.begin(version, epoch, digest)
         left_open = self._state.epoch > 0 and not self._state.is_serving
-        self._state = state
+        holds = self._holds if self._state.is_serving else ""
+        self._state, self._holds = state, ""
+        self._base = holds
         if self._synchronize is not None:
             self._synchronize()
         moved = [name for name, address in self._addresses.items() if self._params[name].data_ptr() != address]
@@ -145,7 +156,7 @@ class Receiver:
             )
         if left_open:
             self._transport.renew()
-        return self._binding()
+        return replace(self._binding(), holds=holds)
 
     def verify(self, version: int, epoch: int, digest: str, expected: Expected) -> None:
         """Prove that every byte of the transaction arrived.
@@ -156,11 +167,14 @@ class Receiver:
 
         Raises:
             PlanMismatch: The publisher planned for other parameters. The state stays DIRTY.
+            ProtocolError: Changes are against another base than this rank held, or out of bounds; none was written.
+                The state stays DIRTY.
             IntegrityError: Names the parameters whose bytes are not the sent ones. The state stays DIRTY.
         """
         state = self._state.verified(version, epoch, digest)
         counts, hashes = self._planned.read(expected)
         self._check_counts(version, counts)
+        self._take_changes(expected)
         if self._synchronize is not None:
             self._synchronize()
         wanted = {} if hashes is None else dict(zip((param.name for param in self._sent), hashes, strict=True))
@@ -173,6 +187,7 @@ class Receiver:
                 f" parameters do not hold the bytes that were sent: {shown}"
             )
         self._verified_hashes = actual
+        self._verified_holds = "" if self._landing is None else held_digest(expected)
         self._state = state
 
     def commit(self, version: int, epoch: int) -> None:
@@ -190,7 +205,7 @@ class Receiver:
             self._recompute()
         if self._synchronize is not None:
             self._synchronize()
-        self._wire_hashes = self._verified_hashes
+        self._wire_hashes, self._holds = self._verified_hashes, self._verified_holds
         self.committed_hashes = self._hashes_at_rest() if self._wire_hashes else {}
         self._state = state
 
@@ -224,7 +239,7 @@ class Receiver:
     def adopt(self, version: int, epoch: int) -> None:
         """Serve what verify_at_rest proved."""
         self._state = self._state.committed(version, epoch)
-        self._wire_hashes, self.committed_hashes = {}, self._offered_hashes
+        self._wire_hashes, self.committed_hashes, self._holds = {}, self._offered_hashes, ""
 
     def abort(self, epoch: int, reason: str) -> None:
         """Stay DIRTY: the publisher gave up on this epoch. No effect on a committed version."""
@@ -236,7 +251,20 @@ class Receiver:
         self._state = self._state.invalidate()
 
     def _binding(self) -> Binding:
-        return Binding(self._transport.session, dict(self._addresses))
+        zone = {} if self._landing is None else {zone_name(self._landing.num_bytes): self._landing.address}
+        return Binding(self._transport.session, self._addresses | zone)
+
+    def _take_changes(self, expected: Expected) -> None:
+        """Put what landed into the parameters, if it was computed against what this rank held."""
+        if not expected.base and not expected.changes:
+            return
+        base, self._base = self._base, ""
+        if self._landing is None or not base or expected.base != base:
+            raise ProtocolError(
+                f"rank {self._layout.rank} got changes against {expected.base[:12] or 'nothing'}, it held"
+                f" {base[:12] or 'nothing known'}"
+            )
+        self._landing.apply(expected.changes)
 
     def _check_params(self) -> None:
         for param in self._layout.params:

@@ -174,6 +174,29 @@ CASES = [
         ["model=tiny_qwen3", "trainer.ep_size=1", "weight_sync.mode=adapter", "weight_sync.pause_mode=keep"],
         "weight_sync.pause_mode has no effect with weight_sync.mode=adapter",
     ),
+    (["weight_sync.delta_bytes=-1"], "weight_sync.delta_bytes"),
+    (
+        ["model=tiny_qwen3", "trainer.ep_size=1", "weight_sync.mode=adapter", "weight_sync.delta_bytes=1000"],
+        "weight_sync.delta_bytes=1000 needs weight_sync.mode=merged; 0 sends every byte",
+    ),
+    (
+        ["weight_sync.verify_hashes=false", "weight_sync.delta_bytes=1000"],
+        "weight_sync.delta_bytes=1000 needs weight_sync.verify_hashes=true",
+    ),
+    (
+        ["model.dtype=bfloat16", "trainer.mode=full", "weight_sync.delta_bytes=1000"],
+        "changes of bfloat16 weights under LoRA.*contradicts trainer.mode=full.*delta_bytes=0",
+    ),
+    (["model.dtype=float32", "weight_sync.delta_bytes=1000"], "delta_bytes=1000.*contradicts model.dtype=float32"),
+    (
+        [
+            "cluster.device=cuda",
+            "model.dtype=bfloat16",
+            "model.engine_format=block_fp8",
+            "weight_sync.delta_bytes=1000",
+        ],
+        "delta_bytes=1000.*contradicts block-FP8 engines",
+    ),
     (["weight_sync.on_busy_slot=requeue"], "weight_sync.on_busy_slot has no effect with weight_sync.mode=merged"),
     (
         ["model=tiny_qwen3", "trainer.ep_size=1", "weight_sync.mode=adapter", "weight_sync.relay=node"],

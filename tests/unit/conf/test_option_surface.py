@@ -102,6 +102,7 @@ OPTIONS = [
     "weight_sync.on_busy_slot",
     "weight_sync.transport",
     "weight_sync.watermark_bytes",
+    "weight_sync.delta_bytes",
     "weight_sync.pause_mode",
     "weight_sync.timeout_s",
     "weight_sync.publish_waves",

@@ -72,7 +72,7 @@ class Setup:
         self.clients = Clients(self.clock, answer_s={0: 1.0, 1: 9.0, 2: 4.0})
         self.book = AddressBook()
         self.transaction = Transaction(
-            self.clients, self.book, ["tcp://a", "tcp://b", "tcp://c"], included, timeout_s=timeout_s, **COMMON
+            self.clients, self.book, ["tcp://a", "tcp://b", "tcp://c"], included, timeout_s=timeout_s, held={}, **COMMON
         )
 
     def begin(self) -> Alive:

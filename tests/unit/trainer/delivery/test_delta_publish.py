@@ -1,0 +1,278 @@
+"""Promises of a publish that sends only changes (weight_sync.delta_bytes), from a trainer rank to an engine's memory:
+engines hold the same bytes as after a whole publish, less is sent, and nothing is assumed of what an engine holds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases.rank_helpers import SYNC_KEY, count, make_rank, make_samples
+from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
+from fakes.publish import EndpointThread, PlainEngine
+from safetensors.torch import load_file
+
+from conf.schema import DType, OptimConfig, WeightSyncConfig
+from trainer.rank import TrainerRank
+from weight_sync.layout import DestLayout, Load, Param, PostLoad, Region, TensorMeta
+from weight_sync.publish.landings import Landing
+from weight_sync.replica.receiver import Receiver
+
+ZONE_BYTES = 1 << 16
+REPACKED = "model.layers.0.self_attn.q_proj.weight"
+
+
+class MirrorEngine(PlainEngine):
+    """One engine rank with the checkpoint's tensors, one to one, and a landing zone. One parameter is repacked."""
+
+    def __init__(self, metas: tuple[TensorMeta, ...], transport: MemoryTransport, landing_bytes: int) -> None:
+        params = {meta.name: torch.zeros(meta.shape, dtype=getattr(torch, meta.dtype)) for meta in metas}
+        kinds = {REPACKED: PostLoad.repack}
+        whole = {m.name: (m.name, Region((0,) * len(m.shape), m.shape), tuple(range(len(m.shape)))) for m in metas}
+        layout = DestLayout(
+            0,
+            tuple(Param(m.name, m.shape, m.dtype, kinds.get(m.name, PostLoad.identity)) for m in metas),
+            tuple(Load(*whole[name], name, 0, tensor.stride()) for name, tensor in params.items()),
+        )
+        self.params = [params]
+        self.receivers = [
+            Receiver(
+                params, layout, transport, repack=lambda _, tensor: tensor.copy_(tensor.flip(0).clone()),
+                recompute=lambda: None, landing_bytes=landing_bytes,
+            )
+        ]  # fmt: skip
+        self.calls, self.fail_on, self.aborted, self.abort_reasons = [], {}, threading.Event(), []
+
+    def holds(self, folder: Path) -> bool:
+        """Whether it holds an export, byte by byte."""
+        wanted: dict[str, torch.Tensor] = {}
+        for file in folder.glob("*.safetensors"):
+            wanted |= load_file(file)
+        wanted[REPACKED] = wanted[REPACKED].flip(0)
+        held = self.params[0]
+        return wanted.keys() == held.keys() and all(torch.equal(held[name], wanted[name]) for name in wanted)
+
+
+class World:
+    """A trainer rank, and engines to which it publishes."""
+
+    def __init__(
+        self, tmp_path: Path, num_engines: int = 1, lr: float = 1e-4, zone: int = ZONE_BYTES, **options: int
+    ) -> None:
+        self.folder = tmp_path
+        self.rank: TrainerRank = make_rank(
+            dtype=DType.bfloat16,
+            optim=OptimConfig(lr=lr),
+            weight_sync=WeightSyncConfig(**{"delta_bytes": ZONE_BYTES, "timeout_s": 5.0, **options}),
+        )
+        self.fabric = MemoryFabric()
+        self.links = [MemoryTransport(self.fabric) for _ in range(num_engines)]
+        metas = self.rank.delivery.source.layout().tensors
+        self.engines = [MirrorEngine(metas, link, zone) for link in self.links]
+        self.endpoints = [EndpointThread(engine, key=SYNC_KEY) for engine in self.engines]
+        addresses = [endpoint.address for endpoint in self.endpoints]
+        self.whole_bytes = self.rank.delivery.connect(addresses, MemoryTransport(self.fabric))["num_bytes"]
+
+    def step(self) -> None:
+        version = self.rank.policy_version
+        samples = make_samples(version=version)
+        self.rank.forward_backward([samples], count(samples, version))
+        assert self.rank.optimizer_step().is_finite
+
+    def publish(self, **options: object):
+        return self.rank.delivery.publish(self.rank.policy_version, **options)
+
+    def all_hold_it(self) -> bool:
+        folder = self.folder / str(self.rank.policy_version)
+        self.rank.save_merged(folder)
+        return all(engine.holds(folder) for engine in self.engines)
+
+    def close(self) -> None:
+        self.rank.shutdown()
+        for endpoint in self.endpoints:
+            endpoint.close()
+
+
+@pytest.fixture
+def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    worlds: list[World] = []
+
+    def make(*args: int, **options: int) -> World:
+        worlds.append(World(tmp_path, *args, **options))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+def test_engines_hold_every_byte_of_each_version_and_get_fewer(make_world):
+    world = make_world()
+    sent = []
+    for _ in range(5):
+        report = world.publish()
+        assert report.num_committed == 1, report
+        assert world.all_hold_it()
+        assert report.peak_bytes <= report.watermark_bytes
+        sent.append(report.num_bytes)
+        world.step()
+    assert sent[0] == world.whole_bytes, "nothing is known of an engine that was just met"
+    assert max(sent[1:]) < 0.5 * world.whole_bytes, sent
+
+
+def test_what_changed_much_goes_whole(make_world):
+    world = make_world(lr=0.05)
+    for number in range(3):
+        report = world.publish()
+        assert report.num_committed == 1 and world.all_hold_it()
+        assert report.num_bytes == world.whole_bytes or (number and report.num_bytes > 0.5 * world.whole_bytes)
+        world.step()
+
+
+@pytest.mark.parametrize("zone", [64, 1 << 11])
+def test_what_finds_no_room_in_the_zone_goes_whole(make_world, zone):
+    world = make_world(delta_bytes=zone, zone=zone)
+    sent = []
+    for _ in range(3):
+        report = world.publish()
+        assert report.num_committed == 1
+        assert world.all_hold_it()
+        sent.append(report.num_bytes)
+        world.step()
+    assert 0.4 * world.whole_bytes < sent[-1] < world.whole_bytes
+
+
+def test_an_engine_without_a_zone_or_with_another_one_gets_every_byte(make_world):
+    for zone in (0, ZONE_BYTES // 2):
+        world = make_world(zone=zone)
+        for _ in range(2):
+            assert world.publish().num_bytes == world.whole_bytes
+            assert world.all_hold_it()
+            world.step()
+
+
+def test_an_engine_that_missed_a_version_gets_every_byte_and_the_others_what_changed(make_world):
+    world = make_world(2)
+    world.publish()
+    world.step()
+    both = world.publish().num_bytes
+    world.step()
+    one = world.publish(exclude=[1]).num_bytes
+    assert one < both < world.whole_bytes // 2
+    world.step()
+    report = world.publish()
+    assert report.num_committed == 2 and world.all_hold_it()
+    assert world.whole_bytes / 2 <= report.num_bytes < world.whole_bytes / 2 + 2 * one
+
+
+@pytest.mark.parametrize("waves", [1, 2])
+def test_waves_of_one_publish_have_the_same_base(make_world, waves):
+    world = make_world(2, publish_waves=waves)
+    for number in range(3):
+        report = world.publish()
+        assert report.num_committed == 2 and world.all_hold_it()
+        assert (report.num_bytes < world.whole_bytes / 2) == (number > 0)
+        world.step()
+
+
+def test_a_link_that_breaks_leaves_an_engine_dirty_and_the_next_publish_is_whole(make_world):
+    world = make_world()
+    world.publish()
+    world.step()
+    world.fabric.inject(world.links[0].session, Fault(refuse=True))
+    assert world.publish().num_committed == 0
+    assert not world.engines[0].receivers[0].state.is_serving
+    report = world.publish()
+    assert report.num_committed == 1 and world.all_hold_it()
+    assert report.num_bytes == world.whole_bytes
+
+
+def plant(world: World, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Change what a publish says of what landed, or what landed, or what it was computed against."""
+    if fault == "a stale base":  # the engine's memory is not what it says
+        held = world.engines[0].params[0]["model.layers.1.self_attn.k_proj.weight"]
+        held[3, 5] += 1
+        return
+    if fault == "another base":
+        receiver = world.engines[0].receivers[0]
+        receiver._holds = "another version's digest"
+        world.rank.delivery._publisher._held = dict.fromkeys(world.rank.delivery._publisher._held, receiver._holds)
+        begin = receiver.begin
+
+        def begin_and_forget(*args):
+            binding = begin(*args)
+            receiver._base = "what it really held"
+            return binding
+
+        monkeypatch.setattr(receiver, "begin", begin_and_forget)
+        return
+    zone = world.engines[0].receivers[0]._landing
+    apply = zone.apply
+
+    def applied(changes: bytes) -> None:
+        rows = np.frombuffer(changes, "<i8").reshape(-1, 5).copy()
+        row = max(rows.tolist(), key=lambda one: one[4])
+        tiles = -(-row[2] // 8192)
+        table = zone._zone[row[3] // 4 :][: 2 * tiles]
+        records = zone._zone[row[3] // 4 + 2 * tiles :][: row[4]]
+        if fault == "a lost position":
+            records[0] = records[1]
+        elif fault == "a swapped pair":
+            records[:2] = ((records[:2] >> 16) << 16) | (records[:2].flip(0) & 0xFFFF)
+        elif fault == "a position out of bounds":
+            records[0] = 4095 << 16
+        elif fault == "a record that is not there":
+            table[1] += 1
+        elif fault == "a row past its parameter":
+            rows[-1, 1] += rows[-1, 2]
+        elif fault == "a row past the zone":
+            rows[-1, 3] = ZONE_BYTES
+        elif fault == "a row that is lost":
+            rows = rows[:-1]
+        apply(rows.tobytes())
+
+    monkeypatch.setattr(zone, "apply", applied)
+
+
+BEFORE_A_WRITE = {
+    "another base": "ProtocolError", "a position out of bounds": "ProtocolError",
+    "a record that is not there": "ProtocolError", "a row past its parameter": "ProtocolError",
+    "a row past the zone": "ProtocolError",
+}  # fmt: skip
+BY_HASH = {
+    "a stale base": "IntegrityError", "a lost position": "IntegrityError", "a swapped pair": "IntegrityError",
+    "a row that is lost": "IntegrityError",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", [*BEFORE_A_WRITE, *BY_HASH])
+def test_each_fault_is_found_before_the_version_is_served_and_mended_by_a_whole_publish(make_world, monkeypatch, fault):
+    world = make_world()
+    world.publish()
+    world.step()
+    before = {name: tensor.clone() for name, tensor in world.engines[0].params[0].items()}
+    with monkeypatch.context() as planted:
+        plant(world, planted, fault)
+        report = world.publish()
+    assert report.num_committed == 0
+    assert (BEFORE_A_WRITE | BY_HASH)[fault] in report.replicas[0].error
+    assert not world.engines[0].receivers[0].state.is_serving
+    if fault in BEFORE_A_WRITE:
+        changes = {n: int((t != before[n]).sum()) for n, t in world.engines[0].params[0].items() if n != REPACKED}
+        assert "model.layers.1.mlp.experts.0.down_proj.weight" in changes
+        assert changes["model.layers.1.mlp.experts.0.down_proj.weight"] == 0, "nothing of the changes was written"
+    report = world.publish()
+    assert report.num_committed == 1 and report.num_bytes == world.whole_bytes
+    assert world.all_hold_it()
+
+
+def test_a_part_of_a_zone_is_never_left():
+    landing = Landing(address=1000, first=16, stop=64)
+    assert [landing.take(size) for size in (1, 16, 20, 16)] == [16, 32, None, 48]
+    assert landing.take(1) is None
+    assert replace(landing, rows=[(1, 2, 3, 4, 5)]).to_bytes() == np.array([1, 2, 3, 4, 5], "<i8").tobytes()

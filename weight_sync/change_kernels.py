@@ -1,0 +1,105 @@
+"""The functions of `changes.py` as Triton kernels; it is their only caller, and says what a stream is.
+
+A launch does many chunks, which a table on the device describes, one row each; a program does one tile of one chunk.
+"""
+
+# pyright: basic
+# Triton is untyped.
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+NUM_WARPS = 8
+
+
+@triton.jit
+def _pack(table_ptr, counts_ptr, TILE: tl.constexpr):
+    """Write one tile's records. Rows: addresses of values, marks and stream, elements, int32 of room."""
+    row = table_ptr + tl.program_id(1) * 5
+    num_elements = tl.load(row + 3)
+    tile = tl.program_id(0)
+    first = tile.to(tl.int64) * TILE
+    if first < num_elements:
+        values_ptr = tl.load(row).to(tl.pointer_type(tl.int16), bitcast=True)
+        marks_ptr = tl.load(row + 1).to(tl.pointer_type(tl.uint8), bitcast=True)
+        stream_ptr = tl.load(row + 2).to(tl.pointer_type(tl.int32), bitcast=True)
+        room = tl.load(row + 4)
+        place = tl.arange(0, TILE)
+        inside = first + place < num_elements
+        changed = tl.load(marks_ptr + first + place, mask=inside, other=0).to(tl.int32) != 0
+        ones = changed.to(tl.int32)
+        before = tl.cumsum(ones, 0) - ones
+        count = tl.sum(ones, 0)
+        start = tl.atomic_add(counts_ptr + tl.program_id(1), count, sem="relaxed")
+        tl.store(stream_ptr + 2 * tile, start)
+        tl.store(stream_ptr + 2 * tile + 1, count)
+        table = 2 * ((num_elements + TILE - 1) // TILE)
+        if table + start + count <= room:
+            values = tl.load(values_ptr + first + place, mask=changed, other=0)
+            record = (place << 16) | (values.to(tl.int32) & 0xFFFF)
+            tl.store(stream_ptr + table + start + before, record, mask=changed)
+
+
+@triton.jit
+def _check(table_ptr, found_ptr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """found += the tile's records, or a large negative number if one is out of bounds. Rows: addresses of stream and
+    values, elements, records."""
+    row = table_ptr + tl.program_id(1) * 4
+    num_elements = tl.load(row + 2)
+    tile = tl.program_id(0)
+    first = tile.to(tl.int64) * TILE
+    if first < num_elements:
+        stream_ptr = tl.load(row).to(tl.pointer_type(tl.int32), bitcast=True)
+        num_records = tl.load(row + 3)
+        start = tl.load(stream_ptr + 2 * tile).to(tl.int64)
+        count = tl.load(stream_ptr + 2 * tile + 1).to(tl.int64)
+        found = count
+        if (start < 0) | (count < 0) | (count > TILE) | (start + count > num_records):
+            found = tl.full((), -(1 << 40), tl.int64)
+        else:
+            records_ptr = stream_ptr + 2 * ((num_elements + TILE - 1) // TILE) + start
+            most = tl.minimum(num_elements - first, TILE)
+            for done in range(0, count, BLOCK):
+                at = done + tl.arange(0, BLOCK)
+                place = tl.load(records_ptr + at, mask=at < count, other=0) >> 16
+                outside = ((place < 0) | (place >= most)) & (at < count)
+                found -= tl.sum(outside.to(tl.int64), 0) << 40
+        tl.atomic_add(found_ptr + tl.program_id(1), found, sem="relaxed")
+
+
+@triton.jit
+def _apply(table_ptr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Write one tile's elements. Rows: as of _check, which has passed."""
+    row = table_ptr + tl.program_id(1) * 4
+    num_elements = tl.load(row + 2)
+    tile = tl.program_id(0)
+    first = tile.to(tl.int64) * TILE
+    if first < num_elements:
+        stream_ptr = tl.load(row).to(tl.pointer_type(tl.int32), bitcast=True)
+        values_ptr = tl.load(row + 1).to(tl.pointer_type(tl.int16), bitcast=True)
+        start = tl.load(stream_ptr + 2 * tile).to(tl.int64)
+        count = tl.load(stream_ptr + 2 * tile + 1)
+        records_ptr = stream_ptr + 2 * ((num_elements + TILE - 1) // TILE) + start
+        for done in range(0, count, BLOCK):
+            at = done + tl.arange(0, BLOCK)
+            record = tl.load(records_ptr + at, mask=at < count, other=0)
+            tl.store(values_ptr + first + (record >> 16), record.to(tl.int16), mask=at < count)
+
+
+def pack(table: torch.Tensor, counts: torch.Tensor, max_tiles: int, tile: int) -> None:
+    """Write the streams of all rows, and add their records to `counts` (int32, zeros)."""
+    _pack[(max_tiles, len(table))](table, counts, TILE=tile, num_warps=NUM_WARPS)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def check(table: torch.Tensor, max_tiles: int, tile: int) -> torch.Tensor:
+    """Per row the number of its tiles' records; negative if a count or a position is out of bounds."""
+    found = torch.zeros(len(table), dtype=torch.int64, device=table.device)
+    _check[(max_tiles, len(table))](table, found, TILE=tile, BLOCK=256)  # pyright: ignore[reportArgumentType]
+    return found
+
+
+def apply(table: torch.Tensor, max_tiles: int, tile: int) -> None:
+    """Write the elements of all rows into the parameters."""
+    _apply[(max_tiles, len(table))](table, TILE=tile, BLOCK=256)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,181 @@
+"""What a publish sends of a chunk of which few elements changed: where they are, and their bits.
+
+Owns the form and its torch functions; on CUDA the kernels of `change_kernels.py` do the same. Elements have two bytes.
+
+    chunk     elements 0 .. n-1 of consecutive bytes of an engine's parameter, in tiles of TILE elements
+    stream    int32   start_0, count_0, start_1, count_1, ...     per tile: its first record, and how many it has
+                      record, record, ...                         position in the tile << 16 | the element's bits
+
+Tiles may have their records in any order. Values are not differences, so applying a stream twice is harmless. A stream
+takes 4 bytes per changed element and 8 per tile, so it is smaller than its chunk where less than half of it changed; a
+sender has room for a quarter of the chunk, and sends what does not fit whole.
+
+Invariant: `apply` writes nothing outside its chunks, whatever the streams hold: `first_error` reads every count and
+every position before the first element is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+TILE = 4096
+"""Elements. Positions in a tile fit 15 bits, so that records are positive."""
+ELEMENT_BYTES, RECORD_BYTES, TILE_BYTES = 2, 4, 8
+STREAM_SHARE = 4
+"""A chunk of so many bytes has room for one byte of its stream."""
+_BITS = 0xFFFF
+
+
+def num_tiles(num_bytes: int) -> int:
+    """Tiles of a chunk."""
+    return -(-num_bytes // (TILE * ELEMENT_BYTES))
+
+
+def stream_bytes(num_bytes: int, num_records: int) -> int:
+    """Size of the stream of a chunk."""
+    return num_tiles(num_bytes) * TILE_BYTES + num_records * RECORD_BYTES
+
+
+def max_records(num_bytes: int) -> int:
+    """Records for which a chunk's stream has room at the sender; 0 or less: the chunk always goes whole."""
+    return (num_bytes // STREAM_SHARE - num_tiles(num_bytes) * TILE_BYTES) // RECORD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk at the sender: its bytes, a mark per element that is not 0 where it changed, and room for its stream."""
+
+    values: Tensor
+    """int16, flat."""
+    marks: Tensor
+    """uint8, flat."""
+    stream: Tensor
+    """int32, flat."""
+
+
+class Packer:
+    """Packs many chunks at fixed places, any number of times: on CUDA in one launch, else with torch.
+
+    Args:
+        chunks: On one device; they stay where they are.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self._chunks = list(chunks)
+        self._table: Tensor | None = None
+        if self._chunks and self._chunks[0].values.is_cuda:
+            rows = [
+                [c.values.data_ptr(), c.marks.data_ptr(), c.stream.data_ptr(), c.values.numel(), c.stream.numel()]
+                for c in self._chunks
+            ]
+            self._table = torch.tensor(rows, dtype=torch.int64).to(self._chunks[0].values.device)
+
+    def pack_to(self, counts: Tensor) -> None:
+        """Write every chunk's stream, and its number of records to counts[i], int32. If that is more than there is room
+        for, the stream is not to be used. Does not wait for the device."""
+        counts.zero_()
+        if self._table is not None:
+            from weight_sync import change_kernels  # needs Triton, which a CPU host may lack
+
+            most = max(num_tiles(ELEMENT_BYTES * c.values.numel()) for c in self._chunks)
+            change_kernels.pack(self._table, counts, most, TILE)
+            return
+        for index, chunk in enumerate(self._chunks):
+            counts[index] = _pack_with_torch(chunk)
+
+
+def _pack_with_torch(chunk: Chunk) -> int:
+    """The reference of change_kernels.pack, for one chunk."""
+    (places,) = chunk.marks.nonzero(as_tuple=True)
+    tiles = num_tiles(ELEMENT_BYTES * chunk.values.numel())
+    counts = torch.bincount(places // TILE, minlength=tiles)
+    if 2 * tiles + len(places) <= chunk.stream.numel():
+        starts = counts.cumsum(0) - counts
+        chunk.stream[: 2 * tiles].copy_(torch.stack([starts, counts], dim=1).flatten())
+        records = (places % TILE << 16) | (chunk.values[places].long() & _BITS)
+        chunk.stream[2 * tiles :][: len(places)].copy_(records)
+    return len(places)
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A stream where it landed, and the chunk of a live parameter that it is for."""
+
+    stream: Tensor
+    """int32, flat, as long as its number of records says."""
+    values: Tensor
+    """int16, flat."""
+
+    @property
+    def num_records(self) -> int:
+        """Records after the table of tiles."""
+        return self.stream.numel() - 2 * num_tiles(ELEMENT_BYTES * self.values.numel())
+
+
+def apply(landed: Sequence[Landed]) -> int | None:
+    """Write all streams' elements, if every one of them is sound. Waits for the device once, before the first write.
+
+    Returns:
+        The first stream that is not; then nothing was written.
+    """
+    if not landed:
+        return None
+    if not landed[0].values.is_cuda:
+        for index, one in enumerate(landed):
+            if not _is_sound(one):
+                return index
+        for one in landed:
+            _apply_with_torch(one)
+        return None
+    from weight_sync import change_kernels
+
+    rows = [[one.stream.data_ptr(), one.values.data_ptr(), one.values.numel(), one.num_records] for one in landed]
+    table = torch.tensor(rows, dtype=torch.int64).to(landed[0].values.device)
+    most = max(num_tiles(ELEMENT_BYTES * one.values.numel()) for one in landed)
+    found = cast(list[int], change_kernels.check(table, most, TILE).tolist())  # pyright: ignore[reportUnknownMemberType]
+    wrong = [i for i, (count, one) in enumerate(zip(found, landed, strict=True)) if count != one.num_records]
+    if wrong:
+        return wrong[0]
+    change_kernels.apply(table, most, TILE)
+    return None
+
+
+def _tiles_of(one: Landed) -> tuple[Tensor, Tensor, Tensor]:
+    """Starts and counts of a stream's tiles, and its records."""
+    tiles = num_tiles(ELEMENT_BYTES * one.values.numel())
+    starts, counts = one.stream[: 2 * tiles].view(tiles, 2).long().unbind(1)
+    return starts, counts, one.stream[2 * tiles :].long()
+
+
+def _is_sound(one: Landed) -> bool:
+    """Whether every record belongs to one tile, and lies in it and in the chunk."""
+    if one.num_records < 0:
+        return False
+    starts, counts, records = _tiles_of(one)
+    if bool(((starts < 0) | (counts < 0) | (starts + counts > len(records))).any()) or int(counts.sum()) != len(
+        records
+    ):
+        return False
+    places = (records[_order(starts, counts)] >> 16) + TILE * torch.arange(len(starts)).repeat_interleave(counts)
+    tile = torch.arange(len(starts)).repeat_interleave(counts)
+    return bool(((places // TILE == tile) & (places < one.values.numel())).all())
+
+
+def _apply_with_torch(one: Landed) -> None:
+    """The reference of change_kernels.apply, for one sound stream."""
+    starts, counts, records = _tiles_of(one)
+    records = records[_order(starts, counts)]
+    places = (records >> 16) + TILE * torch.arange(len(starts)).repeat_interleave(counts)
+    bits = records & _BITS
+    one.values[places] = torch.where(bits > 0x7FFF, bits - 0x10000, bits).to(torch.int16)
+
+
+def _order(starts: Tensor, counts: Tensor) -> Tensor:
+    """Indices of all tiles' records, tile by tile."""
+    first = (starts - (counts.cumsum(0) - counts)).repeat_interleave(counts)
+    return first + torch.arange(len(first))

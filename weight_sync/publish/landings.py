@@ -1,0 +1,153 @@
+"""The sender's side of a publish that sends only changes: what is packed beside a slot, and where it goes.
+
+    slot      | packet 0 | packet 1 ...                  the values, whole and hashed, as in every publish
+    marks     | a byte per two bytes of a slot           filled with the slot; used up before the next slot is filled
+    streams   | a quarter of a slot, one for each slot   packed from both; written from instead of the slot
+
+    landing zone of an engine rank:  | trainer rank 0's part | rank 1's part | ...       streams one after the other
+
+A packet goes as a stream if its engine rank holds what was published last (publisher.py knows), if its parameter lies
+in the engine as it arrives, and if the stream fits its room here and what is left of the part there; else it goes
+whole, into the live parameter. That is decided per packet and engine rank, when its number of records is known, and
+noted in a row, which the engine rank gets with the commit.
+
+Owns: marks and streams, the choice, and the rows. Does not own: streams' form (weight_sync/changes.py), slots
+(staging_slots.py), writes (lanes.py), what an engine rank does with rows (replica/landing.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from weight_sync.changes import ELEMENT_BYTES, STREAM_SHARE, Chunk, Packer, max_records
+from weight_sync.plan.budget import NUM_SLOTS
+from weight_sync.plan.columns import Flags
+from weight_sync.publish.packing import CompiledMarks, FillSlot, Packet
+from weight_sync.transport.base import Transport
+
+ALIGNMENT_BYTES = 16
+
+
+@dataclass(slots=True)
+class Landing:
+    """This rank's part of an engine rank's zone, in one publish."""
+
+    address: int
+    """Of the whole zone."""
+    first: int
+    stop: int
+    """This rank's part, in bytes from the address."""
+    rows: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    """The columns of replica/landing.py. A packet without any record has none."""
+
+    def take(self, num_bytes: int) -> int | None:
+        """The next place for so many bytes; None if there is no room."""
+        place = self.first
+        stop = place + -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if stop > self.stop:
+            return None
+        self.first = stop
+        return place
+
+    def to_bytes(self) -> bytes:
+        """All rows, as little-endian int64."""
+        return np.array(self.rows, "<i8").tobytes()
+
+
+def part_of_zone(num_bytes: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Where a trainer rank's part of a zone begins and ends."""
+    first, stop = (num_bytes * index // world_size // ALIGNMENT_BYTES * ALIGNMENT_BYTES for index in (rank, rank + 1))
+    return first, stop
+
+
+class ChangeSlots:
+    """Marks and streams beside the slots of a rank.
+
+    Args:
+        loads: Per load, its packets and the source's function that fills a slot and marks.
+        slots: The staging slots.
+        takes_changes: Per column of the sums, whether an engine rank can put changes into that parameter.
+        transport: Streams are registered with it until close().
+    """
+
+    def __init__(
+        self,
+        loads: Sequence[tuple[Sequence[Packet], CompiledMarks]],
+        slots: Sequence[torch.Tensor],
+        takes_changes: Flags,
+        transport: Transport,
+    ) -> None:
+        device, slot_bytes = slots[0].device, slots[0].numel()
+        self.takes_changes = takes_changes
+        self._transport = transport
+        self._marks = torch.zeros(slot_bytes // ELEMENT_BYTES, dtype=torch.uint8, device=device)
+        self._streams = torch.zeros(NUM_SLOTS, slot_bytes // STREAM_SHARE // 4, dtype=torch.int32, device=device)
+        most = max((len(packets) for packets, _ in loads), default=0)
+        self._counts = torch.zeros(NUM_SLOTS, most, dtype=torch.int32, device=device)
+        self._host_counts = torch.zeros(NUM_SLOTS, most, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._fills: list[tuple[FillSlot, ...]] = []
+        self._packers: list[tuple[Packer, ...]] = []
+        for packets, filling in loads:
+            self._fills.append(tuple(filling(slot, self._marks) for slot in slots))
+            self._packers.append(tuple(self._packer(packets, slot, n) for n, slot in enumerate(slots)))
+        self._numbers = [_number_of_chunk(packets) for packets, _ in loads]
+        if slot_bytes:
+            transport.register([self._streams])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of device memory."""
+        return sum(t.numel() * t.element_size() for t in (self._marks, self._streams, self._counts))
+
+    def fill(self, slot: int, load: int) -> None:
+        """Fill a slot, and the marks."""
+        self._fills[load][slot]()
+
+    def pack(self, slot: int, load: int) -> None:
+        """Pack the streams of a slot that was just filled. Does not wait for the device."""
+        numbers = self._numbers[load]
+        if numbers:
+            counts = self._counts[slot][: len(numbers)]
+            self._packers[load][slot].pack_to(counts)
+            self._host_counts[slot][: len(numbers)].copy_(counts, non_blocking=True)
+
+    def stream_of(self, slot: int, load: int, index: int, packet: Packet) -> tuple[int, int] | None:
+        """(address, records) of the stream of a load's packet, once the device has packed it; None: it goes whole."""
+        number = self._numbers[load].get(index)
+        if number is None:
+            return None
+        num_records = int(self._host_counts[slot][number])
+        if num_records > max_records(packet.tasks[0].num_bytes):
+            return None
+        return self._streams[slot].data_ptr() + packet.offset_bytes // STREAM_SHARE, num_records
+
+    def close(self) -> None:
+        """Free all memory."""
+        if self._streams.numel():
+            self._transport.unregister([self._streams])
+        self._fills, self._packers = [], []
+        self._marks, self._streams = self._marks.new_empty(0), self._streams.new_empty(0)
+
+    def _packer(self, packets: Sequence[Packet], slot: torch.Tensor, number: int) -> Packer:
+        chunks: list[Chunk] = []
+        for packet in (packets[index] for index in _number_of_chunk(packets)):
+            first, size = packet.offset_bytes, packet.tasks[0].num_bytes
+            values = slot[first : first + size].view(torch.int16)
+            marks = self._marks[first // ELEMENT_BYTES :][: size // ELEMENT_BYTES]
+            stream = self._streams[number][first // STREAM_SHARE // 4 :][: size // STREAM_SHARE // 4]
+            chunks.append(Chunk(values, marks, stream))
+        return Packer(chunks)
+
+
+def _number_of_chunk(packets: Sequence[Packet]) -> dict[int, int]:
+    """Per packet that may go as a stream, its number among them."""
+    able = [
+        index
+        for index, packet in enumerate(packets)
+        if packet.tasks[0].dtype == "bfloat16" and max_records(packet.tasks[0].num_bytes) > 0
+    ]
+    return {index: number for number, index in enumerate(able)}

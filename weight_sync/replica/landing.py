@@ -1,0 +1,113 @@
+"""Where changes land in an engine rank, and how they get into the live parameters.
+
+    trainer ranks    streams, one-sided      -->  the zone: memory of this rank that nothing else reads
+                     rows, with the commit   -->  check every row, then every stream, then write elements
+
+Owns: the zone, the bounds that a row must keep, and the digest by which both ends name what a rank holds. Does not own:
+the form of streams and the check of their positions (weight_sync/changes.py), the sender's side (publish/landings.py),
+or the proof of what the parameters hold afterwards (receiver.py).
+
+Invariant: no element is written unless all rows of a commit, all counts and all positions are in bounds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from weight_sync.changes import ELEMENT_BYTES, RECORD_BYTES, Landed, apply, stream_bytes
+from weight_sync.errors import ProtocolError
+from weight_sync.layout import DestLayout, Param, PostLoad
+from weight_sync.replica.messages import Expected
+from weight_sync.transport.base import Transport
+
+COLUMNS = 5
+"""Numbers of a row: parameter, offset in it, bytes, offset in the zone, records."""
+
+
+def zone_name(num_bytes: int) -> str:
+    """Under which name a Binding has the address of a zone of so many bytes."""
+    return f"<landing zone of {num_bytes} bytes>"
+
+
+def takes_changes(layout: DestLayout) -> frozenset[str]:
+    """Parameters for which the bytes that arrive are those that are held afterwards, two per element."""
+    params = layout.params
+    return frozenset(p.name for p in params if p.post_load is PostLoad.identity and p.dtype == "bfloat16")
+
+
+def held_digest(expected: Expected) -> str:
+    """What an engine rank holds once it has proven this; "" if hashes are off."""
+    return hashlib.sha256(expected.planned.encode() + expected.hashes).hexdigest() if expected.hashes else ""
+
+
+class LandingZone:
+    """See the module's docstring.
+
+    Args:
+        num_bytes: Of memory beside the parameters, which the link registers.
+        layout: Of this rank.
+        params: Its live tensors.
+        transport: The link.
+    """
+
+    def __init__(
+        self, num_bytes: int, layout: DestLayout, params: Mapping[str, torch.Tensor], transport: Transport
+    ) -> None:
+        self._rank = layout.rank
+        self._sent: list[Param] = [param for param in layout.params if param.post_load is not PostLoad.derived]
+        self._covered = layout.written_ranges()
+        self._able = takes_changes(layout)
+        self._params = params
+        device = params[self._sent[0].name].device
+        self._zone = torch.zeros(num_bytes // RECORD_BYTES, dtype=torch.int32, device=device)
+        self.num_bytes = num_bytes
+        transport.register([self._zone])
+
+    @property
+    def address(self) -> int:
+        """Where streams go."""
+        return self._zone.data_ptr()
+
+    def apply(self, changes: bytes) -> None:
+        """Put changes into the parameters.
+
+        Args:
+            changes: Rows of COLUMNS little-endian int64.
+
+        Raises:
+            ProtocolError: A row, a count or a position is out of bounds. Nothing was written.
+        """
+        row_bytes = 8 * COLUMNS
+        if len(changes) % row_bytes:
+            raise ProtocolError(f"{len(changes)} bytes of changes are not rows of {row_bytes}")
+        rows: Sequence[Sequence[int]] = np.frombuffer(changes, "<i8").reshape(-1, COLUMNS).tolist()
+        landed = [self._landed(*row) for row in rows]
+        wrong = apply(landed)
+        if wrong is not None:
+            number, offset, *_ = rows[wrong]
+            raise ProtocolError(
+                f"rank {self._rank}: the changes of {self._sent[number].name} from byte {offset} name "
+                "elements outside them, or are not as many as was said; nothing was written"
+            )
+
+    def _landed(self, number: int, offset: int, num_bytes: int, place: int, num_records: int) -> Landed:
+        if not 0 <= number < len(self._sent):
+            raise ProtocolError(f"rank {self._rank} has no parameter {number}, for which changes were sent")
+        param = self._sent[number]
+        who = f"rank {self._rank}: changes of {param.name}"
+        stop = offset + num_bytes
+        is_covered = any(first <= offset < stop <= first + size for first, size in self._covered[param.name])
+        if param.name not in self._able or not is_covered or offset % ELEMENT_BYTES or num_bytes % ELEMENT_BYTES:
+            raise ProtocolError(f"{who} in bytes {offset} to {stop} cannot be written there")
+        size = stream_bytes(num_bytes, num_records)
+        if num_records < 0 or place < 0 or place % RECORD_BYTES or place + size > self.num_bytes:
+            raise ProtocolError(f"{who}: {num_records} records at {place} are not in a zone of {self.num_bytes} bytes")
+        values = self._params[param.name].detach().view(-1).view(torch.int16)
+        return Landed(
+            self._zone[place // RECORD_BYTES : (place + size) // RECORD_BYTES],
+            values[offset // ELEMENT_BYTES : (offset + num_bytes) // ELEMENT_BYTES],
+        )
