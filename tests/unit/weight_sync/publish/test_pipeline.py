@@ -44,16 +44,22 @@ def test_every_byte_arrives_and_is_counted_and_hashed() -> None:
     assert world.source.num_ends == 1
 
 
-def test_hashes_of_more_packets_than_the_device_has_sums_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(2)
+@pytest.mark.parametrize(("more_bytes", "has_room"), [(0, False), (128, True)], ids=["full windows", "with room"])
+def test_hashes_of_more_packets_than_the_device_has_sums_for(
+    monkeypatch: pytest.MonkeyPatch, more_bytes: int, has_room: bool
+) -> None:
+    world = World(2, SMALL_WATERMARK + more_bytes)
     most = max(map(len, world.pipeline.loads))
     monkeypatch.setattr(staging_slots, "max_packets", lambda _: -(-most // NUM_SLOTS))
     world.pipeline.load(world.plan.tasks[0])
-    assert sum(map(len, world.pipeline.loads)) > 2 * NUM_SLOTS * -(-most // NUM_SLOTS), "of more than two windows"
+    num_sums = NUM_SLOTS * -(-most // NUM_SLOTS)
+    assert sum(map(len, world.pipeline.loads)) > 2 * num_sums, "of more than two windows"
+    assert any(len(load) < num_sums for load in world.pipeline.loads[:-1]) == has_room
     for version in (3, 4):
         world.pipeline.prepare(version)
         world.pipeline.cancel()
         result = world.run(version)
+        assert result.report.errors == {} and result.sums.keys() == world.bindings().keys()
         for (replica, rank), sums in result.sums.items():
             params = world.engines[replica].params[rank]
             for name, (count, total) in sums.items():
