@@ -167,8 +167,15 @@ async def test_a_connection_that_is_closed_lets_go_of_who_watches_and_of_every_c
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     client = WorkerClient.at(server.address, KEY, ended)
     assert await ask(client) == [] and not client.connection._pending
+    worker.may_answer.clear()
+    given_up, waits = (asyncio.create_task(client.generate_group(PROMPT, 1)) for _ in range(2))
+    while len(worker.asked) < 3:
+        await asyncio.sleep(0.01)
+    given_up.cancel()
     for _ in range(2):
         client.connection.close()
+    with pytest.raises(EngineDied, match="is closed"):
+        await waits
     assert ended.cancelled()
     with pytest.raises(EngineDied, match="is closed"):
         await ask(client)
