@@ -30,7 +30,15 @@ def test_nearest_finds_typing_mistakes_and_forgotten_sections() -> None:
     assert nearest("trainer.ep_sise", known)[0] == "trainer.ep_size"
     assert nearest("max_staleness", known)[0] == "algorithm.max_staleness_steps"
     assert nearest("group_size", known)[0] == "algorithm.group_size"
-    assert nearest("qqqq", known) == []
+    assert nearest("qqqq", known) == nearest("run.seed", []) == []
+    # A beginning is nearer than a part, and a part of three letters or more than nothing.
+    assert nearest("run.num", ["run.num_steps_of_everything", "ran.nub"]) == ["run.num_steps_of_everything"]
+    assert nearest("gpu", ["cluster.the_share_of_a_gpu"]) == ["cluster.the_share_of_a_gpu"]
+    assert nearest("gp", ["cluster.the_share_of_a_gpu"]) == []
+    # 5 of 8 letters are 0.625, 5 of 8 and 9 are 0.59: not similar, though hardly less than the best.
+    assert nearest("abcdefgh", ["abcdewxyz", "abcdexyz"]) == ["abcdexyz"]
+    assert nearest("a.seed", ["e.seed", "d.seed", "c.seed", "b.seed"]) == ["b.seed", "c.seed", "d.seed"]
+    assert options_by_name()["trainer.optim.lr"].section == "trainer"
 
 
 def test_letters_are_what_the_script_makes() -> None:

@@ -54,6 +54,30 @@ REFUSED = [
         3,
         "the routed experts' intermediate_size=100; it can be 1, 2, 4; with expert parallelism it can be 1, 2, 3,",
     ),
+    *(
+        (
+            {**GQA, "model_type": name, "num_local_experts": 8, "intermediate_size": 100},
+            3,
+            "the routed experts' intermediate_size=100; it can be 1, 2, 4; with expert parallelism it can be 1, 2, 3,",
+        )
+        for name in ("minimax_m2", "olmoe")
+    ),
+    # gpt-oss cuts its experts whatever is asked for.
+    (
+        {**GQA, "model_type": "gpt_oss", "num_local_experts": 8, "intermediate_size": 100},
+        3,
+        "the experts' intermediate_size=100; it can be 1, 2, 4$",
+    ),
+    (
+        {**MOE, "decoder_sparse_step": 2, "intermediate_size": 100, "moe_intermediate_size": 96},
+        3,
+        "the dense feed-forward's intermediate_size=100; it can be 1, 2, 4",
+    ),
+    (
+        {**LATENT, "n_routed_experts": 8, "first_k_dense_replace": 1, "intermediate_size": 100},
+        3,
+        "the dense feed-forward's intermediate_size=100; it can be 1, 2, 4",
+    ),
     # Padded to 128 rows, which 3 does not divide.
     ({**GQA, "vocab_size": 100}, 3, r"the vocabulary's 128 rows \(vocab_size=100, padded\); it can be 1, 2, 4"),
     # 1536 columns are 12 blocks, which any of the sizes divides; 12 heads of 32 are 3.
@@ -71,6 +95,17 @@ REFUSED = [
         {**MOE, **FP8, "head_dim": 128, "moe_intermediate_size": 192},
         1,
         "a rank 192 of the routed.*; no size fits; giv",
+    ),
+    ({**GQA, **FP8, "num_key_value_heads": 3}, 1, "a rank 96 of the keys' 3 heads of 32.*; no size fits"),
+    (
+        {**LATENT, **FP8, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128},
+        12,
+        "leaves a rank 192 of kv_b_proj's 12 heads of 192.*it can be 1, 2, 3, 6",
+    ),
+    (
+        {**LATENT, **FP8, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64},
+        12,
+        "leaves a rank 96 of q_b_proj's 12 heads of 96.*it can be 1, 3",
     ),
     ({**LATENT, **FP8, "q_lora_rank": 96}, 1, "leaves a rank 96 of q_lora_rank=96.*; no size fits"),
     (
@@ -98,6 +133,9 @@ def test_sizes_that_engines_cannot_build_are_refused(config: dict[str, Any], tp_
         ({**MOE, **FP8, "head_dim": 128, "moe_intermediate_size": 256}, 6, True),
         # Ranks with a copy of a key/value head hold it whole.
         ({**GQA, **FP8, "head_dim": 128, "num_key_value_heads": 1, "intermediate_size": 1536}, 12, False),
+        ({**GQA, **FP8, "model_type": "qwen3"}, 12, False),  # whose heads are of 128 elements where none are given
+        ({**GQA, "vocab_size": 64 * 5, "num_attention_heads": 15}, 5, False),
+        ({**LATENT, **FP8, "qk_nope_head_dim": 63, "qk_rope_head_dim": 63, "v_head_dim": 63}, 1, False),  # not cut
         ({**GQA, "num_attention_heads": "12", "num_key_value_heads": None}, 7, False),  # refused elsewhere
     ],
 )
