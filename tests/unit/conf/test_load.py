@@ -204,6 +204,11 @@ LOOP = (
             "run.seed=\"$seed\" algorithm=\"$algorithm\" 'data.path='\"'\"'my rows.jsonl'\"'\"'' "
             'run.name="try-seed-$seed-algorithm-$algorithm"; done; done',
         ),
+        (
+            ["data.path=a,b", "+model.path=c,d", "run.name=try", "data.stop-x=1"],
+            'for path in a b; do for model_path in c d; do slipstream train data.path="$path" '
+            '+model.path="$model_path" data.stop-x=1 run.name="try-path-$path-model_path-$model_path"; done; done',
+        ),
         (["model.path=/a/one,/a/two"], 'for path in /a/one /a/two; do slipstream train model.path="$path"; done'),
         (["-m", "experiment=quickstart"], "-m: a command starts one run, and none of its options has several values"),
         (["hydra/launcher=joblib"], "hydra/launcher=joblib: a command starts one run"),
