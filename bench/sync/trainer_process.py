@@ -276,7 +276,7 @@ class _Rank:
             "pack": lambda load: load.fills[0](),
             "hash": lambda load: [hashes.add_to(load.sums) for hashes in load.hashes[:1]],
         }
-        if slots.changes is not None and publisher._has_kept:
+        if slots.changes is not None and publisher._bases.has_kept:
             works["mark"] = lambda load: slots.changes.fill(0, load.number)
             works["streams"] = lambda load: slots.changes.pack(0, load.number)
         figures: dict[str, float] = {}

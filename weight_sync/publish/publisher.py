@@ -30,25 +30,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from conf.schema import WeightSyncConfig
 from weight_sync.errors import LinkMismatch, PlanMismatch, ProtocolError, TransportError, WeightSyncError
-from weight_sync.layout import Binding, Destination, DestLayout, SourceLayout
+from weight_sync.layout import Destination, DestLayout, SourceLayout
 from weight_sync.plan.columns import Flags, Ints
 from weight_sync.plan.plan import build_plan
 from weight_sync.plan.transfer_plan import PlanSummary, rank_plan_from_wire
 from weight_sync.publish.address_book import AddressBook, Addresses
+from weight_sync.publish.bases import Bases, flags_of, joined_flags, with_changes
 from weight_sync.publish.collectives import Meeting, values
-from weight_sync.publish.landings import Landing, part_of_zone
 from weight_sync.publish.lanes import RankPublishReport
-from weight_sync.publish.packing import MarkingSource
 from weight_sync.publish.pipeline import Pipeline
 from weight_sync.publish.report import PublishReport, joined
 from weight_sync.publish.sums import Places, Sums
@@ -57,7 +55,6 @@ from weight_sync.publish.transaction import Alive, Transaction
 from weight_sync.publish.waves import assign_waves
 from weight_sync.replica.control_client import ReplicaClients
 from weight_sync.replica.expected import Planned
-from weight_sync.replica.landing import held_digest, takes_changes, zone_name
 from weight_sync.replica.messages import Describe, Described, Expected, addresses_digest
 from weight_sync.source import WeightSource
 from weight_sync.transport.base import Transport
@@ -75,7 +72,7 @@ class _Agreed:
     names: tuple[tuple[str, ...], ...]
     """Lists of parameters. The same ranks of several replicas share one list."""
     takes_changes: tuple[tuple[bool, ...], ...]
-    """Per name, whether changes alone may be sent for the parameter."""
+    """Per name, whether changes alone may be sent for the parameter; empty if changes are never sent."""
     names_of: dict[Destination, int]
     """Per engine rank, the index of its list."""
 
@@ -85,8 +82,7 @@ class _Agreed:
 
     def flags(self) -> Flags:
         """`takes_changes` of all places."""
-        flags = [np.array(self.takes_changes[number], np.bool_) for number in self.names_of.values()]
-        return np.concatenate(flags) if flags else np.zeros(0, np.bool_)
+        return joined_flags(self.takes_changes[number] for number in self.names_of.values())
 
 
 class Publisher:
@@ -117,24 +113,16 @@ class Publisher:
         self._source = source
         self._transport = transport
         self._meeting = Meeting(rank, world_size, group)
-        self._num_ranks = world_size
         self._config = config
         self._key = key
-        self._marking = source if config.delta_bytes and isinstance(source, MarkingSource) else None
-        self._has_kept = False
-        """Whether the source has kept what was published last."""
-        self._held: dict[Destination, str] = {}
-        """Per engine rank that committed the last publish, on rank 0: the held_digest of it. Empty unless that publish
-        came to its end, and the source has kept what it sent."""
-        self._committed: dict[Destination, str] = {}
-        """The same of the publish under way."""
+        self._bases = Bases(source, config.delta_bytes, rank, world_size)
         self._pipeline = Pipeline(
             source,
             transport,
             device=device,
             watermark_bytes=config.watermark_bytes,
             verify_hashes=config.verify_hashes,
-            has_changes=self._marking is not None,
+            has_changes=self._bases.is_on,
         )
         self._endpoints: list[str] = []
         self._digest = ""
@@ -174,7 +162,8 @@ class Publisher:
             tuple[list[dict[str, Addresses]], bool], lambda: self._meet(endpoints, set(links))
         )
         self._endpoints = list(endpoints)
-        self._last_sums, self._open_sessions, self._book, self._held = {}, {}, AddressBook(), {}
+        self._last_sums, self._open_sessions, self._book = {}, {}, AddressBook()
+        self._bases.forget()
         for replica, own in enumerate(addresses):
             self._book.learn(replica, own)
         if not is_planned:
@@ -204,7 +193,7 @@ class Publisher:
         summary = agreed.summary
         self._places = agreed.places()
         tasks = rank_plan_from_wire(own_part).tasks
-        flags = agreed.flags() if self._marking is not None else None
+        flags = agreed.flags() if self._bases.is_on else None
         meeting.everywhere(None, lambda: self._pipeline.compile(tasks, self._places, flags))
         self._digest, self._summary = summary.digest, summary
         if meeting.rank == 0:
@@ -236,23 +225,19 @@ class Publisher:
         self.disconnect(exclude)
         included = [number for number in range(len(self._endpoints)) if number not in exclude]
         waves = assign_waves(included, self._config.publish_waves) or [[]]
-        bases, self._held, self._committed = self._held, {}, {}
+        self._bases.begin()
         reports = [
-            self._publish_wave(version, wave, bases, trace.with_stem(f"{trace.stem}-wave{i}") if trace and i else trace)
+            self._publish_wave(version, wave, trace.with_stem(f"{trace.stem}-wave{i}") if trace and i else trace)
             for i, wave in enumerate(waves)
         ]
-        if self._marking is not None:
-            self._marking.keep()
-            self._has_kept, self._held = True, self._committed
+        self._bases.end()
         return joined(reports, waves)
 
-    def _publish_wave(
-        self, version: int, included: Sequence[int], bases: Mapping[Destination, str], trace: Path | None
-    ) -> PublishReport:
+    def _publish_wave(self, version: int, included: Sequence[int], trace: Path | None) -> PublishReport:
         """One transaction with the included replicas; the others are reported as excluded."""
-        transaction = self._transaction(version, included, bases) if self._meeting.rank == 0 else None
+        transaction = self._transaction(version, included) if self._meeting.rank == 0 else None
         asked = self._asking.submit(transaction.begin, self._params) if transaction is not None else None
-        self._pipeline.prepare(version, trace=trace is not None, with_changes=self._has_kept)
+        self._pipeline.prepare(version, trace=trace is not None, with_changes=self._bases.has_kept)
         try:
             alive = self._meeting.on_rank0(Alive, lambda: _of_rank0(asked).result())
         except BaseException:
@@ -263,7 +248,8 @@ class Publisher:
         for replica, fresh in alive.fresh.items():
             self._book.learn(replica, fresh)
         bindings = {dest: self._book.binding(dest[0], *bound) for dest, bound in alive.bound.items()}
-        result = self._pipeline.run(version, bindings, alive.budgets_s, self._landings(alive, bindings))
+        landings = self._bases.landings(alive.take_changes, bindings)
+        result = self._pipeline.run(version, bindings, alive.budgets_s, landings)
         self._open_sessions |= {destination: binding.session for destination, binding in bindings.items()}
         self._meeting.add_up(result.sums.table)
         results = self._meeting.gather(RankPublishReport, result.report)
@@ -272,16 +258,6 @@ class Publisher:
         )
         self.disconnect([number for number in included if not report.replicas[number].committed])
         return report
-
-    def _landings(self, alive: Alive, bindings: Mapping[Destination, Binding]) -> dict[Destination, Landing]:
-        """This rank's part of the landing zones of engine ranks that hold what was published last."""
-        zone = zone_name(self._config.delta_bytes)
-        first, stop = part_of_zone(self._config.delta_bytes, self._meeting.rank, self._num_ranks)
-        return {
-            dest: Landing(bindings[dest].addresses[zone], first, stop)
-            for dest in alive.take_changes
-            if zone in bindings[dest].addresses
-        }
 
     def disconnect(self, replicas: Collection[int]) -> None:
         """Close this rank's links to dead replicas, because open links keep their memory pinned. Not collective.
@@ -362,8 +338,8 @@ class Publisher:
         positions = {number: position for position, number in enumerate(distinct)}
         names_of = {dest: positions[id(sizes)] for dest, sizes in plan.expected.items()}
         names = tuple(tuple(sizes) for sizes in distinct.values())
-        able = [takes_changes(self._layouts[dest[0]][dest[1]]) for dest in first_of.values()]
-        flags = tuple(tuple(name in those for name in own) for own, those in zip(names, able, strict=True))
+        firsts = zip(names, first_of.values(), strict=True) if self._bases.is_on else ()
+        flags = tuple(flags_of(own, self._layouts[dest[0]][dest[1]]) for own, dest in firsts)
         return _Agreed(plan.summary(), names, flags, names_of), [plan.to_wire(rank) for rank in range(len(facts))]
 
     def _describe(self, endpoints: Mapping[int, str], links: Collection[str]) -> list[Described]:
@@ -409,7 +385,7 @@ class Publisher:
         self._last_sums = {dest: sums for dest, sums in self._last_sums.items() if dest[0] != replica}
         return _addresses_of(described)
 
-    def _transaction(self, version: int, included: Collection[int], held: Mapping[Destination, str]) -> Transaction:
+    def _transaction(self, version: int, included: Collection[int]) -> Transaction:
         """A transaction in a new epoch."""
         assert self._clients is not None
         self._epoch += 1
@@ -422,27 +398,26 @@ class Publisher:
             epoch=self._epoch,
             digest=self._digest,
             timeout_s=self._config.timeout_s,
-            held=held,
+            held=self._bases.held,
         )
 
     def _finish(
         self, transaction: Transaction, results: Sequence[RankPublishReport], sums: Sums, trace: Path | None
     ) -> PublishReport:
         """Tell every replica that began to commit or to abort. Returns the report."""
-        bases = transaction.bases
-        changes = {dest: b"".join(result.changes.get(dest, b"") for result in results) for dest in bases}
         expected: dict[Destination, Expected] = {}
 
         def expected_of(number: int) -> tuple[Expected, ...]:
             for dest in self._engine_ranks(number):
-                own = self._expected(dest, sums)
-                expected[dest] = replace(own, base=bases.get(dest, ""), changes=changes.get(dest, b""))
+                expected[dest] = self._expected(dest, sums)
+                if (base := transaction.bases.get(dest)) is not None:
+                    parts = (result.changes.get(dest, b"") for result in results)
+                    expected[dest] = with_changes(expected[dest], base, parts)
             return tuple(expected[dest] for dest in self._engine_ranks(number))
 
         transaction.finish(results, expected_of)
         committed = {number for number, replica in enumerate(transaction.replicas) if replica.committed}
-        if self._marking is not None:
-            self._committed |= {dest: held_digest(one) for dest, one in expected.items() if dest[0] in committed}
+        self._bases.note({dest: one for dest, one in expected.items() if dest[0] in committed})
         num_changed = self._count_changed({d: sums.part(d) for d in sums.places.params if d[0] in committed})
         report = transaction.report(
             results, watermark_bytes=self._config.watermark_bytes, num_changed_params=num_changed

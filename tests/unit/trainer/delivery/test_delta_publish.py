@@ -201,7 +201,8 @@ def plant(world: World, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     if fault == "another base":
         receiver = world.engines[0].receivers[0]
         receiver._holds = "another version's digest"
-        world.rank.delivery._publisher._held = dict.fromkeys(world.rank.delivery._publisher._held, receiver._holds)
+        bases = world.rank.delivery._publisher._bases
+        bases._committed = dict.fromkeys(bases._committed, receiver._holds)
         begin = receiver.begin
 
         def begin_and_forget(*args):

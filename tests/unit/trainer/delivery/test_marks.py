@@ -1,0 +1,119 @@
+"""Promises of TrainerWeightSource.compile_marked_reads: slots are filled as without marks, and marks say which elements
+differ from what was published last, for any cut, order and layout of ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from cases.rank_helpers import draw, fill_adapters, make_rank, spawn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conf.schema import DType
+from trainer.delivery.merged_source import TrainerWeightSource
+from trainer.rank import TrainerRank
+from weight_sync.layout import Region
+from weight_sync.publish.packing import PackedRead
+
+
+def move(rank: TrainerRank, scale: float) -> None:
+    """Move adapters a little."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in rank.decoder.named_parameters():
+            if "lora_" in name:
+                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                local.add_(torch.randn(local.shape, generator=generator), alpha=scale)
+
+
+def source_of(rank: TrainerRank, world_size: int = 1) -> TrainerWeightSource:
+    fill_adapters(rank, world_size)
+    return TrainerWeightSource(rank.decoder, rank.decoder.layout.rank, keeps_last=True)
+
+
+def slots_of(source: TrainerWeightSource, rank: TrainerRank, reads: list[PackedRead], num_bytes: int):
+    """What the slot held at the first version, what it holds at the second, and its marks."""
+    before, plain, marked = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(3))
+    marks = torch.full((num_bytes // 2,), 7, dtype=torch.uint8)
+    source.begin(0)
+    source.compile_reads(reads)(before)()
+    source.end()
+    source.keep()
+    move(rank, 1e-3)
+    source.begin(1)
+    source.compile_reads(reads)(plain)()
+    source.compile_marked_reads(reads)(marked, marks)()
+    source.end()
+    assert torch.equal(plain, marked)
+    return before, marked, marks
+
+
+def is_marked_right(read: PackedRead, before: torch.Tensor, now: torch.Tensor, marks: torch.Tensor) -> bool:
+    window = slice(read.offset_bytes // 2, (read.offset_bytes + read.num_bytes) // 2)
+    differs = before.view(torch.int16)[window] != now.view(torch.int16)[window]
+    return torch.equal(marks[window], differs.to(torch.uint8))
+
+
+@pytest.fixture(scope="module")
+def rank() -> TrainerRank:
+    return make_rank(dtype=DType.bfloat16)
+
+
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_marks_of_any_reads_are_where_their_bytes_differ(rank, data):
+    draw(rank, 0, 0.2)
+    source = source_of(rank)
+    metas = source.layout().tensors
+    first = data.draw(st.integers(0, len(metas) - 1))
+    reads, offset = [], 0
+    for meta in metas[first : first + data.draw(st.integers(1, 12))]:
+        cut = data.draw(st.integers(1, meta.shape[0]))
+        for start, stop in ((0, cut), (cut, meta.shape[0])):
+            if start < stop:
+                region = Region((start,) + (0,) * (len(meta.shape) - 1), (stop - start, *meta.shape[1:]))
+                axes = tuple(data.draw(st.permutations(range(len(meta.shape)))))
+                reads.append(PackedRead(meta.name, region, axes, meta.dtype, offset))
+                offset += reads[-1].num_bytes + data.draw(st.sampled_from([0, 0, 0, 64]))
+    before, now, marks = slots_of(source, rank, reads, offset)
+    assert all(is_marked_right(read, before, now, marks) for read in reads)
+
+
+def work(rank: int, world_size: int, rendezvous: str, _: Path, ep_size: int) -> dict[str, tuple[bool, int]]:
+    """Tensor -> whether its marks are right, and how many there are; of one of several ranks."""
+    trainer = make_rank(rank, world_size, rendezvous, ep_size=ep_size, dtype=DType.bfloat16)
+    source = source_of(trainer, world_size)
+    reads, offset = [], 0
+    for shard in source.layout().shards:
+        reads.append(PackedRead(shard.tensor, shard.region, tuple(range(len(shard.region.shape))), "bfloat16", offset))
+        offset += -(-reads[-1].num_bytes // 64) * 64
+    before, now, marks = slots_of(source, trainer, reads, offset)
+    found = {}
+    for read in reads:
+        window = slice(read.offset_bytes // 2, (read.offset_bytes + read.num_bytes) // 2)
+        found[read.tensor] = is_marked_right(read, before, now, marks), int(marks[window].sum())
+    trainer.shutdown()
+    return found
+
+
+def test_marks_are_right_on_every_rank_whatever_the_layout(tmp_path):
+    for parts in spawn(work, 2, tmp_path, [(2,), (1,)]):
+        for found in parts:
+            assert all(is_right for is_right, _ in found.values()), found
+            assert found["model.layers.0.self_attn.o_proj.weight"][1] > 0, "an A that is gathered"
+            assert found["model.norm.weight"][1] == 0
+
+
+def test_what_is_trained_without_an_adapter_is_marked_whole():
+    """Its published values are not kept."""
+    rank = make_rank(dtype=DType.bfloat16)
+    gate = rank.decoder.get_parameter("model.layers.0.mlp.gate.weight")
+    gate.requires_grad_(requires_grad=True)
+    source = source_of(rank)
+    region = Region((0, 0), tuple(gate.shape))
+    read = PackedRead("model.layers.0.mlp.gate.weight", region, (0, 1), "bfloat16", 0)
+    _, _, marks = slots_of(source, rank, [read], read.num_bytes)
+    assert bool(marks.all())

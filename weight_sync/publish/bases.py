@@ -1,0 +1,98 @@
+"""What engine ranks are known to hold, so that a publish sends them only what changed since.
+
+    begin()   the engine ranks that committed the publish before are the ones that may take changes
+    note()    on rank 0: who committed this one, and the digest of what was proven there
+    end()     the source keeps what it sent, against which the next publish's changes are computed
+
+Owns: these digests, whether the source has kept what they stand for, and which part of a landing zone is this rank's.
+Does not own who takes changes (transaction.py asks every engine rank what it holds), nor what is sent (landings.py).
+Invariant: after a publish that did not come to its end nobody takes changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from weight_sync.layout import Binding, Destination, DestLayout
+from weight_sync.plan.columns import Flags
+from weight_sync.publish.landings import Landing, part_of_zone
+from weight_sync.publish.packing import MarkingSource
+from weight_sync.replica.landing import held_digest, takes_changes, zone_name
+from weight_sync.replica.messages import Expected
+from weight_sync.source import WeightSource
+
+
+class Bases:
+    """See the module's docstring.
+
+    Args:
+        source: This rank's weights.
+        zone_bytes: weight_sync.delta_bytes; 0: nobody ever takes changes.
+        rank, num_ranks: This rank and the number of trainer ranks.
+    """
+
+    def __init__(self, source: WeightSource, zone_bytes: int, rank: int, num_ranks: int) -> None:
+        self._source = source if zone_bytes and isinstance(source, MarkingSource) else None
+        self._zone = zone_name(zone_bytes)
+        self._part = part_of_zone(zone_bytes, rank, num_ranks)
+        self.has_kept = False
+        """Whether the source has kept what was published last."""
+        self.held: Mapping[Destination, str] = {}
+        """On rank 0, during a publish: per engine rank that committed the one before, the held_digest of it."""
+        self._committed: dict[Destination, str] = {}
+        self._is_whole = False
+        """Whether the last publish came to its end."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether changes are sent at all."""
+        return self._source is not None
+
+    def begin(self) -> None:
+        """A publish begins."""
+        self.held = self._committed if self._is_whole else {}
+        self._committed, self._is_whole = {}, False
+
+    def note(self, expected: Mapping[Destination, Expected]) -> None:
+        """Engine ranks committed, having proven this."""
+        if self.is_on:
+            self._committed |= {dest: held_digest(one) for dest, one in expected.items()}
+
+    def end(self) -> None:
+        """The publish came to its end."""
+        if self._source is not None:
+            self._source.keep()
+            self.has_kept = self._is_whole = True
+
+    def forget(self) -> None:
+        """Other replicas take part from now on."""
+        self._committed = {}
+
+    def landings(
+        self, takers: Iterable[Destination], bindings: Mapping[Destination, Binding]
+    ) -> dict[Destination, Landing]:
+        """This rank's part of the zones of engine ranks that hold what was published last."""
+        return {
+            dest: Landing(bindings[dest].addresses[self._zone], *self._part)
+            for dest in takers
+            if self._zone in bindings[dest].addresses
+        }
+
+
+def with_changes(expected: Expected, base: str, parts: Iterable[bytes]) -> Expected:
+    """What an engine rank that takes changes must hold, and what lies in its zone, part by part."""
+    return replace(expected, base=base, changes=b"".join(parts))
+
+
+def flags_of(names: Iterable[str], layout: DestLayout) -> tuple[bool, ...]:
+    """Per name, whether changes alone may be sent for that parameter."""
+    able = takes_changes(layout)
+    return tuple(name in able for name in names)
+
+
+def joined_flags(parts: Iterable[tuple[bool, ...]]) -> Flags:
+    """The flags of all engine ranks, one after the other."""
+    return np.array([flag for part in parts for flag in part], np.bool_)
