@@ -163,11 +163,11 @@ def test_the_sample_predicts_each_taught_token(folder):
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only parts of type text"),
         ({"messages": [{"role": "user", "content": "hello"}]}, "nothing to learn"),
         ({"prompt": "a", "response": "b\ud83d"}, "half of a surrogate pair"),
-        ({"prompt": "a", "response": "b" * 200}, r"data\.max_sequence_tokens allows 100"),
+        ({"prompt": "a", "response": "b" * 98}, r"has 101 tokens, data\.max_sequence_tokens allows 100"),
     ],
 )
 def test_a_bad_row_is_named_with_its_line(folder, row, complaint):
-    good = {"prompt": "a", "response": "b"}
+    good = {"prompt": "a", "response": "b" * 97}  # 100 tokens, with the first one and the end
     with pytest.raises(DataError, match=complaint) as caught:
         _read(folder, [good, row], replace(DataConfig(), max_sequence_tokens=100))
     assert "rows.jsonl:2" in str(caught.value)

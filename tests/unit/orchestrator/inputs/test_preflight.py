@@ -20,10 +20,14 @@ from orchestrator.errors import PreflightError
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from orchestrator.inputs.model_files import check_checkpoint_files
 from orchestrator.inputs.preflight import (
+    _count,
+    _join,
     check_evaluation,
     check_initial_adapter,
     check_packages,
     check_routes,
+    check_run_folder,
+    check_training,
     run_preflight,
 )
 from orchestrator.machine import Machine
@@ -320,6 +324,51 @@ def test_device_is_decided_before_rules_about_devices(checkpoint: Path) -> None:
 def test_full_disk_is_refused(checkpoint: Path) -> None:
     with pytest.raises(PreflightError, match=r"has 1 MiB of free space"):
         run_preflight(load_run_config(words_for(checkpoint)), Machine(free_bytes=lambda folder: 1 << 20))
+
+
+def test_a_run_folder_has_room_and_can_be_made(tmp_path: Path) -> None:
+    config = load_run_config(["experiment=quickstart", f"run.dir={tmp_path}/runs"])
+    enough, too_few = (Machine(free_bytes=lambda _, free=free: free) for free in (256 << 20, (256 << 20) - 1))
+    assert check_run_folder(config, enough).finding == f"{tmp_path}/runs (0 GB free)"
+    with pytest.raises(ConfigError, match=f"^run.dir={tmp_path}/runs has 255 MiB of free space, and a run wants 256;"):
+        check_run_folder(config, too_few)
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(ConfigError, match=f"lies below {tmp_path}/runs, which is a file"):
+        check_run_folder(config, enough)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["experiment=quickstart", "run.num_steps=0"], "none: run.num_steps=0"),
+        (
+            ["experiment=quickstart", "trainer.mode=full", "trainer.optim.lr=1e-5", "run.num_steps=1"],
+            "all weights, lr 1e-05, 16 prompts x 24 responses = 384 responses a step, 1 step",
+        ),
+        (
+            ["experiment=sft_quickstart", "algorithm.sequences_per_step=1", "run.num_steps=2", "trainer.optim.lr=0.01"],
+            "LoRA rank 16, alpha 32, lr 0.01, 1 row a step, 2 steps",
+        ),
+    ],
+)
+def test_what_a_step_trains_is_told(words: list[str], said: str) -> None:
+    assert check_training(load_run_config(words)).finding == said
+
+
+def test_when_it_is_evaluated_is_told() -> None:
+    quick = ["experiment=quickstart"]
+    assert check_evaluation(load_run_config([*quick, "data.eval_path=null"])).finding == "none: data.eval_path=null"
+    assert check_evaluation(load_run_config(quick)).finding == "1 held-out set, training waits"
+    beside = load_run_config([*quick, "run.eval_beside=true"])
+    said = f"1 held-out set, beside training, {beside.num_evaluated_groups} prompts at a time"
+    assert check_evaluation(beside).finding == said
+
+
+def test_numbers_and_problems_in_words() -> None:
+    sizes = (12_345, 999_000, 1_000_000, 999_900_000, 1_000_000_000, 30_532_000_000)
+    assert [_count(size) for size in sizes] == ["12 k", "999 k", "1.0 M", "999.9 M", "1.0 B", "30.5 B"]
+    assert _join(["a", "a"]) == "a"
+    assert _join(["b", "a", "b"]) == "2 problems:\n  1. b\n  2. a"
 
 
 def test_chat_prompts_need_no_transformers_here(checkpoint: Path) -> None:
