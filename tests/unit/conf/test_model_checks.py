@@ -1,0 +1,112 @@
+"""Rules between options and a model at their edges: the last value that is right, and the first that is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from conf.errors import ConfigError
+from conf.load import load_run_config
+from conf.model_checks import (
+    check_engine_forward_knows_the_model,
+    check_ep_size_fits_experts,
+    check_head_dim_on_cpu,
+    check_int4_kernels_add_adapters,
+    check_sequence_fits_model,
+    packing_of,
+)
+from conf.schema import RunConfig
+
+Check = Callable[[RunConfig, Mapping[str, Any]], None]
+EIGHT_RANKS = ["trainer.num_ranks=8", "trainer.ep_size=8"]
+TWO_PARTS = ["rollout.tp_size=2"]
+WHOLE_EXPERTS = [*TWO_PARTS, "rollout.enable_expert_parallel=true", "cluster.device=cuda"]
+BITWISE = ["parity=bitwise", "cluster.device=cuda", "trainer.num_ranks=1", "trainer.ep_size=1", "model.dtype=bfloat16"]
+BITWISE += ["model.hf_config.head_dim=128"]
+SFT = ["experiment=sft_quickstart", "data.max_sequence_tokens=64"]
+
+
+@pytest.mark.parametrize(
+    ("check", "words", "right", "wrong", "message"),
+    [
+        (
+            check_ep_size_fits_experts, EIGHT_RANKS, {"num_experts": 8}, {"num_experts": 7},
+            "trainer.ep_size=8 is more than the model's 7 experts; with trainer.num_ranks=8 it can be 1, 2, 4$",
+        ),
+        (
+            check_sequence_fits_model, ["rollout.max_model_len=64"], {"max_position_embeddings": 64},
+            {"max_position_embeddings": 63}, "rollout.max_model_len=64 is more than .*to at most 63",
+        ),
+        (
+            check_sequence_fits_model, SFT, {"max_position_embeddings": 64},
+            {"max_position_embeddings": 63}, "data.max_sequence_tokens=64 is more than .*to at most 63",
+        ),
+        (check_head_dim_on_cpu, [], {"head_dim": 512}, {"head_dim": 576}, "head_dim=576 has no attention kernel"),
+        (
+            check_head_dim_on_cpu, [], {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 48},
+            {"kv_lora_rank": 512, "qk_rope_head_dim": 32}, "this model has 512 and 32",
+        ),
+        (
+            check_head_dim_on_cpu, [], {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+            {"kv_lora_rank": 256, "qk_rope_head_dim": 64}, "this model has 256 and 64",
+        ),
+        (
+            check_int4_kernels_add_adapters, TWO_PARTS, {"hidden_size": 256, "moe_intermediate_size": 128},
+            {"hidden_size": 256, "moe_intermediate_size": 64}, "got 256 and 64 / 2",
+        ),
+        (
+            check_int4_kernels_add_adapters, WHOLE_EXPERTS, {"hidden_size": 128, "moe_intermediate_size": 64},
+            {"hidden_size": 192, "moe_intermediate_size": 64}, "got 192 and 64 / 1",
+        ),
+        (
+            check_engine_forward_knows_the_model, BITWISE, {"model_type": "qwen3", "head_dim": 256},
+            {"model_type": "qwen3", "head_dim": 80}, "head_dim=80: only at 128, 192, 256",
+        ),
+        (
+            check_engine_forward_knows_the_model, BITWISE,
+            {"model_type": "qwen3", "rope_parameters": {"rope_type": "default"}},
+            {"model_type": "qwen3", "rope_parameters": {"type": "linear"}}, "positions scaled by linear",
+        ),
+        (
+            check_engine_forward_knows_the_model, BITWISE, {"model_type": "qwen3_moe"},
+            {"model_type": "qwen3_moe", "quantization_config": {"quant_method": "fp8"}}, "quantized engines",
+        ),
+    ],
+)  # fmt: skip
+def test_the_last_value_is_right_and_the_next_is_refused(
+    check: Check, words: list[str], right: dict[str, Any], wrong: dict[str, Any], message: str
+) -> None:
+    config = load_run_config(["experiment=quickstart", *words])
+    check(config, right)
+    with pytest.raises(ConfigError, match=message):
+        check(config, wrong)
+
+
+@pytest.mark.parametrize(("rank", "is_right"), [(128, True), (129, False)])
+def test_slots_of_experts_have_kernels_up_to_a_rank(rank: int, is_right: bool) -> None:
+    words = ["experiment=quickstart_gpu", "weight_sync.mode=adapter", "trainer.lora.expert_rank=16"]
+    words += [f"trainer.lora.rank={rank}", "trainer.lora.attention=true"]
+    if is_right:
+        load_run_config(words)
+        return
+    with pytest.raises(ConfigError, match=r"adapters of experts up to rank 128, and .* which is 256 here"):
+        load_run_config(words)
+    load_run_config([*words, "weight_sync.mode=merged"])
+
+
+@pytest.mark.parametrize(
+    ("quantization", "packing"),
+    [
+        (None, None),
+        ({"quant_method": "mxfp4"}, "MXFP4"),
+        ({"config_groups": {"a": {"weights": {"num_bits": 8}}, "b": {"weights": {"num_bits": 4}}}}, "INT4"),
+        ({"config_groups": {"a": {"weights": {"num_bits": 4, "type": "float"}}}}, None),
+        ({"config_groups": {"a": {"weights": {"num_bits": 8, "type": "int"}}}}, None),
+        ({"config_groups": {"a": {"weights": None}}}, None),
+        ({"quant_method": "fp8"}, None),
+    ],
+)
+def test_four_bit_weights_are_known_by_their_config(quantization: dict[str, Any] | None, packing: str | None) -> None:
+    assert packing_of({"quantization_config": quantization}) == packing
