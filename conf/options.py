@@ -17,14 +17,20 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeGuard, Union, cast, get_args, get_origin, get_type_hints
 
 from conf.schema import RunConfig
+from conf.schema.read_if import READ_IF, If
 
+DERIVED = {
+    "is_bitwise=false": "Not with trainer.numerics.match=bitwise.",
+    "has_experts=true": "Only for a model with experts.",
+}
+"""Conditions that are no options, in words."""
 CONF_DIR = Path(__file__).parent
 GROUPS = (
     "experiment",
@@ -193,7 +199,18 @@ def _walk(cls: type, prefix: str) -> Iterable[Option]:
         if item.default_factory is not dataclasses.MISSING:
             default = item.default_factory()
         choices = tuple(member.name for member in annotation) if _is_enum(annotation) else ()
-        yield Option(name, annotation, _type_label(annotation), default, docs[item.name], choices)
+        doc = " ".join((docs[item.name], *_when(item.metadata.get(READ_IF, ()))))
+        yield Option(name, annotation, _type_label(annotation), default, doc, choices)
+
+
+def _when(conditions: Sequence[If]) -> Iterator[str]:
+    """When an option is read, but for what its own words say."""
+    for one in conditions:
+        if one.condition in DERIVED:
+            yield DERIVED[one.condition]
+        elif re.fullmatch(r"[\w.]+!?=[\w|]+", one.condition):
+            is_not, cases = "!=" in one.condition, one.condition.replace("!=", "=").replace("|", " or ")
+            yield f"{'Not' if is_not else 'Only'} with {cases}."
 
 
 def _walk_sections(cls: type, prefix: str) -> Iterable[tuple[str, str]]:

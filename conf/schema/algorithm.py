@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
+from conf.schema.read_if import If, read_if
 from conf.schema.rules import above, at_least, require
 from conf.schema.teacher import TeacherConfig
 
@@ -89,6 +90,17 @@ SHIPPED_ADVANTAGES = ("group_std", "group", "leave_one_out", "group_mean", "batc
 """Values of algorithm.advantage that are not functions of the user's own."""
 
 
+GIVEN = If("algorithm.objective!=policy", cure="choose algorithm=sft or algorithm=dpo")
+RATIO_DIFFERS = If(
+    "algorithm.ratio_is_one=false or algorithm.loss=*:*",
+    "algorithm.ratio_baseline=trainer, whose ratio is 1 in the one update of a step",
+    "set algorithm.ratio_baseline=rollout algorithm.correction=none, or algorithm.minibatches_per_step",
+)
+"""A function of the user's own may read every option."""
+BOUNDED = If("algorithm.loss!=sapo", ", which has a gate and no bounds", "choose another loss")
+CORRECTED = If("algorithm.correction!=none", cure="set algorithm.correction")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
     """GRPO (Shao et al. 2024, arXiv:2402.03300) and its family; or learning from given answers."""
@@ -99,10 +111,9 @@ class AlgorithmConfig:
     data.path which of two answers is preferred (Rafailov et al. 2023, arXiv:2305.18290, eq. 7); as sft, with
     `sequences_per_step` and `dpo_beta`.
     """
-    sequences_per_step: int = 64
-    """Conversations, with objective=dpo pairs of answers, that make one optimizer step. Ignored when objective=policy.
-    """
-    dpo_beta: float = 0.1
+    sequences_per_step: int = field(default=64, metadata=read_if(GIVEN))
+    """Conversations, with objective=dpo pairs of answers, that make one optimizer step."""
+    dpo_beta: float = field(default=0.1, metadata=read_if(If("algorithm.objective=dpo", cure="choose algorithm=dpo")))
     """objective=dpo: how much a pair's loss counts a log-ratio of the policy to the one before training. The larger,
     the nearer the policy stays to that one.
     """
@@ -133,9 +144,16 @@ class AlgorithmConfig:
     """Weight of log teacher - log mu, mu the policy that sampled, which is added to the advantage of each token:
     on-policy distillation (docs/algorithms.md). 0 asks no teacher.
     """
-    teacher: TeacherConfig = field(default_factory=TeacherConfig)
-    """Ignored when distill_coef=0."""
-    normalization: Normalization = Normalization.token
+    teacher: TeacherConfig = field(
+        default_factory=TeacherConfig,
+        metadata=read_if(If("algorithm.distill_coef!=0", ", which asks no teacher", "choose algorithm=distill")),
+    )
+    normalization: Normalization = field(
+        default=Normalization.token,
+        metadata=read_if(
+            If("algorithm.objective!=dpo", "algorithm=dpo, whose loss is the mean over pairs", "choose algorithm=sft")
+        ),
+    )
     """token: every response token of the batch has the same weight (DAPO, arXiv:2503.14476). sequence: every response
     has the same weight. constant: as token, but divided by responses * rollout.sampling.max_tokens, so that short
     responses do not make the step larger (Dr. GRPO; algorithm=grpo sets it); not with objective=sft.
@@ -144,18 +162,19 @@ class AlgorithmConfig:
     """Do not train on responses that end by length (DAPO's overlong filtering): the loss is not divided by their tokens
     either. Their rewards still count in the group's mean and deviation. Needs rollout.sampling.stop_at_eos.
     """
-    loss: str = "clip"
+    loss: str = field(default="clip", metadata=read_if(RATIO_DIFFERS))
     """What a token's ratio and advantage make of its loss (docs/algorithms.md has the formulas). clip: PPO's clipped
     ratio. gspo: the same with the response's geometric mean of ratios. cispo: log-probability times clipped ratio, so
     that every token keeps a gradient. sapo: a smooth gate in place of the clip. With ratio_baseline=trainer and one
     update of a batch the ratio is 1, and all four have the same gradient. Or a function of your own, FILE.py:function
     or package.module:function.
     """
-    clip_low: float = 0.2
-    """Lower clip of the importance ratio: 1 - clip_low; 1: none. Ignored where the ratio is 1, and with loss=sapo."""
-    clip_high: float = 0.28
-    """Upper clip of the importance ratio: 1 + clip_high (clip-higher, DAPO). Ignored like clip_low."""
-    dual_clip: float | None = None
+    clip_low: float = field(default=0.2, metadata=read_if(RATIO_DIFFERS, BOUNDED))
+    """Lower clip of the importance ratio: 1 - clip_low; 1: none. Ignored where the ratio is 1."""
+    clip_high: float = field(default=0.28, metadata=read_if(RATIO_DIFFERS, BOUNDED))
+    """Upper clip of the importance ratio: 1 + clip_high (clip-higher, DAPO). Ignored where the
+    ratio is 1."""
+    dual_clip: float | None = field(default=None, metadata=read_if(RATIO_DIFFERS, If("algorithm.loss=clip|*:*")))
     """loss=clip: a token of negative advantage A costs at most -dual_clip * A, however large its ratio (Ye et al. 2020,
     arXiv:1912.09729; they use 3). null: no bound.
     """
@@ -173,25 +192,33 @@ class AlgorithmConfig:
     tis and mis, with the product of the response's ratios; for runs that collapse. geometric_mis: with their geometric
     mean; for long responses. none: 1. docs/parity.md says when to use which.
     """
-    correction_min: float | None = None
-    """Lowest ratio, below which a token is left out. null: 0.5 for icepop, 0.999 for geometric_mis, else 0. Ignored
-    with tis, sequence_tis and none.
-    """
-    correction_max: float | None = None
+    correction_min: float | None = field(
+        default=None,
+        metadata=read_if(
+            CORRECTED,
+            If(
+                "algorithm.correction!=tis|sequence_tis",
+                ", which cuts weights above alone",
+                "set algorithm.correction=icepop",
+            ),
+        ),
+    )
+    """Lowest ratio, below which a token is left out. null: 0.5 for icepop, 0.999 for geometric_mis, else 0."""
+    correction_max: float | None = field(default=None, metadata=read_if(CORRECTED))
     """Highest ratio, above which a weight is cut, or a token left out. null: 5 for icepop, 1.001 for geometric_mis,
-    else 2. Ignored with none.
+    else 2.
     """
     kl_coef: float = 0.0
     """Weight of the estimate of KL(policy || reference); the reference is the policy before training. 0 skips its
     forward pass.
     """
-    kl_estimator: KlEstimator = KlEstimator.k3
+    kl_estimator: KlEstimator = field(default=KlEstimator.k3, metadata=read_if(If("algorithm.kl_coef!=0")))
     """k1: the log-ratio; in the loss its expected gradient is 0. k2: half its square. k3: never negative and unbiased
-    (GRPO). Ignored when kl_coef=0.
+    (GRPO).
     """
-    kl_in: KlPlace = KlPlace.loss
+    kl_in: KlPlace = field(default=KlPlace.loss, metadata=read_if(If("algorithm.kl_coef!=0")))
     """loss: the estimate is added to each token's loss. reward: it is subtracted from the reward, so that it counts in
-    the advantage; the trainer first computes the batch's log-probabilities once more. Ignored when kl_coef=0.
+    the advantage; the trainer first computes the batch's log-probabilities once more.
     """
     entropy_coef: float = 0.0
     """Weight of the policy's mean entropy per token, which is added to what is maximized: the loss is lower, the less
@@ -199,9 +226,12 @@ class AlgorithmConfig:
     """
     drop_zero_variance_groups: bool = False
     """Drop groups whose rewards are all equal and sample others in their place (dynamic sampling, DAPO)."""
-    max_uninformative_batches: int = 10
+    max_uninformative_batches: int = field(
+        default=10,
+        metadata=read_if(If("algorithm.drop_zero_variance_groups=true", ", which drops none", "choose algorithm=dapo")),
+    )
     """Save the state and end the run after this many times groups_per_step groups in a row were dropped for equal
-    rewards: the prompts are solved, or too hard. 0: go on forever. Ignored when drop_zero_variance_groups=false.
+    rewards: the prompts are solved, or too hard. 0: go on forever.
     """
 
     def __post_init__(self) -> None:

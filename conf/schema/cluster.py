@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from conf.schema.read_if import REMOVE_ONE, If, read_if
 from conf.schema.rules import above, require
 
 
@@ -16,13 +17,16 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+OWN_CLUSTER = If("cluster.ray_address=null", cure=": that cluster is not ours to configure")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """Machines."""
 
     device: Device = Device.auto
     """Kind of device for trainer ranks and rollout workers."""
-    share_gpu: bool = False
+    share_gpu: bool = field(default=False, metadata=read_if(If("cluster.device!=cpu", cure=REMOVE_ONE)))
     """Put the trainer's only rank and all rollout workers on one GPU, for a host without a second one: to try a run, or
     to learn something small. They take turns at the GPU, so neither is fast. Needs rollout.kv_cache_bytes, because an
     engine cannot measure what is free while others take memory, and a rollout.gpu_memory_utilization that is free
@@ -32,13 +36,15 @@ class ClusterConfig:
     """Address of a running Ray cluster of one or more machines; `auto`: the cluster to which this machine belongs.
     null: start one on this machine, bound to loopback, and stop it at the end.
     """
-    dashboard: bool = True
+    dashboard: bool = field(default=True, metadata=read_if(OWN_CLUSTER))
     """Start the Ray dashboard, if the run starts its own cluster."""
-    dashboard_port: int | None = None
+    dashboard_port: int | None = field(
+        default=None, metadata=read_if(If("cluster.dashboard=true", cure=REMOVE_ONE), OWN_CLUSTER)
+    )
     """Port of that dashboard; a port that is taken is an error. null: 8265, or the next free one, which the run and
     `slipstream status` say.
     """
-    object_store_bytes: int = 512 << 20
+    object_store_bytes: int = field(default=512 << 20, metadata=read_if(OWN_CLUSTER))
     """Size of Ray's object store, if the run starts its own cluster. Batches pass through it, weights never do."""
     start_timeout_s: float = 900.0
     """Longest wait for trainer ranks and engines to come up."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
 
+from conf.schema.read_if import REMOVE_ONE, If, read_if
 from conf.schema.rules import above, at_least_or_null, require
 
 
@@ -15,6 +16,9 @@ class Curriculum(StrEnum):
 
     none = "none"
     middling = "middling"
+
+
+SFT = If("algorithm.objective=sft", cure="choose algorithm=sft")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +34,7 @@ class DataConfig:
     """
     sources: tuple[str, ...] = ()
     """Several of these instead of `path`, mixed."""
-    weights: tuple[float, ...] = ()
+    weights: tuple[float, ...] = field(default=(), metadata=read_if(If("data.sources!=[]", cure="give data.sources")))
     """How much of the training each of `sources` gives, such as [3, 1]; the sum does not matter. []: all the same."""
     eval_path: str | None = None
     """Held-out rows, one source of the same forms. null: no evaluation."""
@@ -57,15 +61,17 @@ class DataConfig:
     """Least weight of a prompt in the draw; prompts solved half of the time, and those not seen yet, have 1."""
     prompt_key: str = "prompt"
     """Name of the prompt column."""
-    response_key: str = "response"
+    response_key: str = field(default="response", metadata=read_if(SFT))
     """algorithm=sft: name of the column with the answer to `prompt_key`, for rows without `messages_key`. A row without
     this column may call it completion.
     """
-    messages_key: str = "messages"
+    messages_key: str = field(default="messages", metadata=read_if(SFT))
     """algorithm=sft: name of the column with a conversation, a list of {role, content}. The model learns its assistant
     turns.
     """
-    max_sequence_tokens: int | None = None
+    max_sequence_tokens: int | None = field(
+        default=None, metadata=read_if(If("algorithm.objective!=policy", cure="choose algorithm=sft or algorithm=dpo"))
+    )
     """algorithm=sft: longest conversation. algorithm=dpo: longest prompt with an answer. A longer one is refused, with
     its line number. null: any length.
     """
@@ -77,7 +83,9 @@ class DataConfig:
     """Leave out rows that are longer than these two allow, instead of refusing them. The start of a run tells how many
     (with `stream`: how many of the first ones).
     """
-    shuffle: bool = True
+    shuffle: bool = field(
+        default=True, metadata=read_if(If("data.curriculum!=middling", ", which draws prompts at random", REMOVE_ONE))
+    )
     """Take prompts in a random order, seeded by run.seed and new in each epoch. false: in the file's order."""
     add_special_tokens: bool = True
     """Let the tokenizer add its special tokens to plain-text prompts. Chat prompts always go through the chat

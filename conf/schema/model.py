@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from conf.schema.read_if import If, read_if
 from conf.schema.rules import above, require
 
 
@@ -42,8 +43,8 @@ class ModelConfig:
     """Hugging Face config fields (model_type, hidden_size, ...). With init=random: the whole config if path is null,
     otherwise overrides of path's config.json.
     """
-    init_std: float = 0.02
-    """Standard deviation of random weights. Ignored when init=checkpoint."""
+    init_std: float = field(default=0.02, metadata=read_if(If("model.init=random")))
+    """Standard deviation of random weights."""
     dtype: DType = DType.bfloat16
     """Format of the frozen weights, of the engine's weights and of activations."""
     engine_format: EngineFormat = EngineFormat.checkpoint

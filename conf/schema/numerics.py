@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from conf.schema.read_if import If, read_if
+
 
 class Rounding(StrEnum):
     """How often a chain of float32 steps is rounded to model.dtype."""
@@ -154,12 +156,21 @@ class NumericsConfig:
     batch that it is in, without torch.compile. Every log-ratio is then 0 at staleness 0: choose it by parity=bitwise.
     docs/parity.md says what it costs and which runs it is for; it needs GPUs, and vLLM on the trainer's node.
     """
-    adapters: AdapterValues = AdapterValues.separate
+    adapters: AdapterValues = field(
+        default=AdapterValues.separate,
+        metadata=read_if(
+            If("trainer.mode=lora", ", which has no adapters"),
+            If(
+                "is_bitwise=false",
+                "trainer.numerics.match=bitwise, whose values come from the engine's kernels",
+                "choose parity=standard",
+            ),
+        ),
+    )
     """separate: x W^T + scale (x A^T) B^T; what is added to the rounded x W^T is rounded by thresholds, so that it
     arrives in the mean; in linears with weight_sync.mode=adapter to nearest, as by such engines. merged: x times
     the merged weight, rounded as a publish rounds it, what engines of weight_sync.mode=merged compute; gradients
     are the same formula's. It merges every layer in every forward, and runs each layer once more in backward.
-    Ignored when match=bitwise.
     """
 
     @property

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
+from conf.schema.read_if import If, read_if
 from conf.schema.rules import at_least, require
 
 
@@ -24,10 +25,14 @@ class ParityConfig:
     """Tokens whose log-probabilities differ by more than this are left out of the policy's loss, whatever
     algorithm.correction does with the others: they still count in what it is divided by. 0: none.
     """
-    floor_every_steps: int = 10
+    floor_every_steps: int = field(
+        default=10,
+        metadata=read_if(
+            If("rollout.sampling.temperature=1", ": an engine's prefill gives log-probabilities without it")
+        ),
+    )
     """Measure the floor at the first step and this often: one engine scores responses of the step again by prefill,
-    while the trainer computes gradients, and parity/floor_k3 is its mismatch with its own decoding. 0: never. Never
-    with a sampling temperature other than 1, which prefill does not apply.
+    while the trainer computes gradients, and parity/floor_k3 is its mismatch with its own decoding. 0: never.
     """
     floor_sequences: ClassVar[int] = 4
     """Responses that are scored for it, of different prompts; of each the first 1024 tokens, its prompt included."""

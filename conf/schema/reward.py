@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from conf.errors import ConfigError
+from conf.schema.read_if import If, read_if
 from conf.schema.rules import above, at_least, at_least_or_null, require, section_of
 
 SHIPPED_REWARDS = ("exact_match", "regex", "math", "judge", "code", "none")
@@ -91,24 +92,37 @@ class RewardPart:
     """
     weight: float = 1.0
     """What the reward is multiplied by before it is added to the others."""
-    answer_key: str = "answer"
+    answer_key: str = field(
+        default="answer",
+        metadata=read_if(
+            If("reward.kind=" + "|".join(READ_AN_ANSWER), cure=": it is for " + ", ".join(READ_AN_ANSWER))
+        ),
+    )
     """Column with the expected answer; for exact_match, regex and math."""
-    pattern: str = r"(.+)"
+    pattern: str = field(default=r"(.+)", metadata=read_if(If("reward.kind=regex", cure="choose reward=regex")))
     """regex: the first group of the first match in the response is compared with the answer."""
     timeout_s: float = 10.0
     """If a reward takes longer, its sample is left out of training and counted."""
     num_processes: int = 1
     """Processes that run the reward at the same time, apart from the controller."""
-    max_concurrent: int = 64
+    max_concurrent: int = field(
+        default=64, metadata=read_if(If("reward.kind=*:*|judge", cure=": set reward.num_processes"))
+    )
     """Async functions and judge: samples (or groups) that one process judges at the same time. A plain function judges
     one.
     """
-    env: tuple[str, ...] = ()
+    env: tuple[str, ...] = field(
+        default=(), metadata=read_if(If("reward.kind=*:*", cure=": only functions read the environment"))
+    )
     """Names of environment variables that a reward function gets, such as [JUDGE_API_KEY]; their values are never
     written into the run folder. It also gets PATH, HOME, the locale and what its libraries need, but no other variable.
     """
-    judge: JudgeConfig = field(default_factory=JudgeConfig)
-    code: CodeConfig = field(default_factory=CodeConfig)
+    judge: JudgeConfig = field(
+        default_factory=JudgeConfig, metadata=read_if(If("reward.kind=judge", cure="choose reward=judge"))
+    )
+    code: CodeConfig = field(
+        default_factory=CodeConfig, metadata=read_if(If("reward.kind=code", cure="choose reward=code"))
+    )
 
     @property
     def columns(self) -> dict[str, str]:
@@ -138,8 +152,10 @@ class RewardConfig(RewardPart):
     """Soft overlong punishment (DAPO, arXiv:2503.14476, equation 13): the last so many of rollout.sampling.max_tokens
     tokens take the reward down evenly, by overlong_penalty at the end. 0: none.
     """
-    overlong_penalty: float = 1.0
-    """What the longest response loses by overlong_tokens. Ignored when overlong_tokens=0."""
+    overlong_penalty: float = field(
+        default=1.0, metadata=read_if(If("reward.overlong_tokens!=0", cure="set reward.overlong_tokens"))
+    )
+    """What the longest response loses by overlong_tokens."""
     length_penalty: float = 0.0
     """What the longest response loses; a shorter one loses in proportion to its tokens. 0: none."""
 

@@ -6,7 +6,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from conf.schema.engine_arguments import check_engine_options
+from conf.schema.read_if import REMOVE_ONE, If, read_if
 from conf.schema.rules import above, at_least, at_least_or_null, require
+
+ALL_ENGINES = ": rollout.num_workers is how many there are"
+DRAWN = If("rollout.eval.temperature!=0", ", which takes the likeliest token", REMOVE_ONE)
+EVALUATED = If("data.held_out_sources!={}", "data.eval_path=null and data.eval_sets={}", "give data.eval_path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +59,17 @@ class EvalSamplingConfig:
 
     temperature: float | None = None
     """Softmax temperature. 0: the likeliest token. null: as rollout.sampling."""
-    top_p: float = 1.0
+    top_p: float = field(default=1.0, metadata=read_if(DRAWN))
     """Nucleus bound. 1: none."""
-    top_k: int = 0
+    top_k: int = field(default=0, metadata=read_if(DRAWN))
     """Sample among the k likeliest tokens. 0: among all."""
-    min_p: float = 0.0
+    min_p: float = field(default=0.0, metadata=read_if(DRAWN))
     """Sample among tokens of at least this share of the likeliest one's probability."""
     repetition_penalty: float = 1.0
     """Divide the logits of tokens that occurred by it (multiply those below 0). 1: none."""
     presence_penalty: float = 0.0
     """Take it from the logits of tokens that the response has. 0: none."""
-    seed: int | None = None
+    seed: int | None = field(default=None, metadata=read_if(DRAWN))
     """Give each response random numbers of its own, the same in every evaluation: of this seed, the prompt and the
     number of the response. null: as rollout.sampling.
     """
@@ -132,20 +137,33 @@ class RolloutConfig:
     and the vocabulary padded to a multiple of 64, and divide the key/value heads or be a multiple of them. With
     block-FP8, a rank's part must be whole blocks.
     """
-    workers_per_gpu: int = 1
+    workers_per_gpu: int = field(
+        default=1,
+        metadata=read_if(
+            If("cluster.device!=cpu", cure=ALL_ENGINES),
+            If("cluster.share_gpu=false", ": all engines share one GPU", ALL_ENGINES),
+        ),
+    )
     """Engines on one GPU, for a model so small that an engine waits for its own Python and hardly for the GPU. It must
-    divide num_workers, and needs tp_size=1. Each engine decodes its share of the requests. Ignored on a CPU, and with
-    cluster.share_gpu, which puts all engines on one GPU.
+    divide num_workers, and needs tp_size=1. Each engine decodes its share of the requests.
     """
-    enable_expert_parallel: bool = False
+    enable_expert_parallel: bool = field(
+        default=False,
+        metadata=read_if(
+            If("rollout.tp_size!=1 or cluster.device=cpu", ": one rank holds all experts", "set rollout.tp_size")
+        ),
+    )
     """Give each tensor-parallel rank whole experts instead of rows of every expert. GPU only."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     agent: str | None = None
     """An agent that holds whole conversations: `FILE.py:function`, or `package.module:function`, of
     `async def agent(task, session) -> reward or None` (docs/agents.md). null: one response to each prompt.
     """
-    episodes: EpisodesConfig = field(default_factory=EpisodesConfig)
-    eval: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
+    episodes: EpisodesConfig = field(
+        default_factory=EpisodesConfig,
+        metadata=read_if(If("rollout.agent!=null", ", which samples one response to each prompt", "name an agent")),
+    )
+    eval: EvalSamplingConfig = field(default_factory=EvalSamplingConfig, metadata=read_if(EVALUATED))
     max_model_len: int = 4096
     """Longest prompt plus response, in tokens."""
     max_num_seqs: int | None = None
@@ -157,8 +175,10 @@ class RolloutConfig:
     """The most tokens of one engine step, at least max_num_seqs. It limits what is prefilled at once, also for the
     requests that a publish of merged weights froze. A publish waits for the steps in flight.
     """
-    gpu_memory_utilization: float = 0.85
-    """Share of a GPU that the engine may take; the engines of workers_per_gpu take it together. Ignored on a CPU."""
+    gpu_memory_utilization: float = field(
+        default=0.85, metadata=read_if(If("cluster.device!=cpu", cure="set rollout.kv_cache_bytes"))
+    )
+    """Share of a GPU that the engine may take; the engines of workers_per_gpu take it together."""
     kv_cache_bytes: int | None = None
     """Size of the KV cache of one engine rank. null: sized by gpu_memory_utilization (GPU) or 256 MiB (CPU)."""
     enforce_eager: bool = False

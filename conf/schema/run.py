@@ -13,8 +13,9 @@ from conf.schema.loggers import LOGGERS, MlflowConfig, WandbConfig
 from conf.schema.model import Init, ModelConfig
 from conf.schema.numerics import Match
 from conf.schema.parity import ParityConfig
+from conf.schema.read_if import If, read_if
 from conf.schema.reward import RewardConfig
-from conf.schema.rollout import RolloutConfig
+from conf.schema.rollout import EVALUATED, RolloutConfig
 from conf.schema.rules import at_least, require
 from conf.schema.trainer import TrainerConfig, TrainMode
 from conf.schema.weight_sync import MergeRounding, SyncMode, WeightSyncConfig
@@ -43,7 +44,7 @@ class RunSection:
     """Save the run's state after every this many steps, and at the end. 0: only at the end."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints to keep; older ones are removed."""
-    keep_best: str | None = None
+    keep_best: str | None = field(default=None, metadata=read_if(EVALUATED))
     """A figure of evaluations, such as eval/reward or eval/aime/pass_at_4: the checkpoint of the step with the best one
     stays, too, as checkpoints/best. Every evaluated step is then saved. null: none is kept for that.
     """
@@ -51,15 +52,15 @@ class RunSection:
     """Evaluate on data.eval_path or data.eval_sets before the first step, after every this many steps, and at the end.
     0: only before the first step and at the end.
     """
-    eval_samples_per_prompt: int = 1
+    eval_samples_per_prompt: int = field(default=1, metadata=read_if(EVALUATED))
     """Responses per held-out prompt."""
-    eval_pass_at: tuple[int, ...] = ()
+    eval_pass_at: tuple[int, ...] = field(default=(), metadata=read_if(EVALUATED))
     """Every k of pass@k, such as [1, 4, 16]; none may exceed `eval_samples_per_prompt`. []: 1 and
     `eval_samples_per_prompt`.
     """
-    eval_right_from: float = 1.0
+    eval_right_from: float = field(default=1.0, metadata=read_if(EVALUATED))
     """A response with this reward or a larger one counts as right, for pass@k and majority votes."""
-    eval_beside: bool = False
+    eval_beside: bool = field(default=False, metadata=read_if(EVALUATED))
     """Evaluate while training goes on, instead of waiting for the evaluation. Its figures are in the row of the step
     during which it ends; eval/step says whose they are. With weight_sync.mode=adapter engines keep its version in a
     slot of its own. Merged weights change under it: eval/version_spread tells how far.
@@ -75,8 +76,12 @@ class RunSection:
     long for it lose their middle."""
     loggers: tuple[str, ...] = ("tensorboard",)
     """Where the rows of metrics.jsonl go, too: tensorboard (events in the run folder), wandb, mlflow. []: nowhere."""
-    wandb: WandbConfig = field(default_factory=WandbConfig)
-    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
+    wandb: WandbConfig = field(
+        default_factory=WandbConfig, metadata=read_if(If("run.loggers=wandb", cure="add wandb to run.loggers"))
+    )
+    mlflow: MlflowConfig = field(
+        default_factory=MlflowConfig, metadata=read_if(If("run.loggers=mlflow", cure="add mlflow to run.loggers"))
+    )
 
     def __post_init__(self) -> None:
         require(

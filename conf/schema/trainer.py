@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from conf.schema.model import DType
 from conf.schema.numerics import AdapterValues, Match, NumericsConfig
+from conf.schema.read_if import REMOVE_ONE, If, read_if
 from conf.schema.rules import above, at_least, at_least_or_null, divisors, require
 
 
@@ -33,15 +34,25 @@ MAX_EXPERT_RANK = 512
 """The highest rank of experts' adapters for which trainer/kernels has tilings that fit a GPU."""
 
 
+HAS_EXPERTS = If("has_experts=true", ", which has no experts")
+ONE_INPUT = "with which each layer keeps its input alone"
+NOT_BITWISE = If("is_bitwise=false", f"trainer.numerics.match=bitwise, {ONE_INPUT}", "choose parity=standard")
+NOT_MERGED = If("trainer.numerics.adapters=separate", f", {ONE_INPUT}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
     """Low-rank adapters: W + (alpha / rank) * B @ A on every projection, routed experts included."""
 
     rank: int = 16
     """Rank of A and B. Gate and up of an expert share one A of this rank, as in PEFT's fused expert parameters."""
-    attention_rank: int | None = None
+    attention_rank: int | None = field(
+        default=None, metadata=read_if(If("trainer.lora.attention=true", cure=REMOVE_ONE))
+    )
     """Rank in the attention; null: `rank`. The scale is alpha / `rank` everywhere."""
-    expert_rank: int | None = None
+    expert_rank: int | None = field(
+        default=None, metadata=read_if(If("trainer.lora.experts=true", cure=REMOVE_ONE), HAS_EXPERTS)
+    )
     """Rank in routed experts. They have by far the most adapters, whose memory grows with this rank. At most 512.
     null: `rank`.
     """
@@ -165,9 +176,9 @@ class TrainerConfig:
     """
     mode: TrainMode = TrainMode.lora
     """lora: train adapters on a frozen base. full: train every weight (kept in float32)."""
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    """The adapters. Ignored when mode=full."""
-    train_router: bool = False
+    lora: LoraConfig = field(default_factory=LoraConfig, metadata=read_if(If("trainer.mode=lora")))
+    """The adapters."""
+    train_router: bool = field(default=False, metadata=read_if(HAS_EXPERTS))
     """Let the optimizer change MoE router weights (mode=full only). Frozen routers keep RL stable and routing
     replayable.
     """
@@ -176,19 +187,27 @@ class TrainerConfig:
     """The most tokens that one rank packs into one forward and backward pass. A longer sample gets a microbatch of its
     own.
     """
-    activation_checkpointing: bool = True
+    activation_checkpointing: bool = field(default=True, metadata=read_if(NOT_BITWISE))
     """Recompute each layer in the backward pass instead of keeping its activations. false is faster where memory is
     left; use smaller microbatches then (docs/measurements.md, whole jobs). An expert layer then keeps 2 x expert width
     numbers for each of a token's experts, beside what a dense one keeps.
     """
-    activations_on_host: bool = False
+    activations_on_host: bool = field(default=False, metadata=read_if(NOT_BITWISE, NOT_MERGED))
     """Let what a recomputed layer keeps for its backward pass (its input, attention's output and what attention adds)
     wait in page-locked host memory, while other layers compute: (4 x hidden + 2 x heads x head width) bytes per token
     and layer in bfloat16. A step's first microbatch leaves its last layers on the GPU, as many as fit the memory that
     gradients will take. It changes no value. On a GPU it makes room for longer samples or larger microbatches. Needs
     activation_checkpointing=true.
     """
-    gate_up_kept: float = 0.0
+    gate_up_kept: float = field(
+        default=0.0,
+        metadata=read_if(
+            NOT_BITWISE,
+            If("trainer.activation_checkpointing=true", ", with which every layer keeps it"),
+            NOT_MERGED,
+            HAS_EXPERTS,
+        ),
+    )
     """Share of the expert layers that keep the product of gate and up for their backward pass although
     activation_checkpointing=true recomputes the rest: 0 to 1, spread evenly over the layers. It changes no value. A
     layer then keeps 2 x expert width numbers more for each of a token's experts; with activations_on_host=true in host

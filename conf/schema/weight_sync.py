@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
+from conf.schema.read_if import If, read_if
 from conf.schema.rules import above, at_least, require
 
 
@@ -80,17 +81,22 @@ class WeightSyncConfig:
     requests finish with the version with which they started. adapter needs trainer.mode=lora and, for a model with
     experts, GPU engines.
     """
-    rounding: MergeRounding = MergeRounding.dithered
+    rounding: MergeRounding = field(
+        default=MergeRounding.dithered,
+        metadata=read_if(
+            If("weight_sync.mode=merged", ": no adapter is merged"), If("trainer.mode=lora", ": no adapter is merged")
+        ),
+    )
     """How W + (alpha / rank) * B @ A is rounded to bfloat16 or FP8, in engines and in merged/. dithered: up or down by
     a threshold of each element, which stays the same for the run, so that an update smaller than the format's step is
     right in the mean. nearest: such an update is lost, and engines sample from nearly the base (docs/parity.md).
-    Ignored when mode=adapter or trainer.mode=full.
     """
-    on_busy_slot: BusySlot = BusySlot.wait
+    on_busy_slot: BusySlot = field(
+        default=BusySlot.wait, metadata=read_if(If("weight_sync.mode=adapter", ", which has no slots"))
+    )
     """What to do when requests of older versions read every slot (there are algorithm.max_staleness_steps + 2 slots,
     and one more with run.eval_beside). wait: until they end, at most half of timeout_s. requeue: end them; they start
     anew under the newest version, a group at most twice. re_prefill: end them; they go on under the newest version.
-    Ignored when mode=merged.
     """
     transport: TransportKind = TransportKind.auto
     """Link that must carry the weights. If the connection turns out to be another one, that is an error; there is no
@@ -103,12 +109,14 @@ class WeightSyncConfig:
     """Send only elements that changed: so many bytes of each engine rank's GPU, beside the engine's own memory, take
     what changed (four bytes an element) before it is put in; what changed too much, or finds no room, goes whole. The
     trainer keeps a copy of the adapters as published last, and its staging slots are a third smaller. 0: every publish
-    sends every byte. For links slower than NVLink. Needs mode=merged, trainer.mode=lora and verify_hashes=true.
+    sends every byte. For links slower than NVLink. Needs mode=merged and trainer.mode=lora.
     """
-    pause_mode: PauseMode = PauseMode.keep
+    pause_mode: PauseMode = field(
+        default=PauseMode.keep, metadata=read_if(If("weight_sync.mode=merged", ", which never pauses an engine"))
+    )
     """What happens to requests in flight while weights change. keep: they are frozen, prefilled again with the
     new weights, and go on. keep_kv: they go on with KV entries of older weights. wait: they finish first, so the
-    longest response must fit into timeout_s. abort: they start anew. Ignored when mode=adapter.
+    longest response must fit into timeout_s. abort: they start anew.
     """
     verify_hashes: ClassVar[bool] = True
     """Compare a position-dependent 64-bit hash of every parameter at both ends before a version is committed. Benches
@@ -119,7 +127,7 @@ class WeightSyncConfig:
     """Number of groups in which replicas are updated, one group after the other. With more than one, some replicas
     still serve if the trainer dies during a publish, but a publish takes that many times as long.
     """
-    relay: Relay = Relay.none
+    relay: Relay = field(default=Relay.none, metadata=read_if(If("rollout.num_workers!=1", cure="start more workers")))
     """none: the trainer writes to every replica. node: it writes to one replica per node, and the node's others read
     the version from that one's memory. Use node if the trainer has few links for many replicas; `slipstream plan`
     compares both. Needs mode=merged.
@@ -134,12 +142,10 @@ class WeightSyncConfig:
             self.watermark_bytes >= 1 << 16, f"weight_sync.watermark_bytes must be >= 65536, got {self.watermark_bytes}"
         )
         at_least(0, "weight_sync", delta_bytes=self.delta_bytes)
-        needed = {"mode=merged": self.mode is SyncMode.merged, "verify_hashes=true": self.verify_hashes}
-        for name, is_so in needed.items():
-            require(
-                self.delta_bytes == 0 or is_so,
-                f"weight_sync.delta_bytes={self.delta_bytes} needs weight_sync.{name}; 0 sends every byte",
-            )
+        require(
+            self.delta_bytes == 0 or self.mode is SyncMode.merged,
+            f"weight_sync.delta_bytes={self.delta_bytes} needs weight_sync.mode=merged; 0 sends every byte",
+        )
         above(0, "weight_sync", timeout_s=self.timeout_s)
         at_least(1, "weight_sync", publish_waves=self.publish_waves)
         at_least(0, "weight_sync", trace_every_steps=self.trace_every_steps)
