@@ -180,10 +180,6 @@ CASES = [
         "weight_sync.delta_bytes=1000 needs weight_sync.mode=merged; 0 sends every byte",
     ),
     (
-        ["weight_sync.verify_hashes=false", "weight_sync.delta_bytes=1000"],
-        "weight_sync.delta_bytes=1000 needs weight_sync.verify_hashes=true",
-    ),
-    (
         ["model.dtype=bfloat16", "trainer.mode=full", "weight_sync.delta_bytes=1000"],
         "changes of bfloat16 weights under LoRA.*contradicts trainer.mode=full.*delta_bytes=0",
     ),
