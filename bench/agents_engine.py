@@ -213,7 +213,7 @@ async def measure_way(args: argparse.Namespace, ways: Ways, meter: Meter, engine
 
 async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All rounds."""
-    from rollout.engine.engine import Engine
+    from rollout.engine.vllm_engine import VllmEngine
 
     (folder / "config.json").write_text(json.dumps(model_config(args)))
     save_tokenizer(folder, args.vocab)
@@ -228,7 +228,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     )
     is_gpu = args.device is Device.cuda
     dtype = DType.bfloat16 if is_gpu else DType.float32
-    engine = Engine(folder, rollout, dtype=dtype, device=args.device, seed=1)
+    engine = VllmEngine(folder, rollout, dtype=dtype, device=args.device, seed=1)
     runner = EpisodeRunner(RunConfig(rollout=rollout), folder, log_path=folder / "agents.log")
     began = time.monotonic()
     try:

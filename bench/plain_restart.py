@@ -27,7 +27,8 @@ MARKS = {"process_up": time.time()}
 
 from conf.load import load_resolved_yaml  # noqa: E402
 from conf.schema import Device  # noqa: E402
-from rollout.engine.engine import Engine, make_llm  # noqa: E402
+from rollout.engine.vllm_engine import VllmEngine  # noqa: E402
+from rollout.engine.vllm_process import make_llm  # noqa: E402
 
 
 def cpu_seconds(pid: int) -> float:
@@ -47,7 +48,7 @@ async def main(run: Path, checkpoint: Path) -> None:
     config = load_resolved_yaml((run / "config.yaml").read_text())
     options = replace(config.rollout, max_num_seqs=config.engine_num_seqs)
     device = Device.cuda if config.cluster.device == "cuda" else Device.cpu
-    engine = Engine(checkpoint, options, dtype=config.model.dtype, device=device, seed=0, make_llm=build)
+    engine = VllmEngine(checkpoint, options, dtype=config.model.dtype, device=device, seed=0, make_llm=build)
     await engine.prepare()
     MARKS["imported"] = time.time()
     await engine.start()

@@ -43,14 +43,14 @@ VOCAB_USED = 500
 
 async def sample(args: argparse.Namespace, routing: RoutingShape | None, folder: Path) -> dict[str, Any]:
     """Rounds of one engine: tokens/s, and what was recorded."""
-    from rollout.engine.engine import Engine
+    from rollout.engine.vllm_engine import VllmEngine
     from rollout.routes import read_routes
 
     config = RolloutConfig(
         max_model_len=args.prompt_tokens + args.response_tokens + 1, max_num_seqs=args.requests,
         gpu_memory_utilization=0.6, sampling=SamplingConfig(max_tokens=args.response_tokens, stop_at_eos=False),
     )  # fmt: skip
-    engine = Engine(folder, config, dtype=DType.bfloat16, device=Device.cuda, seed=1, routing=routing)
+    engine = VllmEngine(folder, config, dtype=DType.bfloat16, device=Device.cuda, seed=1, routing=routing)
     started = time.perf_counter()
     await engine.start()
     found: dict[str, Any] = {"start_s": time.perf_counter() - started, "tokens_per_s": []}

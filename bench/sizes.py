@@ -40,7 +40,7 @@ ranks, and torch's collectives, are theirs."""
 PROCESSES = {
     "Ray actor: where Ray places and watches the worker": "orchestrator/cluster/actors.py",
     "worker: its event loop shares no interpreter with Ray's threads": "rollout/worker_process.py",
-    "vLLM's EngineCore: as vLLM starts it": "rollout/engine/engine.py",
+    "vLLM's EngineCore: as vLLM starts it": "rollout/engine/vllm_process.py",
     "vLLM's rank, one per GPU of the engine: as vLLM starts it": "rollout/in_vllm/worker_extension.py",
     "fork server, one per node: has imported vLLM once": "rollout/in_vllm/fork_server.py",
 }
@@ -53,7 +53,7 @@ PROMPT = (
     "rollout/calls.py call",
     "rollout/calls.py _serve",
     "rollout/worker.py generate_group",
-    "rollout/engine/engine.py generate_group",
+    "rollout/engine/vllm_engine.py generate_group",
 )
 """What a prompt passes from the loop to vLLM: calls from one class to another."""
 PUBLISH = (
@@ -74,7 +74,7 @@ PUBLISH = (
     "weight_sync/replica/control_server.py _begin",
     "rollout/worker.py begin",
     "rollout/worker.py _call_ranks",
-    "rollout/engine/engine.py call_ranks",
+    "rollout/engine/vllm_engine.py call_ranks",
     "rollout/in_vllm/worker_extension.py slipstream_begin",
     "weight_sync/replica/receiver.py begin",
 )

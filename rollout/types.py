@@ -10,6 +10,8 @@ import numpy as np
 
 from weight_sync.layout import TensorMeta
 
+ABORTED = "abort"
+"""finish_reason of a response that a pause, or the end of its version, has ended."""
 PROBE = -1
 """Version of an adapter that is noise and not a policy: it shows whether the engine applies adapters."""
 

@@ -1,9 +1,9 @@
 """One rollout worker: an engine that samples groups, and its side of a publish. No Ray.
 
 Owns: when the engine may sample (only while every rank holds one committed version), the order of steps around a
-publish, seeds, and text. Does not own the engine's mechanics (`engine.py`), the proof of the bytes
-(`weight_sync.replica.receiver`, in the engine's processes) nor the control socket (`control_server.py`,
-which calls the handler methods below one at a time).
+publish, seeds, and text. Does not own the engine, of which it knows what `engine/engine.py` declares, the proof of the
+bytes (`weight_sync.replica.receiver`, in the engine's processes) nor the control socket (`control_server.py`, which
+calls the handler methods below one at a time).
 Invariant: generate_group() starts requests only in phase CLEAN; tokens are stamped with the version that sampled them.
 
     pause(v)     no new groups; the engine stands still
@@ -41,13 +41,11 @@ from tokenizers import Tokenizer
 
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
 from rollout.adapters.adapter_replica import AdapterReplica
-from rollout.engine.engine import Engine, gpu_bytes
-from rollout.engine.shared_gpu import cache_bytes
-from rollout.engine.vllm_requests import ABORTED
+from rollout.engine.engine import EngineWithSlots
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.layouts.known_layouts import ExpectedLayouts
 from rollout.slot_channel import SlotClients
-from rollout.types import PROBE, Adapter, AdapterSlotsSpec, Progress, Prompt, Rollout, RoutingShape
+from rollout.types import ABORTED, PROBE, Adapter, AdapterSlotsSpec, Progress, Prompt, Rollout, RoutingShape
 from rollout.worker_verbs import StartStatus
 from weight_sync.errors import PlanMismatch
 from weight_sync.gc_freeze import allow_collections, freeze_heap, hold_collections
@@ -83,11 +81,10 @@ class RolloutWorker:
             from disk, and policy versions over adapter_endpoint().
         routing: Shape of the model's routing, for rollouts that carry their routes.
         keep_special_tokens: Whether the text of responses contains special tokens.
-        make_engine: Called with Engine's arguments.
+        make_engine: Makes the engine, which is called with folder, config and the options of an engine among these.
 
     Raises:
-        EngineError: The folder has no tokenizer.json, or it is damaged; or the engines of a GPU leave each other no
-            room.
+        EngineError: The folder has no tokenizer.json, or it is damaged.
     """
 
     def __init__(
@@ -106,11 +103,9 @@ class RolloutWorker:
         routing: RoutingShape | None = None,
         keep_special_tokens: bool = False,
         batch_invariant: bool = False,
-        make_engine: Callable[..., Engine] = Engine,
+        make_engine: Callable[..., EngineWithSlots],
     ) -> None:
         self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
-        if device == Device.cuda and config.workers_per_gpu > 1 and config.kv_cache_bytes is None:
-            config = replace(config, kv_cache_bytes=cache_bytes(config, tensors, adapters, gpu_bytes()))
         self._sampling = config.sampling
         self.weight_sync = weight_sync
         self._tensors = [(meta.name, list(meta.shape), meta.dtype) for meta in tensors]

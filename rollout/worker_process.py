@@ -22,7 +22,7 @@ import logging
 import multiprocessing
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import SlipstreamError
+from conf.schema import Device
 from rollout.calls import CallServer
 from rollout.crash_reports import death_in, how_it_ended, report_crashes
 from rollout.die_with_owner import end_with
@@ -38,7 +39,7 @@ from rollout.errors import EngineDied
 from rollout.in_vllm import fork_server
 
 if TYPE_CHECKING:
-    from conf.schema import Device, DType, RolloutConfig, WeightSyncConfig
+    from conf.schema import DType, RolloutConfig, WeightSyncConfig
     from rollout.types import AdapterSlotsSpec, RoutingShape
     from rollout.worker_verbs import WorkerVerbs
     from weight_sync.layout import TensorMeta
@@ -194,11 +195,12 @@ async def _serve(connection: Connection, options: WorkerOptions, seed: int, host
 
 
 def _make(options: WorkerOptions, seed: int, host: str) -> WorkerVerbs:
+    from rollout.engine.vllm_engine import VllmEngine
     from rollout.worker import RolloutWorker
 
     return RolloutWorker(
         options.folder,
-        config=options.config,
+        config=with_its_share(options),
         weight_sync=options.weight_sync,
         dtype=options.dtype,
         device=options.device,
@@ -210,7 +212,23 @@ def _make(options: WorkerOptions, seed: int, host: str) -> WorkerVerbs:
         routing=options.routing,
         keep_special_tokens=options.keep_special_tokens,
         batch_invariant=options.batch_invariant,
+        make_engine=VllmEngine,
     )
+
+
+def with_its_share(options: WorkerOptions) -> RolloutConfig:
+    """The worker's config; with the size of its KV cache, if the engine shares a GPU.
+
+    Raises:
+        EngineError: The engines of a GPU leave each other no room.
+    """
+    config = options.config
+    if options.device != Device.cuda or config.workers_per_gpu == 1 or config.kv_cache_bytes is not None:
+        return config
+    from rollout.engine.shared_gpu import cache_bytes
+    from rollout.engine.vllm_process import gpu_bytes
+
+    return replace(config, kv_cache_bytes=cache_bytes(config, options.tensors, options.adapters, gpu_bytes()))
 
 
 def _as_sent(error: Exception) -> Exception:

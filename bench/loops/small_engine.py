@@ -61,10 +61,10 @@ async def bare(job: dict[str, Any]) -> Sample:
 async def ours(job: dict[str, Any]) -> Sample:
     """The engine of a rollout worker."""
     from conf.schema import SamplingConfig
-    from rollout.engine.engine import Engine
+    from rollout.engine.vllm_engine import VllmEngine
 
     device, dtype = device_of(job)
-    engine = Engine(Path(job["model"]), config_of(job), dtype=dtype, device=device, seed=os.getpid())
+    engine = VllmEngine(Path(job["model"]), config_of(job), dtype=dtype, device=device, seed=os.getpid())
     await engine.start()
     engine.version = 0
     sampling = SamplingConfig(max_tokens=job["length"], stop_at_eos=False)

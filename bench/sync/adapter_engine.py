@@ -205,6 +205,7 @@ async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, p
     from conf.schema import BusySlot, Device, DType, RolloutConfig, SamplingConfig, SyncMode, WeightSyncConfig
     from orchestrator.inputs.character_tokenizer import save_character_tokenizer
     from rollout.engine.engine_options import engine_environment
+    from rollout.engine.vllm_engine import VllmEngine
     from rollout.worker import RolloutWorker
 
     os.environ.update(engine_environment(Device(device)))
@@ -221,6 +222,7 @@ async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, p
             tensors=read_config(config).checkpoint_tensors("bfloat16"),
             key=KEY,
             adapters=slots_of(config, args),
+            make_engine=VllmEngine,
         )
         if device == "cuda":
             worker.engine._arguments["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(args.requests)}

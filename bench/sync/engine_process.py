@@ -167,6 +167,7 @@ def build_worker(spec: EngineSpec, folder: Path) -> RolloutWorker:
     from conf.architecture.families import read_config
     from conf.schema import DType, RolloutConfig, SamplingConfig, WeightSyncConfig
     from orchestrator.inputs.character_tokenizer import save_character_tokenizer
+    from rollout.engine.vllm_engine import VllmEngine
     from rollout.worker import RolloutWorker
 
     (folder / "config.json").write_text(json.dumps(spec.hf_config))
@@ -190,6 +191,7 @@ def build_worker(spec: EngineSpec, folder: Path) -> RolloutWorker:
         seed=0,
         tensors=read_config(spec.hf_config).checkpoint_tensors("bfloat16"),
         key=KEY,
+        make_engine=VllmEngine,
     )
     worker.engine._arguments["worker_extension_cls"] = "bench.sync.engine_extension.MeasuredReceiver"
     if is_gpu:

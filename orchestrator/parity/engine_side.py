@@ -16,7 +16,8 @@ from typing import Any
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from orchestrator.parity.progress import Count, Say, telling
-from rollout.engine.engine import Engine, make_llm
+from rollout.engine.vllm_engine import VllmEngine
+from rollout.engine.vllm_process import make_llm
 from rollout.types import Routes, RoutingShape
 
 WITH_WEIGHTS: Mapping[str, Any] = {"load_format": "auto"}
@@ -67,7 +68,7 @@ def sample_and_record(
         num_recorded: The first so many sequences are prefilled once more, one by one, while activations are recorded
             into the file `activations` (safetensors). 0: none.
         routing: Shape of the model's routing, to record the experts of each token; None: none are recorded.
-        batch_invariant: As for Engine.
+        batch_invariant: As for VllmEngine.
         say: Told what begins, and how far it is.
         engine_arguments: Of vLLM, over the product's: how the engine comes to its weights.
     """
@@ -80,7 +81,7 @@ def sample_and_record(
         return make_llm({**arguments, **engine_arguments})
 
     async def run() -> list[Sampled]:
-        engine = Engine(
+        engine = VllmEngine(
             folder, config, dtype=dtype, device=device, seed=seed, routing=routing, batch_invariant=batch_invariant,
             make_llm=build,
         )  # fmt: skip

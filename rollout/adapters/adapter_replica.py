@@ -30,12 +30,11 @@ from dataclasses import replace
 
 from conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
 from rollout.adapters.slot_leases import SlotTable
-from rollout.engine.engine import Engine
-from rollout.engine.vllm_requests import ABORTED
+from rollout.engine.engine import EngineWithSlots
 from rollout.errors import EngineError, ReplicaNotServing, SlotsBusy
 from rollout.routes import continued
 from rollout.slot_channel import SlotClients
-from rollout.types import PROBE, Adapter, Rollout
+from rollout.types import ABORTED, PROBE, Adapter, Rollout
 from weight_sync.replica.messages import Bound, EngineRank, Expected
 from weight_sync.replica.recovery import Offer, Pulled, slowest
 from weight_sync.typed_msgpack import pack, unpack
@@ -63,7 +62,7 @@ class AdapterReplica:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineWithSlots,
         ranks: Sequence[EngineRank],
         clients: SlotClients,
         num_slots: int,

@@ -1,7 +1,7 @@
 """What vLLM is asked for one request, and what its last output says, in Slipstream's words.
 
 Owns: the SamplingParams of the three kinds of requests, and reading their outputs. Does not own: sending them, nor the
-version stamps (engine.py). Uses only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in common. Imports vLLM inside
+version stamps (vllm_engine.py). Uses only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in common. Imports vLLM inside
 functions, so that importing this module is cheap.
 """
 
@@ -14,13 +14,10 @@ from typing import TYPE_CHECKING, Any
 from conf.schema import EvalSampling, EvalSamplingConfig, SamplingConfig
 from rollout.errors import EngineError
 from rollout.routes import read_routes
-from rollout.types import Rollout, RoutingShape
+from rollout.types import ABORTED, Rollout, RoutingShape
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-
-ABORTED = "abort"
-"""finish_reason of a request that a pause, an eviction or a shutdown ended."""
 NUM_PROBE_LOGPROBS = 16
 
 

@@ -4,7 +4,7 @@
 
     ray_host.py       begin_beforehand()  beside Ray's start
     ForkServerActor   begin_as()   that one, or one of its own
-    RolloutActor      join()       it forks the worker's process, of which vLLM then forks the engine's (engine.py)
+    RolloutActor      join()       it forks the worker's process, of which vLLM forks the engine's (vllm_process.py)
 
 Without it, each worker imports all of vLLM: 15 s of its start on a host with GPUs. The server is one of
 multiprocessing's, but not the one that every other user of "forkserver" in this process shares. It runs no kernel and

@@ -1,7 +1,7 @@
 """What a process that makes engines imports of vLLM, without collections of garbage on the way.
 
-vLLM forks its EngineCore, and that its ranks, from a process in which all of it is imported (engine.py). So the import
-must open no GPU: CUDA cannot be used after a fork.
+vLLM forks its EngineCore, and that its ranks, from a process in which all of it is imported (vllm_process.py). So the
+import must open no GPU: CUDA cannot be used after a fork.
 
 Owns: which modules are imported, and the patch that belongs to a process rather than to an engine. Does not own: the
 process that imports them for all workers of a node (fork_server.py).

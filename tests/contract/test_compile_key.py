@@ -12,8 +12,8 @@ import pytest
 from cases.tiny_models import MIXED
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
-from rollout.engine.engine import vllm_arguments
 from rollout.engine.engine_options import engine_arguments, engine_environment
+from rollout.engine.vllm_process import vllm_arguments
 from rollout.in_vllm.process_imports import import_vllm
 from rollout.node_cache import cache_folder
 

@@ -23,12 +23,12 @@ os.environ["VLLM_CACHE_ROOT"] = sys.argv[1] + "/cache"  # vLLM keeps there what 
 from pathlib import Path
 
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig
-from rollout.engine.engine import Engine
+from rollout.engine.vllm_engine import VllmEngine
 
 async def started(tp_size):
     sampling = SamplingConfig(max_tokens=8)
     config = RolloutConfig(tp_size=tp_size, max_model_len=64, kv_cache_bytes=64 << 20, sampling=sampling)
-    engine = Engine(Path(sys.argv[1]), config, dtype=DType.float32, device=Device.cpu, seed=0)
+    engine = VllmEngine(Path(sys.argv[1]), config, dtype=DType.float32, device=Device.cpu, seed=0)
     await engine.prepare()
     from vllm.model_executor.models import registry
     registry._SUBPROCESS_COMMAND = ["false"]  # vLLM's own way to ask the class

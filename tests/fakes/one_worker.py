@@ -15,6 +15,7 @@ import torch
 from conf.schema import Device, DType, RolloutConfig, WeightSyncConfig
 from fakes.flipping_transport import FlippingTransport
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import Prompt, Rollout
 from rollout.worker import RolloutWorker
 from weight_sync.layout import Region, SourceLayout, SourceShard, TensorMeta
@@ -144,6 +145,7 @@ async def one_worker(folder: Path, checkpoints: Checkpoints, config: RolloutConf
     worker = RolloutWorker(
         model_folder, config=config, weight_sync=sync, dtype=DType.float32, device=Device.cpu, seed=7,
         tensors=source.layout().tensors, key=key,
+        make_engine=VllmEngine,
     )  # fmt: skip
     address = await worker.start()
     transport = FlippingTransport(sync.transport, timeout_s=sync.timeout_s)

@@ -9,6 +9,7 @@ from pathlib import Path
 from conf.schema import Device, DType, EvalSampling, EvalSamplingConfig, RolloutConfig, WeightSyncConfig
 from fakes.vllm_oracle import ONLY_THE_LIKELIEST
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import Prompt
 from rollout.worker import RolloutWorker
 from weight_sync.publish.publisher import Publisher
@@ -55,6 +56,7 @@ async def publish_twice(
             seed=index,
             tensors=source.layout().tensors,
             key=KEY,
+            make_engine=VllmEngine,
         )
         for index in range(num_workers)
     ]

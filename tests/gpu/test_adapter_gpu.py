@@ -105,6 +105,7 @@ def test_a_slot_of_expert_adapters_holds_what_vllm_loads_from_disk(
 
 async def compare(tmp_path: Path, tp_size: int) -> None:
     """Publish adapters into slots of a live engine, then let an engine of its own load them from disk."""
+    from rollout.engine.vllm_engine import VllmEngine
     from rollout.worker import RolloutWorker
 
     config = config_of(tp_size)
@@ -118,6 +119,7 @@ async def compare(tmp_path: Path, tp_size: int) -> None:
         model, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype, device=Device.cuda,
         seed=1, tensors=tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16")),
         key=KEY, adapters=slots,
+        make_engine=VllmEngine,
     )  # fmt: skip
     address = await worker.start()
     trainer = TrainerRank(

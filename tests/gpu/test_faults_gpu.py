@@ -99,6 +99,7 @@ def run_engine(utilization: float, folder: str, pipe: Connection) -> None:
 
 async def serve(utilization: float, folder: str, pipe: Connection) -> None:
     from conf.architecture.families import read_config
+    from rollout.engine.vllm_engine import VllmEngine
     from rollout.types import Prompt
     from rollout.worker import RolloutWorker
 
@@ -117,6 +118,7 @@ async def serve(utilization: float, folder: str, pipe: Connection) -> None:
         seed=0,
         tensors=read_config(CONFIG).checkpoint_tensors(str(DTYPE)),
         key=KEY,
+        make_engine=VllmEngine,
     )
     pipe.send(await worker.start())
     while True:

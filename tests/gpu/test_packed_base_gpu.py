@@ -22,6 +22,7 @@ from conf.load import load_run_config
 from conf.schema import Device, RunConfig
 from orchestrator.cluster.rollout_workers import adapter_slots
 from orchestrator.inputs.model_folder import prepare_model
+from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import Rollout
 from rollout.worker import RolloutWorker
 from trainer.delivery.adapter_source import AdapterSource
@@ -72,6 +73,7 @@ async def compare(tmp_path: Path, model: str) -> None:
     worker = RolloutWorker(
         prepared.folder, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype,
         device=Device.cuda, seed=1, tensors=(), key=KEY, adapters=slots,
+        make_engine=VllmEngine,
     )  # fmt: skip
     address = await worker.start()
     trainer = TrainerRank(

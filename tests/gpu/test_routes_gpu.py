@@ -26,6 +26,7 @@ from conf.schema import Device, RunConfig, SamplingConfig, SyncMode
 from orchestrator.cluster.rollout_workers import adapter_slots, routing_shape
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from orchestrator.loop.samples import build_samples, denominators_of
+from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import Group, Prompt, Rollout
 from rollout.worker import RolloutWorker
 from trainer.rank import TrainerRank
@@ -99,6 +100,7 @@ async def started(folder: Path, mode: SyncMode, tp_size: int = 1) -> AsyncIterat
         folder, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype, device=Device.cuda,
         seed=1, tensors=tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16")), key=KEY,
         adapters=adapter_slots(config, config.model.hf_config), routing=routing_shape(config, config.model.hf_config),
+        make_engine=VllmEngine,
     )  # fmt: skip
     address = await worker.start()
     trainer = TrainerRank(

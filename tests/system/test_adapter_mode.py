@@ -24,8 +24,8 @@ from conf.architecture.families import read_config
 from conf.load import load_run_config
 from conf.schema import BusySlot, Device, RunConfig, SamplingConfig
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from rollout.engine.engine import Engine
 from rollout.engine.engine_options import engine_arguments
+from rollout.engine.vllm_engine import VllmEngine
 from rollout.errors import ReplicaNotServing
 from rollout.types import AdapterSlotsSpec, Prompt, Rollout
 from rollout.worker import RolloutWorker
@@ -75,7 +75,7 @@ def slots_of(config: RunConfig) -> AdapterSlotsSpec:
     )
 
 
-class WatchedEngine(Engine):
+class WatchedEngine(VllmEngine):
     """May ignore adapters; counts its pauses."""
 
     ignores_adapters = False
@@ -208,6 +208,7 @@ async def test_an_engine_that_loads_its_base_from_disk_serves_like_one_that_was_
         setup.folder / "model", config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype,
         device=Device.cpu, seed=2, tensors=(), key=KEY,
         adapters=dataclasses.replace(slots_of(config), base=setup.folder / "base"),
+        make_engine=VllmEngine,
     )  # fmt: skip
     source = setup.trainer.delivery.source
     assert source is not None

@@ -23,6 +23,7 @@ from system.test_adapter_mode import KEY, PROMPT, SHORT, config_of, slots_of
 from conf.architecture.families import read_config
 from conf.schema import Device
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from rollout.engine.vllm_engine import VllmEngine
 from rollout.errors import ReplicaNotServing
 from rollout.types import Rollout
 from rollout.worker import RolloutWorker
@@ -58,6 +59,7 @@ class Setup:
             self.folder, config=config.rollout, weight_sync=replace(config.weight_sync, timeout_s=TIMEOUT_S),
             dtype=config.model.dtype, device=Device.cpu, seed=100 + len(self.processes), tensors=tensors, key=KEY,
             adapters=replace(slots_of(config), base=base),
+            make_engine=VllmEngine,
         )  # fmt: skip
         await worker.start()
         (process,) = engines() - before

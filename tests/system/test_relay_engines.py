@@ -27,6 +27,7 @@ from fleet.relay import publish_by_relay
 from fleet.replicas import ReplicaState
 from fleet.supervisor import Supervisor
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from rollout.engine.vllm_engine import VllmEngine
 from rollout.errors import ReplicaNotServing
 from rollout.types import Progress, Prompt, Rollout
 from rollout.worker import RolloutWorker
@@ -153,6 +154,7 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
             worker = RolloutWorker(
                 folder, config=config.rollout, weight_sync=sync, dtype=config.model.dtype, device=Device.cpu,
                 seed=100 + index, tensors=tensors, key=KEY,
+                make_engine=VllmEngine,
             )  # fmt: skip
             await worker.start()
             processes += engines() - before

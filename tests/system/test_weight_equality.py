@@ -127,6 +127,7 @@ async def test_a_publish_leaves_what_vllms_loader_makes_of_the_export(
     trainer: TrainerProcesses, model: str, tmp_path: Path
 ) -> None:
     from conf.architecture.families import read_config
+    from rollout.engine.vllm_engine import VllmEngine
     from rollout.worker import RolloutWorker
 
     config = config_of(model)
@@ -139,6 +140,7 @@ async def test_a_publish_leaves_what_vllms_loader_makes_of_the_export(
     worker = RolloutWorker(
         folder, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype, device=Device.cpu,
         seed=1, tensors=tensors, key=KEY,
+        make_engine=VllmEngine,
     )  # fmt: skip
     try:
         address = await worker.start()

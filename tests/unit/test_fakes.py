@@ -19,7 +19,8 @@ from orchestrator.data.streams import Mixed, Shuffled, Streamed
 from orchestrator.loop.ports import Prompts, PublishingTrainer, Rewards, StepTrainer, TaughtTrainer
 from orchestrator.push.sender_process import RankProcess
 from rollout.adapters.adapter_replica import AdapterReplica
-from rollout.engine.engine import Engine
+from rollout.engine.engine import EngineWithSlots
+from rollout.engine.vllm_engine import VllmEngine
 from rollout.rewards.runner import RewardRunner
 from rollout.served.client import ServedEngine
 from rollout.worker import RolloutWorker
@@ -40,6 +41,7 @@ PAIRS = [
     (RolloutHandle, FakeWorker),
     (RolloutHandle, RayRolloutWorker),
     (WorkerVerbs, RolloutWorker),
+    (EngineWithSlots, VllmEngine),
     (Prompts, FakePrompts),
     (Prompts, Shuffled),
     (Prompts, Streamed),
@@ -75,7 +77,12 @@ def test_every_call_of_a_protocol_has_the_same_parameters_everywhere(protocol: t
         assert [(p.name, p.default) for p in taken] == [(p.name, p.default) for p in declared.values()], name
 
 
-STAND_INS = [(Engine, ModelEngine), (Engine, SeededEngine), (ServedEngine, NotingEngine), (RankProcess, NotingRank)]
+STAND_INS = [
+    (VllmEngine, ModelEngine),
+    (VllmEngine, SeededEngine),
+    (ServedEngine, NotingEngine),
+    (RankProcess, NotingRank),
+]
 
 
 @pytest.mark.parametrize(("cls", "stand_in"), STAND_INS, ids=lambda cls: cls.__name__)

@@ -19,8 +19,8 @@ MEDIAN_S, SIGMA, LONGEST_S = 0.5, 1.0, 4.0
 
 
 def patch(module: ModuleType) -> None:
-    """For rollout.engine.engine."""
-    engine: Any = module.Engine
+    """For rollout.engine.vllm_engine."""
+    engine: Any = module.VllmEngine
     plain = engine.generate_group
     draw = random.Random(0)
 
@@ -32,4 +32,4 @@ def patch(module: ModuleType) -> None:
     engine.generate_group = generate_group
 
 
-patch_on_import("rollout.engine.engine", patch)
+patch_on_import("rollout.engine.vllm_engine", patch)

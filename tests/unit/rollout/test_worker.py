@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 from fakes.model_engine import BINDING, DESCRIBED, OFFER, REPLIES, ModelEngine
 
-import rollout.engine.engine
+import rollout.engine.vllm_process
 import rollout.worker
 from conf.errors import SlipstreamError, named_error
 from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from rollout.engine.engine import Engine
-from rollout.engine.vllm_requests import ABORTED
+from rollout.engine.vllm_engine import VllmEngine
 from rollout.errors import EngineError, ReplicaNotServing
-from rollout.types import AdapterSlotsSpec, Prompt
+from rollout.types import ABORTED, AdapterSlotsSpec, Prompt
 from rollout.worker import RolloutWorker
+from rollout.worker_process import WorkerOptions, with_its_share
 from weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
 from weight_sync.layout import TensorMeta
 from weight_sync.record.layout_wire import layouts_digest
@@ -66,7 +66,7 @@ def worker_of(
     adapters: AdapterSlotsSpec | None = None,
     *,
     keep_special_tokens: bool = False,
-    make_engine: Callable[..., Engine] = Engine,
+    make_engine: Callable[..., Any] = VllmEngine,
     **sync: Any,
 ) -> RolloutWorker:
     return RolloutWorker(
@@ -97,21 +97,13 @@ def test_an_engine_that_shares_its_gpu_is_told_how_large_its_cache_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, int], device: Device, expected: int | None
 ) -> None:
     """The others measure it: their neighbours' memory would count as their own."""
-    monkeypatch.setattr(rollout.worker, "gpu_bytes", lambda: 80 << 30)
-    save_character_tokenizer(tmp_path, vocab_size=64)
-    told: list[RolloutConfig] = []
-    RolloutWorker(
-        tmp_path,
-        config=RolloutConfig(**options),
-        weight_sync=WeightSyncConfig(),
-        dtype=DType.float32,
-        device=device,
-        seed=0,
-        tensors=[TensorMeta("w", (2,), "float32")],
-        key=b"k" * 16,
-        make_engine=lambda _, config, **__: told.append(config) or ModelEngine(),
-    )
-    assert told[0].kv_cache_bytes == expected
+    monkeypatch.setattr(rollout.engine.vllm_process, "gpu_bytes", lambda: 80 << 30)
+    options_of_all = WorkerOptions(
+        folder=tmp_path, config=RolloutConfig(**options), weight_sync=WeightSyncConfig(), dtype=DType.float32,
+        device=device, tensors=[TensorMeta("w", (2,), "float32")], key=b"k" * 16, adapters=None, routing=None,
+        keep_special_tokens=False, batch_invariant=False,
+    )  # fmt: skip
+    assert with_its_share(options_of_all).kv_cache_bytes == expected
 
 
 async def ask(worker: RolloutWorker, kind: type[Message], version: int, epoch: int, **fields: Any) -> Any:
@@ -238,11 +230,11 @@ class HangingLlm:
 @pytest.mark.parametrize("hangs", ["pause", "slipstream_begin"])
 async def test_a_rank_that_hangs_costs_one_begin_and_the_endpoint_answers_on(monkeypatch, tmp_path, hangs, caplog):
     monkeypatch.setattr(rollout.worker, "CALL_SLACK_S", 0.1)
-    monkeypatch.setattr(rollout.engine.engine, "WAIT_LOG_S", 0.05)
+    monkeypatch.setattr(rollout.engine.vllm_process, "WAIT_LOG_S", 0.05)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     save_character_tokenizer(tmp_path, vocab_size=64)
     hanging: Any = HangingLlm(hangs)
-    worker = worker_of(tmp_path, make_engine=partial(Engine, make_llm=lambda _: hanging), timeout_s=0.1)
+    worker = worker_of(tmp_path, make_engine=partial(VllmEngine, make_llm=lambda _: hanging), timeout_s=0.1)
     address = await worker.start()
     clients = ReplicaClients([address], b"k" * 16)
 
@@ -266,7 +258,7 @@ async def test_a_rank_that_hangs_costs_one_begin_and_the_endpoint_answers_on(mon
 async def test_requests_that_outlast_a_pause_for_them_do_not_end_the_engine(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     hanging: Any = HangingLlm("pause")
-    engine = Engine(
+    engine = VllmEngine(
         tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0, make_llm=lambda _: hanging
     )
     await engine.start()

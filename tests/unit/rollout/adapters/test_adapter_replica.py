@@ -12,9 +12,8 @@ import pytest
 
 from conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
 from rollout.adapters.adapter_replica import MAX_RESTARTS, AdapterReplica
-from rollout.engine.vllm_requests import ABORTED
 from rollout.errors import EngineError
-from rollout.types import Adapter, Rollout, Routes
+from rollout.types import ABORTED, Adapter, Rollout, Routes
 
 SAMPLING = SamplingConfig(max_tokens=12)
 PROMPT = (1, 2, 3)

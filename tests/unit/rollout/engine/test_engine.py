@@ -19,7 +19,6 @@ import pytest
 
 from conf.errors import ConfigError
 from conf.schema import Device, DType, RolloutConfig
-from rollout.engine.engine import Engine
 from rollout.engine.engine_options import (
     capture_sizes,
     engine_arguments,
@@ -28,6 +27,7 @@ from rollout.engine.engine_options import (
     warm_up_lengths,
 )
 from rollout.engine.shared_gpu import cache_bytes
+from rollout.engine.vllm_engine import VllmEngine
 from rollout.errors import EngineDied, EngineError, UnsupportedWeights, error_class
 from rollout.types import AdapterSlotsSpec
 from weight_sync.errors import IntegrityError
@@ -147,7 +147,7 @@ def test_errors_of_engine_ranks_keep_their_class():
 
 async def test_an_engine_that_does_not_run_says_so(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    engine = Engine(tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
+    engine = VllmEngine(tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
     assert not engine.is_alive
     with pytest.raises(EngineError, match="not running"):
         await engine.resume()
@@ -155,7 +155,7 @@ async def test_an_engine_that_does_not_run_says_so(tmp_path):
 
 
 def test_importing_the_worker_needs_neither_torch_nor_vllm():
-    modules = "rollout.engine.engine, rollout.rewards.runner"
+    modules = "rollout.engine.vllm_engine, rollout.rewards.runner"
     code = f"import sys, {modules}; assert not {{'torch', 'vllm'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
@@ -228,10 +228,10 @@ def test_a_process_that_is_its_own_owner_ends_alone():
 
 def test_an_engine_whose_process_has_ended_says_how_before_vllm_has_noticed(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
-    engine = Engine(tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
-    engine._llm = cast(Any, SimpleNamespace(errored=False))
+    engine = VllmEngine(tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
+    engine._process.llm = cast(Any, SimpleNamespace(errored=False))
     process = SimpleNamespace(exitcode=None)
-    engine._processes = cast(Any, [process])
+    engine._process.children = cast(Any, [process])
     engine.check()
     process.exitcode = -signal.SIGKILL
     with pytest.raises(EngineDied, match="the engine's process was ended by SIGKILL; this rollout worker must be"):
@@ -240,9 +240,9 @@ def test_an_engine_whose_process_has_ended_says_how_before_vllm_has_noticed(tmp_
 
 def test_a_call_under_way_ends_when_the_engine_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """vLLM never answers it; its deadline may be minutes away."""
-    monkeypatch.setattr("rollout.engine.engine.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("rollout.engine.vllm_process.LOOK_EVERY_S", 0.01)
     (tmp_path / "config.json").write_text("{}")
-    engine = Engine(tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
+    engine = VllmEngine(tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
 
     class Dying:
         errored = False
@@ -251,7 +251,7 @@ def test_a_call_under_way_ends_when_the_engine_dies(tmp_path: Path, monkeypatch:
             self.errored = True
             await asyncio.Event().wait()
 
-    engine._llm = cast(Any, Dying())
+    engine._process.llm = cast(Any, Dying())
     with pytest.raises(EngineDied, match="the engine's process died; this rollout worker must be restarted"):
         asyncio.run(engine.call_ranks("slipstream_describe"))
 

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import pytest
 
 from conf.schema import Device, DType, RolloutConfig
-from rollout.engine.engine import Engine
 from rollout.engine.start_failure import OutputSince, cause_in
+from rollout.engine.vllm_engine import VllmEngine
 from rollout.errors import EngineError
 
 REFERRAL = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
@@ -81,14 +81,14 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
 
 
-def engine_that_fails(folder: Path, log: bytes, error: Exception) -> Engine:
+def engine_that_fails(folder: Path, log: bytes, error: Exception) -> VllmEngine:
     """Its start writes `log` to stderr and raises."""
 
     def fails(_: dict[str, Any]) -> NoReturn:
         os.write(2, log)
         raise error
 
-    return Engine(folder, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0, make_llm=fails)
+    return VllmEngine(folder, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0, make_llm=fails)
 
 
 @pytest.mark.parametrize("is_file", [True, False])

@@ -1,0 +1,361 @@
+"""An Engine (engine.py) that is vLLM: how it is sampled from, paused, and which policy version sampled each token.
+
+Owns: requests, version stamps, calls to the engine's ranks. Uses only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in
+common. Does not own the engine's processes (`vllm_process.py`), what vLLM is told (`engine_options.py`,
+`vllm_requests.py`), the protocol of a publish (`worker.py`) nor the weights (`in_vllm/`, inside the engine's
+processes). Imports vLLM inside functions, so that importing this module is cheap.
+Invariant: a token's stamp is the version whose weights sampled it. Why no stamp can be wrong:
+
+    EngineCore process                       this process, one event loop
+      step -> output queue --one socket-->   socket task -> outputs_queue -> [stamp with self.version] -> vLLM's handler
+      pause done -> the same queue ------>   socket task -> resolves `await pause()`
+
+    1. Weights change only between pause() and resume(), and no step runs between the two.
+    2. Queue, socket and socket task keep order: when pause() returns, all earlier outputs are in outputs_queue.
+    3. An output is stamped as it leaves outputs_queue, with no await in between: once that is empty, all are stamped.
+    4. set_version() waits for that, and only then changes the version that new stamps get.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig
+from rollout.engine.engine import CALL_TIMEOUT_S
+from rollout.engine.engine_options import engine_arguments, warm_up_lengths
+from rollout.engine.vllm_process import VllmProcess, make_llm
+from rollout.engine.vllm_requests import (
+    next_logprobs_of,
+    prefill_params,
+    probe_params,
+    prompt_logprobs_of,
+    rollout_of,
+    sampling_params,
+)
+from rollout.errors import EngineDied, EngineError, error_class
+from rollout.in_vllm.vllm_patches import watch_outputs
+from rollout.text.ends import end_token_ids
+from rollout.types import Adapter, AdapterSlotsSpec, Rollout, RoutingShape
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+DRAIN_TIMEOUT_S = 30.0
+"""Longest wait until vLLM's own handler has taken the outputs that have arrived."""
+
+
+class VllmEngine:
+    """See the module's docstring, and Engine for what each method promises. All methods belong to one event loop.
+
+    Args:
+        folder: config.json (and generation_config.json) of the model; weights are not read.
+        config: Sizes and parallelism.
+        dtype: Format of weights and activations.
+        device: cpu or cuda; the caller has resolved `auto`.
+        seed: Seed of the engine's own random numbers; give every worker another one.
+        adapters: Slots for adapters; None: requests use no adapters.
+        routing: Shape of the model's routing, to record routes; None: rollouts carry none.
+        batch_invariant: Take kernels whose results for a token do not depend on the batch that it is in.
+        make_llm: Called with the arguments of AsyncEngineArgs.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: RolloutConfig,
+        *,
+        dtype: DType,
+        device: Device,
+        seed: int,
+        adapters: AdapterSlotsSpec | None = None,
+        routing: RoutingShape | None = None,
+        batch_invariant: bool = False,
+        make_llm: Callable[[dict[str, Any]], AsyncLLM] = make_llm,
+    ) -> None:
+        self._config = config
+        self._device = device
+        arguments = engine_arguments(
+            folder,
+            config,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+            adapters=adapters,
+            records_routes=routing is not None,
+            batch_invariant=batch_invariant,
+        )
+        self._process = VllmProcess(arguments, device, batch_invariant=batch_invariant, make=make_llm)
+        self._routing = routing
+        self._request_numbers = itertools.count()
+        self._stamps: dict[str, list[int]] = {}
+        self._adapters: dict[str, Adapter] = {}
+        """The adapter of each request in flight that names one. All of that request's tokens get its version."""
+        self._end_token_ids = end_token_ids(folder)
+        self.version = -1
+        self.num_generated_tokens = 0
+        self.num_finished_responses = 0
+        self.first_token_at: float | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Engine.is_alive."""
+        return self._process.is_alive
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """Engine.num_kv_blocks."""
+        return 0 if self._process.llm is None else self._process.llm.vllm_config.cache_config.num_gpu_blocks or 0
+
+    @property
+    def start_phase(self) -> str:
+        """Engine.start_phase."""
+        return self._process.start_phase
+
+    async def prepare(self) -> None:
+        """Engine.prepare: import vLLM."""
+        await self._process.prepare()
+
+    async def start(self) -> None:
+        """Engine.start, with dummy weights."""
+        await self._process.start()
+        watch_outputs(self._process.running(), self._stamp)
+
+    def _stamp(self, output: Any) -> None:
+        """Note the current version for each token of an output that leaves the queue (step 3 of the proof)."""
+        request_id, _, _ = output.request_id.rpartition("-")  # vLLM appends 8 random characters
+        if request_id in self._stamps:
+            adapter = self._adapters.get(request_id)
+            version = self.version if adapter is None else adapter.version
+            self._stamps[request_id].extend([version] * len(output.new_token_ids))
+            if self.first_token_at is None and output.new_token_ids:
+                self.first_token_at = time.time()
+            self.num_generated_tokens += len(output.new_token_ids)
+            self.num_finished_responses += output.finish_reason is not None
+
+    async def warm_up(self, adapter: Adapter | None = None) -> None:
+        """Sample once at every batch size whose kernels vLLM has not compiled at its start; with an adapter, if given.
+
+        vLLM itself runs its largest batch and those that it captures. The first batch of a size in between (a prefill)
+        waits for kernels to be compiled, most of a second each, and a publish that comes then waits for that step.
+        """
+        config: Any = self._process.running().vllm_config
+        if self._device is not Device.cuda:
+            return
+        lengths = warm_up_lengths(
+            config.compilation_config.max_cudagraph_capture_size or 0,
+            min(config.scheduler_config.max_num_batched_tokens, self._config.max_model_len - 1),
+        )
+        sampling = SamplingConfig(max_tokens=1, stop_at_eos=False)
+        num_tokens = config.model_config.get_vocab_size()
+        for length in lengths:
+            # No two prompts share a first block, because a shared one would not be computed again.
+            prompt = [(length + index) % num_tokens for index in range(length)]
+            try:
+                await self.generate_group(prompt, 1, sampling, adapter=adapter)
+            except EngineDied:
+                raise
+            except EngineError as e:  # dummy weights may give any output; the kernels have run
+                logger.info("the warm-up at %d tokens returned no sample: %s", length, e)
+        self.num_generated_tokens, self.num_finished_responses, self.first_token_at = 0, 0, None
+
+    def check(self) -> None:
+        """Engine.check."""
+        self._process.check()
+
+    async def generate_group(
+        self,
+        prompt_token_ids: Sequence[int],
+        n: int,
+        sampling: SamplingConfig,
+        *,
+        seed: int | None = None,
+        adapter: Adapter | None = None,
+    ) -> list[Rollout]:
+        """Sample `n` responses to one prompt. Their `text` is empty: the engine has no tokenizer.
+
+        Args:
+            prompt_token_ids: The prompt.
+            n: Number of responses; each is a request of its own, and they share the prompt's KV blocks.
+            sampling: Temperature, bounds and end of a response.
+            seed: The first response's seed; the others' follow it. None: the engine's own stream (much faster on GPUs).
+            adapter: Applied to all of them, from first token to last. The caller holds a lease on its slot.
+
+        Returns:
+            Rollouts in order; finish_reason is "stop", "length", or ABORTED if a pause or abort_version() ended the
+            request.
+
+        Raises:
+            EngineDied: The process is gone.
+            EngineError: vLLM refused the request or answered inconsistently.
+        """
+        seeds = [None if seed is None else seed + index for index in range(n)]
+        tasks = [asyncio.create_task(self._generate(prompt_token_ids, sampling, own, adapter)) for own in seeds]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # one failed, or the caller gave up: end the others inside the engine, too
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingConfig, seed: int | None, adapter: Adapter | None
+    ) -> Rollout:
+        params = sampling_params(sampling, self._end_token_ids, seed)
+        request_id = f"rollout-{next(self._request_numbers)}"
+        stamps = self._stamps[request_id] = []
+        try:
+            final = await self._run(prompt_token_ids, params, request_id, adapter)
+        finally:
+            del self._stamps[request_id]
+        return rollout_of(request_id, final, stamps, len(prompt_token_ids), self._routing)
+
+    async def _run(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str, adapter: Adapter | None
+    ) -> Any:
+        """Run one request to its end. Returns vLLM's last output."""
+        from vllm.lora.request import LoRARequest
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        # The salt keeps requests from using prefix blocks of another version that were not dropped.
+        salt = f"policy version {self.version}" if adapter is None else adapter.name
+        prompt: Any = {"prompt_token_ids": list(prompt_token_ids), "cache_salt": salt}
+        lora = None
+        if adapter is not None:
+            self._adapters[request_id] = adapter
+            lora = LoRARequest(adapter.name, adapter.lora_id, "slot")  # it is loaded already: vLLM never reads the path
+        try:
+            final = None
+            async for output in self._process.running().generate(prompt, params, request_id, lora_request=lora):
+                final = output
+            return final
+        except EngineDeadError as e:
+            raise self._process.death() from e
+        except EngineError:
+            raise
+        except Exception as e:  # the edge to vLLM, whose refusals share no base between releases
+            what = f"a request of {len(prompt_token_ids)} prompt and at most {params.max_tokens} new tokens"
+            raise EngineError(f"the engine refused or failed {what}: {type(e).__name__}: {e}") from e
+        finally:
+            self._adapters.pop(request_id, None)
+
+    async def next_logprobs(self, prompt_token_ids: Sequence[int], adapter: Adapter | None) -> dict[int, float]:
+        """Log-probabilities of the likeliest next tokens, and of the one that was sampled."""
+        name = f"probe-{next(self._request_numbers)}"
+        return next_logprobs_of(await self._run(prompt_token_ids, probe_params(), name, adapter))
+
+    async def score(self, token_ids: Sequence[int], adapter: Adapter | None = None) -> list[float]:
+        """Log-probability of every token but the first, at temperature 1, from one prefill of the whole sequence.
+
+        Args:
+            token_ids: At least two, and fewer than rollout.max_model_len.
+            adapter: Applied to all of them. The caller holds a lease on its slot.
+
+        Raises:
+            EngineDied: The process is gone.
+            EngineError: vLLM refused the request, or it was ended before its prefill was complete.
+        """
+        name = f"score-{next(self._request_numbers)}"
+        return prompt_logprobs_of(await self._run(token_ids, prefill_params(), name, adapter), token_ids)
+
+    async def abort_version(self, version: int) -> None:
+        """End the requests in flight that use this version's adapter. Each returns what it has so far, as ABORTED."""
+        requests = [request for request, adapter in self._adapters.items() if adapter.version == version]
+        await self._process.running().abort(requests)
+
+    async def pause(self, mode: PauseMode, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Stop stepping. When this returns the device is idle and new requests queue up until resume().
+
+        Args:
+            mode: keep and keep_kv freeze requests in flight; wait lets them finish; abort ends them.
+            timeout_s: Longest wait for the step in flight; with `wait`, for the requests.
+
+        Raises:
+            EngineDied: The step took longer.
+            EngineError: Requests took longer. They go on, and a later pause() waits for the rest of them.
+        """
+        # AsyncLLM.pause_generation() makes this call and then sleeps for 20 ms, in the hope that outputs are handled
+        # meanwhile. Here set_version() waits until they are.
+        core: Any = self._process.running().engine_core
+        call = core.pause_scheduler_async(
+            mode=str(PauseMode.keep if mode is PauseMode.keep_kv else mode), clear_cache=False
+        )
+        if mode is not PauseMode.wait:
+            return await self._process.in_time(call, "pause", timeout_s)
+        try:
+            await self._process.within(call, "pause", timeout_s)
+        except TimeoutError as e:
+            raise EngineError(
+                f"requests in flight did not end within {timeout_s:g} s; raise weight_sync.timeout_s, or set "
+                "weight_sync.pause_mode=keep"
+            ) from e
+
+    async def clear_cache(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Drop all KV blocks. Requests that pause() froze are prefilled again, with the weights that resume() finds."""
+        call = self._process.running().reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        if not await self._process.in_time(call, "clear_cache", timeout_s):
+            raise EngineError("the engine did not drop its KV blocks: they are of weights that are gone")
+
+    async def resume(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Go on with requests in flight and queued ones."""
+        await self._process.in_time(self._process.running().resume_generation(), "resume", timeout_s)
+
+    async def set_version(self, version: int) -> None:
+        """Stamp tokens with `version` from now on. Only between pause() and resume().
+
+        Raises:
+            EngineError: Outputs from before the pause are still unhandled after DRAIN_TIMEOUT_S.
+        """
+        core: Any = self._process.running().engine_core
+        outputs = core.outputs_queue
+        try:
+            async with asyncio.timeout(DRAIN_TIMEOUT_S):
+                while not outputs.empty():
+                    await asyncio.sleep(0)
+        except TimeoutError as e:
+            raise EngineError(
+                f"{outputs.qsize()} outputs of version {self.version} were not handled within {DRAIN_TIMEOUT_S:g} s"
+            ) from e
+        self.version = version
+
+    async def call_ranks(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> list[Any]:
+        """Call a method of the worker extension on every rank of the engine.
+
+        Args:
+            method: A method of WeightReceiver.
+            args: Plain values and bytes.
+            timeout_s: Longest that all ranks together may take.
+
+        Returns:
+            Results by rank.
+
+        Raises:
+            SlipstreamError: The first rank's error, as its own class.
+            EngineDied: A rank did not answer in time; the engine takes no further calls.
+            EngineError: The call itself failed.
+        """
+        try:
+            # vLLM's own timeout is not used: the next call would take a late answer for its own.
+            replies = await self._process.in_time(
+                self._process.running().collective_rpc(method, args=args), method, timeout_s
+            )
+        except EngineError:
+            raise
+        except Exception as e:  # the edge to vLLM
+            raise EngineError(f"{method} failed inside the engine: {type(e).__name__}: {e}") from e
+        for error, text, _ in replies:
+            if error:
+                raise error_class(error)(text)
+        return [result for _, _, result in replies]
+
+    def shutdown(self) -> None:
+        """Engine.shutdown."""
+        self._process.shutdown()

@@ -1,0 +1,244 @@
+"""The process of a vLLM engine, seen from the one that makes it: how it is started, watched, called and ended.
+
+Owns: vLLM's client (AsyncLLM) and its life, deadlines of calls, and how a death is told. Uses only what vLLM 0.25.1
+(GPUs) and 0.32 (CPUs) have in common. Does not own what vLLM is told (`engine_options.py`), requests and versions
+(`vllm_engine.py`), nor the process that has imported vLLM for this one (`in_vllm/fork_server.py`). Imports vLLM inside
+functions, so that importing this module is cheap.
+
+Processes: this one, which imports vLLM; forked from it the EngineCore with the model in it (tp_size=1), or with tp_size
+ranks that it forks. vLLM's processes would outlive a parent that is killed. in_vllm/engine_process.py makes them end
+with it (`die_with_owner.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from conf.schema import Device
+from rollout.crash_reports import death_of_a_child, how_it_ended
+from rollout.die_with_owner import OWNER_VARIABLE
+from rollout.engine.engine_options import METHOD_VARIABLE, SOCKETS_VARIABLE, architectures_of, set_engine_environment
+from rollout.engine.same_path import same_path
+from rollout.engine.start_failure import OutputSince, why_it_failed
+from rollout.engine.start_phase import IMPORTING, phase_in
+from rollout.errors import EngineDied, EngineError
+from rollout.in_vllm.process_imports import ask_classes_here, has_opened_gpu, import_vllm, without_torchao
+from rollout.in_vllm.vllm_patches import stop_watching
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+WAIT_LOG_S = 30.0
+LOOK_EVERY_S = 1.0
+"""Pause between two looks at whether the engine still runs, while a call is under way."""
+SHUTDOWN_TIMEOUT_S = 1.0
+"""How long the engine's processes get to end after SIGTERM. They hold nothing that must be saved."""
+
+
+def vllm_arguments(arguments: dict[str, Any]) -> AsyncEngineArgs:
+    """Arguments in vLLM's class.
+
+    Raises:
+        EngineError: This vLLM does not know an argument.
+    """
+    import_vllm()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    unknown = set(arguments) - {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    if unknown:
+        raise EngineError(
+            f"this vLLM does not know the engine arguments {', '.join(sorted(unknown))}; "
+            "supported releases are 0.25.1 and 0.32.0"
+        )
+    if arguments["load_format"] == "dummy":
+        arguments = {**arguments, "model": str(same_path(Path(arguments["model"])))}
+    return AsyncEngineArgs(**arguments)
+
+
+def make_llm(arguments: dict[str, Any]) -> AsyncLLM:
+    """vLLM's engine, started. Its processes are forked from this one, which has imported vLLM, unless it has used a GPU
+    or METHOD_VARIABLE says otherwise. Raises: see vllm_arguments().
+    """
+    given = os.environ.get(METHOD_VARIABLE)
+    chosen = vllm_arguments(arguments)
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    with without_torchao():
+        ask_classes_here(architectures_of(Path(arguments["model"])))
+        config = chosen.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        os.environ[METHOD_VARIABLE] = given or ("spawn" if has_opened_gpu() else "fork")  # for CPUs, vLLM has set spawn
+        try:
+            return AsyncLLM.from_vllm_config(config, disable_log_stats=chosen.disable_log_stats)
+        finally:
+            del os.environ[METHOD_VARIABLE]
+            if given is not None:
+                os.environ[METHOD_VARIABLE] = given
+
+
+def gpu_bytes() -> int:
+    """Memory of this process's GPU, by the driver's management library: no GPU is opened."""
+    import_vllm()
+    from vllm.platforms import current_platform
+
+    return current_platform.get_device_total_memory()
+
+
+class VllmProcess:
+    """See the module's docstring. All methods belong to one event loop.
+
+    Args:
+        arguments: Of AsyncEngineArgs.
+        device: cpu or cuda.
+        batch_invariant: Take kernels whose results for a token do not depend on the batch that it is in.
+        make: Called with the arguments.
+    """
+
+    def __init__(
+        self,
+        arguments: dict[str, Any],
+        device: Device,
+        *,
+        batch_invariant: bool,
+        make: Callable[[dict[str, Any]], AsyncLLM],
+    ) -> None:
+        self._arguments = arguments
+        self._device = device
+        self._batch_invariant = batch_invariant
+        self._make = make
+        self.llm: AsyncLLM | None = None
+        """None: it does not run."""
+        self.children: list[BaseProcess] = []
+        """The engine's processes, of those that this one has started."""
+        self._sockets: tempfile.TemporaryDirectory[str] | None = None
+        """Folder for the sockets between vLLM's processes. vLLM does not remove them, and would leave them in /tmp."""
+        self._output: OutputSince | None = None
+        """What the engine's processes have written since they were started."""
+        self._hangs = False
+        """Whether a call passed its deadline. From then on it is unknown what the engine's ranks hold."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's process runs and answers, and its outputs are handled."""
+        return self.llm is not None and not self.llm.errored and not self._hangs
+
+    @property
+    def start_phase(self) -> str:
+        """What start() is doing."""
+        return IMPORTING if self._output is None else phase_in(self._output.read())
+
+    async def prepare(self) -> None:
+        """Import vLLM, in the environment that the engine needs."""
+        self._set_environment()
+        await asyncio.to_thread(import_vllm)
+
+    async def start(self) -> None:
+        """Start the engine's processes. Raises EngineError if vLLM refused an argument or failed to come up."""
+        self._set_environment()
+        # In a thread, so that the event loop goes on, and vLLM's output handler starts only at the first request.
+        self.llm = await asyncio.to_thread(self._build)
+
+    def _set_environment(self) -> None:
+        set_engine_environment(self._device, batch_invariant=self._batch_invariant)
+        os.environ[OWNER_VARIABLE] = str(os.getpid())
+
+    def _build(self) -> AsyncLLM:
+        own = SOCKETS_VARIABLE not in os.environ
+        if own:
+            self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
+            os.environ[SOCKETS_VARIABLE] = self._sockets.name
+        self._output = output = OutputSince()
+        others = multiprocessing.active_children()
+        try:
+            llm = self._make(self._arguments)
+            self.children = [child for child in multiprocessing.active_children() if child not in others]
+            return llm
+        except Exception as e:  # the edge to vLLM: pydantic, ValueError, RuntimeError, EngineDeadError
+            self._drop_sockets()
+            if isinstance(e, EngineError):
+                raise
+            raise EngineError(f"the engine did not start: {why_it_failed(e, output.read())}") from e
+        finally:
+            if own:  # the next engine of this process makes a folder of its own
+                del os.environ[SOCKETS_VARIABLE]
+
+    def running(self) -> AsyncLLM:
+        """vLLM's client. Raises EngineError (EngineDied) if there is none that answers."""
+        if self.llm is None:
+            raise EngineError("the engine is not running")
+        if self.llm.errored:
+            raise self.death()
+        if self._hangs:
+            raise EngineDied("the engine left a call unanswered; this rollout worker must be restarted")
+        return self.llm
+
+    def check(self) -> None:
+        """Raise EngineDied if one of the engine's processes has ended, or a call was left unanswered."""
+        if self.llm is not None and any(process.exitcode is not None for process in self.children):
+            raise self.death()
+        self.running()
+
+    async def in_time(self, call: Awaitable[T], what: str, timeout_s: float) -> T:
+        """The call's result. If it does not come in time, the engine takes no further calls."""
+        try:
+            return await self.within(call, what, timeout_s)
+        except TimeoutError as e:
+            self._hangs = True
+            raise EngineDied(
+                f"the engine did not answer {what} within {timeout_s:g} s: a rank of it hangs; this rollout worker must"
+                " be restarted"
+            ) from e
+
+    async def within(self, call: Awaitable[T], what: str, timeout_s: float) -> T:
+        """Return the call's result, or raise TimeoutError. Logs every WAIT_LOG_S what it waits for.
+
+        Raises:
+            EngineDied: The engine died meanwhile; vLLM leaves calls under way unanswered then.
+        """
+        task, began, logged_s = asyncio.ensure_future(call), time.monotonic(), 0.0
+        try:
+            while (left_s := began + timeout_s - time.monotonic()) > 0:
+                done, _ = await asyncio.wait([task], timeout=min(LOOK_EVERY_S, left_s))
+                if done:
+                    return task.result()
+                self.running()
+                waited_s = time.monotonic() - began
+                if waited_s - logged_s >= WAIT_LOG_S:
+                    logged_s = waited_s
+                    logger.warning("waited %.0f s of at most %g s for the engine's %s", waited_s, timeout_s, what)
+        finally:
+            task.cancel()
+        raise TimeoutError
+
+    def death(self) -> EngineDied:
+        """The engine's process is gone: how, where that is known."""
+        codes = [code for process in self.children if (code := process.exitcode) is not None]
+        how = death_of_a_child() or (how_it_ended(codes[0]) if codes else "died")
+        return EngineDied(f"the engine's process {how}; this rollout worker must be restarted")
+
+    def shutdown(self) -> None:
+        """End the engine's processes. Idempotent."""
+        if self.llm is not None:
+            stop_watching(self.llm)
+            self.llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+            self.llm = None
+            self._drop_sockets()
+
+    def _drop_sockets(self) -> None:
+        if self._sockets is not None:
+            self._sockets.cleanup()
+            self._sockets = None
