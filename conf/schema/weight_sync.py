@@ -141,7 +141,10 @@ class WeightSyncConfig:
         require(
             self.watermark_bytes >= 1 << 16, f"weight_sync.watermark_bytes must be >= 65536, got {self.watermark_bytes}"
         )
-        at_least(0, "weight_sync", delta_bytes=self.delta_bytes)
+        require(
+            self.delta_bytes == 0 or self.delta_bytes >= 64,
+            f"weight_sync.delta_bytes must be 0 or >= 64, got {self.delta_bytes}",
+        )
         require(
             self.delta_bytes == 0 or self.mode is SyncMode.merged,
             f"weight_sync.delta_bytes={self.delta_bytes} needs weight_sync.mode=merged; 0 sends every byte",

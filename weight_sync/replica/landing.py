@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from weight_sync.changes import ELEMENT_BYTES, RECORD_BYTES, Landed, apply, stream_bytes
-from weight_sync.errors import ProtocolError
+from weight_sync.errors import ProtocolError, WatermarkError
 from weight_sync.layout import DestLayout, Param, PostLoad
 from weight_sync.replica.messages import Expected
 from weight_sync.transport.base import Transport
@@ -52,6 +52,9 @@ class LandingZone:
         layout: Of this rank.
         params: Its live tensors.
         transport: The link.
+
+    Raises:
+        WatermarkError: There is no room.
     """
 
     def __init__(
@@ -63,7 +66,13 @@ class LandingZone:
         self._able = takes_changes(layout)
         self._params = params
         device = params[self._sent[0].name].device
-        self._zone = torch.zeros(num_bytes // RECORD_BYTES, dtype=torch.int32, device=device)
+        try:
+            self._zone = torch.zeros(num_bytes // RECORD_BYTES, dtype=torch.int32, device=device)
+        except RuntimeError as e:  # torch.OutOfMemoryError is one
+            raise WatermarkError(
+                f"rank {self._rank}: {device} has no room for weight_sync.delta_bytes={num_bytes} beside the engine; "
+                "lower it, or what the engine takes (rollout.kv_cache_bytes, rollout.gpu_memory_utilization)"
+            ) from e
         self.num_bytes = num_bytes
         transport.register([self._zone])
 

@@ -174,7 +174,7 @@ CASES = [
         ["model=tiny_qwen3", "trainer.ep_size=1", "weight_sync.mode=adapter", "weight_sync.pause_mode=keep"],
         "weight_sync.pause_mode has no effect with weight_sync.mode=adapter",
     ),
-    (["weight_sync.delta_bytes=-1"], "weight_sync.delta_bytes"),
+    (["weight_sync.delta_bytes=-1"], "weight_sync.delta_bytes must be 0 or >= 64, got -1"),
     (
         ["model=tiny_qwen3", "trainer.ep_size=1", "weight_sync.mode=adapter", "weight_sync.delta_bytes=1000"],
         "weight_sync.delta_bytes=1000 needs weight_sync.mode=merged; 0 sends every byte",
