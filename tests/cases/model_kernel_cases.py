@@ -40,6 +40,8 @@ from trainer.weights.merge import round_into
 from trainer.weights.merge_operands import MergeOperands
 from trainer.weights.quantization import BLOCK
 from trainer.weights.row_runs import Rows
+from weight_sync.hash_kernel import BLOCKS_A_PROGRAM, add_hashes
+from weight_sync.integrity import _tables, _within_keys, hash_with_torch
 
 
 def case_rms_norm(device: str) -> None:
@@ -291,6 +293,30 @@ def merged_bands(
     )  # fmt: skip
     merge_kernel.merger(operands, out_GRN)()
     return out_GRN
+
+
+def case_hashes_of_ranges(device: str) -> None:
+    """Ranges that begin and end anywhere, read 16, 4 or 1 bytes at a time by one program or several: each has the hash
+    of its torch form, and one without bytes adds nothing."""
+    bytes_a_program = BLOCKS_A_PROGRAM * 4096
+    data = torch.randint(0, 256, (bytes_a_program + 30_000,), generator=torch.Generator().manual_seed(1))
+    data = data.to(torch.uint8).to(device)
+    data = data[-data.data_ptr() % 64 :]
+    places = (
+        (0, 4096, 0), (16, 16, 16), (4, 8, 4), (1, 4999, 4095), (0, 0, 8), (16, 20_000, 8192 - 16),
+        (32, bytes_a_program + 16, 0), (3, 1, 4096 * 9), (8, 12_288, 4096 + 4),
+    )  # fmt: skip
+    ranges = [(data[start : start + size], offset) for start, size, offset in places]
+    tables = _tables(ranges)
+    assert sorted((table.alignment, len(table.rows)) for table in tables) == [(1, 2), (4, 2), (16, 4)]
+    sums = torch.zeros(len(ranges), dtype=torch.int64, device=device)
+    for table in tables:
+        add_hashes(
+            sums, table.rows, _within_keys(sums.device), table.across,
+            alignment=table.alignment, max_blocks=table.max_blocks,
+        )  # fmt: skip
+    assert sums.tolist() == [int(hash_with_torch(one, offset_bytes=offset)) for one, offset in ranges]
+    assert sums[4] == 0
 
 
 def case_merge(device: str) -> None:
