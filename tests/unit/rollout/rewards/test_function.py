@@ -1,0 +1,110 @@
+"""How a reward's configuration becomes a function: which kind it is, and what cannot be called is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.schema import RewardConfig
+from rollout.errors import RewardError
+from rollout.rewards.function import load_reward
+from rollout.rewards.runner import RewardRunner, _fields, chosen_rewards
+from rollout.types import Prompt
+
+OWN = """
+def one(prompt, response, fields): return 1.0
+async def soon(prompt, response, fields): return 1.0
+def group(prompt, responses, fields): return [1.0 for _ in responses]
+async def group_soon(prompt, responses, fields): return [1.0 for _ in responses]
+def more(prompt, response, fields, scale=2.0, *, other=3): return scale
+def two(prompt, response): return 1.0
+def four(prompt, response, fields, needed): return 1.0
+def verl(data_source, solution_str, ground_truth, extra_info=None): return 1.0
+def trl(prompts, completions, **columns): return 1.0
+def late(prompt, response, fields, completions=None): return 1.0
+class Callable:
+    def __call__(self, prompt, response, fields): return 1.0
+made = Callable()
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    (tmp_path / "own_rewards.py").write_text(OWN)
+    return tmp_path / "own_rewards.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_async", "is_of_group"),
+    [
+        ("one", False, False), ("soon", True, False), ("group", False, True), ("group_soon", True, True),
+        ("more", False, False), ("late", False, False),
+    ],
+)  # fmt: skip
+def test_a_function_says_by_its_form_how_it_is_called(own: Path, name: str, is_async: bool, is_of_group: bool) -> None:
+    reward = load_reward(RewardConfig(kind=f"{own}:{name}"))
+    assert (reward.is_async, reward.is_of_group, reward.source) == (is_async, is_of_group, str(own))
+    assert reward.function.__name__ == name
+
+
+def test_an_object_that_can_be_called_and_what_ships_are_rewards_too(own: Path) -> None:
+    made = load_reward(RewardConfig(kind=f"{own}:made"))
+    assert (made.is_async, made.is_of_group, made.source) == (False, False, "")
+    fields = {"a": " 4", "answer": "5"}
+    exact = load_reward(RewardConfig(kind="exact_match", answer_key="a"))
+    assert exact.function("p", "4 ", fields) == (1.0, "4") and exact.function("p", "5", fields) == (0.0, "5")
+    regex = load_reward(RewardConfig(kind="regex", pattern=r"is (\d+)|none()", answer_key="a"))
+    assert regex.function("p", "it is 4, is 5", fields) == (1.0, "4")
+    assert regex.function("p", "none", fields) == (0.0, "") and regex.function("p", "4", fields) == (0.0, None)
+    assert load_reward(RewardConfig(kind="none")).function("p", "4", fields) == 0.0
+    group = load_reward(RewardConfig(kind="rollout.rewards.examples:share_of_answer"))
+    assert not group.is_of_group and group.function("p", "ee 3e", {"answer": "e"}) == 0.75
+    assert group.function("p", "", {"answer": "e"}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("two", "'two' must take .*too many positional arguments"),
+        ("four", "'four' must take .*missing a required argument: 'needed'"),
+        ("verl", "'verl' must take .*but takes data_source, solution_str, ground_truth, as rewards of another library"),
+        ("trl", "'trl' must take .*but takes prompts, completions, as rewards of another library do"),
+        ("absent", "has no function 'absent'"),
+    ],
+)
+def test_what_cannot_be_called_is_refused(own: Path, name: str, said: str) -> None:
+    with pytest.raises(RewardError, match=rf"^reward\.parts\.p\.kind={own}:{name}: .*{said}"):
+        load_reward(RewardConfig(kind=f"{own}:{name}"), "reward.parts.p")
+
+
+@pytest.mark.parametrize("pattern", ["(", "no group"])
+def test_a_pattern_must_have_a_group(pattern: str) -> None:
+    with pytest.raises(RewardError, match=r"^reward\.pattern=.*; put parentheses|is not a regular expression"):
+        load_reward(RewardConfig(kind="regex", pattern=pattern))
+
+
+def test_a_row_chooses_its_rewards_in_the_order_of_the_options() -> None:
+    config = RewardConfig(parts={"a": {}, "b": {}, "c": {}})
+
+    def chosen(**fields: Any) -> list[str]:
+        return chosen_rewards(config, Prompt(7, (1,), "p", fields), "rows.jsonl:3")
+
+    assert chosen() == ["a", "b", "c"] and chosen(reward=["c", "a"]) == ["a", "c"] and chosen(reward="b") == ["b"]
+    with pytest.raises(RewardError, match=r"^rows\.jsonl:3: column 'reward' is 'd', which must name one .*a, b, c"):
+        chosen(reward="d")
+    with pytest.raises(RewardError, match=r"^prompt 7: column 'reward'"):
+        chosen_rewards(config, Prompt(7, (1,), "p", {"reward": [3]}))
+    alone = Prompt(0, (1,), "p", {"reward": "of another use"})
+    assert chosen_rewards(RewardConfig(), alone) == ["exact_match"], "one reward judges all rows"
+    assert _fields(Prompt(0, (1,), "p", {"finish_reason": "own"}), "stop") == {"finish_reason": "own"}
+    assert _fields(alone, "length") == {"finish_reason": "length", "reward": "of another use"}
+
+
+def test_what_was_counted_is_taken_once_and_named_after_its_reward() -> None:
+    runner = RewardRunner(RewardConfig(parts={"a": {}, "b": {}}))
+    runner._pools["a"].counts.update({"requests": 2})
+    runner._pools["b"].counts.update({"cached": 1, "requests": 3})
+    assert runner.take_counts() == {"a_requests": 2, "b_cached": 1, "b_requests": 3}
+    assert runner.take_counts() == {}

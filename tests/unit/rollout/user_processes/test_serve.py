@@ -1,0 +1,141 @@
+"""What a process answers that runs a function of the user's, over a real connection; the process is a thread here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from conf.errors import ConfigError
+from rollout.user_processes import serve as serve_module
+from rollout.user_processes.channel import Channel, Disconnected
+from rollout.user_processes.serve import MAX_FRAMES, MAX_PART, MAX_REASON, _serve, report_of
+
+
+@asynccontextmanager
+async def serving(set_up: Callable[[Any], Any], *, tells_alive: bool = False) -> AsyncIterator[Channel]:
+    """The pool's end; it is closed at the end, and the other one ends by that."""
+    ours, theirs = socket.socketpair()
+
+    def run() -> None:
+        with contextlib.suppress(Disconnected), asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+            _serve(runner.get_loop(), theirs, set_up, tells_alive)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    channel = await Channel.over(ours)
+    channel.send([0, {"rank": 3}])
+    try:
+        yield channel
+    finally:
+        channel.close()
+        await asyncio.to_thread(thread.join, 60)
+        assert not thread.is_alive()
+
+
+async def test_a_plain_function_answers_one_question_after_the_other() -> None:
+    def set_up(message: Any) -> Any:
+        return (lambda *question: [message["rank"], *question]), ["a fact", 1]
+
+    async with serving(set_up) as channel:
+        assert await channel.receive() == [0, "ready", "a fact", 1]
+        for question in ([1, "a"], [5, "b", "c"]):
+            channel.send(question)
+        assert [await channel.receive() for _ in range(2)] == [[1, 3, "a"], [5, 3, "b", "c"]]
+
+
+async def test_a_function_that_cannot_be_set_up_says_why() -> None:
+    def set_up(_: Any) -> Any:
+        raise ConfigError("x" * (MAX_REASON + 1))
+
+    async with serving(set_up) as channel:
+        assert await channel.receive() == [0, "refused", "x" * MAX_REASON]
+
+
+async def test_coroutines_answer_at_the_same_time_and_one_that_nobody_waits_for_is_cancelled() -> None:
+    begun: list[str] = []
+    ended: list[str] = []
+
+    def set_up(_: Any) -> Any:
+        gates = {name: asyncio.Event() for name in "abc"}
+
+        async def answer(what: str, name: str) -> list[str]:
+            if what == "open":
+                gates[name].set()
+                return [what]
+            begun.append(name)
+            try:
+                await gates[name].wait()
+            except asyncio.CancelledError:
+                ended.append(name)
+                raise
+            return [name]
+
+        return answer, []
+
+    async with serving(set_up) as channel:
+        assert await channel.receive() == [0, "ready"]
+        for number, name in enumerate("abc", start=1):
+            channel.send([number, "wait", name])
+        while len(begun) < 3:
+            await asyncio.sleep(0.001)
+        channel.send([2])  # nobody waits for b
+        channel.send([99])  # which has been answered, or never was asked
+        channel.send([4, "open", "c"])
+        assert sorted([await channel.receive() for _ in range(2)]) == [[3, "c"], [4, "open"]]
+        channel.send([5, "open", "b"])
+        channel.send([6, "open", "a"])
+        assert sorted([await channel.receive() for _ in range(3)]) == [[1, "a"], [5, "open"], [6, "open"]]
+    assert ended == ["b"]
+
+
+async def test_its_event_loop_says_that_it_turns_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_module, "ALIVE_EVERY_S", 0.001)
+
+    async def answer(question: str) -> list[str]:
+        return [question]
+
+    async with serving(lambda _: (answer, []), tells_alive=True) as channel:
+        assert [await channel.receive() for _ in range(4)] == [[0, "ready"], [0], [0], [0]]
+        channel.send([1, "a"])
+        while (said := await channel.receive()) == [0]:
+            pass
+        assert said == [1, "a"]
+
+
+def deep(depth: int, text: str) -> None:
+    if not depth:
+        raise LookupError(text)
+    deeper(depth - 1, text)
+
+
+def deeper(depth: int, text: str) -> None:
+    """Two functions in turns: lines that repeat would be told once."""
+    deep(depth, text)
+
+
+def failed(depth: int, text: str) -> tuple[str, str]:
+    try:
+        deep(depth, text)
+    except LookupError as error:
+        return report_of(error)
+    raise AssertionError
+
+
+def test_a_report_is_the_end_of_a_traceback_and_its_place_has_no_word_of_the_response() -> None:
+    report, place = failed(0, "no such row")
+    assert report.startswith("Traceback") and report.endswith("LookupError: no such row\n")
+    line = deep.__code__.co_firstlineno + 2
+    assert place == f"LookupError {__file__}:{line}"
+    report, place = failed(2, "y" * MAX_PART)
+    assert report.endswith(f"... ({len('LookupError: ') + MAX_PART + 1} characters)\n")
+    assert len(report.splitlines()[-1]) < MAX_PART + 40 and place == f"LookupError {__file__}:{line}"
+    many, _ = failed(MAX_FRAMES * 3, "deep down")
+    assert many.count("File ") < MAX_FRAMES and "Traceback" not in many and many.endswith("deep down\n")
+    assert report_of(ValueError("nowhere"))[1] == "ValueError nowhere"
