@@ -323,9 +323,11 @@ def parse_faults(slow_ranks: Sequence[str], lost_nics: Sequence[int]) -> Faults:
 
 def _staging(config: RunConfig, source_bytes: int) -> Staging:
     """What the watermark leaves on a trainer rank, as the rank's own pipeline reckons."""
-    sync, device = config.weight_sync, config.cluster.device.value
-    reserved = reserved_bytes(device, sync.watermark_bytes, source_bytes, verify_hashes=sync.verify_hashes)
-    return Staging(watermark_bytes=sync.watermark_bytes, reserved_bytes=reserved)
+    sync, device, has_changes = config.weight_sync, config.cluster.device.value, config.weight_sync.delta_bytes > 0
+    reserved = reserved_bytes(
+        device, sync.watermark_bytes, source_bytes, verify_hashes=sync.verify_hashes, has_changes=has_changes
+    )
+    return Staging(watermark_bytes=sync.watermark_bytes, reserved_bytes=reserved, has_changes=has_changes)
 
 
 def _predicted(

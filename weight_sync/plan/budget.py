@@ -97,11 +97,18 @@ def scratch_bytes(device_type: str, watermark_bytes: int) -> int:
 
 
 def reserved_bytes(
-    device_type: str, watermark_bytes: int, source_temporary_bytes: int, *, verify_hashes: bool = True
+    device_type: str,
+    watermark_bytes: int,
+    source_temporary_bytes: int,
+    *,
+    verify_hashes: bool = True,
+    has_changes: bool = False,
 ) -> int:
-    """What a rank's pipeline holds beside its slots: hash sums and scratch, and what the source declares."""
+    """What a rank's pipeline holds beside its slots: hash sums and scratch, counts of changes (four bytes where a sum
+    has eight), and what the source declares."""
     scratch = scratch_bytes(device_type, watermark_bytes) if verify_hashes else 0
-    return sums_bytes(watermark_bytes) + scratch + source_temporary_bytes
+    counts = sums_bytes(watermark_bytes) // 2 if has_changes else 0
+    return sums_bytes(watermark_bytes) + counts + scratch + source_temporary_bytes
 
 
 def aligned(num_bytes: Any) -> Any:

@@ -38,7 +38,7 @@ import torch
 from weight_sync.errors import PlanError, WatermarkError
 from weight_sync.integrity import compile_kernels
 from weight_sync.layout import Binding, Destination
-from weight_sync.plan.budget import NUM_SLOTS, Staging, aligned, reserved_bytes, sums_bytes
+from weight_sync.plan.budget import NUM_SLOTS, Staging, aligned, reserved_bytes
 from weight_sync.plan.columns import Flags
 from weight_sync.plan.tasks import Task
 from weight_sync.publish.landings import Landing
@@ -124,9 +124,12 @@ class Pipeline:
         )
 
     def _reserved_bytes(self, source_bytes: int) -> int:
-        counts = 0 if self._marking is None else sums_bytes(self._watermark_bytes) // 2
-        return counts + reserved_bytes(
-            self._device.type, self._watermark_bytes, source_bytes, verify_hashes=self._verify_hashes
+        return reserved_bytes(
+            self._device.type,
+            self._watermark_bytes,
+            source_bytes,
+            verify_hashes=self._verify_hashes,
+            has_changes=self._marking is not None,
         )
 
     def load(self, tasks: Sequence[Task], places: Places | None = None, takes_changes: Flags | None = None) -> None:

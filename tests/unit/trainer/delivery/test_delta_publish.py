@@ -277,3 +277,23 @@ def test_a_part_of_a_zone_is_never_left():
     assert [landing.take(size) for size in (1, 16, 20, 16)] == [16, 32, None, 48]
     assert landing.take(1) is None
     assert replace(landing, rows=[(1, 2, 3, 4, 5)]).to_bytes() == np.array([1, 2, 3, 4, 5], "<i8").tobytes()
+
+
+def test_an_engine_whose_publisher_died_amid_changes_gets_every_byte_of_the_next_one(make_world):
+    """Streams have landed, and nobody commits; a publisher that comes later is told nothing of what it holds."""
+    world = make_world()
+    for _ in range(2):
+        world.publish()
+        world.step()
+    with pytest.MonkeyPatch.context() as patch:
+
+        def dies(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr("weight_sync.publish.transaction.Transaction.finish", dies)
+        with pytest.raises(KeyboardInterrupt):
+            world.publish()
+    assert not world.engines[0].receivers[0].state.is_serving
+    report = world.publish()
+    assert report.num_committed == 1 and world.all_hold_it()
+    assert report.num_bytes == world.whole_bytes
