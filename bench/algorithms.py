@@ -49,6 +49,7 @@ from orchestrator.loop.samples import advantage_function, draft_samples, filled 
 from orchestrator.loop.updates import score, update  # noqa: E402
 from rollout.rewards.examples import share_of_answer  # noqa: E402
 from rollout.types import Group, Prompt, Rollout  # noqa: E402
+from trainer.options import TrainerOptions  # noqa: E402
 from trainer.rank import TrainerRank  # noqa: E402
 from trainer.scoring import Scorer  # noqa: E402
 from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores  # noqa: E402
@@ -165,11 +166,22 @@ class Policy:
         self._config, self.prompts = config, PromptRows(config, TextEncoder(folder))
         self._held_out = [prompt for part in self.prompts.held_out().values() for prompt in part]
         self.rank = TrainerRank(
-            model=config.model, trainer=config.trainer, algorithm=config.algorithm, sampling_temperature=1.0,
-            weight_sync=config.weight_sync, seed=config.run.seed,
-            num_steps=config.run.num_steps * config.algorithm.updates_per_step, rank=0, world_size=1, rendezvous="",
-            device="cpu", hf_config=self.hf_config, sync_key=b"nobody connects", parity=config.parity,
-        )  # fmt: skip
+            TrainerOptions(
+                model=config.model,
+                trainer=config.trainer,
+                algorithm=config.algorithm,
+                sampling_temperature=1.0,
+                weight_sync=config.weight_sync,
+                seed=config.run.seed,
+                num_steps=config.run.num_steps * config.algorithm.updates_per_step,
+                world_size=1,
+                rendezvous="",
+                device="cpu",
+                hf_config=self.hf_config,
+                sync_key=b"nobody connects",
+                parity=config.parity,
+            )
+        )
         self.rank.load()
 
     def evaluate(self) -> float:

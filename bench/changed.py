@@ -48,6 +48,7 @@ from conf.schema import (  # noqa: E402
     WeightSyncConfig,
 )
 from trainer.delivery.merged_source import TrainerWeightSource  # noqa: E402
+from trainer.options import TrainerOptions  # noqa: E402
 from trainer.rank import TrainerRank  # noqa: E402
 from trainer.types import Denominators, Sample  # noqa: E402
 
@@ -61,26 +62,27 @@ def rank_of(args: argparse.Namespace, kind: str, lr: float, device: str) -> Trai
     dtype = DType.bfloat16 if device == "cuda" else DType.float32  # CPUs multiply float32 faster
     from_random = ModelConfig(init=Init.random, hf_config=hf_config, dtype=dtype)
     rank = TrainerRank(
-        model=from_random if kind.endswith("random") else ModelConfig(path=args.model, dtype=dtype),
-        trainer=TrainerConfig(
-            mode=TrainMode.full if kind.startswith("full") else TrainMode.lora,
-            lora=LoraConfig(rank=args.rank, alpha=2.0 * args.rank),
-            optim=OptimConfig(lr=lr),
-            activation_checkpointing=False,
-            cuda_graph_tokens=0,
-        ),
-        algorithm=AlgorithmConfig(objective=Objective.sft),
-        sampling_temperature=1.0,
-        weight_sync=WeightSyncConfig(),
-        seed=args.seed,
-        num_steps=1000,
-        rank=0,
-        world_size=1,
-        rendezvous="",
-        device=device,
-        hf_config=hf_config,
-        sync_key=b"",
-    )  # fmt: skip
+        TrainerOptions(
+            model=from_random if kind.endswith("random") else ModelConfig(path=args.model, dtype=dtype),
+            trainer=TrainerConfig(
+                mode=TrainMode.full if kind.startswith("full") else TrainMode.lora,
+                lora=LoraConfig(rank=args.rank, alpha=2.0 * args.rank),
+                optim=OptimConfig(lr=lr),
+                activation_checkpointing=False,
+                cuda_graph_tokens=0,
+            ),
+            algorithm=AlgorithmConfig(objective=Objective.sft),
+            sampling_temperature=1.0,
+            weight_sync=WeightSyncConfig(),
+            seed=args.seed,
+            num_steps=1000,
+            world_size=1,
+            rendezvous="",
+            device=device,
+            hf_config=hf_config,
+            sync_key=b"",
+        )
+    )
     rank.load()
     return rank
 

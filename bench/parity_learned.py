@@ -85,6 +85,7 @@ class LearnedRow:
     def __init__(self, name: str, args: argparse.Namespace, folder: Path) -> None:
         from conf import schema
         from orchestrator.inputs.model_folder import resolve_hf_config
+        from trainer.options import TrainerOptions
         from trainer.rank import TrainerRank
 
         self.args, self.is_chat = args, name == MODEL_ROW
@@ -105,19 +106,20 @@ class LearnedRow:
             cuda_graph_tokens=0,
         )
         self.rank = TrainerRank(
-            model=model,
-            trainer=trainer,
-            algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),
-            sampling_temperature=1.0,
-            weight_sync=schema.WeightSyncConfig(),
-            seed=SEED,
-            num_steps=max(args.learn_steps),
-            rank=0,
-            world_size=1,
-            rendezvous="",
-            device=args.device,
-            hf_config=hf_config,
-            sync_key=b"slipstream-bench-parity",
+            TrainerOptions(
+                model=model,
+                trainer=trainer,
+                algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),
+                sampling_temperature=1.0,
+                weight_sync=schema.WeightSyncConfig(),
+                seed=SEED,
+                num_steps=max(args.learn_steps),
+                world_size=1,
+                rendezvous="",
+                device=args.device,
+                hf_config=hf_config,
+                sync_key=b"slipstream-bench-parity",
+            )
         )
         self.rank.load()
         decoder = self.rank.decoder
@@ -171,7 +173,7 @@ class LearnedRow:
         samples = [sample_of(one.tokens, one.num_prompt_tokens) for one in responses]
         version = self.rank.policy_version
         samples = [replace(one, oldest_version=version) for one in samples]
-        forward = replace(self.rank._forward, decoder=decoder)
+        forward = replace(self.rank.policy, decoder=decoder)
         parts = [forward.scores(part, version) for part in microbatches(samples)]
         return [logprob for part in parts for one in part for logprob in one.logprobs.tolist()]
 

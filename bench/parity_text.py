@@ -44,30 +44,32 @@ def train_on_text(hf_config: dict[str, Any], folder: Path, args: argparse.Namesp
     import numpy as np
 
     from conf import schema
+    from trainer.options import TrainerOptions
     from trainer.rank import TrainerRank
     from trainer.types import Denominators, Sample
 
     num_steps, batch = (4, 2) if args.tiny else (100_000, 64)
     rank = TrainerRank(
-        model=schema.ModelConfig(
-            init=schema.Init.random, hf_config=hf_config, init_std=0.02, dtype=schema.DType.bfloat16
-        ),
-        trainer=schema.TrainerConfig(
-            mode=schema.TrainMode.full,
-            optim=schema.OptimConfig(lr=1e-3, warmup_steps=20),
-            activation_checkpointing=False,
-        ),
-        algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),
-        sampling_temperature=1.0,
-        weight_sync=schema.WeightSyncConfig(),
-        seed=SEED,
-        num_steps=num_steps,
-        rank=0,
-        world_size=1,
-        rendezvous="",
-        device=args.device,
-        hf_config=hf_config,
-        sync_key=b"slipstream-bench-parity",
+        TrainerOptions(
+            model=schema.ModelConfig(
+                init=schema.Init.random, hf_config=hf_config, init_std=0.02, dtype=schema.DType.bfloat16
+            ),
+            trainer=schema.TrainerConfig(
+                mode=schema.TrainMode.full,
+                optim=schema.OptimConfig(lr=1e-3, warmup_steps=20),
+                activation_checkpointing=False,
+            ),
+            algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),
+            sampling_temperature=1.0,
+            weight_sync=schema.WeightSyncConfig(),
+            seed=SEED,
+            num_steps=num_steps,
+            world_size=1,
+            rendezvous="",
+            device=args.device,
+            hf_config=hf_config,
+            sync_key=b"slipstream-bench-parity",
+        )
     )
     rank.load()
     text = np.frombuffer(real_text()[: -(TEXT_BYTES // 64)], np.uint8).astype(np.int32)

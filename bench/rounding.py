@@ -64,6 +64,7 @@ from conf.schema import (  # noqa: E402
     WeightSyncConfig,
 )
 from trainer.adapter_io import load_adapter  # noqa: E402
+from trainer.options import TrainerOptions  # noqa: E402
 from trainer.rank import TrainerRank  # noqa: E402
 from trainer.types import Denominators, Sample  # noqa: E402
 from trainer.weights.shards import local_shards  # noqa: E402
@@ -100,26 +101,26 @@ class Trained:
     def __init__(self, args: argparse.Namespace, base: str, lora: LoraConfig, seed: int, device: str) -> None:
         self.args, self.is_fp8 = args, base != "bf16"
         self.rank = TrainerRank(
-            # CPUs multiply float32 faster; the base's values are those of bfloat16 either way.
-            model=ModelConfig(path=args.model, dtype=DType.bfloat16 if device == "cuda" else DType.float32),
-            trainer=TrainerConfig(
-                lora=lora,
-                optim=OptimConfig(lr=args.lr),
-                numerics=NumericsByPlace(adapters=AdapterValues(args.values)),
-                activation_checkpointing=False,
-                cuda_graph_tokens=0,
-            ),
-            algorithm=AlgorithmConfig(objective=Objective.sft),
-            sampling_temperature=1.0,
-            weight_sync=WeightSyncConfig(),
-            seed=seed,
-            num_steps=max(args.steps),
-            rank=0,
-            world_size=1,
-            rendezvous="",
-            device=device,
-            hf_config=json.loads((Path(args.model) / "config.json").read_text()),
-            sync_key=b"",
+            TrainerOptions(
+                model=ModelConfig(path=args.model, dtype=DType.bfloat16 if device == "cuda" else DType.float32),
+                trainer=TrainerConfig(
+                    lora=lora,
+                    optim=OptimConfig(lr=args.lr),
+                    numerics=NumericsByPlace(adapters=AdapterValues(args.values)),
+                    activation_checkpointing=False,
+                    cuda_graph_tokens=0,
+                ),
+                algorithm=AlgorithmConfig(objective=Objective.sft),
+                sampling_temperature=1.0,
+                weight_sync=WeightSyncConfig(),
+                seed=seed,
+                num_steps=max(args.steps),
+                world_size=1,
+                rendezvous="",
+                device=device,
+                hf_config=json.loads((Path(args.model) / "config.json").read_text()),
+                sync_key=b"",
+            )
         )
         self.rank.load()
         if base == "fp8":
@@ -243,7 +244,7 @@ def adapter_rows(args: argparse.Namespace, base: str, device: str) -> Iterator[d
             continue
         fields = json.loads(config.read_text())
         seed = int(found[2])
-        if trained is None or trained.rank._seed != seed:
+        if trained is None or trained.rank._options.seed != seed:
             trained = Trained(args, base, LoraConfig(rank=fields["r"], alpha=fields["lora_alpha"]), seed, device)
         with torch.no_grad():
             load_adapter(trained.rank.decoder, config.parent)

@@ -30,29 +30,31 @@ class Subject:
 
     def __init__(self, shape: str, args: argparse.Namespace) -> None:
         from conf import schema
+        from trainer.options import TrainerOptions
         from trainer.rank import TrainerRank
 
         bfloat16 = schema.DType.bfloat16
         self.rank = TrainerRank(
-            model=schema.ModelConfig(
-                init=schema.Init.random, hf_config=ROWS[shape].config(args.tiny), init_std=0.02, dtype=bfloat16
-            ),
-            trainer=schema.TrainerConfig(
-                lora=schema.LoraConfig(rank=args.rank, alpha=2.0 * args.rank),
-                numerics=schema.NumericsByPlace(own=schema.Roundings(attention=schema.AttentionValues.own)),
-                max_microbatch_tokens=16384,
-            ),
-            algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),
-            sampling_temperature=1.0,
-            weight_sync=schema.WeightSyncConfig(),
-            seed=0,
-            num_steps=1000,
-            rank=0,
-            world_size=1,
-            rendezvous="",
-            device=args.device,
-            hf_config=ROWS[shape].config(args.tiny),
-            sync_key=b"slipstream-bench-numerics",
+            TrainerOptions(
+                model=schema.ModelConfig(
+                    init=schema.Init.random, hf_config=ROWS[shape].config(args.tiny), init_std=0.02, dtype=bfloat16
+                ),
+                trainer=schema.TrainerConfig(
+                    lora=schema.LoraConfig(rank=args.rank, alpha=2.0 * args.rank),
+                    numerics=schema.NumericsByPlace(own=schema.Roundings(attention=schema.AttentionValues.own)),
+                    max_microbatch_tokens=16384,
+                ),
+                algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),
+                sampling_temperature=1.0,
+                weight_sync=schema.WeightSyncConfig(),
+                seed=0,
+                num_steps=1000,
+                world_size=1,
+                rendezvous="",
+                device=args.device,
+                hf_config=ROWS[shape].config(args.tiny),
+                sync_key=b"slipstream-bench-numerics",
+            )
         )
         self.rank.load()
         self.vocab = ROWS[shape].config(args.tiny)["vocab_size"]

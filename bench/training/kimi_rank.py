@@ -26,6 +26,7 @@ from bench.environment import ROOT
 from conf import schema
 from trainer.moe.experts import Experts
 from trainer.moe.router import Router, Routing
+from trainer.options import TrainerOptions
 from trainer.parallel import local_part
 from trainer.rank import TrainerRank
 from trainer.step.adamw import MOMENTS
@@ -103,7 +104,7 @@ class ForcedRouting:
     """Replaces each router's choice but not its work: it still computes scores, and its weights and gradients count."""
 
     def __init__(self, rank: TrainerRank, layout_rank: int, num_tokens: int, device: torch.device) -> None:
-        self._routers = [m for m in rank._loaded().modules() if isinstance(m, Router)]
+        self._routers = [m for m in rank.decoder.modules() if isinstance(m, Router)]
         self._forwards = [router.forward for router in self._routers]
         self._rank, self._num_tokens, self._device = layout_rank, num_tokens, device
 
@@ -138,27 +139,29 @@ def make_rank(case: Case, rank: int, world_size: int, rendezvous: str) -> Traine
     """Make a loaded rank with random INT4 experts."""
     config = hf_config(case, world_size)
     made = TrainerRank(
-        model=schema.ModelConfig(init=schema.Init.random, hf_config=config, dtype=schema.DType.bfloat16),
-        trainer=schema.TrainerConfig(
-            num_ranks=world_size,
-            ep_size=world_size,
-            lora=schema.LoraConfig(
-                rank=case.lora_rank, alpha=2.0 * case.lora_rank, dtype=schema.DType(case.adapter_dtype)
+        TrainerOptions(
+            model=schema.ModelConfig(init=schema.Init.random, hf_config=config, dtype=schema.DType.bfloat16),
+            trainer=schema.TrainerConfig(
+                num_ranks=world_size,
+                ep_size=world_size,
+                lora=schema.LoraConfig(
+                    rank=case.lora_rank, alpha=2.0 * case.lora_rank, dtype=schema.DType(case.adapter_dtype)
+                ),
+                optim=schema.OptimConfig(lr=1e-5, state=schema.OptimState(case.state)),
+                activation_checkpointing=True,
             ),
-            optim=schema.OptimConfig(lr=1e-5, state=schema.OptimState(case.state)),
-            activation_checkpointing=True,
+            algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),
+            sampling_temperature=1.0,
+            weight_sync=schema.WeightSyncConfig(),
+            seed=SEED,
+            num_steps=1000,
+            world_size=world_size,
+            rendezvous=rendezvous,
+            device=case.device,
+            hf_config=config,
+            sync_key=b"slipstream-bench-kimi-slice",
         ),
-        algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),
-        sampling_temperature=1.0,
-        weight_sync=schema.WeightSyncConfig(),
-        seed=SEED,
-        num_steps=1000,
         rank=rank,
-        world_size=world_size,
-        rendezvous=rendezvous,
-        device=case.device,
-        hf_config=config,
-        sync_key=b"slipstream-bench-kimi-slice",
     )
     made.load()
     return made
@@ -184,7 +187,7 @@ def samples_of(lengths: tuple[int, ...], vocab_size: int, rank: int, version: in
 def step(made: TrainerRank, rank: int, world_size: int, lengths: tuple[int, ...]) -> float:
     """Run forward, backward and update. Returns the seconds until the device is done."""
     version = made.policy_version
-    samples = samples_of(lengths, made._loaded().spec.vocab_size, rank, version)
+    samples = samples_of(lengths, made.decoder.spec.vocab_size, rank, version)
     num_tokens = sum(sample.num_valid_tokens for sample in samples) * world_size
     if dist.is_initialized():
         dist.barrier()
@@ -214,15 +217,15 @@ def timed_steps(
 
 def memory(made: TrainerRank) -> dict[str, float]:
     """GB on this rank by component, right after a step; the rest of the peak is activations and scratch."""
-    decoder = made._loaded()
+    decoder = made.decoder
 
     def size(tensors: Any) -> float:
         return sum(t.numel() * t.element_size() for t in tensors) / 1e9
 
     banks = [m.packed for m in decoder.modules() if isinstance(m, Experts) and m.packed is not None]
     frozen = [local_part(p)[0] for p in decoder.parameters() if not p.requires_grad]
-    adapters = [shard.values for shard in made._shards]
-    state = [t for name, t in made._optimizer.state_tensors().items() if any(m in name for m in MOMENTS)]
+    adapters = [shard.values for shard in made.learner.shards]
+    state = [t for name, t in made.learner.state_tensors().items() if any(m in name for m in MOMENTS)]
     found = {
         "packed_experts": sum(bank.num_bytes for bank in banks) / 1e9,
         "unpacked_experts": 2
@@ -287,7 +290,7 @@ def run_case(rank: int, world_size: int, rendezvous: str, case: Case) -> Iterato
     began = time.perf_counter()
     made = make_rank(case, rank, world_size, rendezvous)
     result: dict[str, Any] = {"case": asdict(case), "load_s": time.perf_counter() - began, "routings": {}}
-    result["backends"] = made._loaded().backends
+    result["backends"] = made.decoder.backends
     config = hf_config(case, world_size)
     first_lengths, first_wanted = next(iter(case.workloads.values()))
     num_tokens = sum(first_lengths)

@@ -18,30 +18,32 @@ class Ours:
 
     def __init__(self, config: dict[str, Any], state: str, args: argparse.Namespace) -> None:
         from conf import schema
+        from trainer.options import TrainerOptions
         from trainer.rank import TrainerRank
 
         adapters = "float32" if state in ("float32", "host") else "bfloat16"
         moments = "bfloat16" if state == "offload" else state
         self.rank = TrainerRank(
-            model=schema.ModelConfig(init=schema.Init.random, hf_config=config, dtype=schema.DType.bfloat16),
-            trainer=schema.TrainerConfig(
-                lora=schema.LoraConfig(rank=args.rank, alpha=2.0 * args.rank, dtype=schema.DType(adapters)),
-                optim=schema.OptimConfig(lr=1e-5, state=schema.OptimState(moments)),
-                activation_checkpointing=True,
-                activations_on_host=state == "offload",
-                embedding_on_host=state == "int8",
-            ),
-            algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),
-            sampling_temperature=1.0,
-            weight_sync=schema.WeightSyncConfig(),
-            seed=SEED,
-            num_steps=1000,
-            rank=0,
-            world_size=1,
-            rendezvous="",
-            device=args.device,
-            hf_config=config,
-            sync_key=b"slipstream-bench-trainer",
+            TrainerOptions(
+                model=schema.ModelConfig(init=schema.Init.random, hf_config=config, dtype=schema.DType.bfloat16),
+                trainer=schema.TrainerConfig(
+                    lora=schema.LoraConfig(rank=args.rank, alpha=2.0 * args.rank, dtype=schema.DType(adapters)),
+                    optim=schema.OptimConfig(lr=1e-5, state=schema.OptimState(moments)),
+                    activation_checkpointing=True,
+                    activations_on_host=state == "offload",
+                    embedding_on_host=state == "int8",
+                ),
+                algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),
+                sampling_temperature=1.0,
+                weight_sync=schema.WeightSyncConfig(),
+                seed=SEED,
+                num_steps=1000,
+                world_size=1,
+                rendezvous="",
+                device=args.device,
+                hf_config=config,
+                sync_key=b"slipstream-bench-trainer",
+            )
         )
         self.facts = {"backends": self.rank.load()["backends"]}
         self.rank._writes.finish()  # it page-locks memory for checkpoints, and the device waits for that
@@ -49,12 +51,13 @@ class Ours:
     @property
     def graph_bytes(self) -> int:
         """Device memory of CUDA graphs, which torch does not count as allocated."""
-        return 0 if self.rank._graphs is None else self.rank._graphs.peak_bytes
+        graphs = self.rank.policy.graphs
+        return 0 if graphs is None else graphs.peak_bytes
 
     @property
     def decoder(self) -> Any:
         """The model."""
-        return self.rank._loaded()
+        return self.rank.decoder
 
     def keep_gate_up(self, share: float) -> None:
         """Train from now on as with this trainer.gate_up_kept."""
@@ -65,8 +68,8 @@ class Ours:
 
     def begin_length(self, gate_up_kept: float | None) -> None:
         """As a run that has only the length that comes next. None: trainer.gate_up_kept stays."""
-        if self.rank._graphs is not None:
-            self.rank._graphs.forget()
+        if (graphs := self.rank.policy.graphs) is not None:
+            graphs.forget()
         if gate_up_kept is not None:
             self.keep_gate_up(gate_up_kept)
 

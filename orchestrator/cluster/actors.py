@@ -15,7 +15,6 @@ import logging
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,36 +36,10 @@ TELL_S = 1.0
 """How long the actor of a worker whose process has ended goes on answering."""
 
 if TYPE_CHECKING:
-    from conf.schema import (
-        AlgorithmConfig,
-        ModelConfig,
-        ParityConfig,
-        TrainerConfig,
-        WeightSyncConfig,
-    )
+    from trainer.options import TrainerOptions
     from trainer.rank import TrainerRank
     from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
     from weight_sync.publish.report import PublishReport
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerOptions:
-    """What every trainer rank of a run is built from (trainer.rank.TrainerRank has the meanings)."""
-
-    model: ModelConfig
-    trainer: TrainerConfig
-    algorithm: AlgorithmConfig
-    sampling_temperature: float
-    weight_sync: WeightSyncConfig
-    seed: int
-    num_updates: int
-    world_size: int
-    rendezvous: str
-    device: str
-    hf_config: dict[str, Any]
-    sync_key: bytes
-    parity: ParityConfig
-    engine_ranks: int
 
 
 class TrainerActor:
@@ -110,24 +83,7 @@ class TrainerActor:
 
         host = nodes.address_of_this_node(is_only=is_only_node)
         nodes.meet_over(host)
-        self._started = TrainerRank(
-            model=options.model,
-            trainer=options.trainer,
-            algorithm=options.algorithm,
-            sampling_temperature=options.sampling_temperature,
-            weight_sync=options.weight_sync,
-            seed=options.seed,
-            num_steps=options.num_updates,
-            rank=rank,
-            world_size=options.world_size,
-            rendezvous=options.rendezvous,
-            device=options.device,
-            hf_config=options.hf_config,
-            sync_key=options.sync_key,
-            host=host,
-            parity=options.parity,
-            engine_ranks=options.engine_ranks,
-        )
+        self._started = TrainerRank(options, rank=rank, host=host)
         if self._reserved is not None:
             self._reserved.close()
             self._reserved = None

@@ -16,12 +16,13 @@ from conf.functions import absolute
 from conf.plural import counted
 from conf.schema import Objective, RunConfig, TrainMode
 from fleet.waiting import all_started
-from orchestrator.cluster.actors import TrainerActor, TrainerOptions
+from orchestrator.cluster.actors import TrainerActor
 from orchestrator.cluster.ray_cluster import RayCluster
 from orchestrator.cluster.ray_handles import RayTrainerGroup
 from orchestrator.environment import RunDevice
 from orchestrator.errors import TrainingStopped
 from orchestrator.files.startup import Startup
+from trainer.options import TrainerOptions
 from trainer.step.warm_up import full_microbatch
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ async def start_trainer_ranks(
         sampling_temperature=config.rollout.sampling.temperature,
         weight_sync=config.weight_sync,
         seed=config.run.seed,
-        num_updates=config.run.num_steps * config.algorithm.updates_per_step,
+        num_steps=config.run.num_steps * config.algorithm.updates_per_step,
         world_size=len(bundles),
         rendezvous=rendezvous,
         device=device,

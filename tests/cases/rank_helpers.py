@@ -29,6 +29,7 @@ from conf.schema import (
     TrainMode,
     WeightSyncConfig,
 )
+from trainer.options import TrainerOptions
 from trainer.parallel import sharded_rows
 from trainer.rank import TrainerRank
 from trainer.types import Denominators, Sample
@@ -83,27 +84,29 @@ def make_rank(
     """A rank of the tiny policy."""
     hf_config = dict(hf_config or MOE_CONFIG)
     made = TrainerRank(
-        model=ModelConfig(init=Init.random, hf_config=hf_config, init_std=0.2, dtype=dtype),
-        trainer=_OfFewTokens(
-            num_ranks=num_ranks or world_size,
-            ep_size=ep_size,
-            mode=mode,
-            lora=replace(LORA, dtype=lora_dtype, init_from=None if init_from is None else str(init_from)),
-            optim=optim or OptimConfig(lr=1e-2),
-            activations_on_host=activations_on_host,
+        TrainerOptions(
+            model=ModelConfig(init=Init.random, hf_config=hf_config, init_std=0.2, dtype=dtype),
+            trainer=_OfFewTokens(
+                num_ranks=num_ranks or world_size,
+                ep_size=ep_size,
+                mode=mode,
+                lora=replace(LORA, dtype=lora_dtype, init_from=None if init_from is None else str(init_from)),
+                optim=optim or OptimConfig(lr=1e-2),
+                activations_on_host=activations_on_host,
+            ),
+            algorithm=algorithm or AlgorithmConfig(),
+            sampling_temperature=0.9,
+            weight_sync=weight_sync or WeightSyncConfig(),
+            seed=3,
+            num_steps=10,
+            world_size=world_size,
+            rendezvous=rendezvous,
+            device="cpu",
+            hf_config=hf_config,
+            sync_key=SYNC_KEY,
+            parity=parity or ParityConfig(),
         ),
-        algorithm=algorithm or AlgorithmConfig(),
-        sampling_temperature=0.9,
-        weight_sync=weight_sync or WeightSyncConfig(),
-        seed=3,
-        num_steps=10,
         rank=rank,
-        world_size=world_size,
-        rendezvous=rendezvous,
-        device="cpu",
-        hf_config=hf_config,
-        sync_key=SYNC_KEY,
-        parity=parity,
     )
     if is_loaded:
         made.load()

@@ -24,6 +24,7 @@ from conf.schema import Device, LoraConfig, RunConfig, SamplingConfig
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from rollout.types import AdapterSlotsSpec, Prompt
 from trainer.delivery.adapter_source import AdapterSource
+from trainer.options import TrainerOptions
 from trainer.rank import TrainerRank
 from trainer.weights.adapter_names import adapter_tensors, target_modules
 from weight_sync.layout import Region
@@ -123,10 +124,21 @@ async def compare(tmp_path: Path, tp_size: int) -> None:
     )  # fmt: skip
     address = await worker.start()
     trainer = TrainerRank(
-        model=config.model, trainer=config.trainer, algorithm=config.algorithm, sampling_temperature=1.0,
-        weight_sync=config.weight_sync, seed=3, num_steps=4, rank=0, world_size=1, rendezvous="", device="cuda",
-        hf_config=config.model.hf_config, sync_key=KEY,
-    )  # fmt: skip
+        TrainerOptions(
+            model=config.model,
+            trainer=config.trainer,
+            algorithm=config.algorithm,
+            sampling_temperature=1.0,
+            weight_sync=config.weight_sync,
+            seed=3,
+            num_steps=4,
+            world_size=1,
+            rendezvous="",
+            device="cuda",
+            hf_config=config.model.hf_config,
+            sync_key=KEY,
+        )
+    )
     try:
         trainer.load()
         trainer.save_merged(tmp_path / "base")  # B is still zero: the merged model is the base

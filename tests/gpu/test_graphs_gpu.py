@@ -24,6 +24,7 @@ from conf.schema import (
     WeightSyncConfig,
 )
 from trainer.model import graphs
+from trainer.options import TrainerOptions
 from trainer.rank import TrainerRank
 from trainer.step.warm_up import made_up_samples
 from trainer.types import Denominators, Sample
@@ -44,20 +45,21 @@ def make_rank(hf_config: dict[str, Any], *, cuda_graph_tokens: int, **options: A
     chunks = type("OfFewTokens", (TrainerConfig,), {"logprob_chunk_tokens": lambda self, vocab_size: 256})
     trainer = chunks(lora=LoraConfig(rank=8, alpha=16.0), cuda_graph_tokens=cuda_graph_tokens, **options)
     rank = TrainerRank(
-        model=ModelConfig(init=Init.random, hf_config=hf_config, dtype=DType.bfloat16),
-        trainer=trainer,
-        algorithm=AlgorithmConfig(objective=Objective.sft),
-        sampling_temperature=1.0,
-        weight_sync=WeightSyncConfig(),
-        seed=3,
-        num_steps=100,
-        rank=0,
-        world_size=1,
-        rendezvous="",
-        device="cuda",
-        hf_config=hf_config,
-        sync_key=b"0123456789abcdef-test-key",
-        parity=ParityConfig(replay_routing=False),
+        TrainerOptions(
+            model=ModelConfig(init=Init.random, hf_config=hf_config, dtype=DType.bfloat16),
+            trainer=trainer,
+            algorithm=AlgorithmConfig(objective=Objective.sft),
+            sampling_temperature=1.0,
+            weight_sync=WeightSyncConfig(),
+            seed=3,
+            num_steps=100,
+            world_size=1,
+            rendezvous="",
+            device="cuda",
+            hf_config=hf_config,
+            sync_key=b"0123456789abcdef-test-key",
+            parity=ParityConfig(replay_routing=False),
+        )
     )
     rank.load()
     return rank
@@ -83,7 +85,7 @@ def gradients_of(
         stats = rank.forward_backward(batch, Denominators(num_tokens, 8, 0, num_possible_tokens=num_tokens))
         trained = [p.grad for p in rank.decoder.parameters() if p.requires_grad and p.grad is not None]
         results.append((stats.sums, [gradient.clone() for gradient in trained]))
-        rank._drop_gradients()
+        rank.learner.drop_gradients()
     return results
 
 
@@ -94,8 +96,8 @@ def test_replays_are_the_decoder(family: str, mode: TrainMode, lengths: tuple[li
     """All but a size's first microbatch are replayed, and gradients of a step's microbatches add up."""
     plain, replayed = (make_rank(FAMILIES[family], mode=mode, cuda_graph_tokens=size) for size in (0, 8192))
     wanted, found = (gradients_of(rank, list(lengths)) for rank in (plain, replayed))
-    assert plain._graphs is None and replayed._graphs is not None
-    assert replayed._graphs.num_replays == 8
+    assert plain.policy.graphs is None and replayed.policy.graphs is not None
+    assert replayed.policy.graphs.num_replays == 8
     for (sums, gradients), (expected_sums, expected) in zip(found, wanted, strict=True):
         for name, value in expected_sums.items():
             assert sums[name] == pytest.approx(value, rel=1e-2), name
@@ -120,7 +122,7 @@ def test_replays_use_new_weights_and_count_flipped_routes() -> None:
         assert replayed["loss/total_sum"] == pytest.approx(plain["loss/total_sum"], rel=1e-2)
         assert replayed["parity/num_routings"] == plain["parity/num_routings"]
         assert replayed["parity/num_flipped"] == pytest.approx(plain["parity/num_flipped"], rel=0.05)
-    assert ranks[1]._graphs is not None and ranks[1]._graphs.num_replays == 3
+    assert ranks[1].policy.graphs is not None and ranks[1].policy.graphs.num_replays == 3
 
 
 def test_a_capture_that_fails_leaves_the_run_as_it_was(monkeypatch: Any, caplog: Any) -> None:
@@ -136,6 +138,6 @@ def test_a_capture_that_fails_leaves_the_run_as_it_was(monkeypatch: Any, caplog:
     with caplog.at_level(logging.WARNING):
         wanted, found = (gradients_of(rank, list(SHORT)) for rank in (plain, refused))
     assert "run without CUDA graphs from now on" in caplog.text
-    assert refused._graphs is not None and refused._graphs.num_replays == 0
+    assert refused.policy.graphs is not None and refused.policy.graphs.num_replays == 0
     for (_, gradients), (_, expected) in zip(found, wanted, strict=True):
         assert all(relative_error(one, other) < 2e-2 for one, other in zip(gradients, expected, strict=True))

@@ -26,6 +26,7 @@ from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import Rollout
 from rollout.worker import RolloutWorker
 from trainer.delivery.adapter_source import AdapterSource
+from trainer.options import TrainerOptions
 from trainer.rank import TrainerRank
 from trainer.types import Denominators, Sample
 from weight_sync.layout import Region
@@ -77,10 +78,21 @@ async def compare(tmp_path: Path, model: str) -> None:
     )  # fmt: skip
     address = await worker.start()
     trainer = TrainerRank(
-        model=config.model, trainer=config.trainer, algorithm=config.algorithm, sampling_temperature=1.0,
-        weight_sync=config.weight_sync, seed=3, num_steps=4, rank=0, world_size=1, rendezvous="", device="cuda",
-        hf_config=prepared.hf_config, sync_key=KEY,
-    )  # fmt: skip
+        TrainerOptions(
+            model=config.model,
+            trainer=config.trainer,
+            algorithm=config.algorithm,
+            sampling_temperature=1.0,
+            weight_sync=config.weight_sync,
+            seed=3,
+            num_steps=4,
+            world_size=1,
+            rendezvous="",
+            device="cuda",
+            hf_config=prepared.hf_config,
+            sync_key=KEY,
+        )
+    )
     try:
         assert trainer.load()["packed_bytes"] > 0
         await asyncio.to_thread(trainer.delivery.connect, [address], None, [await worker.adapter_endpoint()])
@@ -137,7 +149,7 @@ def judge(
 
 def factors(trainer: TrainerRank, config: RunConfig) -> dict[str, Tensor]:
     """lora_A and scaled lora_B beside every adapted matrix."""
-    source = AdapterSource(trainer._loaded(), 0, config.trainer.lora)
+    source = AdapterSource(trainer.decoder, 0, config.trainer.lora)
     tensors: dict[str, Tensor] = {}
     for meta in source.layout().tensors:
         whole = torch.empty(meta.shape, device=trainer._device)

@@ -29,6 +29,7 @@ from orchestrator.loop.samples import build_samples, denominators_of
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import Group, Prompt, Rollout
 from rollout.worker import RolloutWorker
+from trainer.options import TrainerOptions
 from trainer.rank import TrainerRank
 
 pytestmark = [
@@ -104,10 +105,21 @@ async def started(folder: Path, mode: SyncMode, tp_size: int = 1) -> AsyncIterat
     )  # fmt: skip
     address = await worker.start()
     trainer = TrainerRank(
-        model=config.model, trainer=config.trainer, algorithm=config.algorithm, sampling_temperature=1.0,
-        weight_sync=config.weight_sync, seed=3, num_steps=4, rank=0, world_size=1, rendezvous="", device="cuda",
-        hf_config=config.model.hf_config, sync_key=KEY,
-    )  # fmt: skip
+        TrainerOptions(
+            model=config.model,
+            trainer=config.trainer,
+            algorithm=config.algorithm,
+            sampling_temperature=1.0,
+            weight_sync=config.weight_sync,
+            seed=3,
+            num_steps=4,
+            world_size=1,
+            rendezvous="",
+            device="cuda",
+            hf_config=config.model.hf_config,
+            sync_key=KEY,
+        )
+    )
     try:
         trainer.load()
         adapters = [await worker.adapter_endpoint()] if mode is SyncMode.adapter else []

@@ -29,6 +29,7 @@ from rollout.engine.vllm_engine import VllmEngine
 from rollout.errors import ReplicaNotServing
 from rollout.types import AdapterSlotsSpec, Prompt, Rollout
 from rollout.worker import RolloutWorker
+from trainer.options import TrainerOptions
 from trainer.rank import TrainerRank
 from trainer.weights.adapter_names import adapter_tensors, target_modules
 from weight_sync.publish.publisher import Publisher
@@ -151,10 +152,21 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
         device=Device.cpu, seed=1, tensors=tensors, key=KEY, adapters=slots_of(config), make_engine=WatchedEngine,
     )  # fmt: skip
     trainer = TrainerRank(
-        model=config.model, trainer=config.trainer, algorithm=config.algorithm, sampling_temperature=1.0,
-        weight_sync=config.weight_sync, seed=3, num_steps=4, rank=0, world_size=1, rendezvous="", device="cpu",
-        hf_config=config.model.hf_config, sync_key=KEY,
-    )  # fmt: skip
+        TrainerOptions(
+            model=config.model,
+            trainer=config.trainer,
+            algorithm=config.algorithm,
+            sampling_temperature=1.0,
+            weight_sync=config.weight_sync,
+            seed=3,
+            num_steps=4,
+            world_size=1,
+            rendezvous="",
+            device="cpu",
+            hf_config=config.model.hf_config,
+            sync_key=KEY,
+        )
+    )
     trainer.load()
     transport = FlippingTransport(timeout_s=20)
     assert isinstance(worker.engine, WatchedEngine)

@@ -31,6 +31,7 @@ from rollout.engine.vllm_engine import VllmEngine
 from rollout.errors import ReplicaNotServing
 from rollout.types import Progress, Prompt, Rollout
 from rollout.worker import RolloutWorker
+from trainer.options import TrainerOptions
 from trainer.rank import TrainerRank
 from weight_sync.errors import IntegrityError
 from weight_sync.publish.report import PublishReport
@@ -140,10 +141,21 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
     (folder / "config.json").write_text(json.dumps(config.model.hf_config))
     save_character_tokenizer(folder, vocab_size=64)
     trainer = TrainerRank(
-        model=config.model, trainer=config.trainer, algorithm=config.algorithm, sampling_temperature=1.0,
-        weight_sync=sync, seed=3, num_steps=4, rank=0, world_size=1,
-        rendezvous="", device="cpu", hf_config=config.model.hf_config, sync_key=KEY,
-    )  # fmt: skip
+        TrainerOptions(
+            model=config.model,
+            trainer=config.trainer,
+            algorithm=config.algorithm,
+            sampling_temperature=1.0,
+            weight_sync=sync,
+            seed=3,
+            num_steps=4,
+            world_size=1,
+            rendezvous="",
+            device="cpu",
+            hf_config=config.model.hf_config,
+            sync_key=KEY,
+        )
+    )
     trainer.load()
     tensors = tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
     handles: list[Handle] = []

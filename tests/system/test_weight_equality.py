@@ -47,14 +47,27 @@ def run_rank(rank: int, model: str, rendezvous: str, pipe: Connection) -> None:
     """One trainer rank: obeys (method, arguments) until told to stop."""
     from cases.rank_helpers import draw
 
+    from trainer.options import TrainerOptions
     from trainer.rank import TrainerRank
 
     config = config_of(model)
     trainer = TrainerRank(
-        model=config.model, trainer=config.trainer, algorithm=config.algorithm, sampling_temperature=1.0,
-        weight_sync=config.weight_sync, seed=3, num_steps=4, rank=rank, world_size=NUM_RANKS, rendezvous=rendezvous,
-        device="cpu", hf_config=config.model.hf_config, sync_key=KEY,
-    )  # fmt: skip
+        TrainerOptions(
+            model=config.model,
+            trainer=config.trainer,
+            algorithm=config.algorithm,
+            sampling_temperature=1.0,
+            weight_sync=config.weight_sync,
+            seed=3,
+            num_steps=4,
+            world_size=NUM_RANKS,
+            rendezvous=rendezvous,
+            device="cpu",
+            hf_config=config.model.hf_config,
+            sync_key=KEY,
+        ),
+        rank=rank,
+    )
     trainer.load()
     draw(trainer, 11 + rank, std=0.05)  # adapters start at B = 0, which would merge to nothing
     while (call := pipe.recv()) is not None:

@@ -287,7 +287,7 @@ def test_a_rank_trains_packed_experts_and_publishes_nothing_merged(kind, objecti
     rank = make_rank(hf_config=hf_config, algorithm=algorithm, dtype=DType.bfloat16, lora_dtype=DType.bfloat16,
                      optim=OptimConfig(lr=1e-2, state=OptimState.int8))  # fmt: skip
     samples = make_samples()
-    buffers = list(rank._loaded().buffers())
+    buffers = list(rank.decoder.buffers())
     bits = [buffer.clone() for buffer in buffers]
     losses = []
     for version in range(4):

@@ -1,0 +1,40 @@
+"""What every trainer rank of a run is built from. Plain data, no torch: a controller makes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from conf.schema import AlgorithmConfig, ModelConfig, Objective, ParityConfig, TrainerConfig, WeightSyncConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerOptions:
+    """Sections of the run's options, and facts that all ranks share."""
+
+    model: ModelConfig
+    trainer: TrainerConfig
+    algorithm: AlgorithmConfig
+    sampling_temperature: float
+    """Softmax temperature of the rollouts."""
+    weight_sync: WeightSyncConfig
+    seed: int
+    num_steps: int
+    """Updates of the run; the learning rate's schedule ends there."""
+    world_size: int
+    rendezvous: str
+    """"tcp://host:port" of rank 0. Unused with one rank."""
+    device: str
+    """"cpu" or "cuda"; rank r takes the visible GPU r modulo their number."""
+    hf_config: dict[str, Any]
+    """The policy's Hugging Face config."""
+    sync_key: bytes
+    """Signs the control messages of a publish."""
+    parity: ParityConfig = field(default_factory=ParityConfig)
+    engine_ranks: int = 1
+    """Tensor-parallel ranks of an engine; trainer.numerics.match=bitwise adds as they do."""
+
+    @property
+    def temperature(self) -> float:
+        """Of the softmax whose log-probabilities are trained on. Fine-tuning has none, and uses 1."""
+        return self.sampling_temperature if self.algorithm.objective is Objective.policy else 1.0

@@ -1,0 +1,108 @@
+"""Learner: what a rank trains, the gradients that add up, and the updates made of them.
+
+Owns the order of parameters and of their shards on this rank, and the policy version, which rises by one with every
+step that changed the policy. Does not own forward passes (policy_forward.py), the global decisions of an update
+(optim.py), or files (trainer/checkpoint).
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conf.schema import OptimConfig
+from trainer.errors import TrainerError
+from trainer.model.decoder import Decoder
+from trainer.model.shard_decoder import dense_trainable, expert_trainable
+from trainer.parallel import sharded_rows
+from trainer.step.optim import ShardedAdamW, TrainableShard
+from trainer.types import OptimStats
+
+logger = logging.getLogger(__name__)
+
+
+class Learner:
+    """See the module's docstring."""
+
+    def __init__(
+        self, decoder: Decoder, config: OptimConfig, num_steps: int, *, rank: int, device: torch.device
+    ) -> None:
+        self.policy_version = 0
+        self._rank, self._device = rank, device
+        self._local_loss = 0.0
+        self._is_changed = False
+        """Whether an update was applied that no version counts yet."""
+        self._trainable = [*dense_trainable(decoder), *expert_trainable(decoder)]
+        self.shards = [TrainableShard(name, sharded_rows(name, param).detach()) for name, param in self._trainable]
+        group = dist.group.WORLD if decoder.layout.world_size > 1 else None
+        self._optimizer = ShardedAdamW(self.shards, config, num_steps, group=group, device=device)
+
+    @property
+    def progress(self) -> dict[str, int]:
+        """What a checkpoint counts."""
+        return {"policy_version": self.policy_version, "num_updates": self._optimizer.num_updates}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of this rank's trainable parameters."""
+        return sum(shard.values.nbytes for shard in self.shards)
+
+    def check_version(self, version: int) -> None:
+        """Raise TrainerError if a batch is for another version."""
+        if version != self.policy_version:
+            raise TrainerError(
+                f"rank {self._rank}: a batch for policy version {version} came to version {self.policy_version}"
+            )
+
+    def add_loss(self, loss: float) -> None:
+        """Of gradients that were added; only its finiteness is used."""
+        self._local_loss += loss
+
+    def update(self, *, ends_version: bool) -> OptimStats:
+        """Apply the gradients and drop them; see TrainerRank.optimizer_step."""
+        for (name, param), shard in zip(self._trainable, self.shards, strict=True):
+            if sharded_rows(name, param).data_ptr() != shard.values.data_ptr():
+                raise TrainerError(
+                    f"rank {self._rank}: the storage of {name} was replaced; the optimizer would update the old one"
+                )
+        gradients = [None if p.grad is None else sharded_rows(name, p.grad) for name, p in self._trainable]
+        result = self._optimizer.step(gradients, self._local_loss)
+        self.drop_gradients()
+        self._is_changed = self._is_changed or result.is_finite
+        if ends_version and self._is_changed:
+            self.policy_version, self._is_changed = self.policy_version + 1, False
+        if not result.is_finite:
+            logger.warning(
+                "rank %d refused an update at version %d: gradient norm %s, or a loss, is not finite",
+                self._rank, self.policy_version, result.grad_norm,
+            )  # fmt: skip
+        return OptimStats(self.policy_version, result.grad_norm, result.lr, result.is_finite)
+
+    def drop_gradients(self) -> None:
+        """Those of the next update begin at zero."""
+        for _, param in self._trainable:
+            param.grad = None
+        self._local_loss = 0.0
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Parameters, moments and random state of this rank, by name."""
+        tensors = {f"{shard.name}.value": shard.values for shard in self.shards}
+        tensors |= self._optimizer.state_tensors()
+        tensors["rng.cpu"] = torch.get_rng_state()
+        if self._device.type == "cuda":
+            tensors["rng.device"] = torch.cuda.get_rng_state(self._device)
+        return tensors
+
+    def restore(self, tensors: dict[str, Tensor], progress: dict[str, int]) -> None:
+        """Continue from the state of a checkpoint."""
+        for shard in self.shards:
+            shard.values.copy_(tensors[f"{shard.name}.value"])
+        self._optimizer.load_state_tensors(tensors, progress["num_updates"])
+        torch.set_rng_state(tensors["rng.cpu"])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(tensors["rng.device"], self._device)
+        self.drop_gradients()
+        self.policy_version = progress["policy_version"]
