@@ -14,6 +14,7 @@ from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any, cast, get_type_hints
 
+from conf.architecture.families import kind_of
 from conf.errors import ConfigError
 from conf.options import options_by_name, show
 from conf.schema import AlgorithmConfig, Objective, RewardPart, RunConfig
@@ -48,7 +49,6 @@ def check_no_override_is_ignored(
         ConfigError: An option has no effect.
     """
     experts = hf_config is None or num_experts_of(hf_config) > 0
-    kind = None if hf_config is None else hf_config.get("model_type")
     for name in names:
         if name not in options_by_name():
             continue
@@ -58,7 +58,9 @@ def check_no_override_is_ignored(
         for one in conditions_of(name):
             if one.condition == "has_experts=true":
                 if not experts:
-                    raise ConfigError(f"{name} has no effect with model_type={kind}{one.told}; remove it")
+                    raise ConfigError(
+                        f"{name} has no effect with model_type={kind_of(hf_config or {})}{one.told}; remove it"
+                    )
             elif not any(_holds(config, part) for part in one.condition.split(" or ")):
                 raise ConfigError(f"{name} has no effect with {_by_what(config, one)}; {_cure(one)}")
 

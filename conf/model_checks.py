@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from conf.architecture.families import FAMILIES, family_of, kind_of
 from conf.errors import ConfigError
 from conf.schema import (
     MAX_EXPERT_RANK,
@@ -81,8 +82,6 @@ def check_adapters_beside_experts_have_gpu_engines(config: RunConfig, hf_config:
         )
 
 
-BITWISE_FAMILIES = ("qwen3", "qwen3_moe")
-"""model_type of models whose forward trainer/engine_ops has in the engine's kernels."""
 BITWISE_HEAD_DIMS = (128, 192, 256)
 """At others, vLLM 0.25.1's FlashAttention 3 reads keys in blocks of other sizes when it decodes than when it prefills
 (64), or from pages than from rows (80, 96)."""
@@ -105,10 +104,10 @@ def check_slots_of_experts_have_kernels(config: RunConfig, hf_config: Mapping[st
 def check_slots_of_experts_have_names(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
     """Mixtral's and MiniMax-M2's checkpoints call the projections of experts w1, w2 and w3; no adapter file does."""
     is_adapted = config.weight_sync.mode is SyncMode.adapter and config.trainer.lora.experts
-    if is_adapted and (kind := hf_config.get("model_type")) in ("minimax_m2", "mixtral"):
+    if is_adapted and not family_of(hf_config).names_slots:
         raise ConfigError(
-            f"weight_sync.mode=adapter: the slots of {kind}'s experts have no names that adapters have; set "
-            "trainer.lora.experts=false, or weight_sync.mode=merged"
+            f"weight_sync.mode=adapter: the slots of {kind_of(hf_config)}'s experts have no names that adapters have; "
+            "set trainer.lora.experts=false, or weight_sync.mode=merged"
         )
 
 
@@ -116,13 +115,13 @@ def check_engine_forward_knows_the_model(config: RunConfig, hf_config: Mapping[s
     """The engine's forward is written down for some families, in 16 bits and without scaled positions."""
     if not config.is_bitwise:
         return
-    kind = hf_config.get("model_type")
     rope: Mapping[str, Any] = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
     scaling = rope.get("rope_type", rope.get("type", "default"))
     reason = None
-    if kind not in BITWISE_FAMILIES:
-        reason = f"model_type={kind}, which is not one of {', '.join(BITWISE_FAMILIES)}"
-    elif config.rollout.tp_size > 1 and kind == "qwen3_moe":
+    if not family_of(hf_config).has_engine_forward:
+        known = [kind for kind, family in FAMILIES.items() if family.has_engine_forward]
+        reason = f"model_type={kind_of(hf_config)}, which is not one of {', '.join(known)}"
+    elif config.rollout.tp_size > 1 and num_experts_of(hf_config):
         reason = f"rollout.tp_size={config.rollout.tp_size} for models with experts, where it has to be 1"
     elif scaling != "default":
         reason = f"positions scaled by {scaling} (rope_scaling in config.json)"
@@ -147,7 +146,7 @@ def check_engine_records_routes(config: RunConfig, hf_config: Mapping[str, Any])
         return
     if not num_experts_of(hf_config):
         raise ConfigError(
-            f"parity.replay_routing=true needs a mixture of experts, and model_type={hf_config.get('model_type')} has "
+            f"parity.replay_routing=true needs a mixture of experts, and model_type={kind_of(hf_config)} has "
             "none; set parity.replay_routing=false"
         )
     if config.cluster.device is Device.cpu:
@@ -162,7 +161,7 @@ def check_expert_parallel_engine_has_experts(config: RunConfig, hf_config: Mappi
     if config.rollout.enable_expert_parallel and not num_experts_of(hf_config):
         raise ConfigError(
             f"rollout.enable_expert_parallel=true needs a mixture of experts, and model_type="
-            f"{hf_config.get('model_type')} has none; set rollout.enable_expert_parallel=false"
+            f"{kind_of(hf_config)} has none; set rollout.enable_expert_parallel=false"
         )
 
 
@@ -171,7 +170,7 @@ def check_ep_size_fits_experts(config: RunConfig, hf_config: Mapping[str, Any]) 
     ep_size, num_experts = config.trainer.ep_size, num_experts_of(hf_config)
     if ep_size > 1 and num_experts == 0:
         raise ConfigError(
-            f"trainer.ep_size={ep_size} needs a mixture of experts, and model_type={hf_config.get('model_type')} has "
+            f"trainer.ep_size={ep_size} needs a mixture of experts, and model_type={kind_of(hf_config)} has "
             "none; set trainer.ep_size=1"
         )
     if ep_size > max(num_experts, 1):
@@ -218,11 +217,11 @@ def check_head_dim_on_cpu(config: RunConfig, hf_config: Mapping[str, Any]) -> No
 
 
 def check_cpu_engine_routes(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
-    """The CPU engine's router takes sigmoid scores in groups only (vLLM 0.32, `cpu_router.py`, an assertion)."""
-    if config.cluster.device is Device.cpu and hf_config.get("model_type") == "minimax_m2":
+    """The CPU engine's router does not take every family's scores."""
+    if config.cluster.device is Device.cpu and not family_of(hf_config).routes_on_cpu:
         raise ConfigError(
-            "the CPU engine cannot choose the experts of model_type=minimax_m2: it takes sigmoid scores only where "
-            "experts come in groups; choose another model, or cluster.device=cuda"
+            f"the CPU engine cannot choose the experts of model_type={kind_of(hf_config)}: it takes sigmoid scores "
+            "only where experts come in groups; choose another model, or cluster.device=cuda"
         )
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from conf.architecture.families import family_of
 from conf.errors import ConfigError
 from conf.schema.rules import divisors
 
@@ -83,7 +84,7 @@ def tp_problem(tp_size: int, hf_config: Mapping[str, Any], *, is_expert_parallel
     if heads is not None and heads % tp_size:
         return f"does not divide the model's {heads} attention heads"
     if kv_heads is not None and kv_heads % tp_size:
-        if hf_config.get("model_type") == "gpt_oss":
+        if family_of(hf_config).cuts_all:
             return f"does not divide the model's {kv_heads} key/value heads"
         if tp_size % kv_heads:
             return f"neither divides the model's {kv_heads} key/value heads nor is a multiple of them"
@@ -153,17 +154,15 @@ def has_shared_experts(hf_config: Mapping[str, Any]) -> bool:
 
 
 def _feed_forwards(hf_config: Mapping[str, Any], tp_size: int, *, is_expert_parallel: bool) -> Iterator[Width]:
-    dense, width = _size(hf_config, "intermediate_size"), _size(hf_config, "moe_intermediate_size")
-    if hf_config.get("model_type") == "gpt_oss":  # its only width is the experts', which is always cut
-        if dense is not None:
-            yield Width(f"the experts' intermediate_size={dense}", dense, tp_size, (".experts",))
+    family, dense = family_of(hf_config), _size(hf_config, "intermediate_size")
+    name, width = family.expert_width, _size(hf_config, family.expert_width)
+    if family.cuts_all:
+        if width is not None:
+            yield Width(f"the experts' {name}={width}", width, tp_size, (".experts",))
         return
     if dense is not None and has_dense_layers(hf_config):
         names = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
         yield Width(f"the dense feed-forward's intermediate_size={dense}", dense, tp_size, names)
-    name = "moe_intermediate_size"
-    if hf_config.get("model_type") in ("minimax_m2", "mixtral", "olmoe"):  # whose only width is the experts'
-        name, width = "intermediate_size", dense
     if not num_experts_of(hf_config):
         return
     if (shared := _size(hf_config, "shared_expert_intermediate_size")) is not None:
@@ -204,8 +203,8 @@ def head_dim_of(hf_config: Mapping[str, Any]) -> int | None:
     """Elements of a head of grouped-query attention; None if the config does not say."""
     if (given := _size(hf_config, "head_dim")) is not None:
         return given
-    if hf_config.get("model_type") in ("minimax_m2", "qwen3"):
-        return 128
+    if (usual := family_of(hf_config).head_dim) is not None:
+        return usual
     heads, hidden = _size(hf_config, "num_attention_heads"), _size(hf_config, "hidden_size")
     return hidden // heads if heads is not None and hidden is not None else None
 

@@ -2,13 +2,13 @@
 
 Owns the list of families, the reading of those with a latent attention, a sigmoid router or sinks, and the refusals. If
 a config asks for what the decoder cannot do (vision towers, quantized weights, other activations), an error here names
-it before anything starts. A new architecture is one entry of `_FAMILIES`; see docs/new_architecture.md.
+it before anything starts. A new architecture is one entry of `FAMILIES`; see docs/new_architecture.md.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from conf.architecture.config_fields import (
     rope_spec,
     size,
 )
+from conf.architecture.family import Family
 from conf.architecture.model_spec import CORRECTION_BIAS, CheckpointNames, ModelSpec, MoeSpec, RouterScore
 from conf.architecture.quantized_checkpoints import with_quantization
 from conf.errors import ConfigError
@@ -57,11 +58,12 @@ def read_config(config: dict[str, Any], mla_norm_eps: MlaNormEps = MlaNormEps.ro
     if model_type in _LEFT_OUT:
         raise ConfigError(
             f"model.hf_config.model_type={model_type} is not supported: {_LEFT_OUT[model_type]}; supported: "
-            f"{', '.join(sorted(_FAMILIES))} (docs/families.md)"
+            f"{', '.join(sorted(FAMILIES))} (docs/families.md)"
         )
-    if model_type not in _FAMILIES:
+    read = family_of(config).read
+    if read is None:
         raise ConfigError(
-            f"model.hf_config.model_type must be one of {', '.join(sorted(_FAMILIES))}, got {model_type!r}; "
+            f"model.hf_config.model_type must be one of {', '.join(sorted(FAMILIES))}, got {model_type!r}; "
             "a new architecture is one entry of conf/architecture/families.py"
         )
     for key in ("vision_config", "audio_config", "text_config"):
@@ -70,9 +72,19 @@ def read_config(config: dict[str, Any], mla_norm_eps: MlaNormEps = MlaNormEps.ro
                 f"model.hf_config.{key}: models with towers beside the decoder are not supported; give a checkpoint "
                 "of the language model alone"
             )
-    spec = _FAMILIES[model_type](config, mla_norm_eps)
+    spec = read(config, mla_norm_eps)
     quantization = config.get("quantization_config")
     return with_quantization(spec, quantization) if quantization else spec
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a config.json's dict; one with the usual fields for a model_type that is not here."""
+    return FAMILIES.get(kind_of(config), Family())
+
+
+def kind_of(config: Mapping[str, Any]) -> str:
+    """model_type, as messages name a model."""
+    return str(config.get("model_type"))
 
 
 def check_spelling(config: dict[str, Any], given: Collection[str]) -> None:
@@ -334,23 +346,25 @@ def _sigmoid_moe(
     )
 
 
-_FAMILIES: dict[str, Callable[[dict[str, Any], MlaNormEps], ModelSpec]] = {
-    "deepseek_v3": _deepseek_v3,
-    "glm4_moe": _glm4_moe,
-    "glm4_moe_lite": _glm4_moe_lite,
-    "gpt_oss": _gpt_oss,
-    "kimi_k2": _deepseek_v3,
-    "llama": llama_like.llama,
-    "minimax_m2": _minimax_m2,
-    "mistral": llama_like.mistral,
-    "mixtral": llama_like.mixtral,
-    "olmoe": llama_like.olmoe,
-    "qwen2": llama_like.qwen2,
-    "qwen2_moe": llama_like.qwen2_moe,
-    "qwen3": llama_like.qwen3,
-    "qwen3_moe": llama_like.qwen3_moe,
+FAMILIES: dict[str, Family] = {
+    "deepseek_v3": Family(_deepseek_v3),
+    "glm4_moe": Family(_glm4_moe),
+    "glm4_moe_lite": Family(_glm4_moe_lite),
+    "gpt_oss": Family(_gpt_oss, head_dim=64, expert_width="intermediate_size", cuts_all=True),
+    "kimi_k2": Family(_deepseek_v3),
+    "llama": Family(llama_like.llama),
+    "minimax_m2": Family(
+        _minimax_m2, head_dim=128, expert_width="intermediate_size", names_slots=False, routes_on_cpu=False
+    ),
+    "mistral": Family(llama_like.mistral),
+    "mixtral": Family(llama_like.mixtral, expert_width="intermediate_size", names_slots=False),
+    "olmoe": Family(llama_like.olmoe, expert_width="intermediate_size"),
+    "qwen2": Family(llama_like.qwen2),
+    "qwen2_moe": Family(llama_like.qwen2_moe),
+    "qwen3": Family(llama_like.qwen3, head_dim=128, has_engine_forward=True),
+    "qwen3_moe": Family(llama_like.qwen3_moe, has_engine_forward=True),
 }
-"""model_type -> how to read its config."""
+"""By model_type."""
 
 _DELTA_NET = "the decoder has no linear attention (Gated DeltaNet)"
 _SPARSE = "the decoder has no attention over keys that an indexer chooses"

@@ -26,6 +26,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from conf.architecture.families import kind_of
 from conf.schema import Device, Init, RunConfig
 from orchestrator.inputs.model_folder import resolve_hf_config, routing_shape
 from orchestrator.parity.compare import (
@@ -135,7 +136,7 @@ def measure(config: RunConfig, device: Device, question: Question, engine_log: P
             layers = compare_layers(scorer, recorded, read_tensors(activations), question.usual, say)
             del scorer
     return ParityReport(
-        model=config.model.path or str(hf_config.get("model_type")),
+        model=config.model.path or kind_of(hf_config),
         device=str(device),
         dtype=str(config.model.dtype),
         num_prompts=len(question.prompts),

@@ -32,8 +32,6 @@ import torch
 from torch import Tensor, nn
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
-MLP = re.compile(r"^block_sparse_moe(?=\.|$)")
-"""Mixtral's name for it."""
 SHARED = ("mlp.shared_experts", "mlp.shared_expert")
 LINEARS = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 NORMS = ("q_norm", "k_norm", "q_a_layernorm", "kv_a_layernorm")
@@ -68,16 +66,19 @@ class ActivationRecorder:
         self._undo.append(module.register_forward_hook(hook, with_kwargs=True).remove)
 
     def _watch_layer(self, prefix: str, layer: nn.Module) -> None:
-        for path, module in layer.named_modules():
-            record = self._recorder_of(prefix, path, module)
+        modules = dict(layer.named_modules())
+        experts = next((path for path, module in modules.items() if hasattr(module, "routed_experts")), "mlp.experts")
+        block = experts.removesuffix(".experts")  # some families have another name for it
+        for path, module in modules.items():
+            name = f"mlp{path.removeprefix(block)}" if f"{path}.".startswith(f"{block}.") else path
+            record = self._recorder_of(prefix, name, module)
             if record is not None:
                 self._watch(module, record)
-            if MLP.sub("mlp", path) == "mlp.experts" and hasattr(module, "routed_experts"):
+            if name == "mlp.experts" and hasattr(module, "routed_experts"):
                 self._watch_experts(f"{prefix}mlp.", module)
 
     def _recorder_of(self, prefix: str, path: str, module: nn.Module) -> Callable[[tuple[Any, ...], Any], None] | None:
         """What to do with the arguments and the result of one module of a layer; None where it is not watched."""
-        path = MLP.sub("mlp", path)
         attention, leaf = f"{prefix}self_attn.", path.rpartition(".")[2]
         if path == "input_layernorm":
             return lambda args, out: self._norm(prefix + path, f"{prefix}stream", args, out)

@@ -1,0 +1,31 @@
+"""Family: how a model_type's config is read, and where it differs from others before a spec is made of it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from conf.architecture.model_spec import ModelSpec
+from conf.schema import MlaNormEps
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One entry of `families.FAMILIES`. The defaults are those of a family that is not in it, which an engine may
+    know."""
+
+    read: Callable[[dict[str, Any], MlaNormEps], ModelSpec] | None = None
+    head_dim: int | None = None
+    """Elements of a head where the config does not say; None: hidden_size / num_attention_heads."""
+    expert_width: str = "moe_intermediate_size"
+    """Field of the routed experts' width."""
+    cuts_all: bool = False
+    """Its engine's ranks cut every key/value head's group and every expert: none of them is held whole by all."""
+    has_engine_forward: bool = False
+    """trainer/engine_ops has its forward in the engine's kernels (parity=bitwise)."""
+    names_slots: bool = True
+    """Adapter files have names for the projections of its experts."""
+    routes_on_cpu: bool = True
+    """The CPU engine can choose its experts: its router takes sigmoid scores in groups only (vLLM 0.32,
+    `cpu_router.py`, an assertion)."""
