@@ -1,0 +1,111 @@
+"""What an agent's process tells of an episode, and what the run makes of that: no process, no model."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout.agents.agent_pool import Outcome, _outcome, run_episode
+from rollout.agents.agent_process import _run, load_agent
+from rollout.agents.failures import BLOCKED, DIED, NOT_A_NUMBER, RAISED
+from rollout.errors import AgentError
+from rollout.user_processes.user_process import GARBLED, TIMEOUT, Lost
+
+
+async def told(returns: Any) -> Outcome | None:
+    """Of an agent that returns this, or raises it."""
+
+    async def agent(task: dict[str, Any], session: Any) -> Any:
+        assert task == {"prompt": "p"}
+        assert (session.base_url, session.api_key, session.model) == ("http://here/v1", "key", "policy")
+        if isinstance(returns, BaseException):
+            raise returns
+        return returns
+
+    client: Any = None
+    return _outcome(await _run(agent, client, {"prompt": "p"}, "http://here/v1", "key", "policy"))
+
+
+@pytest.mark.parametrize(
+    ("returns", "reward"), [(None, None), (1, 1.0), (-0.5, -0.5), (np.bool_(True), 1.0), (np.array(0.25), 0.25)]
+)
+async def test_what_an_agent_returns_is_its_episodes_reward(returns: Any, reward: float | None) -> None:
+    assert await told(returns) == Outcome(reward=reward)
+
+
+@pytest.mark.parametrize("returns", ["1", math.nan, math.inf, [1.0], (1.0, "a")])
+async def test_what_is_no_number_fails_the_episode(returns: Any) -> None:
+    outcome = await told(returns)
+    assert outcome is not None and (outcome.failure, outcome.reward) == (NOT_A_NUMBER, None)
+    kind = type(returns).__name__
+    assert outcome.place == f"got {kind}"
+    assert outcome.report.startswith(f"an agent must return a finite number or None, got {kind}: ")
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), SystemExit(3)])
+async def test_what_an_agent_raises_fails_the_episode(error: BaseException) -> None:
+    outcome = await told(error)
+    assert outcome is not None and outcome.failure == RAISED
+    kind = type(error).__name__
+    assert f"{kind}: {error}" in outcome.report and outcome.place.startswith(f"{kind} /")
+    assert await told(asyncio.CancelledError()) == Outcome(RAISED, report="cancelled", place="cancelled")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ["ended"],
+        ["ended", 1],
+        ["ended", math.nan],
+        ["ended", 0.5, 1],
+        ["failed", "blocked", "r", "p"],
+        ["failed", "raised", "r"],
+        ["failed", "raised", "r", 3],
+        ["over", 0.5],
+        [],
+    ],
+)
+def test_anything_else_is_no_outcome(message: list[Any]) -> None:
+    assert _outcome(message) is None
+
+
+@pytest.mark.parametrize(("kind", "failure"), [("blocked", BLOCKED), ("died", DIED), (GARBLED, DIED), (TIMEOUT, DIED)])
+async def test_an_episode_whose_process_is_lost_says_how(kind: str, failure: str) -> None:
+    async def ask(message: Any, read: Any) -> Outcome:
+        assert message == [{"prompt": "p"}, "http://here/v1", "key", "policy"] and read is _outcome
+        raise Lost(kind, "why")
+
+    pool: Any = SimpleNamespace(ask=ask)
+    outcome = await run_episode(pool, {"prompt": "p"}, "http://here/v1", "key")
+    assert outcome == Outcome(failure, report="why", place=kind)
+
+
+AGENTS = """
+async def plays(task, session): return 1.0
+async def more(task, session, seed=3): return 1.0
+async def one(task): return 1.0
+async def three(task, session, needed): return 1.0
+def plain(task, session): return 1.0
+"""
+
+
+def test_an_agent_is_a_coroutine_of_a_task_and_a_session(tmp_path: Path) -> None:
+    (tmp_path / "agents.py").write_text(AGENTS)
+    (tmp_path / "exits.py").write_text("raise SystemExit(3)\n")
+    for name in ("plays", "more"):
+        assert load_agent(f"{tmp_path}/agents.py:{name}").__name__ == name
+    for name, said in (
+        ("agents.py:one", r"it must take \(task, session\): too many positional arguments"),
+        ("agents.py:three", r"it must take \(task, session\): missing a required argument: 'needed'"),
+        ("agents.py:plain", "it must be `async def`: many episodes share one process"),
+        ("agents.py:absent", "has no function 'absent'"),
+        ("exits.py:plays", "importing it failed: SystemExit: 3"),
+    ):
+        with pytest.raises(AgentError, match=f"^rollout.agent={tmp_path}/{name}: .*{said}"):
+            load_agent(f"{tmp_path}/{name}")
