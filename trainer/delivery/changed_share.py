@@ -1,19 +1,19 @@
-"""Which share of the elements that engines get has changed since the publish before, from a few rows of every publish.
+"""Which share of the elements that engines get has changed since the publish before, from some rows of every publish.
 
     changed = share of the rows' elements with other bits in the engine's format * trained elements / all elements
 
 Trained elements are those of matrices under an adapter or, in full training, of all matrices; everything else counts as
-unchanged. Rows are drawn so that every trained element is as likely as any other, move on from version to version, and
-what is sent of them is kept until the next look. Owns: which rows, what was sent of them, and the share. Does not own
-how weights are written (merged_source.py). A look holds less than half a megabyte beside the scratch of a merge, which
-is not counted in the watermark.
+unchanged. The rows are spread evenly over the trained elements and stay the same for the run, so that they are written
+by a few prepared launches, and what was sent of them is all that is kept. Owns: which rows, what was sent of them, and
+the share. Does not own how weights are written (merged_source.py). Takes a quarter of a megabyte, which is not counted
+in the watermark.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -22,12 +22,12 @@ from torch import Tensor
 from trainer.weights.fused_experts import FusedTensor
 from trainer.weights.quantization import BLOCK
 from trainer.weights.shards import HeldTensor
-from weight_sync.layout import Region
+from weight_sync.layout import DTYPE_BYTES, Region
+from weight_sync.plan.budget import aligned
+from weight_sync.publish.packing import CompiledReads, FillSlot, PackedRead
 
-ROWS, ELEMENTS = 8, 1 << 13
-"""Runs of rows of a publish, and elements of each."""
-STEP = (5**0.5 - 1) / 2
-"""Of the places from version to version, in parts of the distance of two places: no place comes twice."""
+PLACES, ELEMENTS = 16, 1 << 12
+"""Runs of rows, and elements of each."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -36,66 +36,82 @@ class ChangedShare:
 
     Args:
         held: All that this rank holds.
-        write: (tensor, region, out) -> None: writes what engines get.
-        dtype_of: Tensor -> the format in which engines get it.
+        dtypes: Tensor -> the format in which engines get it.
+        compile_reads: TrainerWeightSource.compile_reads.
     """
 
     def __init__(
         self,
         held: Sequence[HeldTensor | FusedTensor],
-        write: Callable[[HeldTensor | FusedTensor, Region, Tensor], None],
-        dtype_of: Callable[[str], torch.dtype],
+        dtypes: Mapping[str, str],
+        compile_reads: Callable[[Sequence[PackedRead]], CompiledReads],
     ) -> None:
-        self._held = [
+        trained = [
             one for one in held if len(one.region.shape) > 1 and (one.delta is not None or one.parameter.requires_grad)
         ]
-        self._write, self._dtype_of = write, dtype_of
-        self._ends = list(itertools.accumulate(one.region.num_elements for one in self._held))
-        num_elements = sum(one.region.num_elements for one in held)
-        self._trained = self._ends[-1] / num_elements if self._ends else 0.0
-        self._sent: list[tuple[HeldTensor | FusedTensor, Region, Tensor]] = []
-        """Of the version looked at last."""
+        ends = list(itertools.accumulate(one.region.num_elements for one in trained))
+        self._trained = ends[-1] / sum(one.region.num_elements for one in held) if ends else 0.0
+        self._device = trained[0].base.device if trained else torch.device("cpu")
+        self._compile_reads = compile_reads
+        self._reads: list[PackedRead] = []
+        self._parts: list[tuple[int, slice]] = []
+        """Where elements of one size lie in the buffer."""
+        regions = [_region(trained, ends, int((number + 0.5) / PLACES * ends[-1])) for number in range(PLACES) if ends]
+        num_bytes = 0
+
+        def size_of(place: tuple[str, Region]) -> int:
+            return DTYPE_BYTES[dtypes[place[0]]]
+
+        for size, of_size in itertools.groupby(sorted(regions, key=size_of), key=size_of):
+            first = num_bytes
+            for tensor, region in of_size:
+                axes = tuple(range(len(region.shape)))
+                self._reads.append(PackedRead(tensor, region, axes, dtypes[tensor], num_bytes))
+                num_bytes += aligned(self._reads[-1].num_bytes)
+            self._parts.append((size, slice(first, num_bytes)))
+        self._num_bytes = num_bytes
+        self._num_elements = sum(read.region.num_elements for read in self._reads)
+        self._sent: tuple[Tensor, FillSlot] | None = None
+        """The bytes of the version looked at last, and what fills them."""
         self._version: int | None = None
-        self._counts: Tensor | None = None
+        self._num_changed: Tensor | None = None
 
     @torch.no_grad()
     def look(self, version: int) -> None:
-        """Compare the rows of the version before with what they are now, and take others. Nothing waits for the device.
+        """Write the rows, and compare them with those of the version before. Nothing waits for the device.
 
         Another look at the same version, by a later wave of its publish, changes nothing.
         """
-        if version == self._version or not self._held:
+        if version == self._version or not self._reads:
             return
-        changed = [self._sent_now(one, region).ne(sent).sum() for one, region, sent in self._sent]
-        self._counts = torch.stack(changed) if changed else None
-        self._sizes = [sent.numel() for _, _, sent in self._sent]
-        places = [self._place(number, version) for number in range(ROWS)]
-        self._sent = [(one, region, self._sent_now(one, region)) for one, region in places]
         self._version = version
+        if self._sent is None:
+            sent = torch.zeros(self._num_bytes, dtype=torch.uint8, device=self._device)
+            self._sent = sent, self._compile_reads(self._reads)(sent)
+            self._sent[1]()
+            return
+        sent, fill = self._sent
+        before = sent.clone()
+        fill()
+        changed = [before[part].view(_BITS[size]).ne(sent[part].view(_BITS[size])).sum() for size, part in self._parts]
+        self._num_changed = torch.stack(changed).sum()
 
     def share(self) -> float | None:
         """Of the last two versions looked at; None at the first, and where nothing is trained."""
-        if self._counts is None:
+        if self._num_changed is None:
             return None
-        shares = np.array(self._counts.tolist()) / self._sizes
-        return float(shares.mean()) * self._trained
+        return float(self._num_changed) / self._num_elements * self._trained
 
-    def _place(self, number: int, version: int) -> tuple[HeldTensor | FusedTensor, Region]:
-        """The matrix and the rows of a publish's `number`-th place."""
-        place = int((number + version * STEP % 1.0) / ROWS * self._ends[-1])
-        index = bisect_right(self._ends, place)
-        one = self._held[index]
-        *outer, num_rows, num_columns = one.region.shape
-        element = place - (self._ends[index - 1] if index else 0)
-        *leading, row, _ = (int(at) for at in np.unravel_index(element, one.region.shape))
-        first = one.region.start[-2]
-        stop = min(first + num_rows, ((first + row) // BLOCK + 1) * BLOCK)  # in one row of blocks
-        count = min(max(1, ELEMENTS // num_columns), stop - first - row)
-        start = (*(a + b for a, b in zip(one.region.start, leading, strict=False)), first + row, one.region.start[-1])
-        return one, Region(start, (*(1 for _ in outer), count, num_columns))
 
-    def _sent_now(self, one: HeldTensor | FusedTensor, region: Region) -> Tensor:
-        """The bits of what engines get of a region."""
-        out = torch.empty(region.shape, dtype=self._dtype_of(one.tensor), device=one.base.device)
-        self._write(one, region, out)
-        return out.view(_BITS[out.element_size()])
+def _region(held: Sequence[HeldTensor | FusedTensor], ends: Sequence[int], place: int) -> tuple[str, Region]:
+    """A tensor's name, and its rows from the one on that has the place-th trained element; in one row of blocks."""
+    index = bisect_right(ends, place)
+    one = held[index]
+    *outer, num_rows, num_columns = one.region.shape
+    element = place - (ends[index - 1] if index else 0)
+    *leading, row, _ = (int(at) for at in np.unravel_index(element, one.region.shape))
+    first = one.region.start[-2]
+    stop = min(first + num_rows, ((first + row) // BLOCK + 1) * BLOCK)
+    count = min(max(1, ELEMENTS // num_columns), stop - first - row)
+    start = (*(a + b for a, b in zip(one.region.start, leading, strict=False)), first + row, one.region.start[-1])
+    return one.tensor, Region(start, (*(1 for _ in outer), count, num_columns))

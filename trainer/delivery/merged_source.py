@@ -119,12 +119,9 @@ class TrainerWeightSource:
         """The factors that were published last; empty before keep()."""
         adapted = [one for of in self._held.values() for one in of if one.delta is not None]
         self._probe = UpdateProbe([one for one in adapted if isinstance(one, HeldTensor)], self._added)
-        dtypes = {meta.name: getattr(torch, meta.dtype) for meta in self._layout.tensors}
-        self._changed = ChangedShare(
-            [one for of in self._held.values() for one in of],
-            lambda held, region, out: self._write(held.tensor, held.run(region), out),
-            dtypes.__getitem__,
-        )
+        everything = [one for of in self._held.values() for one in of]
+        dtypes = {meta.name: meta.dtype for meta in self._layout.tensors}
+        self._changed = ChangedShare(everything, dtypes, self.compile_reads)
         self._temporary_bytes = self._gathered_bytes + merge_bytes
         if self._scales is not None:
             self._temporary_bytes += self._scales.num_bytes + self._scales.scratch_bytes

@@ -15,7 +15,7 @@ from trainer.weights.quantization import BlockFp8
 @pytest.fixture(autouse=True)
 def many_rows(monkeypatch):
     """Tiny matrices have few rows; look at many of them, so that the sample's error is small."""
-    monkeypatch.setattr(changed_share, "ROWS", 400)
+    monkeypatch.setattr(changed_share, "PLACES", 400)
     monkeypatch.setattr(changed_share, "ELEMENTS", 64)
 
 
