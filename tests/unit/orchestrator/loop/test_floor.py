@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,14 @@ async def test_scored_are_tokens_of_the_engines_version_as_far_as_they_fit(
     found = await measure_floor(router, [group], 3, num_sequences=4, max_model_len=max_model_len)
     assert [len(tokens) for _, tokens in world.scored] == ([] if scored_tokens is None else [scored_tokens])
     assert bool(found) == (scored_tokens is not None)
+
+
+async def test_the_first_response_of_each_of_the_first_groups_is_scored() -> None:
+    world = World(committed=[3])
+    supervisor = Supervisor([FakeWorker(world, 0)])
+    await supervisor.hold()
+    await supervisor.settle([outcome(True)])
+    groups = [Group(Prompt(n, (n,), ""), a_group(1, [3]).rollouts * 2, [1.0, 0.0]) for n in range(4)]
+    groups[1] = replace(groups[1], rollouts=a_group(1, [2]).rollouts * 2)  # of an older version
+    await measure_floor(Router(supervisor, request_timeout_s=5), groups, 3, num_sequences=2, max_model_len=99)
+    assert world.scored == [(3, [0, 5]), (3, [2, 5])]

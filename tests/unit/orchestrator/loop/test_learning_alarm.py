@@ -11,7 +11,7 @@ from fakes.loop import Loop, make_config
 
 from conf.schema import AlgorithmConfig
 from orchestrator.files.metrics_catalogue import Value
-from orchestrator.loop.learning_alarm import REPEAT_STEPS, WARN_STEPS, LearningAlarm
+from orchestrator.loop.learning_alarm import LearningAlarm
 
 TAUGHT: dict[str, Value] = {
     "optim/skipped": 0,
@@ -34,9 +34,8 @@ def warned(alarm: LearningAlarm, rows: list[dict[str, Value]], caplog: pytest.Lo
 
 def test_a_warning_comes_after_a_few_steps_and_again_after_a_while(caplog: pytest.LogCaptureFixture) -> None:
     start: dict[str, Value] = {"optim/skipped": None}
-    rows = [start, *[EQUAL] * (WARN_STEPS - 1), TAUGHT, *[EQUAL] * (WARN_STEPS + REPEAT_STEPS)]
-    first = 2 * WARN_STEPS
-    assert warned(LearningAlarm(AlgorithmConfig()), rows, caplog) == [first, first + REPEAT_STEPS]
+    rows = [start, *[EQUAL] * 4, TAUGHT, *[EQUAL] * 25]
+    assert warned(LearningAlarm(AlgorithmConfig()), rows, caplog) == [10, 30], "after five, and after twenty more"
 
 
 @pytest.mark.parametrize(
@@ -51,24 +50,29 @@ def test_the_end_of_a_short_run_says_why_nothing_was_learned(
     change: dict[str, Value], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     alarm = LearningAlarm(AlgorithmConfig())
-    warned(alarm, [TAUGHT | change] * 3, caplog)
+    warned(alarm, [{"optim/skipped": None}, *[TAUGHT | change] * 3], caplog)
     alarm.say_at_the_end()
     assert re.match(f"nothing was learned in the 3 steps of this start: .*{why}", caplog.messages[-1])
     one = LearningAlarm(AlgorithmConfig())
     warned(one, [TAUGHT | change], caplog)
     one.say_at_the_end()
     assert caplog.messages[-1].startswith("nothing was learned in the 1 step of this start: ")
-    caplog.clear()
-    alarm.look(4, TAUGHT)
+    for num_taught, num_lost in ((4, 0), (3, 2), (1, 4)):
+        alarm = LearningAlarm(AlgorithmConfig())
+        warned(alarm, [TAUGHT] * num_taught + [TAUGHT | change] * num_lost, caplog)
+        caplog.clear()
+        alarm.say_at_the_end()
+        assert not caplog.messages, "fewer than five at the end of a longer run"
+    alarm.look(5, TAUGHT | change)
     alarm.say_at_the_end()
-    assert not caplog.messages
+    assert caplog.messages[-1].startswith("nothing was learned in the 5 last steps of this start: ")
 
 
 def test_equal_rewards_teach_where_advantages_compare_the_batch_or_a_teacher_speaks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for algorithm in (AlgorithmConfig(advantage="batch_std"), AlgorithmConfig(advantage="own.py:f")):
-        assert not warned(LearningAlarm(algorithm), [EQUAL] * WARN_STEPS, caplog)
+        assert not warned(LearningAlarm(algorithm), [EQUAL] * 5, caplog)
 
 
 async def test_a_run_that_learned_nothing_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ from fakes.loop import Loop, make_config
 
 from conf.schema import MergeRounding, ParityConfig, RunConfig, TrainerConfig, TrainMode, WeightSyncConfig
 from orchestrator.errors import TrainingStopped
-from orchestrator.loop.parity_alarm import REPEAT_STEPS, ParityAlarm
+from orchestrator.loop.parity_alarm import ParityAlarm
 
 
 def warned_steps(alarm: ParityAlarm, figures: list[float | None], caplog: pytest.LogCaptureFixture) -> list[int]:
@@ -25,9 +25,9 @@ def warned_steps(alarm: ParityAlarm, figures: list[float | None], caplog: pytest
 
 def test_a_warning_comes_once_and_again_after_a_while_or_a_recovery(caplog: pytest.LogCaptureFixture) -> None:
     alarm = ParityAlarm(ParityConfig(warn_k3=0.1), is_corrected=True)
-    figures: list[float | None] = [0.1, 0.2, 0.3, None, 0.2, *[0.2] * REPEAT_STEPS]
+    figures: list[float | None] = [0.1, 0.2, 0.3, None, 0.2, *[0.2] * 20]
     with caplog.at_level(logging.WARNING):
-        assert warned_steps(alarm, figures, caplog) == [1, 4, 4 + REPEAT_STEPS]
+        assert warned_steps(alarm, figures, caplog) == [1, 4, 24]
 
 
 def test_warning_names_figure_threshold_causes_and_cure(caplog: pytest.LogCaptureFixture) -> None:
