@@ -9,7 +9,8 @@
 A packet goes as a stream if its engine rank holds what was published last (publisher.py knows), if its parameter lies
 in the engine as it arrives, and if the stream fits its room here and what is left of the part there; else it goes
 whole, into the live parameter. That is decided per packet and engine rank, when its number of records is known, and
-noted in a row, which the engine rank gets with the commit.
+noted in a row, which the engine rank gets with the commit. A load of which every packet went whole, because too much of
+it changed, is not marked at all for the next SKIPPED publishes.
 
 Owns: marks and streams, the choice, and the rows. Does not own: streams' form (weight_sync/changes.py), slots
 (staging_slots.py), writes (lanes.py), what an engine rank does with rows (replica/landing.py).
@@ -30,6 +31,8 @@ from weight_sync.publish.packing import CompiledMarks, FillSlot, Packet
 from weight_sync.transport.base import Transport
 
 ALIGNMENT_BYTES = 16
+SKIPPED = 7
+"""Shares that fall come below what fits within some steps, and marks that are of no use cost as much as a merge."""
 
 
 @dataclass(slots=True)
@@ -95,6 +98,9 @@ class ChangeSlots:
             self._fills.append(tuple(filling(slot, self._marks) for slot in slots))
             self._packers.append(tuple(self._packer(packets, slot, n) for n, slot in enumerate(slots)))
         self._numbers = [_number_of_chunk(packets) for packets, _ in loads]
+        self.was_asked, self._has_fitted = [False] * len(loads), [False] * len(loads)
+        """Per load, whether an engine rank could have taken streams since it was packed, and whether one fitted."""
+        self._num_skipped = [0] * len(loads)
         if slot_bytes:
             transport.register([self._streams])
 
@@ -102,6 +108,14 @@ class ChangeSlots:
     def num_bytes(self) -> int:
         """Bytes of device memory."""
         return sum(t.numel() * t.element_size() for t in (self._marks, self._streams, self._counts))
+
+    def is_worth_it(self, load: int) -> bool:
+        """Whether to pack changes of a load now. Call it once a publish."""
+        if self.was_asked[load] and not self._has_fitted[load]:
+            self._num_skipped[load] = SKIPPED
+        self.was_asked[load] = self._has_fitted[load] = False
+        self._num_skipped[load] = max(0, self._num_skipped[load] - 1)
+        return self._num_skipped[load] == 0
 
     def fill(self, slot: int, load: int) -> None:
         """Fill a slot, and the marks."""
@@ -123,6 +137,7 @@ class ChangeSlots:
         num_records = int(self._host_counts[slot][number])
         if num_records > max_records(packet.tasks[0].num_bytes):
             return None
+        self._has_fitted[load] = True
         return self._streams[slot].data_ptr() + packet.offset_bytes // STREAM_SHARE, num_records
 
     def close(self) -> None:

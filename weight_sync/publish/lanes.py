@@ -245,12 +245,14 @@ class Replay:
         landing, changes = self._landings.get(dest), self._slots.changes
         if landing is None or changes is None or not filled.has_streams:
             return whole
+        changes.was_asked[load.number] = True
         entries, first_column = self._slots.entries[dest], self._result.sums.places.first[dest]
         pieces: list[tuple[int, int, int]] = []
         for index, number, piece in zip(batch.packets, range(batch.span.start, batch.span.stop), zip(*whole)):
             column, size = int(entries.columns[number]), piece[2]
-            stream = changes.stream_of(slot, load.number, index, load.packets[index])
-            if stream is None or not changes.takes_changes[column]:
+            is_able = changes.takes_changes[column]
+            stream = changes.stream_of(slot, load.number, index, load.packets[index]) if is_able else None
+            if stream is None:
                 pieces.append(piece)
                 continue
             address, num_records = stream

@@ -208,6 +208,8 @@ class Slots:
             self._window = load.window
         start = tracer.mark()
         changes = self.changes if with_streams else None
+        if changes is not None and not changes.is_worth_it(load.number):
+            changes = None
         if changes is None:
             load.fills[slot]()
         else:

@@ -297,3 +297,23 @@ def test_an_engine_whose_publisher_died_amid_changes_gets_every_byte_of_the_next
     report = world.publish()
     assert report.num_committed == 1 and world.all_hold_it()
     assert report.num_bytes == world.whole_bytes
+
+
+def test_loads_that_changed_too_much_are_not_marked_for_a_while(make_world, monkeypatch):
+    monkeypatch.setattr("weight_sync.publish.landings.SKIPPED", 3)
+    world = make_world(lr=0.05)
+    world.publish()
+    changes = world.rank.delivery._publisher._pipeline._slots.changes
+    marked: list[int] = []
+    fill = changes.fill
+    monkeypatch.setattr(changes, "fill", lambda slot, load: (marked.append(load), fill(slot, load)))
+    monkeypatch.setattr("weight_sync.publish.landings.max_records", lambda _: -1)  # as if everything had changed
+    counts = []
+    for _ in range(6):
+        world.step()
+        marked.clear()
+        assert world.publish().num_bytes == world.whole_bytes
+        assert world.all_hold_it()
+        counts.append(len(marked))
+    num_loads = len(world.rank.delivery._publisher._pipeline.loads)
+    assert counts == [num_loads, 0, 0, num_loads, 0, 0]
