@@ -16,6 +16,7 @@ from rollout.engine.engine_options import engine_arguments, engine_environment
 from rollout.engine.vllm_process import vllm_arguments
 from rollout.in_vllm.process_imports import import_vllm
 from rollout.node_cache import cache_folder
+from trainer.engine_ops.vllm_operations import batch_invariant_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,13 @@ def key_of(run: Path, *, seed: int = 0, **changed: object) -> str:
     config = RolloutConfig(max_model_len=128, sampling=SamplingConfig(max_tokens=4), kv_cache_bytes=64 << 20)
     arguments = engine_arguments(folder, config, dtype=DType.float32, device=Device.cpu, seed=seed)
     return vllm_arguments(arguments).create_engine_config().compute_hash()
+
+
+def test_kernels_that_a_bitwise_trainer_calls_are_where_it_looks_for_them() -> None:
+    import_vllm()
+    kernels = batch_invariant_kernels()
+    assert callable(kernels.rms_norm_batch_invariant)
+    assert callable(kernels.linear_batch_invariant)
 
 
 def test_the_key_of_compiled_code_is_the_same_in_the_next_run_and_another_for_another_model(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@
     experts   gate_up: the same, added before the activation; down: times the router's weight, rounded, added to the
               weighted down product, rounded, before a token's experts are summed. x A^T is rounded once, as above.
 
-Every row has the adapter of slot 0. Owns the calls of vLLM's adapter kernels (0.25.1, `lora/punica_wrapper`), and the
-order of an expert block with adapters, which is that of `TritonExperts.apply`. vLLM is imported inside functions.
+Every row has the adapter of slot 0. Owns the calls of vLLM's adapter kernels (`lora/punica_wrapper`), and the order of
+an expert block with adapters, which is that of `TritonExperts.apply`. vLLM is imported inside functions.
 Invariant: a row has the bits of an engine with VLLM_BATCH_INVARIANT=1, and they depend on that row alone. For few rows
 vLLM adds experts' adapters by another kernel; `rollout.in_vllm.vllm_patches` keeps engines from it, and here few rows
 are padded to MIN_ROWS.
@@ -33,7 +33,7 @@ MODULES = (
     "vllm.model_executor.layers.fused_moe.fused_moe",
     "vllm.triton_utils",
 )
-"""Where vLLM 0.25.1 has what is called here."""
+"""Where both releases of vLLM have what is called here."""
 MIN_ROWS = 128
 """Enough for vLLM's kernel of many rows, with up to 1,024 experts per expert of a token."""
 NOT_QUANTIZED = dict.fromkeys(

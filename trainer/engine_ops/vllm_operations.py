@@ -3,7 +3,7 @@
 Owns imports of vLLM, all inside functions: without parity=bitwise nothing here needs it. Does not own the operations'
 order (engine_forward.py), nor gradients: nothing here is differentiable.
 Invariant: a row's result depends on that row alone, hence not on how many rows a call has, and it has the bits that
-the engine computes with VLLM_BATCH_INVARIANT=1 (vLLM 0.25.1, `model_executor/layers/batch_invariant.py`).
+the engine computes with VLLM_BATCH_INVARIANT=1 (vLLM 0.25.1 and 0.32, `batch_invariant.py`).
 
 Shapes: T packed tokens, H hidden, N query heads, G key/value heads, D head_dim, E experts, K experts of a token,
 I width of a feed-forward, V vocabulary.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -24,13 +25,14 @@ from trainer.model.packed_sequences import PackedSequences
 
 MODULES = (
     "vllm._custom_ops",
-    "vllm.model_executor.layers.batch_invariant",
     "vllm.model_executor.layers.fused_moe.fused_moe",
     "vllm.model_executor.layers.fused_moe.router.fused_topk_router",
     "vllm.v1.attention.backends.fa_utils",
     "vllm.v1.worker.gpu.sample.logprob",
 )
-"""Where vLLM 0.25.1 has what is called here."""
+"""Where both releases of vLLM have what is called here."""
+BATCH_INVARIANT = "vllm.model_executor.determinism.batch_invariant", "vllm.model_executor.layers.batch_invariant"
+"""The kernels of VLLM_BATCH_INVARIANT: in 0.32, in 0.25.1."""
 FIRST_POSITIONS = 4096
 """Rows of the first table of cosines and sines; it doubles as sequences grow."""
 
@@ -46,7 +48,8 @@ class VllmOperations:
         """
         os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM's C++ and Triton wrappers read it once, at their first use
         try:
-            custom_ops, batch_invariant, experts, router, attention, self._sampler = map(import_module, MODULES)
+            custom_ops, experts, router, attention, self._sampler = map(import_module, MODULES)
+            batch_invariant = batch_invariant_kernels()
         except ImportError as error:
             raise TrainerError(
                 f"trainer.numerics.match=bitwise needs vLLM where the trainer runs: {error}; install it there, or "
@@ -126,3 +129,12 @@ class VllmOperations:
         with set_current_vllm_config(VllmConfig()), self._device:
             rope = get_rope(self._head_dim, num_positions, rope_parameters=turning, dtype=self._dtype)
         return rope.cos_sin_cache.to(self._device, self._dtype)
+
+
+def batch_invariant_kernels() -> ModuleType:
+    """vLLM's module of them."""
+    newer, older = BATCH_INVARIANT
+    try:
+        return import_module(newer)
+    except ModuleNotFoundError:
+        return import_module(older)
