@@ -36,6 +36,16 @@ def test_every_group_is_in_one_update_of_every_epoch(groups: int, parts: int, ep
     assert [number for part in found[:parts] for number in part] == list(range(groups))
 
 
+def test_each_later_epoch_has_an_order_of_its_own_that_the_seed_decides() -> None:
+    def orders(seed: int) -> list[list[int]]:
+        found = minibatches(40, 4, 3, np.random.default_rng(seed))
+        return [[number for part in found[first : first + 4] for number in part] for first in (0, 4, 8)]
+
+    first, second, third = orders(7)
+    assert first != second != third != first and orders(7) == [first, second, third]
+    assert orders(8)[0] == first and orders(8)[1] != second
+
+
 async def test_one_version_and_one_publish_for_all_updates_of_a_batch(tmp_path: Path) -> None:
     config = make_config(num_steps=3, groups_per_step=4, minibatches_per_step=2, epochs_per_step=2)
     loop = Loop(tmp_path, config)
