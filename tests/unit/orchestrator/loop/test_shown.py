@@ -33,9 +33,8 @@ def groups(draw: st.DrawFn) -> list[Group]:
             if not turns and draw(st.booleans()):
                 recorded = np.array(draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens))))
                 routes = Routes(np.zeros((len(tokens), 1, 1), np.uint8), recorded)
-            rollouts.append(
-                Rollout(tokens, [-0.5] * len(tokens), [0] * len(tokens), "", "stop", turns=turns, routes=routes)
-            )
+            versions = draw(st.lists(st.integers(2, 4), min_size=len(tokens), max_size=len(tokens)))
+            rollouts.append(Rollout(tokens, [-0.5] * len(tokens), versions, "", "stop", turns=turns, routes=routes))
         rewards = [float(draw(st.integers(0, 1))) for _ in rollouts]
         made.append(Group(Prompt(number, (0,), ""), rollouts, rewards))
     return made
@@ -51,15 +50,16 @@ def test_each_token_gets_its_own_log_probability_and_none_where_the_loss_has_non
     samples = build_samples(batch, algorithm)
     places = [(g, 0) for g in range(len(batch))]
     marked = mark(samples, places)
-    assert {sample.origin[:2] for sample in marked if sample.is_shown} <= set(places)
+    assert [sample.is_shown for sample in marked] == [sample.origin[:2] in places for sample in samples]
+    assert not any(sample.is_shown for sample in samples)
     returned = {s.origin: -s.token_ids[s.loss_mask].astype(np.float32) for s in marked if s.is_shown}
     ranks = [{k: v for i, (k, v) in enumerate(returned.items()) if not is_split or i % 2 == half} for half in (0, 1)]
     trained = join(batch, marked, [LossStats({}, {}, logprobs=rank) for rank in ranks], policy_version=5)
     assert trained.keys() == {sample.origin[:2] for sample in marked if sample.is_shown}
     for (number, which), found in trained.items():
         rollout = batch[number].rollouts[which]
-        in_loss = {t for s in marked if s.origin[:2] == (number, which) for t in s.token_ids[s.loss_mask].tolist()}
-        assert found.staleness_steps == 5
-        for token, logprob, advantage in zip(rollout.token_ids, found.trainer_logprobs, found.advantages, strict=True):
-            assert logprob == (-token if token in in_loss else None)
-            assert (advantage is None) == (token not in in_loss)
+        own = [s for s in marked if s.origin[:2] == (number, which)]
+        in_loss = {t: a for s in own for t, a in zip(s.token_ids[s.loss_mask].tolist(), s.advantages[s.loss_mask])}
+        assert found.staleness_steps == 5 - min(rollout.policy_versions)
+        assert found.trainer_logprobs == [-token if token in in_loss else None for token in rollout.token_ids]
+        assert found.advantages == [in_loss.get(token) for token in rollout.token_ids]
