@@ -8,6 +8,7 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes.loop import FakeWorker, Loop, World, make_config
@@ -17,7 +18,9 @@ from fleet.errors import NoReplicasLeft
 from orchestrator.files.best_checkpoint import BestCheckpoint
 from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
 from orchestrator.files.telemetry import read_rows
-from rollout.types import Prompt, Rollout
+from orchestrator.loop import evaluations
+from orchestrator.loop.evaluations import Evaluations
+from rollout.types import Group, Prompt, Rollout
 
 
 def beside(num_steps: int = 6, every: int = 2, **run: object) -> RunConfig:
@@ -103,6 +106,37 @@ async def test_engines_keep_the_version_of_an_evaluation_where_they_can(tmp_path
     assert sorted(set(versions), key=str) == ([0, 2, 4, 6] if mode is SyncMode.adapter else [None])
     assert {worker.kept for worker in slow_workers(loop)} == {None}
     assert config.num_adapter_slots == 3 and beside().evaluates_beside
+
+
+@pytest.mark.parametrize(("mode", "kept"), [(SyncMode.adapter, [7, None]), (SyncMode.merged, [])])
+async def test_an_evaluation_lets_go_of_its_version_when_it_has_sampled_and_says_how_long_that_took(
+    mode: SyncMode, kept: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, asked = SimpleNamespace(now=100.0), []
+    monkeypatch.setattr(evaluations, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    async def keep_version(version: int | None) -> int:
+        asked.append(version)
+        return 2
+
+    async def evaluate(version: int | None) -> dict[str, list[Group]]:
+        assert version == (7 if mode is SyncMode.adapter else None) and None not in asked
+        clock.now += 3.5
+        return {}
+
+    config = replace(beside(), weight_sync=WeightSyncConfig(mode=mode))
+    services, sampler = (
+        SimpleNamespace(router=SimpleNamespace(keep_version=keep_version)),
+        SimpleNamespace(evaluate=evaluate),
+    )
+    under_way = Evaluations(config, services, sampler)  # pyright: ignore[reportArgumentType]
+    assert not under_way.is_running and not under_way.has_ended
+    await under_way.begin(4, 7)
+    assert under_way.is_running and not under_way.has_ended
+    found = await under_way.finish()
+    assert not under_way.is_running and asked == kept
+    assert (found.step, found.policy_version) == (4, 7)
+    assert (found.figures["eval/step"], found.figures["eval/total_s"]) == (4, 3.5)
 
 
 async def test_tokens_of_other_versions_are_told(tmp_path: Path) -> None:
