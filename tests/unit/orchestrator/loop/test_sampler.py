@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fakes.loop import FakePrompts, FakeWorker, Loop, make_config
 
+from conf.load import load_run_config
 from conf.schema import EvalSampling, EvalSamplingConfig, SamplingConfig
 from orchestrator.errors import TrainingStopped
+from orchestrator.loop.sampler import Sampler
 from rollout.errors import DataError
 from rollout.types import Prompt, Rollout
 
@@ -132,3 +135,29 @@ async def test_a_row_that_cannot_be_a_prompt_ends_the_run_with_its_state_saved(t
         await loop.run()
     state = loop.checkpoints.read(loop.checkpoints.newest())
     assert state.step >= 1 and state.prompts == {"cursor": 8}
+
+
+@pytest.mark.parametrize(
+    ("words", "has_teacher", "patience_s"),
+    [
+        ([], False, 3 * 10 + 24 * 7 + 60),
+        (["rollout.num_workers=4"], False, 5 * 10 + 24 * 7 + 60),
+        (["rollout.max_restarts=2"], False, 3 * 10 + 24 * 7 + 60 + 500),
+        (["algorithm.group_size=5"], True, 3 * 10 + 5 * (7 + 120) + 60),
+        (["rollout.agent=a.py:f", "rollout.episodes.timeout_s=40"], False, 40 + 24 * 7 + 60),
+        (["rollout.agent=a.py:f", "rollout.episodes.timeout_s=20"], False, 30 + 24 * 7 + 60),
+    ],
+)
+def test_patience_is_for_a_failure_of_each_worker_a_judgement_of_each_response_and_a_start(
+    words: list[str], has_teacher: bool, patience_s: float
+) -> None:
+    config = load_run_config(
+        [
+            *("experiment=quickstart", "rollout.request_timeout_s=10", "rollout.max_restarts=0", "reward.timeout_s=7"),
+            *("cluster.start_timeout_s=500", *words),
+        ]
+    )
+    assert config.algorithm.teacher.timeout_s == 120
+    sampler = object.__new__(Sampler)
+    sampler._config, sampler._services = config, SimpleNamespace(teacher="one" if has_teacher else None)  # type: ignore[assignment]
+    assert sampler.patience_s == patience_s
