@@ -139,7 +139,7 @@ def sizes_of(root: Path) -> dict[str, int]:
         "patches of vLLM and Triton": _num_patches(root),
         **{name: sum(_is_there(root, entry) for entry in (*entries, *GONE[name])) for name, entries in _LISTS.items()},
         "lines with Any": _matches(python, r"\bAny\b"),
-        "lines with cast(": _matches(python, r"\bcast\("),
+        "lines with cast(": _matches(python, r"\bcast\((\"|[A-Z]|dict|list|tuple|type)"),
         "broad excepts": _matches(python, r"except (Base)?Exception\b"),
         "suppressions of linters and types": _matches(python, r"# (type:|pyright:|noqa)"),
         "tests": sum(_num_tests(text) for text in tests.values()),

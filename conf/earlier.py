@@ -13,9 +13,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from conf.errors import ConfigError
+from conf.json_files import is_object, object_or_empty
 
 REWARD = "reward."
 """Options of a reward are there, and in reward.parts.NAME."""
@@ -151,10 +152,8 @@ def carried_over(options: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: The run depends on an option that is no more.
     """
-    reward = options.get("reward")
-    parts = cast("dict[str, Any]", reward).get("parts") if isinstance(reward, dict) else None
-    names = cast("dict[str, Any]", parts) if isinstance(parts, dict) else ()
-    for where in (REWARD, *(f"{REWARD}parts.{name}." for name in names)):
+    parts = object_or_empty(object_or_empty(options.get("reward")).get("parts"))
+    for where in (REWARD, *(f"{REWARD}parts.{name}." for name in parts)):
         _carry_over(options, where)
     return options
 
@@ -198,7 +197,7 @@ def _take(options: dict[str, Any], name: str) -> object:
     if not rest:
         return options.pop(first, _ABSENT)
     below = options.get(first)
-    return _take(cast("dict[str, Any]", below), rest) if isinstance(below, dict) else _ABSENT
+    return _take(below, rest) if is_object(below) else _ABSENT
 
 
 def _put(options: dict[str, Any], name: str, value: object) -> None:

@@ -1,11 +1,12 @@
 # pyright: strict
-"""Reads a JSON object of a model's folder, or says in one message why it cannot be read."""
+"""What JSON, YAML and a user's functions give, as the kinds that code reads: checked, so that no caller casts."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard
 
 from conf.errors import ConfigError
 
@@ -27,6 +28,39 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not UTF-8 text; save the file as UTF-8") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
+    if not is_object(content):
         raise ConfigError(f"{path} must hold a JSON object, got a {type(content).__name__}; give the model's own file")
-    return cast("dict[str, Any]", content)
+    return content
+
+
+def object_in(path: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is none that can be read."""
+    try:
+        return object_or_empty(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def object_or_empty(value: object) -> dict[str, Any]:
+    """The value if it is an object, else an empty one."""
+    return value if is_object(value) else {}
+
+
+def is_object(value: object) -> TypeGuard[dict[str, Any]]:
+    """Whether it is a JSON object, or a mapping of YAML."""
+    return isinstance(value, dict)
+
+
+def is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
+    """Whether its values come in an order, text apart."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def kind_of(value: object) -> str:
+    """Its class, for a message."""
+    return type(value).__name__
+
+
+def is_list(value: object) -> TypeGuard[list[Any]]:
+    """Whether it is a JSON array, or a tuple in its place."""
+    return isinstance(value, list | tuple)

@@ -20,7 +20,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -34,6 +34,7 @@ from conf.earlier import carried_over, explain
 from conf.elsewhere import counterpart
 from conf.errors import ConfigError
 from conf.ignored import check_no_override_is_ignored
+from conf.json_files import is_object
 from conf.options import (
     CONF_DIR,
     GROUPS,
@@ -161,7 +162,7 @@ def load_resolved_yaml(text: str, overrides: Sequence[str] = (), subject: str = 
 def _carried_over(text: str, subject: str) -> Any:
     saved = OmegaConf.to_container(OmegaConf.create(text))
     try:
-        return carried_over(cast("dict[str, Any]", saved)) if isinstance(saved, dict) else saved
+        return carried_over(saved) if is_object(saved) else saved
     except ConfigError as error:
         raise ConfigError(f"{subject}{error}") from error
 

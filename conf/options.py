@@ -21,8 +21,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeGuard, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeGuard, Union, get_args, get_origin, get_type_hints
 
+from conf.json_files import is_list
 from conf.schema import RunConfig
 from conf.schema.read_if import READ_IF, If
 
@@ -142,9 +143,8 @@ def show(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, Enum):
         return value.name
-    if isinstance(value, (list, tuple)):
-        items = cast("Sequence[Any]", value)
-        return "[" + ", ".join(show(item) for item in items) + "]"
+    if is_list(value):
+        return "[" + ", ".join(map(show, value)) + "]"
     return str(value)
 
 

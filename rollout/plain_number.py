@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
+
+from conf.json_files import is_sequence
 
 
 def plain_number(value: Any) -> float | None:
@@ -25,4 +27,4 @@ def plain_list(value: Any) -> list[Any] | None:
     """The values of a sequence, or of an array or tensor with one dimension. Else None."""
     if not isinstance(value, Sequence):
         return list(value.tolist()) if len(getattr(value, "shape", ())) == 1 else None
-    return None if isinstance(value, str | bytes) else list(cast("Sequence[Any]", value))
+    return list(value) if is_sequence(value) else None

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 
 from conf.earlier import explain
 from conf.errors import ConfigError
+from conf.json_files import is_list
 
 Section = TypeVar("Section")
 
@@ -73,9 +74,7 @@ def _fits(annotation: Any, value: Any) -> bool:
     if get_origin(annotation) in (Union, types.UnionType):
         return any(_fits(one, value) for one in get_args(annotation))
     if get_origin(annotation) is tuple:
-        return isinstance(value, list | tuple) and all(
-            _fits(get_args(annotation)[0], one) for one in cast("list[object]", value)
-        )
+        return is_list(value) and all(_fits(get_args(annotation)[0], one) for one in value)
     if get_origin(annotation) is dict:
         return isinstance(value, Mapping)
     if isinstance(value, bool):

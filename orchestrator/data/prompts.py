@@ -17,8 +17,9 @@ import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
+from conf.json_files import is_list, is_object, kind_of
 from orchestrator.data.sources import Row, listed, other_names, renamed
 from rollout.errors import DataError, RowTooLong
 from rollout.text.messages import TEMPLATE_OPTIONS, TOOLS, Chat, template_options, text_messages, tools_of
@@ -108,7 +109,7 @@ class PromptReader:
                 check_no_chat_columns(row, where)
             text = value
             is_empty = not value.strip()
-        elif isinstance(value, list) and value:
+        elif is_list(value) and value:
             messages = messages_in(value, f"{where}: column {key!r}")
             chat = chat_of(messages, used, self.template_options, where)
             if not self.is_for_agent:
@@ -118,7 +119,7 @@ class PromptReader:
         else:
             raise DataError(
                 f"{where}: column {key!r} must be text or a non-empty list of messages with role and content, "
-                f"got {type(cast('object', value)).__name__}"
+                f"got {kind_of(value)}"
             )
         if is_empty:
             raise DataError(f"{where}: the prompt is empty (column {key!r}); fill it, or remove the row")
@@ -181,10 +182,9 @@ def messages_in(value: Any, what: str) -> list[dict[str, Any]]:
 
 def without_nulls(value: Any) -> Any:
     """The value without fields that are null, at any depth."""
-    if isinstance(value, dict):
-        fields = cast("dict[str, Any]", value).items()
-        return {name: without_nulls(field) for name, field in fields if field is not None}
-    return [without_nulls(one) for one in cast("list[Any]", value)] if isinstance(value, list) else value
+    if is_object(value):
+        return {name: without_nulls(field) for name, field in value.items() if field is not None}
+    return [without_nulls(one) for one in value] if is_list(value) else value
 
 
 def chat_of(

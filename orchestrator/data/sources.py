@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import conf
+from conf.json_files import is_object, object_or_empty
 from rollout.errors import DataError
 
 PACKAGED = "pkg://"
@@ -114,11 +115,7 @@ def renamed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
 
 def listed(columns: Mapping[str, Any]) -> str:
     """Names of columns for a message, those of structs with their fields."""
-    names = [
-        f"{name}.{field}"
-        for name, value in columns.items()
-        for field in (cast("dict[str, Any]", value) if isinstance(value, dict) and value else ("",))
-    ]
+    names = [f"{name}.{field}" for name, value in columns.items() for field in (object_or_empty(value) or ("",))]
     return ", ".join(sorted(name.removesuffix(".") for name in names)) or "none"
 
 
@@ -146,9 +143,9 @@ def _at(columns: Mapping[str, Any], path: str) -> list[Any]:
         return [columns[path]]
     value: Any = columns
     for part in path.split("."):
-        if not isinstance(value, dict) or part not in value:
+        if not is_object(value) or part not in value:
             return []
-        value = cast("dict[str, Any]", value)[part]
+        value = value[part]
     return [value]
 
 
@@ -195,9 +192,9 @@ def _parse_line(line: bytes, file: Path, number: int) -> dict[str, Any]:
         raise DataError(f"{where}: {e}") from e
     except ValueError as e:  # a number of thousands of digits
         raise DataError(f"{where}: not a JSON object: {e}") from e
-    if not isinstance(row, dict):
+    if not is_object(row):
         raise DataError(f"{where}: each line must be a JSON object, got {type(row).__name__}")
-    return cast("dict[str, Any]", row)
+    return row
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any, cast
+from typing import Any
 
+from conf.json_files import object_in
 from orchestrator.figures.held_out import is_better
 from orchestrator.files.run_checkpoint import CheckpointStore
 
@@ -63,11 +64,7 @@ class BestCheckpoint:
         self._store.prune()
 
     def _read(self) -> dict[str, Any]:
-        try:
-            found = json.loads(self._file.read_text())
-        except (OSError, ValueError):
-            return {}
-        return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+        return object_in(self._file)
 
     def _write(self, name: str) -> None:
         partial = self._file.with_name(".best.partial")

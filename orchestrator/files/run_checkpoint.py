@@ -26,10 +26,11 @@ import time
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
+from conf.json_files import is_object
 from conf.schema import RunConfig
 from orchestrator.environment import resolve_device
 from orchestrator.errors import CheckpointError, TrainingStopped
@@ -307,9 +308,9 @@ def _verify(path: Path) -> None:
     if not (path / _MANIFEST).is_file():
         raise CheckpointError(f"{path} lacks {_MANIFEST}, without which nothing says that it is whole")
     files = _read_json(path / _MANIFEST).get("files")
-    if not isinstance(files, dict):
+    if not is_object(files):
         raise CheckpointError(f"{path} is damaged: its manifest lists no files")
-    for name, expected in cast("dict[str, Any]", files).items():
+    for name, expected in files.items():
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{path} lacks {name}")
@@ -326,9 +327,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not is_object(found):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(found).__name__}")
-    return cast("dict[str, Any]", found)
+    return found
 
 
 def _facts(path: Path) -> dict[str, int]:

@@ -45,12 +45,13 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
 from conf.errors import ConfigError
 from conf.functions import is_function_path, keep_copy, source_of
+from conf.json_files import is_list, is_object
 from conf.schema import Objective, RunConfig, RunSection
 
 logger = logging.getLogger(__name__)
@@ -265,9 +266,9 @@ def saved_options(run: Path) -> dict[str, Any]:
         raise no_run_folder(run) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read ({type(error).__name__}); it holds the run's options") from error
-    if not isinstance(saved, dict):
+    if not is_object(saved):
         raise ConfigError(f"{path} holds no options of a run")
-    return cast("dict[str, Any]", saved)
+    return saved
 
 
 def no_run_folder(run: Path) -> ConfigError:
@@ -298,9 +299,9 @@ def changed_options(folder: RunFolder, config: RunConfig) -> list[str]:
         saved = yaml.safe_load(folder.config.read_text())
     except (yaml.YAMLError, UnicodeDecodeError):
         saved = None
-    if not isinstance(saved, dict):
+    if not is_object(saved):
         return [f"set of options, maybe: {folder.config} cannot be read"]
-    before = dict(flatten(cast("dict[str, Any]", saved)))
+    before = dict(flatten(saved))
     now = dict(flatten(to_plain(asdict(config))))
     return [
         f"{name}: {repr(before[name]) if name in before else 'not there'} before, "
@@ -313,8 +314,8 @@ def changed_options(folder: RunFolder, config: RunConfig) -> list[str]:
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Options of a nested section by their full names. Example: ("run.seed", 0)."""
     for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from flatten(cast("dict[str, Any]", value), f"{prefix}{key}.")
+        if is_object(value) and value:
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
@@ -337,10 +338,10 @@ def to_plain(value: Any) -> Any:
     """Enums to their values and tuples to lists, all the way down: what YAML and JSON can carry."""
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, dict):
-        return {str(key): to_plain(item) for key, item in cast("dict[Any, Any]", value).items()}
-    if isinstance(value, (list, tuple)):
-        return [to_plain(item) for item in cast("list[Any]", value)]
+    if is_object(value):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if is_list(value):
+        return [to_plain(item) for item in value]
     return value
 
 

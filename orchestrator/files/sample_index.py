@@ -14,9 +14,11 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import numpy as np
+
+from conf.json_files import is_list, is_object
 
 ENTRY = np.dtype(
     [
@@ -56,7 +58,7 @@ def entry_of(row: Mapping[str, Any], offset: int, length: int) -> np.ndarray[Any
         _whole(row.get("step"), 32),
         KINDS.index(kind) if kind in KINDS else 0,
         flags,
-        min(len(cast("list[Any]", turns)) if isinstance(turns := row.get("turns"), list) else 0, (1 << 16) - 1),
+        min(len(turns) if is_list(turns := row.get("turns")) else 0, (1 << 16) - 1),
         _whole(row.get("num_tokens"), 32),
         _whole(row.get("staleness"), 32),
         _whole(row.get("prompt_id"), 31),
@@ -94,8 +96,8 @@ def scan(file: BinaryIO, start: int) -> Iterator[np.ndarray[Any, Any]]:
             row = json.loads(line)
         except ValueError:
             row = None
-        if isinstance(row, dict) and isinstance(cast("dict[str, Any]", row).get("step"), int):
-            yield entry_of(cast("dict[str, Any]", row), start, len(line))
+        if is_object(row) and isinstance(row.get("step"), int):
+            yield entry_of(row, start, len(line))
         start += len(line)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import psutil
 
@@ -154,7 +154,7 @@ def read_starts(file: Path) -> list[dict[str, Any]]:
 
 def describe(row: Mapping[str, Any]) -> list[str]:
     """One start, for people: the run's own phases, then those of the slowest of each kind of process."""
-    spans = [Span(**span) for span in cast("list[dict[str, Any]]", row["spans"])]
+    spans = [Span(**span) for span in row["spans"]]
     by_name: dict[str, list[Span]] = {}
     for span in spans:
         by_name.setdefault(span.who, []).append(span)

@@ -20,10 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 
+from conf.json_files import is_list, kind_of
 from conf.schema import DataConfig
 from orchestrator.data.prompts import chat_of, check_no_chat_columns, check_text, check_turns, messages_in, rendered
 from orchestrator.data.sources import Row, listed, other_names, renamed
@@ -239,10 +240,9 @@ def text_or_turns(value: Any, what: str) -> str | Turns:
     if isinstance(value, str):
         found, is_empty = value, not value.strip()
     else:
-        if not isinstance(value, list) or not value:
+        if not is_list(value) or not value:
             raise DataError(
-                f"{what} must be text or a non-empty list of messages with role and content, got "
-                f"{type(cast('object', value)).__name__}"
+                f"{what} must be text or a non-empty list of messages with role and content, got {kind_of(value)}"
             )
         found = messages_in(value, what)
         is_empty = not says_something(found)

@@ -11,12 +11,13 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from conf.errors import ConfigError
 from conf.functions import import_function
+from conf.json_files import is_sequence
 from conf.schema import RunConfig
 from orchestrator.errors import TrainingStopped
 from rollout.rewards.runner import chosen_rewards
@@ -101,10 +102,10 @@ def _checked(found: Any, groups: Sequence[Group], value: str) -> list[list[np.nd
     def refuse(where: str, what: str) -> TrainingStopped:
         return TrainingStopped(f"algorithm.advantage={value}: {where}{what}: it must be {_SIGNATURE}")
 
-    if not isinstance(found, Sequence) or len(cast("Sequence[Any]", found)) != len(groups):
+    if not is_sequence(found) or len(found) != len(groups):
         raise refuse("", f"it returned no list of {len(groups)} lists, one for each group")
     checked: list[list[np.ndarray | None]] = []
-    for i, (of_group, group) in enumerate(zip(cast("Sequence[Any]", found), groups, strict=True)):
+    for i, (of_group, group) in enumerate(zip(found, groups, strict=True)):
         if not hasattr(of_group, "__len__") or len(of_group) != len(group.rollouts):
             raise refuse(f"group {i}: ", f"it returned no list of {len(group.rollouts)} advantages")
         own: list[np.ndarray | None] = []

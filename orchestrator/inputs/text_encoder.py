@@ -7,12 +7,12 @@ transformers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from conf.errors import ConfigError
+from conf.json_files import object_in
 from conf.schema import ModelConfig
 from rollout.errors import DataError
 from rollout.text.chat_template import ChatTemplate
@@ -46,11 +46,7 @@ def template_knows_tools(folder: Path) -> bool:
 
 def _description(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json; empty where there is none that can be read."""
-    try:
-        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    return object_in(folder / "tokenizer_config.json")
 
 
 def check_holds_tokenizer(option: str, folder: Path) -> None:

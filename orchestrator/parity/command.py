@@ -13,9 +13,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from conf.errors import ConfigError
+from conf.json_files import object_or_empty
 from conf.load import load_resolved_yaml, load_run_config
 from conf.schema import Device, Init, ModelConfig, RunConfig, TrainMode
 from orchestrator.files.run_folder import RunFolder
@@ -157,7 +158,7 @@ def _random_prompts(config: RunConfig, options: ParityOptions) -> tuple[tuple[in
 def _relatives(file: Path) -> dict[str, float]:
     """`relative` by tensor, of a parity.json."""
     try:
-        found = cast("dict[str, Any]", json.loads(file.read_text(encoding="utf-8")))
+        found = object_or_empty(json.loads(file.read_text(encoding="utf-8")))
         return {one["tensor"]: float(one["relative"]) for one in found["differences"]}
     except OSError as error:
         raise ConfigError(f"--usual={file} cannot be read: {error.strerror}") from error

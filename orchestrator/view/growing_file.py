@@ -11,7 +11,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+from conf.json_files import is_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,5 +63,5 @@ def objects(lines: Lines) -> Iterator[tuple[int, dict[str, Any]]]:
             found = json.loads(line)
         except ValueError:
             continue
-        if isinstance(found, dict):
-            yield offset, cast("dict[str, Any]", found)
+        if is_object(found):
+            yield offset, found

@@ -15,11 +15,12 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from conf.errors import ConfigError
+from conf.json_files import is_object, object_in
 from orchestrator.control.run_state import state_of
 from orchestrator.files.run_folder import RunFolder, flatten, saved_options
 from orchestrator.files.sample_index import ENTRY, FAILED, KINDS, TRUNCATED, extended, read_index
@@ -88,7 +89,7 @@ class RunReader:
 
     def environment(self) -> dict[str, Any]:
         """environment.json; empty where there is none."""
-        return _json_file(self.folder.environment)
+        return object_in(self.folder.environment)
 
     # --------------------------------------------------------------------------------------------- timeline
 
@@ -125,7 +126,7 @@ class RunReader:
             raise ConfigError(f"there is no trace of publish {name!r}; weight_sync.trace_every_steps writes them")
         if path.stat().st_size > MOST_TRACE_BYTES:
             raise ConfigError(f"{path} is too large for this page; open it with ui.perfetto.dev")
-        return {"file": str(path), **_json_file(path)}
+        return {"file": str(path), **object_in(path)}
 
     def fleet(self) -> dict[str, Any]:
         """Rollout workers: states, versions, tokens per second."""
@@ -213,9 +214,8 @@ class RunReader:
             if not isinstance(row.get("step"), int):
                 continue
             self._timeline[row["step"]] = offset, lengths[offset]
-            publish = row.get("publish")
-            if isinstance(publish, dict):
-                facts = cast("dict[str, Any]", publish)
+            facts = row.get("publish")
+            if is_object(facts):
                 committed = [bool(replica.get("committed")) for replica in facts.get("replicas", [])]
                 self._publishes.append((float(row.get("to", 0.0)), int(facts.get("version", 0)), committed))
 
@@ -227,15 +227,7 @@ def _row_at(path: Path, offset: int, length: int) -> dict[str, Any] | None:
             found = json.loads(file.read(length))
     except (OSError, ValueError):  # the run was resumed from an earlier step meanwhile
         return None
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else None
-
-
-def _json_file(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    return found if is_object(found) else None
 
 
 def _size(path: Path) -> int:

@@ -11,7 +11,9 @@ Invariant: no answer has more than MOST_TOKENS tokens and MOST_CHARS characters 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
+
+from conf.json_files import is_list
 
 MOST_TOKENS = 4000
 MOST_CHARS = 20_000
@@ -82,9 +84,9 @@ def _segments(row: dict[str, Any], first_char: int, *, has_tokens: bool) -> list
 def _places(row: dict[str, Any], total: int) -> list[int]:
     """Place of each entry of the row's lists among all sampled tokens."""
     cut = row.get("cut")
-    if not (isinstance(cut, list) and len(cast("list[Any]", cut)) == 2):
+    if not (is_list(cut) and len(cut) == 2):
         return list(range(total))
-    first, end = (int(place) for place in cast("list[int]", cut))
+    first, end = (int(place) for place in cut)
     return [i if i < first else i - first + end for i in range(total)]
 
 
@@ -118,4 +120,4 @@ def _text(row: dict[str, Any], name: str) -> str:
 
 def _list(row: dict[str, Any], name: str) -> list[Any]:
     value = row.get(name)
-    return cast("list[Any]", value) if isinstance(value, list) else []
+    return value if is_list(value) else []

@@ -17,8 +17,9 @@ import reprlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from conf.json_files import is_list
 from conf.schema import reward_part
 from rollout.plain_number import plain_list, plain_number
 from rollout.rewards.counting import counted
@@ -76,8 +77,8 @@ def _outcomes(reward: Reward, value: Any, num_responses: int) -> list[Outcome]:
 
 def _outcome(value: Any) -> Outcome:
     answer: str | None = None
-    if isinstance(value, tuple) and len(cast("tuple[Any, ...]", value)) == 2:  # with the answer, for majority votes
-        number, given = cast("tuple[Any, Any]", value)
+    if isinstance(value, tuple) and is_list(value) and len(value) == 2:  # with the answer, for majority votes
+        number, given = value
         if given is None or isinstance(given, str):
             value, answer = number, given
     if (number := plain_number(value)) is not None:

@@ -22,6 +22,7 @@ from typing import Any, cast
 
 from conf.architecture.model_spec import ModelSpec
 from conf.errors import ConfigError
+from conf.json_files import object_or_empty
 from conf.schema import LoraConfig
 from trainer.weights.adapter_names import PREFIX
 from weight_sync.disk.safetensors_files import StoredTensor, read_header
@@ -112,7 +113,7 @@ def read_stored_adapter(folder: Path, subject: str) -> StoredAdapter:
             f"{subject}={folder} holds no adapter in PEFT's format ({path.name}: {error}); give a folder such as "
             "runs/NAME/adapter"
         ) from error
-    fields = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
+    fields = object_or_empty(content)
     _refuse_other_functions(fields, f"{subject}={folder}")
     if not (folder / ADAPTER_FILE).exists() and (folder / "adapter_model.bin").exists():
         raise ConfigError(

@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from conf.errors import ConfigError
+from conf.json_files import is_object
 from weight_sync.layout import DTYPE_BYTES, TensorMeta
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -109,14 +110,13 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         content: Any = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{path} has no readable safetensors header; download it again") from error
-    if not isinstance(content, dict):
+    if not is_object(content):
         raise ConfigError(f"{path} has a {type(content).__name__} for a safetensors header; download it again")
-    header = cast(dict[str, Any], content)
-    header.pop("__metadata__", None)
+    content.pop("__metadata__", None)
     data = 8 + header_bytes
     tensors: dict[str, StoredTensor] = {}
     end = data
-    for name, entry in header.items():
+    for name, entry in content.items():
         dtype, shape, first, last = _checked(path, name, entry)
         tensors[name] = StoredTensor(path, data + first, shape, dtype)
         end = max(end, data + last)
@@ -168,12 +168,11 @@ def _weight_map(folder: Path, option: str) -> dict[str, str] | None:
         content: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{index} is not a safetensors index: {type(error).__name__}: {error}") from error
-    weight_map = cast(dict[str, object], content)
-    if not isinstance(content, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+    if not is_object(content) or not all(isinstance(file, str) for file in content.values()):
         raise ConfigError(
             f"{index} is not a safetensors index: weight_map must be an object of tensors and their files"
         )
-    found = cast(dict[str, str], content)
+    found: dict[str, str] = content
     files = sorted(set(found.values()))
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:

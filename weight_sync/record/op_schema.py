@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
+from conf.json_files import is_list, is_object
+
 
 class OpSchema(NamedTuple):
     """What an op does to its arguments."""
@@ -46,8 +48,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors among an op's arguments or results, which nest only in lists. (pytree takes ten times as long.)"""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (list, tuple)):
-        for item in cast("list[Any]", value):
+    elif is_list(value):
+        for item in value:
             yield from tensors_in(item)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(cast("dict[str, Any]", value).values()))
+    elif is_object(value):
+        yield from tensors_in(list(value.values()))
