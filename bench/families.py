@@ -41,6 +41,18 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
         {**SQUARE, "intermediate_size": 64, "norm_topk_prob": "false", "rms_norm_eps": 1e-5},
     ),
     "llama": ("LlamaForCausalLM", DENSE, {}),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        [*EXPERTS, "model.dtype=bfloat16"],  # the CPU engine's linear attention has no other format, nor other heads
+        {
+            "full_attention_interval": 2,
+            "shared_expert_intermediate_size": 64,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+        },
+    ),
     "glm4_moe_lite": (
         "Glm4MoeLiteForCausalLM",
         LATENT,

@@ -37,6 +37,8 @@ CPU_ENGINE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that vLLM's CPU attention has kernels for (vLLM 0.32, `cpu_attn.py`)."""
 MAX_EXPERT_SLOT_RANK = 128
 """Rank of the largest slots whose experts vLLM has a kernel for (0.25.1, `fused_moe_lora_op.py`, an assertion)."""
+CPU_ENGINE_LINEAR = 128
+"""Width of the heads of linear attention for which a run on a CPU was tried; vLLM's kernel refuses 32."""
 CPU_ENGINE_LATENT = (512, 64)
 """kv_lora_rank and qk_rope_head_dim of vLLM's CPU kernel of latent attention (vLLM 0.32, `mla_decode.cpp`)."""
 
@@ -59,13 +61,13 @@ def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
             can_split_experts=config.cluster.device is not Device.cpu,
         )
         check_head_dim_on_cpu(config, hf_config)
-        check_cpu_engine_routes(config, hf_config)
+        check_cpu_engine_has_kernels(config, hf_config)
         check_fp8_engine_has_gpus(config, hf_config)
         check_fp8_engine_computes_in_two_bytes(config, hf_config)
         check_changes_can_be_sent(config, hf_config)
         check_adapters_beside_experts_have_gpu_engines(config, hf_config)
         check_slots_of_experts_have_kernels(config, hf_config)
-        check_slots_of_experts_have_names(config, hf_config)
+        check_slots_have_names(config, hf_config)
         check_engine_forward_knows_the_model(config, hf_config)
         check_engine_records_routes(config, hf_config)
 
@@ -101,13 +103,22 @@ def check_slots_of_experts_have_kernels(config: RunConfig, hf_config: Mapping[st
         )
 
 
-def check_slots_of_experts_have_names(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
-    """Mixtral's and MiniMax-M2's checkpoints call the projections of experts w1, w2 and w3; no adapter file does."""
-    is_adapted = config.weight_sync.mode is SyncMode.adapter and config.trainer.lora.experts
-    if is_adapted and not family_of(hf_config).names_slots:
+def check_slots_have_names(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Adapters whose matrices have other names in adapter files than in the checkpoint, or no slot in an engine:
+    experts whose projections are w1, w2 and w3, and projections of latent and of linear attention."""
+    if config.weight_sync.mode is not SyncMode.adapter:
+        return
+    family, kind, lora = family_of(hf_config), kind_of(hf_config), config.trainer.lora
+    if lora.experts and not family.names_slots:
         raise ConfigError(
-            f"weight_sync.mode=adapter: the slots of {kind_of(hf_config)}'s experts have no names that adapters have; "
+            f"weight_sync.mode=adapter: the slots of {kind}'s experts have no names that adapters have; "
             "set trainer.lora.experts=false, or weight_sync.mode=merged"
+        )
+    is_latent = hf_config.get("kv_lora_rank") is not None
+    if lora.attention and (is_latent or family.has_linear_attention):
+        raise ConfigError(
+            f"weight_sync.mode=adapter: the {'latent' if is_latent else 'linear'} attention of model_type={kind} has "
+            "no slots for adapters in an engine; set trainer.lora.attention=false, or weight_sync.mode=merged"
         )
 
 
@@ -216,13 +227,29 @@ def check_head_dim_on_cpu(config: RunConfig, hf_config: Mapping[str, Any]) -> No
         )
 
 
-def check_cpu_engine_routes(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
-    """The CPU engine's router does not take every family's scores."""
-    if config.cluster.device is Device.cpu and not family_of(hf_config).routes_on_cpu:
+def check_cpu_engine_has_kernels(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """The CPU engine's router takes sigmoid scores in groups only, and its linear attention bfloat16 and one width of
+    heads (vLLM 0.32, `cpu_router.py` and `gdn_attention.py`, assertions)."""
+    if config.cluster.device is not Device.cpu:
+        return
+    if not family_of(hf_config).routes_on_cpu:
         raise ConfigError(
             f"the CPU engine cannot choose the experts of model_type={kind_of(hf_config)}: it takes sigmoid scores "
             "only where experts come in groups; choose another model, or cluster.device=cuda"
         )
+    if not family_of(hf_config).has_linear_attention:
+        return
+    if config.model.dtype is not DType.bfloat16:
+        raise ConfigError(
+            f"model.dtype={config.model.dtype}: the CPU engine's linear attention computes in bfloat16 alone; set "
+            "model.dtype=bfloat16, or cluster.device=cuda"
+        )
+    for key in ("linear_key_head_dim", "linear_value_head_dim"):
+        if (width := hf_config.get(key, CPU_ENGINE_LINEAR)) != CPU_ENGINE_LINEAR:
+            raise ConfigError(
+                f"the CPU engine's linear attention is made for heads of {CPU_ENGINE_LINEAR}, and {key} is {width}; "
+                "choose another model, or cluster.device=cuda"
+            )
 
 
 def packing_of(hf_config: Mapping[str, Any]) -> str | None:

@@ -3,6 +3,7 @@
     heads            tp divides num_attention_heads
     key/value heads  tp divides num_key_value_heads, or is a multiple of them: ranks then hold copies. gpt-oss: divides.
                      Latent attention has none.
+    linear attention tp divides its key heads and its value heads
     feed-forwards    tp divides their width: dense layers, shared experts, and routed experts unless ranks hold whole
                      ones (expert parallel; gpt-oss: all the same)
     vocabulary       tp divides vocab_size, padded to multiples of 64
@@ -88,7 +89,8 @@ def tp_problem(tp_size: int, hf_config: Mapping[str, Any], *, is_expert_parallel
             return f"does not divide the model's {kv_heads} key/value heads"
         if tp_size % kv_heads:
             return f"neither divides the model's {kv_heads} key/value heads nor is a multiple of them"
-    widths = [*_feed_forwards(hf_config, tp_size, is_expert_parallel=is_expert_parallel)]
+    widths = [*_linear_heads(hf_config, tp_size)]
+    widths += _feed_forwards(hf_config, tp_size, is_expert_parallel=is_expert_parallel)
     for width in widths:
         if width.size % width.num_parts:
             return f"does not divide {width.what}"
@@ -151,6 +153,13 @@ def has_dense_layers(hf_config: Mapping[str, Any]) -> bool:
 def has_shared_experts(hf_config: Mapping[str, Any]) -> bool:
     """Whether tokens pass a feed-forward in addition to their routed experts."""
     return bool(hf_config.get("n_shared_experts") or hf_config.get("shared_expert_intermediate_size"))
+
+
+def _linear_heads(hf_config: Mapping[str, Any], tp_size: int) -> Iterator[Width]:
+    if family_of(hf_config).has_linear_attention:
+        for key in ("linear_num_key_heads", "linear_num_value_heads"):
+            if (count := _size(hf_config, key)) is not None:
+                yield Width(f"the linear attention's {key}={count}", count, tp_size, ())
 
 
 def _feed_forwards(hf_config: Mapping[str, Any], tp_size: int, *, is_expert_parallel: bool) -> Iterator[Width]:

@@ -90,6 +90,8 @@ class GqaSpec:
     """RMSNorm over head_dim on queries and keys, before RoPE."""
     norms_all_heads: bool = False
     """That norm is one over all heads of q, and one over all of k (OLMoE)."""
+    gated: bool = False
+    """q_proj gives each head a query and a gate; what the head attends to is multiplied by the gate's sigmoid."""
     sinks: bool = False
     """Every head has a logit of its own in the softmax that attends to nothing: the parameter `sinks`."""
     windows: tuple[int | None, ...] = ()
@@ -117,7 +119,7 @@ class GqaSpec:
         """Every projection, in checkpoint order."""
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return (
-            LinearShape("q_proj", q_size, hidden, self.qkv_bias),
+            LinearShape("q_proj", q_size * (2 if self.gated else 1), hidden, self.qkv_bias),
             LinearShape("k_proj", kv_size, hidden, self.qkv_bias),
             LinearShape("v_proj", kv_size, hidden, self.qkv_bias),
             LinearShape("o_proj", hidden, q_size, self.output_bias),
@@ -130,6 +132,63 @@ class GqaSpec:
             return sinks
         q_heads, kv_heads = (self.num_heads, self.num_kv_heads) if self.norms_all_heads else (1, 1)
         return sinks | {"q_norm.weight": q_heads * self.head_dim, "k_norm.weight": kv_heads * self.head_dim}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetSpec:
+    """Gated DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2412.06464): linear attention with a state per head."""
+
+    num_key_heads: int
+    num_value_heads: int
+    """A multiple of num_key_heads: value heads share keys and queries in groups."""
+    key_head_dim: int
+    value_head_dim: int
+    conv_width: int
+    """Tokens, itself among them, that the convolution over q, k and v sees."""
+    layers: tuple[bool, ...]
+    """One entry per decoder layer: True where it has this attention."""
+
+    @property
+    def key_size(self) -> int:
+        """Elements of all key heads."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Elements of all value heads."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def group(self) -> int:
+        """Value heads of a key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.key_size + self.value_size
+
+    def state_elements(self, tp_size: int) -> int:
+        """Elements that a layer on one rank of an engine keeps per sequence: state and convolution inputs."""
+        state = self.num_value_heads * self.key_head_dim * self.value_head_dim
+        return (state + (self.conv_width - 1) * self.conv_size) // tp_size
+
+    def linears(self, hidden: int) -> tuple[LinearShape, ...]:
+        """Every projection, in checkpoint order."""
+        return (
+            LinearShape("in_proj_qkvz", 2 * self.key_size + 2 * self.value_size, hidden),
+            LinearShape("in_proj_ba", 2 * self.num_value_heads, hidden),
+            LinearShape("out_proj", hidden, self.value_size),
+        )
+
+    def others(self) -> dict[str, tuple[int, ...]]:
+        """Other parameters: name -> shape."""
+        return {
+            "conv1d.weight": (self.conv_size, 1, self.conv_width),
+            "dt_bias": (self.num_value_heads,),
+            "A_log": (self.num_value_heads,),
+            "norm.weight": (self.value_head_dim,),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -363,10 +363,13 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family(llama_like.qwen2_moe),
     "qwen3": Family(llama_like.qwen3, head_dim=128, has_engine_forward=True),
     "qwen3_moe": Family(llama_like.qwen3_moe, has_engine_forward=True),
+    "qwen3_next": Family(llama_like.qwen3_next, head_dim=256, has_linear_attention=True),
 }
 """By model_type."""
 
-_DELTA_NET = "the decoder has no linear attention (Gated DeltaNet)"
+_DELTA_NET = (
+    "of the models with linear attention (Gated DeltaNet) only qwen3_next is read, not its successor's projections"
+)
 _SPARSE = "the decoder has no attention over keys that an indexer chooses"
 _NORMS_AFTER = "the decoder's norms are before attention and feed-forward, this family's after them"
 _LEFT_OUT = {
@@ -378,6 +381,5 @@ _LEFT_OUT = {
     "qwen3_5_moe": _DELTA_NET,
     "qwen3_5_moe_text": _DELTA_NET,
     "qwen3_5_text": _DELTA_NET,
-    "qwen3_next": _DELTA_NET,
 }
 """model_type -> why there is no entry for a family that people ask for."""

@@ -24,6 +24,8 @@ class Family:
     """Its engine's ranks cut every key/value head's group and every expert: none of them is held whole by all."""
     has_engine_forward: bool = False
     """trainer/engine_ops has its forward in the engine's kernels (parity=bitwise)."""
+    has_linear_attention: bool = False
+    """In some layers (Gated DeltaNet)."""
     names_slots: bool = True
     """Adapter files have names for the projections of its experts."""
     routes_on_cpu: bool = True

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from conf.architecture.attention_spec import GqaSpec
+from conf.architecture.attention_spec import DeltaNetSpec, GqaSpec
 from conf.architecture.config_fields import (
     common_fields,
     expert_sizes,
@@ -96,6 +96,54 @@ def qwen3_moe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     return qwen3(config, mla_norm_eps, moe=_sparse_layers(config))
 
 
+def qwen3_next(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+    """Qwen3-Next (transformers models/qwen3_next): Gated DeltaNet in three of four layers, a gate on the heads of the
+    others, experts of which one is for every token; norms multiply by 1 + weight."""
+    for key in ("attention_bias", "qkv_bias", "tie_word_embeddings", "use_sliding_window", "layer_scale"):
+        refuse(config, key, (False, None))
+    refuse(config, "attn_output_gate", (True, None))
+    refuse(config, "output_gate_type", ("silu", "swish", None))
+    refuse(config, "is_causal", (True, None))
+    num_layers, head_dim = size(config, "num_hidden_layers"), size(config, "head_dim", 256)
+    interval = size(config, "full_attention_interval", 4)
+    kinds = config.get("layer_types") or [
+        "full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(num_layers)
+    ]
+    if len(kinds) != num_layers or set(kinds) - {"full_attention", "linear_attention"}:
+        raise ConfigError(
+            "model.hf_config.layer_types must say full_attention or linear_attention for each of "
+            f"{num_layers} layers, got {kinds}"
+        )
+    delta_net = DeltaNetSpec(
+        num_key_heads=size(config, "linear_num_key_heads", 16),
+        num_value_heads=size(config, "linear_num_value_heads", 32),
+        key_head_dim=size(config, "linear_key_head_dim", 128),
+        value_head_dim=size(config, "linear_value_head_dim", 128),
+        conv_width=size(config, "linear_conv_kernel_dim", 4),
+        layers=tuple(kind == "linear_attention" for kind in kinds),
+    )
+    if delta_net.num_value_heads % delta_net.num_key_heads:
+        raise ConfigError(
+            f"model.hf_config.linear_num_key_heads must divide linear_num_value_heads, got {delta_net.num_key_heads} "
+            f"and {delta_net.num_value_heads}"
+        )
+    attention = grouped_queries(config, head_dim, qkv_bias=False, output_bias=False, qk_norm=True)
+    moe = replace(
+        _sparse_layers(config, norm_topk_prob=True),
+        shared_intermediate_size=size(config, "shared_expert_intermediate_size", 512),
+        has_shared_gate=True,
+        names=CheckpointNames(shared="shared_expert"),
+    )
+    return ModelSpec(
+        **common_fields(config, "Qwen3NextForCausalLM"),
+        attention=replace(attention, gated=True),
+        rope=rope_spec(config, head_dim, partial=0.25),
+        moe=moe,
+        delta_net=delta_net,
+        norms_add_one=True,
+    )
+
+
 def olmoe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     """OLMoE (transformers models/olmoe): norms over all of q and of k, weights of experts that are not normalized.
 
@@ -173,12 +221,12 @@ def _qwen2_like(config: dict[str, Any], architecture: str, moe: MoeSpec | None =
     )
 
 
-def _sparse_layers(config: dict[str, Any]) -> MoeSpec:
-    """Qwen's experts: some layers, by number, stay dense."""
+def _sparse_layers(config: dict[str, Any], *, norm_topk_prob: bool = False) -> MoeSpec:
+    """Qwen's experts: some layers, by number, stay dense. `norm_topk_prob` counts where the config does not say."""
     sparse_step, dense_layers = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     return MoeSpec(
         **expert_sizes(config),
-        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+        norm_topk_prob=bool(config.get("norm_topk_prob", norm_topk_prob)),
         layers=tuple(
             i not in dense_layers and (i + 1) % sparse_step == 0 for i in range(size(config, "num_hidden_layers"))
         ),

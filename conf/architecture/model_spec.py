@@ -12,7 +12,7 @@ from enum import StrEnum
 from functools import lru_cache
 
 from conf.architecture.activation import SWIGLU, ExpertActivation
-from conf.architecture.attention_spec import GqaSpec, MlaSpec, RopeSpec
+from conf.architecture.attention_spec import DeltaNetSpec, GqaSpec, LinearShape, MlaSpec, RopeSpec
 from conf.architecture.tensors import DTYPE_BYTES, TensorMeta
 
 
@@ -121,12 +121,30 @@ class ModelSpec:
     attention: GqaSpec | MlaSpec
     rope: RopeSpec
     moe: MoeSpec | None = None
+    delta_net: DeltaNetSpec | None = None
+    """The linear attention that some layers have instead."""
+    norms_add_one: bool = False
+    """Norms of the residual stream and of heads multiply by 1 + weight, and round once."""
     num_mtp_layers: int = 0
     """Multi-token prediction layers that a checkpoint holds behind the decoder's own; never loaded."""
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether the feed-forward of this layer is a mixture of experts."""
         return self.moe is not None and self.moe.layers[layer]
+
+    def is_delta_net(self, layer: int) -> bool:
+        """Whether this layer's attention is the linear one."""
+        return self.delta_net is not None and self.delta_net.layers[layer]
+
+    def attention_name(self, layer: int) -> str:
+        """A layer's attention in the checkpoint and in the trainer."""
+        return "linear_attn" if self.is_delta_net(layer) else "self_attn"
+
+    def attention_linears(self, layer: int) -> tuple[LinearShape, ...]:
+        """Every projection of a layer's attention, in checkpoint order."""
+        if self.delta_net is not None and self.delta_net.layers[layer]:
+            return self.delta_net.linears(self.hidden_size)
+        return self.attention.linears(self.hidden_size)
 
     def sequence_cache_bytes(self, num_tokens: int, dtype: str, tp_size: int) -> int:
         """KV cache of one sequence on one rank of an engine, before it is rounded up to blocks. A layer with a sliding
@@ -138,8 +156,12 @@ class ModelSpec:
             tp_size: Ranks of the engine.
         """
         windows = self.attention.windows if isinstance(self.attention, GqaSpec) else ()
-        kept = [min(num_tokens, window or num_tokens) for window in windows or (None,) * self.num_layers]
-        return sum(kept) * self.attention.cached_elements(tp_size) * DTYPE_BYTES[dtype]
+        num_linear = 0 if self.delta_net is None else sum(self.delta_net.layers)
+        kept = [min(num_tokens, window or num_tokens) for window in windows or (None,) * (self.num_layers - num_linear)]
+        cached = sum(kept) * self.attention.cached_elements(tp_size) * DTYPE_BYTES[dtype]
+        if self.delta_net is not None:
+            cached += num_linear * self.delta_net.state_elements(tp_size) * DTYPE_BYTES["float32"]
+        return cached
 
     def checkpoint_tensors(self, dtype: str) -> tuple[TensorMeta, ...]:
         """Every tensor of the Hugging Face checkpoint, in a fixed order; tied embeddings have no lm_head.weight.
@@ -157,7 +179,8 @@ class ModelSpec:
         for layer in range(self.num_layers):
             prefix = f"model.layers.{layer}."
             shapes[prefix + "input_layernorm.weight"] = (hidden,)
-            shapes |= {prefix + "self_attn." + name: shape for name, shape in self._attention_shapes().items()}
+            name = self.attention_name(layer)
+            shapes |= {f"{prefix}{name}.{leaf}": shape for leaf, shape in self._attention_shapes(layer).items()}
             shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
             shapes |= {prefix + name: shape for name, shape in self._feed_forward_shapes(layer).items()}
         shapes["model.norm.weight"] = (hidden,)
@@ -171,12 +194,14 @@ class ModelSpec:
             return self
         return replace(self, moe=replace(self.moe, expert_format=ExpertFormat.plain))
 
-    def _attention_shapes(self) -> dict[str, tuple[int, ...]]:
+    def _attention_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
-        for linear in self.attention.linears(self.hidden_size):
+        for linear in self.attention_linears(layer):
             shapes[f"{linear.name}.weight"] = (linear.out_features, linear.in_features)
             if linear.bias:
                 shapes[f"{linear.name}.bias"] = (linear.out_features,)
+        if self.delta_net is not None and self.delta_net.layers[layer]:
+            return shapes | self.delta_net.others()
         return shapes | {name: (size,) for name, size in self.attention.vectors().items()}
 
     def _feed_forward_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:

@@ -17,6 +17,11 @@ FP8_BLOCK = [128, 128]
 def with_quantization(spec: ModelSpec, quantization: dict[str, Any]) -> ModelSpec:
     """The spec of a checkpoint with packed experts, or with blocks of FP8. Loading turns FP8 into the model's own
     format, and publishing turns it back. Every other quantization is refused by name."""
+    if spec.delta_net is not None:
+        raise ConfigError(
+            f"model.hf_config.quantization_config: quantized checkpoints of {spec.family} are not supported, because "
+            "engines keep some projections of its linear attention as they are; give a float checkpoint"
+        )
     method, layout = quantization.get("quant_method"), quantization.get("format")
     if method == "fp8" and list(quantization.get("weight_block_size") or ()) == FP8_BLOCK:
         return spec

@@ -132,6 +132,8 @@ def engine_arguments(
         # latent heads wrongly (0.32).
         arguments["attention_backend"] = "CPU_MLA"
         arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+    if _config_of(folder).get("linear_num_value_heads") is not None:
+        arguments["mamba_ssm_cache_dtype"] = "float32"  # as the trainer's; else rounded after every token
     if batch_invariant:
         # torch.compile would make other kernels of norms and activations than those that the trainer calls; CUDA graphs
         # replay the same ones.
@@ -209,11 +211,14 @@ def warm_up_lengths(captured: int, largest: int) -> list[int]:
 
 def architectures_of(folder: Path) -> list[str]:
     """Names of the model's classes."""
-    file = folder / "config.json"
-    return json.loads(file.read_text()).get("architectures") or [] if file.is_file() else []
+    return _config_of(folder).get("architectures") or []
 
 
 def _has_latent_attention(folder: Path) -> bool:
     """Whether the model in this folder keeps keys and values as latents (MLA)."""
+    return _config_of(folder).get("kv_lora_rank") is not None
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
-    return file.is_file() and json.loads(file.read_text()).get("kv_lora_rank") is not None
+    return json.loads(file.read_text()) if file.is_file() else {}

@@ -1,8 +1,8 @@
 """Every place where Slipstream changes vLLM at run time. vLLM's files, models, kernels and scheduling stay as released.
 
     patch                         release    what it buys, and until when
-    keep_linear_weights_in_place  0.32 CPUs  correctness: linear layers compute from parameters, not from packed copies
-                                             of them. Until an option of vLLM says so.
+    keep_linear_weights_in_place  0.32 CPUs  correctness: linear layers and convolutions compute from parameters, not
+                                             from packed copies of them. Until an option of vLLM says so.
     keep_batch_invariance         0.25 GPUs  correctness: with VLLM_BATCH_INVARIANT=1 neither norms of sums nor experts'
                                              adapters depend on the batch. Until vLLM's kernels keep what the variable
                                              promises.
@@ -35,6 +35,7 @@ Invariant: a patch raises if its target is missing; none is skipped silently.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -56,7 +57,7 @@ def keep_linear_weights_in_place() -> None:
 
     With oneDNN (float32, AVX512) or the AMX kernels vLLM moves linear weights into private packed copies while it
     loads. Their parameters become empty, or (lm_head) stay but are no longer read, so a write into live memory would
-    change nothing.
+    change nothing. Convolutions of linear attention are packed in place where the CPU has bfloat16 products.
     """
     import vllm._custom_ops
     from vllm.model_executor.layers import utils
@@ -65,6 +66,16 @@ def keep_linear_weights_in_place() -> None:
     if current_platform.is_cpu():
         replace(vllm._custom_ops, "_supports_onednn", False)
         replace(utils, "check_cpu_sgl_kernel", lambda *_: False)
+        replace(vllm._custom_ops, "causal_conv1d_weight_pack", lambda weight: weight.unsqueeze(1))
+        for name in ("causal_conv1d_fwd_cpu", "causal_conv1d_update_cpu"):
+            replace(vllm._custom_ops, name, functools.partial(_convolve_unpacked, getattr(vllm._custom_ops, name)))
+
+
+def _convolve_unpacked(
+    kernel: Callable[..., Tensor], *, weight: Tensor, is_weight_packed: bool, **given: Any
+) -> Tensor:
+    """The CPU's convolution, of a parameter of (channels, 1, width)."""
+    return kernel(weight=weight.flatten(1), is_weight_packed=False, **given)
 
 
 def keep_batch_invariance() -> None:

@@ -204,6 +204,28 @@ GLM_LITE = {
 }
 """DeepSeek's latent attention without scaled positions, values wider than keys, and GLM's routing."""
 
+QWEN3_NEXT = {
+    **COMMON,
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "partial_rotary_factor": 0.25,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [2],
+    "rms_norm_eps": 3e-5,
+}
+"""Linear attention in three of four layers, a gate on the heads of the other, norms of 1 + weight, a dense layer."""
+
 MINIMAX = {
     **{key: value for key, value in COMMON.items() if key != "rope_theta"},
     "model_type": "minimax_m2",
@@ -269,6 +291,7 @@ class SpreadReader:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._shapes = {meta.name: meta.shape for meta in spec.checkpoint_tensors("float32")}
+        self._adds_one = spec.norms_add_one
         self._bits = RandomReader(spec, seed=7, std=0.15, device="cpu")
 
     def names(self) -> set[str]:
@@ -280,7 +303,7 @@ class SpreadReader:
         if tensor.endswith(PACKED_LEAVES):
             return self._bits.read(tensor, region)
         whole = torch.randn(self._shapes[tensor], generator=named_generator(7, tensor, torch.device("cpu"))) * 0.15
-        if tensor.endswith("norm.weight"):
+        if tensor.endswith("norm.weight") and not (self._adds_one and ".linear_attn." not in tensor):
             whole += 1.0
         return whole[tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))]
 

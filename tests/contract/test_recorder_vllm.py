@@ -15,7 +15,7 @@ from cases import recorded_fp8
 from cases.recorded import replay_plan
 from cases.vllm_process import outcomes_of, run_cases
 
-MODELS = ["qwen3_tied", "qwen3", "qwen3_moe", "qwen2", "mistral", "olmoe", "minimax_m2"]
+MODELS = ["qwen3_tied", "qwen3", "qwen3_moe", "qwen2", "mistral", "olmoe", "minimax_m2", "qwen3_next"]
 
 
 @pytest.fixture(scope="module")

@@ -79,6 +79,12 @@ CONFIGS["glm4_moe_lite"] = {
     "model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"], "v_head_dim": 48,
     "routed_scaling_factor": 1.8, "n_group": 1, "partial_rotary_factor": 1.0,
 }  # fmt: skip
+CONFIGS["qwen3_next"] = {
+    **COMMON, **_MIXTURE, "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "num_experts": 8,
+    "num_hidden_layers": 4, "shared_expert_intermediate_size": 96, "partial_rotary_factor": 0.25, "head_dim": 64,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
 CONFIGS["minimax_m2"] = {
     **COMMON, "model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"], "rotary_dim": 16,
     "num_local_experts": 8, "num_experts_per_tok": 3, "scoring_func": "sigmoid", "use_routing_bias": True,

@@ -2,6 +2,7 @@
 
     GqaSpec  GroupedQueryAttention  q, k, v, o; heads share keys and values in groups
     MlaSpec  LatentAttention        q and kv through low-rank latents; one rotated key part for all heads
+    DeltaNetSpec  GatedDeltaNet     of the layers that it names (delta_net.py)
 
 Owns parameter names, which are the checkpoint's; ModelSpec lists their shapes. Every projection is a Linear, so
 adapters, merging and publishing need not know the kind of attention. Does not own arithmetic (forward.py, attend.py).
@@ -22,6 +23,7 @@ from conf.architecture.model_spec import ModelSpec
 from conf.schema import LoraConfig, Rounding, Roundings
 from trainer.lora import Linear
 from trainer.model.attend import AttentionBackend
+from trainer.model.delta_net import GatedDeltaNet
 from trainer.model.norm import RMSNorm
 from trainer.model.operations import Operation
 
@@ -36,12 +38,14 @@ def make_attention(
     lora: LoraConfig | None,
     backend: AttentionBackend,
     numerics: Roundings,
-) -> GroupedQueryAttention | LatentAttention:
+) -> GroupedQueryAttention | LatentAttention | GatedDeltaNet:
     """The attention that the spec asks for in this layer."""
     linears = {
         shape.name: Linear(shape.in_features, shape.out_features, bias=shape.bias, weight_dtype=weight_dtype, lora=lora)
-        for shape in spec.attention.linears(spec.hidden_size)
+        for shape in spec.attention_linears(layer)
     }
+    if spec.delta_net is not None and spec.is_delta_net(layer):
+        return GatedDeltaNet(spec.delta_net, spec.rms_norm_eps, linears, weight_dtype, numerics)
     if isinstance(spec.attention, MlaSpec):
         return LatentAttention(spec, spec.attention, linears, weight_dtype, backend, numerics)
     window = spec.attention.window(layer)
@@ -75,12 +79,20 @@ class GroupedQueryAttention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(gqa.num_heads, dtype=weight_dtype)) if gqa.sinks else None
         self.eps, self.q_norm, self.k_norm = spec.rms_norm_eps, None, None
         self.rotates_once = numerics.rotation is Rounding.once
-        self.norms_all_heads = gqa.norms_all_heads
-        """The norms are of whole queries and keys, and thus rounded before the rotation, as any norm is."""
+        self.is_gated, self.norms_all_heads = gqa.gated, gqa.norms_all_heads
+        self.norms_alone = gqa.norms_all_heads or spec.norms_add_one
+        """The norms are of whole queries and keys, or in operations of their own, and thus rounded before the rotation,
+        as any norm is."""
         if gqa.qk_norm:
             rounding = numerics.norm if gqa.norms_all_heads else numerics.rotation
             self.q_norm, self.k_norm = (
-                RMSNorm(size, eps=spec.rms_norm_eps, weight_dtype=weight_dtype, rounding=rounding)
+                RMSNorm(
+                    size,
+                    eps=spec.rms_norm_eps,
+                    weight_dtype=weight_dtype,
+                    rounding=rounding,
+                    adds_one=spec.norms_add_one,
+                )
                 for name, size in gqa.vectors().items()
                 if name.endswith("norm.weight")
             )
@@ -89,11 +101,34 @@ class GroupedQueryAttention(nn.Module):
         """[T, N, D] and [T, G, D]."""
         return q_TO.unflatten(1, self.heads[0]), k_TO.unflatten(1, self.heads[1])
 
+    def normed(self, q_TO: Tensor, k_TO: Tensor) -> tuple[Tensor, Tensor]:
+        """Both after norms that are not the rotation's."""
+        assert self.q_norm is not None and self.k_norm is not None
+        if self.norms_all_heads:
+            return self.q_norm(q_TO), self.k_norm(k_TO)
+        q_TND, k_TGD = self.split_heads(q_TO, k_TO)
+        return self.q_norm(q_TND).flatten(1), self.k_norm(k_TGD).flatten(1)
+
+    @property
+    def gives(self) -> str:
+        """What the heads' projection takes."""
+        return "gated" if self.is_gated else "attn"
+
     def operations(self, x: str, prefix: str) -> Iterator[Operation]:
-        """From the norm of the stream, named x, to `attn`."""
+        """From the norm of the stream, named x, to what `gives` names."""
         q, k, v, q_turned, k_turned = (f"{prefix}{name}" for name in ("q_proj", "k_proj", "v_proj", *TURNED))
         projections = [self.q_proj, self.k_proj, self.v_proj]
         yield Operation(f"{prefix}qkv_proj", (x,), (q, k, v), lambda place, x: place.by.linears(projections, x))
+        both, gate = q, f"{prefix}gate"
+        if self.is_gated:  # a head's query and gate lie beside each other
+            q, width = f"{prefix}query", (self.heads[0][0], 2, self.heads[0][1])
+            yield Operation(
+                f"{prefix}q_split",
+                (both,),
+                (q, gate),
+                lambda _, x: [part.flatten(1) for part in x.unflatten(1, width).unbind(2)],
+                is_view=True,
+            )
         yield Operation(
             f"{prefix}rotary_emb", (q, k), (q_turned, k_turned), lambda place, q, k: place.by.rotate(self, q, k, place)
         )
@@ -103,6 +138,9 @@ class GroupedQueryAttention(nn.Module):
             (f"{prefix}attn",),
             lambda place, q, k, v: (place.by.attend(self, q, k, v, place),),
         )
+        if self.is_gated:
+            outs = (f"{prefix}gated",)
+            yield Operation(f"{prefix}gated", (f"{prefix}attn", gate), outs, lambda _, x, gate: (x * gate.sigmoid(),))
 
 
 class LatentAttention(nn.Module):
@@ -111,6 +149,8 @@ class LatentAttention(nn.Module):
     Training uses each key in one forward pass only, so the absorbed form, which engines decode with, would cost more.
     """
 
+    gives = "attn"
+    """As GroupedQueryAttention.gives."""
     kv_a_proj_with_mqa: Linear
     kv_b_proj: Linear
     o_proj: Linear

@@ -101,7 +101,7 @@ def run_chained(steps: list[Step], given: Mapping[str, Tensor], replaced: Collec
 
 def _layer(number: int, layer: DecoderLayer, place: Place) -> Iterator[Step]:
     """A layer's operations, whole or taken apart."""
-    prefix, attention, block = f"layers.{number}.", layer.self_attn, layer.mlp
+    prefix, attention, block = f"layers.{number}.", layer.attention, layer.mlp
     is_rounded = _is_rounded(layer.post_attention_layernorm, place)
     of_experts = _experts(prefix, block, place, is_rounded=is_rounded) if isinstance(block, MoeBlock) else {}
     for operation in layer.operations:
@@ -111,7 +111,9 @@ def _layer(number: int, layer: DecoderLayer, place: Place) -> Iterator[Step]:
             yield _norm(prefix + operation.name, number, layer.input_layernorm, place)
         elif operation.name == "self_attn.rotary_emb" and place.by.fuses:
             assert isinstance(attention, GroupedQueryAttention)
-            yield from _rotary(f"{prefix}self_attn.", attention, place)
+            yield from _rotary(
+                f"{prefix}self_attn.", attention, place, tuple(prefix + name for name in operation.inputs)
+            )
         elif operation.name == "residual":
             yield _residual(number, is_rounded=is_rounded)
         elif operation.name not in of_experts:
@@ -161,9 +163,9 @@ def _residual(number: int, *, is_rounded: bool) -> Step:
     return Step(f"{prefix}residual", _addends(number), following, lambda *addends: _unrounded_sum(*addends)[:1])
 
 
-def _rotary(prefix: str, own: GroupedQueryAttention, place: Place) -> Iterator[Step]:
-    q, k, *turned = (f"{prefix}{name}" for name in ("q_proj", "k_proj", *TURNED))
-    rounds_norm = own.norms_all_heads or not own.rotates_once
+def _rotary(prefix: str, own: GroupedQueryAttention, place: Place, inputs: tuple[str, ...]) -> Iterator[Step]:
+    (q, k), turned = inputs, (f"{prefix}{name}" for name in TURNED)
+    rounds_norm = own.norms_alone or not own.rotates_once
     """Whether the rotation sees the norm rounded."""
 
     def turned_by(
@@ -174,9 +176,8 @@ def _rotary(prefix: str, own: GroupedQueryAttention, place: Place) -> Iterator[S
         return [x.flatten(1) for x in heads]
 
     def normed(q_TO: Tensor, k_TO: Tensor) -> Sequence[Tensor]:
-        assert own.q_norm is not None and own.k_norm is not None
-        if own.norms_all_heads:
-            return own.q_norm(q_TO), own.k_norm(k_TO)
+        if own.norms_alone:
+            return own.normed(q_TO, k_TO)
         still = torch.ones_like(place.rope[0]), torch.zeros_like(place.rope[1])
         return turned_by(still, (own.q_norm, own.k_norm), q_TO, k_TO)
 

@@ -26,6 +26,7 @@ from trainer.kernels.rms_norm import norm_rotate
 from trainer.lora import Linear, apply_together
 from trainer.model.attend import attend
 from trainer.model.attention import GroupedQueryAttention, LatentAttention
+from trainer.model.delta_net import GatedDeltaNet
 from trainer.model.dense_mlp import DenseMlp
 from trainer.model.engine_attention import EngineKernel
 from trainer.model.flash_attention import KeptAttention
@@ -97,8 +98,8 @@ class Forward:
     def rotate(self, own: GroupedQueryAttention, q_TO: Tensor, k_TO: Tensor, place: Place) -> tuple[Tensor, Tensor]:
         """Heads of q and k after their norms and the rotation: [T, N, D] and [T, G, D]."""
         norms = (own.q_norm, own.k_norm)
-        if own.norms_all_heads and own.q_norm is not None and own.k_norm is not None:
-            q_TO, k_TO, norms = own.q_norm(q_TO), own.k_norm(k_TO), (None, None)
+        if own.norms_alone:
+            (q_TO, k_TO), norms = own.normed(q_TO, k_TO), (None, None)
         q_weight, k_weight = (None if norm is None else norm.weight for norm in norms)
         q_TND, k_TGD = own.split_heads(q_TO, k_TO)
         return norm_rotate(q_TND, k_TGD, q_weight, k_weight, own.eps, *place.rope, once=own.rotates_once)
@@ -121,6 +122,10 @@ class Forward:
         return attend(
             *qkv, place.sequences, own.backend, mla.softmax_scale, kept=place.kept, engine=self.attention
         ).flatten(1)
+
+    def attend_linear(self, own: GatedDeltaNet, qkvz_TO: Tensor, ba_TO: Tensor, place: Place) -> Tensor:
+        """[T, N * V], of the two projections of a Gated DeltaNet."""
+        return own.heads(qkvz_TO, ba_TO, place.sequences)
 
     def feed_forward(self, mlp: DenseMlp, x_TH: Tensor) -> Tensor:
         """[T, H]."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ from conf.architecture.model_spec import ModelSpec
 from conf.schema import LoraConfig, Rounding, Roundings
 from trainer.lora import Linear
 from trainer.model.attend import AttentionBackend
-from trainer.model.attention import make_attention
+from trainer.model.attention import GroupedQueryAttention, LatentAttention, make_attention
+from trainer.model.delta_net import GatedDeltaNet
 from trainer.model.dense_mlp import DenseMlp
 from trainer.model.flash_attention import KeptAttention
 from trainer.model.forward import Forward, Place
@@ -39,7 +40,7 @@ from trainer.recompute import Recomputed
 
 STREAM, MIDDLE, NEXT_STREAM, NEXT_SUM = "stream", "stream_mid", "next_stream", "next_sum"
 """The residual stream before attention, after it, and at the layer's end; and that before it was rounded."""
-NORMED, HEADS, DELTA, AFTER = "input_layernorm", "self_attn.attn", "self_attn.o_proj", "post_attention_layernorm"
+NORMED, DELTA, AFTER = "input_layernorm", "self_attn.o_proj", "post_attention_layernorm"
 WEIGHTS, IDS, FLIPPED = "mlp.topk_weights", "mlp.topk_ids", "mlp.num_flipped"
 ROUTED, SHARED, FED = "mlp.experts", "mlp.shared_experts", "mlp"
 
@@ -82,6 +83,7 @@ class Build:
             eps=self.spec.rms_norm_eps,
             weight_dtype=self.weight_dtype,
             rounding=self.numerics.norm,
+            adds_one=self.spec.norms_add_one,
         )
 
 
@@ -131,7 +133,8 @@ class DecoderLayer(nn.Module):
         spec = build.spec
         self.checkpointing = build.checkpointing
         self.input_layernorm = build.norm()
-        self.self_attn = make_attention(
+        self._attention_name = spec.attention_name(layer)
+        attention = make_attention(
             spec,
             layer,
             weight_dtype=build.weight_dtype,
@@ -139,6 +142,7 @@ class DecoderLayer(nn.Module):
             backend=build.attention_backend,
             numerics=build.numerics,
         )
+        self.add_module(self._attention_name, attention)
         self.post_attention_layernorm = build.norm()
         self.mlp = _moe_block(build, layer) if spec.is_moe_layer(layer) else build.dense_mlp(spec.intermediate_size)
         self.moe_index = sum(map(spec.is_moe_layer, range(layer)))
@@ -148,12 +152,13 @@ class DecoderLayer(nn.Module):
 
     def _parts(self) -> list[Part]:
         """The layer's operations, in their order."""
-        norm, after, o_proj = self.input_layernorm, self.post_attention_layernorm, self.self_attn.o_proj
+        norm, after, o_proj = self.input_layernorm, self.post_attention_layernorm, self.attention.o_proj
         attention = [
             Operation(NORMED, (STREAM, SUM), (NORMED,), lambda place, x, wide: (place.by.norm(norm, x, wide),)),
-            *self.self_attn.operations(NORMED, "self_attn."),
+            *self.attention.operations(NORMED, "self_attn."),
         ]
-        projection = [Operation(DELTA, (HEADS,), (DELTA,), lambda place, x: (place.by.output(o_proj, x),))]
+        heads = f"self_attn.{self.attention.gives}"
+        projection = [Operation(DELTA, (heads,), (DELTA,), lambda place, x: (place.by.output(o_proj, x),))]
         add = Operation(
             AFTER, (STREAM, DELTA), (MIDDLE, AFTER), lambda place, *addends: place.by.add_norm(after, *addends)
         )
@@ -171,11 +176,16 @@ class DecoderLayer(nn.Module):
         )
         early = [name for name in fed if name != ROUTED]
         return [
-            Part(attention, [HEADS], [norm, self.self_attn], waits=True),
+            Part(attention, [heads], [norm, self.attention], waits=True),
             Part(projection, [DELTA], waits=True),
             Part([add, *before], [MIDDLE, *gives, *early], [after, *owners], waits=False),
             Part([*experts, end], [NEXT_STREAM, NEXT_SUM], waits=False),
         ]
+
+    @property
+    def attention(self) -> GroupedQueryAttention | LatentAttention | GatedDeltaNet:
+        """Under its name in the checkpoint, which says its kind."""
+        return cast("GroupedQueryAttention | LatentAttention | GatedDeltaNet", self.get_submodule(self._attention_name))
 
     @property
     def operations(self) -> list[Operation]:

@@ -120,8 +120,8 @@ class CheckpointReader:
 
 
 class RandomReader:
-    """Normal weights of standard deviation `std`, norms 1, biases 0; packed experts of random bits, with scales that
-    give the same deviation.
+    """Normal weights of standard deviation `std`, norms 1, biases and logarithms of decays 0; packed experts of random
+    bits, with scales that give the same deviation.
 
     Values are drawn in blocks of whole rows, each from a seed of its own: (seed, tensor, number of the block). So
     reading a slice draws its own rows and at most two more blocks, and every rank gets the same values for it. The
@@ -137,7 +137,7 @@ class RandomReader:
         device: torch.device | str,
         block_elements: int = BLOCK_ELEMENTS,
     ) -> None:
-        self._block_elements = block_elements
+        self._block_elements, self._adds_one = block_elements, spec.norms_add_one
         self._shapes = {meta.name: meta.shape for meta in spec.checkpoint_tensors("float32")}
         self._seed, self._std, self._device = seed, std, torch.device(device)
 
@@ -148,8 +148,9 @@ class RandomReader:
     def read(self, tensor: str, region: Region) -> Tensor:
         """One rectangle, float32; packed experts in the stored format."""
         if tensor.endswith("norm.weight"):
-            return torch.ones(region.shape, device=self._device)
-        if tensor.endswith((".bias", "_bias")):
+            is_zero = self._adds_one and ".linear_attn." not in tensor
+            return torch.full(region.shape, 0.0 if is_zero else 1.0, device=self._device)
+        if tensor.endswith((".bias", "_bias", ".A_log")):
             return torch.zeros(region.shape, device=self._device)
         if tensor.endswith("weight_shape"):
             rows, columns = self._shapes[tensor.removesuffix("shape") + "packed"]

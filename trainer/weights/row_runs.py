@@ -182,7 +182,8 @@ class RowRun:
 
     def writer(self, out: Tensor, gathered_a: Mapping[str, Tensor]) -> Callable[[], object]:
         """A function that does what write() does, callable as long as parameters and gathered A stay where they are."""
-        return self.writer_of_bands(out.view(self.rows.num_bands, self.rows.height, *out.shape[1:]), gathered_a)
+        # A convolution's rows lie as (channels, 1, width) in the checkpoint.
+        return self.writer_of_bands(out.view(self.rows.num_bands, self.rows.height, *self.shape[1:]), gathered_a)
 
     def writer_of_bands(self, out: Tensor, gathered_a: Mapping[str, Tensor]) -> Callable[[], object]:
         """As writer(), but the bands of `out` may have any distance: its first dim counts bands."""

@@ -53,7 +53,8 @@ class HeldTensor:
     @property
     def base(self) -> Tensor:
         """Live values, of shape region.shape: the frozen base (LoRA) or the float32 weight (full training)."""
-        return local_rows(self.parameter)[self.first_row : self.first_row + self.region.shape[0]]
+        rows = local_rows(self.parameter)[self.first_row : self.first_row + self.region.shape[0]]
+        return rows.view(self.region.shape)
 
     def fill(self, values: Tensor) -> None:
         """Load the whole region."""
@@ -62,7 +63,7 @@ class HeldTensor:
     def run(self, region: Region) -> RowRun:
         """Where `region`, a part of self.region in coordinates of the checkpoint tensor, lies in the parameter."""
         start = self.first_row + region.start[0] - self.region.start[0]
-        columns = slice(region.start[1], region.stop[1]) if len(region.shape) == 2 else None
+        columns = slice(region.start[-1], region.stop[-1]) if region.shape[1:] else None
         return RowRun(self.parameter, self.delta, Rows(start, region.shape[0]), columns)
 
     def read(self, region: Region, out: Tensor, gathered_a: dict[str, Tensor]) -> None:

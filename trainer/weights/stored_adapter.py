@@ -75,7 +75,9 @@ class StoredAdapter:
 
     def kind_of(self, factor: str) -> Kind:
         """Of the module that a factor belongs to."""
-        return Kind.attention if ".self_attn." in factor else Kind.experts if ".mlp.experts" in factor else Kind.mlp
+        if re.search(r"\.(self|linear)_attn\.", factor):
+            return Kind.attention
+        return Kind.experts if ".mlp.experts" in factor else Kind.mlp
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
         """Of one module ("model.layers.0.mlp.down_proj"), as PEFT finds them: the first pattern that matches an end of
@@ -290,9 +292,11 @@ def factor_shapes(spec: ModelSpec, lora: LoraConfig) -> dict[str, tuple[int, ...
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
         if lora.for_attention is not None:
-            for linear in spec.attention.linears(hidden):
+            for linear in spec.attention_linears(layer):
                 rank = lora.for_attention.rank
-                add(f"{prefix}self_attn.{linear.name}", rank, linear.out_features, linear.in_features)
+                add(
+                    f"{prefix}{spec.attention_name(layer)}.{linear.name}", rank, linear.out_features, linear.in_features
+                )
         if moe is None or not moe.layers[layer]:
             if lora.for_mlp is not None:
                 add_mlp(f"{prefix}mlp", lora.for_mlp.rank, spec.intermediate_size)

@@ -161,6 +161,31 @@ CASES = [
         "slots of minimax_m2's experts have no names.*trainer.lora.experts=false",
     ),
     (
+        ["cluster.device=cuda", "weight_sync.mode=adapter", "model=glm_4_7_flash", "trainer.lora.experts=false"],
+        "latent attention of model_type=glm4_moe_lite has no slots.*trainer.lora.attention=false",
+    ),
+    (
+        ["cluster.device=cuda", "weight_sync.mode=adapter", "model=qwen3_next_80b_a3b"],
+        "linear attention of model_type=qwen3_next has no slots.*trainer.lora.attention=false",
+    ),
+    (
+        ["model=qwen3_next_80b_a3b", "cluster.device=cpu", "model.dtype=float32"],
+        "model.dtype=float32: the CPU engine's linear attention computes in bfloat16 alone",
+    ),
+    (
+        ["model=qwen3_next_80b_a3b", "model.hf_config.linear_key_head_dim=64"],
+        "linear attention is made for heads of 128, and linear_key_head_dim is 64",
+    ),
+    (
+        [
+            "model=qwen3_next_80b_a3b",
+            "cluster.device=cuda",
+            "rollout.tp_size=8",
+            "model.hf_config.linear_num_key_heads=4",
+        ],
+        "rollout.tp_size=8 does not divide the linear attention's linear_num_key_heads=4; it can be 1, 2, 4",
+    ),
+    (
         ["cluster.device=cuda", "weight_sync.mode=adapter", "model.hf_config.model_type=mixtral"],
         "slots of mixtral's experts have no names.*trainer.lora.experts=false",
     ),

@@ -24,6 +24,7 @@ from cases.tiny_models import (
     OLMOE,
     QWEN2,
     QWEN2_MOE,
+    QWEN3_NEXT,
     hf_logits,
     hf_model,
     logits_of,
@@ -43,7 +44,7 @@ TIED = {**DENSE, "tie_word_embeddings": True}
 FAMILIES = {
     "moe": MIXED, "dense_tied": TIED, "deepseek": DEEPSEEK, "glm": GLM, "glm_lite": GLM_LITE, "llama": LLAMA,
     "gpt_oss": GPT_OSS, "qwen2": QWEN2, "mistral": MISTRAL, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
-    "minimax": MINIMAX,
+    "minimax": MINIMAX, "qwen3_next": QWEN3_NEXT,
 }  # fmt: skip
 
 

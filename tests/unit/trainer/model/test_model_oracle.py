@@ -23,6 +23,7 @@ from cases.tiny_models import (
     OLMOE,
     QWEN2,
     QWEN2_MOE,
+    QWEN3_NEXT,
     gradients_under_checkpoint_names,
     hf_logits,
     hf_model,
@@ -36,6 +37,8 @@ from cases.tiny_models import (
 
 from conf.errors import ConfigError
 from conf.schema import MlaNormEps, TrainMode
+from trainer.kernels import delta_rule
+from trainer.model import delta_net
 from trainer.model.attend import AttentionBackend, attend
 from trainer.model.packed_sequences import PackedSequences
 
@@ -76,6 +79,13 @@ CONFIGS = {
         "norm_topk_prob": False,
         "n_group": 4,
         "topk_group": 2,
+    },
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_next_one_group": {
+        **QWEN3_NEXT,
+        "linear_num_key_heads": 4,
+        "linear_conv_kernel_dim": 2,
+        "mlp_only_layers": [],
     },
     "minimax": MINIMAX,
     "minimax_whole_rope": {**MINIMAX, "rotary_dim": 20, "num_key_value_heads": 1},
@@ -118,8 +128,20 @@ def test_logits_and_every_gradient_match_transformers(name):
 
 @pytest.mark.parametrize(
     "hf_config",
-    [DENSE, MOE, DEEPSEEK, GLM, GLM_LITE, GPT_OSS, MISTRAL, QWEN2_MOE, OLMOE, MINIMAX],
-    ids=["dense", "moe", "deepseek", "glm", "glm_lite", "gpt_oss", "mistral", "qwen2_moe", "olmoe", "minimax"],
+    [DENSE, MOE, DEEPSEEK, GLM, GLM_LITE, GPT_OSS, MISTRAL, QWEN2_MOE, OLMOE, MINIMAX, QWEN3_NEXT],
+    ids=[
+        "dense",
+        "moe",
+        "deepseek",
+        "glm",
+        "glm_lite",
+        "gpt_oss",
+        "mistral",
+        "qwen2_moe",
+        "olmoe",
+        "minimax",
+        "qwen3_next",
+    ],
 )
 def test_packed_equals_unpacked(hf_config):
     decoder = make_decoder(hf_config)
@@ -149,8 +171,8 @@ def test_recomputation_changes_no_bit(mode):
 
 @pytest.mark.parametrize(
     "hf_config",
-    [DENSE, MIXED, DEEPSEEK, GPT_OSS, QWEN2_MOE, OLMOE],
-    ids=["dense", "moe", "deepseek", "gpt_oss", "qwen2_moe", "olmoe"],
+    [DENSE, MIXED, DEEPSEEK, GPT_OSS, QWEN2_MOE, OLMOE, QWEN3_NEXT],
+    ids=["dense", "moe", "deepseek", "gpt_oss", "qwen2_moe", "olmoe", "qwen3_next"],
 )
 def test_a_microbatch_without_tokens_gives_gradients_of_zeros(hf_config):
     for mode in (TrainMode.lora, TrainMode.full):
@@ -205,6 +227,9 @@ def test_each_deepseek_mistake_is_seen_by_the_oracle(mistake):
         (GLM_LITE, {"routed_scaling_factor": 1.0}),
         (GLM_LITE, {"n_shared_experts": 0}),
         (GLM_LITE, {"rope_theta": 10000.0}),
+        (QWEN3_NEXT, {"layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"]}),
+        (QWEN3_NEXT, {"norm_topk_prob": False}),
+        (QWEN3_NEXT, {"partial_rotary_factor": 0.5}),
         (MINIMAX, {"rotary_dim": 20}),
         (MINIMAX, {"rope_theta": 10000.0}),
         (MINIMAX, {"num_experts_per_tok": 2}),
@@ -251,6 +276,44 @@ def test_flex_attention_is_padded_attention(window, has_sinks):
         for backend in (AttentionBackend.flex, AttentionBackend.padded)
     )
     assert relative_error(mine, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("leak", ["convolution", "state"])
+def test_a_leak_between_packed_sequences_is_seen(leak, monkeypatch):
+    """The convolution without positions, or the state of one sequence handed to the next."""
+    whole = packed((sum(LENGTHS),))[2]
+    as_one = PackedSequences.from_cu_seqlens(whole, sum(LENGTHS), torch.device("cpu"))
+    decoder, batch = make_decoder({**QWEN3_NEXT, "mlp_only_layers": [0, 1, 2, 3]}), packed()
+    right = logits_of(decoder, batch)
+    if leak == "convolution":
+        true_convolution = delta_rule.short_convolution
+        monkeypatch.setattr(
+            delta_rule, "short_convolution", lambda x, weight, _: true_convolution(x, weight, as_one.positions_T)
+        )
+    else:
+        true_recurrence = delta_net.recurrence
+        monkeypatch.setattr(delta_net, "recurrence", lambda *given: true_recurrence(*given[:-1], as_one))
+    first = LENGTHS[0]
+    wrong = logits_of(decoder, batch)
+    assert relative_error(wrong[first:], right[first:]) > 1e-2
+    assert relative_error(wrong[:first], right[:first]) < 1e-6
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
+def test_chunks_of_the_delta_rule_are_its_recurrence(length):
+    """The definition, token by token, in float64; tokens after the end change nothing."""
+    generator = torch.Generator().manual_seed(length)
+    q, k, v = (torch.randn(2, 3, length + 5, size, generator=generator) for size in (8, 8, 6))
+    decay, beta = -torch.rand(2, 3, length + 5, generator=generator), torch.rand(2, 3, length + 5, generator=generator)
+    wide_q, wide_k = (x.double() / (x.double().pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    state, wanted = torch.zeros(2, 3, 8, 6, dtype=torch.float64), []
+    for t in range(length):
+        state = state * decay[:, :, t, None, None].double().exp()
+        update = (v[:, :, t].double() - (wide_k[:, :, t, None] @ state)[:, :, 0]) * beta[:, :, t, None]
+        state = state + wide_k[:, :, t, :, None] * update[:, :, None]
+        wanted.append((wide_q[:, :, t, None] @ state)[:, :, 0] * 8**-0.5)
+    found = delta_rule.gated_delta_rule(q, k, v, decay, beta)[:, :, :length]
+    assert relative_error(found, torch.stack(wanted, dim=2)) < 1e-5
 
 
 def test_sequences_do_not_see_each_other_nor_the_future():

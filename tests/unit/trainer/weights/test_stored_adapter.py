@@ -26,6 +26,7 @@ from cases.tiny_models import (
     MOE,
     OLMOE,
     QWEN2_MOE,
+    QWEN3_NEXT,
     hf_logits,
     hf_model,
     logits_of,
@@ -52,7 +53,22 @@ from trainer.weights.stored_adapter import (
     read_stored_adapter,
 )
 
-FAMILIES = [DENSE, MOE, MIXED, MISTRAL, MIXTRAL, OLMOE, LLAMA, GLM, GLM_LITE, MINIMAX, GPT_OSS, DEEPSEEK, QWEN2_MOE]
+FAMILIES = [
+    DENSE,
+    MOE,
+    MIXED,
+    MISTRAL,
+    MIXTRAL,
+    OLMOE,
+    LLAMA,
+    GLM,
+    GLM_LITE,
+    MINIMAX,
+    GPT_OSS,
+    DEEPSEEK,
+    QWEN2_MOE,
+    QWEN3_NEXT,
+]
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 UNEVEN = LoraConfig(rank=4, alpha=8.0, attention_rank=6, expert_rank=2)
 

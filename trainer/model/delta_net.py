@@ -1,0 +1,117 @@
+"""Gated DeltaNet as a layer's attention: projections, short convolution, the delta rule, a gated norm.
+
+    x -> in_proj_qkvz -> q, k, v -> convolution, silu -> delta rule -> norm -> * silu(z) -> out_proj (the layer's)
+      -> in_proj_ba   -> beta = sigmoid(b), decay = -exp(A_log) softplus(a + dt_bias)
+
+Owns parameter names, which are the checkpoint's. Packed sequences see nothing of each other: the convolution counts
+positions, and the recurrence runs over a padded batch with one sequence a row.
+
+Shapes: T packed tokens, H hidden, G key heads, N value heads (M of each key head), K key width, V value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from conf.architecture.attention_spec import DeltaNetSpec
+from conf.schema import Rounding, Roundings
+from trainer.kernels import delta_rule
+from trainer.lora import Linear
+from trainer.model.operations import Operation
+from trainer.model.packed_sequences import PackedSequences
+
+
+class Vector(nn.Module):
+    """A parameter under a module's name."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype))
+
+
+class GatedDeltaNet(nn.Module):
+    """Linear attention with a state per value head."""
+
+    in_proj_qkvz: Linear
+    in_proj_ba: Linear
+    out_proj: Linear
+
+    def __init__(
+        self,
+        spec: DeltaNetSpec,
+        eps: float,
+        linears: dict[str, Linear],
+        weight_dtype: torch.dtype,
+        numerics: Roundings,
+    ) -> None:
+        super().__init__()
+        self.spec, self.eps, self.once = spec, eps, numerics.norm is Rounding.once
+        for name, linear in linears.items():
+            self.add_module(name, linear)
+        shapes = spec.others()
+        self.conv1d = Vector(shapes["conv1d.weight"], weight_dtype)
+        self.dt_bias = nn.Parameter(torch.empty(shapes["dt_bias"], dtype=weight_dtype))
+        self.A_log = nn.Parameter(torch.empty(shapes["A_log"], dtype=weight_dtype))
+        self.norm = Vector(shapes["norm.weight"], weight_dtype)
+
+    gives = "attn"
+    """What the heads' projection takes."""
+
+    @property
+    def o_proj(self) -> Linear:
+        """The heads' projection, under the name that it has in other attentions."""
+        return self.out_proj
+
+    def operations(self, x: str, prefix: str) -> Iterator[Operation]:
+        """From the norm of the stream, named x, to what `gives` names."""
+        names = f"{prefix}in_proj_qkvz", f"{prefix}in_proj_ba"
+        both = [self.in_proj_qkvz, self.in_proj_ba]
+        yield Operation(f"{prefix}in_proj", (x,), names, lambda place, x: place.by.linears(both, x))
+        out = f"{prefix}attn"
+        yield Operation(out, names, (out,), lambda place, *given: (place.by.attend_linear(self, *given, place),))
+
+    def heads(self, qkvz_TO: Tensor, ba_TO: Tensor, sequences: PackedSequences) -> Tensor:
+        """[T, N * V], what out_proj takes."""
+        spec, num_tokens, dtype = self.spec, qkvz_TO.shape[0], qkvz_TO.dtype
+        if num_tokens == 0:  # every parameter stays in the graph
+            others = [self.conv1d.weight, self.dt_bias, self.A_log, self.norm.weight]
+            unused = sum((one.float().sum() for one in others), qkvz_TO.float().sum() + ba_TO.float().sum())
+            return qkvz_TO.new_zeros(0, spec.value_size) + (0.0 * unused).to(dtype)
+        values = spec.group * spec.value_head_dim
+        qkvz_TGO = qkvz_TO.unflatten(1, (spec.num_key_heads, -1))
+        q, k, v, z = qkvz_TGO.split((spec.key_head_dim, spec.key_head_dim, values, values), dim=-1)
+        b_TGM, a_TGM = ba_TO.unflatten(1, (spec.num_key_heads, -1)).split(spec.group, dim=-1)
+        mixed_TC = torch.cat([part.flatten(1) for part in (q, k, v)], dim=-1)
+        weight_CK = self.conv1d.weight.to(dtype)[:, 0]
+        convolved_TC = delta_rule.short_convolution(mixed_TC, weight_CK, sequences.positions_T)
+        convolved_TC = convolved_TC if self.once else convolved_TC.to(dtype)
+        mixed_TC = F.silu(convolved_TC).to(dtype)
+        q, k, v = mixed_TC.split((spec.key_size, spec.key_size, spec.value_size), dim=-1)
+        q_TGK, k_TGK = (part.unflatten(1, (spec.num_key_heads, -1)) for part in (q, k))
+        v_TNV, z_TNV = v.unflatten(1, (spec.num_value_heads, -1)), z.reshape(num_tokens, spec.num_value_heads, -1)
+        a_TN, b_TN = (part.reshape(num_tokens, -1) for part in (a_TGM, b_TGM))
+        dt_bias, a_log = (one.to(dtype).float() for one in (self.dt_bias, self.A_log))
+        decay_TN = -a_log.exp() * F.softplus(a_TN.float() + dt_bias)
+        read_TNV = recurrence(q_TGK, k_TGK, v_TNV, decay_TN, b_TN.sigmoid(), sequences)
+        return self._gated_norm(read_TNV.to(dtype), z_TNV).flatten(1)
+
+    def _gated_norm(self, x_TNV: Tensor, z_TNV: Tensor) -> Tensor:
+        """The norm of each head, times its gate."""
+        wide, weight = x_TNV.float(), self.norm.weight.to(x_TNV.dtype)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        wide = weight.float() * wide if self.once else (weight * wide.to(x_TNV.dtype)).float()
+        return (wide * F.silu(z_TNV.float())).to(x_TNV.dtype)
+
+
+def recurrence(
+    q_TGK: Tensor, k_TGK: Tensor, v_TNV: Tensor, decay_TN: Tensor, beta_TN: Tensor, sequences: PackedSequences
+) -> Tensor:
+    """The delta rule over each sequence alone. Returns [T, N, V], float32."""
+    group = v_TNV.shape[1] // q_TGK.shape[1]
+    q, k = (sequences.pad(x).repeat_interleave(group, dim=1) for x in (q_TGK, k_TGK))
+    decay, beta = (sequences.pad(x[..., None])[..., 0] for x in (decay_TN, beta_TN))
+    return sequences.unpad(delta_rule.gated_delta_rule(q, k, sequences.pad(v_TNV), decay, beta))
