@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,26 @@ def test_a_row_has_the_figures_of_each_token_by_hand() -> None:
     assert row["k3"] == pytest.approx((first + second) / 2, rel=1e-3)
     assert (row["k3_max"], row["mean_advantage"], row["staleness"]) == (pytest.approx(first, rel=1e-3), 0.5, 2)
     assert row["advantages"] == [0.5, None, 0.5]
+
+
+def test_a_row_of_an_episode_has_its_turns_and_how_it_failed() -> None:
+    turns = (Turn(None, [1, 2], 2, given="q", said="a"), Turn(0, [3], 1, reason="", given="r", said="b"))
+    rollout = Rollout([5, 6, 7], [-1.0] * 3, [4, 4, 5], "ab", "stop", turns=turns, failure="raised")
+    taught = replace(rollout, turns=(), teacher_logprobs=[-0.5, -0.25, -2.0])
+    group = Group(Prompt(3, (1,), "q"), [rollout, taught], [None, 1.0], [{"right": 0.5}, {}])
+    row = sample_row(2, 5, "train", (7, 0), group, None)
+    assert row["turns"] == [
+        {"parent": None, "reason": "start", "num_tokens": 2, "given": "q", "said": "a"},
+        {"parent": 0, "reason": "", "num_tokens": 1, "given": "r", "said": "b"},
+    ]
+    assert (row["failure"], row["reward"], row["parts"], row["versions"]) == (
+        "raised", None, {"right": 0.5}, [[4, 2], [5, 1]],
+    )  # fmt: skip
+    assert (row["step"], row["policy_version"], row["kind"], row["group"], row["sibling"], row["prompt_id"]) == (
+        2, 5, "train", 7, 0, 3,
+    )  # fmt: skip
+    other = sample_row(2, 5, "eval", (7, 1), group, None)
+    assert "turns" not in other and "failure" not in other and other["teacher_logprobs"] == [-0.5, -0.25, -2.0]
 
 
 def test_numbers_that_json_does_not_have_are_null() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from orchestrator.files import startup as startup_module
 from orchestrator.files.run_log import ProgressLine, RunLog
 from orchestrator.files.startup import RUN, Startup, describe, read_starts
 
@@ -23,8 +25,11 @@ class Clock:
         return self.now_s
 
 
-async def test_what_is_waited_for_is_said_and_what_took_how_long_is_kept(tmp_path: Path) -> None:
+async def test_what_is_waited_for_is_said_and_what_took_how_long_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock, shown = Clock(), list[tuple[float, str]]()
+    monkeypatch.setattr(startup_module, "time", SimpleNamespace(process_time=lambda: 0.5 + clock.now_s / 4))
     startup = Startup(tmp_path / "startup.jsonl", lambda *said: shown.append(said), now_s=clock)
     clock.now_s = 1.0  # Python has imported this
     async with startup:
@@ -55,7 +60,9 @@ async def test_what_is_waited_for_is_said_and_what_took_how_long_is_kept(tmp_pat
     assert shown[0] == (1.0, "options and files")
     (row,) = read_starts(tmp_path / "startup.jsonl")
     assert {"who": "rollout-0", "what": "importing", "from_s": 6.0, "to_s": 16.0} in row["spans"]
-    assert [span["who"] for span in row["spans"] if "cpu_s" in span] == [RUN] * 4, "the controller's own"
+    assert [(span["who"], span["cpu_s"]) for span in row["spans"] if "cpu_s" in span] == [
+        (RUN, 1.0), (RUN, 0.75), (RUN, 3.75), (RUN, 0.25)
+    ], "the controller's own, phase by phase"  # fmt: skip
     assert describe(row) == [
         "start-up, 21.0 s: options and files 2.0, Ray 3.0, trainer ranks and engines 15.0, the plan of transfers 1.0",
         "slowest trainer, trainer-0: loading weights 1.0",
