@@ -98,6 +98,7 @@ async def test_a_worker_that_is_started_again_has_a_row_of_its_own(tmp_path: Pat
         "start of rollout-1.1, 9.0 s: importing vLLM 9.0",
     ]
     assert len(rows) == 3, "the run's own row is written once"
+    assert not startup._spans, "what is written is forgotten"
 
 
 def test_off_a_terminal_it_is_a_line_where_it_changes_and_seldom(tmp_path: Path) -> None:
