@@ -52,7 +52,6 @@ LONGEST_FIRST = (
     "system/test_ray_nodes.py",
     "system/test_ends.py",
     "system/test_sft.py",
-    "system/test_relay_engines.py",
     "system/test_weight_equality.py",
     "system/test_adapter_mode.py",
     "system/test_parity.py",

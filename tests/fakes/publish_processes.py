@@ -254,10 +254,10 @@ def _with_fault(pipeline: Any, transport: FaultyTransport, kind: str, replica: i
     """Pipeline.run that arms the fault for one replica's first engine rank, once the bindings are known."""
     run = type(pipeline).run
 
-    def armed(version: int, bindings: Any, budgets_s: Any) -> Any:
+    def armed(version: int, bindings: Any, *others: Any) -> Any:
         transport.fault = (kind, bindings[replica, 0].session)
         del pipeline.run
-        return run(pipeline, version, bindings, budgets_s)
+        return run(pipeline, version, bindings, *others)
 
     return armed
 

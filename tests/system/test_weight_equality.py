@@ -28,29 +28,21 @@ KEY = b"k" * 32
 NUM_RANKS = 2
 
 
-def config_of(model: str) -> RunConfig:
+def config_of_run() -> RunConfig:
     """The quick start, with a vocabulary that the engine pads, in bfloat16."""
-    ep_size = NUM_RANKS if model == "tiny_qwen3_moe" else 1
     changes = ["model.hf_config.vocab_size=500", "model.dtype=bfloat16", "model.init_std=0.1"]
-    return load_run_config(["experiment=quickstart", f"model={model}", f"trainer.ep_size={ep_size}", *changes])
+    return load_run_config(["experiment=quickstart", *changes])
 
 
-def run_ranks(rank: int, pipe: Connection) -> None:
-    """A process that is a trainer rank of one model after the other."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    while (job := pipe.recv()) is not None:
-        model, rendezvous = job
-        run_rank(rank, model, rendezvous, pipe)
-
-
-def run_rank(rank: int, model: str, rendezvous: str, pipe: Connection) -> None:
+def run_rank(rank: int, rendezvous: str, pipe: Connection) -> None:
     """One trainer rank: obeys (method, arguments) until told to stop."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     from cases.rank_helpers import draw
 
     from trainer.options import TrainerOptions
     from trainer.rank import TrainerRank
 
-    config = config_of(model)
+    config = config_of_run()
     trainer = TrainerRank(
         TrainerOptions(
             model=config.model,
@@ -88,30 +80,23 @@ class TrainerProcesses:
     """Both ranks; a call runs on both at once."""
 
     def __init__(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            rendezvous = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(NUM_RANKS):
             ours, theirs = context.Pipe()
-            process = context.Process(target=run_ranks, args=(rank, theirs), daemon=True)
+            process = context.Process(target=run_rank, args=(rank, rendezvous, theirs), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def tell(self, message: Any) -> None:
-        """The same to every rank."""
-        for pipe in self._pipes:
-            pipe.send(message)
-
-    def begin(self, model: str) -> None:
-        """Load a model on ranks that know nothing of earlier ones."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.tell((model, f"tcp://127.0.0.1:{probe.getsockname()[1]}"))
-
     def call(self, method: str, *args: Any) -> Any:
         """The same call to every rank; rank 0's result."""
-        self.tell((method, *args))
+        for pipe in self._pipes:
+            pipe.send((method, *args))
         replies = []
         for pipe in self._pipes:
             assert pipe.poll(120), f"{method} did not return within 120 s"
@@ -127,29 +112,27 @@ class TrainerProcesses:
             process.kill()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def trainer() -> Iterator[TrainerProcesses]:
-    """The processes, which import the trainer once for all models."""
+    """Both ranks, which load while the engine starts."""
     processes = TrainerProcesses()
     yield processes
     processes.close()
 
 
-@pytest.mark.parametrize("model", ["tiny_qwen3_moe", "tiny_qwen3"])
 async def test_a_publish_leaves_what_vllms_loader_makes_of_the_export(
-    trainer: TrainerProcesses, model: str, tmp_path: Path
+    trainer: TrainerProcesses, tmp_path: Path
 ) -> None:
     from conf.architecture.families import read_config
     from rollout.engine.vllm_engine import VllmEngine
     from rollout.worker import RolloutWorker
 
-    config = config_of(model)
+    config = config_of_run()
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config.model.hf_config))
     save_character_tokenizer(folder, vocab_size=64)
     tensors = tuple(read_config(config.model.hf_config).checkpoint_tensors("bfloat16"))
-    trainer.begin(model)
     worker = RolloutWorker(
         folder, config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype, device=Device.cpu,
         seed=1, tensors=tensors, key=KEY,
@@ -168,7 +151,6 @@ async def test_a_publish_leaves_what_vllms_loader_makes_of_the_export(
         await asyncio.to_thread(trainer.call, "save_merged", tmp_path / "merged")
     finally:
         await worker.stop()
-        trainer.tell(None)
     expected = await asyncio.to_thread(vllm_loads, tmp_path / "merged", "bfloat16")
     assert first == expected
     assert again == expected

@@ -12,8 +12,8 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
+from monitoring.dashboard import UID, dashboard, gauge
 from orchestrator.environment import variables
-from orchestrator.files.grafana import UID, dashboard, gauge
 from orchestrator.files.metrics_catalogue import METRICS
 
 FOLDER = Path(__file__).resolve().parents[4] / "monitoring"
@@ -22,7 +22,7 @@ GAUGES = {gauge(metric) for metric in METRICS}
 
 def test_the_dashboard_is_written_from_its_panels_and_names_metrics_that_exist() -> None:
     text = (FOLDER / "dashboard.json").read_text()
-    assert json.loads(text) == dashboard(), "run: python -m orchestrator.files.grafana > monitoring/dashboard.json"
+    assert json.loads(text) == dashboard(), "run: python monitoring/dashboard.py > monitoring/dashboard.json"
     assert set(re.findall(r"ray_slipstream_\w+", text)) <= GAUGES
     ids = [panel["id"] for panel in dashboard()["panels"]]
     assert len(set(ids)) == len(ids)

@@ -1,13 +1,12 @@
-# pyright: strict
 """Grafana's dashboard of runs: monitoring/dashboard.json is written from the list of panels here.
 
-    python -m orchestrator.files.grafana > monitoring/dashboard.json
+    python monitoring/dashboard.py > monitoring/dashboard.json
 
 Ray's page embeds it in the tab that is Ray Data's otherwise: it asks Grafana for the dashboard whose uid is
 RAY_GRAFANA_DATA_DASHBOARD_UID (orchestrator/environment.py), with Ray's session as the variable SessionName.
 
-Owns: which metrics are shown together, and their units. Does not own: what metrics there are (metrics_catalogue.py),
-how they reach Prometheus (loggers/ray_gauges.py). Pure.
+Owns: which metrics are shown together, and their units. Does not own: what metrics there are
+(orchestrator/files/metrics_catalogue.py), how they reach Prometheus (orchestrator/files/loggers/ray_gauges.py). Pure.
 """
 
 from __future__ import annotations
