@@ -8,6 +8,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.figures.held_out import Evaluation
+from orchestrator.files import sample_index
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.sample_index import ENTRY, FAILED, TRUNCATED, read_index
 from orchestrator.files.samples import SampleLog, TrainedRollout, fitted, sample_row, shown_rollouts
@@ -183,6 +185,51 @@ def test_every_whole_row_is_found_whatever_became_of_the_files(tmp_path: Path, h
         4,
     ]
     assert len(np.fromfile(folder.samples_index, ENTRY)) == len(read_index(folder.samples, folder.samples_index))
+
+
+@pytest.mark.parametrize(
+    ("change", "num_believed"),
+    [
+        (lambda entries: entries, 6),
+        (lambda entries: entries[:2], 2),
+        (lambda entries: entries[:0], 0),
+        (lambda entries: shifted(entries, 3, "length", -entries["length"][3].astype(int)), 3),
+        (lambda entries: shifted(entries, 2, "offset", -1), 2),
+        (lambda entries: shifted(entries, 5, "length", 1), 5),  # beyond the end of the file
+        (lambda entries: shifted(entries, 0, "step", 7), 0),
+        (lambda entries: shifted(entries, 5, "step", 7), 0),
+    ],
+)
+def test_rows_that_the_index_has_are_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, num_believed: int
+) -> None:
+    folder, begun = RunFolder(tmp_path), []
+    written(folder, range(1, 4))
+    entries = read_index(folder.samples, folder.samples_index)
+    starts = [*entries["offset"].tolist(), folder.samples.stat().st_size]
+    scan = sample_index.scan
+    monkeypatch.setattr(sample_index, "scan", lambda file, start: begun.append(start) or scan(file, start))
+    assert sample_index.extended(folder.samples, change(entries.copy())).tobytes() == entries.tobytes()
+    assert begun == [starts[num_believed]]
+
+
+def shifted(entries: np.ndarray, row: int, field: str, by: int) -> np.ndarray:
+    entries[field][row] = int(entries[field][row]) + by
+    return entries
+
+
+def test_an_entry_holds_what_a_row_says_as_far_as_it_fits(tmp_path: Path) -> None:
+    row = {"step": 1 << 40, "prompt_id": 1 << 40, "num_tokens": -3, "staleness": "2", "turns": [{}] * 70_000}
+    (entry,) = sample_index.entry_of(row, 5, 9)
+    names = ("offset", "length", "step", "prompt_id", "num_tokens", "staleness", "num_turns", "kind", "flags")
+    assert [int(entry[name]) for name in names] == [5, 9, (1 << 32) - 1, (1 << 31) - 1, 0, 0, (1 << 16) - 1, 0, FAILED]
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'{"step": 3}\n[1]\n{"step": "4"}\n{}\nno row\n{"step": 5}\n{"step": 6}')
+    with file.open("rb") as rows:
+        found = list(sample_index.scan(rows, 0))
+    assert [(int(one["step"][0]), int(one["offset"][0]), int(one["length"][0])) for one in found] == [
+        (3, 0, 12), (5, 12 + 4 + 14 + 3 + 7, 12)
+    ]  # fmt: skip
 
 
 def lines_that_are_rows(folder: RunFolder) -> list[bytes]:
