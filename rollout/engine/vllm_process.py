@@ -32,7 +32,7 @@ from rollout.engine.same_path import same_path
 from rollout.engine.start_failure import OutputSince, why_it_failed
 from rollout.engine.start_phase import IMPORTING, phase_in
 from rollout.errors import EngineDied, EngineError
-from rollout.in_vllm.process_imports import ask_classes_here, has_opened_gpu, import_vllm, without_torchao
+from rollout.in_vllm.process_imports import ask_classes_here, forks_can_use_gpu, import_vllm, without_torchao
 from rollout.in_vllm.vllm_patches import stop_watching
 
 if TYPE_CHECKING:
@@ -81,13 +81,20 @@ def make_llm(arguments: dict[str, Any]) -> AsyncLLM:
     with without_torchao():
         ask_classes_here(architectures_of(Path(arguments["model"])))
         config = chosen.create_engine_config(UsageContext.ENGINE_CONTEXT)
-        os.environ[METHOD_VARIABLE] = given or ("spawn" if has_opened_gpu() else "fork")  # for CPUs, vLLM has set spawn
+        os.environ[METHOD_VARIABLE] = given or _method()  # for CPUs, vLLM has set spawn
         try:
             return AsyncLLM.from_vllm_config(config, disable_log_stats=chosen.disable_log_stats)
         finally:
             del os.environ[METHOD_VARIABLE]
             if given is not None:
                 os.environ[METHOD_VARIABLE] = given
+
+
+def _method() -> str:
+    if forks_can_use_gpu():
+        return "fork"
+    logger.warning("this process has opened a GPU, so that none of its forks can use one: vLLM is imported once more")
+    return "spawn"
 
 
 def gpu_bytes() -> int:

@@ -38,6 +38,7 @@ import psutil
 
 from rollout.crash_reports import report_beside_parent
 from rollout.die_with_owner import OWNER_VARIABLE
+from rollout.in_vllm.process_imports import can_use_gpu
 
 PRELOAD = "rollout.in_vllm.preload"
 PRELOAD_TIMEOUT_S = 300.0
@@ -216,20 +217,7 @@ def _look(variables: Mapping[str, str], sender: Connection) -> None:
     elif names := {name for name, _ in _comparable(preload.BEFORE).items() ^ variables.items()}:
         sender.send(f"changed since its imports: {', '.join(sorted(names))}")
     else:
-        sender.send("" if _can_use_gpu() else "what it forks cannot use the GPU")
-
-
-def _can_use_gpu() -> bool:
-    """False in a process whose parent has opened a GPU: CUDA cannot be used after a fork. Opens none itself, which
-    takes seconds.
-    """
-    torch = import_module("torch")
-    if not torch.cuda.device_count():  # asks the driver's management library
-        return True
-    try:
-        return not torch.cuda._is_in_bad_fork() and torch._C._cuda_getDeviceCount() > 0
-    except RuntimeError:  # not PyTorch but another library of the parent's has opened one
-        return False
+        sender.send("" if can_use_gpu() else "what it forks cannot use the GPU")
 
 
 class _Popen(popen_forkserver.Popen):

@@ -10,6 +10,7 @@ process that imports them for all workers of a node (fork_server.py).
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import sys
 from collections.abc import Generator
@@ -29,10 +30,34 @@ def import_vllm() -> None:
     send_logprobs_together()
 
 
-def has_opened_gpu() -> bool:
-    """Whether this process has used CUDA, by whatever library: what is forked from it could not."""
-    with os.scandir("/proc/self/fd") as found:
-        return any(os.path.realpath(entry.path) == "/dev/nvidia-uvm" for entry in found)
+def forks_can_use_gpu() -> bool:
+    """Whether what is forked from this process can use its GPUs: not if it has opened one, by whatever library. Asks
+    such a process; True where there is no GPU.
+    """
+    torch = import_module("torch")
+    if not torch.cuda.device_count():  # asks the driver's management library
+        return True
+    process = multiprocessing.get_context("fork").Process(target=_exit_with_answer)
+    process.start()
+    process.join()
+    return process.exitcode == 0
+
+
+def _exit_with_answer() -> None:
+    os._exit(0 if can_use_gpu() else 1)
+
+
+def can_use_gpu() -> bool:
+    """False in a process whose parent has opened a GPU: CUDA cannot be used after a fork. Opens none itself, which
+    takes seconds.
+    """
+    torch = import_module("torch")
+    if not torch.cuda.device_count():
+        return True
+    try:
+        return not torch.cuda._is_in_bad_fork() and torch._C._cuda_getDeviceCount() > 0
+    except RuntimeError:  # not PyTorch but another library of the parent's has opened one
+        return False
 
 
 def ask_classes_here(architectures: list[str]) -> None:

@@ -27,13 +27,13 @@ if not why:
     assert process.exitcode == 0
 """
 USES = """
-from rollout.in_vllm.process_imports import has_opened_gpu
+from rollout.in_vllm.process_imports import forks_can_use_gpu
 
 def use_gpu():
     import torch
-    assert not has_opened_gpu()
+    assert forks_can_use_gpu()
     assert torch.ones(1, device="cuda").item() == 1
-    assert has_opened_gpu()
+    assert not forks_can_use_gpu()
 """
 OPENS = {
     "by_torch": "import torch; torch.ones(1, device='cuda')",
