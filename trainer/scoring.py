@@ -24,9 +24,10 @@ from conf.schema import ModelConfig, TrainerConfig, TrainMode
 from trainer.adapter_io import load_adapter, save_merged
 from trainer.engine_ops.choose_forward import choose_forward
 from trainer.model.build_decoder import build_decoder
-from trainer.model.comparison import Step, decoder_steps
+from trainer.model.comparison import decoder_steps
 from trainer.model.decoder import Decoder
 from trainer.model.logprobs import token_logprobs
+from trainer.model.operations import Operation
 from trainer.moe.replay import RecordedRoutes
 from trainer.weights.loading import load_weights, open_reader
 
@@ -115,7 +116,7 @@ class Scorer:
             self.num_scored += len(part)
         return logprobs, entropies
 
-    def operations(self, sequences: Sequence[Sequence[int]], *, adapted: bool = True) -> list[Step]:
+    def operations(self, sequences: Sequence[Sequence[int]], *, adapted: bool = True) -> list[Operation]:
         """The decoder's operations over these sequences, packed; with its adapters or without."""
         packed = Packed.of(sequences, self.device)
         by = self.decoder.by if adapted else self.decoder.by.without_adapters()

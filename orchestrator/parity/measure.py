@@ -39,7 +39,8 @@ from orchestrator.parity.compare import (
 )
 from orchestrator.parity.engine_side import Sampled, sample_and_record
 from orchestrator.parity.progress import Count, Say, output_in, telling
-from trainer.model.comparison import Step, run_chained, run_isolated
+from trainer.model.comparison import run_chained, run_isolated
+from trainer.model.operations import Operation
 from trainer.scoring import Scorer
 
 _BLOCKS = (".self_attn.o_proj", ".mlp")
@@ -257,7 +258,7 @@ def compare_layers(
 
 
 def isolated_differences(
-    operations: list[Step],
+    operations: list[Operation],
     given: dict[str, Tensor],
     usual: dict[str, float] | None = None,
     count: Count | None = None,

@@ -6,9 +6,9 @@ import torch
 
 from conf.architecture.model_spec import ModelSpec
 from conf.schema import AdapterValues, AttentionValues, Match, SyncMode, TrainerConfig, TrainMode
-from trainer.engine_ops.adapter_forward import AdapterModules
-from trainer.engine_ops.engine_forward import EngineForward, MergedModules
+from trainer.engine_ops.engine_forward import EngineForward, SlotForward
 from trainer.engine_ops.merged_forward import MergedForward
+from trainer.engine_ops.published_adapters import PublishedAdapters
 from trainer.engine_ops.vllm_adapters import VllmAdapters
 from trainer.engine_ops.vllm_attention import VllmAttention, refusal_of_engine_attention
 from trainer.engine_ops.vllm_operations import VllmOperations
@@ -40,10 +40,9 @@ def choose_forward(
         operations = VllmOperations(spec, dtype, device)
         if engines is SyncMode.adapter:
             rank = trainer.lora.slot_rank
-            modules = AdapterModules(operations, VllmAdapters(rank, device), rank)
-        else:
-            modules = MergedModules(operations, engine_ranks)
-        return EngineForward(operations=operations, modules=modules)
+            slots = PublishedAdapters(rank)
+            return SlotForward(operations=operations, adapters=VllmAdapters(rank, device), slots=slots)
+        return EngineForward(operations=operations, engine_ranks=engine_ranks)
     is_merged = trainer.numerics.adapters is AdapterValues.merged and trainer.mode is TrainMode.lora
     kernel, told = _choose_attention(spec, dtype, trainer.numerics.places.attention, device)
     kind = MergedForward if is_merged else Forward

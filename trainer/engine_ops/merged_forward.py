@@ -8,7 +8,7 @@ experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer.engine_ops.published_weights import is_adapted, published_experts, published_linears
 from trainer.lora import Linear
-from trainer.model.forward import Forward
+from trainer.model.forward import Forward, KeepGateUp
 from trainer.moe.block import MoeBlock
 
 
@@ -31,15 +31,7 @@ class MergedForward(Forward):
     def linears(self, linears: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
         return tuple(F.linear(x, *published_linears([one], x.dtype, adapted=self.adapted)) for one in linears)
 
-    def experts(
-        self,
-        block: MoeBlock,
-        x_TH: Tensor,
-        weights_TK: Tensor,
-        ids_TK: Tensor,
-        keep_gate_up: Callable[[Tensor], object] | None,
-    ) -> Tensor:
-        merged = None
-        if self.adapted and is_adapted(block.experts):
-            merged = published_experts(block.experts, x_TH.dtype)
-        return block.run_experts(x_TH, weights_TK, ids_TK, keep_gate_up, adapted=False, merged=merged)
+    def experts(self, block: MoeBlock, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, keep: KeepGateUp) -> Tensor:
+        is_merged = self.adapted and is_adapted(block.experts)
+        merged = published_experts(block.experts, x_TH.dtype) if is_merged else None
+        return block.run_experts(x_TH, weights_TK, ids_TK, keep, adapted=False, merged=merged)

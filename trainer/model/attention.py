@@ -116,31 +116,22 @@ class GroupedQueryAttention(nn.Module):
 
     def operations(self, x: str, prefix: str) -> Iterator[Operation]:
         """From the norm of the stream, named x, to what `gives` names."""
-        q, k, v, q_turned, k_turned = (f"{prefix}{name}" for name in ("q_proj", "k_proj", "v_proj", *TURNED))
-        projections = [self.q_proj, self.k_proj, self.v_proj]
-        yield Operation(f"{prefix}qkv_proj", (x,), (q, k, v), lambda place, x: place.by.linears(projections, x))
-        both, gate = q, f"{prefix}gate"
+        q, k, v, out, *turned = (f"{prefix}{name}" for name in ("q_proj", "k_proj", "v_proj", "attn", *TURNED))
+        projections, both, gate, gated = [self.q_proj, self.k_proj, self.v_proj], q, f"{prefix}gate", f"{prefix}gated"
+        yield Operation(f"{prefix}qkv_proj", (x,), (q, k, v), lambda at, x: at.by.linears(projections, x))
         if self.is_gated:  # a head's query and gate lie beside each other
             q, width = f"{prefix}query", (self.heads[0][0], 2, self.heads[0][1])
             yield Operation(
                 f"{prefix}q_split",
                 (both,),
                 (q, gate),
-                lambda _, x: [part.flatten(1) for part in x.unflatten(1, width).unbind(2)],
+                lambda at, x: [part.flatten(1) for part in x.unflatten(1, width).unbind(2)],
                 is_view=True,
             )
-        yield Operation(
-            f"{prefix}rotary_emb", (q, k), (q_turned, k_turned), lambda place, q, k: place.by.rotate(self, q, k, place)
-        )
-        yield Operation(
-            f"{prefix}attn",
-            (q_turned, k_turned, v),
-            (f"{prefix}attn",),
-            lambda place, q, k, v: (place.by.attend(self, q, k, v, place),),
-        )
+        yield Operation(f"{prefix}rotary_emb", (q, k), (*turned,), lambda at, q, k: at.by.rotate(self, q, k, at))
+        yield Operation(out, (*turned, v), (out,), lambda at, q, k, v: (at.by.attend(self, q, k, v, at),))
         if self.is_gated:
-            outs = (f"{prefix}gated",)
-            yield Operation(f"{prefix}gated", (f"{prefix}attn", gate), outs, lambda _, x, gate: (x * gate.sigmoid(),))
+            yield Operation(gated, (out, gate), (gated,), lambda at, x, gate: (x * gate.sigmoid(),))
 
 
 class LatentAttention(nn.Module):
@@ -178,28 +169,19 @@ class LatentAttention(nn.Module):
 
     def operations(self, x: str, prefix: str) -> Iterator[Operation]:
         """From the norm of the stream, named x, to `attn`."""
-        mla, query = self.mla, f"{prefix}{'q_proj' if self.mla.q_lora_rank is None else 'q_a_proj'}"
-        latents, kv_norm, kv_b = (f"{prefix}{name}" for name in ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"))
-        latent, turning = f"{prefix}kv_latent", f"{prefix}k_turning"
-        firsts: Any = [self.get_submodule(query.removeprefix(prefix)), self.kv_a_proj_with_mqa]
-        yield Operation(
-            f"{prefix}fused_qkv_a_proj", (x,), (query, latents), lambda place, x: place.by.linears(firsts, x)
-        )
-        if mla.q_lora_rank is not None:
-            q_norm, q_b, first = f"{prefix}q_a_layernorm", f"{prefix}q_b_proj", query
-            seconds: Any = [self.get_submodule("q_b_proj")]
-            yield Operation(q_norm, (first,), (q_norm,), lambda place, x: (place.by.norm(self.q_a_layernorm, x),))
-            yield Operation(q_b, (q_norm,), (q_b,), lambda place, x: place.by.linears(seconds, x))
-            query = q_b
-        widths = (mla.kv_lora_rank, mla.qk_rope_head_dim)
-        yield Operation(
-            f"{prefix}kv_a_split", (latents,), (latent, turning), lambda _, x: x.split(widths, dim=-1), is_view=True
-        )
-        yield Operation(kv_norm, (latent,), (kv_norm,), lambda place, x: (place.by.norm(self.kv_a_layernorm, x),))
-        yield Operation(kv_b, (kv_norm,), (kv_b,), lambda place, x: place.by.linears([self.kv_b_proj], x))
-        yield Operation(
-            f"{prefix}attn",
-            (query, turning, kv_b),
-            (f"{prefix}attn",),
-            lambda place, q, turning, kv: (place.by.attend_latent(self, q, turning, kv, place),),
-        )
+        query, latents, kv_norm, kv_b, latent, turning, out = (f"{prefix}{name}" for name in (
+            "q_proj" if self.mla.q_lora_rank is None else "q_a_proj", "kv_a_proj_with_mqa", "kv_a_layernorm",
+            "kv_b_proj", "kv_latent", "k_turning", "attn",
+        ))  # fmt: skip
+        first, widths = query, (self.mla.kv_lora_rank, self.mla.qk_rope_head_dim)
+        firsts: Any = [self.get_submodule(first.removeprefix(prefix)), self.kv_a_proj_with_mqa]
+        yield Operation(f"{prefix}fused_qkv_a_proj", (x,), (first, latents), lambda at, x: at.by.linears(firsts, x))
+        if self.mla.q_lora_rank is not None:
+            q_norm, query, q_b = f"{prefix}q_a_layernorm", f"{prefix}q_b_proj", [self.get_submodule("q_b_proj")]
+            yield Operation(q_norm, (first,), (q_norm,), lambda at, x: (at.by.norm(self.q_a_layernorm, x),))
+            yield Operation(query, (q_norm,), (query,), lambda at, x: at.by.linears(q_b, x))
+        split = f"{prefix}kv_a_split"
+        yield Operation(split, (latents,), (latent, turning), lambda at, x: x.split(widths, dim=-1), is_view=True)
+        yield Operation(kv_norm, (latent,), (kv_norm,), lambda at, x: (at.by.norm(self.kv_a_layernorm, x),))
+        yield Operation(kv_b, (kv_norm,), (kv_b,), lambda at, x: at.by.linears([self.kv_b_proj], x))
+        yield Operation(out, (query, turning, kv_b), (out,), lambda at, *qkv: (at.by.attend_latent(self, *qkv, at),))

@@ -3,9 +3,9 @@
     token_ids -> [ step -> ... ] -> norm                 chained: each one takes what the ones before it returned
     recorded activations -> step -> its output           isolated: each one takes what an engine computed
 
-A step is an operation of a layer's list, with the layer's number in its names. An operation that computes at once what
-an engine returns in pieces is taken apart: norms of heads from their rotation, a router's factor from its weights, the
-experts' sum from the stream's.
+A step is an operation of a layer's list that takes its inputs alone, with the layer's number in its names. An operation
+that computes at once what an engine returns in pieces is taken apart: norms of heads from their rotation, a router's
+factor from its weights, the experts' sum from the stream's.
 
 Owns the names, which are those of `rollout/in_vllm/activations.py`. Does not own the order, nor what computes a step
 (operations.py, forward.py). Invariant: the chained list returns the bits of `Decoder.forward` (without gradients, on
@@ -16,8 +16,8 @@ Shapes: T packed tokens; every activation is [T, width].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,19 +35,9 @@ from trainer.model.packed_sequences import PackedSequences
 from trainer.moe.block import MoeBlock
 
 
-class Step(NamedTuple):
-    """Example: Step("layers.3.self_attn.o_proj", ("layers.3.self_attn.attn",), ("layers.3.self_attn.o_proj",), run)."""
-
-    name: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    run: Callable[..., Sequence[Tensor]]
-    """Takes the inputs in order, returns the outputs in order."""
-    is_view: bool = False
-    """As of an operation: no engine returns its outputs."""
-
-
-def decoder_steps(decoder: Decoder, positions_T: Tensor, cu_seqlens: Tensor, by: Forward | None = None) -> list[Step]:
+def decoder_steps(
+    decoder: Decoder, positions_T: Tensor, cu_seqlens: Tensor, by: Forward | None = None
+) -> list[Operation]:
     """All steps between `token_ids` and `norm`, in the order in which the decoder computes them.
 
     Args:
@@ -56,20 +46,20 @@ def decoder_steps(decoder: Decoder, positions_T: Tensor, cu_seqlens: Tensor, by:
         by: what computes them, instead of the decoder's own.
     """
     sequences = PackedSequences.from_cu_seqlens(cu_seqlens, positions_T.shape[0], positions_T.device)
-    place = Place(by or decoder.by, decoder.rotary(positions_T, decoder.dtype), sequences)
+    at = Place(by or decoder.by, decoder.rotary(positions_T, decoder.dtype), sequences)
     trunk = decoder.model
-    embed = Step(
+    embed = Operation(
         "embed_tokens", ("token_ids",), ("layers.0.stream",), lambda ids: (trunk.embed_tokens(F.embedding, ids),)
     )
     steps = [embed]
     for number, layer in enumerate(trunk.layers):
         assert isinstance(layer, DecoderLayer)
-        steps += _layer(number, layer, place)
-    return [*steps, _norm("norm", len(trunk.layers), trunk.norm, place)]
+        steps += _layer(number, layer, at)
+    return [*steps, _norm("norm", len(trunk.layers), trunk.norm, at)]
 
 
 @torch.no_grad()
-def run_isolated(steps: list[Step], given: Mapping[str, Tensor]) -> Iterator[tuple[Step, list[Tensor]]]:
+def run_isolated(steps: list[Operation], given: Mapping[str, Tensor]) -> Iterator[tuple[Operation, list[Tensor]]]:
     """Run each step whose inputs are all given, on those. Yields its outputs."""
     known = dict(given)
     for step in steps:
@@ -82,7 +72,9 @@ def run_isolated(steps: list[Step], given: Mapping[str, Tensor]) -> Iterator[tup
 
 
 @torch.no_grad()
-def run_chained(steps: list[Step], given: Mapping[str, Tensor], replaced: Collection[str] = ()) -> dict[str, Tensor]:
+def run_chained(
+    steps: list[Operation], given: Mapping[str, Tensor], replaced: Collection[str] = ()
+) -> dict[str, Tensor]:
     """Run all steps, each on what the others returned.
 
     Args:
@@ -99,51 +91,50 @@ def run_chained(steps: list[Step], given: Mapping[str, Tensor], replaced: Collec
     return known
 
 
-def _layer(number: int, layer: DecoderLayer, place: Place) -> Iterator[Step]:
+def _layer(number: int, layer: DecoderLayer, at: Place) -> Iterator[Operation]:
     """A layer's operations, whole or taken apart."""
     prefix, attention, block = f"layers.{number}.", layer.attention, layer.mlp
-    is_rounded = _is_rounded(layer.post_attention_layernorm, place)
-    of_experts = _experts(prefix, block, place, is_rounded=is_rounded) if isinstance(block, MoeBlock) else {}
+    is_rounded = _is_rounded(layer.post_attention_layernorm, at)
+    of_experts = _experts(prefix, block, at, is_rounded=is_rounded) if isinstance(block, MoeBlock) else {}
     for operation in layer.operations:
         if operation.name in of_experts:
             yield of_experts[operation.name]
         if operation.name == "input_layernorm":
-            yield _norm(prefix + operation.name, number, layer.input_layernorm, place)
-        elif operation.name == "self_attn.rotary_emb" and place.by.fuses:
+            yield _norm(prefix + operation.name, number, layer.input_layernorm, at)
+        elif operation.name == "self_attn.rotary_emb" and at.by.fuses:
             assert isinstance(attention, GroupedQueryAttention)
-            yield from _rotary(
-                f"{prefix}self_attn.", attention, place, tuple(prefix + name for name in operation.inputs)
-            )
+            inputs = tuple(prefix + name for name in operation.inputs)
+            yield from _rotary(f"{prefix}self_attn.", attention, at, inputs)
         elif operation.name == "residual":
             yield _residual(number, is_rounded=is_rounded)
         elif operation.name not in of_experts:
-            yield _whole(operation, prefix, attention, place)
+            yield _whole(operation, prefix, attention, at)
 
 
-def _whole(operation: Operation, prefix: str, attention: nn.Module, place: Place) -> Step:
+def _whole(operation: Operation, prefix: str, attention: nn.Module, at: Place) -> Operation:
     def run(*given: Tensor) -> list[Tensor]:
         values: list[Any] = list(given)
         if operation.name == "self_attn.attn" and isinstance(attention, GroupedQueryAttention):
             values[:2] = attention.split_heads(*given[:2])
-        return [out.flatten(1) for out in operation.run(place, *values)]
+        return [out.flatten(1) for out in operation.run(at, *values)]
 
     inputs, outputs = (tuple(prefix + name for name in side) for side in (operation.inputs, operation.outputs))
-    return Step(prefix + operation.name, inputs, outputs, run, operation.is_view)
+    return Operation(prefix + operation.name, inputs, outputs, run, operation.is_view)
 
 
-def _is_rounded(norm: RMSNorm, place: Place) -> bool:
+def _is_rounded(norm: RMSNorm, at: Place) -> bool:
     """Whether the norm reads a rounded sum."""
-    return not (norm.once and place.by.fuses)
+    return not (norm.once and at.by.fuses)
 
 
-def _norm(name: str, number: int, norm: RMSNorm, place: Place) -> Step:
+def _norm(name: str, number: int, norm: RMSNorm, at: Place) -> Operation:
     """The norm of the stream that enters layer `number`; with norm=once, of the sum before it was rounded."""
-    addends = () if _is_rounded(norm, place) or not number else _addends(number - 1)
+    addends = () if _is_rounded(norm, at) or not number else _addends(number - 1)
 
     def run(x_TH: Tensor, *addends: Tensor) -> tuple[Tensor, ...]:
-        return (place.by.norm(norm, x_TH, _unrounded_sum(*addends)[1] if addends else None),)
+        return (at.by.norm(norm, x_TH, _unrounded_sum(*addends)[1] if addends else None),)
 
-    return Step(name, (f"layers.{number}.stream", *addends), (name,), run)
+    return Operation(name, (f"layers.{number}.stream", *addends), (name,), run)
 
 
 def _addends(number: int) -> tuple[str, ...]:
@@ -155,15 +146,15 @@ def _unrounded_sum(x_TH: Tensor, attended_TH: Tensor, fed_TH: Tensor) -> tuple[T
     return residual_sum(x_TH, attended_TH, x_TH, fed_TH)
 
 
-def _residual(number: int, *, is_rounded: bool) -> Step:
+def _residual(number: int, *, is_rounded: bool) -> Operation:
     prefix, following = f"layers.{number}.", (f"layers.{number + 1}.stream",)
     if is_rounded:
         middle = f"{prefix}stream_mid"
-        return Step(f"{prefix}residual", (middle, f"{prefix}mlp"), following, lambda x, fed: (x + fed,))
-    return Step(f"{prefix}residual", _addends(number), following, lambda *addends: _unrounded_sum(*addends)[:1])
+        return Operation(f"{prefix}residual", (middle, f"{prefix}mlp"), following, lambda x, fed: (x + fed,))
+    return Operation(f"{prefix}residual", _addends(number), following, lambda *addends: _unrounded_sum(*addends)[:1])
 
 
-def _rotary(prefix: str, own: GroupedQueryAttention, place: Place, inputs: tuple[str, ...]) -> Iterator[Step]:
+def _rotary(prefix: str, own: GroupedQueryAttention, at: Place, inputs: tuple[str, ...]) -> Iterator[Operation]:
     (q, k), turned = inputs, (f"{prefix}{name}" for name in TURNED)
     rounds_norm = own.norms_alone or not own.rotates_once
     """Whether the rotation sees the norm rounded."""
@@ -178,18 +169,18 @@ def _rotary(prefix: str, own: GroupedQueryAttention, place: Place, inputs: tuple
     def normed(q_TO: Tensor, k_TO: Tensor) -> Sequence[Tensor]:
         if own.norms_alone:
             return own.normed(q_TO, k_TO)
-        still = torch.ones_like(place.rope[0]), torch.zeros_like(place.rope[1])
+        still = torch.ones_like(at.rope[0]), torch.zeros_like(at.rope[1])
         return turned_by(still, (own.q_norm, own.k_norm), q_TO, k_TO)
 
     if own.q_norm is not None:
         names = f"{prefix}q_norm", f"{prefix}k_norm"
-        yield Step(f"{prefix}qk_norm", (q, k), names, normed)
+        yield Operation(f"{prefix}qk_norm", (q, k), names, normed)
         q, k = names if rounds_norm else (q, k)
     norms = (None, None) if rounds_norm else (own.q_norm, own.k_norm)
-    yield Step(f"{prefix}rotary_emb", (q, k), tuple(turned), lambda q, k: turned_by(place.rope, norms, q, k))
+    yield Operation(f"{prefix}rotary_emb", (q, k), tuple(turned), lambda q, k: turned_by(at.rope, norms, q, k))
 
 
-def _experts(prefix: str, block: MoeBlock, place: Place, *, is_rounded: bool) -> dict[str, Step]:
+def _experts(prefix: str, block: MoeBlock, at: Place, *, is_rounded: bool) -> dict[str, Operation]:
     """The steps of a mixture of experts, by the operation whose place they take."""
     normed, out = f"{prefix}post_attention_layernorm", f"{prefix}mlp"
     weights, ids, routed, shared = (
@@ -197,13 +188,13 @@ def _experts(prefix: str, block: MoeBlock, place: Place, *, is_rounded: bool) ->
     )
 
     def choose(x_TH: Tensor) -> tuple[Tensor, ...]:
-        weights_TK, ids_TK, _ = place.by.route(block, x_TH, None)
+        weights_TK, ids_TK, _ = at.by.route(block, x_TH, None)
         return weights_TK / block.gate.factor_of_weights, ids_TK
 
     def compute(x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, ...]:
-        own_dtype = place.by.route(block, x_TH[:1], None)[0].dtype
+        own_dtype = at.by.route(block, x_TH[:1], None)[0].dtype
         weights_TK = weights_TK.to(own_dtype) * block.gate.factor_of_weights
-        routed_TH = place.by.experts(block, x_TH, weights_TK, ids_TK, None)
+        routed_TH = at.by.experts(block, x_TH, weights_TK, ids_TK, None)
         if is_rounded or block.gate.factor_of_output == 1.0:
             return (block.combined(routed_TH, None),)
         return (routed_TH.float() * block.gate.factor_of_output,)
@@ -212,7 +203,7 @@ def _experts(prefix: str, block: MoeBlock, place: Place, *, is_rounded: bool) ->
         return (x if not others else x + others[0] if is_rounded else x.float() + others[0].float(),)
 
     return {
-        "mlp.gate": Step(f"{out}.gate", (normed,), (weights, ids), choose),
-        "mlp.experts": Step(routed, (normed, weights, ids), (routed,), compute),
-        "residual": Step(out, (routed, shared) if block.shared else (routed,), (out,), add),
+        "mlp.gate": Operation(f"{out}.gate", (normed,), (weights, ids), choose),
+        "mlp.experts": Operation(routed, (normed, weights, ids), (routed,), compute),
+        "residual": Operation(out, (routed, shared) if block.shared else (routed,), (out,), add),
     }

@@ -70,9 +70,9 @@ class GatedDeltaNet(nn.Module):
         """From the norm of the stream, named x, to what `gives` names."""
         names = f"{prefix}in_proj_qkvz", f"{prefix}in_proj_ba"
         both = [self.in_proj_qkvz, self.in_proj_ba]
-        yield Operation(f"{prefix}in_proj", (x,), names, lambda place, x: place.by.linears(both, x))
+        yield Operation(f"{prefix}in_proj", (x,), names, lambda at, x: at.by.linears(both, x))
         out = f"{prefix}attn"
-        yield Operation(out, names, (out,), lambda place, *given: (place.by.attend_linear(self, *given, place),))
+        yield Operation(out, names, (out,), lambda at, *given: (at.by.attend_linear(self, *given, at),))
 
     def heads(self, qkvz_TO: Tensor, ba_TO: Tensor, sequences: PackedSequences) -> Tensor:
         """[T, N * V], what out_proj takes."""

@@ -36,6 +36,9 @@ from trainer.model.packed_sequences import PackedSequences
 from trainer.moe.block import MoeBlock
 from trainer.moe.replay import LayerRoutes
 
+KeepGateUp = Callable[[Tensor], object] | None
+"""Is called with the product of gate and up, if that is kept for backward."""
+
 
 @dataclass(slots=True)
 class Place:
@@ -95,37 +98,34 @@ class Forward:
         """The projection of the heads, which an engine may spread over its ranks."""
         return self.linears([linear], x_TO)[0]
 
-    def rotate(self, own: GroupedQueryAttention, q_TO: Tensor, k_TO: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+    def rotate(self, own: GroupedQueryAttention, q_TO: Tensor, k_TO: Tensor, at: Place) -> tuple[Tensor, Tensor]:
         """Heads of q and k after their norms and the rotation: [T, N, D] and [T, G, D]."""
         norms = (own.q_norm, own.k_norm)
         if own.norms_alone:
             (q_TO, k_TO), norms = own.normed(q_TO, k_TO), (None, None)
         q_weight, k_weight = (None if norm is None else norm.weight for norm in norms)
         q_TND, k_TGD = own.split_heads(q_TO, k_TO)
-        return norm_rotate(q_TND, k_TGD, q_weight, k_weight, own.eps, *place.rope, once=own.rotates_once)
+        return norm_rotate(q_TND, k_TGD, q_weight, k_weight, own.eps, *at.rope, once=own.rotates_once)
 
-    def attend(self, own: GroupedQueryAttention, q_TND: Tensor, k_TGD: Tensor, v_TO: Tensor, place: Place) -> Tensor:
+    def attend(self, own: GroupedQueryAttention, q_TND: Tensor, k_TGD: Tensor, v_TO: Tensor, at: Place) -> Tensor:
         """[T, N * D]."""
         out_TND = attend(
-            q_TND, k_TGD, v_TO.unflatten(1, own.heads[2]), place.sequences, own.backend, own.scale,
-            window=own.window, sinks_N=own.sinks, kept=place.kept, engine=self.attention,
+            q_TND, k_TGD, v_TO.unflatten(1, own.heads[2]), at.sequences, own.backend, own.scale,
+            window=own.window, sinks_N=own.sinks, kept=at.kept, engine=self.attention,
         )  # fmt: skip
         return out_TND.flatten(1)
 
-    def attend_latent(
-        self, own: LatentAttention, q_TO: Tensor, turning_TR: Tensor, kv_TO: Tensor, place: Place
-    ) -> Tensor:
+    def attend_latent(self, own: LatentAttention, q_TO: Tensor, turning_TR: Tensor, kv_TO: Tensor, at: Place) -> Tensor:
         """[T, N * V], of queries, the keys' part that turns, and the other keys and values."""
         mla = own.mla
         q_TND, kv_TNE = q_TO.unflatten(1, (mla.num_heads, mla.qk_head_dim)), kv_TO.unflatten(1, (mla.num_heads, -1))
-        qkv = latent_heads(q_TND, kv_TNE, turning_TR, *place.rope, interleaved=own.interleaved)
-        return attend(
-            *qkv, place.sequences, own.backend, mla.softmax_scale, kept=place.kept, engine=self.attention
-        ).flatten(1)
+        qkv = latent_heads(q_TND, kv_TNE, turning_TR, *at.rope, interleaved=own.interleaved)
+        heads = attend(*qkv, at.sequences, own.backend, mla.softmax_scale, kept=at.kept, engine=self.attention)
+        return heads.flatten(1)
 
-    def attend_linear(self, own: GatedDeltaNet, qkvz_TO: Tensor, ba_TO: Tensor, place: Place) -> Tensor:
+    def attend_linear(self, own: GatedDeltaNet, qkvz_TO: Tensor, ba_TO: Tensor, at: Place) -> Tensor:
         """[T, N * V], of the two projections of a Gated DeltaNet."""
-        return own.heads(qkvz_TO, ba_TO, place.sequences)
+        return own.heads(qkvz_TO, ba_TO, at.sequences)
 
     def feed_forward(self, mlp: DenseMlp, x_TH: Tensor) -> Tensor:
         """[T, H]."""
@@ -143,31 +143,15 @@ class Forward:
         fed_TH = self.feed_forward(mlp, x_TH)
         return self.linears(gates, x_TH)[0].sigmoid() * fed_TH if gates else fed_TH
 
-    def experts(
-        self,
-        block: MoeBlock,
-        x_TH: Tensor,
-        weights_TK: Tensor,
-        ids_TK: Tensor,
-        keep_gate_up: Callable[[Tensor], object] | None,
-    ) -> Tensor:
+    def experts(self, block: MoeBlock, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, keep: KeepGateUp) -> Tensor:
         """The weighted sum of each token's experts."""
-        return block.run_experts(x_TH, weights_TK, ids_TK, keep_gate_up, adapted=self.adapted)
+        return block.run_experts(x_TH, weights_TK, ids_TK, keep, adapted=self.adapted)
 
     def add(
-        self,
-        mlp: DenseMlp | MoeBlock,
-        x_TH: Tensor,
-        delta_TH: Tensor,
-        middle_TH: Tensor,
-        fed_TH: Tensor,
-        shared_TH: Tensor | None = None,
-        *,
-        once: bool,
+        self, mlp: DenseMlp | MoeBlock, x: Tensor, delta: Tensor, middle: Tensor, *fed: Tensor, once: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The stream at the layer's end; and before it was rounded, where it is rounded `once`."""
-        block = mlp if isinstance(mlp, MoeBlock) else None
         if once:
-            scale = 1.0 if block is None else block.gate.factor_of_output
-            return residual_sum(x_TH, delta_TH, middle_TH, fed_TH, shared_TH, scale)
-        return middle_TH + (fed_TH if block is None else block.combined(fed_TH, shared_TH)), None
+            scale = mlp.gate.factor_of_output if isinstance(mlp, MoeBlock) else 1.0
+            return residual_sum(x, delta, middle, fed[0], fed[1] if fed[1:] else None, scale)
+        return middle + (mlp.combined(*fed) if isinstance(mlp, MoeBlock) else fed[0]), None

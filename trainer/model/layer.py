@@ -153,33 +153,31 @@ class DecoderLayer(nn.Module):
     def _parts(self) -> list[Part]:
         """The layer's operations, in their order."""
         norm, after, o_proj = self.input_layernorm, self.post_attention_layernorm, self.attention.o_proj
-        attention = [
-            Operation(NORMED, (STREAM, SUM), (NORMED,), lambda place, x, wide: (place.by.norm(norm, x, wide),)),
-            *self.attention.operations(NORMED, "self_attn."),
-        ]
+        first, block = self.attention.operations(NORMED, "self_attn."), self.mlp
         heads = f"self_attn.{self.attention.gives}"
-        projection = [Operation(DELTA, (heads,), (DELTA,), lambda place, x: (place.by.output(o_proj, x),))]
-        add = Operation(
-            AFTER, (STREAM, DELTA), (MIDDLE, AFTER), lambda place, *addends: place.by.add_norm(after, *addends)
-        )
-        if isinstance(self.mlp, MoeBlock):
-            before, experts, owners = _before_experts(self.mlp), _experts(self.mlp), self.mlp.owners_of_routing
-            fed, gives = (ROUTED, SHARED) if self.mlp.shared else (ROUTED,), (AFTER, WEIGHTS, IDS, FLIPPED)
+        attention = [Operation(NORMED, (STREAM, SUM), (NORMED,), lambda at, *x: (at.by.norm(norm, *x),)), *first]
+        projection = [Operation(DELTA, (heads,), (DELTA,), lambda at, x: (at.by.output(o_proj, x),))]
+        rest = [Operation(AFTER, (STREAM, DELTA), (MIDDLE, AFTER), lambda at, *x: at.by.add_norm(after, *x))]
+        last, gives, fed, owners = [], [MIDDLE], [FED], [after, block]
+        if isinstance(block, MoeBlock):
+            chosen = (WEIGHTS, IDS, FLIPPED)
+            gives, fed, owners = [MIDDLE, AFTER, *chosen], [ROUTED], [after, *block.owners_of_routing]
+            rest.append(Operation("mlp.gate", (AFTER, ROUTES), chosen, lambda at, *x: at.by.route(block, *x)))
+            routed = (AFTER, WEIGHTS, IDS, KEEP_GATE_UP)
+            last.append(Operation(ROUTED, routed, (ROUTED,), lambda at, *x: (at.by.experts(block, *x),)))
+            if block.shared:
+                fed, gives = [ROUTED, SHARED], [*gives, SHARED]
+                rest.append(Operation(SHARED, (AFTER,), (SHARED,), lambda at, x: (at.by.shared_experts(block, x),)))
         else:
-            before, experts, owners = [_feed_forward(self.mlp)], [], [self.mlp]
-            fed, gives = (FED,), ()
-        end = Operation(
-            "residual",
-            (STREAM, DELTA, MIDDLE, *fed),
-            (NEXT_STREAM, NEXT_SUM),
-            lambda place, *addends: place.by.add(self.mlp, *addends, once=after.once),
-        )
-        early = [name for name in fed if name != ROUTED]
+            gives.append(FED)
+            rest.append(Operation(FED, (AFTER,), (FED,), lambda at, x: (at.by.feed_forward(block, x),)))
+        ends, outs = (STREAM, DELTA, MIDDLE, *fed), (NEXT_STREAM, NEXT_SUM)
+        last.append(Operation("residual", ends, outs, lambda at, *x: at.by.add(block, *x, once=after.once)))
         return [
             Part(attention, [heads], [norm, self.attention], waits=True),
             Part(projection, [DELTA], waits=True),
-            Part([add, *before], [MIDDLE, *gives, *early], [after, *owners], waits=False),
-            Part([*experts, end], [NEXT_STREAM, NEXT_SUM], waits=False),
+            Part(rest, gives, owners, waits=False),
+            Part(last, outs, waits=False),
         ]
 
     @property
@@ -206,29 +204,29 @@ class DecoderLayer(nn.Module):
             known[ROUTES] = routes.of_layer(self.moe_index)
         if is_recomputed and self.keeps_gate_up:
             known[KEEP_GATE_UP] = _stays_on_device if on_host is None else on_host.move
-        place = Place(run.by, run.rope, run.sequences, KeptAttention() if is_recomputed else None)
+        at = Place(run.by, run.rope, run.sequences, KeptAttention() if is_recomputed else None)
         with nullcontext() if on_host is None else on_host:
-            self._walk(place, known, is_recomputed=is_recomputed, on_host=on_host)
+            self._walk(at, known, is_recomputed=is_recomputed, on_host=on_host)
         if routes is not None:
             routes.flipped.append(known[FLIPPED])
         run.sum_TH = known[NEXT_SUM]
         return known[NEXT_STREAM]
 
     def _walk(
-        self, place: Place, known: dict[str, Any], *, is_recomputed: bool = False, on_host: HostLayer | None = None
+        self, at: Place, known: dict[str, Any], *, is_recomputed: bool = False, on_host: HostLayer | None = None
     ) -> None:
         """Add to `known` what the parts give. With `on_host` its tensors wait there, where they can."""
         if on_host is not None:
             on_host.move(known[STREAM])
         for part in self.parts:
             given = [known.pop(name) if name == SUM else known[name] for name in part.takes]
-            outs = part.recomputed(place, *given) if is_recomputed else part(place, *given)
+            outs = part.recomputed(at, *given) if is_recomputed else part(at, *given)
             known.update(zip(part.gives, outs, strict=True))
             if on_host is not None and part.waits:
                 for out in outs:
                     on_host.move(out)
-                if place.kept is not None:
-                    place.kept.move(on_host)
+                if at.kept is not None:
+                    at.kept.move(on_host)
 
     def _values_from(self, run: Pass, own: Forward, known: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """The layer's result by the pass's forward, whose gradients are those of `own`."""
@@ -243,31 +241,10 @@ class DecoderLayer(nn.Module):
 
         return self._whole(Place(own, run.rope, run.sequences), known[STREAM], first=values)
 
-    def _all_parts(self, place: Place, x_TH: Tensor, routes: LayerRoutes | None) -> tuple[Tensor, Tensor | None]:
+    def _all_parts(self, at: Place, x_TH: Tensor, routes: LayerRoutes | None) -> tuple[Tensor, Tensor | None]:
         known: dict[str, Any] = {STREAM: x_TH, SUM: None, ROUTES: routes, KEEP_GATE_UP: None}
-        self._walk(place, known)
+        self._walk(at, known)
         return known[NEXT_STREAM], known[NEXT_SUM]
-
-
-def _feed_forward(mlp: DenseMlp) -> Operation:
-    return Operation(FED, (AFTER,), (FED,), lambda place, x: (place.by.feed_forward(mlp, x),))
-
-
-def _before_experts(block: MoeBlock) -> list[Operation]:
-    """The part of a mixture of experts that a layer may recompute."""
-    route = Operation(
-        "mlp.gate",
-        (AFTER, ROUTES),
-        (WEIGHTS, IDS, FLIPPED),
-        lambda place, x, routes: place.by.route(block, x, routes),
-    )
-    shared = Operation(SHARED, (AFTER,), (SHARED,), lambda place, x: (place.by.shared_experts(block, x),))
-    return [route, shared] if block.shared else [route]
-
-
-def _experts(block: MoeBlock) -> list[Operation]:
-    inputs = (AFTER, WEIGHTS, IDS, KEEP_GATE_UP)
-    return [Operation(ROUTED, inputs, (ROUTED,), lambda place, *given: (place.by.experts(block, *given),))]
 
 
 def is_in_share(index: int, share: float) -> bool:

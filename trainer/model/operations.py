@@ -40,7 +40,7 @@ class Operation:
     run: Callable[..., Sequence[Any]]
     """Takes a forward.Place and the inputs in order, returns the outputs in order."""
     is_view: bool = False
-    """Its outputs are parts of its input."""
+    """Its outputs are parts of its input: no engine returns them."""
 
 
 class Part:
@@ -67,19 +67,19 @@ class Part:
             later.update(operation.inputs)
             self._steps.insert(0, (operation, ended))
 
-    def __call__(self, place: Any, *given: Any) -> tuple[Any, ...]:
+    def __call__(self, at: Any, *given: Any) -> tuple[Any, ...]:
         """What the part gives, of what it takes. A value ends with its last use."""
         known = dict(zip(self.takes, given, strict=True))
         for operation, ended in self._steps:
-            outs = operation.run(place, *[known[name] for name in operation.inputs])
+            outs = operation.run(at, *[known[name] for name in operation.inputs])
             known.update(zip(operation.outputs, outs, strict=True))
             for name in ended:
                 del known[name]
         return tuple([known[name] for name in self.gives])
 
-    def recomputed(self, place: Any, *given: Any) -> tuple[Any, ...]:
+    def recomputed(self, at: Any, *given: Any) -> tuple[Any, ...]:
         """The same; what is inside is computed again in backward, if the part is one of those that are."""
         if self._again is None:
-            return self(place, *given)
+            return self(at, *given)
         later = [None if name == SUM else one for name, one in zip(self.takes, given, strict=True)]
-        return self._again(place, *later, first=lambda: (self(place, *given), ()))
+        return self._again(at, *later, first=lambda: (self(at, *given), ()))

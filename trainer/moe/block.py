@@ -73,7 +73,7 @@ class MoeBlock(nn.Module):
         again = recomputation(x_TH)
         return self.experts(x_TH, weights_TK, plan, again, keep_gate_up, adapted=adapted, merged=merged)
 
-    def combined(self, routed_TH: Tensor, shared_TH: Tensor | None) -> Tensor:
+    def combined(self, routed_TH: Tensor, shared_TH: Tensor | None = None) -> Tensor:
         """What the block adds to the residual stream, every step rounded."""
         scale = self.gate.factor_of_output
         routed_TH = routed_TH if scale == 1.0 else routed_TH * scale

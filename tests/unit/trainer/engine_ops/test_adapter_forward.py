@@ -25,8 +25,7 @@ from fakes.torch_operations import TorchOperations
 
 from conf.schema import LoraConfig, TrainMode
 from trainer.delivery.adapter_source import AdapterSource
-from trainer.engine_ops.adapter_forward import AdapterModules
-from trainer.engine_ops.engine_forward import EngineForward
+from trainer.engine_ops.engine_forward import SlotForward
 from trainer.engine_ops.published_adapters import Factors, PublishedAdapters
 from trainer.model.layer import DecoderLayer
 from weight_sync.layout import Region
@@ -59,8 +58,8 @@ class TorchAdapters(TorchOperations):
         return super().experts(x.float(), gate_up.float(), down.float(), weights, experts).to(x.dtype)
 
 
-def with_slots(operations: TorchAdapters) -> EngineForward:
-    return EngineForward(operations=operations, modules=AdapterModules(operations, operations, RANK_OF_SLOTS))
+def with_slots(operations: TorchAdapters) -> SlotForward:
+    return SlotForward(operations=operations, adapters=operations, slots=PublishedAdapters(RANK_OF_SLOTS))
 
 
 @pytest.mark.parametrize("config", [DENSE, MOE, MIXED, {**DENSE, "attention_bias": True}])

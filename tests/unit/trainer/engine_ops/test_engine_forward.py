@@ -25,13 +25,13 @@ from torch import Tensor
 
 from conf.schema import TrainMode
 from trainer.delivery.merged_source import TrainerWeightSource
-from trainer.engine_ops.engine_forward import EngineForward, MergedModules
+from trainer.engine_ops.engine_forward import EngineForward
 from trainer.lora import Linear
 from weight_sync.layout import Region
 
 
 def forward_of(operations: TorchOperations, ranks: int = 1) -> EngineForward:
-    return EngineForward(operations=operations, modules=MergedModules(operations, ranks))
+    return EngineForward(operations=operations, engine_ranks=ranks)
 
 
 @pytest.mark.parametrize("mode", list(TrainMode), ids=str)
@@ -81,9 +81,7 @@ def test_two_engine_ranks_round_their_products_before_they_are_added():
     left, right = ((x[:, half] @ weight[:, half].t()).bfloat16() for half in (slice(None, 16), slice(16, None)))
     wanted = (left + bias.bfloat16()) + right
     with torch.no_grad():
-        mine, other = (
-            MergedModules(TorchOperations(), ranks).row_parallel(linear, x.bfloat16(), adapted=True) for ranks in (2, 1)
-        )
+        mine, other = (forward_of(TorchOperations(), ranks).output(linear, x.bfloat16()) for ranks in (2, 1))
         assert torch.equal(mine, wanted)
         assert not torch.equal(mine, other)
 
