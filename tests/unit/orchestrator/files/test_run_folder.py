@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from conf.errors import ConfigError
-from conf.schema import ModelConfig, RunConfig, RunSection
+from conf.schema import LoraConfig, ModelConfig, RunConfig, RunSection, TrainerConfig
 from orchestrator.control.control_folder import alive
 from orchestrator.files.run_folder import (
     changed_options,
@@ -51,12 +51,14 @@ def test_what_lies_below_latest_stays_the_same_folder_when_the_next_run_starts(t
     first = open_run_folder(RunSection(name="demo", dir=str(tmp_path)), NOON)
     point_latest(first.root)
     below = {"path": str(tmp_path / "latest" / "merged"), "tokenizer": "characters"}
-    config = RunConfig(run=RunSection(dir=str(tmp_path)), model=ModelConfig(**below))
+    trainer = TrainerConfig(lora=LoraConfig(init_from=str(tmp_path / "latest" / "adapter")))
+    config = RunConfig(run=RunSection(dir=str(tmp_path)), model=ModelConfig(**below), trainer=trainer)
     followed = follow_latest(config)
     point_latest(open_run_folder(config.run, NOON).root)
     assert followed.model.path == str(first.merged)
     assert followed.model.tokenizer == "characters"
-    assert replace(followed, model=config.model) == config
+    assert followed.trainer.lora.init_from == str(first.root / "adapter")
+    assert replace(followed, model=config.model, trainer=trainer) == config
 
     again = RunConfig(run=RunSection(dir=str(tmp_path), resume=str(tmp_path / "latest")))
     assert follow_latest(again).run.resume == str((tmp_path / "latest").resolve())

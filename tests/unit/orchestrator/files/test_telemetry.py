@@ -31,6 +31,7 @@ from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.run_log import ProgressLine, RunLog, format_s
 from orchestrator.files.step_rows import StepRecord, row_of
 from orchestrator.files.telemetry import Telemetry, read_rows, truncate_rows
+from orchestrator.files.timeline import StepTimeline
 from orchestrator.run import RunResult
 from rollout.types import Group, Prompt, Rollout, Routes
 from trainer.types import LossStats, OptimStats
@@ -61,7 +62,7 @@ def record(step: int, **changes: object) -> StepRecord:
         "optim": OptimStats(step, 0.7, 1e-3, True),
         "sync": publish_report(step, [outcome(True), outcome(False, "x")]),
         "num_ranks": 2,
-        "extra": {"step/total_s": 2.0, "trainer/forward_backward_s": 0.75, "trainer/optimizer_s": 0.25},
+        "extra": {"step/total_s": 2.0, "trainer/forward_backward_s": 1.25, "trainer/optimizer_s": 0.25},
     }
     return StepRecord(step, step, **(parts | changes))
 
@@ -77,7 +78,7 @@ def test_row_has_every_metric_by_hand() -> None:
     assert row["rollout/tokens_per_s"] == 6 / 2.0
     assert row["rollout/truncated_fraction"] == 0.5
     assert row["rollout/evictions"] == 3
-    assert row["trainer/tokens_per_s_per_rank"] == (2 * 3 + 6) / 1.0 / 2
+    assert row["trainer/tokens_per_s_per_rank"] == (2 * 3 + 6) / 1.5 / 2
     assert (row["sync/replicas_committed"], row["sync/total_s"], row["sync/watermark_bytes"]) == (1, 0.06, 1 << 20)
     assert row["eval/reward"] is None
 
@@ -108,9 +109,12 @@ def test_each_reward_has_metrics_of_its_own() -> None:
 def test_groups_without_spread_are_counted_and_on_the_line_when_they_are_all(tmp_path: Path) -> None:
     rollouts = [Rollout([1, 2], [-1.0, -1.0], [0, 0], "a", "stop")] * 2
     groups = [Group(Prompt(i, (1,), "p"), rollouts, [0.0, reward]) for i, reward in enumerate((0.0, 1.0, None, 0.0))]
-    some = record(1, groups=groups, staleness_steps=[0] * 4)
+    some = record(1, groups=groups, staleness_steps=[0, 1, 3, 0])
     none = record(2, groups=groups[:1], staleness_steps=[0])
-    assert row_of(some)["reward/no_spread_fraction"] == 0.75
+    row = row_of(some)
+    assert row["reward/no_spread_fraction"] == 0.75
+    assert (row["staleness/mean"], row["staleness/max"]) == (1.0, 3)
+    assert (row["reward/mean"], row["reward/std"]) == pytest.approx((1 / 7, math.sqrt(6) / 7))
     alone = record(1, groups=[Group(Prompt(0, (1,), "p"), rollouts[:1], [1.0])], staleness_steps=[0])
     assert row_of(alone)["reward/no_spread_fraction"] is None
     text = StringIO()
@@ -216,6 +220,7 @@ def open_telemetry(
     console: Console | None = None,
     rewards: RewardNames = NO_REWARDS,
     evals: EvalNames = NO_EVALS,
+    samples_per_step: int = 0,
 ) -> Telemetry:
     progress = ProgressLine(console or Console(file=StringIO()))
     loggers = [TensorBoardEvents(folder / "tensorboard", after_step=first_step)]
@@ -227,6 +232,8 @@ def open_telemetry(
         loggers=loggers,
         rewards=rewards,
         evals=evals,
+        samples_per_step=samples_per_step,
+        max_sample_bytes_per_step=1 << 20,
     )
 
 
@@ -245,6 +252,19 @@ def test_a_terminal_that_has_gone_costs_no_row(tmp_path: Path, is_terminal: bool
     with RunLog(tmp_path / "run.log", Console(file=Gone(), force_terminal=is_terminal)) as log:
         log.say("done")
     assert len(list(read_rows(tmp_path / "metrics.jsonl"))) == 3
+
+
+def test_a_step_leaves_its_samples_and_its_timeline(tmp_path: Path) -> None:
+    with open_telemetry(tmp_path, samples_per_step=2) as telemetry:
+        telemetry.step(record(3, timeline=StepTimeline(10.0, 12.0)))
+        telemetry.step(replace(record(4), policy_version=9))
+    folder = RunFolder(tmp_path)
+    (line,) = folder.timeline.read_text().splitlines()
+    row = json.loads(line)
+    assert (row["step"], row["from"], row["to"]) == (3, 10.0, 12.0)
+    assert len(row["publish"]["replicas"]) == 2
+    samples = [json.loads(line) for line in folder.samples.read_text().splitlines()]
+    assert [(row["step"], row["policy_version"]) for row in samples] == [(3, 3)] * 2 + [(4, 9)] * 2
 
 
 def test_resume_continues_the_file_after_the_checkpoint(tmp_path: Path) -> None:

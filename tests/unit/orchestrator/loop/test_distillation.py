@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from fakes.loop import FakeTeacher, Loop, make_config
 from conf.schema import AlgorithmConfig, RunConfig, TeacherConfig
 from orchestrator.errors import CheckpointError, TrainingStopped
 from orchestrator.loop.samples import build_samples
-from rollout.types import Group, Prompt, Rollout, Turn
+from rollout.types import Group, Judgement, Prompt, Rollout, Turn
 
 TEACHER = TeacherConfig(base_url="http://127.0.0.1:1/v1", model="big")
 
@@ -112,6 +113,20 @@ async def test_responses_without_a_reward_and_groups_that_are_dropped_are_not_as
     await loop.run()
     assert loop.teacher.num_asked == 2 * 3 * 2
     assert loop.controller.sampler.num_generated > 2 * 3 + 4
+
+
+async def test_a_response_that_could_not_be_judged_is_not_asked_about(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, a_config(num_steps=2))
+    judge = loop.rewards.score_group
+
+    async def first_fails(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Judgement]:
+        return [Judgement(None), *(await judge(prompt, rollouts))[1:]]
+
+    loop.rewards.score_group = first_fails
+    loop.teacher = FakeTeacher()
+    await loop.run()
+    assert loop.teacher.num_asked == 2 * 3
+    assert [len(samples) for _, samples in loop.trainer.trained] == [3, 3]
 
 
 async def test_a_teacher_that_fails_on_everything_ends_the_run_with_its_state_saved(tmp_path: Path) -> None:
