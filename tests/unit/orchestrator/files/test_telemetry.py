@@ -200,6 +200,42 @@ def test_parity_figures_of_ranks_are_those_of_all_their_tokens() -> None:
     assert "parity/k3_from_64" not in row and "parity/k3_p99_stale" not in row
 
 
+def test_every_figure_of_a_loss_is_by_tokens_or_by_sequences_of_all_ranks() -> None:
+    """8 and 2 tokens, of which 1 and 1 are stale, in 5 sequences."""
+    names = {
+        "loss/total_sum": (0.25, 0.5, 0.75),
+        "loss/policy_sum": (1.0, 2.5, 3.5),
+        "kl/ref_k3_sum": (1.0, 2.0, 0.3),
+        "policy/ratio_sum": (7.0, 2.0, 0.9),
+        "correction/num_truncated": (3.0, 1.0, 0.4),
+        "correction/num_masked": (1.0, 0.0, 0.1),
+        "correction/num_truncated_sequences": (1.0, 1.0, 0.4),
+        "correction/num_masked_sequences": (3.0, 0.0, 0.6),
+        "parity/prob_diff_sum": (0.75, 0.25, 1 / 8),
+        "parity/prob_diff_sum_stale": (0.5, 0.25, 0.75 / 2),
+    }
+    ranks = [stats(8, 0.0, num_stale=1), stats(2, 0.0, num_stale=1)]
+    for rank, which in zip(ranks, (0, 1), strict=True):
+        rank.sums.update({name: values[which] for name, values in names.items()})
+    ranks[0].sums.update({"policy/num_clipped_low": 1.0, "policy/num_clipped_high": 2.0})
+    most = {"k3_max": 1.0, "prob_diff_max": 2.0, "log_ratio_max": 3.0}
+    ranks[0].maxima.update({f"parity/{name}_stale": value for name, value in most.items()})
+    row = loss_metrics(ranks)
+    shown = {
+        **{"loss/total": "loss/total_sum", "loss/policy": "loss/policy_sum", "loss/kl": "kl/ref_k3_sum"},
+        **{"loss/ratio_mean": "policy/ratio_sum", "parity/prob_diff": "parity/prob_diff_sum"},
+        "parity/prob_diff_stale": "parity/prob_diff_sum_stale",
+        **{
+            f"correction/{what}{of}_fraction": f"correction/num_{what}{of and '_sequences'}"
+            for what in ("truncated", "masked")
+            for of in ("", "_sequence")
+        },
+    }
+    assert {name: row[name] for name in shown} == pytest.approx({name: names[of][2] for name, of in shown.items()})
+    assert row["loss/clip_fraction"] == pytest.approx(0.3)
+    assert {name: row[f"parity/{name}_stale"] for name in most} == most
+
+
 def test_effective_share_is_that_of_kish() -> None:
     """Weights 1, 1 and 0 of three tokens: (1 + 1)^2 / (3 * 2) = 2/3."""
     rank = stats(3, 0.0)

@@ -54,7 +54,9 @@ def test_the_shortest_are_left_out_and_none_of_the_trainers() -> None:
     row = row_of_step(1, StepTimeline(0.0, 9.0, ended), None)
     kept = [one for one in ended if one.who == TRAINER or one.to_s > 2.0]
     assert len(kept) == MOST_SPANS and row["num_left_out"] == 2
-    assert [(span[0], span[3], span[4]) for span in row["spans"]] == [(one.who, one.to_s, one.prompt_id) for one in kept]
+    assert [(span[0], span[3], span[4]) for span in row["spans"]] == [
+        (one.who, one.to_s, one.prompt_id) for one in kept
+    ]
 
 
 def test_what_was_taken_is_not_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
