@@ -222,8 +222,11 @@ def test_every_figure_of_a_loss_is_by_tokens_or_by_sequences_of_all_ranks() -> N
     ranks[0].maxima.update({f"parity/{name}_stale": value for name, value in most.items()})
     row = loss_metrics(ranks)
     shown = {
-        **{"loss/total": "loss/total_sum", "loss/policy": "loss/policy_sum", "loss/kl": "kl/ref_k3_sum"},
-        **{"loss/ratio_mean": "policy/ratio_sum", "parity/prob_diff": "parity/prob_diff_sum"},
+        "loss/total": "loss/total_sum",
+        "loss/policy": "loss/policy_sum",
+        "loss/kl": "kl/ref_k3_sum",
+        "loss/ratio_mean": "policy/ratio_sum",
+        "parity/prob_diff": "parity/prob_diff_sum",
         "parity/prob_diff_stale": "parity/prob_diff_sum_stale",
         **{
             f"correction/{what}{of}_fraction": f"correction/num_{what}{of and '_sequences'}"
