@@ -73,6 +73,7 @@ class Packer:
                 [c.values.data_ptr(), c.marks.data_ptr(), c.stream.data_ptr(), c.values.numel(), c.stream.numel()]
                 for c in self._chunks
             ]
+            assert not any(address % 16 for row in rows for address in row[:2]), "as change_kernels.ALIGNMENT says"
             self._table = torch.tensor(rows, dtype=torch.int64).to(self._chunks[0].values.device)
 
     def pack_to(self, counts: Tensor) -> None:

@@ -70,7 +70,7 @@ class Load:
         self._flipping: asyncio.Task[None] | None = None
         self._late, self._collected, self._collection_began = [0.0], [0.0], 0.0
         self._flips = itertools.count(FIRST_FLIP)
-        client: Any = worker.engine._running().engine_core
+        client: Any = worker.engine._process.running().engine_core
         inner = client.get_output_async
 
         async def timed() -> Any:
@@ -225,10 +225,12 @@ async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, p
             make_engine=VllmEngine,
         )
         if device == "cuda":
-            worker.engine._arguments["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(args.requests)}
+            worker.engine._process._arguments["compilation_config"] = {
+                "cudagraph_capture_sizes": capture_sizes(args.requests)
+            }
         began = time.monotonic()
         address = await worker.start()
-        compilation = worker.engine._running().vllm_config.compilation_config
+        compilation = worker.engine._process.running().vllm_config.compilation_config
         started = {
             "engine_start_s": time.monotonic() - began,
             "cudagraph_mode": str(compilation.cudagraph_mode),

@@ -148,7 +148,7 @@ async def serve_vllm(spec: EngineSpec, pipe: Connection) -> None:
     with tempfile.TemporaryDirectory() as folder:
         worker = build_worker(spec, Path(folder))
         address = await worker.start()
-        await worker.engine._running().collective_rpc("start_measuring")
+        await worker.engine._process.running().collective_rpc("start_measuring")
         tasks = [asyncio.create_task(keep_sampling(worker, index)) for index in range(spec.num_requests)]
         pipe.send(address)
         while (order := await asyncio.to_thread(pipe.recv))[0] != "end":
@@ -193,11 +193,11 @@ def build_worker(spec: EngineSpec, folder: Path) -> RolloutWorker:
         key=KEY,
         make_engine=VllmEngine,
     )
-    worker.engine._arguments["worker_extension_cls"] = "bench.sync.engine_extension.MeasuredReceiver"
+    worker.engine._process._arguments["worker_extension_cls"] = "bench.sync.engine_extension.MeasuredReceiver"
     if is_gpu:
         from vllm.config.weight_transfer import WeightTransferConfig
 
-        worker.engine._arguments["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
+        worker.engine._process._arguments["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
     return worker
 
 
@@ -241,7 +241,7 @@ async def obey(worker: RolloutWorker, order: str, *args: Any) -> Any:
     """Carry out one order. A peer's update is timed from the engine's pause until it resumes, as a publish is."""
     from conf.schema import PauseMode
 
-    llm = worker.engine._running()
+    llm = worker.engine._process.running()
     if order == "allocated":
         return await llm.collective_rpc("allocated")
     if order == "settle":

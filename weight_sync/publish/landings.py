@@ -106,8 +106,8 @@ class ChangeSlots:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of device memory."""
-        return sum(t.numel() * t.element_size() for t in (self._marks, self._streams, self._counts))
+        """Bytes of device memory; counts are reserved beside hash sums (plan/budget.py)."""
+        return sum(t.numel() * t.element_size() for t in (self._marks, self._streams))
 
     def is_worth_it(self, load: int) -> bool:
         """Whether to pack changes of a load now. Call it once a publish."""

@@ -111,14 +111,17 @@ def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
         world.close()
 
 
-def test_engines_hold_every_byte_of_each_version_and_get_fewer(make_world):
-    world = make_world()
+@pytest.mark.parametrize("watermark_bytes", [1 << 30, 300_000])
+def test_engines_hold_every_byte_of_each_version_and_get_fewer(make_world, watermark_bytes):
+    """In one load, and in as many as a small watermark asks for, which is used up."""
+    world = make_world(watermark_bytes=watermark_bytes)
     sent = []
     for _ in range(5):
         report = world.publish()
         assert report.num_committed == 1, report
         assert world.all_hold_it()
-        assert report.peak_bytes <= report.watermark_bytes
+        assert report.peak_bytes <= watermark_bytes
+        assert report.peak_bytes > 0.99 * watermark_bytes or watermark_bytes == 1 << 30
         sent.append(report.num_bytes)
         world.step()
     assert sent[0] == world.whole_bytes, "nothing is known of an engine that was just met"
