@@ -169,7 +169,8 @@ class EngineProcess:
     @property
     def core(self) -> psutil.Process:
         """The process with the model in it."""
-        return next(p for p in psutil.Process(self.process.pid).children(recursive=True) if "EngineCor" in p.name())
+        tree = psutil.Process(self.process.pid).children(recursive=True)
+        return next(process for process in tree if any("EngineCor" in word for word in process.cmdline()))
 
     def kill(self) -> None:
         """All of it, stopped processes too."""

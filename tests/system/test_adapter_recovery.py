@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -39,7 +40,7 @@ TIMEOUT_S = 20.0
 
 def engines() -> set[psutil.Process]:
     """Engine processes of this one."""
-    return {child for child in psutil.Process().children(recursive=True) if "EngineCor" in child.name()}
+    return {psutil.Process(child.pid) for child in multiprocessing.active_children() if "EngineCore" in child.name}
 
 
 @dataclass
