@@ -1,0 +1,142 @@
+"""Locks: who may be sent changes alone, where they land, and what a publish of several waves reports."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fakes.loop import publish_report
+
+from weight_sync.layout import Binding
+from weight_sync.publish.bases import Bases, joined_flags, with_changes
+from weight_sync.publish.landings import ALIGNMENT_BYTES, SKIPPED, ChangeSlots, Landing, part_of_zone
+from weight_sync.publish.report import ReplicaReport, joined
+from weight_sync.replica.landing import held_digest, zone_name
+from weight_sync.replica.messages import Expected
+
+FIRST, SECOND = (0, 0), (1, 0)
+
+
+class Source:
+    """Counts what it keeps."""
+
+    num_kept = 0
+
+    def keep(self) -> None:
+        self.num_kept += 1
+
+    def compile_marked_reads(self, reads: Any) -> Any: ...
+    def compile_reads(self, reads: Any) -> Any: ...
+    def read(self, *args: Any) -> None: ...
+    def tensors(self) -> Any: ...
+
+
+def expected(number: int) -> Expected:
+    return Expected("plan", b"", bytes([number] * 8))
+
+
+def test_changes_are_for_those_that_committed_the_publish_before_if_it_came_to_its_end() -> None:
+    source = Source()
+    bases = Bases(source, 640, 0, 1)  # type: ignore[arg-type]
+    assert bases.is_on and not bases.has_kept
+    bases.begin()
+    assert bases.held == {}
+    bases.note({FIRST: expected(1)})
+    bases.note({SECOND: expected(2)})
+    assert bases.held == {}, "not of the publish under way"
+    bases.end()
+    assert bases.has_kept and source.num_kept == 1
+    bases.begin()
+    assert bases.held == {FIRST: held_digest(expected(1)), SECOND: held_digest(expected(2))}
+    assert held_digest(expected(1)) != held_digest(expected(2)) != ""
+    bases.note({SECOND: expected(3)})
+    bases.begin()
+    assert bases.held == {}, "the one before did not come to its end"
+    bases.note({FIRST: expected(4)})
+    bases.end()
+    bases.forget()
+    bases.begin()
+    assert bases.held == {}, "other replicas"
+
+
+def test_without_a_zone_or_without_marks_nobody_is_sent_changes() -> None:
+    for bases in (Bases(Source(), 0, 0, 1), Bases(SimpleNamespace(read=None), 640, 0, 1)):  # type: ignore[arg-type]
+        bases.begin()
+        bases.note({FIRST: expected(1)})
+        bases.end()
+        bases.begin()
+        assert (bases.is_on, bases.has_kept, bases.held) == (False, False, {})
+
+
+def test_a_rank_writes_into_its_own_part_of_the_zones_of_those_that_have_one() -> None:
+    bases = Bases(Source(), 640, 1, 3)  # type: ignore[arg-type]
+    bindings = {
+        FIRST: Binding("a", {"w": 1, zone_name(640): 4096}),
+        SECOND: Binding("b", {"w": 2, zone_name(320): 8192}),
+    }
+    landings = bases.landings([FIRST, SECOND], bindings)
+    assert landings == {FIRST: Landing(4096, 208, 416)}
+    assert bases.landings([], bindings) == {}
+
+
+def test_parts_of_a_zone_are_aligned_and_leave_nothing_between_them() -> None:
+    parts = [part_of_zone(1000, rank, 3) for rank in range(3)]
+    assert parts == [(0, 320), (320, 656), (656, 992)]
+
+
+def test_streams_lie_one_after_the_other_until_the_part_is_full() -> None:
+    landing = Landing(4096, 32, 32 + 3 * ALIGNMENT_BYTES)
+    assert (landing.take(1), landing.take(17), landing.take(0), landing.take(1)) == (32, 48, 80, None)
+    landing = Landing(4096, 32, 32 + 3 * ALIGNMENT_BYTES)
+    assert (landing.take(49), landing.take(48), landing.take(1)) == (None, 32, None)
+    landing.rows += [(1, 2), (-3, 1 << 40)]
+    assert landing.to_bytes() == b"".join(n.to_bytes(8, "little", signed=True) for n in (1, 2, -3, 1 << 40))
+
+
+def test_a_load_that_no_stream_fits_is_not_marked_for_some_publishes() -> None:
+    slots = object.__new__(ChangeSlots)
+    slots.was_asked, slots._has_fitted, slots._num_skipped = [False, False], [False, False], [0, 0]
+    assert slots.is_worth_it(0) and slots.is_worth_it(0), "nobody asked yet"
+    slots.was_asked[0] = slots.was_asked[1] = slots._has_fitted[1] = True
+    said = [slots.is_worth_it(0) for _ in range(SKIPPED + 2)]
+    assert said == [False] * (SKIPPED - 1) + [True] * 3
+    assert slots.is_worth_it(1), "one fitted"
+    slots.was_asked[1] = True
+    assert not slots.is_worth_it(1), "that was for one publish"
+
+
+def test_parts_and_flags_of_ranks_are_one_after_the_other() -> None:
+    one = with_changes(expected(1), "base", [b"ab", b"", b"c"])
+    assert one == replace(expected(1), base="base", changes=b"abc")
+    assert joined_flags([(True, False), (), (False, True)]).tolist() == [True, False, False, True]
+
+
+def test_waves_of_a_publish_add_up_but_for_pauses_and_peaks() -> None:
+    """Three replicas: the first wave has the second, the second wave the others."""
+    summed = ("begin_s", "idle_s", "mark_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s", "num_bytes")
+
+    def replicas(wave: str) -> tuple[ReplicaReport, ...]:
+        return tuple(ReplicaReport(f"{wave} {number}", True) for number in range(3))
+
+    reports = [
+        replace(
+            publish_report(7, replicas(wave), num_changed=changed),
+            **{name: scale * (place + 1) for place, name in enumerate(summed)},
+            pause_s=pause_s,
+            peak_bytes=peak,
+        )
+        for wave, scale, pause_s, peak, changed in (("one", 1, 2.0, 10, 4), ("two", 100, 1.0, 30, None))
+    ]
+    report = joined(reports, [[1], [0, 2]])
+    assert [one.endpoint for one in report.replicas] == ["two 0", "one 1", "two 2"]
+    assert {name: getattr(report, name) for name in summed} == {n: 101 * (i + 1) for i, n in enumerate(summed)}
+    assert (report.pause_s, report.peak_bytes, report.num_changed_params) == (2.0, 30, 4)
+    assert report.wave_s == (8, 800)
+    left = {one.name for one in fields(report)} - {*summed, "replicas", "pause_s", "peak_bytes"}
+    left -= {"num_changed_params", "wave_s"}
+    assert all(getattr(report, name) == getattr(reports[-1], name) for name in left)
+    more = joined([replace(reports[0], num_changed_params=n) for n in (3, 5)], [[1], [0, 2]])
+    assert more.num_changed_params == 8 and more.pause_s == pytest.approx(2.0)
+    assert joined([reports[1]] * 2, [[1], [0, 2]]).num_changed_params is None
