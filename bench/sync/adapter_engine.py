@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rollout.adapters.slot_leases import SlotTable
     from rollout.worker import RolloutWorker
 
+from bench.sync.engine_process import engine_of
 from bench.sync.trainer_process import KEY
 
 WATCH_S = 0.005
@@ -70,7 +71,7 @@ class Load:
         self._flipping: asyncio.Task[None] | None = None
         self._late, self._collected, self._collection_began = [0.0], [0.0], 0.0
         self._flips = itertools.count(FIRST_FLIP)
-        client: Any = worker.engine._process.running().engine_core
+        client: Any = engine_of(worker).process.running().engine_core
         inner = client.get_output_async
 
         async def timed() -> Any:
@@ -225,12 +226,12 @@ async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, p
             make_engine=VllmEngine,
         )
         if device == "cuda":
-            worker.engine._process._arguments["compilation_config"] = {
+            engine_of(worker).process.arguments["compilation_config"] = {
                 "cudagraph_capture_sizes": capture_sizes(args.requests)
             }
         began = time.monotonic()
         address = await worker.start()
-        compilation = worker.engine._process.running().vllm_config.compilation_config
+        compilation = engine_of(worker).process.running().vllm_config.compilation_config
         started = {
             "engine_start_s": time.monotonic() - began,
             "cudagraph_mode": str(compilation.cudagraph_mode),

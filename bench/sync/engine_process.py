@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rollout.engine.vllm_engine import VllmEngine
     from rollout.worker import RolloutWorker
 
 KEY = b"slipstream-bench-weight-sync-key"
@@ -138,6 +139,14 @@ def plain_layout(config: dict[str, Any]) -> Any:
     return DestLayout(0, tuple(Param(name, shape, "bfloat16") for name, shape in shapes.items()), tuple(loads))
 
 
+def engine_of(worker: RolloutWorker) -> VllmEngine:
+    """The worker's engine, as more than a worker knows of it."""
+    from rollout.engine.vllm_engine import VllmEngine
+
+    assert isinstance(worker.engine, VllmEngine)
+    return worker.engine
+
+
 async def serve_vllm(spec: EngineSpec, pipe: Connection) -> None:
     """Run a rollout worker, with spec.num_requests requests in flight from its first version on; orders come over the
     pipe."""
@@ -148,7 +157,7 @@ async def serve_vllm(spec: EngineSpec, pipe: Connection) -> None:
     with tempfile.TemporaryDirectory() as folder:
         worker = build_worker(spec, Path(folder))
         address = await worker.start()
-        await worker.engine._process.running().collective_rpc("start_measuring")
+        await engine_of(worker).process.running().collective_rpc("start_measuring")
         tasks = [asyncio.create_task(keep_sampling(worker, index)) for index in range(spec.num_requests)]
         pipe.send(address)
         while (order := await asyncio.to_thread(pipe.recv))[0] != "end":
@@ -193,11 +202,11 @@ def build_worker(spec: EngineSpec, folder: Path) -> RolloutWorker:
         key=KEY,
         make_engine=VllmEngine,
     )
-    worker.engine._process._arguments["worker_extension_cls"] = "bench.sync.engine_extension.MeasuredReceiver"
+    engine_of(worker).process.arguments["worker_extension_cls"] = "bench.sync.engine_extension.MeasuredReceiver"
     if is_gpu:
         from vllm.config.weight_transfer import WeightTransferConfig
 
-        worker.engine._process._arguments["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
+        engine_of(worker).process.arguments["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
     return worker
 
 
@@ -223,10 +232,10 @@ async def settle(worker: RolloutWorker, num_requests: int) -> float:
     that it waited; returns at once before the first version.
     """
     began = time.monotonic()
-    before = {request: len(stamps) for request, stamps in worker.engine._stamps.items()}
+    before = {request: len(stamps) for request, stamps in engine_of(worker)._stamps.items()}
 
     def is_settled() -> bool:
-        now = worker.engine._stamps
+        now = engine_of(worker)._stamps
         late = sum(len(now[request]) <= tokens for request, tokens in before.items() if request in now)
         return not late and len(now) >= 0.9 * num_requests
 
@@ -241,7 +250,7 @@ async def obey(worker: RolloutWorker, order: str, *args: Any) -> Any:
     """Carry out one order. A peer's update is timed from the engine's pause until it resumes, as a publish is."""
     from conf.schema import PauseMode
 
-    llm = worker.engine._process.running()
+    llm = engine_of(worker).process.running()
     if order == "allocated":
         return await llm.collective_rpc("allocated")
     if order == "settle":

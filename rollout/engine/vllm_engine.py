@@ -93,7 +93,8 @@ class VllmEngine:
             records_routes=routing is not None,
             batch_invariant=batch_invariant,
         )
-        self._process = VllmProcess(arguments, device, batch_invariant=batch_invariant, make=make_llm)
+        self.process = VllmProcess(arguments, device, batch_invariant=batch_invariant, make=make_llm)
+        """The engine's, for what is known of vLLM alone."""
         self._routing = routing
         self._request_numbers = itertools.count()
         self._stamps: dict[str, list[int]] = {}
@@ -108,26 +109,26 @@ class VllmEngine:
     @property
     def is_alive(self) -> bool:
         """Engine.is_alive."""
-        return self._process.is_alive
+        return self.process.is_alive
 
     @property
     def num_kv_blocks(self) -> int:
         """Engine.num_kv_blocks."""
-        return 0 if self._process.llm is None else self._process.llm.vllm_config.cache_config.num_gpu_blocks or 0
+        return 0 if self.process.llm is None else self.process.llm.vllm_config.cache_config.num_gpu_blocks or 0
 
     @property
     def start_phase(self) -> str:
         """Engine.start_phase."""
-        return self._process.start_phase
+        return self.process.start_phase
 
     async def prepare(self) -> None:
         """Engine.prepare: import vLLM."""
-        await self._process.prepare()
+        await self.process.prepare()
 
     async def start(self) -> None:
         """Engine.start, with dummy weights."""
-        await self._process.start()
-        watch_outputs(self._process.running(), self._stamp)
+        await self.process.start()
+        watch_outputs(self.process.running(), self._stamp)
 
     def _stamp(self, output: Any) -> None:
         """Note the current version for each token of an output that leaves the queue (step 3 of the proof)."""
@@ -147,7 +148,7 @@ class VllmEngine:
         vLLM itself runs its largest batch and those that it captures. The first batch of a size in between (a prefill)
         waits for kernels to be compiled, most of a second each, and a publish that comes then waits for that step.
         """
-        config: Any = self._process.running().vllm_config
+        config: Any = self.process.running().vllm_config
         if self._device is not Device.cuda:
             return
         lengths = warm_up_lengths(
@@ -169,7 +170,7 @@ class VllmEngine:
 
     def check(self) -> None:
         """Engine.check."""
-        self._process.check()
+        self.process.check()
 
     async def generate_group(
         self,
@@ -234,11 +235,11 @@ class VllmEngine:
             lora = LoRARequest(adapter.name, adapter.lora_id, "slot")  # it is loaded already: vLLM never reads the path
         try:
             final = None
-            async for output in self._process.running().generate(prompt, params, request_id, lora_request=lora):
+            async for output in self.process.running().generate(prompt, params, request_id, lora_request=lora):
                 final = output
             return final
         except EngineDeadError as e:
-            raise self._process.death() from e
+            raise self.process.death() from e
         except EngineError:
             raise
         except Exception as e:  # the edge to vLLM, whose refusals share no base between releases
@@ -269,7 +270,7 @@ class VllmEngine:
     async def abort_version(self, version: int) -> None:
         """End the requests in flight that use this version's adapter. Each returns what it has so far, as ABORTED."""
         requests = [request for request, adapter in self._adapters.items() if adapter.version == version]
-        await self._process.running().abort(requests)
+        await self.process.running().abort(requests)
 
     async def pause(self, mode: PauseMode, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Stop stepping. When this returns the device is idle and new requests queue up until resume().
@@ -284,14 +285,14 @@ class VllmEngine:
         """
         # AsyncLLM.pause_generation() makes this call and then sleeps for 20 ms, in the hope that outputs are handled
         # meanwhile. Here set_version() waits until they are.
-        core: Any = self._process.running().engine_core
+        core: Any = self.process.running().engine_core
         call = core.pause_scheduler_async(
             mode=str(PauseMode.keep if mode is PauseMode.keep_kv else mode), clear_cache=False
         )
         if mode is not PauseMode.wait:
-            return await self._process.in_time(call, "pause", timeout_s)
+            return await self.process.in_time(call, "pause", timeout_s)
         try:
-            await self._process.within(call, "pause", timeout_s)
+            await self.process.within(call, "pause", timeout_s)
         except TimeoutError as e:
             raise EngineError(
                 f"requests in flight did not end within {timeout_s:g} s; raise weight_sync.timeout_s, or set "
@@ -300,13 +301,13 @@ class VllmEngine:
 
     async def clear_cache(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Drop all KV blocks. Requests that pause() froze are prefilled again, with the weights that resume() finds."""
-        call = self._process.running().reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        if not await self._process.in_time(call, "clear_cache", timeout_s):
+        call = self.process.running().reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        if not await self.process.in_time(call, "clear_cache", timeout_s):
             raise EngineError("the engine did not drop its KV blocks: they are of weights that are gone")
 
     async def resume(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Go on with requests in flight and queued ones."""
-        await self._process.in_time(self._process.running().resume_generation(), "resume", timeout_s)
+        await self.process.in_time(self.process.running().resume_generation(), "resume", timeout_s)
 
     async def set_version(self, version: int) -> None:
         """Stamp tokens with `version` from now on. Only between pause() and resume().
@@ -314,7 +315,7 @@ class VllmEngine:
         Raises:
             EngineError: Outputs from before the pause are still unhandled after DRAIN_TIMEOUT_S.
         """
-        core: Any = self._process.running().engine_core
+        core: Any = self.process.running().engine_core
         outputs = core.outputs_queue
         try:
             async with asyncio.timeout(DRAIN_TIMEOUT_S):
@@ -344,8 +345,8 @@ class VllmEngine:
         """
         try:
             # vLLM's own timeout is not used: the next call would take a late answer for its own.
-            replies = await self._process.in_time(
-                self._process.running().collective_rpc(method, args=args), method, timeout_s
+            replies = await self.process.in_time(
+                self.process.running().collective_rpc(method, args=args), method, timeout_s
             )
         except EngineError:
             raise
@@ -358,4 +359,4 @@ class VllmEngine:
 
     def shutdown(self) -> None:
         """Engine.shutdown."""
-        self._process.shutdown()
+        self.process.shutdown()

@@ -123,7 +123,8 @@ class VllmProcess:
         batch_invariant: bool,
         make: Callable[[dict[str, Any]], AsyncLLM],
     ) -> None:
-        self._arguments = arguments
+        self.arguments = arguments
+        """What start() will hand to `make`."""
         self._device = device
         self._batch_invariant = batch_invariant
         self._make = make
@@ -171,7 +172,7 @@ class VllmProcess:
         self._output = output = OutputSince()
         others = multiprocessing.active_children()
         try:
-            llm = self._make(self._arguments)
+            llm = self._make(self.arguments)
             self.children = [child for child in multiprocessing.active_children() if child not in others]
             return llm
         except Exception as e:  # the edge to vLLM: pydantic, ValueError, RuntimeError, EngineDeadError

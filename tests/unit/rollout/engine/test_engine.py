@@ -229,9 +229,9 @@ def test_a_process_that_is_its_own_owner_ends_alone():
 def test_an_engine_whose_process_has_ended_says_how_before_vllm_has_noticed(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     engine = VllmEngine(tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
-    engine._process.llm = cast(Any, SimpleNamespace(errored=False))
+    engine.process.llm = cast(Any, SimpleNamespace(errored=False))
     process = SimpleNamespace(exitcode=None)
-    engine._process.children = cast(Any, [process])
+    engine.process.children = cast(Any, [process])
     engine.check()
     process.exitcode = -signal.SIGKILL
     with pytest.raises(EngineDied, match="the engine's process was ended by SIGKILL; this rollout worker must be"):
@@ -251,7 +251,7 @@ def test_a_call_under_way_ends_when_the_engine_dies(tmp_path: Path, monkeypatch:
             self.errored = True
             await asyncio.Event().wait()
 
-    engine._process.llm = cast(Any, Dying())
+    engine.process.llm = cast(Any, Dying())
     with pytest.raises(EngineDied, match="the engine's process died; this rollout worker must be restarted"):
         asyncio.run(engine.call_ranks("slipstream_describe"))
 
