@@ -56,7 +56,7 @@ class EngineForward(Forward):
 
     @property
     def head(self) -> Head | None:
-        return self
+        return self.operations
 
     def norm(self, norm: RMSNorm, x: Tensor, wide: Tensor | None = None) -> Tensor:
         """The decoder's last one, outside of layers, has the trainer's gradients, too."""
@@ -115,14 +115,6 @@ class EngineForward(Forward):
         self, mlp: DenseMlp | MoeBlock, x: Tensor, delta: Tensor, middle: Tensor, *fed: Tensor, once: bool
     ) -> tuple[Tensor, Tensor | None]:
         return middle + fed[0], None
-
-    def logits(self, hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
-        """What the head computes."""
-        return self.operations.linear(hidden_TH, weight_VH)
-
-    def token_logprobs(self, logits_TV: Tensor, targets_T: Tensor) -> Tensor:
-        """What the sampler computes from them at temperature 1."""
-        return self.operations.token_logprobs(logits_TV, targets_T)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,8 +31,8 @@ from trainer.kernels.log_softmax import log_softmax, logits_gradient
 class Head(Protocol):
     """Computes logits and log-probabilities in place of the operations here; gradients stay those here."""
 
-    def logits(self, hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
-        """[T, V] in the inputs' dtype."""
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[T, V] in the inputs' dtype, of [T, H] and [V, H]."""
         ...
 
     def token_logprobs(self, logits_TV: Tensor, targets_T: Tensor) -> Tensor:
@@ -179,6 +179,6 @@ def _chunk(
     if head is None:
         logits_CV = hidden_CH @ head_weight_VH.t()
         return logits_CV, log_softmax(logits_CV, targets_C, temperature)
-    logits_CV = head.logits(hidden_CH, head_weight_VH)
+    logits_CV = head.linear(hidden_CH, head_weight_VH)
     values_C = head.token_logprobs(logits_CV, targets_C)
     return logits_CV, (values_C, *log_softmax(logits_CV, targets_C, temperature)[1:])
