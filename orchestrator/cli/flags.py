@@ -162,7 +162,7 @@ def launch() -> Parser:
 
 def plan() -> Parser:
     """Flags of `slipstream plan`."""
-    from orchestrator.offline.estimate import Hardware
+    from orchestrator.offline.hardware import Hardware
     from weight_sync.prediction.links import LinkRates
 
     default, rates = _defaults(Hardware), LinkRates()
@@ -194,6 +194,13 @@ def plan() -> Parser:
         metavar="F",
         help="part of its decode speed that an engine loses by serving an expert adapter; default %(default)s, of vLLM "
         "0.25.1 (bench/adapter_sync.py)",
+    )
+    flags.add_argument(
+        "--changed",
+        type=float,
+        default=default["changed"],
+        metavar="F",
+        help="with weight_sync.delta_bytes: share of the elements that change in a step; default %(default)s",
     )
     flags.add_argument(
         "--slow-rank",

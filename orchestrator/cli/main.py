@@ -250,17 +250,19 @@ def _plan(flags: argparse.Namespace, overrides: list[str]) -> int:
         from orchestrator.inputs.model_folder import resolve_hf_config
         from orchestrator.offline import estimate as plan_command
         from orchestrator.offline import estimate_report as plan_report
+        from orchestrator.offline import hardware as hardware_of
         from weight_sync.gc_freeze import allow_collections, hold_collections
 
     config = load_run_config(overrides, flags.config_dir, reads_rows=False)
     check_model_reads_overrides(config, overrides, resolve_hf_config(config.model))
-    hardware = plan_command.Hardware(
-        rates=plan_command.link_rates(
+    hardware = hardware_of.Hardware(
+        rates=hardware_of.link_rates(
             nic_gb_s=flags.nic_gb_s, nvlink_gb_s=flags.nvlink_gb_s, hbm_gb_s=flags.hbm_gb_s, op_us=flags.op_us
         ),
         adapter_decode_loss=flags.adapter_decode_loss,
+        changed=flags.changed,
         ranks_per_node=flags.ranks_per_node,
-        faults=plan_command.parse_faults(flags.slow_rank, flags.lost_nic),
+        faults=hardware_of.parse_faults(flags.slow_rank, flags.lost_nic),
         layout_cache=flags.layout_cache,
     )
     began_s = time.monotonic()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from conf.errors import ConfigError
 from conf.model_checks import check_architecture, packing_of
 from conf.schema import Device, Objective, Relay, RunConfig, SyncMode
 from orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
+from orchestrator.offline.hardware import Hardware
 from orchestrator.offline.modes import ModeChoice, compare_modes
 from rollout.errors import EngineError
 from rollout.layouts.offline_layout import offline_layouts
@@ -47,29 +48,6 @@ MANY_GPUS = 64
 """From here on the phases of a plan take seconds each, and are said."""
 SEEN_NIC_BYTES_S = 44e9
 """What others report of a 400 Gb/s NIC in one-sided writes; 50e9 is its line rate."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hardware:
-    """The cluster that is planned for; flags of `slipstream plan`."""
-
-    rates: LinkRates = field(default_factory=LinkRates)
-    ranks_per_node: int = 8
-    faults: Faults = field(default_factory=Faults)
-    adapter_decode_loss: float = 0.19
-    """Part of its decode speed that an engine loses by serving an adapter of all experts; vLLM 0.25.1 on one H200, r=32
-    on 128 experts, 256 requests: 0.11, 0.19 and 0.27 in three runs (bench/results/adapter_sync-gpu*.json).
-    """
-    layout_cache: Path | None = None
-    """Folder of recorded engine layouts; None: the user's cache."""
-
-    def __post_init__(self) -> None:
-        if self.ranks_per_node < 1:
-            raise ConfigError(f"--ranks-per-node must be >= 1, got {self.ranks_per_node}")
-        if not 0 <= self.adapter_decode_loss < 1:
-            raise ConfigError(
-                f"--adapter-decode-loss is a part of the decode speed, in [0, 1), got {self.adapter_decode_loss:g}"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +107,17 @@ class RelayChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaChoice:
+    """The same publish with weight_sync.delta_bytes, to engines that hold the version before."""
+
+    changed: float
+    """Share of the elements that changed: assumed."""
+    num_bytes: int
+    """Bytes that the trainer sends: what changed, and whole what finds no room in the fullest engine rank's zone."""
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class PlanReport:
     """Everything that the command prints, draws and writes."""
 
@@ -146,6 +135,8 @@ class PlanReport:
     modes: ModeChoice
     relay: RelayChoice | None
     """None with weight_sync.relay=none. All else in the report is of a publish that writes to every replica."""
+    delta: DeltaChoice | None
+    """None with weight_sync.delta_bytes=0. All else in the report is of a publish that sends every byte."""
 
 
 def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] = logger.info) -> PlanReport:
@@ -197,6 +188,7 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
         if config.weight_sync.relay is Relay.node:
             relay = _relayed(config, sources, engine, placement, hardware, staging)
         summary = plan.summary()
+        delta = _delta(config, plan, summary, placement, hardware, staging)
         modes = compare_modes(
             config,
             spec,
@@ -235,6 +227,7 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
         total_s_by_nic=by_nic,
         modes=modes,
         relay=relay,
+        delta=delta,
     )
 
 
@@ -282,45 +275,6 @@ def _num_kv_heads(hf_config: Mapping[str, Any]) -> int:
     return int(hf_config.get("num_key_value_heads") or 0)
 
 
-def link_rates(
-    *, nic_gb_s: float | None, nvlink_gb_s: float | None, hbm_gb_s: float | None, op_us: float | None = None
-) -> LinkRates:
-    """The default rates, with those that the command line gives, in 10^9 bytes/s and microseconds.
-
-    Raises:
-        ConfigError: a rate is not > 0.
-    """
-    given = {"nic": nic_gb_s, "nvlink": nvlink_gb_s, "hbm": hbm_gb_s}
-    for name, rate in given.items():
-        if rate is not None and not 0 < rate < float("inf"):
-            raise ConfigError(f"--{name}-gb-s must be > 0 and finite, got {rate}")
-    changes = {f"{name}_bytes_s": rate * 1e9 for name, rate in given.items() if rate is not None}
-    if op_us is not None:
-        if not 0 <= op_us < float("inf"):
-            raise ConfigError(f"--op-us must be >= 0 and finite, got {op_us}")
-        changes["op_s"] = op_us / 1e6
-    return replace(LinkRates(), **changes)
-
-
-def parse_faults(slow_ranks: Sequence[str], lost_nics: Sequence[int]) -> Faults:
-    """Faults from the words of the command line. Example: parse_faults(["3=2.5"], [9]).
-
-    Raises:
-        ConfigError: a word is not RANK=FACTOR.
-    """
-    slow: dict[int, float] = {}
-    for word in slow_ranks:
-        rank, _, factor = word.partition("=")
-        try:
-            slow[int(rank)] = float(factor)
-        except ValueError as error:
-            raise ConfigError(f"--slow-rank takes RANK=FACTOR, for example 3=2.5, got {word!r}") from error
-    try:
-        return Faults(slow_ranks=slow, lost_nics=frozenset(lost_nics))
-    except PlanError as error:
-        raise ConfigError(f"--slow-rank: {error}") from error
-
-
 def _staging(config: RunConfig, source_bytes: int) -> Staging:
     """What the watermark leaves on a trainer rank, as the rank's own pipeline reckons."""
     sync, device, has_changes = config.weight_sync, config.cluster.device.value, config.weight_sync.delta_bytes > 0
@@ -343,6 +297,27 @@ def _predicted(
     if placement.num_nodes > 1 and hardware.rates.nic_bytes_s > SEEN_NIC_BYTES_S:
         totals[SEEN_NIC_BYTES_S] = run(replace(hardware.rates, nic_bytes_s=SEEN_NIC_BYTES_S)).total_s
     return found, totals
+
+
+def _delta(
+    config: RunConfig,
+    plan: TransferPlan,
+    summary: PlanSummary,
+    placement: Placement,
+    hardware: Hardware,
+    staging: Staging,
+) -> DeltaChoice | None:
+    """Only what changed, as far as an engine rank's zone has room for it; the rest whole."""
+    from weight_sync.changes import RECORD_BYTES, TILE, TILE_BYTES  # with torch, which --help does not need
+
+    zone = config.weight_sync.delta_bytes
+    if not zone:
+        return None
+    stream = min(1.0, (RECORD_BYTES * hardware.changed + TILE_BYTES / TILE) / DTYPE_BYTES["bfloat16"])
+    fits = min(1.0, zone / (stream * max(summary.received_bytes.values())))
+    share = fits * stream + 1 - fits
+    found = predict(plan, placement, hardware.rates, staging, faults=hardware.faults, sent_share=share)
+    return DeltaChoice(hardware.changed, round(share * summary.num_bytes), found.total_s)
 
 
 def _relayed(

@@ -82,6 +82,7 @@ def as_plain(report: PlanReport) -> dict[str, Any]:
             "receiver_floor": prediction.receiver_floor_s,
         },
         "relay": None if report.relay is None else {**asdict(report.relay), "total_s": report.relay.total_s},
+        "delta": None if report.delta is None else asdict(report.delta),
         "modes": {**asdict(report.modes), "break_even_s": report.modes.break_even_s},
     }
 
@@ -208,6 +209,15 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
     )
     if report.relay is not None:
         yield "The same with weight_sync.relay=node", _relay_rows(report.relay, report)
+    if (delta := report.delta) is not None:
+        yield (
+            "The same with what changed alone (weight_sync.delta_bytes)",
+            [
+                ("changed", f"{delta.changed:.2%}", "of all elements, assumed: sync/changed_fraction of a run says it"),
+                ("bytes", _gb(delta.num_bytes), f"instead of {_gb(summary.num_bytes)}"),
+                ("total", _s(delta.total_s), "to engines that hold the version before"),
+            ],
+        )
     yield "Which mode", _mode_rows(report.modes)
 
 

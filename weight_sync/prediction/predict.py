@@ -117,6 +117,7 @@ def predict(
     *,
     faults: Faults | None = None,
     verify_hashes: bool = True,
+    sent_share: float = 1.0,
 ) -> Prediction:
     """Predict one publish of a plan.
 
@@ -127,6 +128,7 @@ def predict(
         staging: the watermark of every trainer rank.
         faults: faults of the cluster; None: none.
         verify_hashes: hash on both sides.
+        sent_share: part of the plan's bytes that cross the links; all are packed and hashed.
 
     Raises:
         PlanError: the placement lacks a rank.
@@ -143,8 +145,8 @@ def predict(
         gpu, slowness = placement.trainer_gpus[rank], faults.slow_ranks.get(rank, 1.0)
         for where, (num_bytes, _) in sent.items():
             out, into, rate = ports(gpu, placement.engine_gpus[where], placement, faults, rates)
-            out_s[out] += num_bytes * slowness / rate
-            in_s[into] += num_bytes / rate
+            out_s[out] += num_bytes * sent_share * slowness / rate
+            in_s[into] += num_bytes * sent_share / rate
             used_out[rank].add(out)
             used_in[where].add(into)
     pack_passes = PACK_PASSES + (HASH_PASSES if verify_hashes else 0.0)

@@ -21,7 +21,8 @@ from conf.model_checks import check_engine_takes_merged_weights
 from conf.schema import DType, LoraConfig, RolloutConfig, SamplingConfig
 from orchestrator.cli.main import main
 from orchestrator.offline import estimate as plan_command
-from orchestrator.offline.estimate import Hardware, PlanReport, plan_run
+from orchestrator.offline.estimate import PlanReport, plan_run
+from orchestrator.offline.hardware import Hardware
 from orchestrator.offline.modes import adapter_slot
 from rollout.errors import EngineError
 from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
@@ -98,6 +99,24 @@ def test_an_experiment_for_gpus_can_be_planned_where_there_are_none():
     assert report.config.cluster.device.value == "cuda"
     assert report.placement.num_nodes == 5  # 16 trainer ranks and 2 engines, 4 GPUs a node
     assert [rank.rank for rank in report.prediction.senders] == list(range(16))
+
+
+def test_a_publish_of_changes_is_planned_beside_the_whole_one() -> None:
+    """A record of four bytes for each of 5 % of the two-byte elements, and eight bytes a tile of 4096."""
+    slow = LinkRates(nvlink_bytes_s=1e4, nic_bytes_s=1e4)
+    words = ["model.dtype=bfloat16", "weight_sync.delta_bytes=100000000"]
+    report = planned(*words, hardware=Hardware(rates=slow, changed=0.05))
+    share = (4 * 0.05 + 8 / 4096) / 2
+    assert report.delta is not None
+    assert report.delta.num_bytes == pytest.approx(share * report.summary.num_bytes, abs=1)
+    rest_s = report.prediction.total_s - report.prediction.floor_s
+    assert report.delta.total_s - rest_s == pytest.approx(share * report.prediction.floor_s, rel=0.02)
+    # A zone for half of what changed: the other half goes whole.
+    half = round(share * max(report.summary.received_bytes.values()) / 2)
+    less = planned(words[0], f"weight_sync.delta_bytes={half}", hardware=Hardware(rates=slow, changed=0.05))
+    assert less.delta is not None
+    assert less.delta.num_bytes == pytest.approx((share + 1) / 2 * report.summary.num_bytes, rel=1e-3)
+    assert planned().delta is None
 
 
 def test_a_slow_rank_is_named_and_costs_time():
@@ -237,6 +256,7 @@ def test_memory_of_an_int4_base_is_that_of_what_is_stored() -> None:
         (["--slow-rank", "7=2"], "--slow-rank names trainer rank 7; there are 2"),
         (["--lost-nic", "9"], "--lost-nic names GPU 9"),
         (["--lost-nic", "0", "--ranks-per-node", "1"], "node 0 has lost all its NICs"),
+        (["--changed", "2"], "--changed is a share of all elements, in [0, 1], got 2"),
         (["--ranks-per-node", "0"], "--ranks-per-node must be >= 1, got 0"),
         (["--adapter-decode-loss", "2"], "--adapter-decode-loss is a part of the decode speed, in [0, 1), got 2"),
         (["--slow-ranks", "0=2"], "unknown flag --slow-ranks. Did you mean --slow-rank?"),
