@@ -18,8 +18,9 @@ from orchestrator.inputs.conversations import Conversation, ConversationReader
 from orchestrator.inputs.preferences import PreferenceReader
 from orchestrator.inputs.prompt_rows import check_data
 from orchestrator.inputs.text_encoder import TextEncoder
-from orchestrator.inputs.turn_ends import unknown_end
+from orchestrator.inputs.turn_ends import end_after, unknown_end
 from rollout.text.ends import end_token_ids
+from rollout.text.messages import Chat
 
 GLM = ("<|endoftext|>", "<|user|>", "<|observation|>", "<|system|>", "<|assistant|>", "[gMASK]", "<sop>")
 LLAMA = ("<|eot_id|>", "<|eom_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>")
@@ -103,6 +104,39 @@ def test_a_header_that_is_no_end_is_not_taught(tmp_path):
     folder = save_model(tmp_path, "glm4moe", GLM, GLM[:1])
     conversation = read(folder, [{"role": role, "content": text} for role, text in SUMS])
     assert taught(folder, conversation) == ["\n<think></think>\n4", "\n<think></think>\n6"]
+
+
+class Renders:
+    """A template of `<role>text` turns that closes the last one with `last`."""
+
+    def __init__(self, ends: list[str], last: str = "") -> None:
+        self.ends = dict(enumerate(ends))
+        self.last = last
+
+    def render(self, chat: Chat, *, is_open: bool) -> str:
+        return "".join(f"<{turn['role']}>{turn['content']}" for turn in chat.messages) + self.last
+
+
+@pytest.mark.parametrize(
+    ("ends", "last", "answer", "following", "found"),
+    [
+        (["", "</s>", "<user>"], "", "4", "</s><user>", "</s>"),
+        (["</s>", "<user>"], "", "4", "<user>5", "<user>"),
+        (["</s>", "<user>"], "", "4</s>", "<user>5", ""),
+        (["</s>", "<user>"], "", "4", " </s>", ""),
+        (["", "</s>", "<user>"], "", "4", "", "<user>"),
+        (["", "</s>"], "", "4", "", ""),
+        (["<user>", "ser>"], "..", "4", "", ""),
+    ],
+)
+def test_an_answer_ends_by_what_follows_or_else_by_the_next_header(ends, last, answer, following, found):
+    """A token without a text is no end; where the last turn is closed otherwise than others, no header is known."""
+    assert end_after(answer, following, {"role": "assistant"}, Renders(ends, last)) == found
+
+
+def test_a_token_without_a_text_is_no_end_of_answers():
+    assert unknown_end(Renders(["", "</s>"], " <eot> ")) == "<eot>"
+    assert unknown_end(Renders(["", "</s>"], "</s>")) is None
 
 
 BASE = (QWEN[2], *QWEN[:2])
