@@ -126,7 +126,7 @@ class Renders:
         (["</s>", "<user>"], "", "4", " </s>", ""),
         (["", "</s>", "<user>"], "", "4", "", "<user>"),
         (["", "</s>"], "", "4", "", ""),
-        (["<user>", "ser>"], "..", "4", "", ""),
+        (["<user>", "user>"], ".", "4", "", ""),
     ],
 )
 def test_an_answer_ends_by_what_follows_or_else_by_the_next_header(ends, last, answer, following, found):
