@@ -19,6 +19,9 @@ from importlib import import_module
 from rollout.in_vllm.vllm_patches import send_logprobs_together
 from weight_sync.gc_freeze import frozen_imports
 
+ANSWER_TIMEOUT_S = 30.0
+"""For the driver to count the GPUs, in a process that was forked to ask it."""
+
 
 def import_vllm() -> None:
     """Import what make_llm() and an EngineCore need: 6 s of a CPU's core, 15 s on a host with GPUs. It opens no GPU, so
@@ -32,14 +35,18 @@ def import_vllm() -> None:
 
 def forks_can_use_gpu() -> bool:
     """Whether what is forked from this process can use its GPUs: not if it has opened one, by whatever library. Asks
-    such a process; True where there is no GPU.
+    such a process, and takes none for an answer within ANSWER_TIMEOUT_S: it may wait for a lock that another thread
+    held when it was forked. True where there is no GPU.
     """
     torch = import_module("torch")
     if not torch.cuda.device_count():  # asks the driver's management library
         return True
     process = multiprocessing.get_context("fork").Process(target=_exit_with_answer)
     process.start()
-    process.join()
+    process.join(ANSWER_TIMEOUT_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
     return process.exitcode == 0
 
 

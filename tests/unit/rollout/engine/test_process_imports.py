@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from threading import Event
 
 import pytest
+import torch
 
+from rollout.in_vllm import process_imports
 from rollout.in_vllm.process_imports import forks_can_use_gpu, without_torchao
 from weight_sync.gc_freeze import frozen_imports
 
@@ -42,3 +46,16 @@ def test_what_was_imported_is_not_walked_again() -> None:
         assert gc.isenabled()
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize(
+    ("answer", "timeout_s", "can"),
+    [(lambda: True, 300.0, True), (lambda: False, 300.0, False), (Event().wait, 0.1, False)],
+)
+def test_a_fork_that_gives_no_answer_can_use_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, answer: Callable[[], bool], timeout_s: float, can: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(process_imports, "can_use_gpu", answer)
+    monkeypatch.setattr(process_imports, "ANSWER_TIMEOUT_S", timeout_s)
+    assert forks_can_use_gpu() is can
