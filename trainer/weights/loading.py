@@ -228,7 +228,7 @@ def load_weights(decoder: Decoder, reader: TensorReader, *, seed: int) -> LoadRe
     if decoder.spec.tie_embeddings:
         needed.add("lm_head.weight")  # a copy of the embedding table, as the controller has checked
     num_layers, num_mtp_layers = decoder.spec.num_layers, decoder.spec.num_mtp_layers
-    mtp = tuple(f"model.layers.{layer}." for layer in range(num_layers, num_layers + num_mtp_layers))
+    mtp = ("mtp.", *(f"model.layers.{layer}." for layer in range(num_layers, num_layers + num_mtp_layers)))
     mtp_tensors = {name for name in offered if name.startswith(mtp)}
     return LoadReport(
         num_tensors,

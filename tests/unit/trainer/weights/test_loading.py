@@ -82,9 +82,10 @@ def test_tensors_of_multi_token_prediction_are_counted_apart(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     tensors |= {"model.layers.3.eh_proj.weight": torch.ones(1), "model.layers.3.enorm.weight": torch.ones(1)}
     tensors |= {"model.layers.4.eh_proj.weight": torch.ones(1)}  # the config names one such layer
+    tensors |= {"mtp.fc.weight": torch.ones(1)}  # as Qwen3-Next calls them
     save_file(tensors, tmp_path / "model.safetensors")
     report = load_weights(decoder, CheckpointReader(tmp_path, decoder.spec), seed=0)
-    assert (report.num_mtp_tensors, report.ignored) == (2, ("model.layers.4.eh_proj.weight",))
+    assert (report.num_mtp_tensors, report.ignored) == (3, ("model.layers.4.eh_proj.weight",))
 
 
 def test_a_folder_without_weights_or_with_a_broken_file_is_refused(tmp_path):
