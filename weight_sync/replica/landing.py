@@ -13,7 +13,8 @@ Invariant: no element is written unless all rows of a commit, all counts and all
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import cast
 
 import numpy as np
 import torch
@@ -93,13 +94,13 @@ class LandingZone:
         row_bytes = 8 * COLUMNS
         if len(changes) % row_bytes:
             raise ProtocolError(f"{len(changes)} bytes of changes are not rows of {row_bytes}")
-        rows: Sequence[Sequence[int]] = np.frombuffer(changes, "<i8").reshape(-1, COLUMNS).tolist()
+        rows = cast(list[list[int]], np.frombuffer(changes, "<i8").reshape(-1, COLUMNS).tolist())
         landed = [self._landed(*row) for row in rows]
         wrong = apply(landed)
         if wrong is not None:
-            number, offset, *_ = rows[wrong]
+            param, offset = self._sent[rows[wrong][0]], rows[wrong][1]
             raise ProtocolError(
-                f"rank {self._rank}: the changes of {self._sent[number].name} from byte {offset} name "
+                f"rank {self._rank}: the changes of {param.name} from byte {offset} name "
                 "elements outside them, or are not as many as was said; nothing was written"
             )
 
