@@ -33,7 +33,7 @@ from rollout.engine.start_failure import OutputSince, why_it_failed
 from rollout.engine.start_phase import IMPORTING, phase_in
 from rollout.errors import EngineDied, EngineError
 from rollout.in_vllm.process_imports import ask_classes_here, forks_can_use_gpu, import_vllm, without_torchao
-from rollout.in_vllm.vllm_patches import stop_watching
+from rollout.in_vllm.vllm_patches import send_logprobs_together, stop_watching
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -83,7 +83,8 @@ def make_llm(arguments: dict[str, Any]) -> AsyncLLM:
         config = chosen.create_engine_config(UsageContext.ENGINE_CONTEXT)
         os.environ[METHOD_VARIABLE] = given or _method()  # for CPUs, vLLM has set spawn
         try:
-            return AsyncLLM.from_vllm_config(config, disable_log_stats=chosen.disable_log_stats)
+            with send_logprobs_together():
+                return AsyncLLM.from_vllm_config(config, disable_log_stats=chosen.disable_log_stats)
         finally:
             del os.environ[METHOD_VARIABLE]
             if given is not None:

@@ -12,11 +12,7 @@ import os
 
 from rollout.crash_reports import report_beside_parent
 from rollout.die_with_owner import OWNER_VARIABLE, end_with
-from rollout.in_vllm.vllm_patches import (
-    keep_batch_invariance,
-    keep_linear_weights_in_place,
-    send_logprobs_together,
-)
+from rollout.in_vllm.vllm_patches import keep_batch_invariance, keep_linear_weights_in_place
 from rollout.in_vllm.worker_extension import WeightReceiver
 
 __all__ = ["WeightReceiver"]
@@ -36,6 +32,5 @@ def _end_with_the_owner() -> None:
 
 keep_linear_weights_in_place()
 keep_batch_invariance()
-send_logprobs_together()  # a process that was forked has it already; one that was spawned has not
 _end_with_the_owner()
 report_beside_parent()

@@ -3,8 +3,8 @@
 vLLM forks its EngineCore, and that its ranks, from a process in which all of it is imported (vllm_process.py). So the
 import must open no GPU: CUDA cannot be used after a fork.
 
-Owns: which modules are imported, and the patch that belongs to a process rather than to an engine. Does not own: the
-process that imports them for all workers of a node (fork_server.py).
+Owns: which modules are imported. Does not own: the process that imports them for all workers of a node
+(fork_server.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 from collections.abc import Generator
 from importlib import import_module
 
-from rollout.in_vllm.vllm_patches import send_logprobs_together
 from weight_sync.gc_freeze import frozen_imports
 
 ANSWER_TIMEOUT_S = 30.0
@@ -30,7 +29,6 @@ def import_vllm() -> None:
     with frozen_imports(), without_torchao():
         for name in ("vllm.engine.arg_utils", "vllm.v1.engine.core", "vllm.v1.engine.async_llm"):
             import_module(name)
-    send_logprobs_together()
 
 
 def forks_can_use_gpu() -> bool:

@@ -22,10 +22,11 @@
                                              made so.
 
 "Both" means 0.25.1 (GPUs) and 0.32 (CPUs). The first acts on every engine on a CPU, the second on every batch-invariant
-one, send_logprobs_together on processes that import vLLM to make engines and on what they fork, the next two on the
-objects of one engine; the last three run in a process that computes nothing (rollout/layouts/). Why none of them buys
-seconds of a start: docs/decisions/0035. While a layout is recorded, two more modules swap attributes of a model and
-put them back: load_time.py (parameters as they were at load time) and adapter_slots.py (layers without LoRA wrappers).
+one, send_logprobs_together on the process that is forked for an engine (a spawned one goes without), the next two on
+the objects of one engine; the last three run in a process that computes nothing (rollout/layouts/). Why none of them
+buys seconds of a start: docs/decisions/0035. While a layout is recorded, two more modules swap attributes of a model
+and put them back: load_time.py (parameters as they were at load time) and adapter_slots.py (layers without LoRA
+wrappers).
 
 Owns: this list, and these changes. Does not own when they are made: each is one call, made by the code that needs it.
 vLLM is imported inside the functions, because vllm_engine.py imports this file and must stay cheap to import.
@@ -111,16 +112,15 @@ def keep_batch_invariance() -> None:
     replace(PunicaWrapperGPU, "moe_lora_align_block_size", always_sorted)
 
 
-def send_logprobs_together() -> None:
-    """In a process that will run an engine: send the log-probabilities of a step together. The engine's client must
-    `watch_outputs`. A second call is harmless.
+@contextlib.contextmanager
+def send_logprobs_together() -> Iterator[None]:
+    """While the block runs, and in what is forked in it, an engine sends the log-probabilities of a step together. Its
+    client must `watch_outputs`.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.outputs import LogprobsLists
 
     own = Scheduler.update_from_output
-    if own.__module__ == __name__:
-        return
 
     def update_from_output(self: Any, *step: Any, **options: Any) -> Any:
         outputs = own(self, *step, **options)
@@ -128,8 +128,11 @@ def send_logprobs_together() -> None:
             gather(of_client.outputs)
         return outputs
 
-    replace(LogprobsLists, "slice_request", row_of_request)
-    replace(Scheduler, "update_from_output", update_from_output)
+    with (
+        replaced(LogprobsLists, {"slice_request": row_of_request}),
+        replaced(Scheduler, {"update_from_output": update_from_output}),
+    ):
+        yield
 
 
 def watch_outputs(llm: AsyncLLM, see: Callable[[Any], None]) -> None:

@@ -18,6 +18,7 @@ from fakes.vllm_publish import KEY
 from conf.architecture.families import read_config
 from conf.schema import Device, DType, RolloutConfig, SamplingConfig, WeightSyncConfig
 from orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from rollout.engine.vllm_engine import VllmEngine
 from rollout.worker import RolloutWorker
 from trainer.adapter_io import save_merged
 from trainer.delivery.merged_source import TrainerWeightSource
@@ -41,7 +42,7 @@ async def publish_in_a_row(folder: Path, decoder: Decoder, config: RolloutConfig
     workers = [
         RolloutWorker(
             folder, config=config, weight_sync=replace(SYNC, delta_bytes=num_bytes), dtype=DType.bfloat16,
-            device=Device.cpu, seed=0, tensors=source.layout().tensors, key=KEY,
+            device=Device.cpu, seed=0, tensors=source.layout().tensors, key=KEY, make_engine=VllmEngine,
         )
         for num_bytes in (SYNC.delta_bytes, 0)
     ]  # fmt: skip
