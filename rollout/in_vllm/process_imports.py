@@ -26,7 +26,13 @@ def import_vllm() -> None:
     """Import what make_llm() and an EngineCore need: 6 s of a CPU's core, 15 s on a host with GPUs. It opens no GPU, so
     that the process may be forked.
     """
-    with frozen_imports(), without_torchao():
+    with without_torchao():
+        import_vllm_as_users_do()
+
+
+def import_vllm_as_users_do() -> None:
+    """The same, with torchao where it is installed: engines of users may load checkpoints of its format."""
+    with frozen_imports():
         for name in ("vllm.engine.arg_utils", "vllm.v1.engine.core", "vllm.v1.engine.async_llm"):
             import_module(name)
 

@@ -9,7 +9,7 @@ import runpy
 import warnings
 from importlib import import_module
 
-from rollout.in_vllm.process_imports import import_vllm
+from rollout.in_vllm.process_imports import import_vllm_as_users_do
 from weight_sync.gc_freeze import frozen_imports
 
 VLLM_MODULE = "vllm.entrypoints.openai.api_server"
@@ -20,4 +20,4 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", r".*found in sys\.modules", RuntimeWarning)
     runpy.run_module(VLLM_MODULE, run_name="__main__", alter_sys=True)
 elif __name__ == "__mp_main__":
-    import_vllm()
+    import_vllm_as_users_do()
