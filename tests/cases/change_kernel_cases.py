@@ -113,7 +113,7 @@ def case_merge_and_mark(device: str) -> None:
                 now, last, marked, marks = (x.t()[None] if is_transposed else x[None] for x in (*outs, marks))
                 for one, out in zip(given, (now, last), strict=True):
                     merge_kernel.merger(one, out)()
-                merge_kernel.marker(*given, marked, marks)()
+                merge_kernel.marker(given[0], given[1], marked, marks)()
                 assert torch.equal(marked.view(torch.int16), now.view(torch.int16))
                 wanted = now.view(torch.int16) != last.view(torch.int16)
                 assert torch.equal(marks, wanted.to(torch.uint8)), (key, first, is_transposed)
@@ -125,7 +125,7 @@ def case_merge_and_mark(device: str) -> None:
             MergeOperands(base[None], some_b[None], some_a, 2.0, 0, rows, key=77)
             for some_b, some_a in ((b, a), (last_b, last_a))
         ]
-        merge.marker(*whole, out, marks)()
+        merge.marker(whole[0], whole[1], out, marks)()
         both = [torch.zeros_like(out), torch.zeros_like(out)]
         for one, into in zip(whole, both, strict=True):
             merge.merger(one, into)()

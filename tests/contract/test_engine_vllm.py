@@ -27,6 +27,7 @@ from rollout.agents.episode_runner import EpisodeRunner
 from rollout.branches import branches_of
 from rollout.engine.start_failure import OutputSince
 from rollout.engine.start_phase import CONFIG, phase_in
+from rollout.engine.vllm_engine import VllmEngine
 from rollout.errors import EngineError, ReplicaNotServing
 from rollout.in_vllm import vllm_patches
 from rollout.in_vllm.logprob_rows import spread
@@ -344,6 +345,7 @@ async def test_a_request_that_the_engine_refuses_is_one_clear_error(setup: Setup
     with pytest.raises(EngineError, match="a request of 2000 prompt"):
         await setup.worker.generate_group(Prompt(0, (5,) * 2000, ""), 2)
     assert setup.worker.engine.is_alive
+    assert isinstance(setup.worker.engine, VllmEngine)
     assert not setup.worker.engine._stamps, "nothing is left in flight"
 
 

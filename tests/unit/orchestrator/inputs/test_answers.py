@@ -61,7 +61,8 @@ def test_an_answer_is_what_the_template_writes_beyond_its_generation_prompt() ->
     thinks = chat_of("<think>hm</think>4")
     assert answer(Template(), thinks) == Answer(f"{OPEN}<think>hm</think>4<end>", len(OPEN)), "as it is written"
     calls = chat_of("", tool_calls=[{"name": "f"}])
-    calls.messages[-1]["content"] = None
+    dict_of_last: Any = calls.messages[-1]
+    dict_of_last["content"] = None
     assert answer(Template(), calls) == Answer(f"{OPEN}<end>", len(OPEN))
 
 

@@ -6,6 +6,7 @@ tests/contract/test_agent_endpoint.py has OpenAI's own client, real templates an
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -251,7 +252,7 @@ class Client:
         self.status, self.answer, self.sent = status, answer, []
 
     @asynccontextmanager
-    async def post(self, url: str, *, json: Any, headers: Any) -> Any:
+    async def post(self, url: str, *, json: Any, headers: Any) -> AsyncIterator[Any]:
         self.sent.append((url, json, headers))
 
         async def read() -> Any:

@@ -11,6 +11,7 @@ import torch
 from cases.rank_helpers import draw, fill_adapters, make_rank, spawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor
 
 from conf.schema import DType
 from trainer.delivery.merged_source import TrainerWeightSource
@@ -25,7 +26,7 @@ def move(rank: TrainerRank, scale: float) -> None:
     with torch.no_grad():
         for name, parameter in rank.decoder.named_parameters():
             if "lora_" in name:
-                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 local.add_(torch.randn(local.shape, generator=generator), alpha=scale)
 
 
@@ -111,7 +112,7 @@ def test_what_is_trained_without_an_adapter_is_marked_whole():
     """Its published values are not kept."""
     rank = make_rank(dtype=DType.bfloat16)
     gate = rank.decoder.get_parameter("model.layers.0.mlp.gate.weight")
-    gate.requires_grad_(requires_grad=True)
+    gate.requires_grad_(True)
     source = source_of(rank)
     region = Region((0, 0), tuple(gate.shape))
     read = PackedRead("model.layers.0.mlp.gate.weight", region, (0, 1), "bfloat16", 0)

@@ -6,6 +6,7 @@ Here the operations are plain torch; vLLM's own are compared in tests/gpu/test_a
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -122,7 +123,8 @@ def test_modules_of_equal_shapes_share_memory_and_others_never_do():
     addresses: dict[int, torch.Size] = {}
     for layer in decoder.model.layers:
         assert isinstance(layer, DecoderLayer)
-        attention, mlp = layer.self_attn, layer.mlp
+        attention: Any = layer.self_attn
+        mlp: Any = layer.mlp
         for linears in ([attention.q_proj], [attention.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]):
             slot = published.linears(linears, torch.float32)
             assert len({one.data_ptr() for one in (*slot.a, *slot.b)}) == 2 * len(linears)
