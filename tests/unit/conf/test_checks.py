@@ -442,3 +442,14 @@ def test_options_of_a_checkpoint_are_judged_once_its_config_is_read() -> None:
 )
 def test_sensible_combinations_are_allowed(words: list[str]) -> None:
     load_run_config(["experiment=quickstart", *words])
+
+
+@pytest.mark.parametrize("correction", ["none", "tis", "sequence_tis"])
+def test_a_mask_stands_beside_corrections_that_leave_nothing_out(correction: str) -> None:
+    load_run_config(["experiment=quickstart", f"algorithm.correction={correction}", "parity.mask_log_ratio=1"])
+
+
+@pytest.mark.parametrize("correction", ["mis", "icepop", "sequence_mis", "geometric_mis"])
+def test_a_mask_contradicts_each_correction_that_leaves_tokens_out(correction: str) -> None:
+    with pytest.raises(ConfigError, match=f"mask_log_ratio=1 contradicts algorithm.correction={correction}"):
+        load_run_config(["experiment=quickstart", f"algorithm.correction={correction}", "parity.mask_log_ratio=1"])

@@ -16,9 +16,10 @@ from conf.errors import ConfigError
 from conf.load import load_run_config
 from conf.schema import CodeConfig, RewardConfig
 from rollout.errors import RewardError
+from rollout.rewards import code_tests
 from rollout.rewards.code_tests import Case, cases_of, code_of
 from rollout.rewards.runner import RewardRunner, check_reward
-from rollout.sandbox.sandbox import ROOT
+from rollout.sandbox.sandbox import ROOT, Ended, Limits
 from rollout.types import Prompt, Rollout
 
 DOUBLE = "def double(x):\n    return 2 * x\n"
@@ -178,3 +179,13 @@ except RewardError as e:
 def test_wrong_options_are_refused(words: list[str], message: str):
     with pytest.raises(ConfigError, match=message):
         load_run_config(["experiment=quickstart", *words])
+
+
+@pytest.mark.parametrize(
+    ("printed", "is_right"), [("a\n  b\n", True), ("a  \n  b \n\n", True), ("a\nb\n", False), ("  a\n  b\n", False)]
+)
+def test_lines_are_compared_with_their_indentation(
+    printed: str, is_right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code_tests, "run", lambda *_, **__: Ended(0, "", printed.encode(), b""))
+    assert code_tests.passes("", Case("", "a\n  b"), Limits()) is is_right
