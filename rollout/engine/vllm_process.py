@@ -19,7 +19,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,7 +32,7 @@ from rollout.engine.same_path import same_path
 from rollout.engine.start_failure import OutputSince, why_it_failed
 from rollout.engine.start_phase import IMPORTING, phase_in
 from rollout.errors import EngineDied, EngineError
-from rollout.in_vllm.process_imports import ask_classes_here, forks_can_use_gpu, import_vllm, without_torchao
+from rollout.in_vllm.process_imports import ask_classes_here, forks_can_use_gpu, import_vllm, num_gpus, without_torchao
 from rollout.in_vllm.vllm_patches import send_logprobs_together, stop_watching
 
 if TYPE_CHECKING:
@@ -81,21 +81,41 @@ def make_llm(arguments: dict[str, Any]) -> AsyncLLM:
     with without_torchao():
         ask_classes_here(architectures_of(Path(arguments["model"])))
         config = chosen.create_engine_config(UsageContext.ENGINE_CONTEXT)
-        os.environ[METHOD_VARIABLE] = given or _method()  # for CPUs, vLLM has set spawn
-        try:
-            with send_logprobs_together():
-                return AsyncLLM.from_vllm_config(config, disable_log_stats=chosen.disable_log_stats)
-        finally:
-            del os.environ[METHOD_VARIABLE]
-            if given is not None:
-                os.environ[METHOD_VARIABLE] = given
+        with send_logprobs_together():
+            return by_methods(
+                [given] if given else methods_here(),
+                lambda: AsyncLLM.from_vllm_config(config, disable_log_stats=chosen.disable_log_stats),
+                afterwards=given,
+            )
 
 
-def _method() -> str:
-    if forks_can_use_gpu():
-        return "fork"
-    logger.warning("this process has opened a GPU, so that none of its forks can use one: vLLM is imported once more")
-    return "spawn"
+def by_methods(methods: Sequence[str], make: Callable[[], T], *, afterwards: str | None) -> T:
+    """An engine whose processes are made by the first of these methods that works, and by the last whatever it raises.
+    METHOD_VARIABLE holds `afterwards` then; on CPUs vLLM has set spawn.
+    """
+    try:
+        for method in methods[:-1]:
+            os.environ[METHOD_VARIABLE] = method
+            try:
+                return make()
+            except Exception as error:  # noqa: BLE001 - whatever a library may say that finds itself in a fork
+                logger.warning("the engine did not start by %s (%s); once more by %s", method, error, methods[-1])
+        os.environ[METHOD_VARIABLE] = methods[-1]
+        return make()
+    finally:
+        del os.environ[METHOD_VARIABLE]
+        if afterwards is not None:
+            os.environ[METHOD_VARIABLE] = afterwards
+
+
+def methods_here() -> list[str]:
+    """fork; on GPUs spawn after it, because a fork may fail there for what its parent did; spawn where it must."""
+    if not forks_can_use_gpu():
+        logger.warning(
+            "this process has opened a GPU, so that none of its forks can use one: vLLM is imported once more"
+        )
+        return ["spawn"]
+    return ["fork", "spawn"] if num_gpus() else ["fork"]
 
 
 def gpu_bytes() -> int:

@@ -37,13 +37,17 @@ def import_vllm_as_users_do() -> None:
             import_module(name)
 
 
+def num_gpus() -> int:
+    """GPUs of this process, by the driver's management library: none is opened."""
+    return import_module("torch").cuda.device_count()
+
+
 def forks_can_use_gpu() -> bool:
     """Whether what is forked from this process can use its GPUs: not if it has opened one, by whatever library. Asks
     such a process, and takes none for an answer within ANSWER_TIMEOUT_S: it may wait for a lock that another thread
     held when it was forked. True where there is no GPU.
     """
-    torch = import_module("torch")
-    if not torch.cuda.device_count():  # asks the driver's management library
+    if not num_gpus():
         return True
     process = multiprocessing.get_context("fork").Process(target=_exit_with_answer)
     process.start()
@@ -62,9 +66,9 @@ def can_use_gpu() -> bool:
     """False in a process whose parent has opened a GPU: CUDA cannot be used after a fork. Opens none itself, which
     takes seconds.
     """
-    torch = import_module("torch")
-    if not torch.cuda.device_count():
+    if not num_gpus():
         return True
+    torch = import_module("torch")
     try:
         return not torch.cuda._is_in_bad_fork() and torch._C._cuda_getDeviceCount() > 0
     except RuntimeError:  # not PyTorch but another library of the parent's has opened one

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from threading import Event
@@ -12,6 +14,8 @@ from threading import Event
 import pytest
 import torch
 
+from rollout.engine.engine_options import METHOD_VARIABLE
+from rollout.engine.vllm_process import by_methods, methods_here
 from rollout.in_vllm import process_imports
 from rollout.in_vllm.process_imports import forks_can_use_gpu, without_torchao
 from weight_sync.gc_freeze import frozen_imports
@@ -59,3 +63,34 @@ def test_a_fork_that_gives_no_answer_can_use_no_gpu(
     monkeypatch.setattr(process_imports, "can_use_gpu", answer)
     monkeypatch.setattr(process_imports, "ANSWER_TIMEOUT_S", timeout_s)
     assert forks_can_use_gpu() is can
+
+
+@pytest.mark.parametrize(
+    ("works", "tried"), [("fork", ["fork"]), ("spawn", ["fork", "spawn"]), ("", ["fork", "spawn"])]
+)
+def test_an_engine_that_cannot_be_forked_is_spawned(
+    monkeypatch: pytest.MonkeyPatch, works: str, tried: list[str]
+) -> None:
+    seen: list[str] = []
+
+    def make() -> str:
+        seen.append(os.environ[METHOD_VARIABLE])
+        if seen[-1] != works:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+        return "an engine"
+
+    monkeypatch.setenv(METHOD_VARIABLE, "spawn")  # as vLLM sets it on CPUs
+    with nullcontext() if works else pytest.raises(RuntimeError, match="Cannot re-initialize"):
+        assert by_methods(["fork", "spawn"], make, afterwards=None) == "an engine"
+    assert seen == tried
+    assert METHOD_VARIABLE not in os.environ
+
+
+def test_methods_are_those_that_may_work_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert methods_here() == ["fork"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(process_imports, "can_use_gpu", lambda: True)
+    assert methods_here() == ["fork", "spawn"]
+    monkeypatch.setattr(process_imports, "can_use_gpu", lambda: False)
+    assert methods_here() == ["spawn"]
