@@ -14,6 +14,7 @@ from conf.model_checks import (
     check_ep_size_fits_experts,
     check_head_dim_on_cpu,
     check_int4_kernels_add_adapters,
+    check_lora_adapts_something,
     check_sequence_fits_model,
     packing_of,
 )
@@ -25,6 +26,9 @@ TWO_PARTS = ["rollout.tp_size=2"]
 WHOLE_EXPERTS = [*TWO_PARTS, "rollout.enable_expert_parallel=true", "cluster.device=cuda"]
 BITWISE = ["parity=bitwise", "cluster.device=cuda", "trainer.num_ranks=1", "trainer.ep_size=1", "model.dtype=bfloat16"]
 BITWISE += ["model.hf_config.head_dim=128"]
+MLP_ALONE = ["model=tiny_deepseek_v3", "trainer.lora.attention=false", "trainer.lora.experts=false"]
+MLP_ALONE += ["trainer.lora.mlp=true"]
+NO_MLP = {"num_experts": 8, "decoder_sparse_step": 1, "first_k_dense_replace": 0}
 SFT = ["experiment=sft_quickstart", "data.max_sequence_tokens=64"]
 
 
@@ -72,6 +76,14 @@ SFT = ["experiment=sft_quickstart", "data.max_sequence_tokens=64"]
         (
             check_engine_forward_knows_the_model, BITWISE, {"model_type": "qwen3_moe"},
             {"model_type": "qwen3_moe", "quantization_config": {"quant_method": "fp8"}}, "quantized engines",
+        ),
+        *(
+            (check_lora_adapts_something, MLP_ALONE, right, NO_MLP, "has experts only; set trainer.lora.experts=true")
+            for right in (
+                {}, {**NO_MLP, "n_shared_experts": 1}, {**NO_MLP, "shared_expert_intermediate_size": 32},
+                {**NO_MLP, "first_k_dense_replace": 1}, {**NO_MLP, "decoder_sparse_step": 2},
+                {**NO_MLP, "mlp_only_layers": [0]},
+            )
         ),
     ],
 )  # fmt: skip

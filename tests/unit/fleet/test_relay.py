@@ -229,6 +229,8 @@ async def test_a_version_that_moved_while_it_was_read_is_not_adopted() -> None:
     assert not report.replicas[1].committed
     assert "has moved on" in (report.replicas[1].error or "")
     assert ("adopt", 1, 1) not in cast.world.diary
+    await cast.supervisor.fail(cast.supervisor.replicas["rollout-0"], "it died")
+    await until(lambda: ("asked to release", 1) in cast.world.diary)  # its link pins the dead worker's memory
 
 
 @on_jumping_clock

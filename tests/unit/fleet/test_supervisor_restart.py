@@ -607,6 +607,11 @@ async def test_what_a_restarted_worker_was_told_before_is_forgotten() -> None:
     assert (replica.num_missed, replica.base_wanted_at, replica.links, replica.is_known) == (0, "", {}, False)
     assert replica.left is not left and not replica.left.is_set()
     assert replica.pulled is not None and replica.reason == ""
+    cast.worker(1).offer = broken_link  # type: ignore[method-assign]
+    await cast.fail(0)
+    await until(lambda: cast.states[0] is S.pending)
+    await cast.publish(1)
+    assert [one.read_s for one in cast.supervisor.recoveries] == [0.5, None], "the publish filled it, nothing was read"
 
 
 async def test_no_publish_begins_while_a_link_is_closed_and_no_link_is_closed_in_a_publish(

@@ -267,6 +267,9 @@ async def test_worker_that_recovers_from_its_peer_costs_the_trainer_one_introduc
     assert [entry for entry in loop.world.diary if entry[0] == "reconnect"] == [("reconnect", 1, "tcp://rollout-1")]
     assert loop.rows[-1]["rollout/replicas_serving"] == 2
     assert sum(row["rollout/recoveries"] or 0 for row in loop.rows) == 1
+    for row in loop.rows:  # seconds stand in the row of their recovery, and in no later one
+        assert (row["rollout/down_s"] is not None) == bool(row["rollout/recoveries"])
+        assert row["rollout/recovery_read_s"] == (0.5 if row["rollout/recoveries"] else None)
 
 
 async def test_only_worker_gets_its_base_before_the_version(tmp_path: Path) -> None:

@@ -239,9 +239,12 @@ def test_every_rank_loads_its_experts_bit_by_bit(kind, ep_rank, tmp_path):
 
 def test_other_bits_than_the_models_are_refused_by_name(tmp_path):
     prefix = "model.layers.1.mlp.experts.3.up_proj.weight"
-    scale = stored(KIMI_INT4, f"{prefix}_scale").float()
+    scale, bits = (stored(KIMI_INT4, f"{prefix}_{leaf}") for leaf in ("scale", "packed"))
+    kept = "packed experts are kept bit by bit"
     for change, message in (
-        ({f"{prefix}_scale": scale}, rf"{prefix}_scale is stored as torch.float32; packed experts are kept bit by bit"),
+        ({f"{prefix}_scale": scale.float()}, rf"{prefix}_scale is stored as torch.float32; {kept}, as torch.bfloat16"),
+        ({f"{prefix}_scale": scale.half()}, rf"{prefix}_scale is stored as torch.float16; {kept}, as torch.bfloat16"),
+        ({f"{prefix}_packed": bits.float()}, rf"{prefix}_packed is stored as torch.float32; {kept}, as torch.int32"),
         ({f"{prefix}_shape": torch.tensor([32, 32])}, rf"{prefix}_shape says \[32, 32\], the model needs \[32, 64\]"),
     ):
         spec = write_checkpoint(tmp_path, KIMI_INT4, **change)

@@ -191,9 +191,12 @@ def test_waves_update_one_after_the_other_and_a_failed_one_does_not_stop_the_nex
     assert len(report.wave_s) == 2
     assert report.total_s == pytest.approx(sum(report.wave_s))
     assert report.num_bytes == 3 * 2 * sum((40, 10, 70, 80, 80))
-    world.fabric.inject(world.engines[0].receivers[0].describe().binding.session, Fault(corrupt=True))
+    assert world.transport.closed == [], "a wave leaves the links of the others' replicas open"
+    sessions = [receiver.describe().binding.session for receiver in world.engines[0].receivers]
+    world.fabric.inject(sessions[0], Fault(corrupt=True))
     report = world.publisher.publish(1)
     assert committed(report) == [False, True, True]
+    assert sorted(world.transport.closed) == sorted(sessions), "those of the one that failed"
     assert report.num_changed_params == 2 * 2 * 5, "of the two that committed"
     assert committed(world.publisher.publish(2)) == [True, True, True]
     assert committed(world.publisher.publish(3, exclude=[1])) == [True, False, True]
