@@ -38,7 +38,7 @@ async def test_ids_are_sent_and_each_sampled_token_gets_its_number(monkeypatch: 
         assert server.bodies == [form, form]
         counts = teacher.take_counts()
         assert (counts["failures"], counts["retries"]) == (0, 0)
-        assert counts["response_s"] is not None and counts["response_s"] >= 0.01
+        assert counts["response_s"] is not None and counts["response_s"] > 0.0
         assert teacher.take_counts()["response_s"] is None
         await teacher.close()
 

@@ -18,6 +18,9 @@ from trainer.kernels.experts.route import route
 from trainer.kernels.experts.swiglu import activate
 from trainer.kernels.residual import residual_sum
 from trainer.kernels.rms_norm import add_rms_norm, norm_rotate, rms_norm
+from trainer.lora import Linear
+from trainer.model.dense_mlp import DenseMlp
+from trainer.model.forward import Forward
 
 EPS = 1e-6
 
@@ -80,20 +83,25 @@ def test_a_layers_sum_is_rounded_once_and_each_addend_gets_its_gradient() -> Non
 def test_a_decoder_layer_rounds_its_sum_where_numerics_say(once: bool) -> None:
     numerics = by_place(norm=Rounding.once if once else Rounding.each)
     decoder = make_decoder(DENSE, trainer_config(numerics=numerics), dtype=torch.bfloat16)
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    attended: list[Tensor] = []
+    fed: list[Tensor] = []
+    layers: list[tuple[Tensor, Tensor]] = []
 
-    def look_at(name: str) -> None:
-        def keep(_: object, args: tuple[Tensor, ...], out: Tensor) -> None:
-            seen[name] = args[0], out
+    class Watched(Forward):
+        def output(self, linear: Linear, x_TO: Tensor) -> Tensor:
+            attended.append(super().output(linear, x_TO))
+            return attended[-1]
 
-        decoder.model.layers[0].get_submodule(name).register_forward_hook(keep)
+        def feed_forward(self, mlp: DenseMlp, x_TH: Tensor) -> Tensor:
+            fed.append(super().feed_forward(mlp, x_TH))
+            return fed[-1]
 
-    for name in ("", "self_attn.o_proj", "mlp"):
-        look_at(name)
+    decoder.model.layers[0].register_forward_hook(lambda _, args, out: layers.append((args[0], out)))
     with torch.no_grad():
-        decoder(*packed())
-    (x, out), (_, attended), (_, fed) = (seen[name] for name in ("", "self_attn.o_proj", "mlp"))
-    at_the_end, each = (x.float() + attended.float() + fed.float()).bfloat16(), x + attended + fed
+        decoder(*packed(), by=Watched())
+    x, out = layers[0]
+    at_the_end = (x.float() + attended[0].float() + fed[0].float()).bfloat16()
+    each = x + attended[0] + fed[0]
     assert not torch.equal(at_the_end, each)
     assert torch.equal(out, at_the_end if once else each)
 
