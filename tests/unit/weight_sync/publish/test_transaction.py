@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,8 +53,8 @@ class Clients:
         return [(fields, timeouts_s) for one, fields, timeouts_s in self.asked if one is kind]
 
 
-def begun(known: bool = False, idle_s: float = 0.25, mark_s: float = 0.125) -> Begun:
-    bounds = [Bound(f"session {rank}", addresses_digest(held), None if known else held)
+def begun(known: bool = False, idle_s: float = 0.25, mark_s: float = 0.125, holds: Sequence[str] = ("", "")) -> Begun:
+    bounds = [Bound(f"session {rank}", addresses_digest(held), None if known else held, holds[rank])
               for rank, held in enumerate(ADDRESSES)]  # fmt: skip
     return Begun(**FIELDS, bindings=tuple(bounds), idle_s=idle_s, mark_s=mark_s)
 
@@ -66,13 +66,20 @@ def committed(verify_s: float = 0.5, commit_s: float = 1.0, pause_s: float = 2.0
 class Setup:
     """Three replicas, of which two take part."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, included: tuple[int, ...] = (0, 2), timeout_s: float = 10.0):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, included: tuple[int, ...] = (0, 2), timeout_s: float = 10.0,
+                 held: Mapping[tuple[int, int], str] | None = None):  # fmt: skip
         self.clock = Clock()
         monkeypatch.setattr(module, "time", self.clock)
         self.clients = Clients(self.clock, answer_s={0: 1.0, 1: 9.0, 2: 4.0})
         self.book = AddressBook()
         self.transaction = Transaction(
-            self.clients, self.book, ["tcp://a", "tcp://b", "tcp://c"], included, timeout_s=timeout_s, held={}, **COMMON
+            self.clients,
+            self.book,
+            ["tcp://a", "tcp://b", "tcp://c"],
+            included,
+            timeout_s=timeout_s,
+            held=held or {},
+            **COMMON,
         )
 
     def begin(self) -> Alive:
@@ -111,6 +118,14 @@ def test_addresses_that_are_known_are_named_and_not_said_again(make) -> None:
     alive = setup.begin()
     assert setup.clients.of(Begin)[0][0] == {0: {"known": ()}, 2: {"known": digests}}
     assert list(alive.fresh[0].values()) == ADDRESSES and alive.fresh[2] == {}
+
+
+def test_changes_are_for_ranks_that_hold_what_was_kept_for_them(make) -> None:
+    setup = make(held={(0, 0): "sixth", (0, 1): "sixth", (2, 0): "sixth"})
+    setup.clients.answers[Begin, 0] = begun(holds=("sixth", "fifth"))
+    setup.clients.answers[Begin, 2] = begun(holds=("", "sixth"))
+    assert setup.begin().take_changes == [(0, 0)], "the others hold another version, nothing, or what nobody kept"
+    assert setup.transaction.bases == {(0, 0): "sixth"}
 
 
 def test_a_begin_that_used_up_the_deadline_leaves_no_time_and_not_less(make) -> None:

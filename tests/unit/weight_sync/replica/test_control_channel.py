@@ -16,8 +16,8 @@ from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.publish import KEY, EndpointThread, PlainEngine
 
 from conf.errors import ConfigError
-from weight_sync.errors import IntegrityError, ReplicaError, StaleEpoch
-from weight_sync.replica.control_client import ReplicaClients
+from weight_sync.errors import IntegrityError, ReplicaError, StaleEpoch, TransferTimeout
+from weight_sync.replica.control_client import WAIT_LOG_S, ReplicaClients
 from weight_sync.replica.curve import MAX_FRAME_BYTES, connect_guarded, frames_of, serve_guarded
 from weight_sync.replica.messages import Abort, Aborted, Begin, Begun, Commit, Describe, Described, Message, Signer
 
@@ -133,6 +133,9 @@ def test_the_publisher_that_described_last_has_the_replica_from_its_begin_on(
     assert replica.engine.calls[-1] == "begin", "nothing was aborted"
     assert isinstance(ask(first, Describe), Described)
     assert isinstance(ask(first, Begin, version=1, epoch=3, digest="d"), Begun)
+    assert isinstance(ask(second, Describe), Described)
+    assert isinstance(ask(second, Begin, version=1, epoch=4, digest="d"), Begun)
+    assert isinstance(ask(first, Begin, version=1, epoch=5, digest="d"), StaleEpoch), "however often they describe"
 
 
 def test_nothing_recorded_is_heard_again_and_nothing_of_another_endpoint_counts(replica: Replica) -> None:
@@ -280,6 +283,19 @@ def test_a_replica_that_vanished_without_a_word_is_gone_before_its_deadline(
     answer = ask(client, Begin, 60.0, version=1, epoch=1, digest="d")
     assert isinstance(answer, ReplicaError)
     assert "is gone" in str(answer)
+    cable.close()
+
+
+def test_a_silent_replica_is_waited_for_until_its_own_deadline(
+    replica: Replica, clients: list[ReplicaClients]
+) -> None:
+    cable = Cable(replica.address)
+    clients.append(client := ReplicaClients([cable.address], KEY, heartbeat_s=60.0, silence_s=60.0))
+    assert isinstance(ask(client, Describe), Described)
+    cable.is_cut = True
+    began = time.monotonic()
+    assert isinstance(ask(client, Begin, 0.2, version=1, epoch=1, digest="d"), TransferTimeout)
+    assert time.monotonic() - began < WAIT_LOG_S / 2
     cable.close()
 
 
