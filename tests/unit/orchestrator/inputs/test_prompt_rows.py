@@ -256,6 +256,19 @@ def test_a_turn_whose_words_the_template_does_not_write_is_refused(tmp_path: Pat
         check_data(chats(tmp_path / "two", template, rows))
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+@pytest.mark.parametrize("other", [{"chat_template_kwargs": {"brief": True}}, {"tools": [TOOL]}])
+def test_a_turn_that_is_left_out_for_this_row_alone_is_refused(tmp_path: Path, other: dict[str, Any]) -> None:
+    """Rows with the same roles are tried once, unless the template is given something else with one of them."""
+    written = "{% if m.role == 'user' or not (brief or tools) %}{{ m.content }}{% endif %}"
+    template = f"{{% for m in messages %}}{written}{{% endfor %}}"
+    row = {"prompt": [{"role": "system", "content": "b"}, *says("a")["prompt"]]}
+    with pytest.raises(DataError, match=r"a\.jsonl:3: message 1 is of 'system', and .* template leaves it out"):
+        check_data(chats(tmp_path, template, [row, row, row | other]))
+
+
 def test_an_agent_may_have_any_turns_in_its_rows(tmp_path: Path) -> None:
     rows = [{"prompt": [*says("a")["prompt"], *says("a")["prompt"]]}]
     agent = "rollout.agent=rollout.agents.games.letters:play"

@@ -183,6 +183,9 @@ async def test_the_best_checkpoint_stays_and_old_ones_do_not(tmp_path: Path) -> 
     forgotten = BestCheckpoint(loop.checkpoints, "eval/reward", up_to_step=5)  # a run that redoes step 6
     forgotten.judge(5, 0.1)
     assert loop.folder.best.resolve().name == "step-000005"
+    other = BestCheckpoint(loop.checkpoints, "eval/pass_at_1", up_to_step=5)  # a value of eval/reward says nothing here
+    other.judge(6, 0.0)
+    assert json.loads((folder / "best.json").read_text()) == {"metric": "eval/pass_at_1", "value": 0.0, "step": 6}
 
 
 async def test_checkpoints_wait_for_the_evaluation_beside_training(tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ def test_each_token_gets_its_own_log_probability_and_none_where_the_loss_has_non
     assert not any(sample.is_shown for sample in samples)
     returned = {s.origin: -s.token_ids[s.loss_mask].astype(np.float32) for s in marked if s.is_shown}
     ranks = [{k: v for i, (k, v) in enumerate(returned.items()) if not is_split or i % 2 == half} for half in (0, 1)]
-    trained = join(batch, marked, [LossStats({}, {}, logprobs=rank) for rank in ranks], policy_version=5)
+    later = [{origin: logprobs - 0.5 for origin, logprobs in rank.items()} for rank in ranks]  # of a second update
+    stats = [LossStats({}, {}, logprobs=rank) for rank in (*ranks, *later)]
+    trained = join(batch, marked, stats, policy_version=5)
     assert trained.keys() == {sample.origin[:2] for sample in marked if sample.is_shown}
     for (number, which), found in trained.items():
         rollout = batch[number].rollouts[which]

@@ -286,9 +286,7 @@ def test_a_replica_that_vanished_without_a_word_is_gone_before_its_deadline(
     cable.close()
 
 
-def test_a_silent_replica_is_waited_for_until_its_own_deadline(
-    replica: Replica, clients: list[ReplicaClients]
-) -> None:
+def test_a_silent_replica_is_waited_for_until_its_own_deadline(replica: Replica, clients: list[ReplicaClients]) -> None:
     cable = Cable(replica.address)
     clients.append(client := ReplicaClients([cable.address], KEY, heartbeat_s=60.0, silence_s=60.0))
     assert isinstance(ask(client, Describe), Described)
