@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from conf.architecture.families import FAMILIES, family_of, kind_of
+from conf.architecture.families import FAMILIES, check_engine_constants, family_of, kind_of
 from conf.errors import ConfigError
 from conf.schema import (
     MAX_EXPERT_RANK,
@@ -60,6 +60,7 @@ def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
             is_expert_parallel=config.rollout.enable_expert_parallel,
             can_split_experts=config.cluster.device is not Device.cpu,
         )
+        check_engine_constants(hf_config)
         check_head_dim_on_cpu(config, hf_config)
         check_cpu_engine_has_kernels(config, hf_config)
         check_fp8_engine_has_gpus(config, hf_config)

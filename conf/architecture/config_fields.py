@@ -16,6 +16,10 @@ def common_fields(config: dict[str, Any], architecture: str, *, rms_norm_eps: fl
     """The fields of ModelSpec that every family reads alike."""
     refuse(config, "hidden_act", ("silu",))
     refuse(config, "attention_dropout", (0.0, None))
+    # vLLM reads these of any config, and transformers' models have no such parts
+    refuse(config, "is_causal", (True, None))
+    for key in ("dual_chunk_attention_config", "llama_4_scaling"):
+        refuse(config, key, (None,))
     return {
         "family": config["model_type"],
         "hf_architecture": architecture,
@@ -23,15 +27,25 @@ def common_fields(config: dict[str, Any], architecture: str, *, rms_norm_eps: fl
         "hidden_size": size(config, "hidden_size"),
         "num_layers": size(config, "num_hidden_layers"),
         "intermediate_size": size(config, "intermediate_size"),
-        "rms_norm_eps": float(config.get("rms_norm_eps", rms_norm_eps)),
+        "rms_norm_eps": number(config, "rms_norm_eps", rms_norm_eps),
         "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
     }
 
 
 def grouped_queries(
-    config: dict[str, Any], head_dim: int, *, qkv_bias: bool, output_bias: bool, qk_norm: bool
+    config: dict[str, Any],
+    head_dim: int,
+    *,
+    qkv_bias: bool,
+    output_bias: bool,
+    qk_norm: bool,
+    needs_kv_heads: bool = True,
 ) -> GqaSpec:
+    """Attention with fewer keys than queries; `needs_kv_heads` unless transformers' default is that there are as many
+    (elsewhere it is a number, which fits one model)."""
     heads = size(config, "num_attention_heads")
+    if needs_kv_heads:
+        require(config, "num_key_value_heads")
     kv_heads = size(config, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise ConfigError(
@@ -51,7 +65,12 @@ def expert_sizes(config: dict[str, Any], *, width: str = "moe_intermediate_size"
     """num_experts, top_k and intermediate_size, under any of the names in use; `width` is the field of the last."""
     # transformers writes a family's own name, or num_local_experts (its attribute map), into config.json
     names = ("num_experts", "n_routed_experts", "num_local_experts")
-    num_experts = size(config, next((name for name in names if name in config), names[0]))
+    given = [name for name in names if config.get(name) is not None]
+    if not given:
+        raise ConfigError(f"model.hf_config: the number of experts must be given, as one of {', '.join(names)}")
+    num_experts = size(config, given[0])
+    if any(config[name] != num_experts for name in given[1:]):
+        raise ConfigError(f"model.hf_config: {' and '.join(given)} are one size under two names, and must be equal")
     top_k = size(config, "num_experts_per_tok")
     if top_k > num_experts:
         raise ConfigError(f"model.hf_config.num_experts_per_tok must be <= num_experts, got {top_k} and {num_experts}")
@@ -67,31 +86,47 @@ def rope_spec(
     head_dim: int,
     *,
     interleaved: bool = False,
-    partial: float = 1.0,
+    partial: float | None = None,
     theta: float = 10000.0,
 ) -> RopeSpec:
     """Read `rope_parameters` (transformers 5), or `rope_scaling`, `rope_theta` and `partial_rotary_factor` (before).
+    Of two, `rope_scaling` counts, as for transformers and vLLM.
 
     Args:
         config: as in config.json.
         head_dim: elements of a head.
         interleaved: as RopeSpec.interleaved.
-        partial: the part of each head that turns, where the config does not say.
+        partial: the part of each head that turns, where the config does not say; None: in this family, all of it.
         theta: RoPE's base, where the config does not say.
     """
-    rope: dict[str, Any] = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    newer, older = config.get("rope_parameters"), config.get("rope_scaling")
+    given: Any = older or newer or {}
+    rope: dict[str, Any] = given
+    refuse(config, "original_max_position_embeddings", (None,))  # transformers prefers it to that of YaRN
+    unknown = sorted(set(rope) - _ROPE_FIELDS) if isinstance(given, dict) else [repr(given)]
+    if unknown:
+        raise ConfigError(
+            f"model.hf_config: rope_scaling and rope_parameters have fields that are not read: {', '.join(unknown)}; "
+            f"read are {', '.join(sorted(_ROPE_FIELDS))}"
+        )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _ROPE_SCALINGS:
         raise ConfigError(
             f"model.hf_config: RoPE type {kind!r} is not supported; supported: "
             f"{', '.join(repr(one) for one in _ROPE_SCALINGS)}"
         )
-    dim = int(head_dim * rope.get("partial_rotary_factor", config.get("partial_rotary_factor", partial)))
+    part = number(rope, "partial_rotary_factor", number(config, "partial_rotary_factor", partial or 1.0))
+    if partial is None and part != 1.0:
+        raise ConfigError(
+            f"model.hf_config.partial_rotary_factor must be 1 for {config['model_type']}, all of whose head turns in "
+            f"transformers, got {part}"
+        )
+    dim = int(head_dim * part)
     if dim < 2 or dim % 2 or dim > head_dim:
         raise ConfigError(f"model.hf_config: RoPE must turn an even number of at most {head_dim} dims, got {dim}")
     return RopeSpec(
         dim=dim,
-        theta=float(rope.get("rope_theta", config.get("rope_theta", theta))),
+        theta=number(rope, "rope_theta", number(config, "rope_theta", theta)),
         interleaved=interleaved,
         scaling=_ROPE_SCALINGS[kind](config, rope),
     )
@@ -121,8 +156,29 @@ def _llama3(config: dict[str, Any], rope: dict[str, Any]) -> Llama3Scaling:
     )
 
 
+def refuse_windows(config: dict[str, Any]) -> None:
+    """For families whose layers all see every earlier token: vLLM gives each layer a window that the config names."""
+    refuse(config, "sliding_window", (None,))
+    refuse_layer_types(config)
+
+
+def refuse_layer_types(config: dict[str, Any]) -> None:
+    kinds = by_layer(config, "layer_types")
+    if set(kinds) - {"full_attention"}:
+        raise ConfigError(
+            f"model.hf_config.layer_types={kinds!r} is not supported for {config['model_type']}, where every layer "
+            "has full_attention; remove it"
+        )
+
+
+def first_dense_layers(config: dict[str, Any]) -> int:
+    """Layers before the first one with experts. vLLM asks for the field, and transformers' default fits one model."""
+    require(config, "first_k_dense_replace")
+    return count(config, "first_k_dense_replace")
+
+
 def num_mtp_layers(config: dict[str, Any]) -> int:
-    return int(config.get("num_nextn_predict_layers", config.get("num_mtp_layers")) or 0)
+    return count(config, "num_nextn_predict_layers", count(config, "num_mtp_layers", 0))
 
 
 def hidden_per_head(config: dict[str, Any]) -> int:
@@ -138,6 +194,22 @@ def size(config: dict[str, Any], key: str, default: int | None = None) -> int:
     return value
 
 
+def count(config: dict[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(f"model.hf_config.{key} must be a whole number from 0 on, got {value!r}")
+    return value
+
+
+def by_layer(config: dict[str, Any], key: str) -> list[Any]:
+    value: Any = config.get(key)
+    if value is not None and not isinstance(value, list | tuple):
+        raise ConfigError(f"model.hf_config.{key} must be a list about layers, got {value!r}")
+    return [*(config.get(key) or ())]
+
+
 def refuse(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
     value = config.get(key, allowed[0])
     if value not in allowed:
@@ -147,6 +219,24 @@ def refuse(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
         )
 
 
+def require(config: dict[str, Any], *keys: str) -> None:
+    """Refuse a config without one of these fields: transformers' default is that of one model, or vLLM has another."""
+    for key in keys:
+        config.get(key)  # a reader that notes what is asked for
+        if key not in config:
+            raise ConfigError(
+                f"model.hf_config.{key} must be given for {config['model_type']}: without it, transformers or vLLM "
+                "computes another model; copy it from the checkpoint's config.json"
+            )
+
+
+def number(config: dict[str, Any], key: str, default: float) -> float:
+    value = config.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise ConfigError(f"model.hf_config.{key} must be a positive number, got {value!r}")
+    return float(value)
+
+
 def _number(rope: dict[str, Any], key: str) -> float:
     value = rope.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
@@ -154,6 +244,11 @@ def _number(rope: dict[str, Any], key: str) -> float:
     return value
 
 
+_ROPE_FIELDS = {
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
+    *("low_freq_factor", "high_freq_factor"),
+}
 _ROPE_SCALINGS: dict[str, Callable[[dict[str, Any], dict[str, Any]], YarnScaling | Llama3Scaling | None]] = {
     "default": lambda config, rope: None,
     "llama3": _llama3,

@@ -7,8 +7,7 @@ it before anything starts. A new architecture is one entry of `FAMILIES`; see do
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +15,18 @@ from conf.architecture import llama_like
 from conf.architecture.activation import ExpertActivation
 from conf.architecture.attention_spec import Llama3Scaling, MlaSpec, RopeSpec, YarnScaling
 from conf.architecture.config_fields import (
+    by_layer,
     common_fields,
+    count,
     expert_sizes,
+    first_dense_layers,
     grouped_queries,
     hidden_per_head,
     num_mtp_layers,
+    number,
     refuse,
+    refuse_windows,
+    require,
     rope_spec,
     size,
 )
@@ -73,8 +78,10 @@ def read_config(config: dict[str, Any], mla_norm_eps: MlaNormEps = MlaNormEps.ro
                 "of the language model alone"
             )
     spec = read(config, mla_norm_eps)
-    quantization = config.get("quantization_config")
-    return with_quantization(spec, quantization) if quantization else spec
+    quantization: Any = config.get("quantization_config")
+    if quantization and not isinstance(quantization, dict):
+        raise ConfigError(f"model.hf_config.quantization_config must be a mapping, got {quantization!r}")
+    return with_quantization(spec, config["quantization_config"]) if quantization else spec
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -87,58 +94,21 @@ def kind_of(config: Mapping[str, Any]) -> str:
     return str(config.get("model_type"))
 
 
-def check_spelling(config: dict[str, Any], given: Collection[str]) -> None:
-    """Refuse a given field that is not read and whose name is almost that of a field that is.
-
-    Fields that only the engine reads may have any name: a config.json has many.
-
-    Args:
-        config: One that read_config() can read.
-        given: Names of the fields that a person wrote.
-
-    Raises:
-        ConfigError: Names the first such field and the field that was probably meant.
-    """
-    asked = _Asked(config)
-    read_config(asked)
-    for name in sorted(set(given) - asked.names):
-        for known in sorted(asked.names):
-            if _is_misspelling(name, known):
-                raise ConfigError(
-                    f"model.hf_config.{name} is a field that this model does not have. Did you mean {known}?"
-                )
-
-
-def _is_misspelling(name: str, known: str) -> bool:
-    """Whether both have equally many words, each nearly the same. With a word more, or another word, it is another
-    field: (moe_)intermediate_size."""
-    words, known_words = name.split("_"), known.split("_")
-    if len(words) != len(known_words):
-        return "".join(words) == "".join(known_words)
-    likeness = [difflib.SequenceMatcher(None, *pair).ratio() for pair in zip(words, known_words, strict=True)]
-    return min(likeness) >= 0.6 and sum(likeness) >= len(words) - 0.5
-
-
-class _Asked(dict[str, Any]):
-    """A config that notes which fields are looked for."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__(config)
-        self.names: set[str] = set()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.names.add(key)
-        return super().get(key, default)
-
-    def __getitem__(self, key: str) -> Any:
-        self.names.add(key)
-        return super().__getitem__(key)
+def check_engine_constants(config: Mapping[str, Any]) -> None:
+    """Refuse a value that vLLM's model of the family has written down otherwise. Only runs with engines need this."""
+    for key, value in family_of(config).engine_constants:
+        if config.get(key, value) != value:
+            raise ConfigError(
+                f"model.hf_config.{key}={config[key]!r} is not supported for {kind_of(config)} in engines: vLLM has "
+                f"{value}, whatever it says; a run without engines (algorithm=sft) may have it"
+            )
 
 
 def _deepseek_v3(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     """DeepSeek-V3 (transformers models/deepseek_v3; https://arxiv.org/abs/2412.19437) and Kimi-K2: latent attention,
-    sigmoid router, a shared expert."""
-    rope = rope_spec(config, size(config, "qk_rope_head_dim"), interleaved=bool(config.get("rope_interleave", True)))
+    sigmoid router, a shared expert. vLLM's router is another where scoring_func and topk_method are missing."""
+    require(config, "n_group", "topk_group", "n_shared_experts", "routed_scaling_factor", "scoring_func", "topk_method")
+    rope = rope_spec(config, size(config, "qk_rope_head_dim"), interleaved=True, partial=1.0)
     common = common_fields(config, "DeepseekV3ForCausalLM")
     return ModelSpec(
         **common,
@@ -154,28 +124,20 @@ def _deepseek_v3(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
 def _glm4_moe_lite(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     """GLM-4.7-Flash (transformers models/glm4_moe_lite): DeepSeek-V3's latent attention, and GLM's experts and routing.
 
-    vLLM's model has no biases, turns pairs (2i, 2i + 1) of all rotary dims, and counts dense layers by
-    first_k_dense_replace; transformers' names them in mlp_layer_types, by default the first one.
+    vLLM's model counts dense layers by first_k_dense_replace; transformers' names them in mlp_layer_types, by default
+    the first one.
     """
-    refuse(config, "attention_bias", (False, None))
-    refuse(config, "rope_interleave", (True,))
-    num_layers, first_dense = size(config, "num_hidden_layers"), config.get("first_k_dense_replace")
-    if first_dense is None:
-        raise ConfigError("model.hf_config.first_k_dense_replace must be given for glm4_moe_lite: vLLM asks for it")
-    kinds = config.get("mlp_layer_types") or ["dense", *["sparse"] * (num_layers - 1)]
-    if list(kinds) != ["dense" if layer < first_dense else "sparse" for layer in range(num_layers)]:
+    num_layers, first_dense = size(config, "num_hidden_layers"), first_dense_layers(config)
+    kinds = by_layer(config, "mlp_layer_types") or ["dense", *["sparse"] * (num_layers - 1)]
+    if kinds != ["dense" if layer < first_dense else "sparse" for layer in range(num_layers)]:
         raise ConfigError(
             f"model.hf_config.mlp_layer_types must say dense for the first_k_dense_replace={first_dense} first of "
             f"{num_layers} layers and sparse for the others: transformers reads the one and vLLM the other; got "
             f"{config.get('mlp_layer_types') or 'none, which is one dense layer'}"
         )
     turning = size(config, "qk_rope_head_dim")
+    refuse(config, "head_dim", (turning, None))
     rope = rope_spec(config, turning, interleaved=True)
-    if rope.dim != turning:
-        raise ConfigError(
-            f"model.hf_config.partial_rotary_factor must be 1 for glm4_moe_lite: all of qk_rope_head_dim={turning} "
-            f"turns, got a factor that turns {rope.dim}"
-        )
     common = common_fields(config, "Glm4MoeLiteForCausalLM", rms_norm_eps=1e-5)
     return ModelSpec(
         **common,
@@ -189,9 +151,15 @@ def _glm4_moe_lite(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpe
 
 
 def _latent_attention(config: dict[str, Any], rope: RopeSpec, norm_eps: float) -> MlaSpec:
-    """Low-rank queries, keys and values."""
+    """Low-rank queries, keys and values. vLLM's have no biases, turn pairs (2i, 2i + 1), and take fewer of YaRN's
+    fields."""
+    refuse(config, "attention_bias", (False, None))
+    refuse(config, "rope_interleave", (True,))
+    refuse(config, "tie_word_embeddings", (False, None))
+    refuse_windows(config)
+    require(config, "q_lora_rank", "num_key_value_heads")
     heads = size(config, "num_attention_heads")
-    if config.get("num_key_value_heads", heads) not in (heads, None):
+    if config["num_key_value_heads"] not in (heads, None):
         raise ConfigError(
             f"model.hf_config.num_key_value_heads must equal num_attention_heads {heads} for latent attention, "
             f"got {config['num_key_value_heads']}"
@@ -201,8 +169,9 @@ def _latent_attention(config: dict[str, Any], rope: RopeSpec, norm_eps: float) -
         raise ConfigError("model.hf_config: RoPE type 'llama3' is not supported for latent attention; supported: yarn")
     nope = size(config, "qk_nope_head_dim")
     scale = (nope + size(config, "qk_rope_head_dim")) ** -0.5
-    if isinstance(rope.scaling, YarnScaling) and rope.scaling.mscale_all_dim:
-        scale *= rope.scaling.mscale_of(rope.scaling.mscale_all_dim) ** 2
+    if isinstance(rope.scaling, YarnScaling):
+        _check_engine_scales_alike(rope.scaling)
+        scale *= rope.scaling.mscale_of(rope.scaling.mscale_all_dim or 0.0) ** 2
     return MlaSpec(
         num_heads=heads,
         q_lora_rank=None if config.get("q_lora_rank") is None else size(config, "q_lora_rank"),
@@ -210,15 +179,29 @@ def _latent_attention(config: dict[str, Any], rope: RopeSpec, norm_eps: float) -
         qk_nope_head_dim=nope,
         qk_rope_head_dim=size(config, "qk_rope_head_dim"),
         v_head_dim=size(config, "v_head_dim"),
-        bias=bool(config.get("attention_bias", False)),
+        bias=False,
         norm_eps=norm_eps,
         softmax_scale=scale,
     )
 
 
+def _check_engine_scales_alike(yarn: YarnScaling) -> None:
+    """vLLM's YaRN of latent attention knows mscale (1 where it is missing) and mscale_all_dim (0), no more."""
+    of_engine = yarn.mscale_of(1.0 if yarn.mscale is None else yarn.mscale) / yarn.mscale_of(yarn.mscale_all_dim or 0.0)
+    if yarn.attention_factor is not None or not yarn.truncate or of_engine != yarn.cos_sin_factor:
+        raise ConfigError(
+            "model.hf_config: YaRN of latent attention takes mscale and mscale_all_dim, both or neither, and no "
+            f"attention_factor or truncate=false, which vLLM ignores; got mscale={yarn.mscale}, mscale_all_dim="
+            f"{yarn.mscale_all_dim}, attention_factor={yarn.attention_factor}, truncate={yarn.truncate}"
+        )
+
+
 def _glm4_moe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     """GLM-4.5 and later with experts (transformers models/glm4_moe): DeepSeek-V3's feed-forward, and grouped-query
-    attention that rotates half of each head."""
+    attention that rotates half of each head. vLLM's head is its own."""
+    require(config, "n_shared_experts")
+    refuse(config, "tie_word_embeddings", (False, None))
+    refuse_windows(config)
     head_dim = size(config, "head_dim", hidden_per_head(config))
     attention = grouped_queries(
         config,
@@ -252,8 +235,8 @@ def _minimax_m2(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     for key in ("attention_bias", "tie_word_embeddings"):
         refuse(config, key, (False, None))
     refuse(config, "router_jitter_noise", (0.0, None))
-    refuse(config, "sliding_window", (None,))
-    if set(config.get("attn_type_list") or (1,)) != {1}:
+    refuse_windows(config)
+    if set(by_layer(config, "attn_type_list")) - {1}:
         raise ConfigError("model.hf_config.attn_type_list must be 1 (full attention) for every layer of minimax_m2")
     head_dim = size(config, "head_dim", 128)
     attention = grouped_queries(config, head_dim, qkv_bias=False, output_bias=False, qk_norm=True)
@@ -268,32 +251,45 @@ def _minimax_m2(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
             score=RouterScore.sigmoid,
             names=CheckpointNames(block="block_sparse_moe", projections=("w1", "w3", "w2"), correction=CORRECTION_BIAS),
         ),
-        num_mtp_layers=int(config.get("num_mtp_modules") or 0),
+        num_mtp_layers=count(config, "num_mtp_modules", 0),
     )
 
 
 def _gpt_oss(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     """gpt-oss (transformers models/gpt_oss): sinks, a sliding window in every other layer, clamped SwiGLU, biases
-    everywhere."""
+    everywhere. vLLM's model has its biases, its eps, its windows' layers and YaRN written down."""
+    for key, allowed in (
+        ("attention_bias", (True,)),
+        ("rms_norm_eps", (1e-5,)),
+        ("tie_word_embeddings", (False, None)),
+    ):
+        refuse(config, key, allowed)
     num_layers, head_dim = size(config, "num_hidden_layers"), size(config, "head_dim", 64)
-    kinds = config.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
-    if unknown or len(kinds) != num_layers:
+    kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
+    if (by_layer(config, "layer_types") or kinds) != kinds:
         raise ConfigError(
-            f"model.hf_config.layer_types must say full_attention or sliding_attention for each of {num_layers} "
-            f"layers, got {len(kinds)} entries{f' with {sorted(unknown)}' if unknown else ''}"
+            f"model.hf_config.layer_types must be sliding_attention and full_attention in turn for all {num_layers} "
+            f"layers of gpt_oss, which is what vLLM has, whatever they say; got {config['layer_types']}"
         )
     window = size(config, "sliding_window", 128)
-    bias = bool(config.get("attention_bias", True))
-    attention = grouped_queries(config, head_dim, qkv_bias=bias, output_bias=bias, qk_norm=False)
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {"rope_type": "yarn", **_GPT_OSS_YARN}
+    attention = grouped_queries(config, head_dim, qkv_bias=True, output_bias=True, qk_norm=False)
+    newer, older = config.get("rope_parameters"), config.get("rope_scaling")
+    given = older or newer or {"rope_type": "yarn", **_GPT_OSS_YARN}
+    rope = rope_spec({**config, "rope_scaling": given}, head_dim, theta=150000.0)
+    missing = [key for key in ("factor", "beta_fast", "beta_slow") if given.get(key) is None]
+    scaled = rope.scaling
+    if not isinstance(scaled, YarnScaling) or missing or scaled.cos_sin_factor != scaled.mscale_of():
+        raise ConfigError(
+            "model.hf_config.rope_scaling must be of type yarn for gpt_oss, with factor, beta_fast and beta_slow, and "
+            f"without mscale and attention_factor, which vLLM ignores; got {given}"
+        )
     moe = MoeSpec(
         **expert_sizes(config, width="intermediate_size"),
         norm_topk_prob=True,
         layers=(True,) * num_layers,
         has_router_bias=True,
         activation=ExpertActivation(
-            alpha=float(config.get("swiglu_alpha", 1.702)), limit=float(config.get("swiglu_limit", 7.0)), up_offset=1.0
+            alpha=number(config, "swiglu_alpha", 1.702), limit=number(config, "swiglu_limit", 7.0), up_offset=1.0
         ),
         is_fused=True,
     )
@@ -304,7 +300,7 @@ def _gpt_oss(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
             sinks=True,
             windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
         ),
-        rope=replace(rope_spec({"rope_theta": 150000.0, **config, "rope_parameters": rope}, head_dim), is_wide=True),
+        rope=replace(rope, is_wide=True),
         moe=moe,
     )
 
@@ -332,7 +328,7 @@ def _sigmoid_moe(
             f"{experts['num_experts']} experts into equal groups of two or more, and topk_group of them must hold "
             f"num_experts_per_tok={experts['top_k']} experts"
         )
-    first_dense = config.get("first_k_dense_replace", 0)
+    first_dense = first_dense_layers(config)
     return MoeSpec(
         **experts,
         norm_topk_prob=bool(config.get("norm_topk_prob", True)),
@@ -341,7 +337,7 @@ def _sigmoid_moe(
         engine_rounds_logits=engine_rounds_logits,
         num_groups=groups,
         top_groups=top_groups,
-        scaling_factor=float(config.get("routed_scaling_factor", scaling_factor)),
+        scaling_factor=number(config, "routed_scaling_factor", scaling_factor),
         shared_intermediate_size=(config.get("n_shared_experts", num_shared) or 0) * experts["intermediate_size"],
     )
 
@@ -350,7 +346,13 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(_deepseek_v3),
     "glm4_moe": Family(_glm4_moe),
     "glm4_moe_lite": Family(_glm4_moe_lite),
-    "gpt_oss": Family(_gpt_oss, head_dim=64, expert_width="intermediate_size", cuts_all=True),
+    "gpt_oss": Family(
+        _gpt_oss,
+        head_dim=64,
+        expert_width="intermediate_size",
+        cuts_all=True,
+        engine_constants=(("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)),
+    ),
     "kimi_k2": Family(_deepseek_v3),
     "llama": Family(llama_like.llama),
     "minimax_m2": Family(

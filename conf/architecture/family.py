@@ -22,6 +22,8 @@ class Family:
     """Field of the routed experts' width."""
     cuts_all: bool = False
     """Its engine's ranks cut every key/value head's group and every expert: none of them is held whole by all."""
+    engine_constants: tuple[tuple[str, float], ...] = ()
+    """Fields of its config that vLLM's model ignores, and the values that it has instead."""
     has_engine_forward: bool = False
     """trainer/engine_ops has its forward in the engine's kernels (parity=bitwise)."""
     has_linear_attention: bool = False

@@ -12,11 +12,14 @@ from typing import Any
 
 from conf.architecture.attention_spec import DeltaNetSpec, GqaSpec
 from conf.architecture.config_fields import (
+    by_layer,
     common_fields,
     expert_sizes,
     grouped_queries,
     hidden_per_head,
     refuse,
+    refuse_layer_types,
+    refuse_windows,
     rope_spec,
     size,
 )
@@ -28,11 +31,15 @@ from conf.schema import MlaNormEps
 def llama(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     """Llama 2 and 3 (transformers models/llama): no norms on q and k."""
     refuse(config, "mlp_bias", (False,))
+    refuse_windows(config)
+    _refuse_others_of_engine(config)
     head_dim = size(config, "head_dim", hidden_per_head(config))
     bias = bool(config.get("attention_bias", False))
     return ModelSpec(
         **common_fields(config, "LlamaForCausalLM"),
-        attention=grouped_queries(config, head_dim, qkv_bias=bias, output_bias=bias, qk_norm=False),
+        attention=grouped_queries(
+            config, head_dim, qkv_bias=bias, output_bias=bias, qk_norm=False, needs_kv_heads=False
+        ),
         rope=rope_spec(config, head_dim),
     )
 
@@ -41,7 +48,8 @@ def mistral(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     """Mistral (transformers models/mistral): Llama whose layers may all have a sliding window."""
     for key in ("attention_bias", "mlp_bias"):
         refuse(config, key, (False, None))
-    refuse(config, "llama_4_scaling", (None,))
+    refuse(config, "ada_rms_norm_t_cond", (False, None))
+    _refuse_others_of_engine(config)
     return _mistral_like(config, "MistralForCausalLM", default_window=4096)
 
 
@@ -80,6 +88,7 @@ def qwen2_moe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
 def qwen3(config: dict[str, Any], mla_norm_eps: MlaNormEps, *, moe: MoeSpec | None = None) -> ModelSpec:
     """Qwen3 (transformers models/qwen3): norms on the heads of q and k."""
     refuse(config, "use_sliding_window", (False, None))
+    refuse_layer_types(config)
     # Only the dense family has a default head_dim of its own.
     head_dim = size(config, "head_dim", 128 if moe is None else hidden_per_head(config))
     bias = bool(config.get("attention_bias", False))
@@ -103,10 +112,10 @@ def qwen3_next(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
         refuse(config, key, (False, None))
     refuse(config, "attn_output_gate", (True, None))
     refuse(config, "output_gate_type", ("silu", "swish", None))
-    refuse(config, "is_causal", (True, None))
+    refuse(config, "sliding_window", (None,))
     num_layers, head_dim = size(config, "num_hidden_layers"), size(config, "head_dim", 256)
     interval = size(config, "full_attention_interval", 4)
-    kinds = config.get("layer_types") or [
+    kinds = by_layer(config, "layer_types") or [
         "full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(num_layers)
     ]
     if len(kinds) != num_layers or set(kinds) - {"full_attention", "linear_attention"}:
@@ -154,8 +163,9 @@ def olmoe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     refuse(config, "rms_norm_eps", (1e-5,))
     for key in ("norm_topk_prob", "attention_bias", "tie_word_embeddings"):
         refuse(config, key, (False, None))
+    refuse_windows(config)
     head_dim = _engine_head_dim(config)
-    attention = grouped_queries(config, head_dim, qkv_bias=False, output_bias=False, qk_norm=True)
+    attention = grouped_queries(config, head_dim, qkv_bias=False, output_bias=False, qk_norm=True, needs_kv_heads=False)
     return ModelSpec(
         **common_fields(config, "OlmoeForCausalLM", rms_norm_eps=1e-5),
         attention=replace(attention, norms_all_heads=True),
@@ -208,12 +218,8 @@ def _mistral_like(
 
 def _qwen2_like(config: dict[str, Any], architecture: str, moe: MoeSpec | None = None) -> ModelSpec:
     refuse(config, "use_sliding_window", (False, None))
-    for key in ("dual_chunk_attention_config", "layer_types"):
-        given = config.get(key)
-        if given and (key != "layer_types" or set(given) != {"full_attention"}):
-            raise ConfigError(f"model.hf_config.{key}={given!r} is not supported for {config['model_type']}; remove it")
+    refuse_layer_types(config)
     refuse(config, "qk_norm", (False, None))
-    refuse(config, "is_causal", (True, None))
     head_dim = _engine_head_dim(config)
     attention: GqaSpec = grouped_queries(config, head_dim, qkv_bias=True, output_bias=False, qk_norm=False)
     return ModelSpec(
@@ -223,7 +229,7 @@ def _qwen2_like(config: dict[str, Any], architecture: str, moe: MoeSpec | None =
 
 def _sparse_layers(config: dict[str, Any], *, norm_topk_prob: bool = False) -> MoeSpec:
     """Qwen's experts: some layers, by number, stay dense. `norm_topk_prob` counts where the config does not say."""
-    sparse_step, dense_layers = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    sparse_step, dense_layers = size(config, "decoder_sparse_step", 1), by_layer(config, "mlp_only_layers")
     return MoeSpec(
         **expert_sizes(config),
         norm_topk_prob=bool(config.get("norm_topk_prob", norm_topk_prob)),
@@ -231,6 +237,13 @@ def _sparse_layers(config: dict[str, Any], *, norm_topk_prob: bool = False) -> M
             i not in dense_layers and (i + 1) % sparse_step == 0 for i in range(size(config, "num_hidden_layers"))
         ),
     )
+
+
+def _refuse_others_of_engine(config: dict[str, Any]) -> None:
+    """Fields that vLLM's Llama reads for other families' sake."""
+    for key in ("bias", "qkv_bias"):
+        refuse(config, key, (False, None))
+    refuse(config, "logit_scale", (1.0, None))
 
 
 def _engine_head_dim(config: dict[str, Any]) -> int:

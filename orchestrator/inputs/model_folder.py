@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.architecture.families import check_spelling, read_config
+from conf.architecture.families import read_config
+from conf.architecture.spelling import check_spelling
 from conf.errors import ConfigError
 from conf.json_files import read_json_object
 from conf.schema import DType, EngineFormat, Init, ModelConfig, RunConfig

@@ -191,6 +191,7 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
         delta = _delta(config, plan, summary, placement, hardware, staging)
         modes = compare_modes(
             config,
+            hf_config,
             spec,
             _num_kv_heads(hf_config),
             hardware.rates,

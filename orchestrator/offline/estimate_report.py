@@ -243,7 +243,7 @@ def _mode_rows(modes: ModeChoice) -> list[_Row]:
     if modes.merged_s is not None:
         merged = ("merged", _s(modes.merged_s), f"{_gb(modes.merged_bytes)}; engines pause meanwhile")
     if modes.adapter_s is None:
-        return [merged, ("adapter", "-", "full training has no adapter")]
+        return [merged, ("adapter", "-", f"refused: {modes.no_adapter}")]
     cost = f"costs {modes.decode_loss:.0%} of decode speed" if modes.decode_loss else "no cost in decode speed is known"
     told = f"{_gb(modes.adapter_bytes)}; no pause; {_gb(modes.slot_bytes)} a slot on a rollout GPU; {cost}"
     if modes.break_even_s is None:

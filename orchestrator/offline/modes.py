@@ -5,10 +5,15 @@ Owns: that comparison. Does not own: the predicted publish, or how an engine kee
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from conf.architecture.model_spec import ModelSpec
-from conf.schema import DType, LoraConfig, RolloutConfig, RunConfig, SyncMode, TrainMode
+from conf.checks import check_adapter_mode_has_an_adapter
+from conf.errors import ConfigError
+from conf.model_checks import check_architecture
+from conf.schema import DType, LoraConfig, RolloutConfig, RunConfig, SyncMode
 from rollout.layouts.offline_slots import offline_slot
 from trainer.weights.adapter_names import adapter_tensors
 from weight_sync.layout import DestLayout
@@ -25,12 +30,14 @@ class ModeChoice:
     """None: the run publishes adapters, and its engines' layout of whole weights is not recorded."""
     merged_bytes: int
     adapter_s: float | None
-    """None: nothing but merged weights can be published (full training)."""
+    """None: nothing but merged weights can be published; `no_adapter` says why."""
     adapter_bytes: int
     slot_bytes: int
     """Memory of one adapter on a rollout GPU; an engine holds algorithm.max_staleness_steps + 2 of them."""
     decode_loss: float
     """Part of its decode speed that an engine loses by serving an adapter."""
+    no_adapter: str | None = None
+    """With which words a run that publishes adapters would be refused."""
 
     @property
     def break_even_s(self) -> float | None:
@@ -60,8 +67,21 @@ def adapter_slot(
     )
 
 
+def why_no_adapter(config: RunConfig, hf_config: Mapping[str, Any]) -> str | None:
+    """The words with which this run would be refused with weight_sync.mode=adapter; None: it would not be."""
+    asked = replace(config.weight_sync, mode=SyncMode.adapter, delta_bytes=0)
+    config = replace(config, weight_sync=asked)
+    try:
+        check_adapter_mode_has_an_adapter(config)
+        check_architecture(config, hf_config)
+    except ConfigError as refused:
+        return str(refused)
+    return None
+
+
 def compare_modes(
     config: RunConfig,
+    hf_config: Mapping[str, Any],
     spec: ModelSpec,
     num_kv_heads: int,
     rates: LinkRates,
@@ -78,8 +98,9 @@ def compare_modes(
         EngineError: engines have no slot for one of the adapters.
     """
     trainer, rollout, rates = config.trainer, config.rollout, rates.without_pause()
-    if trainer.mode is not TrainMode.lora:
-        return ModeChoice(prediction.total_s, summary.num_bytes, None, 0, 0, 0.0)
+    refused = why_no_adapter(config, hf_config)
+    if refused is not None:
+        return ModeChoice(prediction.total_s, summary.num_bytes, None, 0, 0, 0.0, refused)
     slot = adapter_slot(spec, config.model.dtype, trainer.lora, rollout, num_kv_heads)
     slot_bytes = sum(param.num_bytes for param in slot.params)
     loss = decode_loss if trainer.lora.experts and spec.moe is not None else 0.0

@@ -30,8 +30,9 @@ from cases.tiny_models import (
 from transformers import AutoConfig
 
 from conf.architecture.attention_spec import GqaSpec, MlaSpec
-from conf.architecture.families import check_spelling, read_config
+from conf.architecture.families import check_engine_constants, read_config
 from conf.architecture.model_spec import ExpertFormat
+from conf.architecture.spelling import check_spelling
 from conf.errors import ConfigError
 from trainer.parallel import ParallelLayout
 from trainer.weights.shards import local_shards
@@ -65,6 +66,11 @@ def test_the_model_holds_exactly_the_checkpoints_tensors(hf_config):
     assert held == expected
 
 
+def changed(config, changes):
+    """The config with these fields; without those that are `...`."""
+    return {key: value for key, value in {**config, **changes}.items() if value is not ...}
+
+
 def test_a_config_written_by_transformers_reads_the_same():
     from transformers import Qwen3MoeConfig
 
@@ -94,13 +100,22 @@ def test_a_config_written_by_transformers_reads_the_same():
         ({"quantization_config": {"quant_method": "gptq"}}, "is not supported: quant_method='gptq'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "is not supported: quant_method='fp8'"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "is not supported: quant_method='bitsandbytes'"),
-        ({"partial_rotary_factor": 0.2}, "must turn an even number of at most 16 dims, got 3"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1 for qwen3_moe, .* got 0.5"),
+        ({"rope_scaling": {"mrope_section": [2, 3, 3]}}, "have fields that are not read: mrope_section; read are "),
+        ({"rope_parameters": {"full_attention": {}}}, "have fields that are not read: full_attention"),
+        ({"original_max_position_embeddings": 64}, "original_max_position_embeddings=64 is not supported"),
+        ({"num_local_experts": 4}, "num_experts and num_local_experts are one size under two names"),
+        ({"num_key_value_heads": ...}, "num_key_value_heads must be given for qwen3_moe"),
+        ({"is_causal": False}, "is_causal=False is not supported for qwen3_moe"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types=.* is not supported for qwen3_moe, where every"),
+        ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config=.* is not supported"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number, got 'small'"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok must be <= num_experts"),
     ],
 )
 def test_what_the_decoder_cannot_do_is_refused_by_name(changes, message):
     with pytest.raises(ConfigError, match=message):
-        read_config({**MOE, **changes})
+        read_config(changed(MOE, changes))
 
 
 @pytest.mark.parametrize(
@@ -112,11 +127,29 @@ def test_what_the_decoder_cannot_do_is_refused_by_name(changes, message):
         ({"n_group": 3}, "n_group must cut the 8 experts"),
         ({"topk_group": 1}, "must hold num_experts_per_tok=3"),
         ({"kv_lora_rank": None}, "kv_lora_rank must be a positive whole number"),
+        ({"attention_bias": True}, "attention_bias=True is not supported for deepseek_v3"),
+        ({"rope_interleave": False}, "rope_interleave=False is not supported for deepseek_v3"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported for deepseek_v3"),
+        ({"sliding_window": 4}, "sliding_window=4 is not supported for deepseek_v3"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace must be a whole number from 0 on, got -1"),
+        *(
+            ({"rope_scaling": {**DEEPSEEK["rope_scaling"], **changes}}, "YaRN of latent attention takes mscale and")
+            for changes in ({"attention_factor": 1.0}, {"truncate": False}, {"mscale": 0.7, "mscale_all_dim": None})
+        ),
+        *(
+            ({field: ...}, f"{field} must be given for deepseek_v3")
+            for field in (
+                *("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "routed_scaling_factor"),
+                *("scoring_func", "topk_method", "q_lora_rank", "num_key_value_heads"),
+            )
+        ),
     ],
 )
 def test_a_latent_attention_model_out_of_range_is_refused_by_name(changes, message):
     with pytest.raises(ConfigError, match=message):
-        read_config({**DEEPSEEK, **changes})
+        read_config(changed(DEEPSEEK, changes))
+    with pytest.raises(ConfigError, match=message.replace("deepseek_v3", "kimi_k2")):
+        read_config({**changed(DEEPSEEK, changes), "model_type": "kimi_k2"})
 
 
 @pytest.mark.parametrize(
@@ -143,8 +176,33 @@ def test_a_latent_attention_model_out_of_range_is_refused_by_name(changes, messa
         (GLM_LITE, {"index_topk": 2048}, "index_topk=2048 is not supported for glm4_moe_lite"),
         (GLM_LITE, {"attention_bias": True}, "attention_bias=True is not supported for glm4_moe_lite"),
         (GLM_LITE, {"rope_interleave": False}, "rope_interleave=False is not supported for glm4_moe_lite"),
-        (GLM_LITE, {"partial_rotary_factor": 0.5}, "all of qk_rope_head_dim=8 turns, got a factor that turns 4"),
-        (GLM_LITE, {"first_k_dense_replace": None}, "first_k_dense_replace must be given for glm4_moe_lite"),
+        (GLM_LITE, {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1 for glm4_moe_lite"),
+        (GLM_LITE, {"head_dim": 16}, "head_dim=16 is not supported for glm4_moe_lite; supported: 8, None"),
+        (GLM_LITE, {"q_lora_rank": ...}, "q_lora_rank must be given for glm4_moe_lite"),
+        (GLM_LITE, {"first_k_dense_replace": ...}, "first_k_dense_replace must be given for glm4_moe_lite"),
+        (GLM, {"partial_rotary_factor": 0.2}, "must turn an even number of at most 16 dims, got 3"),
+        (GLM, {"n_shared_experts": ...}, "n_shared_experts must be given for glm4_moe"),
+        (GLM, {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported for glm4_moe"),
+        (GLM, {"sliding_window": 4}, "sliding_window=4 is not supported for glm4_moe"),
+        (
+            GPT_OSS,
+            {"layer_types": ["full_attention"] * 2},
+            "sliding_attention and full_attention in turn for all 2",
+        ),
+        (GPT_OSS, {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06 is not supported for gpt_oss"),
+        (GPT_OSS, {"attention_bias": False}, "attention_bias=False is not supported for gpt_oss"),
+        (GPT_OSS, {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported for gpt_oss"),
+        (GPT_OSS, {"rope_scaling": {"rope_type": "default"}}, "must be of type yarn for gpt_oss"),
+        (GPT_OSS, {"rope_scaling": {**GPT_OSS["rope_scaling"], "attention_factor": 2.0}}, "must be of type yarn"),
+        (LLAMA, {"sliding_window": 4}, "sliding_window=4 is not supported for llama"),
+        (LLAMA, {"layer_types": ["sliding_attention"] * 2}, "layer_types=.* is not supported for llama"),
+        (LLAMA, {"qkv_bias": True}, "qkv_bias=True is not supported for llama"),
+        (LLAMA, {"logit_scale": 0.5}, "logit_scale=0.5 is not supported for llama"),
+        (LLAMA, {"is_causal": False}, "is_causal=False is not supported for llama"),
+        (OLMOE, {"sliding_window": 4}, "sliding_window=4 is not supported for olmoe"),
+        (QWEN3_NEXT, {"sliding_window": 4}, "sliding_window=4 is not supported for qwen3_next"),
+        (MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive whole number, got 0"),
+        (MOE, {"mlp_only_layers": 1}, "mlp_only_layers must be a list about layers, got 1"),
         (GLM_LITE, {"first_k_dense_replace": 2}, "first_k_dense_replace=2 first of 3 .* got none, which is one dense"),
         (QWEN3_NEXT, {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints of qwen3_next are not"),
         (QWEN3_NEXT, {"attention_bias": True}, "attention_bias=True is not supported for qwen3_next"),
@@ -166,7 +224,7 @@ def test_a_latent_attention_model_out_of_range_is_refused_by_name(changes, messa
 )
 def test_what_an_engine_would_compute_otherwise_is_refused_by_name(hf_config, changes, message):
     with pytest.raises(ConfigError, match=message):
-        read_config({**hf_config, **changes})
+        read_config(changed(hf_config, changes))
 
 
 def test_a_window_that_the_config_does_not_say_is_the_familys():
@@ -278,6 +336,8 @@ def test_kimi_k2_is_deepseek_v3_with_its_own_numbers():
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
         "routed_scaling_factor": 2.827,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 262144,
         "rope_theta": 50000.0,
@@ -351,6 +411,7 @@ def test_an_expert_parallel_size_that_does_not_fit_is_refused():
 
 
 FOR_VLLM = {
+    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "minimax_m2": {"rotary_dim": 64, "use_routing_bias": True, "scoring_func": "sigmoid"},
 }
@@ -422,3 +483,12 @@ def test_latents_are_cached_once_and_windows_bound_what_a_layer_keeps():
     kept = sum(1000 if window is None else window for window in windows)
     assert 0 < kept < 1000 * spec.num_layers
     assert spec.sequence_cache_bytes(1000, "bfloat16", 1) == kept * spec.attention.cached_elements(1) * 2
+
+
+@pytest.mark.parametrize("field", ["swiglu_alpha", "swiglu_limit"])
+def test_a_clamp_that_engines_do_not_have_is_refused_where_there_are_engines(field):
+    hf_config = {**GPT_OSS, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+    check_engine_constants(hf_config)
+    read_config({**hf_config, field: 0.5})
+    with pytest.raises(ConfigError, match=rf"{field}=0.5 is not supported for gpt_oss in engines: vLLM has .*=sft"):
+        check_engine_constants({**hf_config, field: 0.5})

@@ -174,8 +174,10 @@ def test_rules_about_the_architecture_hold_for_a_checkpoint_too(checkpoint: Path
 def test_merged_weights_for_packed_engines_are_refused(checkpoint: Path, packing: str, quantization: Any) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     if packing == "MXFP4":
-        fields = {"model_type": "gpt_oss", "num_local_experts": config["num_experts"], "layer_types": None}
-        config = {**config, **fields, "head_dim": 32, "intermediate_size": 64}
+        fields = {"model_type": "gpt_oss", "num_local_experts": config["num_experts"], "rms_norm_eps": 1e-5}
+        absent = ("layer_types", "rope_parameters", "attention_bias")
+        config = {key: value for key, value in config.items() if key not in absent}
+        config |= {**fields, "head_dim": 32, "intermediate_size": 64}
     (checkpoint / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
     with pytest.raises(PreflightError, match=f"{packing} engines accept adapter mode only"):
         run_preflight(load_run_config(words_for(checkpoint)))

@@ -22,6 +22,7 @@ from conf.schema import DType, LoraConfig, RolloutConfig, SamplingConfig
 from orchestrator.cli.main import main
 from orchestrator.offline import estimate as plan_command
 from orchestrator.offline.estimate import PlanReport, plan_run
+from orchestrator.offline.estimate_report import print_report
 from orchestrator.offline.hardware import Hardware
 from orchestrator.offline.modes import adapter_slot
 from rollout.errors import EngineError
@@ -185,11 +186,35 @@ def test_nics_that_deliver_less_are_shown_beside_their_line_rate():
 
 
 def test_modes_are_compared_and_the_loss_of_decode_speed_decides():
-    free, costly = (planned(hardware=Hardware(adapter_decode_loss=loss)).modes for loss in (0.0, 0.5))
+    free, costly = (
+        planned("cluster.device=cuda", hardware=Hardware(adapter_decode_loss=loss)).modes for loss in (0.0, 0.5)
+    )
     assert free.merged_s is not None and free.adapter_s is not None
     assert free.break_even_s == float("inf")
     assert costly.break_even_s == pytest.approx((free.merged_s - free.adapter_s) / 0.5)
-    assert planned("trainer.mode=full").modes.adapter_s is None
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["trainer.mode=full"], "weight_sync.mode=adapter contradicts trainer.mode=full, which trains no adapter"),
+        (["model=tiny_deepseek_v3", "cluster.device=cuda"], "weight_sync.mode=adapter: the latent attention of"),
+        (
+            ["model=tiny_qwen3_moe"],
+            "weight_sync.mode=adapter: the CPU engine serves no adapters in a model with experts",
+        ),
+    ],
+)
+def test_a_mode_that_a_run_is_refused_is_not_compared_and_the_report_has_the_same_words(words, why, capsys):
+    modes = planned(*words).modes
+    assert modes.merged_s is not None
+    assert modes.adapter_s is None
+    with pytest.raises(ConfigError) as refused:  # the run itself, by the same options
+        planned(*words, "weight_sync.mode=adapter")
+    assert modes.no_adapter == str(refused.value)
+    assert modes.no_adapter.startswith(why)
+    print_report(planned(*words))
+    assert f"refused: {why}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_adapter_slot_of_kimi_k2_has_the_known_size():

@@ -1,0 +1,58 @@
+"""Misspelt fields of a model's config, found by what its family's reader asks for. Pure data, no torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+from typing import Any
+
+from conf.architecture.families import read_config
+from conf.errors import ConfigError
+
+
+def check_spelling(config: dict[str, Any], given: Collection[str]) -> None:
+    """Refuse a given field that is not read and whose name is almost that of a field that is.
+
+    Fields that only the engine reads may have any name: a config.json has many.
+
+    Args:
+        config: One that read_config() can read.
+        given: Names of the fields that a person wrote.
+
+    Raises:
+        ConfigError: Names the first such field and the field that was probably meant.
+    """
+    asked = AskedConfig(config)
+    read_config(asked)
+    for name in sorted(set(given) - asked.names):
+        for known in sorted(asked.names):
+            if _is_misspelling(name, known):
+                raise ConfigError(
+                    f"model.hf_config.{name} is a field that this model does not have. Did you mean {known}?"
+                )
+
+
+def _is_misspelling(name: str, known: str) -> bool:
+    """Whether both have equally many words, each nearly the same. With a word more, or another word, it is another
+    field: (moe_)intermediate_size."""
+    words, known_words = name.split("_"), known.split("_")
+    if len(words) != len(known_words):
+        return "".join(words) == "".join(known_words)
+    likeness = [difflib.SequenceMatcher(None, *pair).ratio() for pair in zip(words, known_words, strict=True)]
+    return min(likeness) >= 0.6 and sum(likeness) >= len(words) - 0.5
+
+
+class AskedConfig(dict[str, Any]):
+    """A config that notes which fields are looked for."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.names: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.names.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.names.add(key)
+        return super().__getitem__(key)
