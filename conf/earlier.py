@@ -1,4 +1,3 @@
-# pyright: strict
 """Options of earlier releases: what each is called now, or what to do where it is no more.
 
     command line                   an old name is refused, with the new one

@@ -1,4 +1,3 @@
-# pyright: strict
 """What options of verl, TRL and prime-rl are called here, for the message about an unknown option.
 
 The same table with its remarks is docs/coming_from.md; a unit test compares the two.

@@ -1,4 +1,3 @@
-# pyright: strict
 """What JSON, YAML and a user's functions give, as the kinds that code reads: checked, so that no caller casts."""
 
 from __future__ import annotations

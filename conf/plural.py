@@ -1,4 +1,3 @@
-# pyright: strict
 """Numbers with their nouns, for what people read."""
 
 from __future__ import annotations

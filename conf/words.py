@@ -1,4 +1,3 @@
-# pyright: strict
 """One word of the command line, NAME=VALUE in Hydra's grammar.
 
 Owns: how a word is read. Does not own: what its name and its value mean (load.py).

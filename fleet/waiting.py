@@ -1,4 +1,3 @@
-# pyright: strict
 """The one way this package waits: with a deadline, and saying every 30 seconds what for.
 
 Owns: `wait_for`, `together`, `all_started`, `in_abandoned_thread`, `finish_first`, `last_attempt`. Does not own: what

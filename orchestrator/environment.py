@@ -1,4 +1,3 @@
-# pyright: strict
 """Environment variables of every process of a run, in one place, each with its reason.
 
 Owns: what libraries must be told through the environment, as they offer no other way. Does not own: options (conf/),

@@ -1,4 +1,3 @@
-# pyright: strict
 """Facts about this machine, read without torch, Ray or any other library that would touch a GPU.
 
 Owns: readers of /proc, /sys, /dev and of the NVIDIA tools. Each takes the place to read from as a parameter, so that

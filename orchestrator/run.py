@@ -1,4 +1,3 @@
-# pyright: strict
 """One run from start to end: reads its files, starts its processes, lets the loop train, leaves its results.
 
     files --> processes (trainer ranks, rollout workers, rewards) --> Controller or Finetuner --> export, curves

@@ -1,4 +1,3 @@
-# pyright: strict
 """What signals do to a run: the first one winds it down, a second one ends it at once.
 
     Ctrl-C ---------------------> asyncio cancels the run's task ---> state is saved, processes end, exit 130

@@ -1,4 +1,3 @@
-# pyright: strict
 """Where Unix sockets can lie. Linux takes paths of 107 bytes, and Ray and vLLM put theirs below the temporary folder.
 
     TMPDIR, or where that is too long /tmp or /var/tmp <- private_folder.py      the folder of a run

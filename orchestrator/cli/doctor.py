@@ -1,4 +1,3 @@
-# pyright: strict
 """`slipstream doctor`: checks what a run would find on this machine, judges each finding and gives each problem's cure.
 
     gather (machine.py, imports in child processes) --> Finding(area, name, value, status, advice) --> table or JSON

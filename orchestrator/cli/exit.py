@@ -1,4 +1,3 @@
-# pyright: strict
 """How a command ends: exit codes, and what a person reads then.
 
     exit code   0 done      1 Slipstream or a library failed; run.log has the traceback

@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false
 # Ray has types for a part of what it offers.
 """What Ray runs: an actor around one trainer rank, one that starts and watches the process of one rollout worker, and
 one around a node's fork server.

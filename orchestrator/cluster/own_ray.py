@@ -1,4 +1,3 @@
-# pyright: strict
 """The servers of the run's own Ray cluster, in a process beside the controller.
 
     async with starting_ray(config, folder) as own:    the process starts; meanwhile this one may import Ray (1 s)

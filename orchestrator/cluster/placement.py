@@ -1,4 +1,3 @@
-# pyright: strict
 """Where the run's processes live: a Ray cluster, a placement group, a named Ray actor for each rank and each worker.
 
     Cluster -- RayCluster -- placement group -- TrainerActor "trainer-0", ...  each wraps a trainer.rank.TrainerRank

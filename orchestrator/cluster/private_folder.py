@@ -1,4 +1,3 @@
-# pyright: strict
 """The folder of a run, where socket_folder.py says: Ray's files, its token, and what processes put into TMPDIR.
 
     /tmp/slipstream-1a2b3c4d/   0700: Ray makes its own folders 0777, and this one is around them

@@ -1,4 +1,3 @@
-# pyright: strict
 """Ends processes of a run for certain, and removes the shared memory that they had.
 
 Owns: SIGKILL of process trees, and the names in /dev/shm that processes leave there when they are killed. Does not own:

@@ -1,4 +1,3 @@
-# pyright: strict
 """The run's Ray actors as the controller calls them: all trainer ranks as one, and one rollout worker.
 
 Owns: the calls to trainer ranks and their time limits, and how a worker is ended. Does not own: Ray's errors

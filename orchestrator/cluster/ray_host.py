@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # Ray has types for a part of what it offers.
 """The process that holds Ray's servers for one run, in a session of its own. Started by own_ray.py as a program.
 

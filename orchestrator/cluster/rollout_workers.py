@@ -1,4 +1,3 @@
-# pyright: strict
 """Starts the rollout workers of a run, each in its bundle of the placement group, and starts one again that was lost.
 
 Owns: what workers are built from, their names and bundles. Does not own: Ray (ray_cluster.py), a worker's process

@@ -1,4 +1,3 @@
-# pyright: strict
 """Starts the trainer ranks of a run, each in its bundle of the placement group.
 
 Owns: their rendezvous, and the microbatch that they try before the run. Does not own: Ray (ray_cluster.py), what a rank

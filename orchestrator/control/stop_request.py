@@ -1,4 +1,3 @@
-# pyright: strict
 """`slipstream stop`: asks a run that goes on to end, and waits until it has.
 
     slipstream stop --writes--> runs/NAME/control/stop.json --read by--> the controller, which sends itself SIGTERM

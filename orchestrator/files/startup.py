@@ -1,4 +1,3 @@
-# pyright: strict
 """What a start does and for how long: the line that says what it waits for, and startup.jsonl.
 
     run.py, cluster/ --enter(who, what)--> Startup --every second--> progress line   "starting, 34 s: engines 1 of 2 up"

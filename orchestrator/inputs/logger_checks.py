@@ -1,4 +1,3 @@
-# pyright: strict
 """Checks of run.loggers before anything starts: the packages are there, and W&B has a key.
 
 Owns: what a user can repair here. Does not own: values of single options (conf/schema/loggers.py), services that are

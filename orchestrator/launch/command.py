@@ -1,4 +1,3 @@
-# pyright: strict
 """`slipstream launch`: a run's options, and where it is to run --> a file for SLURM, KubeRay or SkyPilot.
 
 Owns: the order of checks, and the words on how to use the file. Does not own: the files (slurm.py, kuberay.py,

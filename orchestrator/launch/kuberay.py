@@ -1,4 +1,3 @@
-# pyright: strict
 """A run as a RayJob of KubeRay (https://docs.ray.io/en/latest/cluster/kubernetes).
 
     kubectl apply --> ConfigMap: run.sh     RayJob: a head and N - 1 workers, alike --> bash /launch/run.sh on the head

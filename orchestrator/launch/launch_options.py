@@ -1,4 +1,3 @@
-# pyright: strict
 """Flags of `slipstream launch`, checked.
 
 Owns: what a recipe is told beside the run's options, and the rules about it. Does not own: how many machines the run

@@ -1,4 +1,3 @@
-# pyright: strict
 """What all recipes have in common: the commands that start the run, or go on with it.
 
     a Ray cluster over the machines (only where there are several)

@@ -1,4 +1,3 @@
-# pyright: strict
 """How many machines a run needs. Pure.
 
 Owns: the arithmetic. Does not own: which process gets which machine at the start, which Ray decides

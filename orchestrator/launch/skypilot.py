@@ -1,4 +1,3 @@
-# pyright: strict
 """A run as a task of SkyPilot (https://docs.skypilot.co).
 
     sky jobs launch --> on every machine: `run` --> the first: ray start --head, slipstream train | resume

@@ -1,4 +1,3 @@
-# pyright: strict
 """A run as a SLURM batch script.
 
     sbatch --> first machine: this script --> ray start --head, slipstream train | resume

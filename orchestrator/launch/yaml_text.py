@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false
 """YAML for people: scripts as blocks of lines, and every object in full where it stands."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# pyright: strict
 """A logger that talks to a service, in a thread of its own, so that a slow or absent service costs the run nothing.
 
 Owns: the queue of rows, what a failure means, and how long the run's end waits. Does not own: how rows are sent

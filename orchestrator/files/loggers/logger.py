@@ -1,4 +1,3 @@
-# pyright: strict
 """What every logger does, and which one of them a run's options ask for.
 
     Telemetry --the finite numbers of a row--> TensorBoardEvents   files of the run folder: written at once

@@ -1,4 +1,3 @@
-# pyright: strict
 """What W&B and MLflow are told of a start of a run, beside its rows."""
 
 from __future__ import annotations
