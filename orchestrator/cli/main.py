@@ -51,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except ConfigError as error:
         return say(error)
+    except SlipstreamError as error:  # its message names the engine or rank, and where to read on
+        tell(f"error: {error}")
+        return EXIT_FAILED
     except KeyboardInterrupt:
         tell("\nstopped.")
         return 128 + received[0] if received else EXIT_INTERRUPTED
@@ -90,7 +93,8 @@ def _carry_out(name: str, command: Command, words: list[str]) -> int:
         return EXIT_OK
     if command.needs_run and (flags.run is None or _is_option(str(flags.run))):
         raise ConfigError(f"slipstream {name} needs a run folder, e.g. slipstream {name} runs/latest")
-    return command.run(flags, others)
+    with _names_missing_packages():
+        return command.run(flags, others)
 
 
 def _is_option(word: str) -> bool:
@@ -107,8 +111,7 @@ def _train(flags: argparse.Namespace, overrides: list[str]) -> int:
             print(f"{cli_flags.train().format_help()}\n{cli_help.options(flags.config_dir)}")
         return EXIT_OK
 
-    with _names_missing_packages():
-        from conf.load import load_run_config
+    from conf.load import load_run_config
 
     return _start(load_run_config(overrides, flags.config_dir), overrides, flags)
 
@@ -117,10 +120,9 @@ def _resume(flags: argparse.Namespace, overrides: list[str]) -> int:
     for word in overrides:
         if (name := word.partition("=")[0].lstrip("+")) in ("run.resume", "run.dir", "run.name"):
             raise ConfigError(f"{name} has no effect with slipstream resume, which goes on in {flags.run}; remove it")
-    with _names_missing_packages():
-        from conf.load import load_resolved_yaml
-        from orchestrator.cli.working_folder import stand_where_it_began
-        from orchestrator.files.run_folder import RunFolder, no_run_folder
+    from conf.load import load_resolved_yaml
+    from orchestrator.cli.working_folder import stand_where_it_began
+    from orchestrator.files.run_folder import RunFolder, no_run_folder
 
     folder = RunFolder(flags.run.resolve())
     try:
@@ -138,8 +140,7 @@ def _resume(flags: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _eval(flags: argparse.Namespace, overrides: list[str]) -> int:
-    with _names_missing_packages():
-        from orchestrator.cli import evaluate
+    from orchestrator.cli import evaluate
 
     run = None
     if overrides and not _is_option(overrides[0]):
@@ -154,10 +155,9 @@ def _eval(flags: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _merge(flags: argparse.Namespace, _: list[str]) -> int:
-    with _names_missing_packages():
-        from orchestrator.cli.merge import merge
+    from orchestrator.cli.merge import merge
 
-        print(f"model: {merge(flags.run, flags.checkpoint, flags.output)}")
+    print(f"model: {merge(flags.run, flags.checkpoint, flags.output)}")
     return EXIT_OK
 
 
@@ -221,10 +221,9 @@ def _telling(name: str) -> Generator[None]:
 
 
 def _launch(flags: argparse.Namespace, overrides: list[str]) -> int:
-    with _names_missing_packages():
-        from conf.load import load_run_config
-        from orchestrator.launch.command import launch
-        from orchestrator.launch.launch_options import LaunchOptions, Target
+    from conf.load import load_run_config
+    from orchestrator.launch.command import launch
+    from orchestrator.launch.launch_options import LaunchOptions, Target
 
     given: dict[str, Any] = dict(vars(flags))
     output, config_dir, target, _ = (given.pop(name) for name in ("output", "config_dir", "target", "help"))
@@ -245,13 +244,12 @@ def _launch(flags: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _plan(flags: argparse.Namespace, overrides: list[str]) -> int:
-    with _names_missing_packages():
-        from conf.load import check_model_reads_overrides, load_run_config
-        from orchestrator.inputs.model_folder import resolve_hf_config
-        from orchestrator.offline import estimate as plan_command
-        from orchestrator.offline import estimate_report as plan_report
-        from orchestrator.offline import hardware as hardware_of
-        from weight_sync.gc_freeze import allow_collections, hold_collections
+    from conf.load import check_model_reads_overrides, load_run_config
+    from orchestrator.inputs.model_folder import resolve_hf_config
+    from orchestrator.offline import estimate as plan_command
+    from orchestrator.offline import estimate_report as plan_report
+    from orchestrator.offline import hardware as hardware_of
+    from weight_sync.gc_freeze import allow_collections, hold_collections
 
     config = load_run_config(overrides, flags.config_dir, reads_rows=False)
     check_model_reads_overrides(config, overrides, resolve_hf_config(config.model))
@@ -289,9 +287,8 @@ def _push(flags: argparse.Namespace, serve_words: list[str]) -> int:
         raise ConfigError(
             "push needs a CHECKPOINT: a Hugging Face folder with safetensors. See: slipstream push --help"
         )
-    with _names_missing_packages():
-        from orchestrator.push.command import run_push
-        from orchestrator.push.push_options import PushOptions
+    from orchestrator.push.command import run_push
+    from orchestrator.push.push_options import PushOptions
 
     given: dict[str, Any] = dict(vars(flags))
     is_once, as_json, _ = (given.pop(name) for name in ("once", "json", "help"))
@@ -304,18 +301,12 @@ def _push(flags: argparse.Namespace, serve_words: list[str]) -> int:
         except KeyboardInterrupt:
             tell("\nstopped; engines that were started here have ended.")
             return 128 + received[0] if received else EXIT_INTERRUPTED
-        except ConfigError:
-            raise
-        except SlipstreamError as error:  # its message names the engine or rank, and where to read on
-            print(f"error: {error}", file=sys.stderr)
-            return EXIT_FAILED
     return EXIT_OK
 
 
 def _parity(flags: argparse.Namespace, overrides: list[str]) -> int:
-    with _names_missing_packages():
-        from orchestrator.parity import report as parity_report
-        from orchestrator.parity.command import ParityOptions, run_parity
+    from orchestrator.parity import report as parity_report
+    from orchestrator.parity.command import ParityOptions, run_parity
 
     given: dict[str, Any] = dict(vars(flags))
     as_json, _ = (given.pop(name) for name in ("json", "help"))
@@ -329,15 +320,9 @@ def _parity(flags: argparse.Namespace, overrides: list[str]) -> int:
     def say(phase: str) -> None:
         print(f"{time.monotonic() - began_s:5.1f} s  {phase}", file=terminal, flush=True)
 
-    try:
-        with terminal, _names_missing_packages():
-            report = run_parity(options, overrides, say)
-            figures, picture = parity_report.write_files(report, options.output)
-    except ConfigError:
-        raise
-    except SlipstreamError as error:  # the engine's, whose message has the reason
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
+    with terminal:
+        report = run_parity(options, overrides, say)
+        figures, picture = parity_report.write_files(report, options.output)
     if as_json:
         print(json.dumps(report.as_plain(), indent=2))
     else:
@@ -349,8 +334,7 @@ def _parity(flags: argparse.Namespace, overrides: list[str]) -> int:
 def _record(flags: argparse.Namespace, _: list[str]) -> int:
     if flags.model is None:
         raise ConfigError("record needs a MODEL: a folder with config.json. See: slipstream record --help")
-    with _names_missing_packages():
-        from orchestrator.offline import record as record_command
+    from orchestrator.offline import record as record_command
 
     report = record_command.record(
         flags.model,
@@ -377,14 +361,12 @@ def _status(flags: argparse.Namespace, _: list[str]) -> int:
     status = status_command.status_of(flags.run)
     print(json.dumps(status.as_plain(), indent=2) if flags.json else status.as_text())
     if flags.curves:
-        with _names_missing_packages():
-            print(f"curves: {status_command.draw(Path(status.run))}", file=sys.stderr)
+        print(f"curves: {status_command.draw(Path(status.run))}", file=sys.stderr)
     return EXIT_OK
 
 
 def _view(flags: argparse.Namespace, _: list[str]) -> int:
-    with _names_missing_packages():
-        from orchestrator.view.command import ViewOptions, run_view
+    from orchestrator.view.command import ViewOptions, run_view
 
     options = ViewOptions(runs=flags.runs or [Path("runs/latest")], port=flags.port, export=flags.export)
     run_view(options, lambda line: print(line, flush=True))
