@@ -126,6 +126,8 @@ def other_names(columns: Mapping[str, Any], *, with_answers: bool) -> str:
         with_answers: Whether the row must hold an answer to learn as well (SFT).
     """
     if "conversations" in columns:
+        if not with_answers:
+            return "; these look like ShareGPT's rows, whose answers algorithm=sft learns; a prompt ends before its answer"
         return (
             "; these look like ShareGPT's rows: docs/data.md has the lines that write 'messages', or, if they "
             "hold 'role' and 'content' already, set data.messages_key=conversations"
