@@ -50,6 +50,8 @@ PRELOAD = "rollout.worker"
 """What the server of workers imports beside vLLM."""
 END_TIMEOUT_S = 1.0
 """Longest wait for the exit code of a process that has closed its end of the pipe."""
+NO_EXIT_CODE = 255
+"""What multiprocessing takes for the exit code of a process whose fork server is gone, which alone would know it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +138,8 @@ async def _readable(connection: Connection) -> None:
 
 
 def _death(process: BaseProcess, report: Path | None) -> EngineDied:
-    how = (death_in(report) if report is not None else "") or how_it_ended(process.exitcode)
+    exit_code = None if process.exitcode == NO_EXIT_CODE else process.exitcode
+    how = (death_in(report) if report is not None else "") or how_it_ended(exit_code)
     return EngineDied(f"process {process.pid} of the rollout worker {how}")
 
 

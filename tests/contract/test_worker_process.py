@@ -209,15 +209,21 @@ def test_a_worker_is_spawned_where_the_server_is_gone_or_none_was_begun(folder: 
         assert psutil.Process(worker).ppid() == caller.pid
 
 
-def test_a_server_that_was_killed_is_begun_again(folder: str, node: subprocess.Popen[str]) -> None:
+def test_a_server_that_was_killed_is_begun_again_and_its_worker_goes_on(
+    folder: str, node: subprocess.Popen[str]
+) -> None:
     killed, server = ask(node)
-    psutil.Process(server).kill()
-    wait_for_end([server])
-    address, server = ask(node)
-    assert address != killed
-    with program(CALLER, folder, address, "stay") as caller:
+    with program(CALLER, folder, killed, "stay") as caller:
         (worker,) = told(caller)["pids"]
-        assert psutil.Process(worker).ppid() == server
+        psutil.Process(server).kill()
+        wait_for_end([server])
+        address, server = ask(node)
+        assert address != killed
+        with program(CALLER, folder, address, "stay") as other:
+            (forked,) = told(other)["pids"]
+            assert psutil.Process(forked).ppid() == server
+        psutil.Process(worker).kill()
+        assert told(caller)["ended"] == ["EngineDied", f"process {worker} of the rollout worker has ended"]
 
 
 def test_a_server_begun_beforehand_is_found_by_workers_whose_imports_read_the_same() -> None:
