@@ -18,17 +18,20 @@ from collections.abc import Sequence
 
 OWNER_VARIABLE = "SLIPSTREAM_OWNER_PID"
 """Environment variable that tells an engine's processes the pid of their owner; not an option."""
+_watches: set[tuple[int, int]] = set()
+"""(process, owner) of which the first ends with the second; a forked process has its parent's, too."""
 
 
 def end_with(owner_pid: int, also_kill: Sequence[int] = ()) -> None:
     """End this process by SIGKILL as soon as process `owner_pid` is gone.
 
     Args:
-        owner_pid: The owner. If it is this process itself, nothing is watched.
+        owner_pid: The owner. If it is this process itself, or was given before, nothing more is watched.
         also_kill: Processes to kill first: an intermediate parent that does not watch the owner itself.
     """
-    if owner_pid == os.getpid():
+    if owner_pid == os.getpid() or (os.getpid(), owner_pid) in _watches:
         return
+    _watches.add((os.getpid(), owner_pid))
     with contextlib.ExitStack() as opened:
         watched = [fd for pid in (*also_kill, os.getpid()) if (fd := _open(pid, opened)) is not None]
         owner = _open(owner_pid, opened)

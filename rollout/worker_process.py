@@ -23,6 +23,7 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -172,12 +173,21 @@ def _work(
 
     setproctitle(f"slipstream::{name}")
     end_with(owner_pid)
-    os.register_at_fork(after_in_child=connection.close)  # lest the engine's process keep it open beyond this one's end
+    os.register_at_fork(after_in_child=partial(_be_forked, os.getpid(), connection))
     log_to_stderr(name)
     if report is not None:
         report_crashes(report)
     asyncio.run(_serve(connection, options, seed, host))
     os._exit(0)  # the owner is gone; vLLM's clean-up at a normal exit has nobody to talk to
+
+
+def _be_forked(worker_pid: int, connection: Connection) -> None:
+    """In what the worker's process forks, its engine's: end with the worker from now on. Until vLLM imports what else
+    sees to that (in_vllm/engine_process.py), the engine's process waits minutes for a worker that is gone, and holds
+    its sockets.
+    """
+    connection.close()
+    end_with(worker_pid)
 
 
 def log_to_stderr(name: str) -> None:

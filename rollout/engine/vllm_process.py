@@ -6,8 +6,8 @@ Owns: vLLM's client (AsyncLLM) and its life, deadlines of calls, and how a death
 functions, so that importing this module is cheap.
 
 Processes: this one, which imports vLLM; forked from it the EngineCore with the model in it (tp_size=1), or with tp_size
-ranks that it forks. vLLM's processes would outlive a parent that is killed. in_vllm/engine_process.py makes them end
-with it (`die_with_owner.py`).
+ranks that it forks. vLLM's processes would outlive a parent that is killed. in_vllm/engine_process.py, and before it
+whoever forks them (worker_process.py), makes them end with it (`die_with_owner.py`).
 """
 
 from __future__ import annotations

@@ -178,6 +178,25 @@ def test_worker_and_engine_are_forked_and_end_with_the_caller(
         wait_for_end([worker, engine])
 
 
+def test_an_engine_ends_with_its_worker_while_it_starts(folder: str, node: subprocess.Popen[str]) -> None:
+    """vLLM's process would wait five minutes for the worker that forked it."""
+    address, server = ask(node)
+    with program(CALLER, folder, address, "engine") as caller:
+        while not (forked := [child for child in psutil.Process(server).children(recursive=True) if is_engine(child)]):
+            assert caller.poll() is None
+        (engine,) = forked
+        engine.parent().kill()
+        wait_for_end([engine.pid])
+        assert caller.wait(TIMEOUT_S) == 1
+
+
+def is_engine(process: psutil.Process) -> bool:
+    """Whether it was forked from a worker, and is no program of its own as what watches others is."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.parent().cmdline()[:1] == ["slipstream::rollout-7"] and "-I" not in process.cmdline()
+    return False
+
+
 def test_a_caller_that_returns_does_not_wait_for_its_worker(folder: str, node: subprocess.Popen[str]) -> None:
     address, server = ask(node)
     with program(CALLER, folder, address, "leave") as caller:
