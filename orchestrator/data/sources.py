@@ -127,7 +127,9 @@ def other_names(columns: Mapping[str, Any], *, with_answers: bool) -> str:
     """
     if "conversations" in columns:
         if not with_answers:
-            return "; these look like ShareGPT's rows, whose answers algorithm=sft learns; a prompt ends before its answer"
+            return (
+                "; these look like ShareGPT's rows, whose answers algorithm=sft learns; a prompt ends before its answer"
+            )
         return (
             "; these look like ShareGPT's rows: docs/data.md has the lines that write 'messages', or, if they "
             "hold 'role' and 'content' already, set data.messages_key=conversations"

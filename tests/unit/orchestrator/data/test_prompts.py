@@ -152,7 +152,7 @@ def test_parquet_reads_as_jsonl_does(tmp_path, encoder):
         ('{"text": "a"}', r"a\.jsonl:2: no column 'prompt' \(data\.prompt_key\); the columns are text$"),
         ('{"question": "a"}', r"the columns are question; did you mean data\.prompt_key=question\?"),
         ('{"instruction": "Add.", "input": "1, 2", "output": "3"}', r"the columns are input, instruction, output$"),
-        ('{"conversations": []}', r"columns are conversations; these look like ShareGPT's rows, .* algorithm=sft learns"),
+        ('{"conversations": []}', r"columns are conversations; these look like ShareGPT's .* algorithm=sft learns"),
         ('{"prompt": 3}', r"a\.jsonl:2: column 'prompt' must be text or a non-empty list of messages.*got int"),
         ('{"prompt": []}', r"a\.jsonl:2: column 'prompt' must be text or a non-empty list"),
         ('{"prompt": [{"role": "user"}]}', r"a\.jsonl:2: column 'prompt': content of message 1 \(user\) must be text"),
