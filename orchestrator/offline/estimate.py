@@ -115,6 +115,10 @@ class DeltaChoice:
     num_bytes: int
     """Bytes that the trainer sends: what changed, and whole what finds no room in the fullest engine rank's zone."""
     total_s: float
+    kept_bytes: int
+    """On the fullest trainer rank, beside the rest: the adapters as published last."""
+    zone_bytes: int
+    """On every engine rank, beside the rest: weight_sync.delta_bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +192,7 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
         if config.weight_sync.relay is Relay.node:
             relay = _relayed(config, sources, engine, placement, hardware, staging)
         summary = plan.summary()
-        delta = _delta(config, plan, summary, placement, hardware, staging)
+        delta = _delta(config, planned, plan, summary, placement, hardware, staging)
         modes = compare_modes(
             config,
             hf_config,
@@ -302,6 +306,7 @@ def _predicted(
 
 def _delta(
     config: RunConfig,
+    planned: PlannedTrainer,
     plan: TransferPlan,
     summary: PlanSummary,
     placement: Placement,
@@ -318,7 +323,8 @@ def _delta(
     fits = min(1.0, zone / (stream * max(summary.received_bytes.values())))
     share = fits * stream + 1 - fits
     found = predict(plan, placement, hardware.rates, staging, faults=hardware.faults, sent_share=share)
-    return DeltaChoice(hardware.changed, round(share * summary.num_bytes), found.total_s)
+    num_bytes = round(share * summary.num_bytes)
+    return DeltaChoice(hardware.changed, num_bytes, found.total_s, planned.kept_bytes(), zone)
 
 
 def _relayed(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import ConfigError
+from conf.schema import SyncMode
 
 if TYPE_CHECKING:
     from orchestrator.offline.estimate import PlanReport, RelayChoice
@@ -188,18 +189,19 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
     link = (
         f"NIC {rates.nic_bytes_s / 1e9:g}, NVLink {rates.nvlink_bytes_s / 1e9:g}, HBM {rates.hbm_bytes_s / 1e9:g} GB/s"
     )
+    is_adapter = report.config.weight_sync.mode is SyncMode.adapter
     side = "receivers" if prediction.receiver_floor_s >= prediction.sender_floor_s else "senders"
     share = prediction.floor_s / prediction.total_s
     yield (
         f"Predicted publish ({link})",
         [
-            ("begin", _s(prediction.begin_s), "pause the engines"),
+            ("begin", _s(prediction.begin_s), "" if is_adapter else "pause the engines"),
             ("prepare", _s(prediction.prepare_s), "busiest rank: pack, merge, hash; overlaps with write"),
             ("write", _s(prediction.write_s), "busiest rank"),
             ("last byte", _s(prediction.write_end_s), "after the start"),
             ("barrier", _s(prediction.barrier_s), ""),
             ("verify", _s(prediction.verify_s), "hash what arrived"),
-            ("commit", _s(prediction.commit_s), "resume the engines"),
+            ("commit", _s(prediction.commit_s), "requests that follow use it" if is_adapter else "resume the engines"),
             ("total", _s(prediction.total_s), f"the wire alone: {_s(prediction.floor_s)} ({side}; {share:.0%} of it)"),
             *(
                 (f"at {rate / 1e9:g} GB/s", _s(seconds), "total, if a NIC delivers no more than that")
@@ -216,6 +218,8 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
                 ("changed", f"{delta.changed:.2%}", "of all elements, assumed: sync/changed_fraction of a run says it"),
                 ("bytes", _gb(delta.num_bytes), f"instead of {_gb(summary.num_bytes)}"),
                 ("total", _s(delta.total_s), "to engines that hold the version before"),
+                ("trainer GPU", _gb(delta.kept_bytes), "more memory: the adapters as published last"),
+                ("rollout GPU", _gb(delta.zone_bytes), "more memory: what changed, before it is put in"),
             ],
         )
     yield "Which mode", _mode_rows(report.modes)

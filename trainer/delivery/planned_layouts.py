@@ -129,14 +129,22 @@ class PlannedTrainer:
         Gathered A factors (several ranks), the merge's scratch (CPU), block scales and the scratch of the cast (FP8).
         """
         adapted = [one for one in local_shards(self._decoder) if one.delta is not None]
-        modules = [module for module in self._decoder.modules() if isinstance(module, Linear) and module.lora]
-        gathered = sum(module.lora_A.nbytes for module in modules) if self._trainer.num_ranks > 1 else 0
         scratch = max(
             (merge_scratch_bytes(one.region.shape[1], one.delta.rank) for one in adapted if one.delta is not None),
             default=0,
         )
         scales = 0 if quantization is None else self._scale_bytes(device, quantization)
-        return gathered + (scratch if device is Device.cpu else 0) + scales
+        return self._gathered_bytes() + (scratch if device is Device.cpu else 0) + scales
+
+    def kept_bytes(self) -> int:
+        """Of the fullest rank, what TrainerWeightSource keeps of the last publish so that changes alone can be sent."""
+        gathered = self._gathered_bytes()  # whole, in place of the rank's own part
+        return self.memory().adapters + gathered - gathered // self._trainer.num_ranks
+
+    def _gathered_bytes(self) -> int:
+        """A factors that several ranks hold parts of, whole."""
+        modules = [module for module in self._decoder.modules() if isinstance(module, Linear) and module.lora]
+        return sum(module.lora_A.nbytes for module in modules) if self._trainer.num_ranks > 1 else 0
 
     def memory(self) -> TrainerMemory:
         """The fullest rank's share. See TrainerMemory.FORMULA."""

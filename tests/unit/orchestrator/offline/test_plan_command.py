@@ -111,6 +111,8 @@ def test_a_publish_of_changes_is_planned_beside_the_whole_one() -> None:
     assert report.delta is not None
     assert report.delta.num_bytes == pytest.approx(share * report.summary.num_bytes, abs=1)
     rest_s = report.prediction.total_s - report.prediction.floor_s
+    assert report.delta.zone_bytes == 100_000_000
+    assert report.delta.kept_bytes > report.trainer.adapters > 0, "two ranks gather A, too"
     assert report.delta.total_s - rest_s == pytest.approx(share * report.prediction.floor_s, rel=0.02)
     # A zone for half of what changed: the other half goes whole.
     half = round(share * max(report.summary.received_bytes.values()) / 2)
@@ -118,6 +120,12 @@ def test_a_publish_of_changes_is_planned_beside_the_whole_one() -> None:
     assert less.delta is not None
     assert less.delta.num_bytes == pytest.approx((share + 1) / 2 * report.summary.num_bytes, rel=1e-3)
     assert planned().delta is None
+
+
+def test_engines_that_get_adapters_are_not_said_to_pause(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, is_paused in ((QUICK, True), (["experiment=quickstart_adapter"], False)):
+        assert main(["plan", *words]) == 0
+        assert ("pause the engines" in capsys.readouterr().out) == is_paused
 
 
 def test_a_slow_rank_is_named_and_costs_time():
