@@ -113,7 +113,8 @@ class DeltaChoice:
     changed: float
     """Share of the elements that changed: assumed."""
     num_bytes: int
-    """Bytes that the trainer sends: what changed, and whole what finds no room in the fullest engine rank's zone."""
+    """Bytes that the trainer sends: what changed, and whole what finds no room in the fullest engine rank's zone, or
+    changed too much to be sent by element."""
     total_s: float
     kept_bytes: int
     """On the fullest trainer rank, beside the rest: the adapters as published last."""
@@ -314,13 +315,14 @@ def _delta(
     staging: Staging,
 ) -> DeltaChoice | None:
     """Only what changed, as far as an engine rank's zone has room for it; the rest whole."""
-    from weight_sync.changes import RECORD_BYTES, TILE, TILE_BYTES  # with torch, which --help does not need
+    from weight_sync import changes  # with torch, which --help does not need
 
     zone = config.weight_sync.delta_bytes
     if not zone:
         return None
-    stream = min(1.0, (RECORD_BYTES * hardware.changed + TILE_BYTES / TILE) / DTYPE_BYTES["bfloat16"])
-    fits = min(1.0, zone / (stream * max(summary.received_bytes.values())))
+    stream = (changes.RECORD_BYTES * hardware.changed + changes.TILE_BYTES / changes.TILE) / changes.ELEMENT_BYTES
+    room = min(1.0, zone / (stream * max(summary.received_bytes.values())))
+    fits = room if stream <= 1 / changes.STREAM_SHARE else 0.0
     share = fits * stream + 1 - fits
     found = predict(plan, placement, hardware.rates, staging, faults=hardware.faults, sent_share=share)
     num_bytes = round(share * summary.num_bytes)

@@ -160,6 +160,7 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
         ],
     )
     memory, peak = report.trainer, prediction.peak_bytes
+    slots = "two slots, changes as large as a third," if report.staging.has_changes else "two slots"
     yield (
         "Memory of a trainer GPU, estimated (without activations and gathered layers)",
         [
@@ -167,7 +168,7 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
             ("adapters", _gb(memory.adapters), ""),
             ("gradients", _gb(memory.gradients), ""),
             ("optimizer", _gb(memory.optimizer), ""),
-            ("a publish", _gb(peak), f"two slots and {_gb(report.staging.reserved_bytes)} more, of a watermark of "
+            ("a publish", _gb(peak), f"{slots} and {_gb(report.staging.reserved_bytes)} more, of a watermark of "
              f"{_gb(report.staging.watermark_bytes)}"),
             ("together", _gb(memory.total + peak), memory.FORMULA),
         ],

@@ -215,7 +215,7 @@ def _sender(
         gpu,
         sum(size for size, _ in flows.values()),
         len(loads),
-        NUM_SLOTS * slot_bytes + staging.reserved_bytes,
+        (NUM_SLOTS + staging.has_changes) * slot_bytes + staging.reserved_bytes,
         rates.source_begin_s,
         sum(packing),
         start_s,

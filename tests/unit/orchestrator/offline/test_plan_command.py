@@ -120,6 +120,9 @@ def test_a_publish_of_changes_is_planned_beside_the_whole_one() -> None:
     assert less.delta is not None
     assert less.delta.num_bytes == pytest.approx((share + 1) / 2 * report.summary.num_bytes, rel=1e-3)
     assert planned().delta is None
+    much = planned(*words, hardware=Hardware(rates=slow, changed=0.13)).delta  # more than a quarter of the bytes
+    assert much is not None
+    assert much.num_bytes == report.summary.num_bytes
 
 
 def test_engines_that_get_adapters_are_not_said_to_pause(capsys: pytest.CaptureFixture[str]) -> None:

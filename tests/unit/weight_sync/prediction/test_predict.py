@@ -176,6 +176,11 @@ def test_the_pipeline_holds_what_is_reserved_beside_its_slots(watermark_bytes, v
     assert real.max_task_bytes == Staging(watermark_bytes=watermark_bytes, reserved_bytes=held).max_task_bytes
 
 
+def test_marks_and_streams_of_changes_are_as_large_as_a_third_slot():
+    plain, changes = (Staging(watermark_bytes=1 << 16, has_changes=has_changes) for has_changes in (False, True))
+    assert run(even_plan(), staging=changes).peak_bytes * 2 == run(even_plan(), staging=plain).peak_bytes * 3 > 0
+
+
 # --- figures that can be worked out by hand ---
 
 BARE = dataclasses.replace(SLOW, hbm_bytes_s=1e12, write_latency_s=0, op_s=0, load_launch_s=0, barrier_s=0, entry_s=0)
