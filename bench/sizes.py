@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("conf", "weight_sync", "trainer", "rollout", "fleet", "orchestrator")
-CODE = (".py", ".js", ".css", ".html")
+CODE = (".py", ".js", ".css", ".html", ".jinja")
 
 WAYS = {
     "Ray's calls, for what it places": "orchestrator/cluster/ray_handles.py",

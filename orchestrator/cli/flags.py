@@ -127,8 +127,7 @@ def stop() -> Parser:
 
 def launch() -> Parser:
     """Flags of `slipstream launch`; their destinations are the fields of LaunchOptions."""
-    from orchestrator.launch.launch_options import DEFAULT_IMAGE, LaunchOptions
-    from orchestrator.launch.skypilot import DEFAULT_GPU
+    from orchestrator.launch.launch_options import DEFAULT_GPU, DEFAULT_IMAGE, LaunchOptions
 
     parser = Parser(texts.LAUNCH)
     parser.set_defaults(**_defaults(LaunchOptions))

@@ -29,8 +29,21 @@ _HEAD_CHARACTERS_PER_TOKEN = 16
 """A text with more characters per allowed token is tokenized only after its beginning alone was not too long."""
 
 
-class Renderer(Protocol):
-    """What turns a chat into text."""
+class Encoder(Protocol):
+    """What turns text into token ids; `orchestrator.inputs.text_encoder.TextEncoder` in a run, ten lines in tests."""
+
+    @property
+    def ends(self) -> Mapping[int, str]:
+        """Tokens at which a response ends, with their texts; the first is what ends an answer that is plain text."""
+        ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of plain text."""
+        ...
+
+    def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """(token ids, the characters of `text` that each token has): rollout.text.plain_text.encode_text."""
+        ...
 
     def render(self, chat: Chat, *, is_open: bool) -> str:
         """A chat as the model sees it; `is_open`: ending where its answer begins."""
@@ -38,14 +51,6 @@ class Renderer(Protocol):
 
     def check_turns(self, chat: Chat, *, is_open: bool) -> None:
         """Raise DataError if the model would see the turns in another way than the chat has them."""
-        ...
-
-
-class Encoder(Renderer, Protocol):
-    """What turns text into token ids; `orchestrator.inputs.text_encoder.TextEncoder` in a run, ten lines in tests."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of plain text."""
         ...
 
 
@@ -203,7 +208,7 @@ def chat_of(
         raise DataError(f"{where}: column {e}") from e
 
 
-def rendered(encoder: Renderer, chat: Chat, where: str, *, is_open: bool) -> str:
+def rendered(encoder: Encoder, chat: Chat, where: str, *, is_open: bool) -> str:
     """The text of a row's chat.
 
     Raises:
@@ -213,7 +218,7 @@ def rendered(encoder: Renderer, chat: Chat, where: str, *, is_open: bool) -> str
         return encoder.render(chat, is_open=is_open)
 
 
-def check_turns(encoder: Renderer, chat: Chat, where: str, *, is_open: bool) -> None:
+def check_turns(encoder: Encoder, chat: Chat, where: str, *, is_open: bool) -> None:
     """Refuse a row whose turns the chat template refuses, or writes in another way than the row has them.
 
     Raises:

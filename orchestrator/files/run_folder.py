@@ -17,7 +17,7 @@
       wandb/             the same numbers, where run.loggers names wandb; with run.wandb.mode=offline for `wandb sync`
       model/             config.json and tokenizer, as engines read them
       traces/            timelines of publishes, where weight_sync.trace_every_steps asks for them
-      checkpoints/step-000050/
+      checkpoints/step-000050/, and a link to the best one (run.keep_best)
       adapter/           the trained adapter, in PEFT format (merged/ when trainer.mode=full)
       rewards.log        whatever rewards print
       reward_source.py   the file that defines the reward, where that is a function
@@ -25,7 +25,8 @@
                          rollout.agent; a run that is resumed with another file keeps the one before: reward_source.1.py
       ray/               logs of workers
       crash/             frames of all threads of a process that died of a signal
-      control/           requests to the run while it goes on (slipstream recover, slipstream stop)
+      control/           requests to the run while it goes on (slipstream recover, slipstream stop), what its start
+                         waits for, and where its page of Ray is
 
 Owns: names and creation of these. Does not own: their content (telemetry, checkpoint, prepare write it).
 """
@@ -72,6 +73,16 @@ _PACKAGES = (
 )
 
 
+class _Inside:
+    """A path inside of a run folder; the module's docstring says what is there."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, _: type[RunFolder]) -> Path:
+        return folder.root / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """Paths inside one run folder. Example: RunFolder(Path("runs/run-20260131-120000")).metrics."""
@@ -88,115 +99,28 @@ class RunFolder:
         """The command that goes on with this run, for a shell."""
         return f"slipstream resume {shlex.quote(str(self.root))}"
 
-    @property
-    def config(self) -> Path:
-        """Resolved options."""
-        return self.root / "config.yaml"
-
-    @property
-    def environment(self) -> Path:
-        """Versions and machine."""
-        return self.root / "environment.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One row per step."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        """One row per evaluation."""
-        return self.root / "evaluations.jsonl"
-
-    @property
-    def fleet(self) -> Path:
-        """Events of rollout workers."""
-        return self.root / "fleet.jsonl"
-
-    @property
-    def startup(self) -> Path:
-        """One row per start of the run, or of a worker."""
-        return self.root / "startup.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        """Rollouts to read."""
-        return self.root / "samples.jsonl"
-
-    @property
-    def samples_index(self) -> Path:
-        """Where the rows of `samples` are."""
-        return self.root / "samples.index"
-
-    @property
-    def timeline(self) -> Path:
-        """Who did what in each step."""
-        return self.root / "timeline.jsonl"
-
-    @property
-    def log(self) -> Path:
-        """The controller's log."""
-        return self.root / "run.log"
-
-    @property
-    def curves(self) -> Path:
-        """Picture of the main metrics."""
-        return self.root / "curves.png"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard events."""
-        return self.root / "tensorboard"
-
-    @property
-    def model(self) -> Path:
-        """What engines load: config.json and tokenizer, no weights."""
-        return self.root / "model"
-
-    @property
-    def starting(self) -> Path:
-        """What the start under way waits for."""
-        return self.root / "control" / "starting.json"
-
-    @property
-    def dashboard(self) -> Path:
-        """Where the run's page of Ray is, while it goes on."""
-        return self.root / "control" / "dashboard.json"
-
-    @property
-    def traces(self) -> Path:
-        """Timelines of publishes."""
-        return self.root / "traces"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Run states."""
-        return self.root / "checkpoints"
-
-    @property
-    def best(self) -> Path:
-        """Link to the best checkpoint (run.keep_best)."""
-        return self.checkpoints / "best"
-
-    @property
-    def adapter(self) -> Path:
-        """The trained adapter (trainer.mode=lora)."""
-        return self.root / "adapter"
-
-    @property
-    def merged(self) -> Path:
-        """The trained model as a Hugging Face checkpoint (trainer.mode=full)."""
-        return self.root / "merged"
-
-    @property
-    def ray_logs(self) -> Path:
-        """Logs of trainer ranks and rollout workers."""
-        return self.root / "ray"
-
-    @property
-    def crashes(self) -> Path:
-        """What processes left that died of a signal (rollout/crash_reports.py)."""
-        return self.root / "crash"
+    config = _Inside("config.yaml")
+    environment = _Inside("environment.json")
+    metrics = _Inside("metrics.jsonl")
+    evaluations = _Inside("evaluations.jsonl")
+    fleet = _Inside("fleet.jsonl")
+    startup = _Inside("startup.jsonl")
+    samples = _Inside("samples.jsonl")
+    samples_index = _Inside("samples.index")
+    timeline = _Inside("timeline.jsonl")
+    log = _Inside("run.log")
+    curves = _Inside("curves.png")
+    tensorboard = _Inside("tensorboard")
+    model = _Inside("model")
+    starting = _Inside("control/starting.json")
+    dashboard = _Inside("control/dashboard.json")
+    traces = _Inside("traces")
+    checkpoints = _Inside("checkpoints")
+    best = _Inside("checkpoints/best")
+    adapter = _Inside("adapter")
+    merged = _Inside("merged")
+    ray_logs = _Inside("ray")
+    crashes = _Inside("crash")
 
 
 def open_run_folder(config: RunSection, now: datetime) -> RunFolder:

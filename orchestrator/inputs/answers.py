@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestrator.data.prompts import Renderer, rendered
+from orchestrator.data.prompts import Encoder, rendered
 from rollout.errors import DataError
 from rollout.text.messages import Chat
 
@@ -40,7 +40,7 @@ class Answer:
     """What a generation prompt has at this place, and the text has not."""
 
 
-def answer_of(chat: Chat, number: int, where: str, encoder: Renderer) -> Answer:
+def answer_of(chat: Chat, number: int, where: str, encoder: Encoder) -> Answer:
     """The answer of turn `number`, as the template writes it in the last place.
 
     Raises:
@@ -74,7 +74,7 @@ def answer_of(chat: Chat, number: int, where: str, encoder: Renderer) -> Answer:
     return Answer(after, start, before[start:])
 
 
-def _as_given(chat: Chat, number: int, before: str, where: str, encoder: Renderer) -> Answer:
+def _as_given(chat: Chat, number: int, before: str, where: str, encoder: Encoder) -> Answer:
     """What the model is given, and the row's own words behind it: the template would leave out their thinking."""
     if chat.messages[number].get("tool_calls"):
         raise DataError(
@@ -90,7 +90,7 @@ def _as_given(chat: Chat, number: int, before: str, where: str, encoder: Rendere
     return Answer(before + said + end, len(before))
 
 
-def _around(chat: Chat, number: int, where: str, encoder: Renderer) -> tuple[str, str]:
+def _around(chat: Chat, number: int, where: str, encoder: Encoder) -> tuple[str, str]:
     """(what the template writes before an answer in this place, whatever it says; what it writes after it)."""
     words = ("a", "b")
     chats = (replace(chat, messages=[*chat.messages[:number], _saying(word)]) for word in words)

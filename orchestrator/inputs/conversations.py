@@ -18,7 +18,7 @@ assistant's turn, or ends it as the next turn's header (turn_ends.py), which is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -26,7 +26,15 @@ import numpy as np
 
 from conf.json_files import is_list, kind_of
 from conf.schema import DataConfig
-from orchestrator.data.prompts import chat_of, check_no_chat_columns, check_text, check_turns, messages_in, rendered
+from orchestrator.data.prompts import (
+    Encoder,
+    chat_of,
+    check_no_chat_columns,
+    check_text,
+    check_turns,
+    messages_in,
+    rendered,
+)
 from orchestrator.data.sources import Row, listed, other_names, renamed
 from orchestrator.data.streams import Tokenized
 from orchestrator.inputs.answers import Answer, answer_of
@@ -37,27 +45,6 @@ from trainer.types import Sample
 
 Turns = Sequence[dict[str, Any]]
 COMPLETION = "completion"
-
-
-class ConversationEncoder(Protocol):
-    """What turns text into tokens; orchestrator.inputs.text_encoder.TextEncoder in a run."""
-
-    @property
-    def ends(self) -> Mapping[int, str]:
-        """Tokens at which a response ends, with their texts; the first is what ends an answer that is plain text."""
-        ...
-
-    def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """(token ids, the characters of `text` that each token has): rollout.text.plain_text.encode_text."""
-        ...
-
-    def render(self, chat: Chat, *, is_open: bool) -> str:
-        """The chat template's text; `is_open` adds what precedes an assistant's answer."""
-        ...
-
-    def check_turns(self, chat: Chat, *, is_open: bool) -> None:
-        """See Renderer.check_turns in data/prompts.py."""
-        ...
 
 
 class Lesson(Tokenized, Protocol):
@@ -105,22 +92,18 @@ class Conversations:
         return [[one.sample(policy_version)] for one in self.sequences]
 
 
-class ConversationReader:
-    """Makes conversations of rows.
+@dataclass(frozen=True, slots=True)
+class RowReader:
+    """What reads rows that teach."""
 
-    Args:
-        check: Called with a row's place and token ids; raises DataError for ids that the run cannot use.
-    """
+    config: DataConfig
+    encoder: Encoder
+    check: Callable[[str, Sequence[int]], None] = lambda where, token_ids: None
+    """Called with a row's place and token ids; raises DataError for ids that the run cannot use."""
 
-    def __init__(
-        self,
-        config: DataConfig,
-        encoder: ConversationEncoder,
-        check: Callable[[str, Sequence[int]], None] = lambda where, token_ids: None,
-    ) -> None:
-        self._config = config
-        self._encoder = encoder
-        self._check = check
+
+class ConversationReader(RowReader):
+    """Makes conversations of rows."""
 
     def read(self, row: Row, number: int) -> Conversations:
         """Check and tokenize one row.
@@ -129,11 +112,11 @@ class ConversationReader:
             DataError: the row is no conversation, teaches nothing, or is longer than data.max_sequence_tokens. Names
                 its place.
         """
-        where, columns = row.where, renamed(row, self._config.columns)
+        where, columns = row.where, renamed(row, self.config.columns)
         found = self._tokenized(columns, where)
         for conversation in found:
-            check_conversation(conversation, f"{where}: the conversation", self._config.max_sequence_tokens)
-            self._check(where, conversation.token_ids)
+            check_conversation(conversation, f"{where}: the conversation", self.config.max_sequence_tokens)
+            self.check(where, conversation.token_ids)
         if not found:
             raise DataError(
                 f"{where}: the conversation has no turn of an assistant: there is nothing to learn from this row"
@@ -141,7 +124,7 @@ class ConversationReader:
         return Conversations(tuple(found))
 
     def _tokenized(self, row: dict[str, Any], where: str) -> list[Conversation]:
-        config, encoder = self._config, self._encoder
+        config, encoder = self.config, self.encoder
         if config.messages_key in row:
             turns, first = messages_in(row[config.messages_key], f"{where}: column {config.messages_key!r}"), 0
         else:
@@ -159,12 +142,12 @@ class ConversationReader:
         return chat_conversations(chat, where, encoder, first)
 
 
-def end_of_text(encoder: ConversationEncoder) -> str:
+def end_of_text(encoder: Encoder) -> str:
     """What ends an answer that is plain text; empty when the model's files name no end."""
     return next(iter(encoder.ends.values()), "")
 
 
-def with_end(answer: str, encoder: ConversationEncoder) -> str:
+def with_end(answer: str, encoder: Encoder) -> str:
     """An answer that is plain text, and what ends it. Text that a template rendered before has its end already; blanks
     behind that are no part of an answer.
     """
@@ -186,7 +169,7 @@ def check_conversation(conversation: Conversation, what: str, limit: int | None)
 
 
 def tokenized(
-    text: str, spans: Sequence[tuple[int, int]], where: str, encoder: ConversationEncoder, add_special_tokens: bool
+    text: str, spans: Sequence[tuple[int, int]], where: str, encoder: Encoder, add_special_tokens: bool
 ) -> Conversation:
     """A conversation of which the characters in `spans`, each (start, stop), are taught: every token that has one of
     them. The first token of an answer may begin within the prompt: " Paris" after one that ends with a space.
@@ -199,9 +182,7 @@ def tokenized(
     return Conversation(tuple(token_ids), tuple(taught))
 
 
-def chat_conversations(
-    chat: Chat, where: str, encoder: ConversationEncoder, first_taught: int = 0
-) -> list[Conversation]:
+def chat_conversations(chat: Chat, where: str, encoder: Encoder, first_taught: int = 0) -> list[Conversation]:
     """Messages as the chat template writes them: the sequences that teach the assistant's turns from number
     `first_taught` on, each as the template writes it in the last place. A turn goes on in the sequence of the one
     before it, unless the template writes the turns up to there in another way by now (without their thinking): then it

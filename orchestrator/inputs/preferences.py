@@ -13,17 +13,15 @@ the assistant as an answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from conf.schema import DataConfig
 from orchestrator.data.prompts import chat_of, check_no_chat_columns, check_turns
 from orchestrator.data.sources import Row, listed, renamed
 from orchestrator.inputs.answers import num_shared
 from orchestrator.inputs.conversations import (
     Conversation,
-    ConversationEncoder,
+    RowReader,
     Turns,
     as_turns,
     chat_conversations,
@@ -58,18 +56,8 @@ class Pair:
         return [[self.chosen.sample(policy_version), self.rejected.sample(policy_version)]]
 
 
-class PreferenceReader:
-    """Makes pairs of rows. Arguments as those of ConversationReader."""
-
-    def __init__(
-        self,
-        config: DataConfig,
-        encoder: ConversationEncoder,
-        check: Callable[[str, Sequence[int]], None] = lambda where, token_ids: None,
-    ) -> None:
-        self._config = config
-        self._encoder = encoder
-        self._check = check
+class PreferenceReader(RowReader):
+    """Makes pairs of rows."""
 
     def read(self, row: Row, number: int) -> Pair:
         """Check and tokenize one row.
@@ -78,9 +66,9 @@ class PreferenceReader:
             DataError: the row is no pair, an answer is empty, both are equal, or one is longer with its prompt than
                 data.max_sequence_tokens. Names its place.
         """
-        where, columns = row.where, renamed(row, self._config.columns)
+        where, columns = row.where, renamed(row, self.config.columns)
         chosen, rejected = (self._value(columns, name, f"data.columns.{name}", where) for name in ANSWERS)
-        key = self._config.prompt_key
+        key = self.config.prompt_key
         prompt = None if columns.get(key) is None else self._value(columns, key, "data.prompt_key", where)
         if chosen == rejected:
             raise DataError(f"{where}: columns 'chosen' and 'rejected' are equal: neither is preferred; remove the row")
@@ -92,14 +80,14 @@ class PreferenceReader:
                 None if prompt is None else as_turns(prompt, "user"),
                 as_turns(chosen, "assistant"),
                 as_turns(rejected, "assistant"),
-                chat_of([], columns, self._config.chat_template_kwargs, where),
+                chat_of([], columns, self.config.chat_template_kwargs, where),
                 where,
             )
         if pair.chosen == pair.rejected:
             raise DataError(f"{where}: columns 'chosen' and 'rejected' have the same tokens; remove the row")
         for name, one in zip(ANSWERS, (pair.chosen, pair.rejected), strict=True):
-            check_conversation(one, f"{where}: column {name!r}, with its prompt,", self._config.max_sequence_tokens)
-            self._check(where, one.token_ids)
+            check_conversation(one, f"{where}: column {name!r}, with its prompt,", self.config.max_sequence_tokens)
+            self.check(where, one.token_ids)
         return pair
 
     def _value(self, columns: dict[str, Any], name: str, option: str, where: str) -> str | Turns:
@@ -116,11 +104,11 @@ class PreferenceReader:
         the prompt. Tokens that both have cancel in the loss, so without a prompt they are taken as one."""
 
         def whole(text: str) -> Conversation:
-            return tokenized(text, [(0, len(text))], where, self._encoder, self._config.add_special_tokens)
+            return tokenized(text, [(0, len(text))], where, self.encoder, self.config.add_special_tokens)
 
-        pair = [whole((prompt or "") + with_end(answer, self._encoder)) for answer in (chosen, rejected)]
+        pair = [whole((prompt or "") + with_end(answer, self.encoder)) for answer in (chosen, rejected)]
         if prompt is None and not chosen[: num_shared(chosen, rejected)].strip():
-            raise DataError(_no_prompt(where, self._config.prompt_key))
+            raise DataError(_no_prompt(where, self.config.prompt_key))
         before = pair[0] if prompt is None else whole(prompt)
         first = min(num_shared(before.token_ids, one.token_ids) for one in pair)
         return Pair(*(_taught_from(first, one) for one in pair))
@@ -131,7 +119,7 @@ class PreferenceReader:
         if prompt is None:
             shared = num_shared(chosen, rejected)
             if shared == 0:
-                raise DataError(_no_prompt(where, self._config.prompt_key))
+                raise DataError(_no_prompt(where, self.config.prompt_key))
             prompt, answers = chosen[:shared], [answer[shared:] for answer in answers]
         for name, turns in zip(ANSWERS, answers, strict=True):
             role = turns[0]["role"] if turns else None
@@ -140,19 +128,19 @@ class PreferenceReader:
                     f"{where}: column {name!r} goes on after the prompt with "
                     f"{'nothing' if role is None else f'a turn of {role!r}'}, and an answer begins with a turn of "
                     "'assistant'; if 'chosen' and 'rejected' are whole conversations, the prompt is their common "
-                    f"beginning: set data.prompt_key, which is {self._config.prompt_key!r}, to no column's name"
+                    f"beginning: set data.prompt_key, which is {self.config.prompt_key!r}, to no column's name"
                 )
             if not says_something([turn for turn in turns if turn["role"] == "assistant"]):
                 raise DataError(f"{where}: the answer of column {name!r} is empty; fill it, or remove the row")
         first = len(prompt)
         chats = [replace(beside, messages=[*prompt, *turns]) for turns in answers]
         for chat in chats:
-            check_turns(self._encoder, chat, where, is_open=False)
+            check_turns(self.encoder, chat, where, is_open=False)
         return Pair(*(self._in_one(chat, where, first, name) for name, chat in zip(ANSWERS, chats, strict=True)))
 
     def _in_one(self, chat: Chat, where: str, first: int, name: str) -> Conversation:
         """The answers from turn `first` on as one sequence."""
-        found = chat_conversations(chat, where, self._encoder, first)
+        found = chat_conversations(chat, where, self.encoder, first)
         if len(found) > 1:
             raise DataError(
                 f"{where}: the chat template writes turns of the answer of column {name!r} in another way once later "

@@ -33,7 +33,7 @@ from orchestrator.inputs.character_tokenizer import (
     SPECIAL_TOKENS,
     known_characters,
 )
-from orchestrator.inputs.conversations import ConversationEncoder, ConversationReader, Lesson
+from orchestrator.inputs.conversations import ConversationReader, Lesson
 from orchestrator.inputs.facts import Fact
 from orchestrator.inputs.model_folder import prepare_model, resolve_hf_config
 from orchestrator.inputs.preferences import PreferenceReader
@@ -250,7 +250,7 @@ def _answers_end_elsewhere(config: RunConfig, encoder: TextEncoder) -> list[str]
 
 def lesson_reader(
     config: RunConfig,
-    encoder: ConversationEncoder,
+    encoder: Encoder,
     check: Callable[[str, Sequence[int]], None] = lambda where, token_ids: None,
 ) -> Read[Lesson]:
     """Makes a lesson of a row and its number, for a run without engines. Arguments as those of ConversationReader."""
@@ -316,24 +316,9 @@ class RowEncoder:
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.has_estimated = False
         """Whether a chat was joined."""
-        self.exact = TextEncoder(prepare_model(model, folder).folder)
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of plain text."""
-        return self.exact.encode(text, add_special_tokens)
-
-    @property
-    def ends(self) -> Mapping[int, str]:
-        """As TextEncoder.ends."""
-        return self.exact.ends
-
-    def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """As TextEncoder.encode_with_places."""
-        return self.exact.encode_with_places(text, add_special_tokens)
-
-    def check_turns(self, chat: Chat, *, is_open: bool) -> None:
-        """As TextEncoder.check_turns: chats with the same roles go through the template once."""
-        self.exact.check_turns(chat, is_open=is_open)
+        self.exact = exact = TextEncoder(prepare_model(model, folder).folder)
+        self.ends, self.encode, self.encode_with_places = exact.ends, exact.encode, exact.encode_with_places
+        self.check_turns = exact.check_turns  # chats with the same roles go through the template once
 
     def render(self, chat: Chat, *, is_open: bool) -> str:
         """About what the chat template makes of the chat, at least its text. Templates leave out earlier thinking."""

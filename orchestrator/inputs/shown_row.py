@@ -10,25 +10,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Protocol
 
 from orchestrator.inputs.conversations import Conversation, Conversations, Lesson
 from orchestrator.inputs.preferences import Pair
+from orchestrator.inputs.text_encoder import TextEncoder
 from rollout.types import Prompt
 
 MAX_SHOWN = 600
 """Characters of one sequence; of a longer one, beginning and end."""
 
 
-class Decoder(Protocol):
-    """What makes tokens text again."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text, special tokens included."""
-        ...
-
-
-def shown_row(row: Prompt | Lesson, decoder: Decoder) -> str:
+def shown_row(row: Prompt | Lesson, decoder: TextEncoder) -> str:
     """A row in words: how many tokens, and their text."""
     if isinstance(row, Prompt):
         return f"{len(row.token_ids)} tokens: {_cut(decoder.decode(row.token_ids))}"
@@ -59,7 +51,7 @@ def thoughts_not_given(rows: Sequence[Lesson]) -> list[str]:
     ]
 
 
-def _shown(one: Conversation, decoder: Decoder) -> str:
+def _shown(one: Conversation, decoder: TextEncoder) -> str:
     parts: list[str] = []
     for is_taught, run in itertools.groupby(zip(one.token_ids, one.is_taught, strict=True), key=lambda pair: pair[1]):
         text = decoder.decode([token for token, _ in run])

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
+from orchestrator.data.prompts import Encoder
 from rollout.text.messages import Chat
 
 _CALL = {"id": "call-1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -26,20 +27,7 @@ _TURNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 _MARK = "an answer of no row"
 
 
-class Renderer(Protocol):
-    """What of a ConversationEncoder is needed here."""
-
-    @property
-    def ends(self) -> Mapping[int, str]:
-        """Tokens at which a response ends, with their texts."""
-        ...
-
-    def render(self, chat: Chat, *, is_open: bool) -> str:
-        """The chat template's text."""
-        ...
-
-
-def end_after(answer: str, following: str, message: Mapping[str, Any], encoder: Renderer) -> str:
+def end_after(answer: str, following: str, message: Mapping[str, Any], encoder: Encoder) -> str:
     """The text after an answer that ends it; empty if the answer has its end, or none is known.
 
     Args:
@@ -53,7 +41,7 @@ def end_after(answer: str, following: str, message: Mapping[str, Any], encoder: 
     return _beginning(following, texts) or ("" if following else _next_header(encoder, _next_role(message)))
 
 
-def unknown_end(encoder: Renderer) -> str | None:
+def unknown_end(encoder: Encoder) -> str | None:
     """What the template writes after an answer, where it is no end of a response, nor is the next turn's header; "" if
     it writes nothing. None if answers end as responses do, or the template refuses a question and an answer.
     """
@@ -72,7 +60,7 @@ def _next_role(message: Mapping[str, Any]) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _next_header(encoder: Renderer, role: str) -> str:
+def _next_header(encoder: Encoder, role: str) -> str:
     """The end that begins a turn of this role after an answer; empty if none does."""
     answer, following = _TURNS[role]
     turns = [{"role": "user", "content": "q"}, answer]

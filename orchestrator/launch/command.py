@@ -1,27 +1,31 @@
 """`slipstream launch`: a run's options, and where it is to run --> a file for SLURM, KubeRay or SkyPilot.
 
-Owns: the order of checks, and the words on how to use the file. Does not own: the files (slurm.py, kuberay.py,
-skypilot.py). Invariant: nothing is started, and no model or data file is looked at: the job's machines have them.
+Owns: the order of checks, what the templates are filled with, and the words on how to use the file. Does not own: the
+files (templates/). Invariants: nothing is started, and no model or data file is looked at: the job's machines have
+them. A job that is started again under its name goes on where it was, without anybody's help, and every word of a user
+reaches the run as it was typed.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
+
+import jinja2
 
 from conf.errors import ConfigError
 from conf.schema import Device, RunConfig
-from orchestrator.launch import kuberay, skypilot, slurm
-from orchestrator.launch.launch_options import LaunchOptions, Target, is_label
-from orchestrator.launch.script import Job, check_paths, check_words
-from orchestrator.launch.shape import shape_of
+from orchestrator.launch.launch_options import DEFAULT_GPU, DEFAULT_IMAGE, LaunchOptions, Target, is_label
+from orchestrator.launch.shape import Shape, shape_of
 
-_RENDER: Mapping[Target, Callable[[Job, LaunchOptions], str]] = {
-    Target.slurm: slurm.render,
-    Target.kuberay: kuberay.render,
-    Target.skypilot: skypilot.render,
-}
+NODES_TIMEOUT_S = 600
+"""Longest wait until all machines of a job have joined Ray."""
+GRACE_S = 240
+"""From the notice of an end to the end itself: a minute for the step, the rest for saving."""
+_OURS = ("run.name", "run.dir", "run.resume", "cluster.ray_address")
+_PATHS = ("model.path", "model.tokenizer", "data.path", "data.eval_path", "trainer.lora.init_from")
 
 
 def launch(config: RunConfig, words: Sequence[str], options: LaunchOptions) -> tuple[str, str]:
@@ -38,21 +42,57 @@ def launch(config: RunConfig, words: Sequence[str], options: LaunchOptions) -> t
     Raises:
         ConfigError: the run and the flags do not fit.
     """
-    check_words(words)
-    job = Job(
-        _name(config, options),
-        _with_device(words, config),
-        _run_dir(config, options),
-        shape_of(config, options.gpus_per_node),
+    _check_words(words, options)
+    is_slurm = options.target is Target.slurm
+    name, shape = _name(config, options), shape_of(config, options.gpus_per_node)
+    if not is_slurm and options.volume is None and (shape.nodes > 1 or config.cluster.device is not Device.cpu):
+        raise ConfigError(
+            f"{options.target} needs --volume: a volume that every machine mounts at {options.mount}, with the "
+            "model, the data and the run folders"
+        )
+    # cluster.device is decided here: the machine on which a job starts may see no GPU of its own.
+    is_said = any(word.lstrip("+").startswith("cluster.device=") for word in words)
+    decided = [] if is_said or config.cluster.device is not Device.auto else ["cluster.device=cuda"]
+    own = [word for word in [*words, *decided] if word.partition("=")[0].lstrip("+") not in _OURS]
+    # On a volume run folders are below its mount, unless run.dir is an absolute path.
+    run_dir = config.run.dir if is_slurm else str(options.mount / config.run.dir)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,
     )
-    if options.target is not Target.slurm:
-        check_paths(words)
-        if options.volume is None and (job.has_several_nodes or config.cluster.device is not Device.cpu):
-            raise ConfigError(
-                f"{options.target} needs --volume: a volume that every machine mounts at {options.mount}, with the "
-                "model, the data and the run folders"
-            )
-    return _RENDER[options.target](job, options), _what_to_do(job, options)
+    text = environment.get_template(f"{options.target}.jinja").render(
+        options=options,
+        job_name=name,
+        name=f'{shlex.quote(name)}-"$SLURM_JOB_ID"' if is_slurm else shlex.quote(name),
+        words=" \\\n    ".join([shlex.join(own), f"run.dir={shlex.quote(run_dir)}"]) if own else "",
+        attached=" cluster.ray_address=auto" if shape.nodes > 1 or options.target is Target.kuberay else "",
+        run_dir=shlex.quote(run_dir),
+        programs=shlex.quote(str(options.venv / "bin")),
+        nodes=shape.nodes,
+        gpus=shape.gpus,
+        cpus=options.cpus_per_gpu * shape.gpus or shape.processes,
+        memory_gib=options.memory_gib_per_gpu * max(shape.gpus, 1),
+        image=options.image or DEFAULT_IMAGE,
+        default_gpu=DEFAULT_GPU,
+        nodes_timeout_s=NODES_TIMEOUT_S,
+        grace_s=GRACE_S,
+    )
+    return text, _what_to_do(name, shape, run_dir, options.target)
+
+
+def _check_words(words: Sequence[str], options: LaunchOptions) -> None:
+    """Refuse overrides that a recipe sets itself, and relative paths where the job is not run in the user's folder."""
+    for word in words:
+        name, _, quoted = word.lstrip("+").partition("=")
+        if name in ("run.resume", "cluster.ray_address"):
+            raise ConfigError(f"{name} has no effect with slipstream launch, which sets it in the job; remove it")
+        value = quoted.strip("\"'")
+        is_relative = value not in ("null", "characters") and "://" not in value and not value.startswith("/")
+        if name in _PATHS and is_relative and options.target is not Target.slurm:
+            raise ConfigError(f"{word} is relative, but the job runs in a container: give the path below --mount")
 
 
 def _name(config: RunConfig, options: LaunchOptions) -> str:
@@ -64,27 +104,15 @@ def _name(config: RunConfig, options: LaunchOptions) -> str:
     return re.sub(r"[^a-z0-9]+", "-", config.run.name.lower()).strip("-")[:40].strip("-") or "run"
 
 
-def _with_device(words: Sequence[str], config: RunConfig) -> list[str]:
-    """cluster.device is decided here: the machine on which a job starts may see no GPU of its own."""
-    is_said = any(word.lstrip("+").startswith("cluster.device=") for word in words)
-    return [*words] if is_said or config.cluster.device is not Device.auto else [*words, "cluster.device=cuda"]
-
-
-def _run_dir(config: RunConfig, options: LaunchOptions) -> str:
-    """run.dir; on a volume, unless it is an absolute path, below its mount."""
-    if options.target is Target.slurm or config.run.dir.startswith("/"):
-        return config.run.dir
-    return str(options.mount / config.run.dir)
-
-
-def _what_to_do(job: Job, options: LaunchOptions) -> str:
-    size = f"{job.shape.nodes} machine{'s' * job.has_several_nodes} of {job.shape.gpus or 'no'} GPUs"
-    again = f"Started again under the name {job.name}, it goes on from its newest checkpoint."
-    token = ' --secret RAY_AUTH_TOKEN="$(openssl rand -hex 24)"' if job.has_several_nodes else ""
+def _what_to_do(name: str, shape: Shape, run_dir: str, target: Target) -> str:
+    several = shape.nodes > 1
+    size = f"{shape.nodes} machine{'s' * several} of {shape.gpus or 'no'} GPUs"
+    again = f"Started again under the name {name}, it goes on from its newest checkpoint."
+    token = ' --secret RAY_AUTH_TOKEN="$(openssl rand -hex 24)"' if several else ""
     how = {
         Target.slurm: "Submit it with: sbatch FILE (partition and account are yours: sbatch -p PARTITION -A ACCOUNT). "
         "At its time limit, or preempted, it saves, goes back into the queue and then goes on.",
         Target.kuberay: f"Start it with: kubectl apply -f FILE (KubeRay 1.5 or newer). {again}",
         Target.skypilot: f"Start it with: sky jobs launch FILE{token}. {again}",
-    }[options.target]
-    return f"{size}. {how} Run folders: {shlex.quote(job.run_dir)}"
+    }[target]
+    return f"{size}. {how} Run folders: {shlex.quote(run_dir)}"

@@ -1,7 +1,7 @@
 """Flags of `slipstream launch`, checked.
 
 Owns: what a recipe is told beside the run's options, and the rules about it. Does not own: how many machines the run
-needs (shape.py), how a recipe is written (slurm.py, kuberay.py, skypilot.py).
+needs (shape.py), how a recipe is written (templates/).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path, PurePosixPath
 from conf.errors import ConfigError
 
 DEFAULT_IMAGE = "slipstream:gpu"
+DEFAULT_GPU = "H100"
+"""Of SkyPilot."""
 MOUNT = PurePosixPath("/shared")
 
 
