@@ -3,6 +3,8 @@
     SlipstreamError
       RolloutError
         DataError(ValueError)              a prompt file that cannot be read; names the file and the line
+        TokenizerError(ValueError)         a file that is no tokenizer
+        TemplateRefused(ValueError)        a chat template refuses messages; its own words
         RewardError(ConfigError)           a reward that cannot be imported or set up
         AgentError(ConfigError)            an agent that cannot be imported, or an endpoint that cannot listen
         EngineError(RuntimeError)          the engine refused to start, or a request failed inside it
@@ -31,6 +33,14 @@ class DataError(RolloutError, ValueError):
 
 class RowTooLong(DataError):
     """A row has more tokens than an option allows; data.drop_too_long leaves such rows out."""
+
+
+class TokenizerError(RolloutError, ValueError):
+    """A file is no tokenizer."""
+
+
+class TemplateRefused(RolloutError, ValueError):
+    """A chat template refuses messages, or cannot be rendered. The message is its own."""
 
 
 class RewardError(RolloutError, ConfigError):

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from conf.json_files import is_list, is_object, kind_of
 from orchestrator.data.sources import Row, listed, other_names, renamed
-from rollout.errors import DataError, RowTooLong
+from rollout.errors import DataError, RowTooLong, TemplateRefused
 from rollout.text.messages import TEMPLATE_OPTIONS, TOOLS, Chat, template_options, text_messages, tools_of
 from rollout.types import Prompt
 
@@ -235,7 +235,7 @@ def _refusals_of(where: str) -> Generator[None]:
         yield
     except DataError as e:
         raise DataError(f"{where}: {e}") from e
-    except Exception as e:  # the edge to a tokenizer's own template code
+    except TemplateRefused as e:
         raise DataError(f"{where}: the tokenizer's chat template refuses the messages: {e}") from e
 
 

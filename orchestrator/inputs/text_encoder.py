@@ -14,7 +14,7 @@ from typing import Any
 from conf.errors import ConfigError
 from conf.json_files import object_in
 from conf.schema import ModelConfig
-from rollout.errors import DataError
+from rollout.errors import DataError, TokenizerError
 from rollout.text.chat_template import ChatTemplate
 from rollout.text.ends import end_token_ids
 from rollout.text.messages import Chat
@@ -73,7 +73,7 @@ class TextEncoder:
         self._folder = folder
         try:
             self._tokenizer = load_tokenizer(folder)
-        except Exception as error:  # the only class that `tokenizers` raises
+        except TokenizerError as error:
             raise ConfigError(
                 f"{folder / TOKENIZER_FILE} is not a tokenizer ({error}); copy the model's own, whole"
             ) from error
@@ -110,7 +110,7 @@ class TextEncoder:
             )
 
     def render(self, chat: Chat, *, is_open: bool) -> str:
-        """The chat template's text; `is_open` adds what precedes an assistant's answer. Raises: as the template."""
+        """The chat template's text; `is_open` adds what precedes an assistant's answer. Raises: TemplateRefused."""
         self.require_chat_template()
         self._template.check(chat)
         return self._template.render(chat.messages, is_open=is_open, tools=chat.tools, options=chat.options)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from orchestrator.data.prompts import Encoder
+from rollout.errors import DataError, TemplateRefused
 from rollout.text.messages import Chat
 
 _CALL = {"id": "call-1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -48,7 +49,7 @@ def unknown_end(encoder: Encoder) -> str | None:
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _MARK}]
     try:
         closed = encoder.render(Chat(turns), is_open=False)
-    except Exception:  # noqa: BLE001 - rows that it takes are read one by one
+    except (DataError, TemplateRefused):  # rows that it takes are read one by one
         return None
     _, mark, after = closed.rpartition(_MARK)
     is_known = any(end and end in after for end in encoder.ends.values()) or _next_header(encoder, "user")
@@ -67,7 +68,7 @@ def _next_header(encoder: Encoder, role: str) -> str:
     try:
         closed = encoder.render(Chat(turns), is_open=False)
         longer = encoder.render(Chat([*turns, following]), is_open=False)
-    except Exception:  # noqa: BLE001 - a template that knows no such turn
+    except (DataError, TemplateRefused):  # a template that knows no such turn
         return ""
     return _beginning(longer[len(closed) :], encoder.ends.values()) if longer.startswith(closed) else ""
 

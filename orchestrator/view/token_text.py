@@ -6,11 +6,15 @@ A token that ends inside a character has an empty piece; the token that complete
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+
+from rollout.errors import TokenizerError
+from rollout.text.plain_text import TOKENIZER_FILE, load_tokenizer
 
 
 class TokenText:
@@ -21,7 +25,7 @@ class TokenText:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = folder / "tokenizer.json"
+        self._folder = folder
         self._tokenizer: Tokenizer | None = None
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
@@ -40,9 +44,7 @@ class TokenText:
         return found
 
     def _loaded(self) -> Tokenizer | None:
-        if self._tokenizer is None and self._file.is_file():
-            try:
-                self._tokenizer = Tokenizer.from_file(str(self._file))
-            except Exception:  # noqa: BLE001 - the only class that `tokenizers` raises; numbers are shown instead
-                return None
+        if self._tokenizer is None and (self._folder / TOKENIZER_FILE).is_file():
+            with contextlib.suppress(TokenizerError):  # numbers are shown instead
+                self._tokenizer = load_tokenizer(self._folder)
         return self._tokenizer

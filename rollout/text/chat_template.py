@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.errors import DataError
+from rollout.errors import DataError, TemplateRefused
 from rollout.text.messages import TEMPLATE_OPTIONS, TOOLS, Chat
 from rollout.text.plain_template import CLASS_TOKENS, read_plain, variables_of
 
@@ -52,7 +52,7 @@ class ChatTemplate:
 
         Raises:
             DataError: Names the tools, or the option.
-            Exception: The template refuses the messages.
+            TemplateRefused: The template refuses the messages.
         """
         self.load()
         if chat.options:
@@ -120,7 +120,7 @@ class ChatTemplate:
             options: Further variables of the template, such as enable_thinking.
 
         Raises:
-            Exception: Of any class: the template's own refusal.
+            TemplateRefused: In the template's own words.
         """
         self.load()
         with_objects = [_with_objects(message) for message in messages]
@@ -135,7 +135,7 @@ class ChatTemplate:
                 return self._render(form, is_open=is_open, tools=tools, options=options)
             except Exception as refusal:  # noqa: BLE001 - of any class; the first one is the one to be told
                 refusals.append(refusal)
-        raise refusals[0]
+        raise TemplateRefused(str(refusals[0])) from refusals[0]
 
     def _render(
         self,

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from rollout.errors import TokenizerError
+
 TOKENIZER_FILE = "tokenizer.json"
 """What prompts and responses are read with, by `tokenizers`."""
 
@@ -18,9 +20,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """The folder's tokenizer, which cuts and pads nothing: some files say that it should.
 
     Raises:
-        Exception: The file is no tokenizer; `tokenizers` has no other class.
+        TokenizerError: The file is no tokenizer.
     """
-    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+    except Exception as error:  # the only class that `tokenizers` raises
+        raise TokenizerError(str(error)) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

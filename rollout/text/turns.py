@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.errors import DataError
+from rollout.errors import DataError, TemplateRefused
 from rollout.text.chat_template import ChatTemplate
 from rollout.text.messages import Chat
 
@@ -38,7 +38,7 @@ class TurnCheck:
 
         Raises:
             DataError: Names the message by its number, from 1.
-            Exception: The template refuses the messages.
+            TemplateRefused: The template refuses the messages.
         """
         roles = [str(message["role"]) for message in chat.messages]
         self._check_roles(roles)
@@ -63,7 +63,7 @@ class TurnCheck:
         marked = [{**one, "content": marks.get(number, one["content"])} for number, one in enumerate(chat.messages)]
         try:
             text = self._render(chat, marked, is_open)
-        except Exception:  # noqa: BLE001 - its own words may be what the template needs
+        except TemplateRefused:  # its own words may be what the template needs
             self._render(chat, chat.messages, is_open)
             return
         num_leading = next((n for n, one in enumerate(chat.messages) if one["role"] != "system"), len(marks))
