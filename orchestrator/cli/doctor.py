@@ -51,6 +51,11 @@ class Finding:
     advice: str = ""
 
 
+def _judged(area: str, name: str, value: str, trouble: str, status: Status = Status.warn) -> Finding:
+    """A row that is fine unless there is something to say."""
+    return Finding(area, name, value, status if trouble else Status.ok, trouble)
+
+
 @dataclass(frozen=True, slots=True)
 class Supported:
     """A package, its tested versions on CPU and GPU hosts, and the names under which it is distributed."""
@@ -128,14 +133,8 @@ def gather(machine: Machine, trouble_in_child: Callable[[str], str | None]) -> I
 def python_and_packages() -> Iterator[Finding]:
     """The interpreter and every package, compared with what the tests run with."""
     version = ".".join(str(part) for part in sys.version_info[:3])
-    supported = (3, 11) <= sys.version_info[:2] < (3, 13)
-    yield Finding(
-        "python",
-        "python",
-        version,
-        Status.ok if supported else Status.fail,
-        "" if supported else "use Python 3.11 or 3.12",
-    )
+    cure = "" if (3, 11) <= sys.version_info[:2] < (3, 13) else "use Python 3.11 or 3.12"
+    yield _judged("python", "python", version, cure, Status.fail)
     for package in PACKAGES:
         yield judge_package(package, _installed_versions())
 
@@ -150,18 +149,16 @@ def judge_package(package: Supported, installed: Mapping[str, str]) -> Finding:
     found = [name for name in package.distributions if name in installed]
     wanted = " or ".join(package.versions)
     if not found:
-        status = Status.fail if package.is_required else Status.note
-        return Finding(
-            "python", package.label, "absent", status, f"install {wanted}: make setup" if package.is_required else ""
-        )
+        if not package.is_required:
+            return Finding("python", package.label, "absent", Status.note)
+        return Finding("python", package.label, "absent", Status.fail, f"install {wanted}: make setup")
     value = ", ".join(
         installed[name] if len(package.distributions) == 1 else f"{name} {installed[name]}" for name in found
     )
     if len(found) > 1:
         # They install the same import package over each other; the order of installation decides which one is in use.
-        return Finding(
-            "python", package.label, value, Status.fail, f"keep one: pip uninstall {' '.join(found)}, then make setup"
-        )
+        keep_one = f"keep one: pip uninstall {' '.join(found)}, then make setup"
+        return Finding("python", package.label, value, Status.fail, keep_one)
     version = installed[found[0]]
     if any(version == good or version.startswith((f"{good}.", f"{good}+")) for good in package.versions):
         return Finding("python", package.label, value)
@@ -171,23 +168,16 @@ def judge_package(package: Supported, installed: Mapping[str, str]) -> Finding:
 def processors_and_memory(machine: Machine) -> Iterator[Finding]:
     """Cores, memory and shared memory."""
     cores = machine.count_cpus()
-    few = "the quick start wants 2 or more" if cores < 2 else ""
-    yield Finding("machine", "CPU cores", str(cores), Status.warn if few else Status.ok, few)
+    yield _judged("machine", "CPU cores", str(cores), "the quick start wants 2 or more" if cores < 2 else "")
     total, available = machine.memory_bytes()
     tight = "the quick start wants 8 GB: two engines and two trainer ranks" if available < 8 << 30 else ""
-    yield Finding(
-        "machine", "memory", f"{_gb(total)}, {_gb(available)} free", Status.warn if tight else Status.ok, tight
-    )
+    yield _judged("machine", "memory", f"{_gb(total)}, {_gb(available)} free", tight)
     shared, wanted = machine.free_bytes(Path("/dev/shm")), ClusterConfig().object_store_bytes
     small = (
         f"Ray's object store wants {wanted >> 20} MiB there and is slow elsewhere: enlarge it (docker run "
-        "--shm-size=2g), "
-        "or lower cluster.object_store_bytes"
+        "--shm-size=2g), or lower cluster.object_store_bytes"
     )
-    is_small = shared < wanted
-    yield Finding(
-        "machine", "/dev/shm free", _gb(shared), Status.warn if is_small else Status.ok, small if is_small else ""
-    )
+    yield _judged("machine", "/dev/shm free", _gb(shared), small if shared < wanted else "")
 
 
 def gpus_and_links(machine: Machine) -> Iterator[Finding]:
@@ -203,48 +193,33 @@ def gpus_and_links(machine: Machine) -> Iterator[Finding]:
     if usable < len(gpus):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = (
-            f"CUDA_VISIBLE_DEVICES={visible!r} hides the others"
-            if visible is not None
-            else "the driver refuses the others"
+            "the driver refuses the others" if visible is None else f"CUDA_VISIBLE_DEVICES={visible!r} hides the others"
         )
-    status = Status.fail if gpus and not usable else Status.warn if hidden else Status.ok
-    yield Finding("gpu", "usable by CUDA", str(usable), status, hidden)
+    yield _judged("gpu", "usable by CUDA", str(usable), hidden, Status.warn if usable else Status.fail)
     topology = machine.read_topology()
     if topology is None:
         return
     for gpu in gpus:
-        links = [
-            f"{cell} to {other}"
-            for (one, other), cell in sorted(topology.gpu_links.items())
-            if one == gpu.index != other
-        ]
+        own = ((other, cell) for (one, other), cell in sorted(topology.gpu_links.items()) if one == gpu.index != other)
+        links = ", ".join(f"{cell} to {other}" for other, cell in own) or "none"
         nic = topology.nearest_nic(gpu.index)
-        yield Finding(
-            "gpu", f"links of GPU {gpu.index}", ", ".join(links) or "none", advice=f"nearest NIC: {nic}" if nic else ""
-        )
+        yield _judged("gpu", f"links of GPU {gpu.index}", links, f"nearest NIC: {nic}" if nic else "", Status.ok)
     if len(gpus) > 1 and not any(cell.startswith("NV") for cell in topology.gpu_links.values()):
-        yield Finding(
-            "gpu", "NVLink", "none", Status.note, "weight_sync.transport=nvlink cannot be used; auto takes another link"
-        )
+        advice = "weight_sync.transport=nvlink cannot be used; auto takes another link"
+        yield Finding("gpu", "NVLink", "none", Status.note, advice)
 
 
 def networks(machine: Machine) -> Iterator[Finding]:
     """RDMA devices and network interfaces."""
     nics = machine.list_rdma_nics()
     for nic in nics:
-        up = "ACTIVE" in nic.state
-        yield Finding(
-            "network",
-            nic.name,
-            f"{nic.state}, {nic.rate}, {nic.link_layer}",
-            Status.ok if up else Status.warn,
-            "" if up else "its port is down: check cable and subnet manager (ibstat)",
-        )
+        down = "" if "ACTIVE" in nic.state else "its port is down: check cable and subnet manager (ibstat)"
+        yield _judged("network", nic.name, f"{nic.state}, {nic.rate}, {nic.link_layer}", down)
     if not nics:
         yield Finding("network", "RDMA devices", "none", Status.note, "weights cross hosts over TCP")
     up_interfaces = [name for name, state in list_interfaces().items() if state == "up" or name == "lo"]
     loopback = "" if "lo" in up_interfaces else "a run on one machine talks over lo: ip link set lo up"
-    yield Finding("network", "interfaces", ", ".join(up_interfaces), Status.fail if loopback else Status.ok, loopback)
+    yield _judged("network", "interfaces", ", ".join(up_interfaces), loopback, Status.fail)
 
 
 def limits(machine: Machine) -> Iterator[Finding]:
@@ -253,20 +228,16 @@ def limits(machine: Machine) -> Iterator[Finding]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = files != resource.RLIM_INFINITY and files < 8192
     advice = "Ray opens many sockets: ulimit -n 65536 (or LimitNOFILE= in the service)"
-    yield Finding(
-        "limits", "open files (nofile)", _limit(files), Status.warn if few else Status.ok, advice if few else ""
-    )
+    yield _judged("limits", "open files (nofile)", _limit(files), advice if few else "")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     low = has_rdma and locked != resource.RLIM_INFINITY
     advice = "RDMA pins the memory that it writes: ulimit -l unlimited (docker run --ulimit memlock=-1)"
     shown = _limit(locked) if locked == resource.RLIM_INFINITY else _gb(locked)
-    yield Finding("limits", "locked memory (memlock)", shown, Status.warn if low else Status.ok, advice if low else "")
+    yield _judged("limits", "locked memory (memlock)", shown, advice if low else "")
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     few = processes != resource.RLIM_INFINITY and processes < 4096
     advice = "Ray and the engines start many threads: ulimit -u 65536"
-    yield Finding(
-        "limits", "processes (nproc)", _limit(processes), Status.warn if few else Status.ok, advice if few else ""
-    )
+    yield _judged("limits", "processes (nproc)", _limit(processes), advice if few else "")
 
 
 def ports_and_ray(machine: Machine) -> Iterator[Finding]:
@@ -274,15 +245,11 @@ def ports_and_ray(machine: Machine) -> Iterator[Finding]:
     user.
     """
     port = DASHBOARD_PORT
-    is_free = machine.is_port_free(port)
-    advice = f"a run takes the next free one, {machine.next_free_port(port)}, and says so"
-    yield Finding(
-        "ray",
-        f"port {port} (dashboard)",
-        "free" if is_free else "taken",
-        Status.ok if is_free else Status.note,
-        "" if is_free else advice,
-    )
+    if machine.is_port_free(port):
+        yield Finding("ray", f"port {port} (dashboard)", "free")
+    else:
+        advice = f"a run takes the next free one, {machine.next_free_port(port)}, and says so"
+        yield Finding("ray", f"port {port} (dashboard)", "taken", Status.note, advice)
     address = machine.running_ray_cluster()
     if address is None:
         yield Finding("ray", "running cluster", "none", advice="a run starts its own")
