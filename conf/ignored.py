@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
-from typing import Any, cast, get_type_hints
+from typing import cast, get_type_hints
 
 from conf.architecture.families import kind_of
 from conf.errors import ConfigError
+from conf.json_files import HfConfig
 from conf.options import options_by_name, show
 from conf.schema import AlgorithmConfig, Objective, RewardPart, RunConfig
 from conf.schema.read_if import READ_IF, REMOVE_ONE, If
@@ -35,9 +36,7 @@ READ_BY_POLICY_ALONE = (
 OF_ONE_REWARD = ("reward.judge.", "reward.code.", *(f"reward.{item.name}" for item in fields(RewardPart)))
 
 
-def check_no_override_is_ignored(
-    config: RunConfig, names: Iterable[str], hf_config: Mapping[str, Any] | None = None
-) -> None:
+def check_no_override_is_ignored(config: RunConfig, names: Iterable[str], hf_config: HfConfig | None = None) -> None:
     """Refuse an option that the user typed and that has no effect in this run.
 
     Args:

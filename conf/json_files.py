@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 from conf.errors import ConfigError
 
+JsonObject: TypeAlias = dict[str, Any]
+"""An object of JSON, or a mapping of YAML."""
+HfConfig: TypeAlias = Mapping[str, Any]
+"""A model's config.json."""
 
-def read_json_object(path: Path) -> dict[str, Any]:
+
+def read_json_object(path: Path) -> JsonObject:
     """The object in a file.
 
     Raises:
@@ -32,7 +37,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def object_in(path: Path) -> dict[str, Any]:
+def object_in(path: Path) -> JsonObject:
     """The object in a file; empty where there is none that can be read."""
     try:
         return object_or_empty(json.loads(path.read_text(encoding="utf-8")))
@@ -40,12 +45,12 @@ def object_in(path: Path) -> dict[str, Any]:
         return {}
 
 
-def object_or_empty(value: object) -> dict[str, Any]:
+def object_or_empty(value: object) -> JsonObject:
     """The value if it is an object, else an empty one."""
     return value if is_object(value) else {}
 
 
-def is_object(value: object) -> TypeGuard[dict[str, Any]]:
+def is_object(value: object) -> TypeGuard[JsonObject]:
     """Whether it is a JSON object, or a mapping of YAML."""
     return isinstance(value, dict)
 

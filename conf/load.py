@@ -18,7 +18,7 @@ import copy
 import difflib
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from conf.earlier import carried_over, explain
 from conf.elsewhere import counterpart
 from conf.errors import ConfigError
 from conf.ignored import check_no_override_is_ignored
-from conf.json_files import is_object
+from conf.json_files import HfConfig, is_object
 from conf.options import (
     CONF_DIR,
     GROUPS,
@@ -113,7 +113,7 @@ def _composed_of_presets(parsed: Sequence[Override]) -> DictConfig:
     return tree
 
 
-def check_model_reads_overrides(config: RunConfig, overrides: Sequence[str], hf_config: Mapping[str, Any]) -> None:
+def check_model_reads_overrides(config: RunConfig, overrides: Sequence[str], hf_config: HfConfig) -> None:
     """Refuse overrides that have no effect on a model on disk. (`load_run_config` does not read its config.json.)
 
     Raises:

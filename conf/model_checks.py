@@ -11,6 +11,7 @@ from typing import Any
 
 from conf.architecture.families import FAMILIES, check_engine_constants, family_of, kind_of
 from conf.errors import ConfigError
+from conf.json_files import HfConfig
 from conf.schema import (
     MAX_EXPERT_RANK,
     Device,
@@ -43,7 +44,7 @@ CPU_ENGINE_LATENT = (512, 64)
 """kv_lora_rank and qk_rope_head_dim of vLLM's CPU kernel of latent attention (vLLM 0.32, `mla_decode.cpp`)."""
 
 
-def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+def check_architecture(config: RunConfig, hf_config: HfConfig) -> None:
     """Check every rule between the run and the model's config.json."""
     check_ep_size_fits_experts(config, hf_config)
     check_sequence_fits_model(config, hf_config)
@@ -73,7 +74,7 @@ def check_architecture(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
         check_engine_records_routes(config, hf_config)
 
 
-def check_adapters_beside_experts_have_gpu_engines(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+def check_adapters_beside_experts_have_gpu_engines(config: RunConfig, hf_config: HfConfig) -> None:
     """In adapter mode a model with experts needs GPU engines: with adapters enabled, vLLM computes every expert,
     adapted or not, with Triton kernels, which need a GPU.
     """
@@ -90,7 +91,7 @@ BITWISE_HEAD_DIMS = (128, 192, 256)
 (64), or from pages than from rows (80, 96)."""
 
 
-def check_slots_of_experts_have_kernels(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+def check_slots_of_experts_have_kernels(config: RunConfig, hf_config: HfConfig) -> None:
     """An engine's slots are of one rank for all modules, and those of experts are limited."""
     lora = config.trainer.lora
     if config.weight_sync.mode is not SyncMode.adapter or not lora.experts or not num_experts_of(hf_config):
@@ -104,7 +105,7 @@ def check_slots_of_experts_have_kernels(config: RunConfig, hf_config: Mapping[st
         )
 
 
-def check_slots_have_names(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+def check_slots_have_names(config: RunConfig, hf_config: HfConfig) -> None:
     """Adapters whose matrices have other names in adapter files than in the checkpoint, or no slot in an engine:
     experts whose projections are w1, w2 and w3, and projections of latent and of linear attention."""
     if config.weight_sync.mode is not SyncMode.adapter:
@@ -123,7 +124,7 @@ def check_slots_have_names(config: RunConfig, hf_config: Mapping[str, Any]) -> N
         )
 
 
-def check_engine_forward_knows_the_model(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+def check_engine_forward_knows_the_model(config: RunConfig, hf_config: HfConfig) -> None:
     """The engine's forward is written down for some families, in 16 bits and without scaled positions."""
     if not config.is_bitwise:
         return
@@ -150,7 +151,7 @@ def check_engine_forward_knows_the_model(config: RunConfig, hf_config: Mapping[s
         )
 
 
-def check_engine_records_routes(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+def check_engine_records_routes(config: RunConfig, hf_config: HfConfig) -> None:
     """Routing replay needs experts, and an engine that records which of them it chose: vLLM 0.25.1 and 0.32 on GPUs.
     On a CPU, 0.32 has no model runner that does (`VllmConfig._verify_aux_output_compatibility`).
     """
@@ -168,7 +169,7 @@ def check_engine_records_routes(config: RunConfig, hf_config: Mapping[str, Any])
         )
 
 
-def check_expert_parallel_engine_has_experts(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+def check_expert_parallel_engine_has_experts(config: RunConfig, hf_config: HfConfig) -> None:
     """Expert parallelism needs experts."""
     if config.rollout.enable_expert_parallel and not num_experts_of(hf_config):
         raise ConfigError(
@@ -177,7 +178,7 @@ def check_expert_parallel_engine_has_experts(config: RunConfig, hf_config: Mappi
         )
 
 
-def check_ep_size_fits_experts(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+def check_ep_size_fits_experts(config: RunConfig, hf_config: HfConfig) -> None:
     """Every ep_rank of the trainer holds at least one expert."""
     ep_size, num_experts = config.trainer.ep_size, num_experts_of(hf_config)
     if ep_size > 1 and num_experts == 0:
@@ -193,7 +194,7 @@ def check_ep_size_fits_experts(config: RunConfig, hf_config: Mapping[str, Any]) 
         )
 
 
-def check_sequence_fits_model(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+def check_sequence_fits_model(config: RunConfig, hf_config: HfConfig) -> None:
     """The longest sequence is at most the model's max_position_embeddings."""
     is_given = config.algorithm.objective is not Objective.policy
     option = "data.max_sequence_tokens" if is_given else "rollout.max_model_len"
@@ -206,7 +207,7 @@ def check_sequence_fits_model(config: RunConfig, hf_config: Mapping[str, Any]) -
         )
 
 
-def check_head_dim_on_cpu(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+def check_head_dim_on_cpu(config: RunConfig, hf_config: HfConfig) -> None:
     """The CPU engine has attention kernels only for some head sizes."""
     if config.cluster.device is not Device.cpu:
         return
@@ -228,7 +229,7 @@ def check_head_dim_on_cpu(config: RunConfig, hf_config: Mapping[str, Any]) -> No
         )
 
 
-def check_cpu_engine_has_kernels(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+def check_cpu_engine_has_kernels(config: RunConfig, hf_config: HfConfig) -> None:
     """The CPU engine's router takes sigmoid scores in groups only, and its linear attention bfloat16 and one width of
     heads (vLLM 0.32, `cpu_router.py` and `gdn_attention.py`, assertions)."""
     if config.cluster.device is not Device.cpu:
@@ -253,7 +254,7 @@ def check_cpu_engine_has_kernels(config: RunConfig, hf_config: Mapping[str, Any]
             )
 
 
-def packing_of(hf_config: Mapping[str, Any]) -> str | None:
+def packing_of(hf_config: HfConfig) -> str | None:
     """The format of four-bit weights that config.json asks for: "INT4", "MXFP4" or None."""
     quantization: Mapping[str, Any] = hf_config.get("quantization_config") or {}
     if quantization.get("quant_method") == "mxfp4":
@@ -266,7 +267,7 @@ def packing_of(hf_config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def check_packed_experts_stay_frozen(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+def check_packed_experts_stay_frozen(config: RunConfig, hf_config: HfConfig) -> None:
     """Four-bit weights stay frozen: their values are too far apart for the steps of an optimizer."""
     packing = packing_of(hf_config)
     if packing is not None and config.trainer.mode is TrainMode.full:
@@ -276,7 +277,7 @@ def check_packed_experts_stay_frozen(config: RunConfig, hf_config: Mapping[str, 
         )
 
 
-def check_engine_takes_merged_weights(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+def check_engine_takes_merged_weights(config: RunConfig, hf_config: HfConfig) -> None:
     """Engines with four-bit weights need adapter mode: merged weights would have to be quantized to their packed words
     and scales at every publish.
     """
@@ -290,7 +291,7 @@ def check_engine_takes_merged_weights(config: RunConfig, hf_config: Mapping[str,
         )
 
 
-def check_packed_base_reaches_engines(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+def check_packed_base_reaches_engines(config: RunConfig, hf_config: HfConfig) -> None:
     """Engines load four-bit weights from disk themselves, because no publish writes them."""
     packing = packing_of(hf_config)
     if packing is None or config.weight_sync.mode is not SyncMode.adapter:
@@ -309,7 +310,7 @@ def check_packed_base_reaches_engines(config: RunConfig, hf_config: Mapping[str,
     check_int4_kernels_add_adapters(config, hf_config)
 
 
-def check_int4_kernels_add_adapters(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+def check_int4_kernels_add_adapters(config: RunConfig, hf_config: HfConfig) -> None:
     """INT4 experts need a shape for which vLLM's kernels add adapters: for other shapes, its kernels ignore adapters,
     or it pads the experts but not the adapters.
     """
@@ -324,7 +325,7 @@ def check_int4_kernels_add_adapters(config: RunConfig, hf_config: Mapping[str, A
         )
 
 
-def check_fp8_engine_has_gpus(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+def check_fp8_engine_has_gpus(config: RunConfig, hf_config: HfConfig) -> None:
     """Engines with FP8 weights need GPUs: vLLM has no CPU kernels for them, or ones that repack the weights."""
     if config.cluster.device is not Device.cpu:
         return
@@ -336,7 +337,7 @@ def check_fp8_engine_has_gpus(config: RunConfig, hf_config: Mapping[str, Any]) -
         )
 
 
-def check_changes_can_be_sent(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+def check_changes_can_be_sent(config: RunConfig, hf_config: HfConfig) -> None:
     """Changes are those of bfloat16 values, against what the base and the last adapters give."""
     if config.weight_sync.delta_bytes == 0:
         return
@@ -356,7 +357,7 @@ def check_changes_can_be_sent(config: RunConfig, hf_config: Mapping[str, Any]) -
             )
 
 
-def check_fp8_engine_computes_in_two_bytes(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+def check_fp8_engine_computes_in_two_bytes(config: RunConfig, hf_config: HfConfig) -> None:
     """Block-FP8 engines need activations of two bytes (vLLM's `Fp8Config.get_supported_act_dtypes`)."""
     is_fp8 = config.model.engine_format is EngineFormat.block_fp8 or fp8_skipped(hf_config) is not None
     if is_fp8 and config.model.dtype is DType.float32:
@@ -366,7 +367,7 @@ def check_fp8_engine_computes_in_two_bytes(config: RunConfig, hf_config: Mapping
         )
 
 
-def check_lora_adapts_something(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+def check_lora_adapts_something(config: RunConfig, hf_config: HfConfig) -> None:
     """The model has a part that trainer.lora adapts."""
     lora, is_moe = config.trainer.lora, num_experts_of(hf_config) > 0
     if config.trainer.mode is TrainMode.full or lora.attention:
@@ -380,7 +381,7 @@ def check_lora_adapts_something(config: RunConfig, hf_config: Mapping[str, Any])
         )
 
 
-def check_expert_rank_has_kernels(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+def check_expert_rank_has_kernels(config: RunConfig, hf_config: HfConfig) -> None:
     """Adapters of routed experts have a bounded rank: the trainer's kernels hold all of it in one tile."""
     lora = config.trainer.lora.for_experts
     if config.trainer.mode is TrainMode.full or lora is None or lora.rank <= MAX_EXPERT_RANK:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from conf.architecture.families import family_of
 from conf.errors import ConfigError
+from conf.json_files import HfConfig
 from conf.schema.rules import divisors
 
 VOCABULARY_PADDING = 64
@@ -47,7 +48,7 @@ class Width(NamedTuple):
 def check_tp_size_fits_model(
     option: str,
     tp_size: int,
-    hf_config: Mapping[str, Any],
+    hf_config: HfConfig,
     *,
     is_expert_parallel: bool = False,
     can_split_experts: bool = True,
@@ -79,7 +80,7 @@ def check_tp_size_fits_model(
     raise ConfigError(f"{option}={tp_size} {problem}; {'; '.join(cures)}")
 
 
-def tp_problem(tp_size: int, hf_config: Mapping[str, Any], *, is_expert_parallel: bool) -> str | None:
+def tp_problem(tp_size: int, hf_config: HfConfig, *, is_expert_parallel: bool) -> str | None:
     """The first rule that this size breaks, as the rest of a sentence; None if it breaks none."""
     heads, kv_heads = _size(hf_config, "num_attention_heads"), num_kv_heads_of(hf_config)
     if heads is not None and heads % tp_size:
@@ -109,7 +110,7 @@ def tp_problem(tp_size: int, hf_config: Mapping[str, Any], *, is_expert_parallel
     return None
 
 
-def num_experts_of(hf_config: Mapping[str, Any]) -> int:
+def num_experts_of(hf_config: HfConfig) -> int:
     """Routed experts of a layer, by the name the architecture uses for them; 0 for a dense model."""
     for key in ("num_experts", "n_routed_experts", "num_local_experts"):
         if isinstance(value := hf_config.get(key), int):
@@ -117,14 +118,14 @@ def num_experts_of(hf_config: Mapping[str, Any]) -> int:
     return 0
 
 
-def num_kv_heads_of(hf_config: Mapping[str, Any]) -> int | None:
+def num_kv_heads_of(hf_config: HfConfig) -> int | None:
     """Key/value heads of grouped-query attention; None for latent attention, and if they are unknown."""
     if hf_config.get("kv_lora_rank") is not None:
         return None
     return _size(hf_config, "num_key_value_heads") or _size(hf_config, "num_attention_heads")
 
 
-def fp8_skipped(hf_config: Mapping[str, Any]) -> Sequence[str] | None:
+def fp8_skipped(hf_config: HfConfig) -> Sequence[str] | None:
     """Modules that block-FP8 leaves out; None if engines have another format."""
     quantization: Mapping[str, Any] = hf_config.get("quantization_config") or {}
     if quantization.get("quant_method") != "fp8" or not quantization.get("weight_block_size"):
@@ -137,7 +138,7 @@ def one_of(values: Sequence[int]) -> str:
     return ", ".join(str(value) for value in values)
 
 
-def has_dense_layers(hf_config: Mapping[str, Any]) -> bool:
+def has_dense_layers(hf_config: HfConfig) -> bool:
     """Whether some layer has one feed-forward for all tokens instead of routed experts."""
     if not num_experts_of(hf_config):
         return True
@@ -150,19 +151,19 @@ def has_dense_layers(hf_config: Mapping[str, Any]) -> bool:
     )
 
 
-def has_shared_experts(hf_config: Mapping[str, Any]) -> bool:
+def has_shared_experts(hf_config: HfConfig) -> bool:
     """Whether tokens pass a feed-forward in addition to their routed experts."""
     return bool(hf_config.get("n_shared_experts") or hf_config.get("shared_expert_intermediate_size"))
 
 
-def _linear_heads(hf_config: Mapping[str, Any], tp_size: int) -> Iterator[Width]:
+def _linear_heads(hf_config: HfConfig, tp_size: int) -> Iterator[Width]:
     if family_of(hf_config).has_linear_attention:
         for key in ("linear_num_key_heads", "linear_num_value_heads"):
             if (count := _size(hf_config, key)) is not None:
                 yield Width(f"the linear attention's {key}={count}", count, tp_size, ())
 
 
-def _feed_forwards(hf_config: Mapping[str, Any], tp_size: int, *, is_expert_parallel: bool) -> Iterator[Width]:
+def _feed_forwards(hf_config: HfConfig, tp_size: int, *, is_expert_parallel: bool) -> Iterator[Width]:
     family, dense = family_of(hf_config), _size(hf_config, "intermediate_size")
     name, width = family.expert_width, _size(hf_config, family.expert_width)
     if family.cuts_all:
@@ -187,7 +188,7 @@ def _feed_forwards(hf_config: Mapping[str, Any], tp_size: int, *, is_expert_para
     yield Width(f"the routed experts' {name}={width}", width, parts, (".experts",))
 
 
-def _projections(hf_config: Mapping[str, Any], tp_size: int) -> Iterator[Width]:
+def _projections(hf_config: HfConfig, tp_size: int) -> Iterator[Width]:
     """Widths of attention projections. tp_size divides them, but a rank's part may not be whole blocks of FP8."""
     heads, kv_heads = _size(hf_config, "num_attention_heads"), num_kv_heads_of(hf_config)
     if heads is None:
@@ -208,7 +209,7 @@ def _projections(hf_config: Mapping[str, Any], tp_size: int) -> Iterator[Width]:
             yield Width(f"{name}'s {heads} heads of {size}", heads * size, tp_size, (name,))
 
 
-def head_dim_of(hf_config: Mapping[str, Any]) -> int | None:
+def head_dim_of(hf_config: HfConfig) -> int | None:
     """Elements of a head of grouped-query attention; None if the config does not say."""
     if (given := _size(hf_config, "head_dim")) is not None:
         return given
@@ -218,6 +219,6 @@ def head_dim_of(hf_config: Mapping[str, Any]) -> int | None:
     return hidden // heads if heads is not None and hidden is not None else None
 
 
-def _size(hf_config: Mapping[str, Any], key: str) -> int | None:
+def _size(hf_config: HfConfig, key: str) -> int | None:
     value = hf_config.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -17,9 +17,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from conf.errors import ConfigError
+from conf.json_files import JsonObject
 from conf.load import load_resolved_yaml, load_run_config
 from conf.schema import Init, Objective, RunConfig, TrainMode
 from orchestrator.cli.working_folder import stand_where_it_began
@@ -176,12 +177,12 @@ def _shape_of(adapter: Path) -> list[str]:
     return [f"trainer.lora.{name}={'null' if value is None else value}" for name, value in options.items()]
 
 
-def report_of(config: RunConfig, weights: str, folder: RunFolder) -> dict[str, Any]:
+def report_of(config: RunConfig, weights: str, folder: RunFolder) -> JsonObject:
     """What the evaluation found, from the folder that it wrote; also written there, as evaluation.json."""
     (row,) = read_rows(folder.evaluations)
     names = eval_names(config)
     figures = ["reward", *(f"pass_at_{k}" for k in names.ks), "majority"]
-    sets: dict[str, Any] = {}
+    sets: JsonObject = {}
     for name in (*names.sets, ""):
         prefix = f"eval/{name}/" if name else "eval/"
         sets[name or "all"] = {one: {"mean": row[prefix + one], "se": row[f"{prefix}{one}_se"]} for one in figures}
@@ -198,7 +199,7 @@ def report_of(config: RunConfig, weights: str, folder: RunFolder) -> dict[str, A
     return report | {"json": str(folder.root / "evaluation.json")}
 
 
-def table_of(report: dict[str, Any]) -> str:
+def table_of(report: JsonObject) -> str:
     """For people: a line per set, each figure with its standard error."""
     sets = cast("dict[str, dict[str, dict[str, float | None]]]", report["sets"])
     names = list(next(iter(sets.values())))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import ConfigError
+from conf.json_files import JsonObject
 from conf.schema import Objective
 from orchestrator.control.run_state import dashboard_of, start_of, state_of
 from orchestrator.figures.held_out import of_sets
@@ -99,7 +100,7 @@ class Status:
     log: tuple[str, ...]
     """Last warnings and errors of run.log."""
 
-    def as_plain(self) -> dict[str, Any]:
+    def as_plain(self) -> JsonObject:
         """For programs."""
         return asdict(self)
 
@@ -186,7 +187,7 @@ def draw(run: Path) -> Path:
     return folder.curves
 
 
-def _recent_mean(rows: Sequence[dict[str, Any]], metric: str) -> float | None:
+def _recent_mean(rows: Sequence[JsonObject], metric: str) -> float | None:
     values = [row[metric] for row in rows[1:][-NUM_RECENT:] if row.get(metric) is not None]
     return statistics.fmean(values) if values else None
 
@@ -198,7 +199,7 @@ def _reward_parts(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str, st
     return tuple((name, f"  {name[7:-5]}", ".3f") for name in names) if len(names) > 1 else ()
 
 
-def _held_out(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+def _held_out(rows: Sequence[JsonObject]) -> dict[str, float]:
     """The first evaluation and the newest one, and each named set of that."""
     found = [
         (figure, row["step"] if row.get("eval/step") is None else row["eval/step"], row)

@@ -25,9 +25,9 @@ import struct
 import time
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 from conf.errors import ConfigError
+from conf.json_files import JsonObject
 from conf.schema import Objective
 from fleet.replicas import ReplicaState
 from fleet.supervisor import Supervisor
@@ -213,7 +213,7 @@ async def _restart(supervisor: Supervisor, worker: int | None) -> tuple[bool, li
     return True, lines
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def _write(path: Path, content: JsonObject) -> None:
     """Whole or not at all."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content))

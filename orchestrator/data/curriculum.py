@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from conf.json_files import JsonObject
 from orchestrator.data.streams import Stream, check_cursor, digest
 from rollout.errors import DataError
 from rollout.types import Prompt
@@ -103,13 +103,13 @@ class Middling(Stream[Prompt]):
             "data/middling_fraction": float(((rates > 0) & (rates < 1)).mean()) if len(rates) else None,
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Number of draws, observations and what is in flight, by index; and what the order depends on."""
         observed = [[int(i), self._successes[i], self._trials[i]] for i in np.flatnonzero(self._trials)]
         in_flight = sorted(self._in_flight.items())
         return {"num_drawn": self._num_drawn, "observed": observed, "in_flight": in_flight, **self._facts}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """See Stream."""
         options = {"digest": "data.path", "seed": "run.seed", "floor": "data.curriculum_floor"}
         check_cursor(state, self._facts, options)

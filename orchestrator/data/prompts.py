@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from conf.json_files import is_list, is_object, kind_of
+from conf.json_files import JsonObject, is_list, is_object, kind_of
 from orchestrator.data.sources import Row, listed, other_names, renamed
 from rollout.errors import DataError, RowTooLong, TemplateRefused
 from rollout.text.messages import TEMPLATE_OPTIONS, TOOLS, Chat, template_options, text_messages, tools_of
@@ -68,7 +68,7 @@ class PromptReader:
     """For plain text; chat templates bring their own."""
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
     """data.columns."""
-    template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    template_options: Mapping[str, Any] = field(default_factory=JsonObject)
     """data.chat_template_kwargs."""
     is_for_agent: bool = False
     """The columns are an agent's task. It offers tools of its own, and its chats are rendered request by request."""
@@ -96,7 +96,7 @@ class PromptReader:
         _check_plain(fields, where)
         return Prompt(prompt_id, tuple(token_ids), text, fields, messages)
 
-    def _text_of(self, row: dict[str, Any], where: str) -> tuple[str, list[dict[str, Any]] | None]:
+    def _text_of(self, row: JsonObject, where: str) -> tuple[str, list[JsonObject] | None]:
         """(the prompt's text, the messages that it was rendered from)."""
         key = self.prompt_key
         if key not in row:
@@ -161,7 +161,7 @@ def check_text(text: str, where: str) -> None:
         ) from e
 
 
-def _check_plain(fields: dict[str, Any], where: str) -> None:
+def _check_plain(fields: JsonObject, where: str) -> None:
     """Refuse columns that JSON cannot hold: rewards and checkpoints get a row as JSON, and Parquet has more types."""
     for name, value in fields.items():
         try:
@@ -173,7 +173,7 @@ def _check_plain(fields: dict[str, Any], where: str) -> None:
             ) from e
 
 
-def messages_in(value: Any, what: str) -> list[dict[str, Any]]:
+def messages_in(value: Any, what: str) -> list[JsonObject]:
     """The chat messages of a column. A field that is null counts as missing: Parquet gives all structs all fields.
 
     Raises:
@@ -192,9 +192,7 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(one) for one in value] if is_list(value) else value
 
 
-def chat_of(
-    messages: Sequence[dict[str, Any]], columns: Mapping[str, Any], options: Mapping[str, Any], where: str
-) -> Chat:
+def chat_of(messages: Sequence[JsonObject], columns: Mapping[str, Any], options: Mapping[str, Any], where: str) -> Chat:
     """What the chat template is given of a row: its messages, its tools, and its options on top of the run's.
 
     Raises:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import conf
-from conf.json_files import is_object, object_or_empty
+from conf.json_files import JsonObject, is_object, object_or_empty
 from rollout.errors import DataError
 
 PACKAGED = "pkg://"
@@ -65,7 +65,7 @@ class Row:
 
     where: str
     """Its place, for messages: "FILE:LINE" (JSONL, from 1) or "SOURCE: row N" (from 0)."""
-    columns: dict[str, Any]
+    columns: JsonObject
     after: Position
 
 
@@ -93,7 +93,7 @@ def resolve_path(path: str) -> Path:
     return Path(path)
 
 
-def renamed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
+def renamed(row: Row, columns: Mapping[str, str]) -> JsonObject:
     """The row's columns, and those that data.columns adds to them: name -> where its value is.
 
     Example: {"answer": "reward_model.ground_truth"} takes a field of a struct; {"prompt": "question|problem"} takes the
@@ -182,7 +182,7 @@ def _jsonl_rows(file: Path, start: Position) -> Iterator[Row]:
             yield Row(f"{file}:{num_lines}", columns, Position(num_rows, num_bytes, num_lines))
 
 
-def _parse_line(line: bytes, file: Path, number: int) -> dict[str, Any]:
+def _parse_line(line: bytes, file: Path, number: int) -> JsonObject:
     where = f"{file}:{number}"
     if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in line:
         raise DataError(f"{file} is not UTF-8 text: line {number} looks like UTF-16; save the file as UTF-8")
@@ -201,7 +201,7 @@ def _parse_line(line: bytes, file: Path, number: int) -> dict[str, Any]:
     return row
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> JsonObject:
     """A JSON object, refused if a key is there twice; json itself would keep the last value."""
     found = dict(pairs)
     if len(found) < len(pairs):

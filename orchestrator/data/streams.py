@@ -24,6 +24,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from conf.json_files import JsonObject
 from orchestrator.data.sources import START, Position, Row
 from rollout.errors import DataError
 
@@ -60,11 +61,11 @@ class Stream(ABC, Generic[Item]):
     def __next__(self) -> Item: ...
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """The cursor: plain values, to be stored with a checkpoint."""
 
     @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Continue where `state` was taken.
 
         Raises:
@@ -132,11 +133,11 @@ class Shuffled(Stream[Item]):
             self._order = self._order_of(self._epoch)
         return item
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Epoch, position, and what the order depends on."""
         return {"epoch": self._epoch, "position": self._position, **self._facts}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """See Stream."""
         check_cursor(state, self._facts, {"digest": "data.path", "seed": "run.seed", "shuffle": "data.shuffle"})
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
@@ -212,13 +213,13 @@ class Streamed(Stream[Item]):
         self._taken += 1
         return item
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Pass, the buffer's first row, how many of its items were taken, and their digest."""
         buffer = self._buffer
         place = {"pass": buffer.epoch, "first": astuple(buffer.first), "taken": self._taken}
         return {**place, "digest": digest(buffer.items), **self._facts}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Fill the buffer again with the rows that it had; see Stream."""
         options = {"seed": "run.seed", "shuffle": "data.shuffle", "buffer_rows": "data.stream_buffer_rows"}
         check_cursor(state, self._facts, options)
@@ -298,12 +299,12 @@ class Mixed(Stream[Item]):
         ]
         return f"{num_items} items were drawn: {', '.join(parts)}"
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """How many items each source has given, and the cursors of all."""
         cursors = [stream.state_dict() for stream in self._streams]
         return {"counts": list(self._counts), "cursors": cursors, **self._facts}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """See Stream."""
         options = {"sources": "data.sources", "weights": "data.weights", "seed": "run.seed"}
         check_cursor(state, self._facts, options)

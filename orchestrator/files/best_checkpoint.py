@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any
 
-from conf.json_files import object_in
+from conf.json_files import JsonObject, object_in
 from orchestrator.figures.held_out import is_better
 from orchestrator.files.run_checkpoint import CheckpointStore
 
@@ -63,7 +62,7 @@ class BestCheckpoint:
             self._store.spared.discard(step)
         self._store.prune()
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> JsonObject:
         return object_in(self._file)
 
     def _write(self, name: str) -> None:

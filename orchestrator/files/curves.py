@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from conf.json_files import JsonObject
 from conf.schema import Objective
 from orchestrator.files.telemetry import read_rows
 from trainer.step.mismatch_bins import POSITION_STARTS
@@ -52,7 +53,7 @@ DPO_PANELS: Panels = (
 PANELS = {Objective.policy: RL_PANELS, Objective.sft: SFT_PANELS, Objective.dpo: DPO_PANELS}
 
 
-def _step_of(row: dict[str, Any], name: str) -> int:
+def _step_of(row: JsonObject, name: str) -> int:
     """The step that a figure is about: an evaluation beside training is of an earlier one than its row."""
     step = row.get("eval/step") if name.startswith("eval/") else None
     return row["step"] if step is None else step

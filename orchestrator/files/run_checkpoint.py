@@ -26,11 +26,10 @@ import time
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from conf.json_files import is_object
+from conf.json_files import JsonObject, is_object
 from conf.schema import RunConfig
 from orchestrator.environment import resolve_device
 from orchestrator.errors import CheckpointError, TrainingStopped
@@ -67,14 +66,14 @@ class RunState:
     step: int
     """Optimizer steps done, refused ones included."""
     policy_version: int
-    prompts: dict[str, Any]
+    prompts: JsonObject
     """Cursor of the prompt stream (orchestrator.data.streams.Stream.state_dict)."""
-    shuffle_rng: dict[str, Any]
+    shuffle_rng: JsonObject
     """State of the generator that orders the minibatches of later epochs."""
     buffer: BufferState
 
 
-def fingerprint(config: RunConfig) -> dict[str, Any]:
+def fingerprint(config: RunConfig) -> JsonObject:
     """The options that a checkpoint's content depends on. Any other option may change between two parts of a run."""
     trainer = config.trainer
     algorithm = config.algorithm
@@ -150,7 +149,7 @@ class CheckpointStore:
         options: `fingerprint` of this run's options.
     """
 
-    def __init__(self, folder: Path, *, keep: int, options: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, *, keep: int, options: JsonObject) -> None:
         self.folder = folder
         self.spared: set[int] = set()
         """Steps whose checkpoints stay, however old they are."""
@@ -288,7 +287,7 @@ class CheckpointStore:
             buffer=BufferState(raw["num_batches"], groups, in_flight),
         )
 
-    def _check_options(self, path: Path, saved: dict[str, Any]) -> None:
+    def _check_options(self, path: Path, saved: JsonObject) -> None:
         mine, theirs = dict(flatten(self._options)), dict(flatten(saved))
         differing = [key for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key)]
         if differing:
@@ -322,7 +321,7 @@ def _verify(path: Path) -> None:
             raise CheckpointError(f"{path} is damaged: {name} is {actual}, its manifest says {expected}")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> JsonObject:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -362,25 +361,25 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _encode(array: np.ndarray) -> dict[str, Any]:
+def _encode(array: np.ndarray) -> JsonObject:
     """What JSON holds of an array; json.dumps calls this for what it does not know, which in a group are arrays."""
     data = base64.b64encode(array.tobytes()).decode()
     return {"dtype": array.dtype.name, "shape": array.shape, "base64": data}
 
 
-def _decode(raw: dict[str, Any]) -> np.ndarray:
+def _decode(raw: JsonObject) -> np.ndarray:
     return np.frombuffer(base64.b64decode(raw["base64"]), raw["dtype"]).reshape(raw["shape"])
 
 
-def _to_rollout(raw: dict[str, Any]) -> Rollout:
+def _to_rollout(raw: JsonObject) -> Rollout:
     routes = _to_routes(raw.pop("routes", None))
     turns = tuple(Turn(**turn | {"routes": _to_routes(turn["routes"])}) for turn in raw.pop("turns", ()))
     return Rollout(**raw, routes=routes, turns=turns)
 
 
-def _to_routes(raw: dict[str, Any] | None) -> Routes | None:
+def _to_routes(raw: JsonObject | None) -> Routes | None:
     return None if raw is None else Routes(**{name: _decode(array) for name, array in raw.items()})
 
 
-def _to_prompt(raw: dict[str, Any]) -> Prompt:
+def _to_prompt(raw: JsonObject) -> Prompt:
     return Prompt(raw["prompt_id"], tuple(raw["token_ids"]), raw["text"], raw["fields"], raw.get("messages"))

@@ -52,7 +52,7 @@ import yaml
 
 from conf.errors import ConfigError
 from conf.functions import is_function_path, keep_copy, source_of
-from conf.json_files import is_list, is_object
+from conf.json_files import JsonObject, is_list, is_object
 from conf.schema import Objective, RunConfig, RunSection
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ def keep_sources(folder: RunFolder, config: RunConfig) -> None:
         keep_copy(f"algorithm.{name}={value}", source, folder.root / f"{name}_source.py")
 
 
-def saved_options(run: Path) -> dict[str, Any]:
+def saved_options(run: Path) -> JsonObject:
     """The options in a run's folder, section by section, as plain values.
 
     Raises:
@@ -235,7 +235,7 @@ def changed_options(folder: RunFolder, config: RunConfig) -> list[str]:
     ]
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: JsonObject, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Options of a nested section by their full names. Example: ("run.seed", 0)."""
     for key, value in tree.items():
         if is_object(value) and value:
@@ -244,7 +244,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
-def describe_environment(overrides: list[str]) -> dict[str, Any]:
+def describe_environment(overrides: list[str]) -> JsonObject:
     """What was run where: command, working folder, commit, versions, machine."""
     return {
         "command": sys.argv,
@@ -304,7 +304,7 @@ def point_latest(root: Path) -> None:
     temporary.replace(link)
 
 
-def _git_commit() -> dict[str, Any] | None:
+def _git_commit() -> JsonObject | None:
     """Commit of the source tree and whether it has local changes; None outside of a git checkout."""
     source = Path(__file__).resolve().parent
     try:

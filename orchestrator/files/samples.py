@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from conf.json_files import JsonObject
 from orchestrator.figures.held_out import Evaluation
 from orchestrator.files.run_folder import RunFolder
 from orchestrator.files.sample_index import entry_of, read_index
@@ -112,11 +113,11 @@ class SampleLog:
 
 def sample_row(
     step: int, policy_version: int, kind: str, place: tuple[int, int], group: Group, trained: TrainedRollout | None
-) -> dict[str, Any]:
+) -> JsonObject:
     """One row; docs/metrics.md has the meaning of each field."""
     number, which = place
     rollout = group.rollouts[which]
-    row: dict[str, Any] = {
+    row: JsonObject = {
         "step": step,
         "policy_version": policy_version,
         "kind": kind,
@@ -156,7 +157,7 @@ def sample_row(
     return row
 
 
-def fitted(row: dict[str, Any], most_bytes: int) -> bytes | None:
+def fitted(row: JsonObject, most_bytes: int) -> bytes | None:
     """The row as a line of at most `most_bytes`. Texts and lists of tokens that are too long lose their middle; None
     when that is not enough.
 
@@ -173,7 +174,7 @@ def fitted(row: dict[str, Any], most_bytes: int) -> bytes | None:
     return line
 
 
-def _figures(rollout: Rollout, trained: TrainedRollout) -> dict[str, Any]:
+def _figures(rollout: Rollout, trained: TrainedRollout) -> JsonObject:
     """What rows are sorted by."""
     advantages = [value for value in trained.advantages if value is not None]
     pairs = zip(trained.trainer_logprobs, rollout.logprobs, strict=True)
@@ -187,7 +188,7 @@ def _figures(rollout: Rollout, trained: TrainedRollout) -> dict[str, Any]:
     }
 
 
-def _shortened(row: dict[str, Any], num_chars: int, num_tokens: int) -> dict[str, Any]:
+def _shortened(row: JsonObject, num_chars: int, num_tokens: int) -> JsonObject:
     short = {**row, "turns": [dict(turn) for turn in row["turns"]]} if "turns" in row else dict(row)
     for name, turn, text in _texts(short):
         holder = short if turn is None else short["turns"][turn]
@@ -202,7 +203,7 @@ def _shortened(row: dict[str, Any], num_chars: int, num_tokens: int) -> dict[str
     return short
 
 
-def _texts(row: dict[str, Any]) -> list[tuple[str, int | None, str]]:
+def _texts(row: JsonObject) -> list[tuple[str, int | None, str]]:
     """(field, number of its turn, text)."""
     turns = row.get("turns", [])
     return [
@@ -218,7 +219,7 @@ def _cut_text(text: str, num_chars: int) -> str:
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters are left out here ...]\n{text[-half:]}"
 
 
-def _line(row: dict[str, Any]) -> bytes:
+def _line(row: JsonObject) -> bytes:
     return json.dumps(row, separators=(",", ":")).encode() + b"\n"
 
 

@@ -22,6 +22,8 @@ from typing import Any
 
 import psutil
 
+from conf.json_files import JsonObject
+
 logger = logging.getLogger(__name__)
 
 RUN = "run"
@@ -146,7 +148,7 @@ class Startup:
             logger.info("%s", line)
 
 
-def read_starts(file: Path) -> list[dict[str, Any]]:
+def read_starts(file: Path) -> list[JsonObject]:
     """Rows of a startup.jsonl. A last line that a crash cut short is left out."""
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.is_file() else []
 
@@ -166,7 +168,7 @@ def describe(row: Mapping[str, Any]) -> list[str]:
     return lines + [f"slowest {kind}, {own[0].who}: {_seconds(own)}" for kind, own in slowest.items()]
 
 
-def _plain(span: Span) -> dict[str, Any]:
+def _plain(span: Span) -> JsonObject:
     return {name: value for name, value in asdict(span).items() if value is not None}
 
 

@@ -17,10 +17,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import numpy as np
 
+from conf.json_files import JsonObject
 from orchestrator.figures.held_out import EvalNames, Evaluation, in_words
 from orchestrator.files.disk_space import naming_a_full_disk
 from orchestrator.files.loggers.logger import Logger
@@ -158,7 +159,7 @@ class Telemetry:
         return "  ".join(text)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[JsonObject]:
     """Rows of a metrics.jsonl. A last line that a crash cut short is left out."""
     if not path.is_file():
         return []

@@ -20,7 +20,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from conf.json_files import JsonObject
 
 if TYPE_CHECKING:
     from weight_sync.publish.report import PublishReport
@@ -71,7 +73,7 @@ class StepTimeline:
     activities: Sequence[Activity] = ()
 
 
-def row_of_step(step: int, timeline: StepTimeline, sync: PublishReport | None) -> dict[str, Any]:
+def row_of_step(step: int, timeline: StepTimeline, sync: PublishReport | None) -> JsonObject:
     """One row, see the module's docstring."""
     ended = timeline.activities
     longest_first = sorted(range(len(ended)), key=lambda i: (ended[i].who != TRAINER, ended[i].from_s - ended[i].to_s))
@@ -90,13 +92,13 @@ def row_of_step(step: int, timeline: StepTimeline, sync: PublishReport | None) -
     }
 
 
-def write_row(path: Path, row: dict[str, Any]) -> None:
+def write_row(path: Path, row: JsonObject) -> None:
     """Append one row."""
     with path.open("a") as file:
         file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
 
-def _publish(report: PublishReport) -> dict[str, Any]:
+def _publish(report: PublishReport) -> JsonObject:
     seconds = ("begin_s", "prepare_s", "write_s", "verify_s", "commit_s", "relay_s", "total_s")
     return {
         "version": report.version,

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from conf.json_files import JsonObject
 from orchestrator.data.prompts import Encoder, rendered
 from rollout.errors import DataError
 from rollout.text.messages import Chat
@@ -102,7 +103,7 @@ def _around(chat: Chat, number: int, where: str, encoder: Encoder) -> tuple[str,
     return opening, end
 
 
-def _saying(word: str) -> dict[str, Any]:
+def _saying(word: str) -> JsonObject:
     return {"role": "assistant", "content": word}
 
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from conf.json_files import is_list, kind_of
+from conf.json_files import JsonObject, is_list, kind_of
 from conf.schema import DataConfig
 from orchestrator.data.prompts import (
     Encoder,
@@ -43,7 +43,7 @@ from rollout.errors import DataError, RowTooLong
 from rollout.text.messages import Chat
 from trainer.types import Sample
 
-Turns = Sequence[dict[str, Any]]
+Turns = Sequence[JsonObject]
 COMPLETION = "completion"
 
 
@@ -123,7 +123,7 @@ class ConversationReader(RowReader):
             )
         return Conversations(tuple(found))
 
-    def _tokenized(self, row: dict[str, Any], where: str) -> list[Conversation]:
+    def _tokenized(self, row: JsonObject, where: str) -> list[Conversation]:
         config, encoder = self.config, self.encoder
         if config.messages_key in row:
             turns, first = messages_in(row[config.messages_key], f"{where}: column {config.messages_key!r}"), 0
@@ -242,7 +242,7 @@ def says_something(turns: Turns) -> bool:
     return any(turn["content"] or turn.get("tool_calls") for turn in turns)
 
 
-def _asked_and_answered(row: dict[str, Any], where: str, config: DataConfig) -> tuple[str | Turns, str | Turns, str]:
+def _asked_and_answered(row: JsonObject, where: str, config: DataConfig) -> tuple[str | Turns, str | Turns, str]:
     """(prompt, response, the response's column) of a row without messages. TRL calls the response `completion`."""
     name = config.response_key
     if name not in row and COMPLETION in row:

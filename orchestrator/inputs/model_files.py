@@ -12,12 +12,11 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from conf.errors import ConfigError
-from conf.json_files import read_json_object
+from conf.json_files import JsonObject, read_json_object
 from weight_sync.disk.safetensors_files import StoredTensor, read_index
 from weight_sync.layout import TensorMeta
 
@@ -36,7 +35,7 @@ def download_first(folder: Path) -> str:
     return f"of the hub's, it is downloaded first: hf download {folder} --local-dir {own}; then give {own}"
 
 
-def read_hf_config(folder: Path, subject: str) -> dict[str, Any]:
+def read_hf_config(folder: Path, subject: str) -> JsonObject:
     """config.json of a model's folder; or the file itself, where that is given.
 
     Args:

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from conf.architecture.families import read_config
 from conf.architecture.spelling import check_spelling
 from conf.errors import ConfigError
-from conf.json_files import read_json_object
+from conf.json_files import HfConfig, JsonObject, read_json_object
 from conf.schema import DType, EngineFormat, Init, ModelConfig, RunConfig
 from orchestrator.inputs.character_tokenizer import CHARACTERS, save_character_tokenizer
 from orchestrator.inputs.model_files import read_hf_config
@@ -46,7 +44,7 @@ class PreparedModel:
     """Result of `prepare_model`."""
 
     folder: Path
-    hf_config: dict[str, Any]
+    hf_config: JsonObject
     """Content of config.json."""
 
 
@@ -86,13 +84,13 @@ def complete_export(model: Path, export: Path) -> None:
             shutil.copyfile(model / name, export / name)
 
 
-def resolve_hf_config(config: ModelConfig) -> dict[str, Any]:
+def resolve_hf_config(config: ModelConfig) -> JsonObject:
     """config.json of model.path, model.hf_config on top of it, and the format of the weights.
 
     Raises:
         ConfigError: config.json cannot be read or describes no known model, or a field of model.hf_config is misspelt.
     """
-    base: dict[str, Any] = {}
+    base: JsonObject = {}
     if config.path is not None:
         base = read_hf_config(Path(config.path), "model.path")
     overrides = config.hf_config if config.init is Init.random else {}
@@ -106,7 +104,7 @@ def resolve_hf_config(config: ModelConfig) -> dict[str, Any]:
     return merged
 
 
-def engine_checkpoint(hf_config: Mapping[str, Any], dtype: DType) -> list[TensorMeta]:
+def engine_checkpoint(hf_config: HfConfig, dtype: DType) -> list[TensorMeta]:
     """Every tensor that an engine of this model loads.
 
     Raises:
@@ -116,7 +114,7 @@ def engine_checkpoint(hf_config: Mapping[str, Any], dtype: DType) -> list[Tensor
     return engine_tensors(tensors, BlockFp8.from_hf_config(hf_config))
 
 
-def routing_shape(config: RunConfig, hf_config: dict[str, Any]) -> RoutingShape | None:
+def routing_shape(config: RunConfig, hf_config: JsonObject) -> RoutingShape | None:
     """What engines record about each token; None when nothing is replayed."""
     moe = read_config(hf_config).moe
     if not config.parity.replay_routing or moe is None:

@@ -14,8 +14,8 @@ the assistant as an answer.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
+from conf.json_files import JsonObject
 from orchestrator.data.prompts import chat_of, check_no_chat_columns, check_turns
 from orchestrator.data.sources import Row, listed, renamed
 from orchestrator.inputs.answers import num_shared
@@ -90,7 +90,7 @@ class PreferenceReader(RowReader):
             self.check(where, one.token_ids)
         return pair
 
-    def _value(self, columns: dict[str, Any], name: str, option: str, where: str) -> str | Turns:
+    def _value(self, columns: JsonObject, name: str, option: str, where: str) -> str | Turns:
         """Text or messages of a column, not empty."""
         if name not in columns:
             raise DataError(

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
 
 import httpx
 
 from conf.errors import ConfigError
+from conf.json_files import JsonObject
 from conf.schema import RunConfig, TeacherConfig
 from orchestrator.inputs.conversations import end_of_text
 from orchestrator.inputs.prompt_rows import RowEncoder
@@ -58,7 +58,7 @@ def check_teacher(config: RunConfig) -> str:
 
 
 def _asked(
-    client: httpx.Client, teacher: TeacherConfig, method: str, path: str, body: dict[str, Any] | None = None
+    client: httpx.Client, teacher: TeacherConfig, method: str, path: str, body: JsonObject | None = None
 ) -> httpx.Response:
     url = teacher.base_url.rstrip("/") + path
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import ConfigError
-from conf.json_files import object_in
+from conf.json_files import JsonObject, object_in
 from conf.schema import ModelConfig
 from rollout.errors import DataError, TokenizerError
 from rollout.text.chat_template import ChatTemplate
@@ -44,7 +44,7 @@ def template_knows_tools(folder: Path) -> bool:
     return "tools" in str([*written, _description(folder).get("chat_template")])
 
 
-def _description(folder: Path) -> dict[str, Any]:
+def _description(folder: Path) -> JsonObject:
     """tokenizer_config.json; empty where there is none that can be read."""
     return object_in(folder / "tokenizer_config.json")
 

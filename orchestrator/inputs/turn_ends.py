@@ -12,12 +12,13 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from conf.json_files import JsonObject
 from orchestrator.data.prompts import Encoder
 from rollout.errors import DataError, TemplateRefused
 from rollout.text.messages import Chat
 
 _CALL = {"id": "call-1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-_TURNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+_TURNS: dict[str, tuple[JsonObject, JsonObject]] = {
     "user": ({"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}),
     "tool": (
         {"role": "assistant", "content": "a", "tool_calls": [_CALL]},

@@ -17,17 +17,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from conf.architecture.families import read_config
 from conf.errors import ConfigError
+from conf.json_files import HfConfig
 from conf.model_checks import check_architecture, packing_of
 from conf.schema import Device, Objective, Relay, RunConfig, SyncMode
 from orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
 from orchestrator.offline.hardware import Hardware
 from orchestrator.offline.modes import ModeChoice, compare_modes
 from rollout.errors import EngineError
-from rollout.layouts.offline_layout import offline_layouts
+from rollout.layouts.offline_layout import LayoutRequest, offline_layouts
 from rollout.layouts.offline_slots import offline_slots
 from trainer.weights.quantization import BlockFp8
 from weight_sync.errors import PlanError, WatermarkError
@@ -243,7 +244,7 @@ _Sides = tuple[Staging, Sequence[SourceLayout], Sequence[DestLayout]]
 
 def _merged_sides(
     config: RunConfig,
-    hf_config: Mapping[str, Any],
+    hf_config: HfConfig,
     planned: PlannedTrainer,
     layout_cache: Path | None,
     say: Callable[[str], None],
@@ -252,20 +253,18 @@ def _merged_sides(
     rollout, device, dtype = config.rollout, config.cluster.device, config.model.dtype
     quantization = BlockFp8.from_hf_config(hf_config)
     staging = _staging(config, planned.temporary_bytes(device, quantization))
-    engine = offline_layouts(
-        hf_config,
-        engine_checkpoint(hf_config, dtype),
+    request = LayoutRequest(
+        hf_config=hf_config,
+        tensors=engine_checkpoint(hf_config, dtype),
         tp_size=rollout.tp_size,
         enable_expert_parallel=rollout.enable_expert_parallel,
         dtype=dtype,
         device=device,
-        cache=layout_cache,
-        say=say,
     )
-    return staging, planned.layouts(quantization), engine
+    return staging, planned.layouts(quantization), offline_layouts(request, layout_cache, say)
 
 
-def _adapter_sides(config: RunConfig, hf_config: Mapping[str, Any], planned: PlannedTrainer) -> _Sides:
+def _adapter_sides(config: RunConfig, hf_config: HfConfig, planned: PlannedTrainer) -> _Sides:
     """The factors alone, into one slot; engines keep the base in whatever form they like."""
     rollout, sources = config.rollout, planned.adapter_layouts()
     engine = offline_slots(
@@ -277,7 +276,7 @@ def _adapter_sides(config: RunConfig, hf_config: Mapping[str, Any], planned: Pla
     return _staging(config, 0), sources, engine
 
 
-def _num_kv_heads(hf_config: Mapping[str, Any]) -> int:
+def _num_kv_heads(hf_config: HfConfig) -> int:
     return int(hf_config.get("num_key_value_heads") or 0)
 
 

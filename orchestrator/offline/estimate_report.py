@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import ConfigError
+from conf.json_files import JsonObject
 from conf.schema import SyncMode
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ MAX_ROWS = 40
 _COLOURS = {"prepare": "#E69F00", "write": "#0072B2", "receive": "#56B4E9", "verify": "#009E73"}
 
 
-def as_plain(report: PlanReport) -> dict[str, Any]:
+def as_plain(report: PlanReport) -> JsonObject:
     """The report for programs; seconds and bytes."""
     summary, prediction, trainer = report.summary, report.prediction, report.config.trainer
     rollout, sync = report.config.rollout, report.config.weight_sync

@@ -5,13 +5,12 @@ Owns: that comparison. Does not own: the predicted publish, or how an engine kee
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from conf.architecture.model_spec import ModelSpec
 from conf.checks import check_adapter_mode_has_an_adapter
 from conf.errors import ConfigError
+from conf.json_files import HfConfig
 from conf.model_checks import check_architecture
 from conf.schema import DType, LoraConfig, RolloutConfig, RunConfig, SyncMode
 from rollout.layouts.offline_slots import offline_slot
@@ -67,7 +66,7 @@ def adapter_slot(
     )
 
 
-def why_no_adapter(config: RunConfig, hf_config: Mapping[str, Any]) -> str | None:
+def why_no_adapter(config: RunConfig, hf_config: HfConfig) -> str | None:
     """The words with which this run would be refused with weight_sync.mode=adapter; None: it would not be."""
     asked = replace(config.weight_sync, mode=SyncMode.adapter, delta_bytes=0)
     config = replace(config, weight_sync=asked)
@@ -81,7 +80,7 @@ def why_no_adapter(config: RunConfig, hf_config: Mapping[str, Any]) -> str | Non
 
 def compare_modes(
     config: RunConfig,
-    hf_config: Mapping[str, Any],
+    hf_config: HfConfig,
     spec: ModelSpec,
     num_kv_heads: int,
     rates: LinkRates,

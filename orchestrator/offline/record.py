@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from conf.architecture.families import read_config
 from conf.errors import ConfigError
+from conf.json_files import JsonObject
 from conf.schema import Device, DType
 from conf.tensor_parallel import check_tp_size_fits_model
 from orchestrator.inputs.model_files import read_hf_config
 from rollout.errors import EngineError
-from rollout.layouts.offline_layout import cached_file, engine_version, offline_layouts
+from rollout.layouts.offline_layout import LayoutRequest, engine_version, offline_layouts
 from weight_sync.disk.safetensors_files import read_index, tensor_metas
 from weight_sync.layout import DestLayout, TensorMeta
 from weight_sync.record.layout_wire import layouts_digest, layouts_to_bytes
@@ -55,7 +55,7 @@ class RecordReport:
     """File of the cache that holds the layouts; empty where it could not be written."""
     was_cached: bool
 
-    def as_plain(self) -> dict[str, Any]:
+    def as_plain(self) -> JsonObject:
         """For JSON."""
         return asdict(self)
 
@@ -99,17 +99,18 @@ def record(
     hf_config = read_hf_config(model, "MODEL")
     check_tp_size_fits_model("--tp", tp_size, hf_config, is_expert_parallel=enable_expert_parallel)
     tensors, source = _tensors(model, hf_config, dtype)
-    options: dict[str, Any] = {
-        "tp_size": tp_size,
-        "enable_expert_parallel": enable_expert_parallel,
-        "dtype": DType(dtype),
-        "device": Device(device),
-        "cache": cache,
-    }
+    request = LayoutRequest(
+        hf_config=hf_config,
+        tensors=tensors,
+        tp_size=tp_size,
+        enable_expert_parallel=enable_expert_parallel,
+        dtype=DType(dtype),
+        device=Device(device),
+    )
     try:
-        file = cached_file(hf_config, tensors, **options)
+        file = request.file(cache)
         was_cached = file.is_file()
-        layouts = offline_layouts(hf_config, tensors, **options)
+        layouts = offline_layouts(request, cache)
     except EngineError as error:
         raise ConfigError(str(error)) from error
     data = layouts_to_bytes(layouts)
@@ -139,7 +140,7 @@ def _figures(layout: DestLayout) -> RankFigures:
     return RankFigures(layout.rank, len(layout.params), len(layout.loads), num_bytes, layouts_digest((layout,)))
 
 
-def _tensors(model: Path, hf_config: dict[str, Any], dtype: str) -> tuple[tuple[TensorMeta, ...], str]:
+def _tensors(model: Path, hf_config: JsonObject, dtype: str) -> tuple[tuple[TensorMeta, ...], str]:
     """The checkpoint's tensors, and where they are named: its files where there are any, else its architecture."""
     if model.is_dir() and any(model.glob("*.safetensors*")):
         return tensor_metas(read_index(model, "MODEL")), "its safetensors"

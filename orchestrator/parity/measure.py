@@ -27,6 +27,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from conf.architecture.families import kind_of
+from conf.json_files import JsonObject
 from conf.schema import Device, Init, RunConfig
 from orchestrator.inputs.model_folder import resolve_hf_config, routing_shape
 from orchestrator.parity.compare import (
@@ -77,9 +78,9 @@ class ParityReport:
     """Share of routings of the recorded tokens that differ when each side goes its own way; None without experts."""
     sentence: str
     agrees: bool
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: JsonObject = field(default_factory=dict)
 
-    def as_plain(self) -> dict[str, Any]:
+    def as_plain(self) -> JsonObject:
         """For JSON."""
         return asdict(self)
 
@@ -304,7 +305,7 @@ def hf_logprobs(folder: Path, dtype: str, device: Device, sampled: Sequence[Samp
     return rows
 
 
-def _engine_folder(config: RunConfig, hf_config: dict[str, Any], device: Device, made: Path, say: Say) -> Path:
+def _engine_folder(config: RunConfig, hf_config: JsonObject, device: Device, made: Path, say: Say) -> Path:
     """The checkpoint that the engine loads: the model's own where the trainer computes with exactly that."""
     lora = config.trainer.lora
     if config.model.init is Init.checkpoint and lora.init_from is None:

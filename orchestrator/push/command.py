@@ -37,7 +37,7 @@ from orchestrator.push.push_options import PushOptions
 from orchestrator.push.push_report import PushReport, check_all_serve, describe
 from orchestrator.push.sender_process import RankOptions, RankProcess
 from rollout.errors import EngineError
-from rollout.layouts.offline_layout import offline_layouts
+from rollout.layouts.offline_layout import LayoutRequest, offline_layouts
 from rollout.served.client import LOOPBACK, Rendezvous, ServedEngine
 from rollout.served.servers import ServerProcess
 from weight_sync.disk.safetensors_files import read_index, tensor_metas
@@ -167,15 +167,16 @@ class Push:
         options = self._options
         named = self._hf_config.get("dtype") or self._hf_config.get("torch_dtype")
         try:
-            layouts = offline_layouts(
-                self._hf_config,
-                self._tensors,
+            request = LayoutRequest(
+                hf_config=self._hf_config,
+                tensors=self._tensors,
                 tp_size=options.tp_size,
                 enable_expert_parallel=options.enable_expert_parallel,
                 dtype=DType(str(named) if options.dtype == "auto" else options.dtype),
                 device=self._device,
                 every_layer=True,
             )
+            layouts = offline_layouts(request)
         except (EngineError, ValueError) as e:  # ValueError: a format that no layout is recorded in
             report.expected_error = str(e)
             return ()

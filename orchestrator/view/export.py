@@ -15,9 +15,9 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from conf.errors import ConfigError
+from conf.json_files import JsonObject
 from orchestrator.view.run_reader import RunReader
 from orchestrator.view.sample_query import PAGE, SampleQuery
 from orchestrator.view.server import page_file
@@ -51,7 +51,7 @@ def write_page(readers: Sequence[RunReader], path: Path) -> int:
     return len(content)
 
 
-def snapshot(reader: RunReader) -> dict[str, Any]:
+def snapshot(reader: RunReader) -> JsonObject:
     """What the file has of one run."""
     timelines = reader.steps_with_timeline()
     steps = timelines["steps"][-MOST_TIMELINES:]
@@ -72,12 +72,12 @@ def snapshot(reader: RunReader) -> dict[str, Any]:
     }
 
 
-def samples_of(reader: RunReader) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def samples_of(reader: RunReader) -> tuple[list[JsonObject], JsonObject]:
     """Rows of the list, and by number what is shown when they are opened."""
     queries = [SampleQuery(order=order) for order in SAMPLE_ORDERS]
     queries += [SampleQuery(flags=1), SampleQuery(kind="held-out"), SampleQuery(has_turns=True)]
-    listed: dict[int, dict[str, Any]] = {}
-    details: dict[str, Any] = {}
+    listed: dict[int, JsonObject] = {}
+    details: JsonObject = {}
     left = MOST_SAMPLE_BYTES
     pages = [reader.samples(query)["rows"] for query in queries]
     in_turn = [page[place] for place in range(PAGE) for page in pages if place < len(page)]
@@ -94,7 +94,7 @@ def samples_of(reader: RunReader) -> tuple[list[dict[str, Any]], dict[str, Any]]
     return [listed[number] for number in sorted(listed, reverse=True)], details
 
 
-def page(data: dict[str, Any]) -> str:
+def page(data: JsonObject) -> str:
     """The file's text."""
     script = joined_modules()
     plots = page_file("uplot/uPlot.iife.min.js")

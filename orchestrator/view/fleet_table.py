@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from conf.json_files import JsonObject
+
 MOST_POINTS = 400
 MOST_EVENTS = 200
 _STATE_AFTER = {
@@ -31,7 +33,7 @@ class WorkerHistory:
     """One worker."""
 
     name: str = ""
-    events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    events: list[JsonObject] = field(default_factory=list[JsonObject])
     """Without `tokens`."""
     counts: list[tuple[float, str, int]] = field(default_factory=list[tuple[float, str, int]])
     """(time, process, its tokens since its start)."""
@@ -43,7 +45,7 @@ class FleetTable:
     def __init__(self) -> None:
         self._workers: dict[int, WorkerHistory] = {}
 
-    def add(self, rows: Iterable[dict[str, Any]]) -> None:
+    def add(self, rows: Iterable[JsonObject]) -> None:
         """Take further rows of fleet.jsonl."""
         for row in rows:
             worker, time, event = row.get("worker"), row.get("time"), row.get("event")
@@ -56,7 +58,7 @@ class FleetTable:
             else:
                 history.events.append(row)
 
-    def plain(self, publishes: list[tuple[float, int, list[bool]]]) -> dict[str, Any]:
+    def plain(self, publishes: list[tuple[float, int, list[bool]]]) -> JsonObject:
         """Everything, for the page.
 
         Args:
@@ -67,9 +69,7 @@ class FleetTable:
             "trainer": _thinned([(at, version) for at, version, _ in publishes]),
         }
 
-    def _plain(
-        self, number: int, history: WorkerHistory, publishes: list[tuple[float, int, list[bool]]]
-    ) -> dict[str, Any]:
+    def _plain(self, number: int, history: WorkerHistory, publishes: list[tuple[float, int, list[bool]]]) -> JsonObject:
         events = sorted(history.events, key=lambda row: row["time"])
         stretches = _stretches([*events, *_first_and_last(history.counts)])
         versions = [
@@ -89,12 +89,12 @@ class FleetTable:
         }
 
 
-def _first_and_last(counts: list[tuple[float, str, int]]) -> list[dict[str, Any]]:
+def _first_and_last(counts: list[tuple[float, str, int]]) -> list[JsonObject]:
     """A worker that samples serves, whether its row `serving` was written or not, as at the run's start."""
     return [{"time": count[0], "event": "tokens"} for count in (counts[:1] + counts[-1:])]
 
 
-def _stretches(rows: list[dict[str, Any]]) -> list[tuple[float, float, str]]:
+def _stretches(rows: list[JsonObject]) -> list[tuple[float, float, str]]:
     """(from, to, state), one after the other; the last one ends with the last row."""
     found: list[tuple[float, float, str]] = []
     began, state = 0.0, ""

@@ -11,9 +11,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from conf.json_files import is_object
+from conf.json_files import JsonObject, is_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class GrowingFile:
         return Lines(is_another, lines)
 
 
-def objects(lines: Lines) -> Iterator[tuple[int, dict[str, Any]]]:
+def objects(lines: Lines) -> Iterator[tuple[int, JsonObject]]:
     """(offset, object) of each line that is a JSON object; others are left out."""
     for offset, line in lines.lines:
         try:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from conf.json_files import JsonObject
 from orchestrator.view.growing_file import GrowingFile, objects
 
 Number = float | int | None
@@ -30,7 +30,7 @@ class MetricsTable:
             if isinstance(row.get("step"), int):
                 self._append(row)
 
-    def _append(self, row: dict[str, Any]) -> None:
+    def _append(self, row: JsonObject) -> None:
         self.steps.append(row["step"])
         for name, value in row.items():
             if not isinstance(value, (int, float)) or name == "step":
@@ -49,7 +49,7 @@ class MetricsTable:
         """The newest number of each metric."""
         return {name: column[-1] for name, column in self._columns.items() if column}
 
-    def columns(self, names: list[str] | None = None, after_row: int = 0) -> dict[str, Any]:
+    def columns(self, names: list[str] | None = None, after_row: int = 0) -> JsonObject:
         """Rows from number `after_row` on, of these metrics; None: of all."""
         chosen = self.names if names is None else [name for name in names if name in self._columns]
         rows = range(after_row, len(self.steps))

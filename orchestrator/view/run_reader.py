@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from conf.errors import ConfigError
-from conf.json_files import is_object, object_in
+from conf.json_files import JsonObject, is_object, object_in
 from orchestrator.control.run_state import state_of
 from orchestrator.files.run_folder import RunFolder, flatten, saved_options
 from orchestrator.files.sample_index import ENTRY, FAILED, KINDS, TRUNCATED, extended, read_index
@@ -58,7 +58,7 @@ class RunReader:
 
     # ---------------------------------------------------------------------------------------------- figures
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> JsonObject:
         """Where the run stands."""
         self._metrics.refresh()
         num_steps = self.options.get("run.num_steps")
@@ -78,28 +78,28 @@ class RunReader:
             "last": self._metrics.last,
         }
 
-    def metrics(self, names: list[str] | None, after_row: int) -> dict[str, Any]:
+    def metrics(self, names: list[str] | None, after_row: int) -> JsonObject:
         """Columns of metrics.jsonl."""
         self._metrics.refresh()
         return self._metrics.columns(names, after_row)
 
-    def plain_options(self) -> dict[str, Any]:
+    def plain_options(self) -> JsonObject:
         """Options by their full names."""
         return self.options
 
-    def environment(self) -> dict[str, Any]:
+    def environment(self) -> JsonObject:
         """environment.json; empty where there is none."""
         return object_in(self.folder.environment)
 
     # --------------------------------------------------------------------------------------------- timeline
 
-    def steps_with_timeline(self) -> dict[str, Any]:
+    def steps_with_timeline(self) -> JsonObject:
         """Steps that have a row in timeline.jsonl, and versions whose publish was traced."""
         self._refresh_timeline()
         traced = sorted(self.folder.traces.glob("publish-*.json"))
         return {"steps": list(self._timeline), "traces": [path.stem.removeprefix("publish-") for path in traced]}
 
-    def timeline(self, step: int) -> dict[str, Any]:
+    def timeline(self, step: int) -> JsonObject:
         """One row, and what follows from it.
 
         Raises:
@@ -112,7 +112,7 @@ class RunReader:
             raise ConfigError(f"step {step} has no timeline")
         return {"row": row, **concluded(row)}
 
-    def trace(self, name: str) -> dict[str, Any]:
+    def trace(self, name: str) -> JsonObject:
         """The timeline of one publish (weight_sync.trace_every_steps).
 
         Args:
@@ -128,7 +128,7 @@ class RunReader:
             raise ConfigError(f"{path} is too large for this page; open it with ui.perfetto.dev")
         return {"file": str(path), **object_in(path)}
 
-    def fleet(self) -> dict[str, Any]:
+    def fleet(self) -> JsonObject:
         """Rollout workers: states, versions, tokens per second."""
         self._refresh_timeline()
         news = self._fleet_file.news()
@@ -139,7 +139,7 @@ class RunReader:
 
     # ---------------------------------------------------------------------------------------------- samples
 
-    def samples(self, query: SampleQuery) -> dict[str, Any]:
+    def samples(self, query: SampleQuery) -> JsonObject:
         """One page of samples, each with its figures and the start of its text."""
         self._refresh_index()
         numbers = chosen(self._index, query)
@@ -152,7 +152,7 @@ class RunReader:
             "rows": [self._listed(int(number)) for number in page],
         }
 
-    def sample(self, number: int, *, first_token: int = 0, first_char: int = 0) -> dict[str, Any]:
+    def sample(self, number: int, *, first_token: int = 0, first_char: int = 0) -> JsonObject:
         """One sample, token by token.
 
         Raises:
@@ -168,7 +168,7 @@ class RunReader:
             "siblings": self._siblings(number),
         }
 
-    def _listed(self, number: int) -> dict[str, Any]:
+    def _listed(self, number: int) -> JsonObject:
         entry = self._index[number]
         figures = {name: _plain(entry[name]) for name in ENTRY.names or () if name not in ("offset", "length", "flags")}
         row = self._sample_row(number) if entry["length"] <= LONGEST_PREVIEWED else None
@@ -182,7 +182,7 @@ class RunReader:
             "preview": None if row is None else preview(row),
         }
 
-    def _siblings(self, number: int) -> list[dict[str, Any]]:
+    def _siblings(self, number: int) -> list[JsonObject]:
         """Shown samples of the same prompt in the same step."""
         own = self._index[number]
         first, end = np.searchsorted(self._index["step"], [own["step"], own["step"] + 1])
@@ -190,7 +190,7 @@ class RunReader:
         same = np.flatnonzero((near["prompt_id"] == own["prompt_id"]) & (near["kind"] == own["kind"])) + first
         return [{"number": int(i), "reward": _plain(self._index["reward"][i])} for i in same]
 
-    def _sample_row(self, number: int) -> dict[str, Any] | None:
+    def _sample_row(self, number: int) -> JsonObject | None:
         if not 0 <= number < len(self._index):
             return None
         entry = self._index[number]
@@ -220,7 +220,7 @@ class RunReader:
                 self._publishes.append((float(row.get("to", 0.0)), int(facts.get("version", 0)), committed))
 
 
-def _row_at(path: Path, offset: int, length: int) -> dict[str, Any] | None:
+def _row_at(path: Path, offset: int, length: int) -> JsonObject | None:
     try:
         with path.open("rb") as file:
             file.seek(offset)

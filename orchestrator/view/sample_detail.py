@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from conf.json_files import is_list
+from conf.json_files import JsonObject, is_list
 
 MOST_TOKENS = 4000
 MOST_CHARS = 20_000
@@ -24,15 +24,15 @@ FIGURES = (
 )  # fmt: skip
 
 
-def preview(row: dict[str, Any]) -> str:
+def preview(row: JsonObject) -> str:
     """The end of the prompt and the start of the response, for a list."""
     prompt, response = _text(row, "prompt"), _text(row, "response")
     return f"{prompt[-_PREVIEW_CHARS // 2 :]} \u2192 {response[:_PREVIEW_CHARS]}"
 
 
 def detail(
-    row: dict[str, Any], pieces: Callable[[Sequence[int]], list[str]], *, first_token: int = 0, first_char: int = 0
-) -> dict[str, Any]:
+    row: JsonObject, pieces: Callable[[Sequence[int]], list[str]], *, first_token: int = 0, first_char: int = 0
+) -> JsonObject:
     """What the page asks for when a sample is opened, and again for each further window.
 
     Args:
@@ -60,15 +60,15 @@ def detail(
     }
 
 
-def _segments(row: dict[str, Any], first_char: int, *, has_tokens: bool) -> list[dict[str, Any]]:
+def _segments(row: JsonObject, first_char: int, *, has_tokens: bool) -> list[JsonObject]:
     """In the order in which they are read. `first` and `end` are places among all sampled tokens."""
-    turns: list[dict[str, Any]] = _list(row, "turns")
+    turns: list[JsonObject] = _list(row, "turns")
     if not turns:
         prompt = {"given": _cut(_text(row, "prompt"), first_char)}
         if has_tokens:
             return [prompt, {"first": 0, "end": row.get("num_tokens", 0)}]
         return [prompt, {"said": _cut(_text(row, "response"), first_char)}]
-    segments: list[dict[str, Any]] = []
+    segments: list[JsonObject] = []
     at = 0
     for number, turn in enumerate(turns):
         own = {"turn": number, "parent": turn.get("parent"), "reason": turn.get("reason", "")}
@@ -81,7 +81,7 @@ def _segments(row: dict[str, Any], first_char: int, *, has_tokens: bool) -> list
     return segments
 
 
-def _places(row: dict[str, Any], total: int) -> list[int]:
+def _places(row: JsonObject, total: int) -> list[int]:
     """Place of each entry of the row's lists among all sampled tokens."""
     cut = row.get("cut")
     if not (is_list(cut) and len(cut) == 2):
@@ -90,7 +90,7 @@ def _places(row: dict[str, Any], total: int) -> list[int]:
     return [i if i < first else i - first + end for i in range(total)]
 
 
-def _versions(row: dict[str, Any], places: Sequence[int]) -> list[int | None]:
+def _versions(row: JsonObject, places: Sequence[int]) -> list[int | None]:
     runs: list[tuple[int, int]] = _list(row, "versions")
     found: list[int | None] = []
     number, end = 0, int(runs[0][1]) if runs else 0
@@ -102,22 +102,22 @@ def _versions(row: dict[str, Any], places: Sequence[int]) -> list[int | None]:
     return found
 
 
-def _window(row: dict[str, Any], name: str, window: range) -> list[Any]:
+def _window(row: JsonObject, name: str, window: range) -> list[Any]:
     values = _list(row, name)
     if len(values) == 1:
         return values * len(window)
     return [values[i] if i < len(values) else None for i in window]
 
 
-def _cut(text: str, first: int) -> dict[str, Any]:
+def _cut(text: str, first: int) -> JsonObject:
     return {"text": text[first : first + MOST_CHARS], "from": first, "total": len(text)}
 
 
-def _text(row: dict[str, Any], name: str) -> str:
+def _text(row: JsonObject, name: str) -> str:
     value = row.get(name, "")
     return value if isinstance(value, str) else str(value)
 
 
-def _list(row: dict[str, Any], name: str) -> list[Any]:
+def _list(row: JsonObject, name: str) -> list[Any]:
     value = row.get(name)
     return value if is_list(value) else []

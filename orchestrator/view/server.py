@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from conf.errors import ConfigError
+from conf.json_files import JsonObject
 from orchestrator.view.run_reader import RunReader
 from orchestrator.view.sample_query import parse_query
 
@@ -154,7 +155,7 @@ class ViewServer:
             return await asyncio.to_thread(question, self._readers[number])
 
 
-def answer(reader: RunReader, what: str, name: str | None, words: Mapping[str, str]) -> dict[str, Any]:
+def answer(reader: RunReader, what: str, name: str | None, words: Mapping[str, str]) -> JsonObject:
     """What a run's address says. Addresses are /api/runs/N/WHAT or /api/runs/N/WHAT/NAME.
 
     Raises:
@@ -166,7 +167,7 @@ def answer(reader: RunReader, what: str, name: str | None, words: Mapping[str, s
             return reader.metrics(names.split(",") if names else None, whole(words, "after_row"))
         if what == "samples":
             return reader.samples(parse_query(words))
-        simple: dict[str, Callable[[], dict[str, Any]]] = {
+        simple: dict[str, Callable[[], JsonObject]] = {
             "options": reader.plain_options,
             "environment": reader.environment,
             "fleet": reader.fleet,

@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from conf.json_files import JsonObject
+
 Span = Sequence[Any]
 WAIT = "wait for rollouts"
 SHORTEST_IDLE_S = 0.001
 
 
-def concluded(row: dict[str, Any]) -> dict[str, Any]:
+def concluded(row: JsonObject) -> JsonObject:
     """What the page says about a step.
 
     Returns:
@@ -30,7 +32,7 @@ def concluded(row: dict[str, Any]) -> dict[str, Any]:
     spans: list[Span] = [span for span in row.get("spans", []) if isinstance(span, list)]
     seconds = float(row.get("to", 0.0)) - float(row.get("from", 0.0))
     trainer = [span for span in spans if span[0] == "trainer"]
-    publish: dict[str, Any] = row.get("publish") or {}
+    publish: JsonObject = row.get("publish") or {}
     replicas: list[Any] = publish.get("replicas", [])
     workers = {f"rollout-{number}" for number in range(len(replicas))}  # one that sampled nothing is idle, too
     workers = sorted(workers | {str(span[0]) for span in spans if str(span[0]).startswith("rollout-")})

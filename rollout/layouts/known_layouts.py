@@ -30,7 +30,7 @@ class ExpectedLayouts:
     """The digests that one engine's ranks are told before they describe their layouts.
 
     Args:
-        tensors, tp_size, enable_expert_parallel, dtype, device: As for offline_layout.offline_layouts().
+        tensors, tp_size, enable_expert_parallel, dtype, device: As of offline_layout.LayoutRequest.
     """
 
     def __init__(

@@ -21,10 +21,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from conf.json_files import HfConfig
 from conf.schema import Device, DType
 from rollout.die_with_owner import OWNER_VARIABLE
 from rollout.engine.engine_options import engine_environment
@@ -48,105 +49,73 @@ def default_cache() -> Path:
     return cache_folder() / "layouts"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutRequest:
+    """Everything on which the layouts of one engine depend."""
+
+    hf_config: HfConfig
+    """config.json of the model."""
+    tensors: Sequence[TensorMeta]
+    """The tensors of its checkpoint."""
+    tp_size: int
+    enable_expert_parallel: bool
+    dtype: DType
+    device: Device
+    """Kind of device that the engine would run on; it need not be present."""
+    every_layer: bool = False
+    """Record all layers instead of two per kind. Needed to compare with a live engine."""
+
+    @property
+    def text(self) -> str:
+        """What meta_engine is asked for, as JSON.
+
+        Raises:
+            EngineError: No engine is installed.
+        """
+        request = {
+            "format_version": FORMAT_VERSION,
+            "engine": engine_version(),
+            "hf_config": dict(self.hf_config),
+            "tp_size": self.tp_size,
+            "enable_expert_parallel": self.enable_expert_parallel,
+            "dtype": str(self.dtype),
+            "device": str(self.device),
+            "every_layer": self.every_layer,
+            "tensors": [[meta.name, list(meta.shape), meta.dtype] for meta in self.tensors],
+        }
+        return json.dumps(request, sort_keys=True)
+
+    def file(self, cache: Path | None) -> Path:
+        """Where offline_layouts() keeps what it records; it may not exist yet. Raises: as `text`."""
+        folder = default_cache() if cache is None else cache
+        return folder / f"{hashlib.sha256(self.text.encode()).hexdigest()}.layouts"
+
+
 def offline_layouts(
-    hf_config: Mapping[str, Any],
-    tensors: Sequence[TensorMeta],
-    *,
-    tp_size: int,
-    enable_expert_parallel: bool,
-    dtype: DType,
-    device: Device,
-    cache: Path | None = None,
-    every_layer: bool = False,
-    say: Callable[[str], None] = logger.info,
+    request: LayoutRequest, cache: Path | None = None, say: Callable[[str], None] = logger.info
 ) -> tuple[DestLayout, ...]:
     """The layouts that the ranks of one engine would report, in order of rank. The first time, this may take minutes.
 
     Args:
-        hf_config: config.json of the model.
-        tensors: The tensors of its checkpoint.
-        tp_size: rollout.tp_size.
-        enable_expert_parallel: rollout.enable_expert_parallel.
-        dtype: model.dtype.
-        device: Kind of device that the engine would run on; it need not be present.
         cache: Folder of recorded layouts; None: default_cache().
-        every_layer: Record all layers instead of two per kind. Needed to compare with a live engine.
 
     Raises:
         EngineError: No engine is installed, or it cannot build this model.
     """
-    text = request_text(
-        hf_config, tensors, tp_size=tp_size, enable_expert_parallel=enable_expert_parallel, dtype=dtype, device=device,
-        every_layer=every_layer,
-    )  # fmt: skip
-    file = _file(text, cache)
+    file = request.file(cache)
     if file.is_file():
         try:
             return layouts_from_bytes(file.read_bytes())
         except Exception as e:  # noqa: BLE001 - a damaged file may raise anything; it is recorded again
             logger.warning("%s cannot be read (%s: %s); it is recorded again", file, type(e).__name__, e)
     say(
-        f"recording how {engine_version()} lays out this model for tp_size={tp_size}: once per model and engine "
-        f"version, a minute or two for a model of 1,000 billion parameters, {RECORD_TIMEOUT_S / 60:.0f} minutes at most"
+        f"recording how {engine_version()} lays out this model for tp_size={request.tp_size}: once per model and "
+        f"engine version, a minute or two for a model of 1,000 billion parameters, {RECORD_TIMEOUT_S / 60:.0f} minutes "
+        "at most"
     )
-    layouts = _record(text, say)
+    layouts = _record(request.text, say)
     _keep(file, layouts_to_bytes(layouts))
     return layouts
-
-
-def cached_file(
-    hf_config: Mapping[str, Any],
-    tensors: Sequence[TensorMeta],
-    *,
-    tp_size: int,
-    enable_expert_parallel: bool,
-    dtype: DType,
-    device: Device,
-    cache: Path | None = None,
-) -> Path:
-    """The file in which offline_layouts keeps the layouts for these arguments; it may not exist yet.
-
-    Raises:
-        EngineError: No engine is installed.
-    """
-    text = request_text(
-        hf_config, tensors, tp_size=tp_size, enable_expert_parallel=enable_expert_parallel, dtype=dtype, device=device
-    )
-    return _file(text, cache)
-
-
-def request_text(
-    hf_config: Mapping[str, Any],
-    tensors: Sequence[TensorMeta],
-    *,
-    tp_size: int,
-    enable_expert_parallel: bool,
-    dtype: DType,
-    device: Device,
-    every_layer: bool = False,
-) -> str:
-    """What meta_engine is asked for: everything on which a layout depends, as JSON. Arguments: see offline_layouts().
-
-    Raises:
-        EngineError: No engine is installed.
-    """
-    request = {
-        "format_version": FORMAT_VERSION,
-        "engine": engine_version(),
-        "hf_config": dict(hf_config),
-        "tp_size": tp_size,
-        "enable_expert_parallel": enable_expert_parallel,
-        "dtype": str(dtype),
-        "device": str(device),
-        "every_layer": every_layer,
-        "tensors": [[meta.name, list(meta.shape), meta.dtype] for meta in tensors],
-    }
-    return json.dumps(request, sort_keys=True)
-
-
-def _file(request: str, cache: Path | None) -> Path:
-    folder = default_cache() if cache is None else cache
-    return folder / f"{hashlib.sha256(request.encode()).hexdigest()}.layouts"
 
 
 def engine_version() -> str:

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from orchestrator.inputs.model_folder import engine_checkpoint
 from orchestrator.offline.record import layouts_digest, record
 from rollout.engine.engine_options import engine_arguments, engine_environment
 from rollout.errors import EngineError
-from rollout.layouts.offline_layout import cached_file, offline_layouts, request_text
+from rollout.layouts.offline_layout import LayoutRequest, offline_layouts
 from weight_sync.layout import DestLayout, PostLoad
 from weight_sync.record.layout_wire import layouts_to_bytes
 from weight_sync.replica.messages import EngineRank
@@ -64,15 +65,12 @@ SIZES: dict[str, tuple[str, dict[str, Any], int, bool]] = {
 """Model, changes, a tp_size that is refused, expert parallel. The other rules are held by unit tests."""
 
 
-def asked(
-    model: str, *, tp_size: int = 1, expert_parallel: bool = False, device: Device = Device.cpu
-) -> dict[str, Any]:
-    """Arguments of offline_layouts."""
+def asked(model: str, *, tp_size: int = 1, expert_parallel: bool = False, device: Device = Device.cpu) -> LayoutRequest:
     config = MODELS[model]
-    return {
-        "hf_config": config, "tensors": read_config(config).checkpoint_tensors("bfloat16"), "tp_size": tp_size,
-        "enable_expert_parallel": expert_parallel, "dtype": DType.bfloat16, "device": device,
-    }  # fmt: skip
+    return LayoutRequest(
+        hf_config=config, tensors=read_config(config).checkpoint_tensors("bfloat16"), tp_size=tp_size,
+        enable_expert_parallel=expert_parallel, dtype=DType.bfloat16, device=device,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +86,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recordings that tests of this file share; what is found there at first cannot be read."""
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("cache")
-    cached_file(**asked("qwen3"), cache=folder).write_bytes(b"damaged")
+    asked("qwen3").file(folder).write_bytes(b"damaged")
     return folder
 
 
@@ -107,7 +105,7 @@ def test_a_layout_recorded_on_meta_is_the_live_engines(
     if kept in RECORDED:
         assert outcomes[kept] == "", outcomes[kept]
         cache = folder / kept
-    recorded = offline_layouts(**asked(model, tp_size=tp_size), cache=cache)
+    recorded = offline_layouts(asked(model, tp_size=tp_size), cache)
     expected = unpack(tuple[DestLayout, ...], (folder / case / kind).read_bytes())
     assert len(recorded) == len(expected) == tp_size
     for mine, theirs in zip(recorded, expected, strict=True):
@@ -127,7 +125,7 @@ def test_expert_parallel_ranks_hold_whole_experts_and_gpus_hold_them_as_loaded(
     in_vllm: tuple[Path, dict[str, str]],
 ) -> None:
     assert in_vllm[1][SPLIT] == "", in_vllm[1][SPLIT]
-    layouts = offline_layouts(**asked(**RECORDED[SPLIT]), cache=in_vllm[0] / SPLIT)
+    layouts = offline_layouts(asked(**RECORDED[SPLIT]), in_vllm[0] / SPLIT)
     held: list[set[int]] = []
     for layout in layouts:
         assert all(param.post_load is PostLoad.identity for param in layout.params)
@@ -137,18 +135,18 @@ def test_expert_parallel_ranks_hold_whole_experts_and_gpus_hold_them_as_loaded(
 
 
 def test_a_damaged_layout_is_recorded_again_and_a_kept_one_is_not(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = offline_layouts(**asked("qwen3"), cache=cache)
-    assert cached_file(**asked("qwen3"), cache=cache).read_bytes() == layouts_to_bytes(first)
+    first = offline_layouts(asked("qwen3"), cache)
+    assert asked("qwen3").file(cache).read_bytes() == layouts_to_bytes(first)
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a cached layout must not be recorded again"))
-    assert offline_layouts(**asked("qwen3"), cache=cache) == first
+    assert offline_layouts(asked("qwen3"), cache) == first
 
 
 def test_what_the_engine_cannot_build_is_an_error_that_says_why(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    arguments = asked("qwen3")
-    arguments["tensors"] = [meta for meta in arguments["tensors"] if not meta.name.endswith("o_proj.weight")]
+    whole = asked("qwen3")
+    request = replace(whole, tensors=[meta for meta in whole.tensors if not meta.name.endswith("o_proj.weight")])
     with pytest.raises(EngineError, match=r"RecordError: .*o_proj"):
-        offline_layouts(**arguments, cache=tmp_path)
+        offline_layouts(request, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -253,9 +251,9 @@ def record_and_keep(case: str, folder: Path) -> None:
     """As offline_layouts() does with a process of its own."""
     from rollout.layouts.meta_engine import record_all
 
-    arguments = asked(**RECORDED[case])
-    layouts = record_all(json.loads(request_text(**arguments)))
-    cached_file(**arguments, cache=folder).write_bytes(layouts_to_bytes(layouts))
+    request = asked(**RECORDED[case])
+    layouts = record_all(json.loads(request.text))
+    request.file(folder).write_bytes(layouts_to_bytes(layouts))
 
 
 def compare(case: str, folder: Path) -> None:

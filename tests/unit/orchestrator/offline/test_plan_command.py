@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +25,22 @@ from orchestrator.offline.estimate_report import print_report
 from orchestrator.offline.hardware import Hardware
 from orchestrator.offline.modes import adapter_slot
 from rollout.errors import EngineError
-from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
+from rollout.layouts.offline_layout import LayoutRequest
+from weight_sync.layout import DestLayout, Load, Param, Region
 from weight_sync.prediction.links import Faults, LinkRates
 
 REPOSITORY = Path(__file__).parents[4]
 QUICK = ["experiment=quickstart"]
 
 
-def row_layouts(
-    _config: Any, tensors: Sequence[TensorMeta], *, tp_size: int, **_options: Any
-) -> tuple[DestLayout, ...]:
+def row_layouts(request: LayoutRequest, *_: Any) -> tuple[DestLayout, ...]:
     """An engine whose parameters are the checkpoint's tensors, cut by rows where the rows divide."""
     layouts: list[DestLayout] = []
+    tp_size = request.tp_size
     for rank in range(tp_size):
         params: list[Param] = []
         loads: list[Load] = []
-        for meta in tensors:
+        for meta in request.tensors:
             rows = meta.shape[0] // tp_size if meta.shape[0] % tp_size == 0 else meta.shape[0]
             first = rank * rows if rows < meta.shape[0] else 0
             shape, dims = (rows, *meta.shape[1:]), range(len(meta.shape))

@@ -22,6 +22,7 @@ from orchestrator.offline import record as record_command
 from orchestrator.push import engine_starts
 from orchestrator.push.command import Push
 from orchestrator.push.push_options import PushOptions
+from rollout.layouts.offline_layout import LayoutRequest
 from rollout.served.servers import SERVER_MODULE, ServerOptions, serve_command, server_environment
 from weight_sync.layout import DestLayout, Param
 
@@ -185,13 +186,13 @@ def test_record_reports_digests_sizes_and_the_cache(
     layouts = tuple(DestLayout(rank, (Param("w", (4, 8), "bfloat16"),), ()) for rank in range(2))
     asked: list[Any] = []
 
-    def recorded(_config: Any, tensors: Any, **options: Any) -> tuple[DestLayout, ...]:
-        asked.append((len(tensors), options["tp_size"], options["enable_expert_parallel"]))
+    def recorded(request: LayoutRequest, _cache: Path | None) -> tuple[DestLayout, ...]:
+        asked.append((len(request.tensors), request.tp_size, request.enable_expert_parallel))
         return layouts
 
     monkeypatch.setattr(record_command, "offline_layouts", recorded)
     monkeypatch.setattr(record_command, "engine_version", lambda: "vllm 0")
-    monkeypatch.setattr(record_command, "cached_file", lambda *_, **__: tmp_path / "x.layouts")
+    monkeypatch.setattr(LayoutRequest, "file", lambda *_: tmp_path / "x.layouts")
     words = ["record", str(checkpoint), "--tp", "2", "--expert-parallel", "--out", str(tmp_path / "out")]
     assert main([*words, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -8,12 +8,12 @@ import pytest
 from cases.layouts import systems
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from oracles.scalar_proof import prove_by_element
 
 from weight_sync.errors import PlanError
 from weight_sync.layout import DestLayout, Load, Param, PostLoad, Region, SourceLayout, SourceShard, TensorMeta
 from weight_sync.plan.plan import build_plan
 from weight_sync.plan.proof import prove_coverage
-from weight_sync.plan.scalar_proof import prove_by_element
 from weight_sync.plan.tasks import DTYPES, MESH_GROUPS, Piece, Task, TaskTable
 from weight_sync.plan.transfer_plan import TransferPlan
 
