@@ -34,8 +34,7 @@ from orchestrator.files.run_checkpoint import CheckpointStore, RunState, step_of
 from orchestrator.files.step_rows import StepRecord
 from orchestrator.files.telemetry import Telemetry
 from orchestrator.files.timeline import Activities, StepTimeline
-from orchestrator.loop.learning_alarm import LearningAlarm
-from orchestrator.loop.parity_alarm import ParityAlarm
+from orchestrator.loop.alarms import LearningAlarm, ParityAlarm
 from orchestrator.loop.ports import StepTrainer, Stopwatch
 
 logger = logging.getLogger(__name__)

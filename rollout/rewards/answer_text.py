@@ -1,4 +1,4 @@
-"""The right answer of a row as text, for rewards that compare with it: exact_match, regex, math.
+"""The right answer of a row as text, and the rewards that compare a response with it: exact_match and regex.
 
 A row's answer is text or a number. The text of anything else (None, True, [1]) is nobody's answer, and a response might
 say it. Rows are checked before a run starts; an agent's rows only here, because an agent may judge by itself.
@@ -7,6 +7,10 @@ say it. Rows are checked before a run starts; an agent's rows only here, because
 from __future__ import annotations
 
 import math
+import re
+from typing import Any
+
+from rollout.errors import RewardError
 
 
 def answer_text(answer: object) -> str:
@@ -19,3 +23,46 @@ def answer_text(answer: object) -> str:
     if isinstance(answer, bool) or not (isinstance(answer, str) or is_number):
         raise ValueError(f"an answer must be text or a number, got {answer!r:.60}")
     return str(answer).strip()
+
+
+def exact_match(response: str, fields: dict[str, Any], *, answer_key: str) -> tuple[float, str]:
+    """(1.0 if the response and the answer are equal once white space around them is gone; case counts, the response).
+
+    Raises:
+        KeyError: The row has no answer column.
+        ValueError: The answer is neither text nor a number.
+    """
+    given = response.strip()
+    return float(given == answer_text(fields[answer_key])), given
+
+
+def regex_match(
+    response: str, fields: dict[str, Any], *, pattern: re.Pattern[str], answer_key: str
+) -> tuple[float, str | None]:
+    """(1.0 if the first group of the pattern's first match equals the answer, that group); white space around both is
+    ignored.
+
+    Example: pattern `answer: (\\d+)`, response "so the answer: 42." and answer 42 give 1.0.
+
+    Raises:
+        KeyError: The row has no answer column.
+        ValueError: The answer is neither text nor a number.
+    """
+    found = pattern.search(response)
+    given = None if found is None else (found.group(1) or "").strip()
+    return float(given == answer_text(fields[answer_key])), given
+
+
+def compile_pattern(pattern: str, option: str) -> re.Pattern[str]:
+    """A regular expression with a group.
+
+    Raises:
+        RewardError: It is not one.
+    """
+    try:
+        compiled = re.compile(pattern)
+    except re.error as e:
+        raise RewardError(f"{option}={pattern!r} is not a regular expression: {e}") from e
+    if compiled.groups < 1:
+        raise RewardError(f"{option}={pattern!r} has no group; put parentheses around the answer")
+    return compiled

@@ -20,9 +20,8 @@ from conf import functions
 from conf.errors import ConfigError
 from conf.schema import RewardPart
 from rollout.errors import RewardError
+from rollout.rewards.answer_text import compile_pattern, exact_match, regex_match
 from rollout.rewards.code_tests import code_reward
-from rollout.rewards.exact_match import exact_match
-from rollout.rewards.regex import compile_pattern, regex_match
 
 FINISH_REASON = "finish_reason"
 """Field that holds the rollout's finish_reason, "stop" or "length"; a list of them for a reward of a whole group."""

@@ -23,9 +23,9 @@ from typing import Any
 
 from conf.schema import RewardPart
 from rollout.openai_client import OpenAIClient
+from rollout.rewards.answer_text import compile_pattern
 from rollout.rewards.counting import count
 from rollout.rewards.judge_prompt import fill, template_of
-from rollout.rewards.regex import compile_pattern
 from rollout.rewards.verdict_cache import VerdictCache
 
 CACHE_FILE = "judge_cache.sqlite"

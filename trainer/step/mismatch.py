@@ -1,7 +1,7 @@
 """How far the trainer's log-probabilities are from the engine's: sums and maxima over the tokens that were sampled.
 
 Owns: the figures below, apart for tokens of the version that is trained (no suffix: numerics alone) and of older ones
-(`_stale`: numerics and drift). Does not own the thresholds on them (orchestrator/loop/parity_alarm.py).
+(`_stale`: numerics and drift). Does not own the thresholds on them (orchestrator/loop/alarms.py).
 
 With d = log pi - log mu of a sampled token, pi the trainer's policy and mu the engine's:
 

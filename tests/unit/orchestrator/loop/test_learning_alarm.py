@@ -11,7 +11,7 @@ from fakes.loop import Loop, make_config
 
 from conf.schema import AlgorithmConfig
 from orchestrator.files.metrics_catalogue import Value
-from orchestrator.loop.learning_alarm import LearningAlarm
+from orchestrator.loop.alarms import LearningAlarm
 
 TAUGHT: dict[str, Value] = {
     "optim/skipped": 0,

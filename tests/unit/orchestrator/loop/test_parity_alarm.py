@@ -1,4 +1,4 @@
-"""Promises of orchestrator/loop/parity_alarm.py, and of the loop that asks it."""
+"""Promises of orchestrator/loop/alarms.py, and of the loop that asks it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fakes.loop import Loop, make_config
 
 from conf.schema import MergeRounding, ParityConfig, RunConfig, TrainerConfig, TrainMode, WeightSyncConfig
 from orchestrator.errors import TrainingStopped
-from orchestrator.loop.parity_alarm import ParityAlarm
+from orchestrator.loop.alarms import ParityAlarm
 
 
 def warned_steps(alarm: ParityAlarm, figures: list[float | None], caplog: pytest.LogCaptureFixture) -> list[int]:
