@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import ConfigError
 from conf.json_files import JsonObject
+from conf.plural import counted
 from conf.schema import SyncMode
 
 if TYPE_CHECKING:
@@ -143,8 +144,8 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
         [
             ("parameters", _millions(model.num_parameters), f"{model.family}: {model.num_layers} layers{experts}"),
             ("checkpoint", _gb(model.num_bytes), model.dtype),
-            ("trainer", _count(trainer.num_ranks, "rank"), f"ep_size {trainer.ep_size}, mode {trainer.mode.value}"),
-            ("rollout", _count(rollout.num_workers, "engine"), f"tp_size {rollout.tp_size}{ep}"),
+            ("trainer", counted(trainer.num_ranks, "rank"), f"ep_size {trainer.ep_size}, mode {trainer.mode.value}"),
+            ("rollout", counted(rollout.num_workers, "engine"), f"tp_size {rollout.tp_size}{ep}"),
             ("nodes", str(report.placement.num_nodes), f"{report.hardware.ranks_per_node} GPUs each, trainer first"),
             *([("faults", str(len(broken)), ", ".join(broken))] if broken else []),
         ],
@@ -234,8 +235,8 @@ def _relay_rows(relay: RelayChoice, report: PlanReport) -> list[_Row]:
     return [
         (
             "written",
-            _count(relay.num_written, "engine"),
-            f"{_count(num_readers, 'engine')} on their nodes read from them",
+            counted(relay.num_written, "engine"),
+            f"{counted(num_readers, 'engine')} on their nodes read from them",
         ),
         ("bytes", _gb(relay.num_bytes), f"sent by the trainer, instead of {_gb(report.summary.num_bytes)}"),
         ("write", _s(relay.written_s), "until those that are written have committed"),
@@ -312,10 +313,6 @@ def _draw(report: PlanReport, picture: Path) -> None:
 
 def _spread(sizes: list[int], balance: float) -> str:
     return f"{len(sizes)} of them: {_gb(min(sizes))} to {_gb(max(sizes))}, max/mean {balance:.3f}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _millions(number: int) -> str:

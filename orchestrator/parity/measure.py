@@ -17,7 +17,7 @@ import logging
 import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,22 @@ class Swap:
     k3_mean: float
 
 
-@dataclass(frozen=True, slots=True)
-class ParityReport:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """What comparing operations found."""
+
+    differences: list[Difference]
+    chained: dict[str, float]
+    """Relative difference of the residual stream at each layer when each side goes its own way."""
+    swaps: list[Swap]
+    flipped: float | None
+    """Share of routings of the recorded tokens that differ when each side goes its own way; None without experts."""
+    sentence: str
+    agrees: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityReport(Layers):
     """All figures."""
 
     model: str
@@ -70,15 +84,6 @@ class ParityReport:
     """Mean over sampled tokens, by the trainer, in nats."""
     matrix: dict[str, dict[str, float]]
     """Figures of each pair (compare.agreement), by "sampler, other"."""
-    differences: list[Difference]
-    chained: dict[str, float]
-    """Relative difference of the residual stream at each layer when each side goes its own way."""
-    swaps: list[Swap]
-    flipped: float | None
-    """Share of routings of the recorded tokens that differ when each side goes its own way; None without experts."""
-    sentence: str
-    agrees: bool
-    facts: JsonObject = field(default_factory=dict)
 
     def as_plain(self) -> JsonObject:
         """For JSON."""
@@ -145,12 +150,7 @@ def measure(config: RunConfig, device: Device, question: Question, engine_log: P
         max_tokens=question.max_tokens,
         entropy=sum(entropy) / len(entropy),
         matrix=agreements(sampled, others),
-        differences=layers.differences,
-        chained=layers.chained,
-        swaps=layers.swaps,
-        flipped=layers.flipped,
-        sentence=layers.sentence,
-        agrees=layers.agrees,
+        **{item.name: getattr(layers, item.name) for item in fields(layers)},
     )
 
 
@@ -189,18 +189,6 @@ def agreements(sampled: Sequence[Sampled], others: dict[str, list[Tensor]]) -> d
     for first, second in pairwise(others):
         matrix[f"{first}, {second}"] = agreement(sides[first], sides[second])
     return matrix
-
-
-@dataclass(frozen=True, slots=True)
-class Layers:
-    """What comparing operations found; fields as in ParityReport."""
-
-    differences: list[Difference]
-    chained: dict[str, float]
-    swaps: list[Swap]
-    flipped: float | None
-    sentence: str
-    agrees: bool
 
 
 def compare_layers(
@@ -249,12 +237,14 @@ def compare_layers(
             swaps.append(Swap(block, k3_of(run_chained(operations, given, names))))
             passes.done += 1
     streams = [name for name in own if name.endswith(".stream") and name in given]
+    sentence, agrees = verdict(found, without)
     return Layers(
-        found,
-        {name: difference(name, name, given[name], own[name]).relative for name in streams},
-        swaps,
-        _flipped(own, given),
-        *verdict(found, without),
+        differences=found,
+        chained={name: difference(name, name, given[name], own[name]).relative for name in streams},
+        swaps=swaps,
+        flipped=_flipped(own, given),
+        sentence=sentence,
+        agrees=agrees,
     )
 
 
