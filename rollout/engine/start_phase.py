@@ -10,7 +10,7 @@ from __future__ import annotations
 IMPORTING = "importing vLLM"
 """Before the engine is started."""
 CONFIG = "reading the model's config"
-"""Before vLLM's first line: it imports the model's class in a process of its own, where it does not know it yet."""
+"""Before vLLM's first line: the model's class is imported, too."""
 _BEGINS_WITH = (
     ("Resolved architecture", "starting the engine's process"),
     ("Initializing a V1 LLM engine", "preparing the device"),

@@ -200,7 +200,9 @@ class VllmProcess:
             self._drop_sockets()
             if isinstance(e, EngineError):
                 raise
-            raise EngineError(f"the engine did not start: {why_it_failed(e, output.read())}") from e
+            how = death_of_a_child()
+            why = f"its process {how}" if how else why_it_failed(e, output.read())
+            raise EngineError(f"the engine did not start: {why}") from e
         finally:
             if own:  # the next engine of this process makes a folder of its own
                 del os.environ[SOCKETS_VARIABLE]

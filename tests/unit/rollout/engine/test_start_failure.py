@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import pytest
 
 from conf.schema import Device, DType, RolloutConfig
+from rollout.crash_reports import PARENT_VARIABLE
 from rollout.engine.start_failure import OutputSince, cause_in
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.errors import EngineError
@@ -108,3 +109,15 @@ async def test_an_error_that_says_why_itself_is_not_joined_by_a_line_of_the_log(
     with stderr_at(str(tmp_path / "stderr")), pytest.raises(EngineError) as caught:
         await engine.start()
     assert str(caught.value) == f"the engine did not start: ValueError: {error}"
+
+
+async def test_an_engine_that_a_signal_ended_while_it_started_is_told_with_its_frames(tmp_path, monkeypatch):
+    monkeypatch.setenv(PARENT_VARIABLE, str(tmp_path / "rollout-0"))
+    frames = 'Current thread 0x1 (most recent call first):\n  File "/lib/model.py", line 3 in load\n'
+    report = tmp_path / "rollout-0-EngineCore.txt"
+    report.write_text(f"Fatal Python error: Segmentation fault\n\n{frames}")
+    engine = engine_that_fails(tmp_path, b"INFO loading\n", RuntimeError(REFERRAL))
+    with stderr_at(str(tmp_path / "stderr")), pytest.raises(EngineError) as caught:
+        await engine.start()
+    died = "died of SIGSEGV (main thread in /lib/model.py:3, load)"
+    assert str(caught.value) == f"the engine did not start: its process {died}; frames of all threads: {report}"
