@@ -1,25 +1,34 @@
 """The functions of `changes.py` as Triton kernels; it is their only caller, and says what a stream is.
 
 A launch does many chunks, which a table on the device describes, one row each; a program does one tile of one chunk.
+Chunks with few tiles and with many have launches of their own: a launch has programs for as many tiles of every chunk
+as its largest one has.
 """
 
 # pyright: basic
 # Triton is untyped.
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
 import torch
 import triton
 import triton.language as tl
 
 NUM_WARPS = 8
+MAX_ROWS = 65535
+"""Of a launch: what CUDA takes for a grid's second dim."""
 ALIGNMENT = 16
 """Of a sender's values and marks, in bytes: without it every byte is loaded on its own."""
 
 
 @triton.jit
 def _pack(table_ptr, counts_ptr, TILE: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """Write one tile's records. Rows: addresses of values, marks and stream, elements, int32 of room."""
-    row = table_ptr + tl.program_id(1) * 5
+    """Write one tile's records. Rows: addresses of values, marks and stream, elements, int32 of room, the
+    chunk's number."""
+    row = table_ptr + tl.program_id(1) * 6
     num_elements = tl.load(row + 3)
     tile = tl.program_id(0)
     first = tile.to(tl.int64) * TILE
@@ -37,7 +46,7 @@ def _pack(table_ptr, counts_ptr, TILE: tl.constexpr, ALIGNMENT: tl.constexpr):
         ones = changed.to(tl.int32)
         before = tl.cumsum(ones, 0) - ones
         count = tl.sum(ones, 0)
-        start = tl.atomic_add(counts_ptr + tl.program_id(1), count, sem="relaxed")
+        start = tl.atomic_add(counts_ptr + tl.load(row + 5), count, sem="relaxed")
         tl.store(stream_ptr + 2 * tile, start)
         tl.store(stream_ptr + 2 * tile + 1, count)
         table = 2 * ((num_elements + TILE - 1) // TILE)
@@ -50,8 +59,8 @@ def _pack(table_ptr, counts_ptr, TILE: tl.constexpr, ALIGNMENT: tl.constexpr):
 @triton.jit
 def _check(table_ptr, found_ptr, TILE: tl.constexpr, BLOCK: tl.constexpr):
     """found += the tile's records, or a large negative number if one is out of bounds. Rows: addresses of stream and
-    values, elements, records."""
-    row = table_ptr + tl.program_id(1) * 4
+    values, elements, records, the chunk's number."""
+    row = table_ptr + tl.program_id(1) * 5
     num_elements = tl.load(row + 2)
     tile = tl.program_id(0)
     first = tile.to(tl.int64) * TILE
@@ -71,13 +80,13 @@ def _check(table_ptr, found_ptr, TILE: tl.constexpr, BLOCK: tl.constexpr):
                 place = tl.load(records_ptr + at, mask=at < count, other=0) >> 16
                 outside = ((place < 0) | (place >= most)) & (at < count)
                 found -= tl.sum(outside.to(tl.int64), 0) << 40
-        tl.atomic_add(found_ptr + tl.program_id(1), found, sem="relaxed")
+        tl.atomic_add(found_ptr + tl.load(row + 4), found, sem="relaxed")
 
 
 @triton.jit
 def _apply(table_ptr, TILE: tl.constexpr, BLOCK: tl.constexpr):
     """Write one tile's elements. Rows: as of _check, which has passed."""
-    row = table_ptr + tl.program_id(1) * 4
+    row = table_ptr + tl.program_id(1) * 5
     num_elements = tl.load(row + 2)
     tile = tl.program_id(0)
     first = tile.to(tl.int64) * TILE
@@ -93,18 +102,56 @@ def _apply(table_ptr, TILE: tl.constexpr, BLOCK: tl.constexpr):
             tl.store(values_ptr + first + (record >> 16), record.to(tl.int16), mask=at < count)
 
 
-def pack(table: torch.Tensor, counts: torch.Tensor, max_tiles: int, tile: int) -> None:
-    """Write the streams of all rows, and add their records to `counts` (int32, zeros)."""
-    _pack[(max_tiles, len(table))](table, counts, TILE=tile, ALIGNMENT=ALIGNMENT, num_warps=NUM_WARPS)  # pyright: ignore[reportCallIssue, reportArgumentType]
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Chunks of about as many tiles."""
+
+    table: torch.Tensor
+    """int64, a row each."""
+    max_tiles: int
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Programs."""
+        return self.max_tiles, len(self.table)
 
 
-def check(table: torch.Tensor, max_tiles: int, tile: int) -> torch.Tensor:
-    """Per row the number of its tiles' records; negative if a count or a position is out of bounds."""
-    found = torch.zeros(len(table), dtype=torch.int64, device=table.device)
-    _check[(max_tiles, len(table))](table, found, TILE=tile, BLOCK=256)  # pyright: ignore[reportArgumentType]
+def launches_of(
+    rows: Sequence[Sequence[int]], num_tiles: Sequence[int], device: torch.device | str
+) -> tuple[Launch, ...]:
+    """Launches that do all chunks once.
+
+    Args:
+        rows: As the kernels take them, without the chunks' numbers.
+        num_tiles: Of each chunk.
+        device: Where tables go.
+    """
+    launches: list[Launch] = []
+    for _, alike in groupby(sorted(range(len(rows)), key=num_tiles.__getitem__), lambda n: num_tiles[n].bit_length()):
+        numbers = list(alike)
+        for first in range(0, len(numbers), MAX_ROWS):
+            some = numbers[first : first + MAX_ROWS]
+            table = torch.tensor([[*rows[number], number] for number in some], dtype=torch.int64).to(device)
+            launches.append(Launch(table, num_tiles[some[-1]]))
+    return tuple(launches)
+
+
+def pack(launches: Sequence[Launch], counts: torch.Tensor, tile: int) -> None:
+    """Write the streams of all chunks, and add their records to `counts` (int32, zeros)."""
+    for one in launches:
+        _pack[one.grid](one.table, counts, TILE=tile, ALIGNMENT=ALIGNMENT, num_warps=NUM_WARPS)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def check(launches: Sequence[Launch], tile: int) -> torch.Tensor:
+    """Per chunk the number of its tiles' records; negative if a count or a position is out of bounds."""
+    num_chunks = sum(len(one.table) for one in launches)
+    found = torch.zeros(num_chunks, dtype=torch.int64, device=launches[0].table.device)
+    for one in launches:
+        _check[one.grid](one.table, found, TILE=tile, BLOCK=256)  # pyright: ignore[reportArgumentType]
     return found
 
 
-def apply(table: torch.Tensor, max_tiles: int, tile: int) -> None:
-    """Write the elements of all rows into the parameters."""
-    _apply[(max_tiles, len(table))](table, TILE=tile, BLOCK=256)  # pyright: ignore[reportArgumentType]
+def apply(launches: Sequence[Launch], tile: int) -> None:
+    """Write the elements of all chunks into the parameters."""
+    for one in launches:
+        _apply[one.grid](one.table, TILE=tile, BLOCK=256)  # pyright: ignore[reportArgumentType]

@@ -18,10 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from weight_sync.change_kernels import Launch
 
 TILE = 4096
 """Elements. Positions in a tile fit 15 bits, so that records are positive."""
@@ -59,7 +62,7 @@ class Chunk:
 
 
 class Packer:
-    """Packs many chunks at fixed places, any number of times: on CUDA in one launch, else with torch.
+    """Packs many chunks at fixed places, any number of times: on CUDA in a few launches, else with torch.
 
     Args:
         chunks: On one device; they stay where they are.
@@ -67,24 +70,26 @@ class Packer:
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self._chunks = list(chunks)
-        self._table: Tensor | None = None
+        self._launches: tuple[Launch, ...] = ()
         if self._chunks and self._chunks[0].values.is_cuda:
+            from weight_sync import change_kernels  # needs Triton, which a CPU host may lack
+
             rows = [
                 [c.values.data_ptr(), c.marks.data_ptr(), c.stream.data_ptr(), c.values.numel(), c.stream.numel()]
                 for c in self._chunks
             ]
             assert not any(address % 16 for row in rows for address in row[:2]), "as change_kernels.ALIGNMENT says"
-            self._table = torch.tensor(rows, dtype=torch.int64).to(self._chunks[0].values.device)
+            tiles = [num_tiles(ELEMENT_BYTES * c.values.numel()) for c in self._chunks]
+            self._launches = change_kernels.launches_of(rows, tiles, self._chunks[0].values.device)
 
     def pack_to(self, counts: Tensor) -> None:
         """Write every chunk's stream, and its number of records to counts[i], int32. If that is more than there is room
         for, the stream is not to be used. Does not wait for the device."""
         counts.zero_()
-        if self._table is not None:
-            from weight_sync import change_kernels  # needs Triton, which a CPU host may lack
+        if self._launches:
+            from weight_sync import change_kernels
 
-            most = max(num_tiles(ELEMENT_BYTES * c.values.numel()) for c in self._chunks)
-            change_kernels.pack(self._table, counts, most, TILE)
+            change_kernels.pack(self._launches, counts, TILE)
             return
         for index, chunk in enumerate(self._chunks):
             counts[index] = _pack_with_torch(chunk)
@@ -136,13 +141,13 @@ def apply(landed: Sequence[Landed]) -> int | None:
     from weight_sync import change_kernels
 
     rows = [[one.stream.data_ptr(), one.values.data_ptr(), one.values.numel(), one.num_records] for one in landed]
-    table = torch.tensor(rows, dtype=torch.int64).to(landed[0].values.device)
-    most = max(num_tiles(ELEMENT_BYTES * one.values.numel()) for one in landed)
-    found = cast(list[int], change_kernels.check(table, most, TILE).tolist())  # pyright: ignore[reportUnknownMemberType]
+    tiles = [num_tiles(ELEMENT_BYTES * one.values.numel()) for one in landed]
+    launches = change_kernels.launches_of(rows, tiles, landed[0].values.device)
+    found = cast(list[int], change_kernels.check(launches, TILE).tolist())  # pyright: ignore[reportUnknownMemberType]
     wrong = [i for i, (count, one) in enumerate(zip(found, landed, strict=True)) if count != one.num_records]
     if wrong:
         return wrong[0]
-    change_kernels.apply(table, most, TILE)
+    change_kernels.apply(launches, TILE)
     return None
 
 

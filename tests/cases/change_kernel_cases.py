@@ -9,6 +9,7 @@ import torch
 from trainer.weights import merge, merge_kernel
 from trainer.weights.merge_operands import MergeOperands
 from weight_sync import change_kernels, changes
+from weight_sync.change_kernels import Launch
 from weight_sync.changes import TILE, Chunk, Landed, num_tiles
 
 
@@ -18,16 +19,16 @@ def bits(count: int, seed: int, device: str) -> torch.Tensor:
     return torch.randint(-(1 << 15), 1 << 15, (count,), generator=generator).to(torch.int16).to(device)
 
 
-def table_of(rows: list[list[Any]], device: str) -> torch.Tensor:
+def launches_of(rows: list[list[Any]], sizes: list[int], device: str) -> tuple[Launch, ...]:
     """Tensors become their addresses."""
     plain = [[item.data_ptr() if isinstance(item, torch.Tensor) else item for item in row] for row in rows]
-    return torch.tensor(plain, dtype=torch.int64).to(device)
+    return change_kernels.launches_of(plain, [num_tiles(2 * size) for size in sizes], device)
 
 
 def case_changes(device: str) -> None:
     """Streams of chunks of all sizes and shares, packed and applied by the kernels, leave what was sent; faults in
     streams are found before anything is written."""
-    sizes = [1, 5, TILE - 1, TILE, TILE + 1, 3 * TILE + 77]
+    sizes = [TILE + 1, 1, 5, 3 * TILE + 77, TILE - 1, TILE]
     for share in (0.0, 0.02, 0.5, 1.0):
         before = [bits(size, size, device) for size in sizes]
         chunks, wanted = [], []
@@ -38,18 +39,18 @@ def case_changes(device: str) -> None:
             chunks.append(Chunk(now, marks, torch.zeros(room, dtype=torch.int32, device=device)))
             wanted.append(now.clone())
         counts = torch.zeros(len(sizes), dtype=torch.int32, device=device)
-        table = table_of([[c.values, c.marks, c.stream, c.values.numel(), c.stream.numel()] for c in chunks], device)
-        change_kernels.pack(table, counts, max(num_tiles(2 * size) for size in sizes), TILE)
+        rows = [[c.values, c.marks, c.stream, c.values.numel(), c.stream.numel()] for c in chunks]
+        change_kernels.pack(launches_of(rows, sizes, device), counts, TILE)
         assert counts.tolist() == [int(chunk.marks.sum()) for chunk in chunks]
         for chunk, was, now in zip(chunks, before, wanted, strict=True):
             on_host = was.cpu()
             assert changes.apply([Landed(chunk.stream.cpu(), on_host)]) is None
             assert torch.equal(on_host, now.cpu()), "torch reads what the kernel wrote"
         landed = [Landed(chunk.stream, was) for chunk, was in zip(chunks, before, strict=True)]
-        table = table_of([[one.stream, one.values, one.values.numel(), one.num_records] for one in landed], device)
-        most = max(num_tiles(2 * size) for size in sizes)
-        assert change_kernels.check(table, most, TILE).tolist() == [one.num_records for one in landed]
-        change_kernels.apply(table, most, TILE)
+        rows = [[one.stream, one.values, one.values.numel(), one.num_records] for one in landed]
+        launches = launches_of(rows, sizes, device)
+        assert change_kernels.check(launches, TILE).tolist() == [one.num_records for one in landed]
+        change_kernels.apply(launches, TILE)
         assert all(torch.equal(one.values, now) for one, now in zip(landed, wanted, strict=True))
 
 
@@ -58,7 +59,7 @@ def case_changes_without_room(device: str) -> None:
     values, marks = bits(2 * TILE, 1, device), torch.ones(2 * TILE, dtype=torch.uint8, device=device)
     whole = torch.full((TILE,), -1, dtype=torch.int32, device=device)
     counts = torch.zeros(1, dtype=torch.int32, device=device)
-    change_kernels.pack(table_of([[values, marks, whole, 2 * TILE, 500]], device), counts, 2, TILE)
+    change_kernels.pack(launches_of([[values, marks, whole, 2 * TILE, 500]], [2 * TILE], device), counts, TILE)
     assert counts.item() == 2 * TILE
     assert (whole[500:] == -1).all()
 
@@ -72,7 +73,7 @@ def case_changes_out_of_bounds(device: str) -> None:
     sound = torch.zeros(room, dtype=torch.int32, device=device)
     counts = torch.zeros(1, dtype=torch.int32, device=device)
     values = bits(size, 2, device)
-    change_kernels.pack(table_of([[values, marks, sound, size, room]], device), counts, 2, TILE)
+    change_kernels.pack(launches_of([[values, marks, sound, size, room]], [size], device), counts, TILE)
     last_tile = 4 + int(sound[2])
     faults = {
         "a start below the records": (0, -1), "a start past them": (2, room), "a negative count": (1, -5),
@@ -83,8 +84,8 @@ def case_changes_out_of_bounds(device: str) -> None:
     for name, (place, value) in faults.items():
         stream = sound.clone()
         stream[place] = value
-        table = table_of([[stream, values, size, room - 4]], device)
-        assert change_kernels.check(table, 2, TILE).item() != room - 4, name
+        launches = launches_of([[stream, values, size, room - 4]], [size], device)
+        assert change_kernels.check(launches, TILE).item() != room - 4, name
         assert changes.apply([Landed(stream.cpu(), values.cpu().clone())]) == 0, name
 
 

@@ -10,7 +10,7 @@ A packet goes as a stream if its engine rank holds what was published last (publ
 in the engine as it arrives, and if the stream fits its room here and what is left of the part there; else it goes
 whole, into the live parameter. That is decided per packet and engine rank, when its number of records is known, and
 noted in a row, which the engine rank gets with the commit. A load of which every packet went whole, because too much of
-it changed, is not marked at all for the next SKIPPED publishes.
+it changed, is marked again at the SKIPPED-th publish after that.
 
 Owns: marks and streams, the choice, and the rows. Does not own: streams' form (weight_sync/changes.py), slots
 (staging_slots.py), writes (lanes.py), what an engine rank does with rows (replica/landing.py).

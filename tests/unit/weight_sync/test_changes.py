@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_sync import changes
+from weight_sync import change_kernels, changes
 from weight_sync.changes import TILE, Chunk, Landed, Packer, max_records, num_tiles, stream_bytes
 
 SIZES = st.one_of(st.integers(1, 40), st.integers(TILE - 2, TILE + 2), st.integers(2 * TILE, 3 * TILE))
@@ -64,3 +64,16 @@ def test_a_sender_has_room_for_an_eighth_of_the_elements_and_less_than_half_the_
     assert max_records(1 << 26) > 0.99 * (1 << 26) / 16
     assert max_records(10) <= 0 < max_records(48)
     assert num_tiles(2 * TILE) == 1 and num_tiles(2 * TILE + 2) == 2
+
+
+def test_launches_do_every_chunk_once_in_grids_that_cuda_takes_and_with_few_idle_programs():
+    """A Kimi-K2 engine rank gets parts of 100,000 small dense tensors beside its experts'."""
+    tiles = [1] * 100_000 + [3, 20_000, 30_000, 2]
+    launches = change_kernels.launches_of([[number] for number in range(len(tiles))], tiles, "cpu")
+    rows = torch.cat([one.table for one in launches])
+    assert torch.equal(rows[:, 0], rows[:, 1])
+    assert sorted(rows[:, 1].tolist()) == list(range(len(tiles)))
+    assert all(one.max_tiles == max(tiles[number] for number in one.table[:, 1].tolist()) for one in launches)
+    assert all(one.grid[1] <= 65535 for one in launches)
+    assert sum(one.grid[0] * one.grid[1] for one in launches) < 2 * sum(tiles)
+    assert len(launches) == 4

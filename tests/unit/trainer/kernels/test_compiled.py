@@ -30,6 +30,10 @@ from trainer.kernels.experts.low_rank import (
 )
 from trainer.kernels.experts.swiglu import InnerAdapter, activate_backward_triton, activate_triton
 from trainer.moe.grouped import GroupedBackend, grouped_product
+from trainer.weights import merge_kernel
+from trainer.weights.merge_operands import MergeOperands
+from weight_sync import change_kernels
+from weight_sync.changes import TILE
 
 BLOCK_SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """The most that a thread block gets, by compute capability."""
@@ -205,3 +209,15 @@ def test_the_update_of_every_format_compiles(launched: dict[str, CompiledKernel]
         lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, num_updates=1, seed=1,
     )  # fmt: skip
     assert "_adamw" in launched
+
+
+@pytest.mark.parametrize("key", [None, 7])
+def test_what_a_publish_of_changes_launches_compiles(launched: dict[str, CompiledKernel], key: int | None) -> None:
+    base, b, a = torch.zeros(1, 64, 128, dtype=torch.bfloat16), torch.zeros(1, 64, 8), torch.zeros(1, 8, 128)
+    operands = MergeOperands(base, b, a, 1.0, 0, 64, key=key)
+    merge_kernel.marker(operands, operands, torch.empty_like(base), torch.zeros(1, 64, 128, dtype=torch.uint8))()
+    change_kernels.pack(change_kernels.launches_of([[16] * 5], [1], "cpu"), torch.zeros(1, dtype=torch.int32), TILE)
+    launches = change_kernels.launches_of([[16] * 4], [1], "cpu")
+    change_kernels.check(launches, TILE)
+    change_kernels.apply(launches, TILE)
+    assert launched.keys() == {"_merge_and_mark", "_pack", "_check", "_apply"}
