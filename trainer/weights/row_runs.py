@@ -197,8 +197,7 @@ class RowRun:
         """As writer(), into bfloat16, and marks with 1 where the factors of `last` (gathered A, and this rank's own)
         give other bits, with 0 elsewhere. Where there is no adapter, nothing changes."""
         assert out.dtype is torch.bfloat16
-        bands = (self.rows.num_bands, self.rows.height)
-        out, marks = out.view(*bands, *out.shape[1:]), marks.view(*bands, *marks.shape[1:])
+        out, marks = (x.view(self.rows.num_bands, self.rows.height, *self.shape[1:]) for x in (out, marks))
         if self.delta is not None:
             return marker(self.operands(gathered_a), self.operands(*last), out, marks)
         write = self.writer_of_bands(out, gathered_a)

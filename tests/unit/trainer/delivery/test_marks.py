@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from conf.schema import DType
 from trainer.delivery.merged_source import TrainerWeightSource
 from trainer.rank import TrainerRank
+from trainer.weights.row_runs import RowRun, Rows
 from weight_sync.layout import Region
 from weight_sync.publish.packing import PackedRead
 
@@ -118,3 +119,13 @@ def test_what_is_trained_without_an_adapter_is_marked_whole():
     read = PackedRead("model.layers.0.mlp.gate.weight", region, (0, 1), "bfloat16", 0)
     _, _, marks = slots_of(source, rank, [read], read.num_bytes)
     assert bool(marks.all())
+
+
+def test_a_convolution_that_lies_permuted_is_written_and_unmarked():
+    """(channels, 1, width) in the checkpoint, rows of width in the run."""
+    kernel = torch.nn.Parameter(torch.randn(6, 1, 4).bfloat16(), requires_grad=False)
+    out, marks = torch.zeros(4, 4, 1, dtype=torch.bfloat16), torch.full((4, 4, 1), 7, dtype=torch.uint8)
+    run = RowRun(kernel, None, Rows(1, 4), slice(0, 4))
+    run.marker(out.transpose(1, 2), marks.transpose(1, 2), {}, ({}, {}))()
+    assert torch.equal(out, kernel[1:5].transpose(1, 2))
+    assert not marks.any()
