@@ -172,7 +172,7 @@ class _Rank:
         self.b_factors = [local_part(p)[0] for name, p in self.decoder.named_parameters() if "lora_B" in name]
         self.sources = {"dithered": TrainerWeightSource(self.decoder, rank=spec.rank, keeps_last=spec.keeps_last)}
         with to_nearest(self.decoder):
-            self.sources["nearest"] = TrainerWeightSource(self.decoder, rank=spec.rank)
+            self.sources["nearest"] = TrainerWeightSource(self.decoder, rank=spec.rank, keeps_last=spec.keeps_last)
         self.version = 0
         self.scale: float | None = None
         """Of the noise by which B moves before a publish; None: adapters are drawn anew."""
