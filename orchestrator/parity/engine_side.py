@@ -86,6 +86,7 @@ def sample_and_record(
             make_llm=build,
         )  # fmt: skip
         with telling(say, "engine: start", lambda: engine.start_phase):
+            await engine.prepare()
             await engine.start()
         try:
             engine.version = 0
