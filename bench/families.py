@@ -53,6 +53,18 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
             "linear_value_head_dim": 128,
         },
     ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeForCausalLM",
+        [*EXPERTS, "model.dtype=bfloat16"],
+        {
+            "full_attention_interval": 2,
+            "shared_expert_intermediate_size": 64,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+        },
+    ),
     "glm4_moe_lite": (
         "Glm4MoeLiteForCausalLM",
         LATENT,

@@ -147,6 +147,9 @@ class DeltaNetSpec:
     """Tokens, itself among them, that the convolution over q, k and v sees."""
     layers: tuple[bool, ...]
     """One entry per decoder layer: True where it has this attention."""
+    has_fused_inputs: bool = True
+    """One projection gives q, k, v and z of each key head, another b and a (Qwen3-Next); else q, k and v, z, b, and a
+    come from four (Qwen3.5)."""
 
     @property
     def key_size(self) -> int:
@@ -174,12 +177,14 @@ class DeltaNetSpec:
         return (state + (self.conv_width - 1) * self.conv_size) // tp_size
 
     def linears(self, hidden: int) -> tuple[LinearShape, ...]:
-        """Every projection, in checkpoint order."""
-        return (
-            LinearShape("in_proj_qkvz", 2 * self.key_size + 2 * self.value_size, hidden),
-            LinearShape("in_proj_ba", 2 * self.num_value_heads, hidden),
-            LinearShape("out_proj", hidden, self.value_size),
-        )
+        """Every projection, in checkpoint order: first those of the layer's input."""
+        if self.has_fused_inputs:
+            sizes = {"qkvz": self.conv_size + self.value_size, "ba": 2 * self.num_value_heads}
+        else:
+            heads = self.num_value_heads
+            sizes = {"qkv": self.conv_size, "z": self.value_size, "b": heads, "a": heads}
+        inputs = (LinearShape(f"in_proj_{name}", size, hidden) for name, size in sizes.items())
+        return (*inputs, LinearShape("out_proj", hidden, self.value_size))
 
     def others(self) -> dict[str, tuple[int, ...]]:
         """Other parameters: name -> shape."""

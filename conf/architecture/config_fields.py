@@ -5,15 +5,17 @@ Every reader names the field in its error, what it got and what it takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from conf.architecture.attention_spec import GqaSpec, Llama3Scaling, RopeSpec, YarnScaling
 from conf.errors import ConfigError
 
 
-def common_fields(config: dict[str, Any], architecture: str, *, rms_norm_eps: float = 1e-6) -> dict[str, Any]:
-    """The fields of ModelSpec that every family reads alike."""
+def common_fields(
+    config: dict[str, Any], architecture: str, *, rms_norm_eps: float = 1e-6, width: str = "intermediate_size"
+) -> dict[str, Any]:
+    """The fields of ModelSpec that every family reads alike. `width` is the field of feed-forwards."""
     refuse(config, "hidden_act", ("silu",))
     refuse(config, "attention_dropout", (0.0, None))
     # vLLM reads these of any config, and transformers' models have no such parts
@@ -26,7 +28,7 @@ def common_fields(config: dict[str, Any], architecture: str, *, rms_norm_eps: fl
         "vocab_size": size(config, "vocab_size"),
         "hidden_size": size(config, "hidden_size"),
         "num_layers": size(config, "num_hidden_layers"),
-        "intermediate_size": size(config, "intermediate_size"),
+        "intermediate_size": size(config, width),
         "rms_norm_eps": number(config, "rms_norm_eps", rms_norm_eps),
         "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
     }
@@ -88,6 +90,7 @@ def rope_spec(
     interleaved: bool = False,
     partial: float | None = None,
     theta: float = 10000.0,
+    ignored: Collection[str] = (),
 ) -> RopeSpec:
     """Read `rope_parameters` (transformers 5), or `rope_scaling`, `rope_theta` and `partial_rotary_factor` (before).
     Of two, `rope_scaling` counts, as for transformers and vLLM.
@@ -98,12 +101,13 @@ def rope_spec(
         interleaved: as RopeSpec.interleaved.
         partial: the part of each head that turns, where the config does not say; None: in this family, all of it.
         theta: RoPE's base, where the config does not say.
+        ignored: Fields that say nothing about text.
     """
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
     given: Any = older or newer or {}
     rope: dict[str, Any] = given
     refuse(config, "original_max_position_embeddings", (None,))  # transformers prefers it to that of YaRN
-    unknown = sorted(set(rope) - _ROPE_FIELDS) if isinstance(given, dict) else [repr(given)]
+    unknown = sorted(set(rope) - _ROPE_FIELDS - {*ignored}) if isinstance(given, dict) else [repr(given)]
     if unknown:
         raise ConfigError(
             f"model.hf_config: rope_scaling and rope_parameters have fields that are not read: {', '.join(unknown)}; "

@@ -65,6 +65,11 @@ def read_config(config: dict[str, Any], mla_norm_eps: MlaNormEps = MlaNormEps.ro
             f"model.hf_config.model_type={model_type} is not supported: {_LEFT_OUT[model_type]}; supported: "
             f"{', '.join(sorted(FAMILIES))} (docs/families.md)"
         )
+    if (text := _WRAPPED.get(str(model_type))) is not None:
+        raise ConfigError(
+            f"model.hf_config.model_type={model_type} has a vision tower, which is not trained: give such a checkpoint "
+            f"as model.path, of which text_config is read, or the fields of its language model with model_type={text}"
+        )
     read = family_of(config).read
     if read is None:
         raise ConfigError(
@@ -82,6 +87,31 @@ def read_config(config: dict[str, Any], mla_norm_eps: MlaNormEps = MlaNormEps.ro
     if quantization and not isinstance(quantization, dict):
         raise ConfigError(f"model.hf_config.quantization_config must be a mapping, got {quantization!r}")
     return with_quantization(spec, config["quantization_config"]) if quantization else spec
+
+
+def of_language_model(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of the language model in a checkpoint that has a vision tower, too; any other config as it is.
+
+    Args:
+        config: As in config.json.
+
+    Raises:
+        ConfigError: It lacks the language model's, or says otherwise than that.
+    """
+    kind = kind_of(config)
+    if kind not in _WRAPPED:
+        return config
+    text: Any = config.get("text_config")
+    if not isinstance(text, dict):
+        raise ConfigError(f"config.json of {kind} needs text_config, the fields of its language model, got {text!r}")
+    whole = {key: config[key] for key in _OF_WHOLE if config.get(key) is not None}
+    for key in sorted(whole.keys() & text.keys()):
+        if key not in _TOKENS and text[key] != whole[key]:
+            raise ConfigError(
+                f"config.json says {key}={whole[key]!r}, and {key}={text[key]!r} in text_config; remove the wrong one"
+            )
+    own = {key: value for key, value in text.items() if key != "architectures"}
+    return {**whole, **own, "model_type": _WRAPPED[kind]}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -365,13 +395,29 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family(llama_like.qwen2_moe),
     "qwen3": Family(llama_like.qwen3, head_dim=128, has_engine_forward=True),
     "qwen3_moe": Family(llama_like.qwen3_moe, has_engine_forward=True),
+    "qwen3_5_moe_text": Family(
+        llama_like.qwen3_5_moe,
+        wrapper="qwen3_5_moe",
+        head_dim=256,
+        has_linear_attention=True,
+        engine_imports=("torchvision",),
+    ),
+    "qwen3_5_text": Family(
+        llama_like.qwen3_5,
+        wrapper="qwen3_5",
+        head_dim=256,
+        has_linear_attention=True,
+        engine_imports=("torchvision",),
+    ),
     "qwen3_next": Family(llama_like.qwen3_next, head_dim=256, has_linear_attention=True),
 }
 """By model_type."""
 
-_DELTA_NET = (
-    "of the models with linear attention (Gated DeltaNet) only qwen3_next is read, not its successor's projections"
-)
+_WRAPPED = {family.wrapper: name for name, family in FAMILIES.items() if family.wrapper is not None}
+"""model_type of a checkpoint with a vision tower -> that of its language model."""
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_OF_WHOLE = (*_TOKENS, "tie_word_embeddings", "quantization_config")
+"""Fields of a whole checkpoint that count for its language model; tokens, where that has none of its own."""
 _SPARSE = "the decoder has no attention over keys that an indexer chooses"
 _NORMS_AFTER = "the decoder's norms are before attention and feed-forward, this family's after them"
 _LEFT_OUT = {
@@ -379,9 +425,5 @@ _LEFT_OUT = {
     "glm_moe_dsa": _SPARSE,
     "olmo2": _NORMS_AFTER,
     "olmo3": _NORMS_AFTER,
-    "qwen3_5": _DELTA_NET,
-    "qwen3_5_moe": _DELTA_NET,
-    "qwen3_5_moe_text": _DELTA_NET,
-    "qwen3_5_text": _DELTA_NET,
 }
 """model_type -> why there is no entry for a family that people ask for."""

@@ -16,6 +16,8 @@ class Family:
     know."""
 
     read: Callable[[dict[str, Any], MlaNormEps], ModelSpec] | None = None
+    wrapper: str | None = None
+    """model_type of checkpoints in which this model is beside a vision tower, and its config is `text_config`."""
     head_dim: int | None = None
     """Elements of a head where the config does not say; None: hidden_size / num_attention_heads."""
     expert_width: str = "moe_intermediate_size"
@@ -28,6 +30,8 @@ class Family:
     """trainer/engine_ops has its forward in the engine's kernels (parity=bitwise)."""
     has_linear_attention: bool = False
     """In some layers (Gated DeltaNet)."""
+    engine_imports: tuple[str, ...] = ()
+    """Packages that vLLM's file of it imports, and that set-up leaves out for CPUs."""
     names_slots: bool = True
     """Adapter files have names for the projections of its experts."""
     routes_on_cpu: bool = True

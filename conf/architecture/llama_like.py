@@ -76,13 +76,7 @@ def qwen2_moe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     """Qwen1.5-MoE and Qwen2-MoE (transformers models/qwen2_moe): Qwen2 with routed experts and one that every token
     passes, weighed by a gate of its own."""
     refuse(config, "qkv_bias", (True,))
-    moe = replace(
-        _sparse_layers(config),
-        shared_intermediate_size=size(config, "shared_expert_intermediate_size"),
-        has_shared_gate=True,
-        names=CheckpointNames(shared="shared_expert"),
-    )
-    return _qwen2_like(config, "Qwen2MoeForCausalLM", moe)
+    return _qwen2_like(config, "Qwen2MoeForCausalLM", _with_shared_gate(config, _sparse_layers(config)))
 
 
 def qwen3(config: dict[str, Any], mla_norm_eps: MlaNormEps, *, moe: MoeSpec | None = None) -> ModelSpec:
@@ -106,9 +100,59 @@ def qwen3_moe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
 
 
 def qwen3_next(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
-    """Qwen3-Next (transformers models/qwen3_next): Gated DeltaNet in three of four layers, a gate on the heads of the
-    others, experts of which one is for every token; norms multiply by 1 + weight."""
-    for key in ("attention_bias", "qkv_bias", "tie_word_embeddings", "use_sliding_window", "layer_scale"):
+    """Qwen3-Next (transformers models/qwen3_next): experts of which one is for every token, and perhaps dense layers.
+    vLLM's head is its own."""
+    refuse(config, "tie_word_embeddings", (False, None))
+    moe = _with_shared_gate(config, _sparse_layers(config, norm_topk_prob=True), default=512)
+    return _with_delta_net(config, "Qwen3NextForCausalLM", moe, has_fused_inputs=True)
+
+
+def qwen3_5(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+    """The language model of dense Qwen3.5 to 3.8 (transformers models/qwen3_5)."""
+    return _with_delta_net(config, "Qwen3_5ForCausalLM", None, has_fused_inputs=False)
+
+
+def qwen3_5_moe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+    """The language model of Qwen3.5-MoE and 3.6-MoE (transformers models/qwen3_5_moe): every layer has experts. Neither
+    transformers nor vLLM reads the three fields that other families have for it."""
+    refuse(config, "mlp_only_layers", ([], None))
+    refuse(config, "decoder_sparse_step", (1, None))
+    refuse(config, "norm_topk_prob", (True, None))
+    every = (True,) * size(config, "num_hidden_layers")
+    moe = MoeSpec(**expert_sizes(config), norm_topk_prob=True, layers=every)
+    moe = _with_shared_gate(config, moe, default=512)
+    return _with_delta_net(config, "Qwen3_5MoeForCausalLM", moe, has_fused_inputs=False, width="moe_intermediate_size")
+
+
+def _with_shared_gate(config: dict[str, Any], moe: MoeSpec, default: int | None = None) -> MoeSpec:
+    """The same, and an expert that every token passes, weighed by a gate of its own; of `default` width, if the config
+    does not say."""
+    return replace(
+        moe,
+        shared_intermediate_size=size(config, "shared_expert_intermediate_size", default),
+        has_shared_gate=True,
+        names=CheckpointNames(shared="shared_expert"),
+    )
+
+
+def _with_delta_net(
+    config: dict[str, Any],
+    architecture: str,
+    moe: MoeSpec | None,
+    *,
+    has_fused_inputs: bool,
+    width: str = "intermediate_size",
+) -> ModelSpec:
+    """Gated DeltaNet in three of four layers, a gate on the heads of the others; norms multiply by 1 + weight.
+
+    Args:
+        config: As in config.json.
+        architecture: Class of transformers and vLLM.
+        moe: The layers with experts; None: there are none.
+        has_fused_inputs: As DeltaNetSpec.has_fused_inputs.
+        width: Field of the width of dense feed-forwards, which no layer needs to have.
+    """
+    for key in ("attention_bias", "qkv_bias", "use_sliding_window", "layer_scale"):
         refuse(config, key, (False, None))
     refuse(config, "attn_output_gate", (True, None))
     refuse(config, "output_gate_type", ("silu", "swish", None))
@@ -130,6 +174,7 @@ def qwen3_next(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
         value_head_dim=size(config, "linear_value_head_dim", 128),
         conv_width=size(config, "linear_conv_kernel_dim", 4),
         layers=tuple(kind == "linear_attention" for kind in kinds),
+        has_fused_inputs=has_fused_inputs,
     )
     if delta_net.num_value_heads % delta_net.num_key_heads:
         raise ConfigError(
@@ -137,16 +182,13 @@ def qwen3_next(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
             f"and {delta_net.num_value_heads}"
         )
     attention = grouped_queries(config, head_dim, qkv_bias=False, output_bias=False, qk_norm=True)
-    moe = replace(
-        _sparse_layers(config, norm_topk_prob=True),
-        shared_intermediate_size=size(config, "shared_expert_intermediate_size", 512),
-        has_shared_gate=True,
-        names=CheckpointNames(shared="shared_expert"),
-    )
+    # A token of text has the same position on every axis of an image.
+    axes = () if has_fused_inputs else ("mrope_section", "mrope_interleaved")
+    rope = rope_spec(config, head_dim, partial=0.25, ignored=axes)
     return ModelSpec(
-        **common_fields(config, "Qwen3NextForCausalLM"),
+        **common_fields(config, architecture, width=width),
         attention=replace(attention, gated=True),
-        rope=rope_spec(config, head_dim, partial=0.25),
+        rope=rope,
         moe=moe,
         delta_net=delta_net,
         norms_add_one=True,

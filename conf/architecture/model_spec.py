@@ -168,7 +168,7 @@ class ModelSpec:
 
         Args:
             dtype: name as in DTYPE_BYTES, e.g. "bfloat16". A router's correction bias is always
-                float32: bfloat16 would move tokens to other experts.
+                float32, for bfloat16 would move tokens to other experts, and so are the decays of linear attention.
         """
         return _checkpoint_tensors(self, dtype)
 
@@ -236,9 +236,12 @@ SHARED_GATE = "shared_expert_gate"
 INT4_GROUP = 32
 """Weights that share a scale, in both packed formats."""
 
-_FIXED_DTYPES = {CORRECTION_BIAS: "float32", "weight_packed": "int32", "weight_shape": "int64"} | dict.fromkeys(
-    ("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales"), "uint8"
-)
+_FIXED_DTYPES = {
+    **dict.fromkeys((CORRECTION_BIAS, "A_log"), "float32"),
+    "weight_packed": "int32",
+    "weight_shape": "int64",
+    **dict.fromkeys(("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales"), "uint8"),
+}
 """Leaves whose dtype is not the model's."""
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from conf.errors import ConfigError
 from conf.json_files import JsonObject, read_json_object
+from weight_sync.disk.language_model import language_model_tensors
 from weight_sync.disk.safetensors_files import StoredTensor, read_index
 from weight_sync.layout import TensorMeta
 
@@ -67,7 +68,8 @@ def check_checkpoint_files(folder: Path, expected: Sequence[TensorMeta]) -> int:
     Raises:
         ConfigError: naming the file, and the first tensors that are missing, of another shape, or unequal.
     """
-    stored = read_index(folder, "model.path", ", or set model.init=random to draw them")
+    index = read_index(folder, "model.path", ", or set model.init=random to draw them")
+    stored = language_model_tensors(index, [tensor.name for tensor in expected])
     missing = [tensor.name for tensor in expected if tensor.name not in stored]
     if missing:
         listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")

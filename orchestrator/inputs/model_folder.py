@@ -14,7 +14,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.architecture.families import read_config
+from conf.architecture.families import of_language_model, read_config
 from conf.architecture.spelling import check_spelling
 from conf.errors import ConfigError
 from conf.json_files import HfConfig, JsonObject, read_json_object
@@ -85,14 +85,15 @@ def complete_export(model: Path, export: Path) -> None:
 
 
 def resolve_hf_config(config: ModelConfig) -> JsonObject:
-    """config.json of model.path, model.hf_config on top of it, and the format of the weights.
+    """config.json of model.path (of a model with a vision tower, its language model's), model.hf_config on top of it,
+    and the format of the weights.
 
     Raises:
         ConfigError: config.json cannot be read or describes no known model, or a field of model.hf_config is misspelt.
     """
     base: JsonObject = {}
     if config.path is not None:
-        base = read_hf_config(Path(config.path), "model.path")
+        base = of_language_model(read_hf_config(Path(config.path), "model.path"))
     overrides = config.hf_config if config.init is Init.random else {}
     merged = {**base, **overrides}
     check_spelling(merged, overrides)

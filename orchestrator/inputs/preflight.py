@@ -18,11 +18,13 @@ import pickle
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from conf.architecture.families import read_config
+from conf.architecture.families import family_of, kind_of, read_config
 from conf.architecture.model_spec import ModelSpec
 from conf.errors import ConfigError, SlipstreamError
 from conf.functions import is_function_path
@@ -135,6 +137,7 @@ def check_model(config: RunConfig) -> Fact:
         check_packed_base_reaches_engines(config, hf_config)
         _check_cache_holds_a_sequence(config, spec)
     check_architecture(config, hf_config)
+    _check_engine_imports(config, hf_config)
     engine_checkpoint(hf_config, model.dtype)
     tensors = spec.checkpoint_tensors(model.dtype.value)
     origin = "random weights"
@@ -146,6 +149,19 @@ def check_model(config: RunConfig) -> Fact:
     return Fact(
         "model", f"{spec.family}: {spec.num_layers} layers{experts}, {_count(num_parameters)} parameters, {origin}"
     )
+
+
+def _check_engine_imports(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Beside a family's language model, vLLM's file of it may have what reads pictures."""
+    if config.algorithm.objective is not Objective.policy:
+        return
+    for name in family_of(hf_config).engine_imports:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"vLLM's file of model_type={kind_of(hf_config)} imports {name}, which this environment lacks: install "
+                "the build that belongs to its torch (beside the pinned packages of CPUs: .venv/bin/pip install "
+                "--no-deps --index-url https://download.pytorch.org/whl/cpu torchvision==0.28.0+cpu)"
+            )
 
 
 def check_initial_adapter(config: RunConfig) -> Fact:

@@ -26,9 +26,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from conf.architecture.families import kind_of
+from conf.architecture.families import kind_of, of_language_model
 from conf.json_files import JsonObject
 from conf.schema import Device, Init, RunConfig
+from orchestrator.inputs.model_files import read_hf_config
 from orchestrator.inputs.model_folder import resolve_hf_config, routing_shape
 from orchestrator.parity.compare import (
     Difference,
@@ -296,11 +297,13 @@ def hf_logprobs(folder: Path, dtype: str, device: Device, sampled: Sequence[Samp
 
 
 def _engine_folder(config: RunConfig, hf_config: JsonObject, device: Device, made: Path, say: Say) -> Path:
-    """The checkpoint that the engine loads: the model's own where the trainer computes with exactly that."""
-    lora = config.trainer.lora
+    """The checkpoint that the engine loads: the model's own where the trainer computes with exactly that, and the
+    engine would not build a vision tower."""
+    lora, own = config.trainer.lora, Path(config.model.path or "")
     if config.model.init is Init.checkpoint and lora.init_from is None:
-        assert config.model.path is not None
-        return Path(config.model.path)
+        stored = read_hf_config(own, "model.path")
+        if of_language_model(stored) is stored:
+            return own
     say("trainer: write what it computes with as a checkpoint for the engine")
     with _freed(device):
         scorer = Scorer(

@@ -226,6 +226,23 @@ QWEN3_NEXT = {
 }
 """Linear attention in three of four layers, a gate on the heads of the other, norms of 1 + weight, a dense layer."""
 
+QWEN3_5_MOE = {
+    **{key: value for key, value in QWEN3_NEXT.items() if key not in ("mlp_only_layers", "intermediate_size")},
+    "model_type": "qwen3_5_moe_text",
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 6,
+    "rope_parameters": {"rope_theta": 3e4, "mrope_section": [1, 1, 1], "mrope_interleaved": True},
+}
+"""Qwen3-Next's layers with more projections, experts in every layer, and positions of images."""
+_OF_EXPERTS = {"moe_intermediate_size", "norm_topk_prob", "mlp_only_layers"}
+QWEN3_5 = {
+    **{key: value for key, value in QWEN3_NEXT.items() if "expert" not in key and key not in _OF_EXPERTS},
+    "model_type": "qwen3_5_text",
+    "tie_word_embeddings": True,
+    "linear_num_key_heads": 4,
+}
+
 MINIMAX = {
     **{key: value for key, value in COMMON.items() if key != "rope_theta"},
     "model_type": "minimax_m2",

@@ -24,11 +24,11 @@ def import_path(*first: Path) -> str:
     return os.pathsep.join([*map(str, (*first, REPOSITORY, REPOSITORY / "tests")), *filter(None, [given])])
 
 
-def outcomes_of(script: str, folder: Path, cases: Sequence[str]) -> dict[str, str]:
+def outcomes_of(script: str, folder: Path, cases: Sequence[str], on_path: Sequence[Path] = ()) -> dict[str, str]:
     """By case, the traceback of what failed in `python SCRIPT FOLDER CASE ...`; "" where nothing did."""
     env = {
         **os.environ,
-        "PYTHONPATH": import_path(),
+        "PYTHONPATH": import_path(*on_path),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",

@@ -85,6 +85,11 @@ CONFIGS["qwen3_next"] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
+CONFIGS["qwen3_5_moe"] = {
+    **{key: value for key, value in CONFIGS["qwen3_next"].items() if key != "intermediate_size"},
+    "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"], "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 CONFIGS["minimax_m2"] = {
     **COMMON, "model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"], "rotary_dim": 16,
     "num_local_experts": 8, "num_experts_per_tok": 3, "scoring_func": "sigmoid", "use_routing_bias": True,

@@ -1,7 +1,7 @@
 """Gated DeltaNet as a layer's attention: projections, short convolution, the delta rule, a gated norm.
 
-    x -> in_proj_qkvz -> q, k, v -> convolution, silu -> delta rule -> norm -> * silu(z) -> out_proj (the layer's)
-      -> in_proj_ba   -> beta = sigmoid(b), decay = -exp(A_log) softplus(a + dt_bias)
+    x -> in_proj_* -> q, k, v -> convolution, silu -> delta rule -> norm -> * silu(z) -> out_proj (the layer's)
+                   -> b, a    -> beta = sigmoid(b), decay = -exp(A_log) softplus(a + dt_bias)
 
 Owns parameter names, which are the checkpoint's. Packed sequences see nothing of each other: the convolution counts
 positions, and the recurrence runs over a padded batch with one sequence a row.
@@ -11,7 +11,8 @@ Shapes: T packed tokens, H hidden, G key heads, N value heads (M of each key hea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +37,6 @@ class Vector(nn.Module):
 class GatedDeltaNet(nn.Module):
     """Linear attention with a state per value head."""
 
-    in_proj_qkvz: Linear
-    in_proj_ba: Linear
     out_proj: Linear
 
     def __init__(
@@ -50,12 +49,13 @@ class GatedDeltaNet(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.eps, self.once = spec, eps, numerics.norm is Rounding.once
+        self.inputs = [name for name in linears if name.startswith("in_proj_")]
         for name, linear in linears.items():
             self.add_module(name, linear)
         shapes = spec.others()
         self.conv1d = Vector(shapes["conv1d.weight"], weight_dtype)
         self.dt_bias = nn.Parameter(torch.empty(shapes["dt_bias"], dtype=weight_dtype))
-        self.A_log = nn.Parameter(torch.empty(shapes["A_log"], dtype=weight_dtype))
+        self.A_log = nn.Parameter(torch.empty(shapes["A_log"], dtype=torch.float32))  # as engines have it
         self.norm = Vector(shapes["norm.weight"], weight_dtype)
 
     gives = "attn"
@@ -68,24 +68,20 @@ class GatedDeltaNet(nn.Module):
 
     def operations(self, x: str, prefix: str) -> Iterator[Operation]:
         """From the norm of the stream, named x, to what `gives` names."""
-        names = f"{prefix}in_proj_qkvz", f"{prefix}in_proj_ba"
-        both = [self.in_proj_qkvz, self.in_proj_ba]
-        yield Operation(f"{prefix}in_proj", (x,), names, lambda at, x: at.by.linears(both, x))
+        names = tuple(f"{prefix}{name}" for name in self.inputs)
+        inputs: Any = [self.get_submodule(name) for name in self.inputs]
+        yield Operation(f"{prefix}in_proj", (x,), names, lambda at, x: at.by.linears(inputs, x))
         out = f"{prefix}attn"
-        yield Operation(out, names, (out,), lambda at, *given: (at.by.attend_linear(self, *given, at),))
+        yield Operation(out, names, (out,), lambda at, *given: (at.by.attend_linear(self, given, at),))
 
-    def heads(self, qkvz_TO: Tensor, ba_TO: Tensor, sequences: PackedSequences) -> Tensor:
-        """[T, N * V], what out_proj takes."""
-        spec, num_tokens, dtype = self.spec, qkvz_TO.shape[0], qkvz_TO.dtype
+    def heads(self, projected: Sequence[Tensor], sequences: PackedSequences) -> Tensor:
+        """[T, N * V], what out_proj takes, of what the projections of the input give."""
+        spec, num_tokens, dtype = self.spec, projected[0].shape[0], projected[0].dtype
         if num_tokens == 0:  # every parameter stays in the graph
-            others = [self.conv1d.weight, self.dt_bias, self.A_log, self.norm.weight]
-            unused = sum((one.float().sum() for one in others), qkvz_TO.float().sum() + ba_TO.float().sum())
-            return qkvz_TO.new_zeros(0, spec.value_size) + (0.0 * unused).to(dtype)
-        values = spec.group * spec.value_head_dim
-        qkvz_TGO = qkvz_TO.unflatten(1, (spec.num_key_heads, -1))
-        q, k, v, z = qkvz_TGO.split((spec.key_head_dim, spec.key_head_dim, values, values), dim=-1)
-        b_TGM, a_TGM = ba_TO.unflatten(1, (spec.num_key_heads, -1)).split(spec.group, dim=-1)
-        mixed_TC = torch.cat([part.flatten(1) for part in (q, k, v)], dim=-1)
+            others = [*projected, self.conv1d.weight, self.dt_bias, self.A_log, self.norm.weight]
+            unused = torch.stack([one.float().sum() for one in others]).sum()
+            return projected[0].new_zeros(0, spec.value_size) + (0.0 * unused).to(dtype)
+        mixed_TC, z, b, a = self._split(*projected) if spec.has_fused_inputs else projected
         weight_CK = self.conv1d.weight.to(dtype)[:, 0]
         convolved_TC = delta_rule.short_convolution(mixed_TC, weight_CK, sequences.positions_T)
         convolved_TC = convolved_TC if self.once else convolved_TC.to(dtype)
@@ -93,11 +89,18 @@ class GatedDeltaNet(nn.Module):
         q, k, v = mixed_TC.split((spec.key_size, spec.key_size, spec.value_size), dim=-1)
         q_TGK, k_TGK = (part.unflatten(1, (spec.num_key_heads, -1)) for part in (q, k))
         v_TNV, z_TNV = v.unflatten(1, (spec.num_value_heads, -1)), z.reshape(num_tokens, spec.num_value_heads, -1)
-        a_TN, b_TN = (part.reshape(num_tokens, -1) for part in (a_TGM, b_TGM))
-        dt_bias, a_log = (one.to(dtype).float() for one in (self.dt_bias, self.A_log))
-        decay_TN = -a_log.exp() * F.softplus(a_TN.float() + dt_bias)
+        a_TN, b_TN = (part.reshape(num_tokens, -1) for part in (a, b))
+        decay_TN = -self.A_log.float().exp() * F.softplus(a_TN.float() + self.dt_bias.to(dtype).float())
         read_TNV = recurrence(q_TGK, k_TGK, v_TNV, decay_TN, b_TN.sigmoid(), sequences)
         return self._gated_norm(read_TNV.to(dtype), z_TNV).flatten(1)
+
+    def _split(self, qkvz_TO: Tensor, ba_TO: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k and v side by side, z, b and a: each key head's lie beside each other."""
+        spec, values = self.spec, self.spec.group * self.spec.value_head_dim
+        qkvz_TGO = qkvz_TO.unflatten(1, (spec.num_key_heads, -1))
+        *qkv, z = qkvz_TGO.split((spec.key_head_dim, spec.key_head_dim, values, values), dim=-1)
+        b_TGM, a_TGM = ba_TO.unflatten(1, (spec.num_key_heads, -1)).split(spec.group, dim=-1)
+        return torch.cat([part.flatten(1) for part in qkv], dim=-1), z, b_TGM, a_TGM
 
     def _gated_norm(self, x_TNV: Tensor, z_TNV: Tensor) -> Tensor:
         """The norm of each head, times its gate."""

@@ -123,9 +123,9 @@ class Forward:
         heads = attend(*qkv, at.sequences, own.backend, mla.softmax_scale, kept=at.kept, engine=self.attention)
         return heads.flatten(1)
 
-    def attend_linear(self, own: GatedDeltaNet, qkvz_TO: Tensor, ba_TO: Tensor, at: Place) -> Tensor:
-        """[T, N * V], of the two projections of a Gated DeltaNet."""
-        return own.heads(qkvz_TO, ba_TO, at.sequences)
+    def attend_linear(self, own: GatedDeltaNet, projected: Sequence[Tensor], at: Place) -> Tensor:
+        """[T, N * V], of what a Gated DeltaNet's projections of its input give."""
+        return own.heads(projected, at.sequences)
 
     def feed_forward(self, mlp: DenseMlp, x_TH: Tensor) -> Tensor:
         """[T, H]."""

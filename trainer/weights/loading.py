@@ -30,6 +30,7 @@ from trainer.weights.block_scales import dequantized
 from trainer.weights.packed_experts import forget_unpacked, packed_tensors
 from trainer.weights.quantization import SCALE_SUFFIX
 from trainer.weights.shards import local_shards
+from weight_sync.disk.language_model import language_model_tensors
 from weight_sync.disk.safetensors_files import read_index
 from weight_sync.integrity import splitmix64_
 from weight_sync.layout import Region
@@ -85,30 +86,33 @@ class CheckpointReader:
         self._shapes = {meta.name: meta.shape for meta in spec.checkpoint_tensors("float32")}
         self._files: dict[Path, Any] = {}
         try:
-            index = read_index(self._folder, "model.path")
+            self._stored = language_model_tensors(read_index(self._folder, "model.path"), self._shapes)
         except ConfigError as error:  # this machine's files are bad; the controller checked its own before
             raise CheckpointError(str(error)) from error
-        self._file_of = {name: stored.path for name, stored in index.items()}
 
     def names(self) -> set[str]:
-        """Every tensor in the folder."""
-        return set(self._file_of)
+        """Every tensor in the folder, as the language model calls it."""
+        return set(self._stored)
 
     def read(self, tensor: str, region: Region) -> Tensor:
         """One rectangle, on the CPU, in the file's dtype; block-FP8 as float32."""
-        if tensor not in self._file_of:
+        if tensor not in self._stored:
             raise CheckpointError(f"{self._folder} has no tensor {tensor}, which the model in its config.json needs")
-        stored = self._open(self._file_of[tensor]).get_slice(tensor)
-        shape, expected = tuple(stored.get_shape()), self._shapes[tensor]
-        if shape != expected:
-            raise CheckpointError(f"{self._folder}: {tensor} has shape {shape}, the model needs {expected}")
-        values = stored[tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))]
+        stored, expected = self._stored[tensor], self._shapes[tensor]
+        if stored.shape != expected:
+            raise CheckpointError(f"{self._folder}: {tensor} has shape {stored.shape}, the model needs {expected}")
+        matrix, first = stored.inside or (None, 0)
+        rows, *columns = (slice(a, b) for a, b in zip(region.start, region.stop, strict=True))
+        index = (slice(first + rows.start, first + rows.stop), *columns)
+        whole = self._open(stored.path).get_slice(stored.name)
+        values = whole[index if matrix is None else (matrix, *index)]
         if values.dtype != torch.float8_e4m3fn:
             return values
         scales = tensor + SCALE_SUFFIX
-        if scales not in self._file_of:
+        if scales not in self._stored:
             raise CheckpointError(f"{self._folder}: {tensor} is FP8 without {scales}; only block-FP8 can be read")
-        return dequantized(values, self._open(self._file_of[scales]).get_tensor(scales), region)
+        stored = self._stored[scales]
+        return dequantized(values, self._open(stored.path).get_tensor(stored.name), region)
 
     def _open(self, file: Path) -> Any:
         if file not in self._files:

@@ -38,7 +38,7 @@ _MAX_HEADER_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor on disk, row-major. Example: StoredTensor(Path("model.safetensors"), 4096, (64,), "BF16")."""
+    """A tensor on disk, row-major. Example: StoredTensor(Path("model.safetensors"), 4096, (64,), "BF16", "bias")."""
 
     path: Path
     offset: int
@@ -46,6 +46,10 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     """Its name in safetensors."""
+    name: str = ""
+    """The tensor in the file that it is, or that it is a part of."""
+    inside: tuple[int, int] | None = None
+    """The matrix of that tensor, and the first row there; None: it is the whole."""
 
 
 def read_index(folder: Path, option: str, hint: str = "") -> dict[str, StoredTensor]:
@@ -118,7 +122,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     end = data
     for name, entry in content.items():
         dtype, shape, first, last = _checked(path, name, entry)
-        tensors[name] = StoredTensor(path, data + first, shape, dtype)
+        tensors[name] = StoredTensor(path, data + first, shape, dtype, name)
         end = max(end, data + last)
     if size < end:
         raise ConfigError(f"{path} is cut short: {size} of {end} bytes; download it again")

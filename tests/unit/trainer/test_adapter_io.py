@@ -24,6 +24,8 @@ from cases.tiny_models import (
     OLMOE,
     QWEN2,
     QWEN2_MOE,
+    QWEN3_5,
+    QWEN3_5_MOE,
     QWEN3_NEXT,
     hf_logits,
     hf_model,
@@ -44,7 +46,7 @@ TIED = {**DENSE, "tie_word_embeddings": True}
 FAMILIES = {
     "moe": MIXED, "dense_tied": TIED, "deepseek": DEEPSEEK, "glm": GLM, "glm_lite": GLM_LITE, "llama": LLAMA,
     "gpt_oss": GPT_OSS, "qwen2": QWEN2, "mistral": MISTRAL, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
-    "minimax": MINIMAX, "qwen3_next": QWEN3_NEXT,
+    "minimax": MINIMAX, "qwen3_next": QWEN3_NEXT, "qwen3_5": QWEN3_5, "qwen3_5_moe": QWEN3_5_MOE,
 }  # fmt: skip
 
 

@@ -20,6 +20,8 @@ from cases.tiny_models import (
     OLMOE,
     QWEN2,
     QWEN2_MOE,
+    QWEN3_5,
+    QWEN3_5_MOE,
     QWEN3_NEXT,
 )
 from transformers import AutoConfig
@@ -32,7 +34,7 @@ from conf.errors import ConfigError
 CONFIGS: dict[str, dict[str, Any]] = {
     config["model_type"]: config
     for config in (
-        *(DENSE, MOE, QWEN2, QWEN2_MOE, QWEN3_NEXT, LLAMA, MISTRAL, MIXTRAL, OLMOE),
+        *(DENSE, MOE, QWEN2, QWEN2_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LLAMA, MISTRAL, MIXTRAL, OLMOE),
         *(GLM, GLM_LITE, GPT_OSS, MINIMAX, DEEPSEEK),
     )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +25,7 @@ from orchestrator.inputs.preflight import (
     _join,
     check_evaluation,
     check_initial_adapter,
+    check_model,
     check_packages,
     check_routes,
     check_run_folder,
@@ -403,6 +405,15 @@ def test_an_adapter_to_start_from_is_needed_again_for_a_reference_alone(monkeypa
             check_initial_adapter(config)
     monkeypatch.setattr(WeightSyncConfig, "enabled", False)
     assert load_run_config(resumed).reads_initial_adapter, "engines keep version 0"
+
+
+def test_a_package_that_vllms_file_of_a_family_imports_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_run_config(["experiment=quickstart", "model=qwen3_5_35b_a3b", "rollout.kv_cache_bytes=null"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="vLLM's file of model_type=qwen3_5_moe_text imports torchvision, which this"):
+        check_model(config)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert check_model(config)
 
 
 def test_an_argument_that_vllm_does_not_know_is_refused_before_anything_starts() -> None:

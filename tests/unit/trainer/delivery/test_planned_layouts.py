@@ -21,6 +21,7 @@ from cases.tiny_models import (
     MIXTRAL,
     MOE,
     QWEN2_MOE,
+    QWEN3_5_MOE,
     QWEN3_NEXT,
     make_decoder,
     trainer_config,
@@ -49,6 +50,7 @@ MODELS = {
     "odd": ODD,
     "seven": SEVEN,
     "deepseek": DEEPSEEK,
+    "qwen3_5_moe": QWEN3_5_MOE,
     "qwen3_next": QWEN3_NEXT,
     "gpt_oss": GPT_OSS,
     "mixtral": MIXTRAL,
@@ -71,7 +73,7 @@ def report(rank: int, layout: ParallelLayout, model: str, trainer: TrainerConfig
     decoder = make_decoder(MODELS[model], trainer, dtype=torch.bfloat16, layout=layout, nonzero_b=False)
     source = TrainerWeightSource(decoder, rank)
     sizes = (held_bytes(decoder, trained=False), held_bytes(decoder, trained=True))
-    has_names = trainer.mode is TrainMode.lora and model not in ("deepseek", "gpt_oss", "mixtral", "qwen3_next")
+    has_names = trainer.mode is TrainMode.lora and model in ("dense", "moe", "mixed", "odd", "seven", "qwen2_moe")
     adapter = AdapterSource(decoder, rank, trainer.lora).layout() if has_names else None
     return source.layout(), source.temporary_bytes, *sizes, adapter
 
@@ -97,6 +99,7 @@ CASES = [
     ("qwen2_moe", trainer_config(TrainMode.full, num_ranks=2)),
     ("qwen3_next", trainer_config(num_ranks=2, ep_size=2)),
     ("qwen3_next", trainer_config(TrainMode.full, num_ranks=2)),
+    ("qwen3_5_moe", trainer_config(num_ranks=2, ep_size=2)),
     ("gpt_oss", trainer_config(num_ranks=2, ep_size=2)),
     ("gpt_oss", trainer_config(TrainMode.full, num_ranks=2)),
 ]

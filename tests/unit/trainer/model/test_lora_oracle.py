@@ -19,6 +19,8 @@ from cases.tiny_models import (
     OLMOE,
     QWEN2,
     QWEN2_MOE,
+    QWEN3_5,
+    QWEN3_5_MOE,
     QWEN3_NEXT,
     hf_logits,
     hf_model,
@@ -40,8 +42,9 @@ from trainer.weights.fused_experts import interleave
 MODELS = {
     "dense": DENSE, "moe": MIXED, "llama": LLAMA, "glm": GLM, "glm_lite": GLM_LITE, "deepseek": DEEPSEEK,
     "gpt_oss": GPT_OSS, "qwen2": QWEN2, "mistral": MISTRAL, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
-    "minimax": MINIMAX,
+    "minimax": MINIMAX, "qwen3_5": QWEN3_5,
     "qwen3_next": {**QWEN3_NEXT, "num_experts_per_tok": 8},  # another route in bfloat16 would hide the rest
+    "qwen3_5_moe": {**QWEN3_5_MOE, "num_experts_per_tok": 6},
 }  # fmt: skip
 LR = 0.01
 

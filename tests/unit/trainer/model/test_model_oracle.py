@@ -23,6 +23,8 @@ from cases.tiny_models import (
     OLMOE,
     QWEN2,
     QWEN2_MOE,
+    QWEN3_5,
+    QWEN3_5_MOE,
     QWEN3_NEXT,
     gradients_under_checkpoint_names,
     hf_logits,
@@ -80,6 +82,8 @@ CONFIGS = {
         "n_group": 4,
         "topk_group": 2,
     },
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5_MOE,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_next_one_group": {
         **QWEN3_NEXT,
@@ -90,7 +94,6 @@ CONFIGS = {
     "minimax": MINIMAX,
     "minimax_whole_rope": {**MINIMAX, "rotary_dim": 20, "num_key_value_heads": 1},
     "gpt_oss": GPT_OSS,
-    "gpt_oss_all_full_attention": {**GPT_OSS, "layer_types": ["full_attention"] * 2, "attention_bias": False},
     "qwen2": QWEN2,
     "qwen2_tied": {**QWEN2, "tie_word_embeddings": True},
     "mistral": MISTRAL,
@@ -99,12 +102,7 @@ CONFIGS = {
     "qwen2_moe": QWEN2_MOE,
     "qwen2_moe_normalized": {**QWEN2_MOE, "norm_topk_prob": True},
     "olmoe": OLMOE,
-    "deepseek_bias_two_shared_half_rope": {
-        **DEEPSEEK,
-        "attention_bias": True,
-        "n_shared_experts": 2,
-        "rope_interleave": False,
-    },
+    "deepseek_two_shared": {**DEEPSEEK, "n_shared_experts": 2},
 }
 FULL = trainer_config(TrainMode.full, train_router=True)
 
@@ -128,7 +126,7 @@ def test_logits_and_every_gradient_match_transformers(name):
 
 @pytest.mark.parametrize(
     "hf_config",
-    [DENSE, MOE, DEEPSEEK, GLM, GLM_LITE, GPT_OSS, MISTRAL, QWEN2_MOE, OLMOE, MINIMAX, QWEN3_NEXT],
+    [DENSE, MOE, DEEPSEEK, GLM, GLM_LITE, GPT_OSS, MISTRAL, QWEN2_MOE, OLMOE, MINIMAX, QWEN3_NEXT, QWEN3_5_MOE],
     ids=[
         "dense",
         "moe",
@@ -141,6 +139,7 @@ def test_logits_and_every_gradient_match_transformers(name):
         "olmoe",
         "minimax",
         "qwen3_next",
+        "qwen3_5_moe",
     ],
 )
 def test_packed_equals_unpacked(hf_config):
@@ -171,8 +170,8 @@ def test_recomputation_changes_no_bit(mode):
 
 @pytest.mark.parametrize(
     "hf_config",
-    [DENSE, MIXED, DEEPSEEK, GPT_OSS, QWEN2_MOE, OLMOE, QWEN3_NEXT],
-    ids=["dense", "moe", "deepseek", "gpt_oss", "qwen2_moe", "olmoe", "qwen3_next"],
+    [DENSE, MIXED, DEEPSEEK, GPT_OSS, QWEN2_MOE, OLMOE, QWEN3_NEXT, QWEN3_5],
+    ids=["dense", "moe", "deepseek", "gpt_oss", "qwen2_moe", "olmoe", "qwen3_next", "qwen3_5"],
 )
 def test_a_microbatch_without_tokens_gives_gradients_of_zeros(hf_config):
     for mode in (TrainMode.lora, TrainMode.full):
@@ -195,9 +194,8 @@ def test_a_wrong_rope_base_or_eps_is_seen_by_the_oracle():
 
 
 DEEPSEEK_MISTAKES = {
-    "RoPE pairs": {"rope_interleave": False},
     "no shared expert": {"n_shared_experts": 0},
-    "no mscale in the softmax scale": {"rope_scaling": {**DEEPSEEK["rope_scaling"], "mscale_all_dim": None}},
+    "no mscale": {"rope_scaling": {**DEEPSEEK["rope_scaling"], "mscale": None, "mscale_all_dim": None}},
     "no YaRN": {"rope_scaling": None},
     "groups": {"n_group": 1, "topk_group": 1},
     "routing scale": {"routed_scaling_factor": 1.0},
@@ -230,12 +228,13 @@ def test_each_deepseek_mistake_is_seen_by_the_oracle(mistake):
         (QWEN3_NEXT, {"layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"]}),
         (QWEN3_NEXT, {"norm_topk_prob": False}),
         (QWEN3_NEXT, {"partial_rotary_factor": 0.5}),
+        (QWEN3_5_MOE, {"rope_parameters": {"rope_theta": 1e4}}),
+        (QWEN3_5_MOE, {"linear_num_key_heads": 4, "linear_key_head_dim": 6}),
         (MINIMAX, {"rotary_dim": 20}),
         (MINIMAX, {"rope_theta": 10000.0}),
         (MINIMAX, {"num_experts_per_tok": 2}),
         (GLM_LITE, {"norm_topk_prob": False}),
         (GPT_OSS, {"sliding_window": 5}),
-        (GPT_OSS, {"layer_types": ["full_attention", "sliding_attention"]}),
         (GPT_OSS, {"swiglu_limit": 7.0}),
         (GPT_OSS, {"swiglu_alpha": 1.0}),
         (GPT_OSS, {"rope_scaling": {**GPT_OSS["rope_scaling"], "truncate": True}}),
@@ -279,11 +278,12 @@ def test_flex_attention_is_padded_attention(window, has_sinks):
 
 
 @pytest.mark.parametrize("leak", ["convolution", "state"])
-def test_a_leak_between_packed_sequences_is_seen(leak, monkeypatch):
+@pytest.mark.parametrize("hf_config", [{**QWEN3_NEXT, "mlp_only_layers": [0, 1, 2, 3]}, QWEN3_5], ids=["next", "3_5"])
+def test_a_leak_between_packed_sequences_is_seen(hf_config, leak, monkeypatch):
     """The convolution without positions, or the state of one sequence handed to the next."""
     whole = packed((sum(LENGTHS),))[2]
     as_one = PackedSequences.from_cu_seqlens(whole, sum(LENGTHS), torch.device("cpu"))
-    decoder, batch = make_decoder({**QWEN3_NEXT, "mlp_only_layers": [0, 1, 2, 3]}), packed()
+    decoder, batch = make_decoder(hf_config), packed()
     right = logits_of(decoder, batch)
     if leak == "convolution":
         true_convolution = delta_rule.short_convolution

@@ -16,6 +16,7 @@ from cases.tiny_models import (
     MIXED,
     OLMOE,
     QWEN2_MOE,
+    QWEN3_5_MOE,
     QWEN3_NEXT,
     make_decoder,
     packed,
@@ -26,7 +27,7 @@ from trainer.model.comparison import decoder_steps, run_chained, run_isolated
 FAMILIES = {
     "llama": LLAMA, "qwen3": DENSE, "qwen3_moe": MIXED, "glm4_moe": GLM, "gpt_oss": GPT_OSS, "mla": DEEPSEEK,
     "mistral": MISTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
-    "qwen3_next": QWEN3_NEXT, "minimax": MINIMAX, "glm_lite": GLM_LITE,
+    "qwen3_next": QWEN3_NEXT, "qwen3_5_moe": QWEN3_5_MOE, "minimax": MINIMAX, "glm_lite": GLM_LITE,
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from cases.tiny_models import (
     MINIMAX,
     MIXED,
     MOE,
+    QWEN3_5_MOE,
     QWEN3_NEXT,
     gradients_under_checkpoint_names,
     hf_logits,
@@ -50,6 +51,7 @@ FAMILIES = {
     "deepseek_not_renormalized": {**DEEPSEEK, "norm_topk_prob": False},
     "gpt_oss": GPT_OSS,
     "minimax": MINIMAX,
+    "qwen3_5_moe": QWEN3_5_MOE,
     "qwen3_next": QWEN3_NEXT,
 }
 MODES = {

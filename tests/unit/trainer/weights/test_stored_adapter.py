@@ -26,6 +26,7 @@ from cases.tiny_models import (
     MOE,
     OLMOE,
     QWEN2_MOE,
+    QWEN3_5_MOE,
     QWEN3_NEXT,
     hf_logits,
     hf_model,
@@ -67,6 +68,7 @@ FAMILIES = [
     GPT_OSS,
     DEEPSEEK,
     QWEN2_MOE,
+    QWEN3_5_MOE,
     QWEN3_NEXT,
 ]
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
