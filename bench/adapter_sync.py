@@ -83,10 +83,10 @@ class Trainer:
     def __init__(self, config: dict[str, Any], device: str, args: argparse.Namespace) -> None:
         import torch
 
-        from conf.architecture.families import read_config
-        from conf.schema import LoraConfig, TrainerConfig
-        from trainer.model.build_decoder import build_decoder
-        from weight_sync.transport.mooncake import MooncakeTransport
+        from slipstream.conf.architecture.families import read_config
+        from slipstream.conf.schema import LoraConfig, TrainerConfig
+        from slipstream.trainer.model.build_decoder import build_decoder
+        from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
         self.device = device
         self.lora = LoraConfig(rank=args.rank, alpha=2.0 * args.rank)
@@ -101,9 +101,9 @@ class Trainer:
 
     def connect(self, base: str, slots: str) -> dict[str, Any]:
         """Send the base once, then plan the adapter's publishes."""
-        from trainer.delivery.adapter_source import AdapterSource
-        from trainer.delivery.merged_source import TrainerWeightSource
-        from weight_sync.gc_freeze import freeze_heap
+        from slipstream.trainer.delivery.adapter_source import AdapterSource
+        from slipstream.trainer.delivery.merged_source import TrainerWeightSource
+        from slipstream.weight_sync.gc_freeze import freeze_heap
 
         began = time.perf_counter()
         publisher = self._publisher(TrainerWeightSource(self.decoder, 0, is_merged=False))
@@ -126,8 +126,8 @@ class Trainer:
         }
 
     def _publisher(self, source: Any) -> Any:
-        from conf.schema import WeightSyncConfig
-        from weight_sync.publish.publisher import Publisher
+        from slipstream.conf.schema import WeightSyncConfig
+        from slipstream.weight_sync.publish.publisher import Publisher
 
         return Publisher(
             source, self.transport, rank=0, world_size=1, group=None, config=WeightSyncConfig(), key=KEY,

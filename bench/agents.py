@@ -24,10 +24,10 @@ sys.path[0] = str(ROOT)
 import psutil  # noqa: E402
 
 from bench.environment import environment  # noqa: E402
-from conf.schema import EpisodesConfig, RolloutConfig, RunConfig, SamplingConfig  # noqa: E402
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer  # noqa: E402
-from rollout.agents.episode_runner import EpisodeRunner  # noqa: E402
-from rollout.types import Prompt, Rollout  # noqa: E402
+from slipstream.conf.schema import EpisodesConfig, RolloutConfig, RunConfig, SamplingConfig  # noqa: E402
+from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer  # noqa: E402
+from slipstream.rollout.agents.episode_runner import EpisodeRunner  # noqa: E402
+from slipstream.rollout.types import Prompt, Rollout  # noqa: E402
 
 
 async def talk(task: dict[str, Any], session: Any) -> float:
@@ -51,7 +51,7 @@ def processes_of() -> dict[str, psutil.Process]:
     for child in psutil.Process().children(recursive=True):
         words = child.cmdline()
         for name in ("service", "agent_process"):
-            if f"rollout.agents.{name}" in words and "-P" in words and "keeper.py" not in " ".join(words):
+            if f"slipstream.rollout.agents.{name}" in words and "-P" in words and "keeper.py" not in " ".join(words):
                 found[name] = child
     return found
 

@@ -40,9 +40,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  
 from bench.agents import processes_of, usage  # noqa: E402
 from bench.environment import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config, shrink  # noqa: E402
-from conf.schema import Device, DType, EpisodesConfig, RolloutConfig, RunConfig, SamplingConfig  # noqa: E402
-from rollout.agents.episode_runner import EpisodeRunner  # noqa: E402
-from rollout.types import Prompt, Rollout  # noqa: E402
+from slipstream.conf.schema import Device, DType, EpisodesConfig, RolloutConfig, RunConfig, SamplingConfig  # noqa: E402
+from slipstream.rollout.agents.episode_runner import EpisodeRunner  # noqa: E402
+from slipstream.rollout.types import Prompt, Rollout  # noqa: E402
 
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 TEMPLATE = (
@@ -213,7 +213,7 @@ async def measure_way(args: argparse.Namespace, ways: Ways, meter: Meter, engine
 
 async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All rounds."""
-    from rollout.engine.vllm_engine import VllmEngine
+    from slipstream.rollout.engine.vllm_engine import VllmEngine
 
     (folder / "config.json").write_text(json.dumps(model_config(args)))
     save_tokenizer(folder, args.vocab)

@@ -36,23 +36,23 @@ sys.path[0] = str(ROOT)
 from bench import runs  # noqa: E402
 from bench.controls import SHUFFLED  # noqa: E402
 from bench.environment import environment  # noqa: E402
-from conf.load import load_run_config  # noqa: E402
-from conf.schema import RunConfig  # noqa: E402
-from orchestrator.data.sources import read_rows  # noqa: E402
-from orchestrator.files.loss_metrics import loss_metrics  # noqa: E402
-from orchestrator.inputs.character_tokenizer import ALPHABET, SPECIAL_TOKENS  # noqa: E402
-from orchestrator.inputs.model_folder import prepare_model  # noqa: E402
-from orchestrator.inputs.prompt_rows import PromptRows  # noqa: E402
-from orchestrator.inputs.text_encoder import TextEncoder  # noqa: E402
-from orchestrator.loop.ports import Stopwatch  # noqa: E402
-from orchestrator.loop.samples import advantage_function, draft_samples, filled  # noqa: E402
-from orchestrator.loop.updates import score, update  # noqa: E402
-from rollout.rewards.examples import share_of_answer  # noqa: E402
-from rollout.types import Group, Prompt, Rollout  # noqa: E402
-from trainer.options import TrainerOptions  # noqa: E402
-from trainer.rank import TrainerRank  # noqa: E402
-from trainer.scoring import Scorer  # noqa: E402
-from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores  # noqa: E402
+from slipstream.conf.load import load_run_config  # noqa: E402
+from slipstream.conf.schema import RunConfig  # noqa: E402
+from slipstream.orchestrator.data.sources import read_rows  # noqa: E402
+from slipstream.orchestrator.files.loss_metrics import loss_metrics  # noqa: E402
+from slipstream.orchestrator.inputs.character_tokenizer import ALPHABET, SPECIAL_TOKENS  # noqa: E402
+from slipstream.orchestrator.inputs.model_folder import prepare_model  # noqa: E402
+from slipstream.orchestrator.inputs.prompt_rows import PromptRows  # noqa: E402
+from slipstream.orchestrator.inputs.text_encoder import TextEncoder  # noqa: E402
+from slipstream.orchestrator.loop.ports import Stopwatch  # noqa: E402
+from slipstream.orchestrator.loop.samples import advantage_function, draft_samples, filled  # noqa: E402
+from slipstream.orchestrator.loop.updates import score, update  # noqa: E402
+from slipstream.rollout.rewards.examples import share_of_answer  # noqa: E402
+from slipstream.rollout.types import Group, Prompt, Rollout  # noqa: E402
+from slipstream.trainer.options import TrainerOptions  # noqa: E402
+from slipstream.trainer.rank import TrainerRank  # noqa: E402
+from slipstream.trainer.scoring import Scorer  # noqa: E402
+from slipstream.trainer.types import Denominators, LossStats, OptimStats, Sample, Scores  # noqa: E402
 
 PRESETS = (
     "grpo", "grpo_minibatches", "dapo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gspo",

@@ -34,7 +34,7 @@ from bench.bitwise_slots import NUM_SLOTS, SlotsHere  # noqa: E402
 from bench.environment import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config  # noqa: E402
 from bench.sync.engine_process import FUSIONS  # noqa: E402
-from conf.schema import (  # noqa: E402
+from slipstream.conf.schema import (  # noqa: E402
     Device,
     DType,
     LoraConfig,
@@ -45,12 +45,12 @@ from conf.schema import (  # noqa: E402
     SyncMode,
     TrainerConfig,
 )
-from rollout.engine.engine_options import (  # noqa: E402
+from slipstream.rollout.engine.engine_options import (  # noqa: E402
     BATCH_INVARIANT_VARIABLE,
     engine_arguments,
     engine_environment,
 )
-from rollout.types import AdapterSlotsSpec  # noqa: E402
+from slipstream.rollout.types import AdapterSlotsSpec  # noqa: E402
 
 MICROBATCH_TOKENS = 8192
 
@@ -80,8 +80,8 @@ def lora_of(args: argparse.Namespace) -> LoraConfig:
 
 def slots_of(args: argparse.Namespace, dtype: DType) -> AdapterSlotsSpec | None:
     """Slots for the adapters; None: they are merged."""
-    from conf.architecture.families import read_config
-    from trainer.weights.adapter_names import adapter_tensors, target_modules
+    from slipstream.conf.architecture.families import read_config
+    from slipstream.trainer.weights.adapter_names import adapter_tensors, target_modules
 
     if args.weights is SyncMode.merged:
         return None
@@ -96,7 +96,7 @@ class EngineHere:
     def __init__(self, args: argparse.Namespace, folder: Path, device: Device) -> None:
         from vllm import LLM
 
-        from rollout.in_vllm.vllm_patches import keep_linear_weights_in_place
+        from slipstream.rollout.in_vllm.vllm_patches import keep_linear_weights_in_place
 
         (folder / "config.json").write_text(json.dumps(config_of(args)))
         is_gpu = device is Device.cuda
@@ -200,11 +200,11 @@ class TrainerHere:
     def __init__(self, args: argparse.Namespace, device: Device) -> None:
         import torch
 
-        from conf.architecture.families import read_config
-        from trainer.delivery.adapter_source import AdapterSource
-        from trainer.delivery.merged_source import TrainerWeightSource
-        from trainer.engine_ops.choose_forward import choose_forward
-        from trainer.model.build_decoder import build_decoder
+        from slipstream.conf.architecture.families import read_config
+        from slipstream.trainer.delivery.adapter_source import AdapterSource
+        from slipstream.trainer.delivery.merged_source import TrainerWeightSource
+        from slipstream.trainer.engine_ops.choose_forward import choose_forward
+        from slipstream.trainer.model.build_decoder import build_decoder
 
         dtype = torch.bfloat16 if device is Device.cuda else torch.float32
         self.device, spec = torch.device(str(device)), read_config(config_of(args))
@@ -233,7 +233,7 @@ class TrainerHere:
         """Every checkpoint tensor, with adapters in it or without, as a publish writes it."""
         import torch
 
-        from weight_sync.layout import Region
+        from slipstream.weight_sync.layout import Region
 
         self.source.begin(self.version)
         for meta in self.source.layout().tensors:
@@ -260,7 +260,7 @@ class TrainerHere:
     def _logprobs(self, batch: list[Response]) -> Any:
         import torch
 
-        from trainer.model.logprobs import token_logprobs
+        from slipstream.trainer.model.logprobs import token_logprobs
 
         starts = list(itertools.accumulate((len(one.tokens) for one in batch), initial=0))
         tokens = torch.tensor([token for one in batch for token in one.tokens], device=self.device)
@@ -281,8 +281,8 @@ class TrainerHere:
 
     def round_as(self, trainer: TrainerConfig) -> None:
         """Compute with the same weights as these options say, by a decoder built for them."""
-        from trainer.engine_ops.choose_forward import choose_forward
-        from trainer.model.build_decoder import build_decoder
+        from slipstream.trainer.engine_ops.choose_forward import choose_forward
+        from slipstream.trainer.model.build_decoder import build_decoder
 
         before = self.decoder
         trainer = replace(trainer, lora=self.lora)

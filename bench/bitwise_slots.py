@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollout.types import Adapter
-from weight_sync.layout import DestLayout, TensorMeta
+from slipstream.rollout.types import Adapter
+from slipstream.weight_sync.layout import DestLayout, TensorMeta
 
 if TYPE_CHECKING:
-    from trainer.delivery.adapter_source import AdapterSource
+    from slipstream.trainer.delivery.adapter_source import AdapterSource
 
 NUM_SLOTS = 2
 """One serves while the other is written."""
@@ -28,7 +28,7 @@ class SlotsHere:
     """
 
     def __init__(self, llm: Any, tensors: Sequence[TensorMeta]) -> None:
-        from rollout.in_vllm.adapter_slots import record_slot, slot_buffers, with_shared_a
+        from slipstream.rollout.in_vllm.adapter_slots import record_slot, slot_buffers, with_shared_a
 
         self._llm = llm
         self._version = -1
@@ -42,7 +42,7 @@ class SlotsHere:
 
     def load_base(self, write: Callable[[Any], None]) -> None:
         """Call `write` on the model without its adapters' wrappers."""
-        from rollout.in_vllm.adapter_slots import without_adapters
+        from slipstream.rollout.in_vllm.adapter_slots import without_adapters
 
         def load(worker: Any) -> None:
             with without_adapters(worker):
@@ -54,7 +54,7 @@ class SlotsHere:
         """Write the next version into the slot that the newest does not have."""
         import torch
 
-        from rollout.in_vllm.adapter_slots import copy_shared_a
+        from slipstream.rollout.in_vllm.adapter_slots import copy_shared_a
 
         self._version += 1
         params = {name: stacked[self.adapter.slot] for name, stacked in self._buffers.items()}

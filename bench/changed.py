@@ -35,7 +35,7 @@ from transformers import AutoTokenizer  # noqa: E402
 
 from bench.environment import environment  # noqa: E402
 from bench.rounding import sample_of, sums  # noqa: E402
-from conf.schema import (  # noqa: E402
+from slipstream.conf.schema import (  # noqa: E402
     AlgorithmConfig,
     DType,
     Init,
@@ -47,10 +47,10 @@ from conf.schema import (  # noqa: E402
     TrainMode,
     WeightSyncConfig,
 )
-from trainer.delivery.merged_source import TrainerWeightSource  # noqa: E402
-from trainer.options import TrainerOptions  # noqa: E402
-from trainer.rank import TrainerRank  # noqa: E402
-from trainer.types import Denominators, Sample  # noqa: E402
+from slipstream.trainer.delivery.merged_source import TrainerWeightSource  # noqa: E402
+from slipstream.trainer.options import TrainerOptions  # noqa: E402
+from slipstream.trainer.rank import TrainerRank  # noqa: E402
+from slipstream.trainer.types import Denominators, Sample  # noqa: E402
 
 APART = (1, 2, 4)
 ROWS = ["lora:1e-6", "lora:1e-5", "lora:1e-4", "lora-random:1e-5", "lora-random:1e-4", "full:1e-6", "full:1e-5"]

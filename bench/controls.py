@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from orchestrator.loop.advantages import batch_advantages
-from rollout.types import Group
+from slipstream.orchestrator.loop.advantages import batch_advantages
+from slipstream.rollout.types import Group
 
 SHUFFLED = f"algorithm.advantage={Path(__file__).resolve()}:shuffled"
 """The option that chooses it, whatever the working directory."""
@@ -35,8 +35,8 @@ def _permuted(advantages: list[float | None]) -> list[float | None]:
 
 
 if __name__ == "__main__":
-    from conf.schema import WeightSyncConfig
-    from orchestrator.cli.main import main
+    from slipstream.conf.schema import WeightSyncConfig
+    from slipstream.orchestrator.cli.main import main
 
     WeightSyncConfig.enabled = False
     sys.exit(main())

@@ -34,10 +34,10 @@ import torch  # noqa: E402
 from bench.environment import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config, shrink  # noqa: E402
 from bench.training.rows import Ours  # noqa: E402
-from trainer.model.attend import AttentionBackend  # noqa: E402
-from trainer.moe.experts import Experts  # noqa: E402
-from trainer.moe.grouped import GroupedBackend  # noqa: E402
-from trainer.types import Denominators, Sample  # noqa: E402
+from slipstream.trainer.model.attend import AttentionBackend  # noqa: E402
+from slipstream.trainer.moe.experts import Experts  # noqa: E402
+from slipstream.trainer.moe.grouped import GroupedBackend  # noqa: E402
+from slipstream.trainer.types import Denominators, Sample  # noqa: E402
 
 SEED = 5
 RUNGS = ("loop", "grouped", "attention", "no pads", "packed")

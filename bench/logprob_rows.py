@@ -26,7 +26,7 @@ if __name__ == "__main__":
 import numpy as np  # noqa: E402
 
 from bench.environment import environment  # noqa: E402
-from rollout.in_vllm.logprob_rows import gather, row_of_request, spread  # noqa: E402
+from slipstream.rollout.in_vllm.logprob_rows import gather, row_of_request, spread  # noqa: E402
 
 T = TypeVar("T")
 

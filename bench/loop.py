@@ -57,8 +57,8 @@ from bench.environment import environment  # noqa: E402
 from bench.loops.lengths import FIXED, LONG_TAILED  # noqa: E402
 from bench.loops.row_process import Job, measure, python_path, sampled_gpus  # noqa: E402
 from bench.parity_shapes import COMMON, QWEN3_8B, QWEN3_30B  # noqa: E402
-from conf.schema import Device  # noqa: E402
-from rollout.engine.engine_options import engine_environment  # noqa: E402
+from slipstream.conf.schema import Device  # noqa: E402
+from slipstream.rollout.engine.engine_options import engine_environment  # noqa: E402
 
 SHAPES: dict[str, tuple[dict[str, Any], int]] = {"qwen3-30b": (QWEN3_30B, 48), "dense-8b": (QWEN3_8B, 36)}
 """config.json without layers, and how many of them the model has."""
@@ -206,7 +206,7 @@ def measure_run(args: argparse.Namespace, row: str, model: Path, folder: Path) -
     words = [*run_options(args, row, model), f"run.dir={folder}", f"run.name={row}"]
     started, first_step_s = time.monotonic(), None
     with sampled_gpus() as gpus:
-        command = [sys.executable, "-m", "orchestrator.cli.main", "train", *words]
+        command = [sys.executable, "-m", "slipstream.orchestrator.cli.main", "train", *words]
         changed = [LONG_TAILED_ENGINES] if args.lengths == LONG_TAILED else []
         process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": python_path(*changed)})
         while process.poll() is None:

@@ -33,20 +33,20 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of this folder, in which trainer.py hides the package trainer
 
 from bench.environment import environment  # noqa: E402
-from conf.architecture.activation import SWIGLU  # noqa: E402
-from conf.architecture.model_spec import ExpertFormat  # noqa: E402
-from conf.schema import DType, LoraConfig  # noqa: E402
-from trainer.kernels.experts.combine import weighted_sum  # noqa: E402
-from trainer.kernels.experts.counting_sort import sort_by_expert  # noqa: E402
-from trainer.kernels.experts.dequant import dequantize_int4, dequantize_mxfp4  # noqa: E402
-from trainer.kernels.experts.gather import gather_project, gather_rows  # noqa: E402
-from trainer.kernels.experts.low_rank import add_low_rank, low_rank_gradient  # noqa: E402
-from trainer.kernels.experts.swiglu import InnerAdapter, activate, activate_backward  # noqa: E402
-from trainer.moe import grouped  # noqa: E402
-from trainer.moe.bank import UnpackBuffers  # noqa: E402
-from trainer.moe.dispatch import plan_dispatch  # noqa: E402
-from trainer.moe.experts import Experts  # noqa: E402
-from trainer.moe.grouped import GroupedBackend, choose_grouped_backend, grouped_gradient, grouped_product  # noqa: E402
+from slipstream.conf.architecture.activation import SWIGLU  # noqa: E402
+from slipstream.conf.architecture.model_spec import ExpertFormat  # noqa: E402
+from slipstream.conf.schema import DType, LoraConfig  # noqa: E402
+from slipstream.trainer.kernels.experts.combine import weighted_sum  # noqa: E402
+from slipstream.trainer.kernels.experts.counting_sort import sort_by_expert  # noqa: E402
+from slipstream.trainer.kernels.experts.dequant import dequantize_int4, dequantize_mxfp4  # noqa: E402
+from slipstream.trainer.kernels.experts.gather import gather_project, gather_rows  # noqa: E402
+from slipstream.trainer.kernels.experts.low_rank import add_low_rank, low_rank_gradient  # noqa: E402
+from slipstream.trainer.kernels.experts.swiglu import InnerAdapter, activate, activate_backward  # noqa: E402
+from slipstream.trainer.moe import grouped  # noqa: E402
+from slipstream.trainer.moe.bank import UnpackBuffers  # noqa: E402
+from slipstream.trainer.moe.dispatch import plan_dispatch  # noqa: E402
+from slipstream.trainer.moe.experts import Experts  # noqa: E402
+from slipstream.trainer.moe.grouped import GroupedBackend, choose_grouped_backend, grouped_gradient, grouped_product  # noqa: E402
 
 QWEN3 = {"hidden_size": 2048, "intermediate_size": 768, "num_experts": 128, "top_k": 8}
 KIMI_PART = {"hidden_size": 7168, "intermediate_size": 2048, "num_experts": 48, "top_k": 8}

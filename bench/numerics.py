@@ -32,7 +32,7 @@ sys.path[0] = str(ROOT)
 from bench.bitwise import EngineHere, Response, TrainerHere, add_options, compare, prepare, prompts_of  # noqa: E402
 from bench.shapes import shrink  # noqa: E402
 from bench.training.item_prices import SHAPES, measure_prices  # noqa: E402
-from conf.schema import (  # noqa: E402
+from slipstream.conf.schema import (  # noqa: E402
     AdapterValues,
     AttentionValues,
     CombineMode,

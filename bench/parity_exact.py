@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.rounding_ways import to_nearest
-from conf.schema import AdapterValues, NumericsByPlace, Rounding, Roundings, TrainerConfig
-from trainer.delivery.merged_source import TrainerWeightSource
-from trainer.engine_ops.choose_forward import choose_forward
-from trainer.model.build_decoder import build_decoder
-from trainer.model.decoder import Decoder
-from weight_sync.layout import Region
+from slipstream.conf.schema import AdapterValues, NumericsByPlace, Rounding, Roundings, TrainerConfig
+from slipstream.trainer.delivery.merged_source import TrainerWeightSource
+from slipstream.trainer.engine_ops.choose_forward import choose_forward
+from slipstream.trainer.model.build_decoder import build_decoder
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.weight_sync.layout import Region
 
 HEAD_ROWS = 1024
 SAME_WEIGHTS = {

@@ -39,9 +39,9 @@ class LearnedEngine(EngineHere):
     def __init__(self, folder: Path, args: argparse.Namespace, max_model_len: int, *, eager: bool) -> None:
         from vllm import LLM
 
-        from conf.schema import Device, DType, RolloutConfig, SamplingConfig
-        from rollout.engine.engine_options import engine_arguments
-        from rollout.in_vllm.vllm_patches import keep_linear_weights_in_place
+        from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
+        from slipstream.rollout.engine.engine_options import engine_arguments
+        from slipstream.rollout.in_vllm.vllm_patches import keep_linear_weights_in_place
 
         is_gpu = args.device == "cuda"
         options = RolloutConfig(
@@ -69,8 +69,8 @@ def write_in_form(model: Any, weights: Iterator[tuple[str, Any]]) -> None:
     """As a commit does: kernels for CPUs read experts in an order of their own."""
     import torch
 
-    from rollout.in_vllm.post_load import Forms
-    from weight_sync.layout import PostLoad
+    from slipstream.rollout.in_vllm.post_load import Forms
+    from slipstream.weight_sync.layout import PostLoad
 
     write_over(model, weights)
     forms = Forms.of(model, torch.bfloat16)
@@ -83,10 +83,10 @@ class LearnedRow:
     """A trainer rank, an engine, and what they are asked."""
 
     def __init__(self, name: str, args: argparse.Namespace, folder: Path) -> None:
-        from conf import schema
-        from orchestrator.inputs.model_folder import resolve_hf_config
-        from trainer.options import TrainerOptions
-        from trainer.rank import TrainerRank
+        from slipstream.conf import schema
+        from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
+        from slipstream.trainer.options import TrainerOptions
+        from slipstream.trainer.rank import TrainerRank
 
         self.args, self.is_chat = args, name == MODEL_ROW
         bfloat16 = schema.DType.bfloat16
@@ -140,7 +140,7 @@ class LearnedRow:
 
     def learn(self, step: int) -> None:
         """One update."""
-        from trainer.types import Denominators
+        from slipstream.trainer.types import Denominators
 
         batch, version = self.args.learn_batch, self.rank.policy_version
         samples = [replace(one, oldest_version=version) for one in self.taught[step * batch : (step + 1) * batch]]
@@ -201,7 +201,7 @@ def sample_of(tokens: list[int], num_prompt: int) -> Any:
     """Counted: what follows the prompt."""
     import numpy as np
 
-    from trainer.types import Sample
+    from slipstream.trainer.types import Sample
 
     zeros = np.zeros(len(tokens), dtype=np.float32)
     return Sample(np.array(tokens, dtype=np.int32), np.arange(len(tokens)) >= num_prompt, zeros, zeros, 0)
@@ -220,8 +220,8 @@ def microbatches(samples: list[Any]) -> Iterator[list[Any]]:
 
 def run_learned(name: str, args: argparse.Namespace, out: Path) -> None:
     """All figures of one row, in a file after each."""
-    from conf.schema import Device
-    from rollout.engine.engine_options import engine_environment
+    from slipstream.conf.schema import Device
+    from slipstream.rollout.engine.engine_options import engine_environment
 
     os.environ.update(engine_environment(Device(args.device)))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

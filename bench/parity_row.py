@@ -33,8 +33,8 @@ class RowRun:
     """
 
     def __init__(self, name: str, args: argparse.Namespace, made: Path, out: Path) -> None:
-        from conf import schema
-        from orchestrator.inputs.model_folder import resolve_hf_config
+        from slipstream.conf import schema
+        from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
 
         self.name, self.row, self.args, self.out = name, ROWS[name], args, out
         self.on_gpu = args.device == "cuda"
@@ -66,7 +66,7 @@ class RowRun:
 
     def sample(self) -> None:
         """The engine's part; without routes where its kernels record none."""
-        from rollout.errors import EngineError
+        from slipstream.rollout.errors import EngineError
 
         try:
             self.sample_with(has_routes=self.on_gpu)
@@ -79,10 +79,10 @@ class RowRun:
 
     def sample_with(self, *, has_routes: bool) -> None:
         """Start an engine, let it sample and prefill, and end it."""
-        from conf import schema
-        from conf.architecture.families import read_config
-        from orchestrator.parity.engine_side import WITH_WEIGHTS, sample_and_record
-        from rollout.types import RoutingShape
+        from slipstream.conf import schema
+        from slipstream.conf.architecture.families import read_config
+        from slipstream.orchestrator.parity.engine_side import WITH_WEIGHTS, sample_and_record
+        from slipstream.rollout.types import RoutingShape
 
         row, moe, routing = self.row, read_config(self.hf_config).moe, None
         if has_routes and moe is not None:
@@ -128,7 +128,7 @@ class RowRun:
 
     def ask_trainer(self) -> None:
         """The trainer as it is, with routes replayed, and operation by operation."""
-        from orchestrator.parity.measure import compare_layers, read_tensors, responses_of
+        from slipstream.orchestrator.parity.measure import compare_layers, read_tensors, responses_of
 
         scorer = self.score("trainer")
         routes = [(one.routes.experts, one.routes.is_recorded) for one in self.sampled if one.routes is not None]
@@ -161,8 +161,8 @@ class RowRun:
         implementations have at least."""
         from unittest import mock
 
-        from orchestrator.parity.measure import responses_of
-        from trainer.kernels import rms_norm
+        from slipstream.orchestrator.parity.measure import responses_of
+        from slipstream.trainer.kernels import rms_norm
 
         warps = rms_norm._warps
         with mock.patch.object(rms_norm, "_warps", lambda size: 2 * warps(size)):
@@ -171,9 +171,9 @@ class RowRun:
 
     def score(self, label: str, options: Sequence[str] = ()) -> Any:
         """Load a trainer with some options of its section changed, and score. Returns the scorer."""
-        from conf.schema import TrainerConfig
-        from orchestrator.parity.measure import responses_of
-        from trainer.scoring import Scorer
+        from slipstream.conf.schema import TrainerConfig
+        from slipstream.orchestrator.parity.measure import responses_of
+        from slipstream.trainer.scoring import Scorer
 
         trainer = TrainerConfig()
         for option in options:
@@ -197,7 +197,7 @@ def with_option(trainer: Any, name: str, value: str) -> Any:
     """The options of a trainer with one of them, or one rounding, changed. Example: (TrainerConfig(), "combine",
     "hf_eager").
     """
-    from conf.schema import Match, NumericsByPlace, NumericsConfig
+    from slipstream.conf.schema import Match, NumericsByPlace, NumericsConfig
 
     if name == "numerics.match":
         return replace(trainer, numerics=NumericsConfig(match=Match(value)))
@@ -221,8 +221,8 @@ def matrix_of(sampled: Sequence[Any], others: dict[str, Any]) -> dict[str, Any]:
     """Everybody against the engine, and transformers against trainer and float32."""
     import torch
 
-    from orchestrator.parity.compare import agreement
-    from orchestrator.parity.measure import agreements
+    from slipstream.orchestrator.parity.compare import agreement
+    from slipstream.orchestrator.parity.measure import agreements
 
     matrix = {pair.removeprefix("engine, "): figures for pair, figures in agreements(sampled, {}).items()}
     engine = torch.tensor([value for one in sampled for value in one.decoded])
@@ -265,8 +265,8 @@ def transformers_logprobs(row: RowRun, dtype: Any) -> list[Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from conf.architecture.families import read_config
-    from trainer.weights.loading import open_reader
+    from slipstream.conf.architecture.families import read_config
+    from slipstream.trainer.weights.loading import open_reader
 
     loader: Any = AutoModelForCausalLM
     device = row.args.device
@@ -303,7 +303,7 @@ def fill(hf: Any, reader: Any, spec: Any) -> None:
     """The drawn tensors, rounded to bfloat16, by checkpoint name; transformers stacks experts, gate above up."""
     import torch
 
-    from weight_sync.layout import Region
+    from slipstream.weight_sync.layout import Region
 
     params = dict(hf.named_parameters()) | dict(hf.named_buffers())
     with torch.no_grad():

@@ -43,10 +43,10 @@ def train_on_text(hf_config: dict[str, Any], folder: Path, args: argparse.Namesp
     """Full training by the product's trainer rank, from random weights, into a checkpoint."""
     import numpy as np
 
-    from conf import schema
-    from trainer.options import TrainerOptions
-    from trainer.rank import TrainerRank
-    from trainer.types import Denominators, Sample
+    from slipstream.conf import schema
+    from slipstream.trainer.options import TrainerOptions
+    from slipstream.trainer.rank import TrainerRank
+    from slipstream.trainer.types import Denominators, Sample
 
     num_steps, batch = (4, 2) if args.tiny else (100_000, 64)
     rank = TrainerRank(

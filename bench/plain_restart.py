@@ -25,10 +25,10 @@ sys.path[0] = str(ROOT)
 
 MARKS = {"process_up": time.time()}
 
-from conf.load import load_resolved_yaml  # noqa: E402
-from conf.schema import Device  # noqa: E402
-from rollout.engine.vllm_engine import VllmEngine  # noqa: E402
-from rollout.engine.vllm_process import make_llm  # noqa: E402
+from slipstream.conf.load import load_resolved_yaml  # noqa: E402
+from slipstream.conf.schema import Device  # noqa: E402
+from slipstream.rollout.engine.vllm_engine import VllmEngine  # noqa: E402
+from slipstream.rollout.engine.vllm_process import make_llm  # noqa: E402
 
 
 def cpu_seconds(pid: int) -> float:

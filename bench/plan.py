@@ -34,15 +34,15 @@ sys.path[0] = str(ROOT)  # instead of this folder, in which trainer.py hides the
 import numpy as np  # noqa: E402
 
 from bench.environment import environment  # noqa: E402
-from conf.architecture.families import read_config  # noqa: E402
-from conf.architecture.model_spec import ModelSpec  # noqa: E402
-from conf.load import load_run_config  # noqa: E402
-from conf.schema import LoraConfig, TrainerConfig  # noqa: E402
-from rollout.layouts.offline_slots import offline_slots  # noqa: E402
-from trainer.delivery.planned_layouts import PlannedTrainer  # noqa: E402
-from trainer.weights.adapter_names import adapter_tensors  # noqa: E402
-from trainer.weights.quantization import BlockFp8  # noqa: E402
-from weight_sync.layout import (  # noqa: E402
+from slipstream.conf.architecture.families import read_config  # noqa: E402
+from slipstream.conf.architecture.model_spec import ModelSpec  # noqa: E402
+from slipstream.conf.load import load_run_config  # noqa: E402
+from slipstream.conf.schema import LoraConfig, TrainerConfig  # noqa: E402
+from slipstream.rollout.layouts.offline_slots import offline_slots  # noqa: E402
+from slipstream.trainer.delivery.planned_layouts import PlannedTrainer  # noqa: E402
+from slipstream.trainer.weights.adapter_names import adapter_tensors  # noqa: E402
+from slipstream.trainer.weights.quantization import BlockFp8  # noqa: E402
+from slipstream.weight_sync.layout import (  # noqa: E402
     Binding,
     Destination,
     DestLayout,
@@ -52,18 +52,18 @@ from weight_sync.layout import (  # noqa: E402
     SourceLayout,
     TensorMeta,
 )
-from weight_sync.plan.budget import Staging, reserved_bytes  # noqa: E402
-from weight_sync.plan.columns import spread  # noqa: E402
-from weight_sync.plan.plan import build_plan  # noqa: E402
-from weight_sync.plan.transfer_plan import TransferPlan  # noqa: E402
-from weight_sync.prediction.links import LinkRates, place  # noqa: E402
-from weight_sync.prediction.predict import predict  # noqa: E402
-from weight_sync.publish.address_book import AddressBook  # noqa: E402
-from weight_sync.publish.sums import Places, Sums  # noqa: E402
-from weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes  # noqa: E402
-from weight_sync.replica.expected import Planned  # noqa: E402
-from weight_sync.replica.messages import Begin, Begun, Bound, Commit, Expected, Signer  # noqa: E402
-from weight_sync.typed_msgpack import pack, unpack  # noqa: E402
+from slipstream.weight_sync.plan.budget import Staging, reserved_bytes  # noqa: E402
+from slipstream.weight_sync.plan.columns import spread  # noqa: E402
+from slipstream.weight_sync.plan.plan import build_plan  # noqa: E402
+from slipstream.weight_sync.plan.transfer_plan import TransferPlan  # noqa: E402
+from slipstream.weight_sync.prediction.links import LinkRates, place  # noqa: E402
+from slipstream.weight_sync.prediction.predict import predict  # noqa: E402
+from slipstream.weight_sync.publish.address_book import AddressBook  # noqa: E402
+from slipstream.weight_sync.publish.sums import Places, Sums  # noqa: E402
+from slipstream.weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes  # noqa: E402
+from slipstream.weight_sync.replica.expected import Planned  # noqa: E402
+from slipstream.weight_sync.replica.messages import Begin, Begun, Bound, Commit, Expected, Signer  # noqa: E402
+from slipstream.weight_sync.typed_msgpack import pack, unpack  # noqa: E402
 
 T = TypeVar("T")
 FP8, BF16, F32 = "float8_e4m3fn", "bfloat16", "float32"

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from weight_sync.layout import TensorMeta
+    from slipstream.weight_sync.layout import TensorMeta
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of this folder, in which files hide the packages trainer and weight_sync
@@ -102,8 +102,8 @@ def write_checkpoint(folder: Path, config: dict[str, Any]) -> dict[str, float]:
     """
     import torch
 
-    from conf.architecture.families import read_config
-    from weight_sync.disk.safetensors_files import INDEX_NAME
+    from slipstream.conf.architecture.families import read_config
+    from slipstream.weight_sync.disk.safetensors_files import INDEX_NAME
 
     index = folder / INDEX_NAME
     if index.is_file():
@@ -187,7 +187,7 @@ def measure_h2d(device: str, num_bytes: int) -> float | None:
 
 def read_disk(folder: Path, num_threads: int) -> tuple[dict[str, Any], Any]:
     """Read cold, and one file once more. Returns figures, and the checkpoint that was read, for the publish."""
-    from weight_sync.disk.safetensors_source import CHUNK_BYTES, Checkpoint
+    from slipstream.weight_sync.disk.safetensors_source import CHUNK_BYTES, Checkpoint
 
     resident = drop_cache(folder)
     checkpoint = Checkpoint(folder, num_threads=num_threads)
@@ -223,9 +223,9 @@ def read_disk(folder: Path, num_threads: int) -> tuple[dict[str, Any], Any]:
 
 def measure_publish(checkpoint: Any, config: dict[str, Any], device: str, args: Any) -> dict[str, Any]:
     """Publish from host memory into plain memory of another process."""
-    from conf.schema import WeightSyncConfig
-    from weight_sync.api import Sender
-    from weight_sync.gc_freeze import freeze_heap
+    from slipstream.conf.schema import WeightSyncConfig
+    from slipstream.weight_sync.api import Sender
+    from slipstream.weight_sync.gc_freeze import freeze_heap
 
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
@@ -274,10 +274,10 @@ def measure_publish(checkpoint: Any, config: dict[str, Any], device: str, args: 
 
 def measure_server(folder: Path, device: str, words: list[str], log: Path) -> float:
     """Seconds until `vllm serve` with these arguments answers; it is ended then."""
-    from conf.schema import Device
-    from rollout.served.client import ServedEngine
-    from rollout.served.serve import VLLM_MODULE
-    from rollout.served.servers import server_environment
+    from slipstream.conf.schema import Device
+    from slipstream.rollout.served.client import ServedEngine
+    from slipstream.rollout.served.serve import VLLM_MODULE
+    from slipstream.rollout.served.servers import server_environment
 
     engine = ServedEngine("http://127.0.0.1:8711")
     command = [sys.executable, "-m", VLLM_MODULE, "--model", str(folder), "--port", "8711"]
@@ -313,7 +313,7 @@ def measure_push(folder: Path, args: Any, words: list[str], log_dir: Path) -> di
     command = [
         sys.executable,
         "-m",
-        "orchestrator.cli.main",
+        "slipstream.orchestrator.cli.main",
         "push",
         str(folder),
         "--start",

@@ -16,10 +16,10 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from bench.parity_shapes import FACTS, LOAD_FORMAT
-from conf.architecture.families import read_config
-from rollout.in_vllm.engine_process import WeightReceiver
-from trainer.weights.loading import RandomReader
-from weight_sync.layout import Region
+from slipstream.conf.architecture.families import read_config
+from slipstream.rollout.in_vllm.engine_process import WeightReceiver
+from slipstream.trainer.weights.loading import RandomReader
+from slipstream.weight_sync.layout import Region
 
 __all__ = ["WeightReceiver"]
 

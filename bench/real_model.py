@@ -143,7 +143,7 @@ def command_of(plan: Plan, row: str, seed: int) -> list[str]:
         words.append("trainer.max_microbatch_tokens=4096")
     if plan.kept(row, seed) is not None:
         words += ["run.checkpoint_every_steps=1", "run.keep_checkpoints=4"]
-    return [sys.executable, "-m", "orchestrator.cli.main", "train", *words, *plan.extra]
+    return [sys.executable, "-m", "slipstream.orchestrator.cli.main", "train", *words, *plan.extra]
 
 
 def run(plan: Plan, row: str, seed: int, gpu: str | None) -> dict[str, Any]:

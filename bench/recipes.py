@@ -28,7 +28,7 @@ COLUMNS = (
 
 def plan(experiment: str) -> dict[str, Any]:
     """The report of one preset."""
-    command = [sys.executable, "-m", "orchestrator.cli.main", "plan", f"experiment={experiment}", "--json"]
+    command = [sys.executable, "-m", "slipstream.orchestrator.cli.main", "plan", f"experiment={experiment}", "--json"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout)
 

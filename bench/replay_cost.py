@@ -34,8 +34,8 @@ import torch  # noqa: E402
 
 from bench.environment import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config, shrink  # noqa: E402
-from conf.schema import Device, DType, LoraConfig, RolloutConfig, SamplingConfig, TrainerConfig  # noqa: E402
-from rollout.types import Rollout, RoutingShape  # noqa: E402
+from slipstream.conf.schema import Device, DType, LoraConfig, RolloutConfig, SamplingConfig, TrainerConfig  # noqa: E402
+from slipstream.rollout.types import Rollout, RoutingShape  # noqa: E402
 
 VOCAB_USED = 500
 """Prompts are of the first tokens: every size of the model has them."""
@@ -43,8 +43,8 @@ VOCAB_USED = 500
 
 async def sample(args: argparse.Namespace, routing: RoutingShape | None, folder: Path) -> dict[str, Any]:
     """Rounds of one engine: tokens/s, and what was recorded."""
-    from rollout.engine.vllm_engine import VllmEngine
-    from rollout.routes import read_routes
+    from slipstream.rollout.engine.vllm_engine import VllmEngine
+    from slipstream.rollout.routes import read_routes
 
     config = RolloutConfig(
         max_model_len=args.prompt_tokens + args.response_tokens + 1, max_num_seqs=args.requests,
@@ -83,10 +83,10 @@ async def sample(args: argparse.Namespace, routing: RoutingShape | None, folder:
 
 def train(args: argparse.Namespace, device: str) -> dict[str, Any]:
     """Seconds of forward and backward, free and replayed, in turn."""
-    from conf.architecture.families import read_config
-    from trainer.model.build_decoder import build_decoder
-    from trainer.moe.replay import RecordedRoutes
-    from trainer.moe.router import Router
+    from slipstream.conf.architecture.families import read_config
+    from slipstream.trainer.model.build_decoder import build_decoder
+    from slipstream.trainer.moe.replay import RecordedRoutes
+    from slipstream.trainer.moe.router import Router
 
     spec = read_config(model_config(args))
     assert spec.moe is not None

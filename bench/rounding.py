@@ -51,7 +51,7 @@ from transformers import AutoTokenizer  # noqa: E402
 
 from bench.environment import environment  # noqa: E402
 from bench.rounding_ways import Forwards, Pairs, Policy, Published, divergence, policy_of, published  # noqa: E402
-from conf.schema import (  # noqa: E402
+from slipstream.conf.schema import (  # noqa: E402
     AdapterValues,
     AlgorithmConfig,
     DType,
@@ -63,11 +63,11 @@ from conf.schema import (  # noqa: E402
     TrainerConfig,
     WeightSyncConfig,
 )
-from trainer.adapter_io import load_adapter  # noqa: E402
-from trainer.options import TrainerOptions  # noqa: E402
-from trainer.rank import TrainerRank  # noqa: E402
-from trainer.types import Denominators, Sample  # noqa: E402
-from trainer.weights.shards import local_shards  # noqa: E402
+from slipstream.trainer.adapter_io import load_adapter  # noqa: E402
+from slipstream.trainer.options import TrainerOptions  # noqa: E402
+from slipstream.trainer.rank import TrainerRank  # noqa: E402
+from slipstream.trainer.types import Denominators, Sample  # noqa: E402
+from slipstream.trainer.weights.shards import local_shards  # noqa: E402
 
 COLUMNS = ("unchanged", "kept", "error", "moved", "kl", "kl_engine", "of_floor", "nll")
 SAMPLED_TOKENS = 64

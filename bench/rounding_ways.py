@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from trainer.delivery.merged_source import TrainerWeightSource
-from trainer.lora import Adapted
-from trainer.model.decoder import Decoder
-from trainer.rounding import FP8_MAX
-from trainer.weights.block_scales import dequantized
-from trainer.weights.quantization import BLOCK, SCALE_SUFFIX, BlockFp8, scale_shape
-from trainer.weights.shards import local_shards
-from weight_sync.layout import Region
+from slipstream.trainer.delivery.merged_source import TrainerWeightSource
+from slipstream.trainer.lora import Adapted
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.rounding import FP8_MAX
+from slipstream.trainer.weights.block_scales import dequantized
+from slipstream.trainer.weights.quantization import BLOCK, SCALE_SUFFIX, BlockFp8, scale_shape
+from slipstream.trainer.weights.shards import local_shards
+from slipstream.weight_sync.layout import Region
 
 Pairs = Sequence[tuple[list[int], list[int]]]
 SCORED_TOGETHER = 16

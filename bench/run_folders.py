@@ -16,20 +16,20 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from conf.load import load_run_config
-from fleet.fleet_log import FleetEvent, FleetLog, FleetRow
-from orchestrator.figures.held_out import Evaluation
-from orchestrator.files.metrics_catalogue import RewardNames, Value
-from orchestrator.files.run_folder import RunFolder, write_description
-from orchestrator.files.run_log import ProgressLine
-from orchestrator.files.samples import TrainedRollout
-from orchestrator.files.step_rows import StepRecord
-from orchestrator.files.telemetry import Telemetry
-from orchestrator.files.timeline import Activity, StepTimeline
-from orchestrator.inputs.model_folder import prepare_model
-from rollout.types import Group, Prompt, Rollout, Turn
-from trainer.types import OptimStats
-from weight_sync.publish.report import PublishReport, ReplicaReport
+from slipstream.conf.load import load_run_config
+from slipstream.fleet.fleet_log import FleetEvent, FleetLog, FleetRow
+from slipstream.orchestrator.figures.held_out import Evaluation
+from slipstream.orchestrator.files.metrics_catalogue import RewardNames, Value
+from slipstream.orchestrator.files.run_folder import RunFolder, write_description
+from slipstream.orchestrator.files.run_log import ProgressLine
+from slipstream.orchestrator.files.samples import TrainedRollout
+from slipstream.orchestrator.files.step_rows import StepRecord
+from slipstream.orchestrator.files.telemetry import Telemetry
+from slipstream.orchestrator.files.timeline import Activity, StepTimeline
+from slipstream.orchestrator.inputs.model_folder import prepare_model
+from slipstream.rollout.types import Group, Prompt, Rollout, Turn
+from slipstream.trainer.types import OptimStats
+from slipstream.weight_sync.publish.report import PublishReport, ReplicaReport
 
 BEGAN = 1767225600.0
 STEP_S = 10.0

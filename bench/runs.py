@@ -87,7 +87,7 @@ def run(name: str, folder: Path, extra: list[str]) -> dict[str, Any]:
 def train(name: str, words: list[str], folder: Path, environment: dict[str, str] | None = None) -> tuple[Path, float]:
     """One run through the command line, in its own process. Returns its run folder and the command's seconds."""
     started = time.monotonic()
-    module = "bench.controls" if name == "no_publish" else "orchestrator.cli.main"
+    module = "bench.controls" if name == "no_publish" else "slipstream.orchestrator.cli.main"
     command = [sys.executable, "-m", module, "train", *words, f"run.dir={folder}", f"run.name={name}"]
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
     return (folder / "latest").resolve(), time.monotonic() - started

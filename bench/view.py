@@ -59,7 +59,7 @@ def opened(root: Path) -> dict[str, float]:
 
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     began = time.monotonic()
-    words = [sys.executable, "-m", "orchestrator.cli.main", "view", str(root)]
+    words = [sys.executable, "-m", "slipstream.orchestrator.cli.main", "view", str(root)]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     found: dict[str, Any] = {}
     try:

@@ -7,9 +7,9 @@ machine, no file. orchestrator/inputs/preflight.py checks what needs a machine o
 
 from __future__ import annotations
 
-from conf.errors import ConfigError
-from conf.model_checks import check_architecture
-from conf.schema import (
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.model_checks import check_architecture
+from slipstream.conf.schema import (
     ENGINE_LORA_RANKS,
     SHIPPED_ADVANTAGES,
     AdapterValues,

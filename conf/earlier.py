@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from conf.errors import ConfigError
-from conf.json_files import is_object, object_or_empty
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import is_object, object_or_empty
 
 REWARD = "reward."
 """Options of a reward are there, and in reward.parts.NAME."""

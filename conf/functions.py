@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from conf.errors import ConfigError
+from slipstream.conf.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

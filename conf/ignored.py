@@ -14,13 +14,13 @@ from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
 from typing import cast, get_type_hints
 
-from conf.architecture.families import kind_of
-from conf.errors import ConfigError
-from conf.json_files import HfConfig
-from conf.options import options_by_name, show
-from conf.schema import AlgorithmConfig, Objective, RewardPart, RunConfig
-from conf.schema.read_if import READ_IF, REMOVE_ONE, If
-from conf.tensor_parallel import num_experts_of
+from slipstream.conf.architecture.families import kind_of
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import HfConfig
+from slipstream.conf.options import options_by_name, show
+from slipstream.conf.schema import AlgorithmConfig, Objective, RewardPart, RunConfig
+from slipstream.conf.schema.read_if import READ_IF, REMOVE_ONE, If
+from slipstream.conf.tensor_parallel import num_experts_of
 
 READ_BY_POLICY_ALONE = (
     *("rollout.", "weight_sync.", "parity.", "reward.", "data.max_prompt_tokens", "data.curriculum"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
-from conf.errors import ConfigError
+from slipstream.conf.errors import ConfigError
 
 JsonObject: TypeAlias = dict[str, Any]
 """An object of JSON, or a mapping of YAML."""

@@ -29,13 +29,13 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from conf.checks import check_all
-from conf.earlier import carried_over, explain
-from conf.elsewhere import counterpart
-from conf.errors import ConfigError
-from conf.ignored import check_no_override_is_ignored
-from conf.json_files import HfConfig, is_object
-from conf.options import (
+from slipstream.conf.checks import check_all
+from slipstream.conf.earlier import carried_over, explain
+from slipstream.conf.elsewhere import counterpart
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.ignored import check_no_override_is_ignored
+from slipstream.conf.json_files import HfConfig, is_object
+from slipstream.conf.options import (
     CONF_DIR,
     GROUPS,
     Option,
@@ -45,10 +45,10 @@ from conf.options import (
     section_docs,
     show,
 )
-from conf.register import register_schema, schema_node
-from conf.schema import Init, RunConfig
-from conf.several_runs import answer, is_multirun, values_of
-from conf.words import read_word
+from slipstream.conf.register import register_schema, schema_node
+from slipstream.conf.schema import Init, RunConfig
+from slipstream.conf.several_runs import answer, is_multirun, values_of
+from slipstream.conf.words import read_word
 
 _NAMES_DATA = ("experiment=", "data=", "data.path=", "data.sources=")
 

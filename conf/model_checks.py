@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from conf.architecture.families import FAMILIES, check_engine_constants, family_of, kind_of
-from conf.errors import ConfigError
-from conf.json_files import HfConfig
-from conf.schema import (
+from slipstream.conf.architecture.families import FAMILIES, check_engine_constants, family_of, kind_of
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import HfConfig
+from slipstream.conf.schema import (
     MAX_EXPERT_RANK,
     Device,
     DType,
@@ -23,8 +23,8 @@ from conf.schema import (
     SyncMode,
     TrainMode,
 )
-from conf.schema.rules import divisors
-from conf.tensor_parallel import (
+from slipstream.conf.schema.rules import divisors
+from slipstream.conf.tensor_parallel import (
     check_tp_size_fits_model,
     fp8_skipped,
     has_dense_layers,

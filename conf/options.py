@@ -4,7 +4,7 @@ Options come from the dataclasses of conf/schema/ (their docs are the strings un
 files under conf/ (their description is the first comment line). `slipstream train --help`, the "did you mean" of error
 messages and docs/options.md are all written from these lists.
 
-Regenerate the page with `python -m conf.options > docs/options.md`.
+Regenerate the page with `python -m slipstream.conf.options > docs/options.md`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeGuard, Union, get_args, get_origin, get_type_hints
 
-from conf.json_files import is_list
-from conf.schema import RunConfig
-from conf.schema.read_if import READ_IF, If
+from slipstream.conf.json_files import is_list
+from slipstream.conf.schema import RunConfig
+from slipstream.conf.schema.read_if import READ_IF, If
 
 DERIVED = {
     "is_bitwise=false": "Not with trainer.numerics.match=bitwise.",
@@ -153,7 +153,7 @@ def render_markdown() -> str:
     lines = [
         "# Options",
         "",
-        "<!-- Written by `python -m conf.options > docs/options.md`; a unit test compares the two. -->",
+        "<!-- Written by `python -m slipstream.conf.options > docs/options.md`; a unit test compares the two. -->",
         "",
         "Every option of `slipstream train`, from `conf/schema/`. Set one with `section.option=value`; choose a "
         "preset of a",

@@ -12,7 +12,7 @@ import functools
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from conf.schema import ModelConfig, RunConfig
+from slipstream.conf.schema import ModelConfig, RunConfig
 
 SCHEMA_NAME = "schema"
 

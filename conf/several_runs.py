@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from hydra.errors import HydraException
 
-from conf.words import read_word
+from slipstream.conf.words import read_word
 
 _MULTIRUN = ("-m", "--multirun")
 _OF_HYDRA = ("hydra/", "hydra.launcher", "hydra.sweep", "hydra.mode")

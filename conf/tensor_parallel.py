@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from conf.architecture.families import family_of
-from conf.errors import ConfigError
-from conf.json_files import HfConfig
-from conf.schema.rules import divisors
+from slipstream.conf.architecture.families import family_of
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import HfConfig
+from slipstream.conf.schema.rules import divisors
 
 VOCABULARY_PADDING = 64
 """Rows of vLLM's vocabulary come in multiples of this (`DEFAULT_VOCAB_PADDING_SIZE`)."""

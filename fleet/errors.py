@@ -8,7 +8,7 @@ SlipstreamError
 
 from __future__ import annotations
 
-from conf.errors import SlipstreamError
+from slipstream.conf.errors import SlipstreamError
 
 
 class FleetError(SlipstreamError):

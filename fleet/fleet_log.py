@@ -19,11 +19,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fleet.replicas import ReplicaState
+from slipstream.fleet.replicas import ReplicaState
 
 if TYPE_CHECKING:
-    from fleet.replicas import Replica
-    from rollout.types import Progress
+    from slipstream.fleet.replicas import Replica
+    from slipstream.rollout.types import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -25,14 +25,14 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from fleet.replicas import Replica
-from fleet.supervisor import Supervisor
-from fleet.waiting import wait_for
-from weight_sync.errors import ReplicaDirty, WeightSyncError
-from weight_sync.publish.report import PublishReport, ReplicaReport, joined
+from slipstream.fleet.replicas import Replica
+from slipstream.fleet.supervisor import Supervisor
+from slipstream.fleet.waiting import wait_for
+from slipstream.weight_sync.errors import ReplicaDirty, WeightSyncError
+from slipstream.weight_sync.publish.report import PublishReport, ReplicaReport, joined
 
 if TYPE_CHECKING:
-    from weight_sync.replica.recovery import Pulled
+    from slipstream.weight_sync.replica.recovery import Pulled
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
-from fleet.errors import WaitTimeout
-from fleet.waiting import wait_for
-from rollout.worker_verbs import RolloutVerbs
+from slipstream.fleet.errors import WaitTimeout
+from slipstream.fleet.waiting import wait_for
+from slipstream.rollout.worker_verbs import RolloutVerbs
 
 if TYPE_CHECKING:
-    from weight_sync.replica.recovery import Offer, Pulled
+    from slipstream.weight_sync.replica.recovery import Offer, Pulled
 
 
 class RolloutHandle(RolloutVerbs, Protocol):

@@ -14,15 +14,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from fleet.errors import WaitTimeout
-from fleet.replicas import Replica, ReplicaState
-from fleet.supervisor import Supervisor
-from fleet.waiting import wait_for
-from rollout.types import Prompt, Rollout
-from weight_sync.errors import ReplicaDirty
+from slipstream.fleet.errors import WaitTimeout
+from slipstream.fleet.replicas import Replica, ReplicaState
+from slipstream.fleet.supervisor import Supervisor
+from slipstream.fleet.waiting import wait_for
+from slipstream.rollout.types import Prompt, Rollout
+from slipstream.weight_sync.errors import ReplicaDirty
 
 if TYPE_CHECKING:
-    from conf.schema import SamplingConfig
+    from slipstream.conf.schema import SamplingConfig
 
 logger = logging.getLogger(__name__)
 

@@ -34,14 +34,14 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from fleet.errors import NoReplicasLeft
-from fleet.fleet_log import Fact, FleetEvent, FleetRow
-from fleet.replicas import Held, Recovery, Replica, ReplicaState, RolloutHandle, cause_of
-from fleet.waiting import wait_for
+from slipstream.fleet.errors import NoReplicasLeft
+from slipstream.fleet.fleet_log import Fact, FleetEvent, FleetRow
+from slipstream.fleet.replicas import Held, Recovery, Replica, ReplicaState, RolloutHandle, cause_of
+from slipstream.fleet.waiting import wait_for
 
 if TYPE_CHECKING:
-    from weight_sync.publish.report import ReplicaReport
-    from weight_sync.replica.recovery import Offer
+    from slipstream.weight_sync.publish.report import ReplicaReport
+    from slipstream.weight_sync.replica.recovery import Offer
 
 logger = logging.getLogger(__name__)
 NUM_READS = 2

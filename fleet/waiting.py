@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import TypeVar
 
-from fleet.errors import WaitTimeout
+from slipstream.fleet.errors import WaitTimeout
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -14,8 +14,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from conf.schema import Device, RunConfig
-from orchestrator.machine import HERE, Machine
+from slipstream.conf.schema import Device, RunConfig
+from slipstream.orchestrator.machine import HERE, Machine
 
 _LINK_PREFIXES = ("NCCL_", "GLOO_", "MC_", "UCX_")
 RunDevice = Literal["cpu", "cuda"]

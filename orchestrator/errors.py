@@ -18,7 +18,7 @@ ours or of a library, and is shown with its traceback.
 
 from __future__ import annotations
 
-from conf.errors import ConfigError, SlipstreamError
+from slipstream.conf.errors import ConfigError, SlipstreamError
 
 
 class PreflightError(ConfigError):

@@ -18,44 +18,50 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.schema import Objective, RunConfig, SyncMode, TrainMode
-from fleet.fleet_log import FleetLog, count_tokens
-from fleet.router import Router
-from fleet.supervisor import Supervisor
-from fleet.waiting import together
-from orchestrator.cluster.own_ray import OwnRay, starting_ray
-from orchestrator.control.control_folder import alive, answer_requests
-from orchestrator.control.run_state import note_start, note_started
-from orchestrator.control.stop_request import end_when_asked
-from orchestrator.data.training_stream import held_out_items, training_stream
-from orchestrator.errors import DiskFull
-from orchestrator.figures.held_out import TAUGHT_FIGURES, eval_names, in_words
-from orchestrator.files.curves import PANELS, draw_curves
-from orchestrator.files.disk_space import naming_a_full_disk
-from orchestrator.files.loggers.logger import open_loggers
-from orchestrator.files.metrics_catalogue import RewardNames, catalogue
-from orchestrator.files.run_checkpoint import CheckpointStore, complete_checkpoints, fingerprint, step_of
-from orchestrator.files.run_folder import RunFolder, changed_options, keep_sources, point_latest, write_description
-from orchestrator.files.run_log import ProgressLine, RunLog
-from orchestrator.files.startup import FIRST_PHASE, RUN, Startup, clock_of_this_process
-from orchestrator.files.step_rows import failed_of
-from orchestrator.files.telemetry import Telemetry, read_rows
-from orchestrator.files.timeline import Activities
-from orchestrator.inputs.model_folder import complete_export, prepare_model
-from orchestrator.inputs.prompt_rows import PromptRows, lesson_reader
-from orchestrator.inputs.text_encoder import TextEncoder
-from orchestrator.loop.controller import Controller
-from orchestrator.loop.finetuner import Finetuner
-from orchestrator.loop.ports import LoopServices
-from orchestrator.loop.publication import RAY_CALL_S
-from orchestrator.signals import second_interrupt_ends_at_once
-from rollout.agents.episode_runner import EpisodeRunner
-from rollout.crash_reports import command_reports_crashes
-from rollout.rewards.runner import RewardRunner
-from rollout.teacher import Teacher
+from slipstream.conf.schema import Objective, RunConfig, SyncMode, TrainMode
+from slipstream.fleet.fleet_log import FleetLog, count_tokens
+from slipstream.fleet.router import Router
+from slipstream.fleet.supervisor import Supervisor
+from slipstream.fleet.waiting import together
+from slipstream.orchestrator.cluster.own_ray import OwnRay, starting_ray
+from slipstream.orchestrator.control.control_folder import alive, answer_requests
+from slipstream.orchestrator.control.run_state import note_start, note_started
+from slipstream.orchestrator.control.stop_request import end_when_asked
+from slipstream.orchestrator.data.training_stream import held_out_items, training_stream
+from slipstream.orchestrator.errors import DiskFull
+from slipstream.orchestrator.figures.held_out import TAUGHT_FIGURES, eval_names, in_words
+from slipstream.orchestrator.files.curves import PANELS, draw_curves
+from slipstream.orchestrator.files.disk_space import naming_a_full_disk
+from slipstream.orchestrator.files.loggers.logger import open_loggers
+from slipstream.orchestrator.files.metrics_catalogue import RewardNames, catalogue
+from slipstream.orchestrator.files.run_checkpoint import CheckpointStore, complete_checkpoints, fingerprint, step_of
+from slipstream.orchestrator.files.run_folder import (
+    RunFolder,
+    changed_options,
+    keep_sources,
+    point_latest,
+    write_description,
+)
+from slipstream.orchestrator.files.run_log import ProgressLine, RunLog
+from slipstream.orchestrator.files.startup import FIRST_PHASE, RUN, Startup, clock_of_this_process
+from slipstream.orchestrator.files.step_rows import failed_of
+from slipstream.orchestrator.files.telemetry import Telemetry, read_rows
+from slipstream.orchestrator.files.timeline import Activities
+from slipstream.orchestrator.inputs.model_folder import complete_export, prepare_model
+from slipstream.orchestrator.inputs.prompt_rows import PromptRows, lesson_reader
+from slipstream.orchestrator.inputs.text_encoder import TextEncoder
+from slipstream.orchestrator.loop.controller import Controller
+from slipstream.orchestrator.loop.finetuner import Finetuner
+from slipstream.orchestrator.loop.ports import LoopServices
+from slipstream.orchestrator.loop.publication import RAY_CALL_S
+from slipstream.orchestrator.signals import second_interrupt_ends_at_once
+from slipstream.rollout.agents.episode_runner import EpisodeRunner
+from slipstream.rollout.crash_reports import command_reports_crashes
+from slipstream.rollout.rewards.runner import RewardRunner
+from slipstream.rollout.teacher import Teacher
 
 if TYPE_CHECKING:
-    from orchestrator.cluster.placement import Cluster
+    from slipstream.orchestrator.cluster.placement import Cluster
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +161,7 @@ async def _beside_ray(
 
 async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, own_ray: OwnRay | None) -> RunResult:
     """Rollouts, rewards and publishes around the trainer (orchestrator.loop.controller)."""
-    from orchestrator.cluster.placement import Cluster  # imports Ray
+    from slipstream.orchestrator.cluster.placement import Cluster  # imports Ray
 
     model = prepare_model(config.model, folder.model)
     rows = PromptRows(config, TextEncoder(folder.model))
@@ -253,7 +259,7 @@ def _supervisor(config: RunConfig, cluster: Cluster, fleet_log: FleetLog) -> Sup
 
 async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog, own_ray: OwnRay | None) -> RunResult:
     """The trainer alone, taught by given answers (orchestrator.loop.finetuner)."""
-    from orchestrator.cluster.placement import Cluster  # imports Ray
+    from slipstream.orchestrator.cluster.placement import Cluster  # imports Ray
 
     model = prepare_model(config.model, folder.model)
     encoder = TextEncoder(folder.model)

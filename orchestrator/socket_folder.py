@@ -12,7 +12,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from conf.errors import ConfigError
+from slipstream.conf.errors import ConfigError
 
 _LONGEST_PATH = 107
 _OTHERS = ("/tmp", "/var/tmp")

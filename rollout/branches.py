@@ -19,7 +19,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from rollout.types import Prompt, Rollout, Routes
+from slipstream.rollout.types import Prompt, Rollout, Routes
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,13 +31,13 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from conf.errors import SlipstreamError, named_error
-from conf.schema import EvalSampling, SamplingConfig
-from rollout.errors import EngineDied, EngineError
-from rollout.types import Prompt
-from rollout.worker_verbs import RolloutVerbs, WorkerVerbs
-from weight_sync.replica.control_client import HEARTBEAT_S, SILENCE_S
-from weight_sync.replica.curve import connect_guarded, frames_of, serve_guarded
+from slipstream.conf.errors import SlipstreamError, named_error
+from slipstream.conf.schema import EvalSampling, SamplingConfig
+from slipstream.rollout.errors import EngineDied, EngineError
+from slipstream.rollout.types import Prompt
+from slipstream.rollout.worker_verbs import RolloutVerbs, WorkerVerbs
+from slipstream.weight_sync.replica.control_client import HEARTBEAT_S, SILENCE_S
+from slipstream.weight_sync.replica.curve import connect_guarded, frames_of, serve_guarded
 
 logger = logging.getLogger(__name__)
 ClassT = TypeVar("ClassT", bound=type)

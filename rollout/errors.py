@@ -19,8 +19,8 @@ message, so that it unpickles on the other side of a Ray call.
 
 from __future__ import annotations
 
-from conf.errors import ConfigError, SlipstreamError, named_error
-from weight_sync.errors import ReplicaDirty
+from slipstream.conf.errors import ConfigError, SlipstreamError, named_error
+from slipstream.weight_sync.errors import ReplicaDirty
 
 
 class RolloutError(SlipstreamError):

@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
-from conf.json_files import is_sequence
+from slipstream.conf.json_files import is_sequence
 
 
 def plain_number(value: Any) -> float | None:

@@ -20,8 +20,8 @@ import itertools
 
 import numpy as np
 
-from rollout.errors import EngineError
-from rollout.types import Rollout, Routes, RoutingShape
+from slipstream.rollout.errors import EngineError
+from slipstream.rollout.types import Rollout, Routes, RoutingShape
 
 _NOTHING = (
     "vLLM returned a response without the experts that its tokens were routed to: the kernels of this engine do not "

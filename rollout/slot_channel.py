@@ -27,9 +27,9 @@ import msgpack
 import zmq
 import zmq.asyncio
 
-from conf.errors import SlipstreamError
-from rollout.crash_reports import death_of_a_child
-from rollout.errors import EngineDied, error_class
+from slipstream.conf.errors import SlipstreamError
+from slipstream.rollout.crash_reports import death_of_a_child
+from slipstream.rollout.errors import EngineDied, error_class
 
 logger = logging.getLogger(__name__)
 

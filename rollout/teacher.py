@@ -22,10 +22,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from conf.schema import TeacherConfig
-from rollout.branches import branches_of
-from rollout.openai_client import MAX_ANSWER_BYTES, NoAnswer, OpenAIClient
-from rollout.types import Prompt, Rollout
+from slipstream.conf.schema import TeacherConfig
+from slipstream.rollout.branches import branches_of
+from slipstream.rollout.openai_client import MAX_ANSWER_BYTES, NoAnswer, OpenAIClient
+from slipstream.rollout.types import Prompt, Rollout
 
 logger = logging.getLogger(__name__)
 

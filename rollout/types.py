@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from weight_sync.layout import TensorMeta
+from slipstream.weight_sync.layout import TensorMeta
 
 ABORTED = "abort"
 """finish_reason of a response that a pause, or the end of its version, has ended."""

@@ -39,23 +39,23 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
-from rollout.adapters.adapter_replica import AdapterReplica
-from rollout.engine.engine import EngineWithSlots
-from rollout.errors import EngineError, ReplicaNotServing
-from rollout.layouts.known_layouts import ExpectedLayouts
-from rollout.slot_channel import SlotClients
-from rollout.types import ABORTED, PROBE, Adapter, AdapterSlotsSpec, Progress, Prompt, Rollout, RoutingShape
-from rollout.worker_verbs import StartStatus
-from weight_sync.errors import PlanMismatch
-from weight_sync.gc_freeze import allow_collections, freeze_heap, hold_collections
-from weight_sync.layout import TensorMeta
-from weight_sync.record.layout_wire import layouts_digest
-from weight_sync.replica.control_server import ReplicaEndpoint
-from weight_sync.replica.messages import Bound, EngineRank, Expected
-from weight_sync.replica.recovery import Offer, Pulled, slowest
-from weight_sync.replica.version_state import Phase, VersionState
-from weight_sync.typed_msgpack import pack, unpack
+from slipstream.conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
+from slipstream.rollout.adapters.adapter_replica import AdapterReplica
+from slipstream.rollout.engine.engine import EngineWithSlots
+from slipstream.rollout.errors import EngineError, ReplicaNotServing
+from slipstream.rollout.layouts.known_layouts import ExpectedLayouts
+from slipstream.rollout.slot_channel import SlotClients
+from slipstream.rollout.types import ABORTED, PROBE, Adapter, AdapterSlotsSpec, Progress, Prompt, Rollout, RoutingShape
+from slipstream.rollout.worker_verbs import StartStatus
+from slipstream.weight_sync.errors import PlanMismatch
+from slipstream.weight_sync.gc_freeze import allow_collections, freeze_heap, hold_collections
+from slipstream.weight_sync.layout import TensorMeta
+from slipstream.weight_sync.record.layout_wire import layouts_digest
+from slipstream.weight_sync.replica.control_server import ReplicaEndpoint
+from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
+from slipstream.weight_sync.replica.recovery import Offer, Pulled, slowest
+from slipstream.weight_sync.replica.version_state import Phase, VersionState
+from slipstream.weight_sync.typed_msgpack import pack, unpack
 
 logger = logging.getLogger(__name__)
 

@@ -30,24 +30,24 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import SlipstreamError
-from conf.schema import Device
-from rollout.calls import CallServer
-from rollout.crash_reports import death_in, how_it_ended, report_crashes
-from rollout.die_with_owner import end_with
-from rollout.engine.engine_options import METHOD_VARIABLE
-from rollout.errors import EngineDied
-from rollout.in_vllm import fork_server
+from slipstream.conf.errors import SlipstreamError
+from slipstream.conf.schema import Device
+from slipstream.rollout.calls import CallServer
+from slipstream.rollout.crash_reports import death_in, how_it_ended, report_crashes
+from slipstream.rollout.die_with_owner import end_with
+from slipstream.rollout.engine.engine_options import METHOD_VARIABLE
+from slipstream.rollout.errors import EngineDied
+from slipstream.rollout.in_vllm import fork_server
 
 if TYPE_CHECKING:
-    from conf.schema import DType, RolloutConfig, WeightSyncConfig
-    from rollout.types import AdapterSlotsSpec, RoutingShape
-    from rollout.worker_verbs import WorkerVerbs
-    from weight_sync.layout import TensorMeta
+    from slipstream.conf.schema import DType, RolloutConfig, WeightSyncConfig
+    from slipstream.rollout.types import AdapterSlotsSpec, RoutingShape
+    from slipstream.rollout.worker_verbs import WorkerVerbs
+    from slipstream.weight_sync.layout import TensorMeta
 
 logger = logging.getLogger(__name__)
 
-PRELOAD = "rollout.worker"
+PRELOAD = "slipstream.rollout.worker"
 """What the server of workers imports beside vLLM."""
 END_TIMEOUT_S = 1.0
 """Longest wait for the exit code of a process that has closed its end of the pipe."""
@@ -208,8 +208,8 @@ async def _serve(connection: Connection, options: WorkerOptions, seed: int, host
 
 
 def _make(options: WorkerOptions, seed: int, host: str) -> WorkerVerbs:
-    from rollout.engine.vllm_engine import VllmEngine
-    from rollout.worker import RolloutWorker
+    from slipstream.rollout.engine.vllm_engine import VllmEngine
+    from slipstream.rollout.worker import RolloutWorker
 
     return RolloutWorker(
         options.folder,
@@ -238,8 +238,8 @@ def with_its_share(options: WorkerOptions) -> RolloutConfig:
     config = options.config
     if options.device != Device.cuda or config.workers_per_gpu == 1 or config.kv_cache_bytes is not None:
         return config
-    from rollout.engine.shared_gpu import cache_bytes
-    from rollout.engine.vllm_process import gpu_bytes
+    from slipstream.rollout.engine.shared_gpu import cache_bytes
+    from slipstream.rollout.engine.vllm_process import gpu_bytes
 
     return replace(config, kv_cache_bytes=cache_bytes(config, options.tensors, options.adapters, gpu_bytes()))
 

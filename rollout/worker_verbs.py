@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from conf.schema import SamplingConfig
-from rollout.types import Progress, Prompt, Rollout
-from weight_sync.replica.recovery import Offer, Pulled
+from slipstream.conf.schema import SamplingConfig
+from slipstream.rollout.types import Progress, Prompt, Rollout
+from slipstream.weight_sync.replica.recovery import Offer, Pulled
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ import pytest
 from cases.mapped_files import maps_of
 from longest_first import longest_first
 
-from rollout.engine.engine_options import compile_cache
-from weight_sync.gc_freeze import frozen_imports
+from slipstream.rollout.engine.engine_options import compile_cache
+from slipstream.weight_sync.gc_freeze import frozen_imports
 
 
 @pytest.hookimpl(wrapper=True)

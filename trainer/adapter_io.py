@@ -25,25 +25,30 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from conf.errors import ConfigError
-from conf.schema import LoraConfig
-from trainer.delivery.merged_source import TrainerWeightSource
-from trainer.errors import CheckpointError
-from trainer.lora import Linear
-from trainer.moe.experts import Experts
-from trainer.parallel import local_part, whole
-from trainer.weights.adapter_names import PREFIX
-from trainer.weights.fused_experts import deinterleave, interleave
-from trainer.weights.packed_experts import is_packed
-from trainer.weights.quantization import BlockFp8
-from trainer.weights.stored_adapter import ADAPTER_CONFIG, ADAPTER_FILE, check_adapter_fits, read_stored_adapter
-from weight_sync.disk.safetensors_files import INDEX_NAME
-from weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
-from weight_sync.publish.byte_collectives import all_gather_bytes
-from weight_sync.typed_msgpack import pack, unpack
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import LoraConfig
+from slipstream.trainer.delivery.merged_source import TrainerWeightSource
+from slipstream.trainer.errors import CheckpointError
+from slipstream.trainer.lora import Linear
+from slipstream.trainer.moe.experts import Experts
+from slipstream.trainer.parallel import local_part, whole
+from slipstream.trainer.weights.adapter_names import PREFIX
+from slipstream.trainer.weights.fused_experts import deinterleave, interleave
+from slipstream.trainer.weights.packed_experts import is_packed
+from slipstream.trainer.weights.quantization import BlockFp8
+from slipstream.trainer.weights.stored_adapter import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    check_adapter_fits,
+    read_stored_adapter,
+)
+from slipstream.weight_sync.disk.safetensors_files import INDEX_NAME
+from slipstream.weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
+from slipstream.weight_sync.publish.byte_collectives import all_gather_bytes
+from slipstream.weight_sync.typed_msgpack import pack, unpack
 
 if TYPE_CHECKING:
-    from trainer.model.decoder import Decoder
+    from slipstream.trainer.model.decoder import Decoder
 
 SINGLE_FILE = "model.safetensors"
 MAX_FILE_BYTES = 4 << 30

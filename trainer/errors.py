@@ -8,7 +8,7 @@
 Each class is built from one message string, so that it unpickles on the other side of a Ray call.
 """
 
-from conf.errors import SlipstreamError
+from slipstream.conf.errors import SlipstreamError
 
 
 class TrainerError(SlipstreamError):

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from conf.schema import LoraConfig
-from trainer.kernels.experts.low_rank import add_dense_low_rank
+from slipstream.conf.schema import LoraConfig
+from slipstream.trainer.kernels.experts.low_rank import add_dense_low_rank
 
 
 def adapter_dtype(lora: LoraConfig) -> torch.dtype:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from conf.schema import AlgorithmConfig, ModelConfig, Objective, ParityConfig, TrainerConfig, WeightSyncConfig
+from slipstream.conf.schema import (
+    AlgorithmConfig,
+    ModelConfig,
+    Objective,
+    ParityConfig,
+    TrainerConfig,
+    WeightSyncConfig,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from trainer.errors import LayoutError
-from trainer.moe.expert_placement import expert_shares
+from slipstream.trainer.errors import LayoutError
+from slipstream.trainer.moe.expert_placement import expert_shares
 
 
 @dataclass(frozen=True, slots=True)

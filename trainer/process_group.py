@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from trainer.errors import TrainerError
+from slipstream.trainer.errors import TrainerError
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Longest wait for the other ranks inside one collective."""

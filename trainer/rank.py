@@ -28,36 +28,36 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from conf.architecture.families import read_config
-from conf.schema import (
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.schema import (
     Init,
     MergeRounding,
     Objective,
     TrainMode,
 )
-from trainer.adapter_io import gather_adapter, load_adapter, save_adapter, save_merged
-from trainer.checkpoint.background_writes import BackgroundWrites
-from trainer.checkpoint.host_copies import HostCopies
-from trainer.checkpoint.rank_state import read_rank_state, state_layout, write_rank_state
-from trainer.delivery.delivery import Delivery
-from trainer.engine_ops.choose_forward import choose_forward
-from trainer.errors import LayoutError, TrainerError
-from trainer.model.build_decoder import build_decoder
-from trainer.model.decoder import Decoder
-from trainer.model.graphs import DecoderGraphs, refusal_of_graphs
-from trainer.model.reference import ReferencePolicy
-from trainer.options import TrainerOptions
-from trainer.parallel import ParallelLayout, take_device
-from trainer.process_group import ControlGroup
-from trainer.step.learner import Learner
-from trainer.step.loss import LossAccumulator, policy_loss, sft_loss
-from trainer.step.microbatches import collate
-from trainer.step.policy_forward import Loss, PolicyForward
-from trainer.step.preference_loss import dpo_loss
-from trainer.step.warm_up import made_up_samples
-from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
-from trainer.weights.loading import load_weights, open_reader
-from trainer.weights.quantization import BlockFp8
+from slipstream.trainer.adapter_io import gather_adapter, load_adapter, save_adapter, save_merged
+from slipstream.trainer.checkpoint.background_writes import BackgroundWrites
+from slipstream.trainer.checkpoint.host_copies import HostCopies
+from slipstream.trainer.checkpoint.rank_state import read_rank_state, state_layout, write_rank_state
+from slipstream.trainer.delivery.delivery import Delivery
+from slipstream.trainer.engine_ops.choose_forward import choose_forward
+from slipstream.trainer.errors import LayoutError, TrainerError
+from slipstream.trainer.model.build_decoder import build_decoder
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.model.graphs import DecoderGraphs, refusal_of_graphs
+from slipstream.trainer.model.reference import ReferencePolicy
+from slipstream.trainer.options import TrainerOptions
+from slipstream.trainer.parallel import ParallelLayout, take_device
+from slipstream.trainer.process_group import ControlGroup
+from slipstream.trainer.step.learner import Learner
+from slipstream.trainer.step.loss import LossAccumulator, policy_loss, sft_loss
+from slipstream.trainer.step.microbatches import collate
+from slipstream.trainer.step.policy_forward import Loss, PolicyForward
+from slipstream.trainer.step.preference_loss import dpo_loss
+from slipstream.trainer.step.warm_up import made_up_samples
+from slipstream.trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
+from slipstream.trainer.weights.loading import load_weights, open_reader
+from slipstream.trainer.weights.quantization import BlockFp8
 
 logger = logging.getLogger(__name__)
 

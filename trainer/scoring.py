@@ -19,17 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conf.architecture.families import read_config
-from conf.schema import ModelConfig, TrainerConfig, TrainMode
-from trainer.adapter_io import load_adapter, save_merged
-from trainer.engine_ops.choose_forward import choose_forward
-from trainer.model.build_decoder import build_decoder
-from trainer.model.comparison import decoder_steps
-from trainer.model.decoder import Decoder
-from trainer.model.logprobs import token_logprobs
-from trainer.model.operations import Operation
-from trainer.moe.replay import RecordedRoutes
-from trainer.weights.loading import load_weights, open_reader
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.schema import ModelConfig, TrainerConfig, TrainMode
+from slipstream.trainer.adapter_io import load_adapter, save_merged
+from slipstream.trainer.engine_ops.choose_forward import choose_forward
+from slipstream.trainer.model.build_decoder import build_decoder
+from slipstream.trainer.model.comparison import decoder_steps
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.model.logprobs import token_logprobs
+from slipstream.trainer.model.operations import Operation
+from slipstream.trainer.moe.replay import RecordedRoutes
+from slipstream.trainer.weights.loading import load_weights, open_reader
 
 
 @dataclass(frozen=True, slots=True)

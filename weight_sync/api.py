@@ -21,19 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conf.errors import ConfigError
-from conf.schema import WeightSyncConfig
-from weight_sync.disk.copies import Held
-from weight_sync.disk.safetensors_source import NUM_THREADS, Checkpoint
-from weight_sync.disk.tensor_source import TensorSource
-from weight_sync.errors import ProtocolError, WeightSyncError
-from weight_sync.layout import DTYPE_BYTES, DestLayout, Region, TensorMeta
-from weight_sync.publish.collectives import Meeting
-from weight_sync.publish.publisher import Publisher
-from weight_sync.publish.report import PublishReport
-from weight_sync.source import WeightSource
-from weight_sync.transport.link_choice import LOOPBACK
-from weight_sync.transport.mooncake import MooncakeTransport
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import WeightSyncConfig
+from slipstream.weight_sync.disk.copies import Held
+from slipstream.weight_sync.disk.safetensors_source import NUM_THREADS, Checkpoint
+from slipstream.weight_sync.disk.tensor_source import TensorSource
+from slipstream.weight_sync.errors import ProtocolError, WeightSyncError
+from slipstream.weight_sync.layout import DTYPE_BYTES, DestLayout, Region, TensorMeta
+from slipstream.weight_sync.publish.collectives import Meeting
+from slipstream.weight_sync.publish.publisher import Publisher
+from slipstream.weight_sync.publish.report import PublishReport
+from slipstream.weight_sync.source import WeightSource
+from slipstream.weight_sync.transport.link_choice import LOOPBACK
+from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
 Event = Literal["start", "finish"]
 RequestHook = Callable[[Event], None]

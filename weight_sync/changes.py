@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from weight_sync.change_kernels import Launch
+    from slipstream.weight_sync.change_kernels import Launch
 
 TILE = 4096
 """Elements. Positions in a tile fit 15 bits, so that records are positive."""
@@ -72,7 +72,7 @@ class Packer:
         self._chunks = list(chunks)
         self._launches: tuple[Launch, ...] = ()
         if self._chunks and self._chunks[0].values.is_cuda:
-            from weight_sync import change_kernels  # needs Triton, which a CPU host may lack
+            from slipstream.weight_sync import change_kernels  # needs Triton, which a CPU host may lack
 
             rows = [
                 [c.values.data_ptr(), c.marks.data_ptr(), c.stream.data_ptr(), c.values.numel(), c.stream.numel()]
@@ -87,7 +87,7 @@ class Packer:
         for, the stream is not to be used. Does not wait for the device."""
         counts.zero_()
         if self._launches:
-            from weight_sync import change_kernels
+            from slipstream.weight_sync import change_kernels
 
             change_kernels.pack(self._launches, counts, TILE)
             return
@@ -138,7 +138,7 @@ def apply(landed: Sequence[Landed]) -> int | None:
         for one in landed:
             _apply_with_torch(one)
         return None
-    from weight_sync import change_kernels
+    from slipstream.weight_sync import change_kernels
 
     rows = [[one.stream.data_ptr(), one.values.data_ptr(), one.values.numel(), one.num_records] for one in landed]
     tiles = [num_tiles(ELEMENT_BYTES * one.values.numel()) for one in landed]

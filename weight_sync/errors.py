@@ -23,7 +23,7 @@ An error names the tensor or parameter, the rank, the version, what was expected
 
 from __future__ import annotations
 
-from conf.errors import SlipstreamError
+from slipstream.conf.errors import SlipstreamError
 
 
 class WeightSyncError(SlipstreamError):

@@ -75,7 +75,7 @@ class RangeHashes:
             for (data, offset), total in zip(self._ranges, sums.unbind(), strict=True):
                 total += hash_with_torch(data, offset_bytes=offset, scratch_bytes=self._scratch_bytes)
             return
-        from weight_sync import hash_kernel  # needs Triton, which a CPU host may lack
+        from slipstream.weight_sync import hash_kernel  # needs Triton, which a CPU host may lack
 
         within = _within_keys(sums.device)
         for table in self._tables:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 
-from conf.architecture.tensors import DTYPE_BYTES, TensorMeta
+from slipstream.conf.architecture.tensors import DTYPE_BYTES, TensorMeta
 
 Destination = tuple[int, int]
 """An engine rank: (replica, its rank in that replica)."""

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from weight_sync.layout import Region, SourceLayout
+from slipstream.weight_sync.layout import Region, SourceLayout
 
 
 class WeightSource(Protocol):

@@ -16,9 +16,9 @@ from typing import Any, NoReturn, TypeVar
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 
-from weight_sync.errors import ProtocolError
-from weight_sync.layout import DestLayout, SourceLayout
-from weight_sync.record.layout_wire import (
+from slipstream.weight_sync.errors import ProtocolError
+from slipstream.weight_sync.layout import DestLayout, SourceLayout
+from slipstream.weight_sync.record.layout_wire import (
     layouts_from_bytes,
     layouts_to_bytes,
     source_layout_from_bytes,

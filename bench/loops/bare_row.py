@@ -22,8 +22,8 @@ WAVES = 4
 
 def run(job: Job) -> dict[str, Any]:
     """Start the engine, and sample."""
-    from conf.schema import Device, DType, RolloutConfig, SamplingConfig
-    from rollout.engine.engine_options import engine_arguments, engine_environment
+    from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
+    from slipstream.rollout.engine.engine_options import engine_arguments, engine_environment
 
     device = Device(job.device)
     for name, value in engine_environment(device).items():

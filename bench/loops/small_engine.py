@@ -60,8 +60,8 @@ async def bare(job: dict[str, Any]) -> Sample:
 
 async def ours(job: dict[str, Any]) -> Sample:
     """The engine of a rollout worker."""
-    from conf.schema import SamplingConfig
-    from rollout.engine.vllm_engine import VllmEngine
+    from slipstream.conf.schema import SamplingConfig
+    from slipstream.rollout.engine.vllm_engine import VllmEngine
 
     device, dtype = device_of(job)
     engine = VllmEngine(Path(job["model"]), config_of(job), dtype=dtype, device=device, seed=os.getpid())
@@ -78,7 +78,7 @@ async def ours(job: dict[str, Any]) -> Sample:
 
 def device_of(job: dict[str, Any]) -> tuple[Any, Any]:
     """Device and format of the weights."""
-    from conf.schema import Device, DType
+    from slipstream.conf.schema import Device, DType
 
     device = Device(job["device"])
     return device, DType.bfloat16 if device is Device.cuda else DType.float32
@@ -86,7 +86,7 @@ def device_of(job: dict[str, Any]) -> tuple[Any, Any]:
 
 def config_of(job: dict[str, Any]) -> Any:
     """Section `rollout` of the engine."""
-    from conf.schema import RolloutConfig, SamplingConfig
+    from slipstream.conf.schema import RolloutConfig, SamplingConfig
 
     return RolloutConfig(
         max_model_len=512,
@@ -99,7 +99,7 @@ def config_of(job: dict[str, Any]) -> Any:
 
 def arguments_of(job: dict[str, Any]) -> dict[str, Any]:
     """vLLM's arguments, as a run's engines get them."""
-    from rollout.engine.engine_options import engine_arguments, set_engine_environment
+    from slipstream.rollout.engine.engine_options import engine_arguments, set_engine_environment
 
     device, dtype = device_of(job)
     set_engine_environment(device, batch_invariant=False)

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollout.adapters.slot_leases import SlotTable
-    from rollout.worker import RolloutWorker
+    from slipstream.rollout.adapters.slot_leases import SlotTable
+    from slipstream.rollout.worker import RolloutWorker
 
 from bench.sync.engine_process import engine_of
 from bench.sync.trainer_process import KEY
@@ -36,10 +36,10 @@ SETTLE_S = 0.02
 
 def slots_of(config: dict[str, Any], args: argparse.Namespace) -> Any:
     """The engine's adapter slots."""
-    from conf.architecture.families import read_config
-    from conf.schema import LoraConfig
-    from rollout.types import AdapterSlotsSpec
-    from trainer.weights.adapter_names import adapter_tensors, target_modules
+    from slipstream.conf.architecture.families import read_config
+    from slipstream.conf.schema import LoraConfig
+    from slipstream.rollout.types import AdapterSlotsSpec
+    from slipstream.trainer.weights.adapter_names import adapter_tensors, target_modules
 
     tensors = read_config(config).checkpoint_tensors("bfloat16")
     lora = LoraConfig(rank=args.rank, alpha=2.0 * args.rank)
@@ -179,8 +179,8 @@ class Load:
                 table.commit(slot, next(self._flips))
 
     async def _keep_sampling(self, index: int, has_adapter: bool) -> None:
-        from conf.schema import SamplingConfig
-        from rollout.types import Prompt
+        from slipstream.conf.schema import SamplingConfig
+        from slipstream.rollout.types import Prompt
 
         draw = random.Random(index)
         most = self._args.max_tokens
@@ -202,12 +202,20 @@ def run_engine(config: dict[str, Any], device: str, args: argparse.Namespace, pi
 async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, pipe: Connection) -> None:
     """Orders: ("start", has_adapter), ("begin", seconds from flip to flip or None), ("settle",), ("end",),
     ("stop",)."""
-    from conf.architecture.families import read_config
-    from conf.schema import BusySlot, Device, DType, RolloutConfig, SamplingConfig, SyncMode, WeightSyncConfig
-    from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-    from rollout.engine.engine_options import engine_environment
-    from rollout.engine.vllm_engine import VllmEngine
-    from rollout.worker import RolloutWorker
+    from slipstream.conf.architecture.families import read_config
+    from slipstream.conf.schema import (
+        BusySlot,
+        Device,
+        DType,
+        RolloutConfig,
+        SamplingConfig,
+        SyncMode,
+        WeightSyncConfig,
+    )
+    from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+    from slipstream.rollout.engine.engine_options import engine_environment
+    from slipstream.rollout.engine.vllm_engine import VllmEngine
+    from slipstream.rollout.worker import RolloutWorker
 
     os.environ.update(engine_environment(Device(device)))
     with tempfile.TemporaryDirectory() as folder:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rollout.in_vllm.engine_process import WeightReceiver
+from slipstream.rollout.in_vllm.engine_process import WeightReceiver
 
 try:
     from checkpoint_engine.worker import VllmColocateWorkerExtension as _Peer

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollout.engine.vllm_engine import VllmEngine
-    from rollout.worker import RolloutWorker
+    from slipstream.rollout.engine.vllm_engine import VllmEngine
+    from slipstream.rollout.worker import RolloutWorker
 
 KEY = b"slipstream-bench-weight-sync-key"
 KV_CACHE_BYTES = 24 << 30
@@ -69,9 +69,9 @@ async def serve_plain(spec: EngineSpec, pipe: Connection) -> None:
     """Serve parameters in vLLM's layout behind an endpoint, without an engine."""
     import torch
 
-    from weight_sync.replica.control_server import ReplicaEndpoint
-    from weight_sync.replica.receiver import Receiver
-    from weight_sync.transport.mooncake import MooncakeTransport
+    from slipstream.weight_sync.replica.control_server import ReplicaEndpoint
+    from slipstream.weight_sync.replica.receiver import Receiver
+    from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
     layout = plain_layout(spec.hf_config)
     params = {p.name: torch.zeros(p.shape, dtype=torch.bfloat16, device=spec.device) for p in layout.params}
@@ -101,7 +101,7 @@ class PlainReplica:
 
     async def begin(self, version: int, epoch: int, digest: str, known: Any) -> list[Any]:
         """See ReplicaHandler."""
-        from weight_sync.replica.messages import Bound
+        from slipstream.weight_sync.replica.messages import Bound
 
         return [Bound.of(self._receiver.begin(version, epoch, digest), known)]
 
@@ -120,8 +120,8 @@ class PlainReplica:
 
 def plain_layout(config: dict[str, Any]) -> Any:
     """The layout of vLLM's loader at tp_size=1: fused projections, stacked experts, all else as in the checkpoint."""
-    from conf.architecture.families import read_config
-    from weight_sync.layout import DestLayout, Load, Param, Region
+    from slipstream.conf.architecture.families import read_config
+    from slipstream.weight_sync.layout import DestLayout, Load, Param, Region
 
     rows: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -141,7 +141,7 @@ def plain_layout(config: dict[str, Any]) -> Any:
 
 def engine_of(worker: RolloutWorker) -> VllmEngine:
     """The worker's engine, as more than a worker knows of it."""
-    from rollout.engine.vllm_engine import VllmEngine
+    from slipstream.rollout.engine.vllm_engine import VllmEngine
 
     assert isinstance(worker.engine, VllmEngine)
     return worker.engine
@@ -150,8 +150,8 @@ def engine_of(worker: RolloutWorker) -> VllmEngine:
 async def serve_vllm(spec: EngineSpec, pipe: Connection) -> None:
     """Run a rollout worker, with spec.num_requests requests in flight from its first version on; orders come over the
     pipe."""
-    from conf.schema import Device
-    from rollout.engine.engine_options import engine_environment
+    from slipstream.conf.schema import Device
+    from slipstream.rollout.engine.engine_options import engine_environment
 
     os.environ.update(engine_environment(Device(spec.device)))
     with tempfile.TemporaryDirectory() as folder:
@@ -173,11 +173,11 @@ async def serve_vllm(spec: EngineSpec, pipe: Connection) -> None:
 
 def build_worker(spec: EngineSpec, folder: Path) -> RolloutWorker:
     """The product's rollout worker, with the bench's extension in its engine."""
-    from conf.architecture.families import read_config
-    from conf.schema import DType, RolloutConfig, SamplingConfig, WeightSyncConfig
-    from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-    from rollout.engine.vllm_engine import VllmEngine
-    from rollout.worker import RolloutWorker
+    from slipstream.conf.architecture.families import read_config
+    from slipstream.conf.schema import DType, RolloutConfig, SamplingConfig, WeightSyncConfig
+    from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+    from slipstream.rollout.engine.vllm_engine import VllmEngine
+    from slipstream.rollout.worker import RolloutWorker
 
     (folder / "config.json").write_text(json.dumps(spec.hf_config))
     save_character_tokenizer(folder, vocab_size=64)
@@ -212,8 +212,8 @@ def build_worker(spec: EngineSpec, folder: Path) -> RolloutWorker:
 
 async def keep_sampling(worker: RolloutWorker, index: int) -> None:
     """Sample one response after the other, of random lengths, while the worker serves."""
-    from rollout.errors import ReplicaNotServing
-    from rollout.types import Prompt
+    from slipstream.rollout.errors import ReplicaNotServing
+    from slipstream.rollout.types import Prompt
 
     draw, most = random.Random(index), worker._sampling.max_tokens
     prompt = Prompt(index, tuple((index * 7 + i) % 900 + 1 for i in range(128)), "")
@@ -248,7 +248,7 @@ async def settle(worker: RolloutWorker, num_requests: int) -> float:
 
 async def obey(worker: RolloutWorker, order: str, *args: Any) -> Any:
     """Carry out one order. A peer's update is timed from the engine's pause until it resumes, as a publish is."""
-    from conf.schema import PauseMode
+    from slipstream.conf.schema import PauseMode
 
     llm = engine_of(worker).process.running()
     if order == "allocated":

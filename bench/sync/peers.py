@@ -30,7 +30,7 @@ TIMEOUT_S = 75.0
 
 def tensors_of(hf_config: dict[str, Any]) -> tuple[list[str], list[list[int]]]:
     """Names and shapes of the checkpoint."""
-    from conf.architecture.families import read_config
+    from slipstream.conf.architecture.families import read_config
 
     metas = read_config(hf_config).checkpoint_tensors("bfloat16")
     return [meta.name for meta in metas], [list(meta.shape) for meta in metas]

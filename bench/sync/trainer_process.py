@@ -105,8 +105,8 @@ def measure_wire(transport: Any, endpoint: str, repeats: int, *, device: Any, ra
     """GB/s of Mooncake's own synchronous write into an engine rank's largest parameter, by size."""
     import torch
 
-    from weight_sync.replica.control_client import ReplicaClients
-    from weight_sync.replica.messages import Describe, Described
+    from slipstream.weight_sync.replica.control_client import ReplicaClients
+    from slipstream.weight_sync.replica.messages import Describe, Described
 
     clients = ReplicaClients([endpoint], KEY)
     reply = clients.call(Describe, {0: {}}, {0: 60.0})[0]
@@ -137,12 +137,12 @@ class _Rank:
         import torch
 
         from bench.rounding_ways import to_nearest
-        from conf.architecture.families import read_config
-        from conf.schema import LoraConfig, TrainerConfig
-        from trainer.delivery.merged_source import TrainerWeightSource
-        from trainer.model.build_decoder import build_decoder
-        from trainer.parallel import ParallelLayout, local_part
-        from trainer.process_group import ControlGroup
+        from slipstream.conf.architecture.families import read_config
+        from slipstream.conf.schema import LoraConfig, TrainerConfig
+        from slipstream.trainer.delivery.merged_source import TrainerWeightSource
+        from slipstream.trainer.model.build_decoder import build_decoder
+        from slipstream.trainer.parallel import ParallelLayout, local_part
+        from slipstream.trainer.process_group import ControlGroup
 
         torch.set_num_threads(1)
         self.spec = spec
@@ -183,7 +183,7 @@ class _Rank:
 
     def link(self) -> Any:
         """A new transport for every row: memory that one row leaves registered would not be counted in the next."""
-        from weight_sync.transport.mooncake import MooncakeTransport
+        from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
         return contextlib.closing(MooncakeTransport(device=self.spec.device))
 
@@ -198,9 +198,9 @@ class _Rank:
 
     def open_row(self, row: Row, endpoint: str) -> dict[str, Any]:
         """Connect with one set of options."""
-        from conf.schema import WeightSyncConfig
-        from weight_sync.gc_freeze import freeze_heap
-        from weight_sync.publish.publisher import Publisher
+        from slipstream.conf.schema import WeightSyncConfig
+        from slipstream.weight_sync.gc_freeze import freeze_heap
+        from slipstream.weight_sync.publish.publisher import Publisher
 
         transport = self._row.enter_context(self.link())
         self.publisher = Publisher(

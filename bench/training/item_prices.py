@@ -29,9 +29,9 @@ class Subject:
     """The product's TrainerRank with the model of a row, as in a run."""
 
     def __init__(self, shape: str, args: argparse.Namespace) -> None:
-        from conf import schema
-        from trainer.options import TrainerOptions
-        from trainer.rank import TrainerRank
+        from slipstream.conf import schema
+        from slipstream.trainer.options import TrainerOptions
+        from slipstream.trainer.rank import TrainerRank
 
         bfloat16 = schema.DType.bfloat16
         self.rank = TrainerRank(
@@ -61,9 +61,9 @@ class Subject:
 
     def variants(self, device: str) -> dict[str, Callable[[], None]]:
         """What changes the decoder into each variant; the first is the trainer without any item."""
-        from trainer.engine_ops.vllm_attention import VllmAttention
-        from trainer.model.dense_mlp import DenseMlp
-        from trainer.model.forward import Forward
+        from slipstream.trainer.engine_ops.vllm_attention import VllmAttention
+        from slipstream.trainer.model.dense_mlp import DenseMlp
+        from slipstream.trainer.model.forward import Forward
 
         dense = [one for one in self.rank.decoder.modules() if isinstance(one, DenseMlp)]
 
@@ -84,7 +84,7 @@ class Subject:
         """Forward and backward of one microbatch."""
         import numpy as np
 
-        from trainer.types import Denominators, Sample
+        from slipstream.trainer.types import Denominators, Sample
 
         draw = np.random.default_rng(0)
         samples = []

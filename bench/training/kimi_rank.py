@@ -23,14 +23,14 @@ import yaml
 from torch import Tensor
 
 from bench.environment import ROOT
-from conf import schema
-from trainer.moe.experts import Experts
-from trainer.moe.router import Router, Routing
-from trainer.options import TrainerOptions
-from trainer.parallel import local_part
-from trainer.rank import TrainerRank
-from trainer.step.adamw import MOMENTS
-from trainer.types import Denominators, Sample
+from slipstream.conf import schema
+from slipstream.trainer.moe.experts import Experts
+from slipstream.trainer.moe.router import Router, Routing
+from slipstream.trainer.options import TrainerOptions
+from slipstream.trainer.parallel import local_part
+from slipstream.trainer.rank import TrainerRank
+from slipstream.trainer.step.adamw import MOMENTS
+from slipstream.trainer.types import Denominators, Sample
 
 SEED = 3
 

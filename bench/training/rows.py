@@ -17,9 +17,9 @@ class Ours:
     """The product's TrainerRank, used as in a run."""
 
     def __init__(self, config: dict[str, Any], state: str, args: argparse.Namespace) -> None:
-        from conf import schema
-        from trainer.options import TrainerOptions
-        from trainer.rank import TrainerRank
+        from slipstream.conf import schema
+        from slipstream.trainer.options import TrainerOptions
+        from slipstream.trainer.rank import TrainerRank
 
         adapters = "float32" if state in ("float32", "host") else "bfloat16"
         moments = "bfloat16" if state == "offload" else state
@@ -61,7 +61,7 @@ class Ours:
 
     def keep_gate_up(self, share: float) -> None:
         """Train from now on as with this trainer.gate_up_kept."""
-        from trainer.model.layer import is_in_share
+        from slipstream.trainer.model.layer import is_in_share
 
         for layer in self.decoder.model.layers:
             layer.keeps_gate_up = is_in_share(layer.moe_index, share)
@@ -77,7 +77,7 @@ class Ours:
         """Forward, backward, update. Returns the mean negative log-probability before the update."""
         import numpy as np
 
-        from trainer.types import Denominators, Sample
+        from slipstream.trainer.types import Denominators, Sample
 
         num_tokens = len(token_ids)
         mask = np.arange(num_tokens) > 0
@@ -148,9 +148,9 @@ def fill_hf(model: Any, config: dict[str, Any], device: str) -> None:
     """Fill in the values that TrainerRank draws, by checkpoint name; transformers stacks experts."""
     import torch
 
-    from conf.architecture.families import read_config
-    from trainer.weights.loading import RandomReader
-    from weight_sync.layout import Region
+    from slipstream.conf.architecture.families import read_config
+    from slipstream.trainer.weights.loading import RandomReader
+    from slipstream.weight_sync.layout import Region
 
     spec = read_config(config)
     reader = RandomReader(spec, seed=SEED, std=0.02, device=device)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from conf.architecture.attention_spec import GqaSpec, Llama3Scaling, RopeSpec, YarnScaling
-from conf.errors import ConfigError
+from slipstream.conf.architecture.attention_spec import GqaSpec, Llama3Scaling, RopeSpec, YarnScaling
+from slipstream.conf.errors import ConfigError
 
 
 def common_fields(

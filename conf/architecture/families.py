@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from conf.architecture import llama_like
-from conf.architecture.activation import ExpertActivation
-from conf.architecture.attention_spec import Llama3Scaling, MlaSpec, RopeSpec, YarnScaling
-from conf.architecture.config_fields import (
+from slipstream.conf.architecture import llama_like
+from slipstream.conf.architecture.activation import ExpertActivation
+from slipstream.conf.architecture.attention_spec import Llama3Scaling, MlaSpec, RopeSpec, YarnScaling
+from slipstream.conf.architecture.config_fields import (
     by_layer,
     common_fields,
     count,
@@ -30,11 +30,11 @@ from conf.architecture.config_fields import (
     rope_spec,
     size,
 )
-from conf.architecture.family import Family
-from conf.architecture.model_spec import CORRECTION_BIAS, CheckpointNames, ModelSpec, MoeSpec, RouterScore
-from conf.architecture.quantized_checkpoints import with_quantization
-from conf.errors import ConfigError
-from conf.schema import MlaNormEps
+from slipstream.conf.architecture.family import Family
+from slipstream.conf.architecture.model_spec import CORRECTION_BIAS, CheckpointNames, ModelSpec, MoeSpec, RouterScore
+from slipstream.conf.architecture.quantized_checkpoints import with_quantization
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import MlaNormEps
 
 _GPT_OSS_YARN = {
     "factor": 32.0,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from conf.architecture.model_spec import ModelSpec
-from conf.schema import MlaNormEps
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.schema import MlaNormEps
 
 
 @dataclass(frozen=True, slots=True)

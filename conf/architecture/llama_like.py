@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from conf.architecture.attention_spec import DeltaNetSpec, GqaSpec
-from conf.architecture.config_fields import (
+from slipstream.conf.architecture.attention_spec import DeltaNetSpec, GqaSpec
+from slipstream.conf.architecture.config_fields import (
     by_layer,
     common_fields,
     expert_sizes,
@@ -23,9 +23,9 @@ from conf.architecture.config_fields import (
     rope_spec,
     size,
 )
-from conf.architecture.model_spec import CheckpointNames, ModelSpec, MoeSpec
-from conf.errors import ConfigError
-from conf.schema import MlaNormEps
+from slipstream.conf.architecture.model_spec import CheckpointNames, ModelSpec, MoeSpec
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import MlaNormEps
 
 
 def llama(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:

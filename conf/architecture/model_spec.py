@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
-from conf.architecture.activation import SWIGLU, ExpertActivation
-from conf.architecture.attention_spec import DeltaNetSpec, GqaSpec, LinearShape, MlaSpec, RopeSpec
-from conf.architecture.tensors import DTYPE_BYTES, TensorMeta
+from slipstream.conf.architecture.activation import SWIGLU, ExpertActivation
+from slipstream.conf.architecture.attention_spec import DeltaNetSpec, GqaSpec, LinearShape, MlaSpec, RopeSpec
+from slipstream.conf.architecture.tensors import DTYPE_BYTES, TensorMeta
 
 
 class RouterScore(StrEnum):

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from conf.architecture.model_spec import INT4_GROUP, CheckpointNames, ExpertFormat, ModelSpec
-from conf.errors import ConfigError
+from slipstream.conf.architecture.model_spec import INT4_GROUP, CheckpointNames, ExpertFormat, ModelSpec
+from slipstream.conf.errors import ConfigError
 
 FP8_BLOCK = [128, 128]
 """Rows and columns under one scale, as DeepSeek-V3 is published."""

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Collection
 from typing import Any
 
-from conf.architecture.families import read_config
-from conf.errors import ConfigError
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.errors import ConfigError
 
 
 def check_spelling(config: dict[str, Any], given: Collection[str]) -> None:

@@ -8,7 +8,7 @@ have no effect because of others are a row in `conf/ignored.py`. Derived values 
 All other code imports from here: `from conf.schema import RunConfig`.
 """
 
-from conf.schema.algorithm import (
+from slipstream.conf.schema.algorithm import (
     SHIPPED_ADVANTAGES,
     SHIPPED_LOSSES,
     AlgorithmConfig,
@@ -19,11 +19,11 @@ from conf.schema.algorithm import (
     Objective,
     RatioBaseline,
 )
-from conf.schema.cluster import ClusterConfig, Device
-from conf.schema.data import Curriculum, DataConfig
-from conf.schema.loggers import MlflowConfig, WandbConfig
-from conf.schema.model import DType, EngineFormat, Init, ModelConfig
-from conf.schema.numerics import (
+from slipstream.conf.schema.cluster import ClusterConfig, Device
+from slipstream.conf.schema.data import Curriculum, DataConfig
+from slipstream.conf.schema.loggers import MlflowConfig, WandbConfig
+from slipstream.conf.schema.model import DType, EngineFormat, Init, ModelConfig
+from slipstream.conf.schema.numerics import (
     AdapterValues,
     AttentionValues,
     CombineMode,
@@ -37,8 +37,8 @@ from conf.schema.numerics import (
     RouterFormat,
     RouterLogits,
 )
-from conf.schema.parity import ParityConfig
-from conf.schema.reward import (
+from slipstream.conf.schema.parity import ParityConfig
+from slipstream.conf.schema.reward import (
     READ_AN_ANSWER,
     SHIPPED_REWARDS,
     CodeConfig,
@@ -47,10 +47,16 @@ from conf.schema.reward import (
     RewardPart,
     reward_part,
 )
-from conf.schema.rollout import EpisodesConfig, EvalSampling, EvalSamplingConfig, RolloutConfig, SamplingConfig
-from conf.schema.run import RunConfig, RunSection
-from conf.schema.teacher import TeacherConfig
-from conf.schema.trainer import (
+from slipstream.conf.schema.rollout import (
+    EpisodesConfig,
+    EvalSampling,
+    EvalSamplingConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
+from slipstream.conf.schema.run import RunConfig, RunSection
+from slipstream.conf.schema.teacher import TeacherConfig
+from slipstream.conf.schema.trainer import (
     ENGINE_LORA_RANKS,
     MAX_EXPERT_RANK,
     LoraConfig,
@@ -59,7 +65,15 @@ from conf.schema.trainer import (
     TrainerConfig,
     TrainMode,
 )
-from conf.schema.weight_sync import BusySlot, MergeRounding, PauseMode, Relay, SyncMode, TransportKind, WeightSyncConfig
+from slipstream.conf.schema.weight_sync import (
+    BusySlot,
+    MergeRounding,
+    PauseMode,
+    Relay,
+    SyncMode,
+    TransportKind,
+    WeightSyncConfig,
+)
 
 __all__ = [
     "ENGINE_LORA_RANKS",

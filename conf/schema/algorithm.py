@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
-from conf.schema.read_if import If, read_if
-from conf.schema.rules import above, at_least, require
-from conf.schema.teacher import TeacherConfig
+from slipstream.conf.schema.read_if import If, read_if
+from slipstream.conf.schema.rules import above, at_least, require
+from slipstream.conf.schema.teacher import TeacherConfig
 
 
 class Objective(StrEnum):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from conf.schema.read_if import REMOVE_ONE, If, read_if
-from conf.schema.rules import above, require
+from slipstream.conf.schema.read_if import REMOVE_ONE, If, read_if
+from slipstream.conf.schema.rules import above, require
 
 
 class Device(StrEnum):

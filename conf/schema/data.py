@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from conf.schema.read_if import REMOVE_ONE, If, read_if
-from conf.schema.rules import above, at_least_or_null, require
+from slipstream.conf.schema.read_if import REMOVE_ONE, If, read_if
+from slipstream.conf.schema.rules import above, at_least_or_null, require
 
 
 class Curriculum(StrEnum):

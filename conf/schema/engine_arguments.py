@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from conf.errors import ConfigError
+from slipstream.conf.errors import ConfigError
 
 _OPTIONS = {
     "dtype": "model.dtype",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from urllib.parse import urlsplit
 
-from conf.schema.rules import require
+from slipstream.conf.schema.rules import require
 
 LOGGERS = ("tensorboard", "wandb", "mlflow")
 """What run.loggers may name; each is a package of the same name."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from conf.schema.read_if import If, read_if
+from slipstream.conf.schema.read_if import If, read_if
 
 
 class Rounding(StrEnum):

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from conf.schema.read_if import If, read_if
-from conf.schema.rules import at_least, require
+from slipstream.conf.schema.read_if import If, read_if
+from slipstream.conf.schema.rules import at_least, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
-from conf.errors import ConfigError
-from conf.schema.read_if import If, read_if
-from conf.schema.rules import above, at_least, at_least_or_null, require, section_of
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema.read_if import If, read_if
+from slipstream.conf.schema.rules import above, at_least, at_least_or_null, require, section_of
 
 SHIPPED_REWARDS = ("exact_match", "regex", "math", "judge", "code", "none")
 """Values of reward.kind that are not functions of the user's own."""

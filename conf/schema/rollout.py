@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from conf.schema.engine_arguments import check_engine_options
-from conf.schema.read_if import REMOVE_ONE, If, read_if
-from conf.schema.rules import above, at_least, at_least_or_null, require
+from slipstream.conf.schema.engine_arguments import check_engine_options
+from slipstream.conf.schema.read_if import REMOVE_ONE, If, read_if
+from slipstream.conf.schema.rules import above, at_least, at_least_or_null, require
 
 ALL_ENGINES = ": rollout.num_workers is how many there are"
 DRAWN = If("rollout.eval.temperature!=0", ", which takes the likeliest token", REMOVE_ONE)

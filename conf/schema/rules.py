@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from conf.earlier import explain
-from conf.errors import ConfigError
-from conf.json_files import is_list
+from slipstream.conf.earlier import explain
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import is_list
 
 Section = TypeVar("Section")
 

@@ -6,19 +6,19 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from conf.schema.algorithm import AlgorithmConfig, Objective
-from conf.schema.cluster import ClusterConfig
-from conf.schema.data import DataConfig
-from conf.schema.loggers import LOGGERS, MlflowConfig, WandbConfig
-from conf.schema.model import Init, ModelConfig
-from conf.schema.numerics import Match
-from conf.schema.parity import ParityConfig
-from conf.schema.read_if import If, read_if
-from conf.schema.reward import RewardConfig
-from conf.schema.rollout import EVALUATED, RolloutConfig
-from conf.schema.rules import at_least, require
-from conf.schema.trainer import TrainerConfig, TrainMode
-from conf.schema.weight_sync import MergeRounding, SyncMode, WeightSyncConfig
+from slipstream.conf.schema.algorithm import AlgorithmConfig, Objective
+from slipstream.conf.schema.cluster import ClusterConfig
+from slipstream.conf.schema.data import DataConfig
+from slipstream.conf.schema.loggers import LOGGERS, MlflowConfig, WandbConfig
+from slipstream.conf.schema.model import Init, ModelConfig
+from slipstream.conf.schema.numerics import Match
+from slipstream.conf.schema.parity import ParityConfig
+from slipstream.conf.schema.read_if import If, read_if
+from slipstream.conf.schema.reward import RewardConfig
+from slipstream.conf.schema.rollout import EVALUATED, RolloutConfig
+from slipstream.conf.schema.rules import at_least, require
+from slipstream.conf.schema.trainer import TrainerConfig, TrainMode
+from slipstream.conf.schema.weight_sync import MergeRounding, SyncMode, WeightSyncConfig
 
 SEQS_OF_A_GRAPH = 16
 """vLLM captures CUDA graphs for multiples of this many requests, above 256."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from conf.schema.rules import above, at_least, require
+from slipstream.conf.schema.rules import above, at_least, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

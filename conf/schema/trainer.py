@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import ClassVar
 
-from conf.schema.model import DType
-from conf.schema.numerics import AdapterValues, Match, NumericsConfig
-from conf.schema.read_if import REMOVE_ONE, If, read_if
-from conf.schema.rules import above, at_least, at_least_or_null, divisors, require
+from slipstream.conf.schema.model import DType
+from slipstream.conf.schema.numerics import AdapterValues, Match, NumericsConfig
+from slipstream.conf.schema.read_if import REMOVE_ONE, If, read_if
+from slipstream.conf.schema.rules import above, at_least, at_least_or_null, divisors, require
 
 
 class TrainMode(StrEnum):

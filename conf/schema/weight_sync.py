@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
-from conf.schema.read_if import If, read_if
-from conf.schema.rules import above, at_least, require
+from slipstream.conf.schema.read_if import If, read_if
+from slipstream.conf.schema.rules import above, at_least, require
 
 
 class SyncMode(StrEnum):

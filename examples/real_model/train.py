@@ -67,7 +67,7 @@ def main() -> None:
     )
     words = [*options(args.place, task, model, data), *more]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    os.execv(sys.executable, [sys.executable, "-m", "orchestrator.cli.main", "train", *words])
+    os.execv(sys.executable, [sys.executable, "-m", "slipstream.orchestrator.cli.main", "train", *words])
 
 
 if __name__ == "__main__":

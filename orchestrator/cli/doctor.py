@@ -21,12 +21,12 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from conf.errors import ConfigError
-from conf.schema import ClusterConfig
-from orchestrator import environment
-from orchestrator.cluster.private_folder import private_folders
-from orchestrator.machine import DASHBOARD_PORT, HERE, Machine, list_interfaces
-from orchestrator.socket_folder import where_sockets_lie
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import ClusterConfig
+from slipstream.orchestrator import environment
+from slipstream.orchestrator.cluster.private_folder import private_folders
+from slipstream.orchestrator.machine import DASHBOARD_PORT, HERE, Machine, list_interfaces
+from slipstream.orchestrator.socket_folder import where_sockets_lie
 
 CHILD_TIMEOUT_S = 60.0
 
@@ -272,7 +272,7 @@ def ports_and_ray(machine: Machine) -> Iterator[Finding]:
 
 def mooncake_library(machine: Machine, trouble_in_child: Callable[[str], str | None]) -> Finding:
     """Whether Mooncake's engine loads."""
-    trouble = trouble_in_child("from weight_sync.transport.mooncake import engine_module; engine_module()")
+    trouble = trouble_in_child("from slipstream.weight_sync.transport.mooncake import engine_module; engine_module()")
     if trouble is None:
         return Finding("mooncake", "import", "works")
     if "libcuda.so" in trouble and not machine.list_gpus():

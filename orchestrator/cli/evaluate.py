@@ -19,17 +19,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from conf.errors import ConfigError
-from conf.json_files import JsonObject
-from conf.load import load_resolved_yaml, load_run_config
-from conf.schema import Init, Objective, RunConfig, TrainMode
-from orchestrator.cli.working_folder import stand_where_it_began
-from orchestrator.figures.held_out import choosing_metrics, eval_names
-from orchestrator.files.run_checkpoint import complete_checkpoints, named_checkpoints, step_of
-from orchestrator.files.run_folder import RunFolder
-from orchestrator.files.telemetry import read_rows
-from orchestrator.inputs.model_files import download_first
-from trainer.weights.stored_adapter import options_of, read_stored_adapter
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonObject
+from slipstream.conf.load import load_resolved_yaml, load_run_config
+from slipstream.conf.schema import Init, Objective, RunConfig, TrainMode
+from slipstream.orchestrator.cli.working_folder import stand_where_it_began
+from slipstream.orchestrator.figures.held_out import choosing_metrics, eval_names
+from slipstream.orchestrator.files.run_checkpoint import complete_checkpoints, named_checkpoints, step_of
+from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.files.telemetry import read_rows
+from slipstream.orchestrator.inputs.model_files import download_first
+from slipstream.trainer.weights.stored_adapter import options_of, read_stored_adapter
 
 NO_USE = ("run.num_steps", "run.resume", "run.keep_best", "run.eval_beside", "trainer.lora.init_from")
 """Options that an evaluation sets itself."""

@@ -18,11 +18,11 @@ from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from conf.errors import ConfigError, SlipstreamError
+from slipstream.conf.errors import ConfigError, SlipstreamError
 
 if TYPE_CHECKING:
-    from conf.schema import RunConfig
-    from orchestrator.files.run_folder import RunFolder
+    from slipstream.conf.schema import RunConfig
+    from slipstream.orchestrator.files.run_folder import RunFolder
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -43,8 +43,8 @@ def run_to_an_exit_code(
     """
     folder: RunFolder | None = None
     try:
-        from orchestrator.files.run_folder import open_run_folder
-        from orchestrator.run import run
+        from slipstream.orchestrator.files.run_folder import open_run_folder
+        from slipstream.orchestrator.run import run
 
         folder = open_run_folder(config.run, datetime.now())
         run(config, overrides, folder)
@@ -64,9 +64,9 @@ def _is_users(error: SlipstreamError) -> bool:
     """Whether the user can repair it: a wrong option, a wrong line of data, a checkpoint that does not fit the
     options, a watermark below what the model's publishes need.
     """
-    from orchestrator.errors import CheckpointError
-    from rollout.errors import DataError
-    from weight_sync.errors import WatermarkError
+    from slipstream.orchestrator.errors import CheckpointError
+    from slipstream.rollout.errors import DataError
+    from slipstream.weight_sync.errors import WatermarkError
 
     return isinstance(error, (ConfigError, DataError, CheckpointError, WatermarkError))
 
@@ -92,7 +92,7 @@ def tell(text: str) -> None:
 
 def _where(folder: RunFolder | None, num_steps: int) -> str:
     """Where to read on and, unless the run makes no step, how to go on, once the run has a folder of its own."""
-    from orchestrator.files.run_checkpoint import complete_checkpoints, has_nothing_left, step_of
+    from slipstream.orchestrator.files.run_checkpoint import complete_checkpoints, has_nothing_left, step_of
 
     if folder is None:
         return "The run had no folder yet."

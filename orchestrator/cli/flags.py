@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
-from conf.errors import ConfigError
-from orchestrator.cli import help as texts
-from orchestrator.cli.help import CommandText
+from slipstream.conf.errors import ConfigError
+from slipstream.orchestrator.cli import help as texts
+from slipstream.orchestrator.cli.help import CommandText
 
 Add = Callable[..., None]
 """Adds one flag: (its names, its value's type, or bool if it takes none, the value's name, text, more of argparse)."""
@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
         return flag
 
     def error(self, message: str) -> NoReturn:
-        from conf.options import did_you_mean
+        from slipstream.conf.options import did_you_mean
 
         for pattern, words in _IN_OUR_WORDS.items():
             message = re.sub(pattern, words, message)
@@ -116,7 +116,7 @@ def resume() -> Parser:
 
 def stop() -> Parser:
     """Flags of `slipstream stop`."""
-    from orchestrator.control.stop_request import STOP_TIMEOUT_S
+    from slipstream.orchestrator.control.stop_request import STOP_TIMEOUT_S
 
     parser = Parser(texts.STOP)
     parser.positional("run")
@@ -127,7 +127,7 @@ def stop() -> Parser:
 
 def launch() -> Parser:
     """Flags of `slipstream launch`; their destinations are the fields of LaunchOptions."""
-    from orchestrator.launch.launch_options import DEFAULT_GPU, DEFAULT_IMAGE, LaunchOptions
+    from slipstream.orchestrator.launch.launch_options import DEFAULT_GPU, DEFAULT_IMAGE, LaunchOptions
 
     parser = Parser(texts.LAUNCH)
     parser.set_defaults(**_defaults(LaunchOptions))
@@ -156,8 +156,8 @@ def launch() -> Parser:
 
 def plan() -> Parser:
     """Flags of `slipstream plan`."""
-    from orchestrator.offline.hardware import Hardware
-    from weight_sync.prediction.links import LinkRates
+    from slipstream.orchestrator.offline.hardware import Hardware
+    from slipstream.weight_sync.prediction.links import LinkRates
 
     rates = LinkRates()
     parser = Parser(texts.PLAN)
@@ -192,7 +192,7 @@ def plan() -> Parser:
 
 def push() -> Parser:
     """Flags of `slipstream push`; their destinations are the fields of PushOptions."""
-    from orchestrator.push.push_options import PushOptions
+    from slipstream.orchestrator.push.push_options import PushOptions
 
     parser = Parser(texts.PUSH)
     parser.set_defaults(**_defaults(PushOptions))
@@ -225,7 +225,7 @@ def push() -> Parser:
 
 def parity() -> Parser:
     """Flags of `slipstream parity`; their destinations are the fields of ParityOptions."""
-    from orchestrator.parity.command import ParityOptions
+    from slipstream.orchestrator.parity.command import ParityOptions
 
     parser = Parser(texts.PARITY)
     parser.set_defaults(**_defaults(ParityOptions))
@@ -256,7 +256,7 @@ def record() -> Parser:
     flag("--dtype", str, None, "of the engine's weights; default %(default)s", default="bfloat16")
     device = "cuda or cpu: kind of device that the engine would run on; default %(default)s"
     flag("--device", str, "KIND", device, choices=["cuda", "cpu"], default="cuda")
-    flag("--out", Path, "FILE", "also write the layouts there (weight_sync.record.layout_wire reads them)")
+    flag("--out", Path, "FILE", "also write the layouts there (slipstream.weight_sync.record.layout_wire reads them)")
     flag("--layout-cache", Path, "DIR", _LAYOUT_CACHE)
     flag("--json", bool, None, "the same for programs")
     return parser

@@ -21,16 +21,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from conf.errors import ConfigError, SlipstreamError
-from orchestrator.cli import flags as cli_flags
-from orchestrator.cli import help as cli_help
-from orchestrator.cli.exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, run_to_an_exit_code, say, tell
-from orchestrator.signals import wound_down_by_signals
-from orchestrator.socket_folder import for_engines_alone
+from slipstream.conf.errors import ConfigError, SlipstreamError
+from slipstream.orchestrator.cli import flags as cli_flags
+from slipstream.orchestrator.cli import help as cli_help
+from slipstream.orchestrator.cli.exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, run_to_an_exit_code, say, tell
+from slipstream.orchestrator.signals import wound_down_by_signals
+from slipstream.orchestrator.socket_folder import for_engines_alone
 
 if TYPE_CHECKING:
-    from conf.schema import RunConfig
-    from orchestrator.files.run_folder import RunFolder
+    from slipstream.conf.schema import RunConfig
+    from slipstream.orchestrator.files.run_folder import RunFolder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def _dispatch(words: list[str]) -> int:
         print(cli_help.version())
         return EXIT_OK
     if command not in COMMANDS:
-        from conf.options import did_you_mean
+        from slipstream.conf.options import did_you_mean
 
         hint = did_you_mean(command, COMMANDS) or "See: slipstream --help"
         if "=" in command:
@@ -111,7 +111,7 @@ def _train(flags: argparse.Namespace, overrides: list[str]) -> int:
             print(f"{cli_flags.train().format_help()}\n{cli_help.options(flags.config_dir)}")
         return EXIT_OK
 
-    from conf.load import load_run_config
+    from slipstream.conf.load import load_run_config
 
     return _start(load_run_config(overrides, flags.config_dir), overrides, flags)
 
@@ -120,9 +120,9 @@ def _resume(flags: argparse.Namespace, overrides: list[str]) -> int:
     for word in overrides:
         if (name := word.partition("=")[0].lstrip("+")) in ("run.resume", "run.dir", "run.name"):
             raise ConfigError(f"{name} has no effect with slipstream resume, which goes on in {flags.run}; remove it")
-    from conf.load import load_resolved_yaml
-    from orchestrator.cli.working_folder import stand_where_it_began
-    from orchestrator.files.run_folder import RunFolder, no_run_folder
+    from slipstream.conf.load import load_resolved_yaml
+    from slipstream.orchestrator.cli.working_folder import stand_where_it_began
+    from slipstream.orchestrator.files.run_folder import RunFolder, no_run_folder
 
     folder = RunFolder(flags.run.resolve())
     try:
@@ -140,7 +140,7 @@ def _resume(flags: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _eval(flags: argparse.Namespace, overrides: list[str]) -> int:
-    from orchestrator.cli import evaluate
+    from slipstream.orchestrator.cli import evaluate
 
     run = None
     if overrides and not _is_option(overrides[0]):
@@ -155,7 +155,7 @@ def _eval(flags: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _merge(flags: argparse.Namespace, _: list[str]) -> int:
-    from orchestrator.cli.merge import merge
+    from slipstream.orchestrator.cli.merge import merge
 
     print(f"model: {merge(flags.run, flags.checkpoint, flags.output)}")
     return EXIT_OK
@@ -170,18 +170,18 @@ def _start(
     """Check the run against this machine and train, unless --cfg or --dry-run ask for less. `ended` gets the folder of
     a run that has done what it should.
     """
-    from conf.load import check_model_reads_overrides, resolved_yaml
+    from slipstream.conf.load import check_model_reads_overrides, resolved_yaml
 
     if flags.cfg == "job":
         sys.stdout.write(resolved_yaml(config))
         return EXIT_OK
 
-    from orchestrator import environment
-    from orchestrator.inputs.model_folder import resolve_hf_config
-    from orchestrator.inputs.preflight import run_preflight
-    from orchestrator.inputs.reward_facts import unchosen_reward
+    from slipstream.orchestrator import environment
+    from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
+    from slipstream.orchestrator.inputs.preflight import run_preflight
+    from slipstream.orchestrator.inputs.reward_facts import unchosen_reward
 
-    with _telling("orchestrator.data"):
+    with _telling("slipstream.orchestrator.data"):
         report = run_preflight(config)
     check_model_reads_overrides(config, overrides, resolve_hf_config(config.model))
     if flags.dry_run:
@@ -221,9 +221,9 @@ def _telling(name: str) -> Generator[None]:
 
 
 def _launch(flags: argparse.Namespace, overrides: list[str]) -> int:
-    from conf.load import load_run_config
-    from orchestrator.launch.command import launch
-    from orchestrator.launch.launch_options import LaunchOptions, Target
+    from slipstream.conf.load import load_run_config
+    from slipstream.orchestrator.launch.command import launch
+    from slipstream.orchestrator.launch.launch_options import LaunchOptions, Target
 
     given: dict[str, Any] = dict(vars(flags))
     output, config_dir, target, _ = (given.pop(name) for name in ("output", "config_dir", "target", "help"))
@@ -244,12 +244,12 @@ def _launch(flags: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _plan(flags: argparse.Namespace, overrides: list[str]) -> int:
-    from conf.load import check_model_reads_overrides, load_run_config
-    from orchestrator.inputs.model_folder import resolve_hf_config
-    from orchestrator.offline import estimate as plan_command
-    from orchestrator.offline import estimate_report as plan_report
-    from orchestrator.offline import hardware as hardware_of
-    from weight_sync.gc_freeze import allow_collections, hold_collections
+    from slipstream.conf.load import check_model_reads_overrides, load_run_config
+    from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
+    from slipstream.orchestrator.offline import estimate as plan_command
+    from slipstream.orchestrator.offline import estimate_report as plan_report
+    from slipstream.orchestrator.offline import hardware as hardware_of
+    from slipstream.weight_sync.gc_freeze import allow_collections, hold_collections
 
     config = load_run_config(overrides, flags.config_dir, reads_rows=False)
     check_model_reads_overrides(config, overrides, resolve_hf_config(config.model))
@@ -287,8 +287,8 @@ def _push(flags: argparse.Namespace, serve_words: list[str]) -> int:
         raise ConfigError(
             "push needs a CHECKPOINT: a Hugging Face folder with safetensors. See: slipstream push --help"
         )
-    from orchestrator.push.command import run_push
-    from orchestrator.push.push_options import PushOptions
+    from slipstream.orchestrator.push.command import run_push
+    from slipstream.orchestrator.push.push_options import PushOptions
 
     given: dict[str, Any] = dict(vars(flags))
     is_once, as_json, _ = (given.pop(name) for name in ("once", "json", "help"))
@@ -305,8 +305,8 @@ def _push(flags: argparse.Namespace, serve_words: list[str]) -> int:
 
 
 def _parity(flags: argparse.Namespace, overrides: list[str]) -> int:
-    from orchestrator.parity import report as parity_report
-    from orchestrator.parity.command import ParityOptions, run_parity
+    from slipstream.orchestrator.parity import report as parity_report
+    from slipstream.orchestrator.parity.command import ParityOptions, run_parity
 
     given: dict[str, Any] = dict(vars(flags))
     as_json, _ = (given.pop(name) for name in ("json", "help"))
@@ -334,7 +334,7 @@ def _parity(flags: argparse.Namespace, overrides: list[str]) -> int:
 def _record(flags: argparse.Namespace, _: list[str]) -> int:
     if flags.model is None:
         raise ConfigError("record needs a MODEL: a folder with config.json. See: slipstream record --help")
-    from orchestrator.offline import record as record_command
+    from slipstream.orchestrator.offline import record as record_command
 
     report = record_command.record(
         flags.model,
@@ -350,13 +350,13 @@ def _record(flags: argparse.Namespace, _: list[str]) -> int:
 
 
 def _doctor(flags: argparse.Namespace, _: list[str]) -> int:
-    from orchestrator.cli.doctor import run_doctor
+    from slipstream.orchestrator.cli.doctor import run_doctor
 
     return run_doctor(as_json=flags.json)
 
 
 def _status(flags: argparse.Namespace, _: list[str]) -> int:
-    from orchestrator.cli import status as status_command
+    from slipstream.orchestrator.cli import status as status_command
 
     status = status_command.status_of(flags.run)
     print(json.dumps(status.as_plain(), indent=2) if flags.json else status.as_text())
@@ -366,7 +366,7 @@ def _status(flags: argparse.Namespace, _: list[str]) -> int:
 
 
 def _view(flags: argparse.Namespace, _: list[str]) -> int:
-    from orchestrator.view.command import ViewOptions, run_view
+    from slipstream.orchestrator.view.command import ViewOptions, run_view
 
     options = ViewOptions(runs=flags.runs or [Path("runs/latest")], port=flags.port, export=flags.export)
     run_view(options, lambda line: print(line, flush=True))
@@ -376,14 +376,14 @@ def _view(flags: argparse.Namespace, _: list[str]) -> int:
 def _stop(flags: argparse.Namespace, _: list[str]) -> int:
     if not flags.timeout_s > 0:
         raise ConfigError(f"--timeout-s must be > 0, got {flags.timeout_s:g}")
-    from orchestrator.control.stop_request import stop
+    from slipstream.orchestrator.control.stop_request import stop
 
     print("\n".join(stop(flags.run, timeout_s=flags.timeout_s, say=tell)))
     return EXIT_OK
 
 
 def _recover(flags: argparse.Namespace, _: list[str]) -> int:
-    from orchestrator.control.control_folder import ask
+    from slipstream.orchestrator.control.control_folder import ask
 
     print("\n".join(ask(flags.run, flags.worker)))
     return EXIT_OK

@@ -12,19 +12,19 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from conf.architecture.families import read_config
-from conf.architecture.model_spec import ExpertFormat, ModelSpec
-from conf.errors import ConfigError
-from conf.load import load_resolved_yaml
-from conf.schema import Device, Init, RunConfig, TrainerConfig, TrainMode
-from orchestrator.cli.evaluate import adapter_of
-from orchestrator.cli.exit import tell
-from orchestrator.cli.working_folder import stand_where_it_began
-from orchestrator.environment import resolve_device
-from orchestrator.files.run_folder import RunFolder, no_run_folder
-from orchestrator.inputs.model_files import check_checkpoint_files, read_hf_config
-from orchestrator.inputs.model_folder import complete_export
-from trainer.weights.stored_adapter import check_adapter_fits, read_stored_adapter
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.architecture.model_spec import ExpertFormat, ModelSpec
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import load_resolved_yaml
+from slipstream.conf.schema import Device, Init, RunConfig, TrainerConfig, TrainMode
+from slipstream.orchestrator.cli.evaluate import adapter_of
+from slipstream.orchestrator.cli.exit import tell
+from slipstream.orchestrator.cli.working_folder import stand_where_it_began
+from slipstream.orchestrator.environment import resolve_device
+from slipstream.orchestrator.files.run_folder import RunFolder, no_run_folder
+from slipstream.orchestrator.inputs.model_files import check_checkpoint_files, read_hf_config
+from slipstream.orchestrator.inputs.model_folder import complete_export
+from slipstream.trainer.weights.stored_adapter import check_adapter_fits, read_stored_adapter
 
 
 def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
@@ -60,7 +60,7 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
     tell(f"merging {adapter} into {base}: reads both, and writes {target}")
     lora = replace(config.trainer.lora, init_from=str(adapter))
 
-    from trainer.scoring import Scorer  # imports torch
+    from slipstream.trainer.scoring import Scorer  # imports torch
 
     partial = target.with_name(f".{target.name}.partial")
     try:

@@ -17,17 +17,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.errors import ConfigError
-from conf.json_files import JsonObject
-from conf.schema import Objective
-from orchestrator.control.run_state import dashboard_of, start_of, state_of
-from orchestrator.figures.held_out import of_sets
-from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
-from orchestrator.files.run_folder import RunFolder, saved_options
-from orchestrator.files.run_log import format_s
-from orchestrator.files.startup import RUN, describe, read_starts
-from orchestrator.files.step_rows import failed_of
-from orchestrator.files.telemetry import read_rows
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonObject
+from slipstream.conf.schema import Objective
+from slipstream.orchestrator.control.run_state import dashboard_of, start_of, state_of
+from slipstream.orchestrator.figures.held_out import of_sets
+from slipstream.orchestrator.files.run_checkpoint import complete_checkpoints, step_of
+from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
+from slipstream.orchestrator.files.run_log import format_s
+from slipstream.orchestrator.files.startup import RUN, describe, read_starts
+from slipstream.orchestrator.files.step_rows import failed_of
+from slipstream.orchestrator.files.telemetry import read_rows
 
 NUM_RECENT = 20
 """Means are taken over this many steps."""
@@ -180,7 +180,7 @@ def status_of(run: Path) -> Status:
 
 def draw(run: Path) -> Path:
     """Draw curves.png of a run that goes on, as its end would. Returns the picture's path."""
-    from orchestrator.files.curves import PANELS, draw_curves
+    from slipstream.orchestrator.files.curves import PANELS, draw_curves
 
     folder = RunFolder(run.resolve())
     draw_curves(folder.metrics, folder.curves, PANELS[Objective(saved_options(run)["algorithm"]["objective"])])

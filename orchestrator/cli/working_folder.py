@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.cli.exit import tell
-from orchestrator.files.run_folder import RunFolder, working_folder
+from slipstream.orchestrator.cli.exit import tell
+from slipstream.orchestrator.files.run_folder import RunFolder, working_folder
 
 _PATH = re.compile(
     r"(?P<option>\+*(?:model\.path|model\.tokenizer|data\.path|data\.eval_path|data\.eval_sets\.\w+"

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
-from orchestrator.cluster import nodes
-from rollout import worker_process
-from rollout.crash_reports import report_crashes
-from rollout.engine.engine_options import set_engine_environment
-from rollout.in_vllm import fork_server
-from rollout.worker_process import WorkerOptions, WorkerProcess, log_to_stderr
-from weight_sync.gc_freeze import frozen_imports
+from slipstream.orchestrator.cluster import nodes
+from slipstream.rollout import worker_process
+from slipstream.rollout.crash_reports import report_crashes
+from slipstream.rollout.engine.engine_options import set_engine_environment
+from slipstream.rollout.in_vllm import fork_server
+from slipstream.rollout.worker_process import WorkerOptions, WorkerProcess, log_to_stderr
+from slipstream.weight_sync.gc_freeze import frozen_imports
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +36,10 @@ TELL_S = 1.0
 """How long the actor of a worker whose process has ended goes on answering."""
 
 if TYPE_CHECKING:
-    from trainer.options import TrainerOptions
-    from trainer.rank import TrainerRank
-    from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
-    from weight_sync.publish.report import PublishReport
+    from slipstream.trainer.options import TrainerOptions
+    from slipstream.trainer.rank import TrainerRank
+    from slipstream.trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
+    from slipstream.weight_sync.publish.report import PublishReport
 
 
 class TrainerActor:
@@ -74,12 +74,12 @@ class TrainerActor:
     def prepare(self) -> None:
         """Import what a rank needs, PyTorch above all."""
         with frozen_imports():
-            import_module("trainer.rank")
+            import_module("slipstream.trainer.rank")
 
     @ray.method
     def join(self, rank: int, options: TrainerOptions, is_only_node: bool) -> None:
         """Build the rank; it meets the others."""
-        from trainer.rank import TrainerRank
+        from slipstream.trainer.rank import TrainerRank
 
         host = nodes.address_of_this_node(is_only=is_only_node)
         nodes.meet_over(host)

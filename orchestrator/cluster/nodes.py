@@ -30,8 +30,8 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from conf.errors import ConfigError
-from orchestrator.cluster.processes import end_processes
+from slipstream.conf.errors import ConfigError
+from slipstream.orchestrator.cluster.processes import end_processes
 
 logger = logging.getLogger(__name__)
 

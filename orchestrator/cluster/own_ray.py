@@ -26,16 +26,20 @@ from pathlib import Path
 
 import psutil
 
-from conf.schema import Device, Objective, RunConfig
-from orchestrator.cluster.private_folder import PrivateFolder, make_private_folder, remove_folders_of_dead_runs
-from orchestrator.cluster.processes import end_processes
-from orchestrator.cluster.ray_host import HOST, HostOptions
-from orchestrator.environment import resolve_device
-from orchestrator.errors import PlacementError
-from orchestrator.files.run_folder import RunFolder
-from rollout.crash_reports import death_in, how_it_ended
-from rollout.engine.engine_options import compile_cache, set_engine_environment
-from rollout.in_vllm.fork_server import imports_read
+from slipstream.conf.schema import Device, Objective, RunConfig
+from slipstream.orchestrator.cluster.private_folder import (
+    PrivateFolder,
+    make_private_folder,
+    remove_folders_of_dead_runs,
+)
+from slipstream.orchestrator.cluster.processes import end_processes
+from slipstream.orchestrator.cluster.ray_host import HOST, HostOptions
+from slipstream.orchestrator.environment import resolve_device
+from slipstream.orchestrator.errors import PlacementError
+from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.rollout.crash_reports import death_in, how_it_ended
+from slipstream.rollout.engine.engine_options import compile_cache, set_engine_environment
+from slipstream.rollout.in_vllm.fork_server import imports_read
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +117,7 @@ class OwnRay:
             workers_import_under=self._workers_import_under(environment) if has_workers else None,
         )
         self._host = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "orchestrator.cluster.ray_host", json.dumps(asdict(options))),
+            *(sys.executable, "-m", "slipstream.orchestrator.cluster.ray_host", json.dumps(asdict(options))),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,  # what is sent to our process group is not for Ray's servers

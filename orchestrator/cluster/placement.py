@@ -25,18 +25,24 @@ from typing import Any
 
 from ray.util.placement_group import PlacementGroup
 
-from conf.errors import ConfigError
-from conf.schema import Objective, RunConfig, SyncMode, TransportKind
-from fleet.waiting import together
-from orchestrator.cluster.nodes import check_nodes, describe_nodes, most_gpus_of_a_node, node_after_node, nodes_of
-from orchestrator.cluster.own_ray import OwnRay
-from orchestrator.cluster.ray_cluster import RayCluster
-from orchestrator.cluster.ray_handles import RayRolloutWorker, RayTrainerGroup
-from orchestrator.cluster.rollout_workers import RolloutWorkers
-from orchestrator.cluster.trainer_ranks import start_trainer_ranks
-from orchestrator.environment import RunDevice, resolve_device
-from orchestrator.files.run_folder import RunFolder
-from orchestrator.files.startup import RUN, Startup
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import Objective, RunConfig, SyncMode, TransportKind
+from slipstream.fleet.waiting import together
+from slipstream.orchestrator.cluster.nodes import (
+    check_nodes,
+    describe_nodes,
+    most_gpus_of_a_node,
+    node_after_node,
+    nodes_of,
+)
+from slipstream.orchestrator.cluster.own_ray import OwnRay
+from slipstream.orchestrator.cluster.ray_cluster import RayCluster
+from slipstream.orchestrator.cluster.ray_handles import RayRolloutWorker, RayTrainerGroup
+from slipstream.orchestrator.cluster.rollout_workers import RolloutWorkers
+from slipstream.orchestrator.cluster.trainer_ranks import start_trainer_ranks
+from slipstream.orchestrator.environment import RunDevice, resolve_device
+from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.files.startup import RUN, Startup
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.cluster.processes import remove_shared_memory
-from orchestrator.socket_folder import socket_folder
+from slipstream.orchestrator.cluster.processes import remove_shared_memory
+from slipstream.orchestrator.socket_folder import socket_folder
 
 _PREFIX = "slipstream-"
 _UNLOCKED_AGE_S = 24 * 3600.0

@@ -31,17 +31,17 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from conf.errors import ConfigError, SlipstreamError
-from conf.schema import RunConfig
-from fleet.waiting import in_abandoned_thread, wait_for
-from orchestrator.cluster.own_ray import OwnRay
-from orchestrator.control.run_state import note_dashboard
-from orchestrator.environment import variables_for_actors
-from orchestrator.errors import ClusterLost, OrchestratorError, PlacementError
-from orchestrator.files.run_folder import RunFolder
-from orchestrator.machine import DASHBOARD_PORT
-from orchestrator.signals import take_sigterm_back
-from rollout.crash_reports import death_in
+from slipstream.conf.errors import ConfigError, SlipstreamError
+from slipstream.conf.schema import RunConfig
+from slipstream.fleet.waiting import in_abandoned_thread, wait_for
+from slipstream.orchestrator.cluster.own_ray import OwnRay
+from slipstream.orchestrator.control.run_state import note_dashboard
+from slipstream.orchestrator.environment import variables_for_actors
+from slipstream.orchestrator.errors import ClusterLost, OrchestratorError, PlacementError
+from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.machine import DASHBOARD_PORT
+from slipstream.orchestrator.signals import take_sigterm_back
+from slipstream.rollout.crash_reports import death_in
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

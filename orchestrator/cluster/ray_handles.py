@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ray import ObjectRef
 
-from fleet.waiting import wait_for
-from orchestrator.cluster.actors import RolloutActor, TrainerActor
-from orchestrator.cluster.nodes import ProcessId, end_trees
-from orchestrator.cluster.ray_cluster import STOP_TIMEOUT_S, RayCluster, kill_actor
-from orchestrator.errors import TrainingStopped
-from rollout.calls import Connection, WorkerClient
-from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
+from slipstream.fleet.waiting import wait_for
+from slipstream.orchestrator.cluster.actors import RolloutActor, TrainerActor
+from slipstream.orchestrator.cluster.nodes import ProcessId, end_trees
+from slipstream.orchestrator.cluster.ray_cluster import STOP_TIMEOUT_S, RayCluster, kill_actor
+from slipstream.orchestrator.errors import TrainingStopped
+from slipstream.rollout.calls import Connection, WorkerClient
+from slipstream.trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
 
 if TYPE_CHECKING:
-    from weight_sync.publish.report import PublishReport
+    from slipstream.weight_sync.publish.report import PublishReport
 
 T = TypeVar("T")
 

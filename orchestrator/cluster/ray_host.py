@@ -39,12 +39,12 @@ from typing import TextIO
 
 import psutil
 
-from orchestrator.cluster.private_folder import PrivateFolder
-from orchestrator.cluster.processes import SHARED_MEMORY, end_processes, shared_memory_of
-from orchestrator.machine import count_cpus
-from rollout import worker_process
-from rollout.crash_reports import COMMAND, death_in, drop_empty_reports, report_crashes
-from rollout.in_vllm import fork_server
+from slipstream.orchestrator.cluster.private_folder import PrivateFolder
+from slipstream.orchestrator.cluster.processes import SHARED_MEMORY, end_processes, shared_memory_of
+from slipstream.orchestrator.machine import count_cpus
+from slipstream.rollout import worker_process
+from slipstream.rollout.crash_reports import COMMAND, death_in, drop_empty_reports, report_crashes
+from slipstream.rollout.in_vllm import fork_server
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_EVERY_S = 2.0

@@ -17,24 +17,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from conf.architecture.families import read_config
-from conf.errors import SlipstreamError
-from conf.model_checks import packing_of
-from conf.plural import counted
-from conf.schema import Device, RunConfig, SyncMode
-from fleet.waiting import all_started
-from orchestrator.cluster.actors import ForkServerActor, RolloutActor
-from orchestrator.cluster.ray_cluster import RayCluster, kill_actor
-from orchestrator.cluster.ray_handles import RayRolloutWorker
-from orchestrator.environment import RunDevice
-from orchestrator.errors import OrchestratorError
-from orchestrator.files.startup import Startup
-from orchestrator.inputs.model_folder import engine_checkpoint, routing_shape
-from rollout.calls import WorkerClient
-from rollout.engine.start_phase import IMPORTING
-from rollout.types import AdapterSlotsSpec
-from rollout.worker_process import WorkerOptions
-from trainer.weights.adapter_names import adapter_tensors, target_modules
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.errors import SlipstreamError
+from slipstream.conf.model_checks import packing_of
+from slipstream.conf.plural import counted
+from slipstream.conf.schema import Device, RunConfig, SyncMode
+from slipstream.fleet.waiting import all_started
+from slipstream.orchestrator.cluster.actors import ForkServerActor, RolloutActor
+from slipstream.orchestrator.cluster.ray_cluster import RayCluster, kill_actor
+from slipstream.orchestrator.cluster.ray_handles import RayRolloutWorker
+from slipstream.orchestrator.environment import RunDevice
+from slipstream.orchestrator.errors import OrchestratorError
+from slipstream.orchestrator.files.startup import Startup
+from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, routing_shape
+from slipstream.rollout.calls import WorkerClient
+from slipstream.rollout.engine.start_phase import IMPORTING
+from slipstream.rollout.types import AdapterSlotsSpec
+from slipstream.rollout.worker_process import WorkerOptions
+from slipstream.trainer.weights.adapter_names import adapter_tensors, target_modules
 
 logger = logging.getLogger(__name__)
 

@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from conf.functions import absolute
-from conf.plural import counted
-from conf.schema import Objective, RunConfig, TrainMode
-from fleet.waiting import all_started
-from orchestrator.cluster.actors import TrainerActor
-from orchestrator.cluster.ray_cluster import RayCluster
-from orchestrator.cluster.ray_handles import RayTrainerGroup
-from orchestrator.environment import RunDevice
-from orchestrator.errors import TrainingStopped
-from orchestrator.files.startup import Startup
-from trainer.options import TrainerOptions
-from trainer.step.warm_up import full_microbatch
+from slipstream.conf.functions import absolute
+from slipstream.conf.plural import counted
+from slipstream.conf.schema import Objective, RunConfig, TrainMode
+from slipstream.fleet.waiting import all_started
+from slipstream.orchestrator.cluster.actors import TrainerActor
+from slipstream.orchestrator.cluster.ray_cluster import RayCluster
+from slipstream.orchestrator.cluster.ray_handles import RayTrainerGroup
+from slipstream.orchestrator.environment import RunDevice
+from slipstream.orchestrator.errors import TrainingStopped
+from slipstream.orchestrator.files.startup import Startup
+from slipstream.trainer.options import TrainerOptions
+from slipstream.trainer.step.warm_up import full_microbatch
 
 logger = logging.getLogger(__name__)
 

@@ -26,14 +26,14 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 
-from conf.errors import ConfigError
-from conf.json_files import JsonObject
-from conf.schema import Objective
-from fleet.replicas import ReplicaState
-from fleet.supervisor import Supervisor
-from orchestrator.files.run_checkpoint import has_nothing_left
-from orchestrator.files.run_folder import RunFolder, saved_options
-from rollout.crash_reports import COMMAND, death_in
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonObject
+from slipstream.conf.schema import Objective
+from slipstream.fleet.replicas import ReplicaState
+from slipstream.fleet.supervisor import Supervisor
+from slipstream.orchestrator.files.run_checkpoint import has_nothing_left
+from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
+from slipstream.rollout.crash_reports import COMMAND, death_in
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import json
 import time
 from contextlib import suppress
 
-from orchestrator.control.control_folder import how_it_ended, is_alive
-from orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.control.control_folder import how_it_ended, is_alive
+from slipstream.orchestrator.files.run_folder import RunFolder
 
 
 def state_of(folder: RunFolder, step: int | None, num_steps: int) -> tuple[str, str | None]:

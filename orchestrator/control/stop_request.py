@@ -20,10 +20,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from conf.errors import ConfigError
-from orchestrator.control.control_folder import is_alive
-from orchestrator.files.run_checkpoint import complete_checkpoints, has_nothing_left, step_of
-from orchestrator.files.run_folder import RunFolder, saved_options
+from slipstream.conf.errors import ConfigError
+from slipstream.orchestrator.control.control_folder import is_alive
+from slipstream.orchestrator.files.run_checkpoint import complete_checkpoints, has_nothing_left, step_of
+from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from conf.json_files import JsonObject
-from orchestrator.data.streams import Stream, check_cursor, digest
-from rollout.errors import DataError
-from rollout.types import Prompt
+from slipstream.conf.json_files import JsonObject
+from slipstream.orchestrator.data.streams import Stream, check_cursor, digest
+from slipstream.rollout.errors import DataError
+from slipstream.rollout.types import Prompt
 
 _DRAWS = 0x43
 """Keeps draws apart from those of other random numbers with the same seed."""

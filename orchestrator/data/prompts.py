@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from conf.json_files import JsonObject, is_list, is_object, kind_of
-from orchestrator.data.sources import Row, listed, other_names, renamed
-from rollout.errors import DataError, RowTooLong, TemplateRefused
-from rollout.text.messages import TEMPLATE_OPTIONS, TOOLS, Chat, template_options, text_messages, tools_of
-from rollout.types import Prompt
+from slipstream.conf.json_files import JsonObject, is_list, is_object, kind_of
+from slipstream.orchestrator.data.sources import Row, listed, other_names, renamed
+from slipstream.rollout.errors import DataError, RowTooLong, TemplateRefused
+from slipstream.rollout.text.messages import TEMPLATE_OPTIONS, TOOLS, Chat, template_options, text_messages, tools_of
+from slipstream.rollout.types import Prompt
 
 _HEAD_CHARACTERS_PER_TOKEN = 16
 """A text with more characters per allowed token is tokenized only after its beginning alone was not too long."""

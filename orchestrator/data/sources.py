@@ -22,9 +22,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import conf
-from conf.json_files import JsonObject, is_object, object_or_empty
-from rollout.errors import DataError
+from slipstream import conf
+from slipstream.conf.json_files import JsonObject, is_object, object_or_empty
+from slipstream.rollout.errors import DataError
 
 PACKAGED = "pkg://"
 """Prefix of files that ship in conf/data."""

@@ -24,9 +24,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from conf.json_files import JsonObject
-from orchestrator.data.sources import START, Position, Row
-from rollout.errors import DataError
+from slipstream.conf.json_files import JsonObject
+from slipstream.orchestrator.data.sources import START, Position, Row
+from slipstream.rollout.errors import DataError
 
 logger = logging.getLogger(__name__)
 

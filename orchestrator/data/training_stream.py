@@ -14,10 +14,10 @@ from functools import partial
 from itertools import islice
 from typing import Generic
 
-from conf.schema import DataConfig
-from orchestrator.data.sources import START, Position, Row, read_rows
-from orchestrator.data.streams import Item, Mixed, Shuffled, Stream, Streamed
-from rollout.errors import DataError, RowTooLong
+from slipstream.conf.schema import DataConfig
+from slipstream.orchestrator.data.sources import START, Position, Row, read_rows
+from slipstream.orchestrator.data.streams import Item, Mixed, Shuffled, Stream, Streamed
+from slipstream.rollout.errors import DataError, RowTooLong
 
 logger = logging.getLogger(__name__)
 

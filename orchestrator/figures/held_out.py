@@ -13,9 +13,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from conf.schema import Objective, RunConfig
-from orchestrator.figures.estimators import Estimate, estimate, majority_vote, pass_at_k
-from rollout.types import Group
+from slipstream.conf.schema import Objective, RunConfig
+from slipstream.orchestrator.figures.estimators import Estimate, estimate, majority_vote, pass_at_k
+from slipstream.rollout.types import Group
 
 Figures = dict[str, float | int | None]
 

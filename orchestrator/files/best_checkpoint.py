@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 import logging
 
-from conf.json_files import JsonObject, object_in
-from orchestrator.figures.held_out import is_better
-from orchestrator.files.run_checkpoint import CheckpointStore
+from slipstream.conf.json_files import JsonObject, object_in
+from slipstream.orchestrator.figures.held_out import is_better
+from slipstream.orchestrator.files.run_checkpoint import CheckpointStore
 
 logger = logging.getLogger(__name__)
 

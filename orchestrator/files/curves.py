@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from conf.json_files import JsonObject
-from conf.schema import Objective
-from orchestrator.files.telemetry import read_rows
-from trainer.step.mismatch_bins import POSITION_STARTS
+from slipstream.conf.json_files import JsonObject
+from slipstream.conf.schema import Objective
+from slipstream.orchestrator.files.telemetry import read_rows
+from slipstream.trainer.step.mismatch_bins import POSITION_STARTS
 
 Panels = tuple[tuple[str, tuple[str, ...], str], ...]
 """(title, metrics, scale of the vertical axis) of each picture."""

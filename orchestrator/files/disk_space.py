@@ -12,7 +12,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from orchestrator.errors import DiskFull
+from slipstream.orchestrator.errors import DiskFull
 
 _NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SENTENCES = tuple(os.strerror(number) for number in _NUMBERS)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from orchestrator.files.metrics_catalogue import Value
-from trainer.step.mismatch_bins import POSITION_STARTS, quantile
-from trainer.types import LossStats
+from slipstream.orchestrator.files.metrics_catalogue import Value
+from slipstream.trainer.step.mismatch_bins import POSITION_STARTS, quantile
+from slipstream.trainer.types import LossStats
 
 
 def loss_metrics(stats: Sequence[LossStats]) -> dict[str, Value]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.figures.held_out import EVAL_METRICS, EvalNames
-from rollout.agents.failures import FAILURES
-from rollout.agents.token_tree import REASONS
+from slipstream.orchestrator.figures.held_out import EVAL_METRICS, EvalNames
+from slipstream.rollout.agents.failures import FAILURES
+from slipstream.rollout.agents.token_tree import REASONS
 
 Value = float | int | None
 """A number of a row; None where the step has no such number."""

@@ -29,12 +29,12 @@ from pathlib import Path
 
 import numpy as np
 
-from conf.json_files import JsonObject, is_object
-from conf.schema import RunConfig
-from orchestrator.environment import resolve_device
-from orchestrator.errors import CheckpointError, TrainingStopped
-from orchestrator.files.run_folder import RunFolder, flatten, to_plain
-from rollout.types import Group, Prompt, Rollout, Routes, Turn
+from slipstream.conf.json_files import JsonObject, is_object
+from slipstream.conf.schema import RunConfig
+from slipstream.orchestrator.environment import resolve_device
+from slipstream.orchestrator.errors import CheckpointError, TrainingStopped
+from slipstream.orchestrator.files.run_folder import RunFolder, flatten, to_plain
+from slipstream.rollout.types import Group, Prompt, Rollout, Routes, Turn
 
 logger = logging.getLogger(__name__)
 

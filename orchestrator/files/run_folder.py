@@ -50,10 +50,10 @@ from typing import Any
 
 import yaml
 
-from conf.errors import ConfigError
-from conf.functions import is_function_path, keep_copy, source_of
-from conf.json_files import JsonObject, is_list, is_object
-from conf.schema import Objective, RunConfig, RunSection
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.functions import is_function_path, keep_copy, source_of
+from slipstream.conf.json_files import JsonObject, is_list, is_object
+from slipstream.conf.schema import Objective, RunConfig, RunSection
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from conf.json_files import is_list, is_object
+from slipstream.conf.json_files import is_list, is_object
 
 ENTRY = np.dtype(
     [

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from conf.json_files import JsonObject
-from orchestrator.figures.held_out import Evaluation
-from orchestrator.files.run_folder import RunFolder
-from orchestrator.files.sample_index import entry_of, read_index
-from rollout.types import Group, Rollout
+from slipstream.conf.json_files import JsonObject
+from slipstream.orchestrator.figures.held_out import Evaluation
+from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.files.sample_index import entry_of, read_index
+from slipstream.rollout.types import Group, Rollout
 
 SHORTEST_TEXT = 200
 """Characters of a text that are always kept."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from conf.json_files import JsonObject
+from slipstream.conf.json_files import JsonObject
 
 logger = logging.getLogger(__name__)
 

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from orchestrator.figures.estimators import is_informative
-from orchestrator.figures.held_out import EvalNames, Evaluation
-from orchestrator.files.loss_metrics import loss_metrics
-from orchestrator.files.metrics_catalogue import NO_EVALS, NO_REWARDS, RewardNames, Value, catalogue
-from orchestrator.files.samples import TrainedRollout
-from orchestrator.files.timeline import StepTimeline
-from rollout.agents.failures import FAILURES
-from rollout.agents.token_tree import REASONS
-from rollout.branches import branches_of
-from rollout.types import Group, Rollout
-from trainer.types import LossStats, OptimStats
+from slipstream.orchestrator.figures.estimators import is_informative
+from slipstream.orchestrator.figures.held_out import EvalNames, Evaluation
+from slipstream.orchestrator.files.loss_metrics import loss_metrics
+from slipstream.orchestrator.files.metrics_catalogue import NO_EVALS, NO_REWARDS, RewardNames, Value, catalogue
+from slipstream.orchestrator.files.samples import TrainedRollout
+from slipstream.orchestrator.files.timeline import StepTimeline
+from slipstream.rollout.agents.failures import FAILURES
+from slipstream.rollout.agents.token_tree import REASONS
+from slipstream.rollout.branches import branches_of
+from slipstream.rollout.types import Group, Rollout
+from slipstream.trainer.types import LossStats, OptimStats
 
 if TYPE_CHECKING:
-    from weight_sync.publish.report import PublishReport
+    from slipstream.weight_sync.publish.report import PublishReport
 
 
 @dataclass(slots=True)

@@ -21,16 +21,16 @@ from typing import TextIO
 
 import numpy as np
 
-from conf.json_files import JsonObject
-from orchestrator.figures.held_out import EvalNames, Evaluation, in_words
-from orchestrator.files.disk_space import naming_a_full_disk
-from orchestrator.files.loggers.logger import Logger
-from orchestrator.files.metrics_catalogue import NO_EVALS, NO_REWARDS, RewardNames, Value
-from orchestrator.files.run_folder import RunFolder
-from orchestrator.files.run_log import ProgressLine
-from orchestrator.files.samples import SampleLog
-from orchestrator.files.step_rows import StepRecord, failed_of, row_of
-from orchestrator.files.timeline import row_of_step, write_row
+from slipstream.conf.json_files import JsonObject
+from slipstream.orchestrator.figures.held_out import EvalNames, Evaluation, in_words
+from slipstream.orchestrator.files.disk_space import naming_a_full_disk
+from slipstream.orchestrator.files.loggers.logger import Logger
+from slipstream.orchestrator.files.metrics_catalogue import NO_EVALS, NO_REWARDS, RewardNames, Value
+from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.files.run_log import ProgressLine
+from slipstream.orchestrator.files.samples import SampleLog
+from slipstream.orchestrator.files.step_rows import StepRecord, failed_of, row_of
+from slipstream.orchestrator.files.timeline import row_of_step, write_row
 
 
 class Telemetry:

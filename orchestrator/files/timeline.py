@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conf.json_files import JsonObject
+from slipstream.conf.json_files import JsonObject
 
 if TYPE_CHECKING:
-    from weight_sync.publish.report import PublishReport
+    from slipstream.weight_sync.publish.report import PublishReport
 
 TRAINER = "trainer"
 REWARDS = "rewards"

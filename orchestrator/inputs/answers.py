@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from conf.json_files import JsonObject
-from orchestrator.data.prompts import Encoder, rendered
-from rollout.errors import DataError
-from rollout.text.messages import Chat
+from slipstream.conf.json_files import JsonObject
+from slipstream.orchestrator.data.prompts import Encoder, rendered
+from slipstream.rollout.errors import DataError
+from slipstream.rollout.text.messages import Chat
 
 THOUGHT_ENDS = "</think>"
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")

@@ -18,7 +18,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from conf.errors import ConfigError
+from slipstream.conf.errors import ConfigError
 
 CHARACTERS = "characters"
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")

@@ -24,9 +24,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from conf.json_files import JsonObject, is_list, kind_of
-from conf.schema import DataConfig
-from orchestrator.data.prompts import (
+from slipstream.conf.json_files import JsonObject, is_list, kind_of
+from slipstream.conf.schema import DataConfig
+from slipstream.orchestrator.data.prompts import (
     Encoder,
     chat_of,
     check_no_chat_columns,
@@ -35,13 +35,13 @@ from orchestrator.data.prompts import (
     messages_in,
     rendered,
 )
-from orchestrator.data.sources import Row, listed, other_names, renamed
-from orchestrator.data.streams import Tokenized
-from orchestrator.inputs.answers import Answer, answer_of
-from orchestrator.inputs.turn_ends import end_after
-from rollout.errors import DataError, RowTooLong
-from rollout.text.messages import Chat
-from trainer.types import Sample
+from slipstream.orchestrator.data.sources import Row, listed, other_names, renamed
+from slipstream.orchestrator.data.streams import Tokenized
+from slipstream.orchestrator.inputs.answers import Answer, answer_of
+from slipstream.orchestrator.inputs.turn_ends import end_after
+from slipstream.rollout.errors import DataError, RowTooLong
+from slipstream.rollout.text.messages import Chat
+from slipstream.trainer.types import Sample
 
 Turns = Sequence[JsonObject]
 COMPLETION = "completion"

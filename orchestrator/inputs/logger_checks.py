@@ -12,9 +12,9 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from conf.errors import ConfigError
-from conf.schema import RunConfig, WandbConfig
-from orchestrator.inputs.facts import Fact
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import RunConfig, WandbConfig
+from slipstream.orchestrator.inputs.facts import Fact
 
 _WITHOUT_A_DATABASE = ("", "file", "http", "https", "databricks")
 _WANDB_MODES = ("online", "offline", "shared", "disabled", "run", "dryrun")

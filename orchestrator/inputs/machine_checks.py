@@ -12,15 +12,15 @@ import math
 import os
 from pathlib import Path
 
-from conf.architecture.families import read_config
-from conf.checks import check_expert_parallel_engine_has_gpus, check_transport_fits_device
-from conf.errors import ConfigError
-from conf.plural import counted
-from conf.schema import Device, DType, Objective, RunConfig, TransportKind
-from orchestrator.inputs.facts import Fact
-from orchestrator.inputs.model_folder import resolve_hf_config
-from orchestrator.machine import DASHBOARD_PORT, Machine, answers
-from orchestrator.socket_folder import where_sockets_lie
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.checks import check_expert_parallel_engine_has_gpus, check_transport_fits_device
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.plural import counted
+from slipstream.conf.schema import Device, DType, Objective, RunConfig, TransportKind
+from slipstream.orchestrator.inputs.facts import Fact
+from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
+from slipstream.orchestrator.machine import DASHBOARD_PORT, Machine, answers
+from slipstream.orchestrator.socket_folder import where_sockets_lie
 
 MAX_PROCESSES_PER_CORE = 8
 """With more processes per core, a warning is given: they take turns, and may not start within cluster.start_timeout_s.

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from conf.errors import ConfigError
-from conf.json_files import JsonObject, read_json_object
-from weight_sync.disk.language_model import language_model_tensors
-from weight_sync.disk.safetensors_files import StoredTensor, read_index
-from weight_sync.layout import TensorMeta
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonObject, read_json_object
+from slipstream.weight_sync.disk.language_model import language_model_tensors
+from slipstream.weight_sync.disk.safetensors_files import StoredTensor, read_index
+from slipstream.weight_sync.layout import TensorMeta
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PART_ELEMENTS = 1 << 24

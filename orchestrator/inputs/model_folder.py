@@ -14,17 +14,17 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.architecture.families import of_language_model, read_config
-from conf.architecture.spelling import check_spelling
-from conf.errors import ConfigError
-from conf.json_files import HfConfig, JsonObject, read_json_object
-from conf.schema import DType, EngineFormat, Init, ModelConfig, RunConfig
-from orchestrator.inputs.character_tokenizer import CHARACTERS, save_character_tokenizer
-from orchestrator.inputs.model_files import read_hf_config
-from orchestrator.inputs.text_encoder import TOKENIZER_FILE, check_holds_tokenizer
-from rollout.types import RoutingShape
-from trainer.weights.quantization import BlockFp8, engine_tensors
-from weight_sync.layout import TensorMeta
+from slipstream.conf.architecture.families import of_language_model, read_config
+from slipstream.conf.architecture.spelling import check_spelling
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import HfConfig, JsonObject, read_json_object
+from slipstream.conf.schema import DType, EngineFormat, Init, ModelConfig, RunConfig
+from slipstream.orchestrator.inputs.character_tokenizer import CHARACTERS, save_character_tokenizer
+from slipstream.orchestrator.inputs.model_files import read_hf_config
+from slipstream.orchestrator.inputs.text_encoder import TOKENIZER_FILE, check_holds_tokenizer
+from slipstream.rollout.types import RoutingShape
+from slipstream.trainer.weights.quantization import BlockFp8, engine_tensors
+from slipstream.weight_sync.layout import TensorMeta
 
 _TOKENIZER_FILES = (
     TOKENIZER_FILE,

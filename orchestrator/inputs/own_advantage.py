@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from conf.errors import ConfigError
-from conf.functions import import_function
-from conf.json_files import is_sequence
-from conf.schema import RunConfig
-from orchestrator.errors import TrainingStopped
-from rollout.rewards.runner import chosen_rewards
-from rollout.types import Group, Prompt, Rollout
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.functions import import_function
+from slipstream.conf.json_files import is_sequence
+from slipstream.conf.schema import RunConfig
+from slipstream.orchestrator.errors import TrainingStopped
+from slipstream.rollout.rewards.runner import chosen_rewards
+from slipstream.rollout.types import Group, Prompt, Rollout
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from conf.json_files import JsonObject
-from orchestrator.data.prompts import chat_of, check_no_chat_columns, check_turns
-from orchestrator.data.sources import Row, listed, renamed
-from orchestrator.inputs.answers import num_shared
-from orchestrator.inputs.conversations import (
+from slipstream.conf.json_files import JsonObject
+from slipstream.orchestrator.data.prompts import chat_of, check_no_chat_columns, check_turns
+from slipstream.orchestrator.data.sources import Row, listed, renamed
+from slipstream.orchestrator.inputs.answers import num_shared
+from slipstream.orchestrator.inputs.conversations import (
     Conversation,
     RowReader,
     Turns,
@@ -31,9 +31,9 @@ from orchestrator.inputs.conversations import (
     tokenized,
     with_end,
 )
-from rollout.errors import DataError
-from rollout.text.messages import Chat
-from trainer.types import Sample
+from slipstream.rollout.errors import DataError
+from slipstream.rollout.text.messages import Chat
+from slipstream.trainer.types import Sample
 
 ANSWERS = ("chosen", "rejected")
 """Their columns. Others are named by data.columns."""

@@ -24,23 +24,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from conf.architecture.families import family_of, kind_of, read_config
-from conf.architecture.model_spec import ModelSpec
-from conf.errors import ConfigError, SlipstreamError
-from conf.functions import is_function_path
-from conf.model_checks import check_architecture, check_packed_base_reaches_engines
-from conf.options import did_you_mean
-from conf.plural import counted
-from conf.schema import Device, Init, Objective, RunConfig, TrainMode
-from orchestrator.environment import resolve_device
-from orchestrator.errors import PreflightError
-from orchestrator.figures.held_out import choosing_metrics
-from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint, has_nothing_left
-from orchestrator.files.run_folder import RunFolder, follow_latest
-from orchestrator.inputs.character_tokenizer import CHARACTERS, check_character_vocabulary
-from orchestrator.inputs.facts import Fact
-from orchestrator.inputs.logger_checks import check_loggers
-from orchestrator.inputs.machine_checks import (
+from slipstream.conf.architecture.families import family_of, kind_of, read_config
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.errors import ConfigError, SlipstreamError
+from slipstream.conf.functions import is_function_path
+from slipstream.conf.model_checks import check_architecture, check_packed_base_reaches_engines
+from slipstream.conf.options import did_you_mean
+from slipstream.conf.plural import counted
+from slipstream.conf.schema import Device, Init, Objective, RunConfig, TrainMode
+from slipstream.orchestrator.environment import resolve_device
+from slipstream.orchestrator.errors import PreflightError
+from slipstream.orchestrator.figures.held_out import choosing_metrics
+from slipstream.orchestrator.files.run_checkpoint import CheckpointStore, fingerprint, has_nothing_left
+from slipstream.orchestrator.files.run_folder import RunFolder, follow_latest
+from slipstream.orchestrator.inputs.character_tokenizer import CHARACTERS, check_character_vocabulary
+from slipstream.orchestrator.inputs.facts import Fact
+from slipstream.orchestrator.inputs.logger_checks import check_loggers
+from slipstream.orchestrator.inputs.machine_checks import (
     check_dashboard_port,
     check_devices,
     check_link,
@@ -49,23 +49,23 @@ from orchestrator.inputs.machine_checks import (
     check_shared_memory,
     check_sockets,
 )
-from orchestrator.inputs.model_files import check_checkpoint_files, download_first
-from orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
-from orchestrator.inputs.own_advantage import try_advantage
-from orchestrator.inputs.prompt_rows import check_data, first_prompts
-from orchestrator.inputs.reward_facts import who_judges
-from orchestrator.inputs.text_encoder import (
+from slipstream.orchestrator.inputs.model_files import check_checkpoint_files, download_first
+from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
+from slipstream.orchestrator.inputs.own_advantage import try_advantage
+from slipstream.orchestrator.inputs.prompt_rows import check_data, first_prompts
+from slipstream.orchestrator.inputs.reward_facts import who_judges
+from slipstream.orchestrator.inputs.text_encoder import (
     TextEncoder,
     check_holds_tokenizer,
     template_knows_tools,
     tokenizer_folder,
 )
-from orchestrator.machine import HERE, Machine, nearest_existing
-from rollout.agents.episode_runner import check_agent
-from rollout.agents.tool_calls import parser_names
-from rollout.engine.engine_options import known_arguments
-from rollout.rewards.runner import check_reward
-from trainer.weights.stored_adapter import check_adapter_fits, read_stored_adapter
+from slipstream.orchestrator.machine import HERE, Machine, nearest_existing
+from slipstream.rollout.agents.episode_runner import check_agent
+from slipstream.rollout.agents.tool_calls import parser_names
+from slipstream.rollout.engine.engine_options import known_arguments
+from slipstream.rollout.rewards.runner import check_reward
+from slipstream.trainer.weights.stored_adapter import check_adapter_fits, read_stored_adapter
 
 MIN_FREE_BYTES = 256 << 20
 """Free space below which a run is refused: logs, metrics and the checkpoints of a tiny model."""
@@ -314,7 +314,7 @@ def check_algorithm_loads(config: RunConfig) -> Fact | None:
         except ConfigError as error:
             problems.append(str(error))
     if is_function_path(algorithm.loss):
-        command = [sys.executable, "-m", "trainer.step.own_loss"]
+        command = [sys.executable, "-m", "slipstream.trainer.step.own_loss"]
         tried = subprocess.run(command, input=pickle.dumps(algorithm), capture_output=True, timeout=TRY_S, check=False)
         if tried.returncode != 0:
             said = tried.stderr.decode(errors="replace").strip().splitlines()
@@ -330,7 +330,7 @@ def check_teacher_answers(config: RunConfig) -> Fact | None:
         return None
     if config.run.num_steps == 0:
         return Fact("teacher", "not asked: no step is made")
-    from orchestrator.inputs.teacher_check import check_teacher  # imports httpx
+    from slipstream.orchestrator.inputs.teacher_check import check_teacher  # imports httpx
 
     return Fact("teacher", check_teacher(config))
 

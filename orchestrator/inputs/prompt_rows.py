@@ -19,33 +19,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from conf.errors import ConfigError, SlipstreamError
-from conf.schema import Curriculum, Objective, RunConfig
-from orchestrator.data.curriculum import Middling
-from orchestrator.data.prompts import Encoder, PromptReader, encode_up_to
-from orchestrator.data.sources import Row, listed
-from orchestrator.data.streams import Stream
-from orchestrator.data.training_stream import Read, held_out_items, training_items, training_stream
-from orchestrator.inputs.answers import THOUGHT_ENDS, THOUGHT_FIELDS
-from orchestrator.inputs.character_tokenizer import (
+from slipstream.conf.errors import ConfigError, SlipstreamError
+from slipstream.conf.schema import Curriculum, Objective, RunConfig
+from slipstream.orchestrator.data.curriculum import Middling
+from slipstream.orchestrator.data.prompts import Encoder, PromptReader, encode_up_to
+from slipstream.orchestrator.data.sources import Row, listed
+from slipstream.orchestrator.data.streams import Stream
+from slipstream.orchestrator.data.training_stream import Read, held_out_items, training_items, training_stream
+from slipstream.orchestrator.inputs.answers import THOUGHT_ENDS, THOUGHT_FIELDS
+from slipstream.orchestrator.inputs.character_tokenizer import (
     ALPHABET,
     CHARACTERS,
     SPECIAL_TOKENS,
     known_characters,
 )
-from orchestrator.inputs.conversations import ConversationReader, Lesson
-from orchestrator.inputs.facts import Fact
-from orchestrator.inputs.model_folder import prepare_model, resolve_hf_config
-from orchestrator.inputs.preferences import PreferenceReader
-from orchestrator.inputs.shown_row import shown_row, thoughts_not_given
-from orchestrator.inputs.text_encoder import TextEncoder
-from orchestrator.inputs.turn_ends import unknown_end
-from rollout.errors import DataError
-from rollout.rewards.answer_text import answer_text
-from rollout.rewards.judge_prompt import columns_needed
-from rollout.rewards.runner import chosen_rewards
-from rollout.text.messages import Chat
-from rollout.types import Prompt
+from slipstream.orchestrator.inputs.conversations import ConversationReader, Lesson
+from slipstream.orchestrator.inputs.facts import Fact
+from slipstream.orchestrator.inputs.model_folder import prepare_model, resolve_hf_config
+from slipstream.orchestrator.inputs.preferences import PreferenceReader
+from slipstream.orchestrator.inputs.shown_row import shown_row, thoughts_not_given
+from slipstream.orchestrator.inputs.text_encoder import TextEncoder
+from slipstream.orchestrator.inputs.turn_ends import unknown_end
+from slipstream.rollout.errors import DataError
+from slipstream.rollout.rewards.answer_text import answer_text
+from slipstream.rollout.rewards.judge_prompt import columns_needed
+from slipstream.rollout.rewards.runner import chosen_rewards
+from slipstream.rollout.text.messages import Chat
+from slipstream.rollout.types import Prompt
 
 RENDERED_ROWS = 256
 """Rows of each source that go through the chat template before a run starts. The run itself reads all rows so."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from conf.schema import Objective, RunConfig
+from slipstream.conf.schema import Objective, RunConfig
 
 DEFAULT = "exact_match"
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from orchestrator.inputs.conversations import Conversation, Conversations, Lesson
-from orchestrator.inputs.preferences import Pair
-from orchestrator.inputs.text_encoder import TextEncoder
-from rollout.types import Prompt
+from slipstream.orchestrator.inputs.conversations import Conversation, Conversations, Lesson
+from slipstream.orchestrator.inputs.preferences import Pair
+from slipstream.orchestrator.inputs.text_encoder import TextEncoder
+from slipstream.rollout.types import Prompt
 
 MAX_SHOWN = 600
 """Characters of one sequence; of a longer one, beginning and end."""

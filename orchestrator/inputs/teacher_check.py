@@ -12,13 +12,13 @@ import os
 
 import httpx
 
-from conf.errors import ConfigError
-from conf.json_files import JsonObject
-from conf.schema import RunConfig, TeacherConfig
-from orchestrator.inputs.conversations import end_of_text
-from orchestrator.inputs.prompt_rows import RowEncoder
-from rollout.openai_client import key_headers
-from rollout.teacher import WrongAnswer, read_answer, request_of
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonObject
+from slipstream.conf.schema import RunConfig, TeacherConfig
+from slipstream.orchestrator.inputs.conversations import end_of_text
+from slipstream.orchestrator.inputs.prompt_rows import RowEncoder
+from slipstream.rollout.openai_client import key_headers
+from slipstream.rollout.teacher import WrongAnswer, read_answer, request_of
 
 PROBE = "def f(r): r*3.14 # Größe 面積"
 """A text in which tokenizers differ, short enough for any model; the end of sequence is added to it."""

@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.errors import ConfigError
-from conf.json_files import JsonObject, object_in
-from conf.schema import ModelConfig
-from rollout.errors import DataError, TokenizerError
-from rollout.text.chat_template import ChatTemplate
-from rollout.text.ends import end_token_ids
-from rollout.text.messages import Chat
-from rollout.text.plain_text import TOKENIZER_FILE, encode_text, load_tokenizer
-from rollout.text.turns import TurnCheck
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonObject, object_in
+from slipstream.conf.schema import ModelConfig
+from slipstream.rollout.errors import DataError, TokenizerError
+from slipstream.rollout.text.chat_template import ChatTemplate
+from slipstream.rollout.text.ends import end_token_ids
+from slipstream.rollout.text.messages import Chat
+from slipstream.rollout.text.plain_text import TOKENIZER_FILE, encode_text, load_tokenizer
+from slipstream.rollout.text.turns import TurnCheck
 
 _OLDER_TOKENIZERS = ("tokenizer.model", "vocab.json")
 """What transformers converts to TOKENIZER_FILE."""

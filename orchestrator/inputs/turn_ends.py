@@ -12,10 +12,10 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from conf.json_files import JsonObject
-from orchestrator.data.prompts import Encoder
-from rollout.errors import DataError, TemplateRefused
-from rollout.text.messages import Chat
+from slipstream.conf.json_files import JsonObject
+from slipstream.orchestrator.data.prompts import Encoder
+from slipstream.rollout.errors import DataError, TemplateRefused
+from slipstream.rollout.text.messages import Chat
 
 _CALL = {"id": "call-1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 _TURNS: dict[str, tuple[JsonObject, JsonObject]] = {

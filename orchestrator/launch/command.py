@@ -15,10 +15,10 @@ from pathlib import Path
 
 import jinja2
 
-from conf.errors import ConfigError
-from conf.schema import Device, RunConfig
-from orchestrator.launch.launch_options import DEFAULT_GPU, DEFAULT_IMAGE, LaunchOptions, Target, is_label
-from orchestrator.launch.shape import Shape, shape_of
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import Device, RunConfig
+from slipstream.orchestrator.launch.launch_options import DEFAULT_GPU, DEFAULT_IMAGE, LaunchOptions, Target, is_label
+from slipstream.orchestrator.launch.shape import Shape, shape_of
 
 NODES_TIMEOUT_S = 600
 """Longest wait until all machines of a job have joined Ray."""

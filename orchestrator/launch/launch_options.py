@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
 
-from conf.errors import ConfigError
+from slipstream.conf.errors import ConfigError
 
 DEFAULT_IMAGE = "slipstream:gpu"
 DEFAULT_GPU = "H100"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from conf.errors import ConfigError
-from conf.schema import Device, Objective, RunConfig
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import Device, Objective, RunConfig
 
 
 @dataclass(frozen=True, slots=True)

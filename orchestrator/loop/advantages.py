@@ -31,8 +31,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from orchestrator.errors import TrainingStopped
-from orchestrator.figures.estimators import is_informative
+from slipstream.orchestrator.errors import TrainingStopped
+from slipstream.orchestrator.figures.estimators import is_informative
 
 _STD_EPS = 1e-6
 _VARIANCE_EPS = 1e-8

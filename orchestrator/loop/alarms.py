@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from conf.schema import AlgorithmConfig, ParityConfig
-from orchestrator.files.metrics_catalogue import Value
+from slipstream.conf.schema import AlgorithmConfig, ParityConfig
+from slipstream.orchestrator.files.metrics_catalogue import Value
 
 logger = logging.getLogger(__name__)
 

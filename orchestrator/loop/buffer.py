@@ -32,8 +32,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from orchestrator.files.run_checkpoint import BufferState
-from rollout.types import Group, Prompt
+from slipstream.orchestrator.files.run_checkpoint import BufferState
+from slipstream.rollout.types import Group, Prompt
 
 
 @dataclass(frozen=True, slots=True)

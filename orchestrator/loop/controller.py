@@ -43,29 +43,29 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from conf.schema import RunConfig
-from fleet.errors import NoReplicasLeft
-from fleet.waiting import wait_for
-from orchestrator.files.metrics_catalogue import Value
-from orchestrator.files.run_checkpoint import RunState
-from orchestrator.files.samples import shown_rollouts
-from orchestrator.files.step_rows import StepRecord
-from orchestrator.files.timeline import TRAINER, StepTimeline
-from orchestrator.loop.buffer import Batch, GroupBuffer
-from orchestrator.loop.evaluations import Evaluations
-from orchestrator.loop.floor import measure_floor
-from orchestrator.loop.ports import LoopServices, Stopwatch
-from orchestrator.loop.publication import Publication
-from orchestrator.loop.ramp import Ramp
-from orchestrator.loop.sampler import Sampler
-from orchestrator.loop.samples import Draft, advantage_function, draft_samples, filled
-from orchestrator.loop.shown import join, mark
-from orchestrator.loop.step_loop import StepLoop
-from orchestrator.loop.updates import score, update
-from trainer.types import OptimStats
+from slipstream.conf.schema import RunConfig
+from slipstream.fleet.errors import NoReplicasLeft
+from slipstream.fleet.waiting import wait_for
+from slipstream.orchestrator.files.metrics_catalogue import Value
+from slipstream.orchestrator.files.run_checkpoint import RunState
+from slipstream.orchestrator.files.samples import shown_rollouts
+from slipstream.orchestrator.files.step_rows import StepRecord
+from slipstream.orchestrator.files.timeline import TRAINER, StepTimeline
+from slipstream.orchestrator.loop.buffer import Batch, GroupBuffer
+from slipstream.orchestrator.loop.evaluations import Evaluations
+from slipstream.orchestrator.loop.floor import measure_floor
+from slipstream.orchestrator.loop.ports import LoopServices, Stopwatch
+from slipstream.orchestrator.loop.publication import Publication
+from slipstream.orchestrator.loop.ramp import Ramp
+from slipstream.orchestrator.loop.sampler import Sampler
+from slipstream.orchestrator.loop.samples import Draft, advantage_function, draft_samples, filled
+from slipstream.orchestrator.loop.shown import join, mark
+from slipstream.orchestrator.loop.step_loop import StepLoop
+from slipstream.orchestrator.loop.updates import score, update
+from slipstream.trainer.types import OptimStats
 
 if TYPE_CHECKING:
-    from weight_sync.publish.report import PublishReport
+    from slipstream.weight_sync.publish.report import PublishReport
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -18,10 +18,10 @@ import asyncio
 import logging
 import time
 
-from conf.schema import RunConfig, SyncMode
-from orchestrator.figures.held_out import Evaluation, eval_names, evaluate_groups
-from orchestrator.loop.ports import LoopServices
-from orchestrator.loop.sampler import Sampler
+from slipstream.conf.schema import RunConfig, SyncMode
+from slipstream.orchestrator.figures.held_out import Evaluation, eval_names, evaluate_groups
+from slipstream.orchestrator.loop.ports import LoopServices
+from slipstream.orchestrator.loop.sampler import Sampler
 
 logger = logging.getLogger(__name__)
 

@@ -15,18 +15,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from conf.schema import Objective, RunConfig
-from orchestrator.data.streams import Stream
-from orchestrator.figures.held_out import TAUGHT_FIGURES, Evaluation, Figures
-from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState
-from orchestrator.files.step_rows import StepRecord
-from orchestrator.files.telemetry import Telemetry
-from orchestrator.inputs.conversations import Lesson
-from orchestrator.loop.ports import Stopwatch, TaughtTrainer
-from orchestrator.loop.samples import denominators_of
-from orchestrator.loop.step_loop import StepLoop
-from trainer.step.microbatches import pack
-from trainer.types import LossStats, Sample
+from slipstream.conf.schema import Objective, RunConfig
+from slipstream.orchestrator.data.streams import Stream
+from slipstream.orchestrator.figures.held_out import TAUGHT_FIGURES, Evaluation, Figures
+from slipstream.orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState
+from slipstream.orchestrator.files.step_rows import StepRecord
+from slipstream.orchestrator.files.telemetry import Telemetry
+from slipstream.orchestrator.inputs.conversations import Lesson
+from slipstream.orchestrator.loop.ports import Stopwatch, TaughtTrainer
+from slipstream.orchestrator.loop.samples import denominators_of
+from slipstream.orchestrator.loop.step_loop import StepLoop
+from slipstream.trainer.step.microbatches import pack
+from slipstream.trainer.types import LossStats, Sample
 
 
 class Finetuner(StepLoop):

@@ -15,10 +15,10 @@ import logging
 import math
 from collections.abc import Sequence
 
-from fleet.router import Router
-from orchestrator.files.metrics_catalogue import Value
-from rollout.branches import branches_of
-from rollout.types import Group
+from slipstream.fleet.router import Router
+from slipstream.orchestrator.files.metrics_catalogue import Value
+from slipstream.rollout.branches import branches_of
+from slipstream.rollout.types import Group
 
 logger = logging.getLogger(__name__)
 

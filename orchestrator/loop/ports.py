@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from conf.json_files import JsonObject
-from fleet.router import Router
-from fleet.supervisor import Supervisor
-from orchestrator.files.metrics_catalogue import Value
-from orchestrator.files.run_checkpoint import CheckpointStore
-from orchestrator.files.telemetry import Telemetry
-from orchestrator.files.timeline import TRAINER, Activities
-from rollout.types import Judgement, Prompt, Rollout
-from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
+from slipstream.conf.json_files import JsonObject
+from slipstream.fleet.router import Router
+from slipstream.fleet.supervisor import Supervisor
+from slipstream.orchestrator.files.metrics_catalogue import Value
+from slipstream.orchestrator.files.run_checkpoint import CheckpointStore
+from slipstream.orchestrator.files.telemetry import Telemetry
+from slipstream.orchestrator.files.timeline import TRAINER, Activities
+from slipstream.rollout.types import Judgement, Prompt, Rollout
+from slipstream.trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
 
 if TYPE_CHECKING:
-    from conf.schema import SamplingConfig
-    from rollout.agents.episode_runner import FinishedEpisode
-    from weight_sync.publish.report import PublishReport
+    from slipstream.conf.schema import SamplingConfig
+    from slipstream.rollout.agents.episode_runner import FinishedEpisode
+    from slipstream.weight_sync.publish.report import PublishReport
 
 
 class StepTrainer(Protocol):

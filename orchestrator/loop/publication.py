@@ -13,14 +13,14 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from conf.schema import Relay, SyncMode, WeightSyncConfig
-from fleet.relay import publish_by_relay
-from fleet.replicas import Replica
-from orchestrator.loop.ports import LoopServices
-from weight_sync.errors import WeightSyncError
+from slipstream.conf.schema import Relay, SyncMode, WeightSyncConfig
+from slipstream.fleet.relay import publish_by_relay
+from slipstream.fleet.replicas import Replica
+from slipstream.orchestrator.loop.ports import LoopServices
+from slipstream.weight_sync.errors import WeightSyncError
 
 if TYPE_CHECKING:
-    from weight_sync.publish.report import PublishReport
+    from slipstream.weight_sync.publish.report import PublishReport
 
 logger = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from conf.schema import RunConfig
-from fleet.replicas import ReplicaState
-from orchestrator.loop.buffer import GroupBuffer
+from slipstream.conf.schema import RunConfig
+from slipstream.fleet.replicas import ReplicaState
+from slipstream.orchestrator.loop.buffer import GroupBuffer
 
 if TYPE_CHECKING:
-    from fleet.supervisor import Supervisor
+    from slipstream.fleet.supervisor import Supervisor
 
 ASK_EVERY_S = 0.25
 ANSWER_WITHIN_S = 2.0

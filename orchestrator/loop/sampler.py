@@ -20,18 +20,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from conf.schema import RunConfig, SamplingConfig
-from fleet.waiting import together, wait_for
-from orchestrator.errors import TrainingStopped
-from orchestrator.figures.estimators import is_informative
-from orchestrator.files.timeline import REWARDS
-from orchestrator.loop.buffer import GroupBuffer, Ticket
-from orchestrator.loop.ports import LoopServices
-from orchestrator.loop.unjudged import Unjudged, most_in_a_row
-from rollout.types import Group, Judgement, Prompt
+from slipstream.conf.schema import RunConfig, SamplingConfig
+from slipstream.fleet.waiting import together, wait_for
+from slipstream.orchestrator.errors import TrainingStopped
+from slipstream.orchestrator.figures.estimators import is_informative
+from slipstream.orchestrator.files.timeline import REWARDS
+from slipstream.orchestrator.loop.buffer import GroupBuffer, Ticket
+from slipstream.orchestrator.loop.ports import LoopServices
+from slipstream.orchestrator.loop.unjudged import Unjudged, most_in_a_row
+from slipstream.rollout.types import Group, Judgement, Prompt
 
 if TYPE_CHECKING:
-    from rollout.agents.episode_runner import FinishedEpisode
+    from slipstream.rollout.agents.episode_runner import FinishedEpisode
 
 
 class Sampler:

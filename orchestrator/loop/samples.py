@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from conf.functions import is_function_path
-from conf.schema import AlgorithmConfig
-from orchestrator.inputs.own_advantage import AdvantageFunction, own_advantage
-from orchestrator.loop.advantages import batch_advantages, teacher_term
-from rollout.branches import Branch, branches_of
-from rollout.types import Group
-from trainer.types import Denominators, Origin, Sample, Scores
+from slipstream.conf.functions import is_function_path
+from slipstream.conf.schema import AlgorithmConfig
+from slipstream.orchestrator.inputs.own_advantage import AdvantageFunction, own_advantage
+from slipstream.orchestrator.loop.advantages import batch_advantages, teacher_term
+from slipstream.rollout.branches import Branch, branches_of
+from slipstream.rollout.types import Group
+from slipstream.trainer.types import Denominators, Origin, Sample, Scores
 
 
 @dataclass(frozen=True, slots=True)

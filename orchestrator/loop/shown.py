@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from orchestrator.files.samples import TrainedRollout
-from rollout.branches import branches_of
-from rollout.types import Group
-from trainer.types import LossStats, Origin, Sample
+from slipstream.orchestrator.files.samples import TrainedRollout
+from slipstream.rollout.branches import branches_of
+from slipstream.rollout.types import Group
+from slipstream.trainer.types import LossStats, Origin, Sample
 
 
 def mark(samples: Sequence[Sample], places: Sequence[tuple[int, int]]) -> list[Sample]:

@@ -22,20 +22,20 @@ from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from conf.schema import RunConfig, TrainMode
-from fleet.errors import FleetError
-from fleet.waiting import finish_first, last_attempt
-from orchestrator.errors import OrchestratorError, TrainingStopped
-from orchestrator.figures.held_out import Evaluation
-from orchestrator.files.best_checkpoint import BestCheckpoint
-from orchestrator.files.disk_space import naming_a_full_disk
-from orchestrator.files.metrics_catalogue import Value
-from orchestrator.files.run_checkpoint import CheckpointStore, RunState, step_of
-from orchestrator.files.step_rows import StepRecord
-from orchestrator.files.telemetry import Telemetry
-from orchestrator.files.timeline import Activities, StepTimeline
-from orchestrator.loop.alarms import LearningAlarm, ParityAlarm
-from orchestrator.loop.ports import StepTrainer, Stopwatch
+from slipstream.conf.schema import RunConfig, TrainMode
+from slipstream.fleet.errors import FleetError
+from slipstream.fleet.waiting import finish_first, last_attempt
+from slipstream.orchestrator.errors import OrchestratorError, TrainingStopped
+from slipstream.orchestrator.figures.held_out import Evaluation
+from slipstream.orchestrator.files.best_checkpoint import BestCheckpoint
+from slipstream.orchestrator.files.disk_space import naming_a_full_disk
+from slipstream.orchestrator.files.metrics_catalogue import Value
+from slipstream.orchestrator.files.run_checkpoint import CheckpointStore, RunState, step_of
+from slipstream.orchestrator.files.step_rows import StepRecord
+from slipstream.orchestrator.files.telemetry import Telemetry
+from slipstream.orchestrator.files.timeline import Activities, StepTimeline
+from slipstream.orchestrator.loop.alarms import LearningAlarm, ParityAlarm
+from slipstream.orchestrator.loop.ports import StepTrainer, Stopwatch
 
 logger = logging.getLogger(__name__)
 

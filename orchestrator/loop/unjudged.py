@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from conf.schema import RunConfig
-from orchestrator.errors import TrainingStopped
-from orchestrator.loop.ports import Episodes
-from rollout.types import Group
+from slipstream.conf.schema import RunConfig
+from slipstream.orchestrator.errors import TrainingStopped
+from slipstream.orchestrator.loop.ports import Episodes
+from slipstream.rollout.types import Group
 
 MAX_UNJUDGED_GROUPS = 8
 """Groups in a row (and at least a batch of them) without one reward after which the run stops: the reward or the agent

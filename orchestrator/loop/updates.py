@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from conf.schema import RunConfig
-from orchestrator.loop.ports import PublishingTrainer, Stopwatch
-from orchestrator.loop.samples import Draft, denominators_of, scored
-from trainer.step.microbatches import pack
-from trainer.types import LossStats, OptimStats, Sample
+from slipstream.conf.schema import RunConfig
+from slipstream.orchestrator.loop.ports import PublishingTrainer, Stopwatch
+from slipstream.orchestrator.loop.samples import Draft, denominators_of, scored
+from slipstream.trainer.step.microbatches import pack
+from slipstream.trainer.types import LossStats, OptimStats, Sample
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,29 +19,29 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conf.architecture.families import read_config
-from conf.errors import ConfigError
-from conf.json_files import HfConfig
-from conf.model_checks import check_architecture, packing_of
-from conf.schema import Device, Objective, Relay, RunConfig, SyncMode
-from orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
-from orchestrator.offline.hardware import Hardware
-from orchestrator.offline.modes import ModeChoice, compare_modes
-from rollout.errors import EngineError
-from rollout.layouts.offline_layout import LayoutRequest, offline_layouts
-from rollout.layouts.offline_slots import offline_slots
-from trainer.weights.quantization import BlockFp8
-from weight_sync.errors import PlanError, WatermarkError
-from weight_sync.layout import DTYPE_BYTES, DestLayout, SourceLayout
-from weight_sync.plan.budget import Staging, reserved_bytes
-from weight_sync.plan.plan import build_plan
-from weight_sync.plan.transfer_plan import PlanSummary, TransferPlan
-from weight_sync.prediction.links import Faults, LinkRates, Placement, place
-from weight_sync.prediction.predict import Prediction, predict
-from weight_sync.prediction.relayed import neighbours, relay_s, written_alone
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import HfConfig
+from slipstream.conf.model_checks import check_architecture, packing_of
+from slipstream.conf.schema import Device, Objective, Relay, RunConfig, SyncMode
+from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
+from slipstream.orchestrator.offline.hardware import Hardware
+from slipstream.orchestrator.offline.modes import ModeChoice, compare_modes
+from slipstream.rollout.errors import EngineError
+from slipstream.rollout.layouts.offline_layout import LayoutRequest, offline_layouts
+from slipstream.rollout.layouts.offline_slots import offline_slots
+from slipstream.trainer.weights.quantization import BlockFp8
+from slipstream.weight_sync.errors import PlanError, WatermarkError
+from slipstream.weight_sync.layout import DTYPE_BYTES, DestLayout, SourceLayout
+from slipstream.weight_sync.plan.budget import Staging, reserved_bytes
+from slipstream.weight_sync.plan.plan import build_plan
+from slipstream.weight_sync.plan.transfer_plan import PlanSummary, TransferPlan
+from slipstream.weight_sync.prediction.links import Faults, LinkRates, Placement, place
+from slipstream.weight_sync.prediction.predict import Prediction, predict
+from slipstream.weight_sync.prediction.relayed import neighbours, relay_s, written_alone
 
 if TYPE_CHECKING:
-    from trainer.delivery.planned_layouts import PlannedTrainer, TrainerMemory
+    from slipstream.trainer.delivery.planned_layouts import PlannedTrainer, TrainerMemory
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
     Raises:
         ConfigError: an option does not fit the model or the hardware, or the engine's layout cannot be recorded here.
     """
-    from trainer.delivery.planned_layouts import PlannedTrainer  # here: --help needs no torch
+    from slipstream.trainer.delivery.planned_layouts import PlannedTrainer  # here: --help needs no torch
 
     if config.algorithm.objective is not Objective.policy:
         raise ConfigError(
@@ -314,7 +314,7 @@ def _delta(
     staging: Staging,
 ) -> DeltaChoice | None:
     """Only what changed, as far as an engine rank's zone has room for it; the rest whole."""
-    from weight_sync import changes  # with torch, which --help does not need
+    from slipstream.weight_sync import changes  # with torch, which --help does not need
 
     zone = config.weight_sync.delta_bytes
     if not zone:

@@ -11,14 +11,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import ConfigError
-from conf.json_files import JsonObject
-from conf.plural import counted
-from conf.schema import SyncMode
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonObject
+from slipstream.conf.plural import counted
+from slipstream.conf.schema import SyncMode
 
 if TYPE_CHECKING:
-    from orchestrator.offline.estimate import PlanReport, RelayChoice
-    from orchestrator.offline.modes import ModeChoice
+    from slipstream.orchestrator.offline.estimate import PlanReport, RelayChoice
+    from slipstream.orchestrator.offline.modes import ModeChoice
 
 MAX_ROWS = 40
 """Ranks that a picture shows of each side: the first ones; --json has them all."""

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from conf.errors import ConfigError
-from weight_sync.errors import PlanError
-from weight_sync.prediction.links import Faults, LinkRates
+from slipstream.conf.errors import ConfigError
+from slipstream.weight_sync.errors import PlanError
+from slipstream.weight_sync.prediction.links import Faults, LinkRates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from conf.architecture.model_spec import ModelSpec
-from conf.checks import check_adapter_mode_has_an_adapter
-from conf.errors import ConfigError
-from conf.json_files import HfConfig
-from conf.model_checks import check_architecture
-from conf.schema import DType, LoraConfig, RolloutConfig, RunConfig, SyncMode
-from rollout.layouts.offline_slots import offline_slot
-from trainer.weights.adapter_names import adapter_tensors
-from weight_sync.layout import DestLayout
-from weight_sync.plan.transfer_plan import PlanSummary
-from weight_sync.prediction.links import LinkRates
-from weight_sync.prediction.predict import Prediction
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.checks import check_adapter_mode_has_an_adapter
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import HfConfig
+from slipstream.conf.model_checks import check_architecture
+from slipstream.conf.schema import DType, LoraConfig, RolloutConfig, RunConfig, SyncMode
+from slipstream.rollout.layouts.offline_slots import offline_slot
+from slipstream.trainer.weights.adapter_names import adapter_tensors
+from slipstream.weight_sync.layout import DestLayout
+from slipstream.weight_sync.plan.transfer_plan import PlanSummary
+from slipstream.weight_sync.prediction.links import LinkRates
+from slipstream.weight_sync.prediction.predict import Prediction
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,17 +11,17 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from conf.architecture.families import read_config
-from conf.errors import ConfigError
-from conf.json_files import JsonObject
-from conf.schema import Device, DType
-from conf.tensor_parallel import check_tp_size_fits_model
-from orchestrator.inputs.model_files import read_hf_config
-from rollout.errors import EngineError
-from rollout.layouts.offline_layout import LayoutRequest, engine_version, offline_layouts
-from weight_sync.disk.safetensors_files import read_index, tensor_metas
-from weight_sync.layout import DestLayout, TensorMeta
-from weight_sync.record.layout_wire import layouts_digest, layouts_to_bytes
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonObject
+from slipstream.conf.schema import Device, DType
+from slipstream.conf.tensor_parallel import check_tp_size_fits_model
+from slipstream.orchestrator.inputs.model_files import read_hf_config
+from slipstream.rollout.errors import EngineError
+from slipstream.rollout.layouts.offline_layout import LayoutRequest, engine_version, offline_layouts
+from slipstream.weight_sync.disk.safetensors_files import read_index, tensor_metas
+from slipstream.weight_sync.layout import DestLayout, TensorMeta
+from slipstream.weight_sync.record.layout_wire import layouts_digest, layouts_to_bytes
 
 
 @dataclass(frozen=True, slots=True)

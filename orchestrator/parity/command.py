@@ -15,19 +15,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conf.errors import ConfigError
-from conf.json_files import object_or_empty
-from conf.load import load_resolved_yaml, load_run_config
-from conf.schema import Device, Init, ModelConfig, RunConfig, TrainMode
-from orchestrator.files.run_folder import RunFolder
-from orchestrator.inputs.model_folder import resolve_hf_config
-from orchestrator.inputs.preflight import check_initial_adapter
-from orchestrator.inputs.prompt_rows import PromptRows, RowEncoder
-from rollout.errors import DataError
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import object_or_empty
+from slipstream.conf.load import load_resolved_yaml, load_run_config
+from slipstream.conf.schema import Device, Init, ModelConfig, RunConfig, TrainMode
+from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
+from slipstream.orchestrator.inputs.preflight import check_initial_adapter
+from slipstream.orchestrator.inputs.prompt_rows import PromptRows, RowEncoder
+from slipstream.rollout.errors import DataError
 
 if TYPE_CHECKING:
-    from orchestrator.parity.measure import ParityReport
-    from orchestrator.parity.progress import Say
+    from slipstream.orchestrator.parity.measure import ParityReport
+    from slipstream.orchestrator.parity.progress import Say
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def run_parity(options: ParityOptions, overrides: Sequence[str], say: Say) -> Pa
     from torch import OutOfMemoryError
     from torch.cuda import is_available
 
-    from orchestrator.parity.measure import Question, measure
+    from slipstream.orchestrator.parity.measure import Question, measure
 
     device = config.cluster.device
     if device is Device.auto:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from conf.schema import Device, DType, RolloutConfig, SamplingConfig
-from orchestrator.parity.progress import Count, Say, telling
-from rollout.engine.vllm_engine import VllmEngine
-from rollout.engine.vllm_process import make_llm
-from rollout.types import Routes, RoutingShape
+from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
+from slipstream.orchestrator.parity.progress import Count, Say, telling
+from slipstream.rollout.engine.vllm_engine import VllmEngine
+from slipstream.rollout.engine.vllm_process import make_llm
+from slipstream.rollout.types import Routes, RoutingShape
 
 WITH_WEIGHTS: Mapping[str, Any] = {"load_format": "auto"}
 """The engine reads the checkpoint itself, instead of waiting for a publish."""

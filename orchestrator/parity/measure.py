@@ -26,12 +26,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from conf.architecture.families import kind_of, of_language_model
-from conf.json_files import JsonObject
-from conf.schema import Device, Init, RunConfig
-from orchestrator.inputs.model_files import read_hf_config
-from orchestrator.inputs.model_folder import resolve_hf_config, routing_shape
-from orchestrator.parity.compare import (
+from slipstream.conf.architecture.families import kind_of, of_language_model
+from slipstream.conf.json_files import JsonObject
+from slipstream.conf.schema import Device, Init, RunConfig
+from slipstream.orchestrator.inputs.model_files import read_hf_config
+from slipstream.orchestrator.inputs.model_folder import resolve_hf_config, routing_shape
+from slipstream.orchestrator.parity.compare import (
     Difference,
     against,
     agreement,
@@ -39,11 +39,11 @@ from orchestrator.parity.compare import (
     routing_difference,
     verdict,
 )
-from orchestrator.parity.engine_side import Sampled, sample_and_record
-from orchestrator.parity.progress import Count, Say, output_in, telling
-from trainer.model.comparison import run_chained, run_isolated
-from trainer.model.operations import Operation
-from trainer.scoring import Scorer
+from slipstream.orchestrator.parity.engine_side import Sampled, sample_and_record
+from slipstream.orchestrator.parity.progress import Count, Say, output_in, telling
+from slipstream.trainer.model.comparison import run_chained, run_isolated
+from slipstream.trainer.model.operations import Operation
+from slipstream.trainer.scoring import Scorer
 
 _BLOCKS = (".self_attn.o_proj", ".mlp")
 """How the outputs of a layer's blocks end."""

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import ConfigError
+from slipstream.conf.errors import ConfigError
 
 if TYPE_CHECKING:
-    from orchestrator.parity.compare import Difference
-    from orchestrator.parity.measure import ParityReport
+    from slipstream.orchestrator.parity.compare import Difference
+    from slipstream.orchestrator.parity.measure import ParityReport
 
 FLOOR = "engine, engine prefill"
 WIDTH = 116

@@ -26,23 +26,23 @@ from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-from conf.errors import ConfigError
-from conf.schema import Device, DType
-from conf.tensor_parallel import check_tp_size_fits_model
-from orchestrator.environment import resolve_device
-from orchestrator.inputs.model_files import read_hf_config
-from orchestrator.machine import HERE, Machine
-from orchestrator.push.engine_starts import local_host, start_servers, visible_gpus
-from orchestrator.push.push_options import PushOptions
-from orchestrator.push.push_report import PushReport, check_all_serve, describe
-from orchestrator.push.sender_process import RankOptions, RankProcess
-from rollout.errors import EngineError
-from rollout.layouts.offline_layout import LayoutRequest, offline_layouts
-from rollout.served.client import LOOPBACK, Rendezvous, ServedEngine
-from rollout.served.servers import ServerProcess
-from weight_sync.disk.safetensors_files import read_index, tensor_metas
-from weight_sync.layout import DestLayout
-from weight_sync.record.layout_wire import layouts_digest
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import Device, DType
+from slipstream.conf.tensor_parallel import check_tp_size_fits_model
+from slipstream.orchestrator.environment import resolve_device
+from slipstream.orchestrator.inputs.model_files import read_hf_config
+from slipstream.orchestrator.machine import HERE, Machine
+from slipstream.orchestrator.push.engine_starts import local_host, start_servers, visible_gpus
+from slipstream.orchestrator.push.push_options import PushOptions
+from slipstream.orchestrator.push.push_report import PushReport, check_all_serve, describe
+from slipstream.orchestrator.push.sender_process import RankOptions, RankProcess
+from slipstream.rollout.errors import EngineError
+from slipstream.rollout.layouts.offline_layout import LayoutRequest, offline_layouts
+from slipstream.rollout.served.client import LOOPBACK, Rendezvous, ServedEngine
+from slipstream.rollout.served.servers import ServerProcess
+from slipstream.weight_sync.disk.safetensors_files import read_index, tensor_metas
+from slipstream.weight_sync.layout import DestLayout
+from slipstream.weight_sync.record.layout_wire import layouts_digest
 
 T = TypeVar("T")
 POLL_S = 0.05

@@ -12,12 +12,12 @@ import os
 import socket
 from collections.abc import Sequence
 
-from conf.errors import ConfigError
-from conf.schema import Device
-from orchestrator.machine import Machine, is_port_free
-from orchestrator.push.push_options import PushOptions
-from rollout.served.client import LOOPBACK, ServedEngine, is_own_address
-from rollout.served.servers import ServerOptions, ServerProcess
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import Device
+from slipstream.orchestrator.machine import Machine, is_port_free
+from slipstream.orchestrator.push.push_options import PushOptions
+from slipstream.rollout.served.client import LOOPBACK, ServedEngine, is_own_address
+from slipstream.rollout.served.servers import ServerOptions, ServerProcess
 
 FIRST_PORT = 8000
 """vLLM's own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.errors import ConfigError
+from slipstream.conf.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

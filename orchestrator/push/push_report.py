@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.errors import PushError
+from slipstream.orchestrator.errors import PushError
 
 
 @dataclass(slots=True)

@@ -31,16 +31,16 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import ConfigError, SlipstreamError
-from conf.schema import TransportKind
-from orchestrator.errors import PushError
-from rollout.crash_reports import how_it_ended
-from weight_sync.errors import WeightSyncError
-from weight_sync.gc_freeze import freeze_heap
-from weight_sync.layout import DestLayout
+from slipstream.conf.errors import ConfigError, SlipstreamError
+from slipstream.conf.schema import TransportKind
+from slipstream.orchestrator.errors import PushError
+from slipstream.rollout.crash_reports import how_it_ended
+from slipstream.weight_sync.errors import WeightSyncError
+from slipstream.weight_sync.gc_freeze import freeze_heap
+from slipstream.weight_sync.layout import DestLayout
 
 if TYPE_CHECKING:
-    from weight_sync.api import Sender
+    from slipstream.weight_sync.api import Sender
 
 logger = logging.getLogger(__name__)
 
@@ -143,9 +143,9 @@ def _run(rank: int, options: RankOptions, gpu: str | None, pipe: Connection, num
 def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: Synchronized[int]) -> None:
     import torch.distributed as dist
 
-    from conf.schema import WeightSyncConfig
-    from weight_sync.api import Sender
-    from weight_sync.disk.safetensors_source import Checkpoint
+    from slipstream.conf.schema import WeightSyncConfig
+    from slipstream.weight_sync.api import Sender
+    from slipstream.weight_sync.disk.safetensors_source import Checkpoint
 
     checkpoint = Checkpoint(
         options.checkpoint, rank=rank, world_size=options.world_size, num_threads=options.num_threads

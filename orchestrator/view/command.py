@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.errors import ConfigError
-from orchestrator.view.export import write_page
-from orchestrator.view.run_reader import RunReader
-from orchestrator.view.server import ViewServer
+from slipstream.conf.errors import ConfigError
+from slipstream.orchestrator.view.export import write_page
+from slipstream.orchestrator.view.run_reader import RunReader
+from slipstream.orchestrator.view.server import ViewServer
 
 MOST_RUNS = 12
 

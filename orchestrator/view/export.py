@@ -16,11 +16,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from conf.errors import ConfigError
-from conf.json_files import JsonObject
-from orchestrator.view.run_reader import RunReader
-from orchestrator.view.sample_query import PAGE, SampleQuery
-from orchestrator.view.server import page_file
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonObject
+from slipstream.orchestrator.view.run_reader import RunReader
+from slipstream.orchestrator.view.sample_query import PAGE, SampleQuery
+from slipstream.orchestrator.view.server import page_file
 
 MOST_SAMPLE_BYTES = 16 << 20
 """Of each run, as JSON."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from conf.json_files import JsonObject
+from slipstream.conf.json_files import JsonObject
 
 MOST_POINTS = 400
 MOST_EVENTS = 200

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.json_files import JsonObject, is_object
+from slipstream.conf.json_files import JsonObject, is_object
 
 
 @dataclass(frozen=True, slots=True)

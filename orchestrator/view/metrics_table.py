@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conf.json_files import JsonObject
-from orchestrator.view.growing_file import GrowingFile, objects
+from slipstream.conf.json_files import JsonObject
+from slipstream.orchestrator.view.growing_file import GrowingFile, objects
 
 Number = float | int | None
 

@@ -19,18 +19,18 @@ from typing import Any
 
 import numpy as np
 
-from conf.errors import ConfigError
-from conf.json_files import JsonObject, is_object, object_in
-from orchestrator.control.run_state import state_of
-from orchestrator.files.run_folder import RunFolder, flatten, saved_options
-from orchestrator.files.sample_index import ENTRY, FAILED, KINDS, TRUNCATED, extended, read_index
-from orchestrator.view.fleet_table import FleetTable
-from orchestrator.view.growing_file import GrowingFile, objects
-from orchestrator.view.metrics_table import MetricsTable
-from orchestrator.view.sample_detail import detail, preview
-from orchestrator.view.sample_query import PAGE, SampleQuery, chosen
-from orchestrator.view.step_timeline import concluded
-from orchestrator.view.token_text import TokenText
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonObject, is_object, object_in
+from slipstream.orchestrator.control.run_state import state_of
+from slipstream.orchestrator.files.run_folder import RunFolder, flatten, saved_options
+from slipstream.orchestrator.files.sample_index import ENTRY, FAILED, KINDS, TRUNCATED, extended, read_index
+from slipstream.orchestrator.view.fleet_table import FleetTable
+from slipstream.orchestrator.view.growing_file import GrowingFile, objects
+from slipstream.orchestrator.view.metrics_table import MetricsTable
+from slipstream.orchestrator.view.sample_detail import detail, preview
+from slipstream.orchestrator.view.sample_query import PAGE, SampleQuery, chosen
+from slipstream.orchestrator.view.step_timeline import concluded
+from slipstream.orchestrator.view.token_text import TokenText
 
 LONGEST_PREVIEWED = 1 << 20
 """Bytes of a row that is read for a list; longer ones are read when they are opened."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from conf.json_files import JsonObject, is_list
+from slipstream.conf.json_files import JsonObject, is_list
 
 MOST_TOKENS = 4000
 MOST_CHARS = 20_000

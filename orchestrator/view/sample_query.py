@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from conf.errors import ConfigError
-from orchestrator.files.sample_index import FAILED, KINDS, TRUNCATED
+from slipstream.conf.errors import ConfigError
+from slipstream.orchestrator.files.sample_index import FAILED, KINDS, TRUNCATED
 
 ORDERS: dict[str, tuple[str, bool]] = {
     "newest": ("step", True),

@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from conf.errors import ConfigError
-from conf.json_files import JsonObject
-from orchestrator.view.run_reader import RunReader
-from orchestrator.view.sample_query import parse_query
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonObject
+from slipstream.orchestrator.view.run_reader import RunReader
+from slipstream.orchestrator.view.sample_query import parse_query
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,7 +46,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-STATIC = files("orchestrator.view") / "static"
+STATIC = files("slipstream.orchestrator.view") / "static"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 PAGE_FILES = (
     "index.html", "style.css", "main.js", "dom.js", "source.js", "format.js", "curves.js", "timeline.js", "fleet.js",

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from conf.json_files import JsonObject
+from slipstream.conf.json_files import JsonObject
 
 Span = Sequence[Any]
 WAIT = "wait for rollouts"

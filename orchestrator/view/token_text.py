@@ -13,8 +13,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from rollout.errors import TokenizerError
-from rollout.text.plain_text import TOKENIZER_FILE, load_tokenizer
+from slipstream.rollout.errors import TokenizerError
+from slipstream.rollout.text.plain_text import TOKENIZER_FILE, load_tokenizer
 
 
 class TokenText:

@@ -28,16 +28,16 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
-from rollout.adapters.slot_leases import SlotTable
-from rollout.engine.engine import EngineWithSlots
-from rollout.errors import EngineError, ReplicaNotServing, SlotsBusy
-from rollout.routes import continued
-from rollout.slot_channel import SlotClients
-from rollout.types import ABORTED, PROBE, Adapter, Rollout
-from weight_sync.replica.messages import Bound, EngineRank, Expected
-from weight_sync.replica.recovery import Offer, Pulled, slowest
-from weight_sync.typed_msgpack import pack, unpack
+from slipstream.conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
+from slipstream.rollout.adapters.slot_leases import SlotTable
+from slipstream.rollout.engine.engine import EngineWithSlots
+from slipstream.rollout.errors import EngineError, ReplicaNotServing, SlotsBusy
+from slipstream.rollout.routes import continued
+from slipstream.rollout.slot_channel import SlotClients
+from slipstream.rollout.types import ABORTED, PROBE, Adapter, Rollout
+from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
+from slipstream.weight_sync.replica.recovery import Offer, Pulled, slowest
+from slipstream.weight_sync.typed_msgpack import pack, unpack
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rollout.types import Adapter
+from slipstream.rollout.types import Adapter
 
 
 class SlotTable:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout.agents.episode import MODEL
-from rollout.agents.failures import BLOCKED, DIED, NOT_A_NUMBER, RAISED
-from rollout.errors import AgentError
-from rollout.user_processes.pool import UserPool
-from rollout.user_processes.user_process import Lost, Program
+from slipstream.rollout.agents.episode import MODEL
+from slipstream.rollout.agents.failures import BLOCKED, DIED, NOT_A_NUMBER, RAISED
+from slipstream.rollout.errors import AgentError
+from slipstream.rollout.user_processes.pool import UserPool
+from slipstream.rollout.user_processes.user_process import Lost, Program
 
 MAX_MESSAGE_BYTES = 1 << 20
 
@@ -41,7 +41,7 @@ def agent_pool(
     program = Program(
         what="agent",
         option=f"rollout.agent={agent}",
-        module="rollout.agents.agent_process",
+        module="slipstream.rollout.agents.agent_process",
         first_message=agent,
         error=AgentError,
         environment=environment,

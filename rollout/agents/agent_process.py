@@ -1,4 +1,4 @@
-"""One agent process: `python -m rollout.agents.agent_process FD`. Runs many episodes of the user's agent at once.
+"""One agent process: `python -m slipstream.rollout.agents.agent_process FD`. Runs many episodes of the user's agent at once.
 
     first message: the agent's name                       ready: source file
     question: task, base_url, key, model                  answer: "ended", reward or None
@@ -20,13 +20,13 @@ from typing import Any
 
 import aiohttp
 
-from conf.errors import ConfigError
-from conf.functions import import_function
-from rollout.agents.failures import NOT_A_NUMBER, RAISED
-from rollout.agents.session import Session
-from rollout.errors import AgentError
-from rollout.plain_number import plain_number
-from rollout.user_processes.serve import Answer, report_of, serve
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.functions import import_function
+from slipstream.rollout.agents.failures import NOT_A_NUMBER, RAISED
+from slipstream.rollout.agents.session import Session
+from slipstream.rollout.errors import AgentError
+from slipstream.rollout.plain_number import plain_number
+from slipstream.rollout.user_processes.serve import Answer, report_of, serve
 
 Agent = Callable[[dict[str, Any], Session], Awaitable[Any]]
 

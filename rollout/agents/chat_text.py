@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollout.agents.tool_calls import ToolCallParser
-from rollout.errors import DataError
-from rollout.text.chat_template import ChatTemplate
-from rollout.text.messages import Chat
-from rollout.text.plain_text import encode_text, load_tokenizer
+from slipstream.rollout.agents.tool_calls import ToolCallParser
+from slipstream.rollout.errors import DataError
+from slipstream.rollout.text.chat_template import ChatTemplate
+from slipstream.rollout.text.messages import Chat
+from slipstream.rollout.text.plain_text import encode_text, load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)

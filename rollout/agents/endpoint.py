@@ -24,10 +24,10 @@ from typing import Any
 
 from aiohttp import web
 
-from rollout.agents.episode import MODEL, Answer, EngineFailed, Episode, EpisodeOver, LimitReached
-from rollout.agents.request_fields import FIXED, FieldRefused, check_fields
-from rollout.errors import DataError
-from rollout.text.messages import TEMPLATE_OPTIONS, template_options, text_messages
+from slipstream.rollout.agents.episode import MODEL, Answer, EngineFailed, Episode, EpisodeOver, LimitReached
+from slipstream.rollout.agents.request_fields import FIXED, FieldRefused, check_fields
+from slipstream.rollout.errors import DataError
+from slipstream.rollout.text.messages import TEMPLATE_OPTIONS, template_options, text_messages
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.agents.chat_text import FolderChatText, Reply
-from rollout.agents.failures import TOKENS, TURNS
-from rollout.agents.token_tree import Planned, TokenTree
-from rollout.text.messages import Chat
+from slipstream.rollout.agents.chat_text import FolderChatText, Reply
+from slipstream.rollout.agents.failures import TOKENS, TURNS
+from slipstream.rollout.agents.token_tree import Planned, TokenTree
+from slipstream.rollout.text.messages import Chat
 
 MAX_CHARACTERS_PER_TOKEN = 64
 """A conversation with more characters per allowed token is refused without being tokenized."""

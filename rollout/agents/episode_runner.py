@@ -24,21 +24,21 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from conf.functions import keep_copy
-from conf.plural import counted
-from conf.schema import EpisodesConfig, RunConfig, SamplingConfig
-from rollout.agents.agent_pool import agent_pool
-from rollout.agents.episode import Limits
-from rollout.agents.service_options import ServiceOptions
-from rollout.branches import context_of
-from rollout.errors import AgentError, EngineDied
-from rollout.text.ends import end_token_ids
-from rollout.text.messages import TEMPLATE_OPTIONS, template_options
-from rollout.types import Prompt, Rollout, Routes, Turn
-from rollout.user_processes.channel import Channel, Disconnected
-from rollout.user_processes.kept_process import KeptProcess
-from rollout.user_processes.pool import user_environment
-from rollout.user_processes.user_process import MAX_LOG_BYTES
+from slipstream.conf.functions import keep_copy
+from slipstream.conf.plural import counted
+from slipstream.conf.schema import EpisodesConfig, RunConfig, SamplingConfig
+from slipstream.rollout.agents.agent_pool import agent_pool
+from slipstream.rollout.agents.episode import Limits
+from slipstream.rollout.agents.service_options import ServiceOptions
+from slipstream.rollout.branches import context_of
+from slipstream.rollout.errors import AgentError, EngineDied
+from slipstream.rollout.text.ends import end_token_ids
+from slipstream.rollout.text.messages import TEMPLATE_OPTIONS, template_options
+from slipstream.rollout.types import Prompt, Rollout, Routes, Turn
+from slipstream.rollout.user_processes.channel import Channel, Disconnected
+from slipstream.rollout.user_processes.kept_process import KeptProcess
+from slipstream.rollout.user_processes.pool import user_environment
+from slipstream.rollout.user_processes.user_process import MAX_LOG_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class EpisodeRunner:
         """
         options = self._options()
         self._kept = kept = await KeptProcess.start(
-            "rollout.agents.service",
+            "slipstream.rollout.agents.service",
             environment={**os.environ, "PYTHONPATH": options.environment["PYTHONPATH"]},
             log_path=self._log_path,
             max_log_bytes=MAX_LOG_BYTES,

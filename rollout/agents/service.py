@@ -1,4 +1,4 @@
-"""The process of a run's agents: `python -m rollout.agents.service FD`. Endpoint, conversations and agent processes.
+"""The process of a run's agents: `python -m slipstream.rollout.agents.service FD`. Endpoint, conversations and agent processes.
 
     controller --episode, task--> service --task, base URL, key--> agent process (agent_pool.py)
         ^                          |  ^                                  |
@@ -33,14 +33,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollout.agents.agent_pool import Outcome, agent_pool, run_episode
-from rollout.agents.chat_text import FolderChatText
-from rollout.agents.endpoint import Endpoint
-from rollout.agents.episode import EngineFailed, Episode, Limits, Sampled
-from rollout.agents.failures import ENGINE, RAISED, TIMEOUT
-from rollout.agents.service_options import ServiceOptions
-from rollout.errors import AgentError
-from rollout.user_processes.channel import Channel, Disconnected
+from slipstream.rollout.agents.agent_pool import Outcome, agent_pool, run_episode
+from slipstream.rollout.agents.chat_text import FolderChatText
+from slipstream.rollout.agents.endpoint import Endpoint
+from slipstream.rollout.agents.episode import EngineFailed, Episode, Limits, Sampled
+from slipstream.rollout.agents.failures import ENGINE, RAISED, TIMEOUT
+from slipstream.rollout.agents.service_options import ServiceOptions
+from slipstream.rollout.errors import AgentError
+from slipstream.rollout.user_processes.channel import Channel, Disconnected
 
 
 class Service:

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rollout.branches import context_of
+from slipstream.rollout.branches import context_of
 
 CONTINUED = ""
 START = "start"

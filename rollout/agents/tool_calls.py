@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.errors import AgentError
+from slipstream.rollout.errors import AgentError
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from conf.schema import PauseMode, SamplingConfig
-from rollout.types import Adapter, Rollout
+from slipstream.conf.schema import PauseMode, SamplingConfig
+from slipstream.rollout.types import Adapter, Rollout
 
 CALL_TIMEOUT_S = 1800.0
 """Longest that a call to the engine may take if the caller sets no deadline; recording a large model takes minutes."""

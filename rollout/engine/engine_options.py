@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from conf.schema import Device, DType, RolloutConfig
-from rollout.node_cache import cache_folder
-from rollout.types import AdapterSlotsSpec
+from slipstream.conf.schema import Device, DType, RolloutConfig
+from slipstream.rollout.node_cache import cache_folder
+from slipstream.rollout.types import AdapterSlotsSpec
 
 NUM_SEQS = 256
 """rollout.max_num_seqs of an engine that is not a run's."""
@@ -121,7 +121,7 @@ def engine_arguments(
         # them after loading. (post_load.py checks which kernels vLLM chose.)
         "moe_backend": "auto" if is_cpu else "triton",
         "linear_backend": "auto" if is_cpu else "triton",
-        "worker_extension_cls": "rollout.in_vllm.engine_process.WeightReceiver",
+        "worker_extension_cls": "slipstream.rollout.in_vllm.engine_process.WeightReceiver",
         "disable_log_stats": True,
     }
     if not arguments["enforce_eager"]:

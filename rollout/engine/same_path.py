@@ -15,7 +15,7 @@ import hashlib
 import logging
 from pathlib import Path
 
-from rollout.node_cache import cache_folder, write_whole
+from slipstream.rollout.node_cache import cache_folder, write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from conf.schema import RolloutConfig
-from rollout.errors import EngineError
-from rollout.types import AdapterSlotsSpec
-from weight_sync.layout import DTYPE_BYTES, TensorMeta
+from slipstream.conf.schema import RolloutConfig
+from slipstream.rollout.errors import EngineError
+from slipstream.rollout.types import AdapterSlotsSpec
+from slipstream.weight_sync.layout import DTYPE_BYTES, TensorMeta
 
 OTHER_BYTES = 3 << 30
 """CUDA's context, CUDA graphs, and activations of a small model: what an engine takes besides weights and cache."""

@@ -26,11 +26,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig
-from rollout.engine.engine import CALL_TIMEOUT_S
-from rollout.engine.engine_options import engine_arguments, warm_up_lengths
-from rollout.engine.vllm_process import VllmProcess, make_llm
-from rollout.engine.vllm_requests import (
+from slipstream.conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig
+from slipstream.rollout.engine.engine import CALL_TIMEOUT_S
+from slipstream.rollout.engine.engine_options import engine_arguments, warm_up_lengths
+from slipstream.rollout.engine.vllm_process import VllmProcess, make_llm
+from slipstream.rollout.engine.vllm_requests import (
     next_logprobs_of,
     prefill_params,
     probe_params,
@@ -38,10 +38,10 @@ from rollout.engine.vllm_requests import (
     rollout_of,
     sampling_params,
 )
-from rollout.errors import EngineDied, EngineError, error_class
-from rollout.in_vllm.vllm_patches import watch_outputs
-from rollout.text.ends import end_token_ids
-from rollout.types import Adapter, AdapterSlotsSpec, Rollout, RoutingShape
+from slipstream.rollout.errors import EngineDied, EngineError, error_class
+from slipstream.rollout.in_vllm.vllm_patches import watch_outputs
+from slipstream.rollout.text.ends import end_token_ids
+from slipstream.rollout.types import Adapter, AdapterSlotsSpec, Rollout, RoutingShape
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

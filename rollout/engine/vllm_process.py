@@ -24,16 +24,27 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from conf.schema import Device
-from rollout.crash_reports import death_of_a_child, how_it_ended
-from rollout.die_with_owner import OWNER_VARIABLE
-from rollout.engine.engine_options import METHOD_VARIABLE, SOCKETS_VARIABLE, architectures_of, set_engine_environment
-from rollout.engine.same_path import same_path
-from rollout.engine.start_failure import OutputSince, why_it_failed
-from rollout.engine.start_phase import IMPORTING, phase_in
-from rollout.errors import EngineDied, EngineError
-from rollout.in_vllm.process_imports import ask_classes_here, forks_can_use_gpu, import_vllm, num_gpus, without_torchao
-from rollout.in_vllm.vllm_patches import send_logprobs_together, stop_watching
+from slipstream.conf.schema import Device
+from slipstream.rollout.crash_reports import death_of_a_child, how_it_ended
+from slipstream.rollout.die_with_owner import OWNER_VARIABLE
+from slipstream.rollout.engine.engine_options import (
+    METHOD_VARIABLE,
+    SOCKETS_VARIABLE,
+    architectures_of,
+    set_engine_environment,
+)
+from slipstream.rollout.engine.same_path import same_path
+from slipstream.rollout.engine.start_failure import OutputSince, why_it_failed
+from slipstream.rollout.engine.start_phase import IMPORTING, phase_in
+from slipstream.rollout.errors import EngineDied, EngineError
+from slipstream.rollout.in_vllm.process_imports import (
+    ask_classes_here,
+    forks_can_use_gpu,
+    import_vllm,
+    num_gpus,
+    without_torchao,
+)
+from slipstream.rollout.in_vllm.vllm_patches import send_logprobs_together, stop_watching
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs

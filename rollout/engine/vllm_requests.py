@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from conf.schema import EvalSampling, EvalSamplingConfig, SamplingConfig
-from rollout.errors import EngineError
-from rollout.routes import read_routes
-from rollout.types import ABORTED, Rollout, RoutingShape
+from slipstream.conf.schema import EvalSampling, EvalSamplingConfig, SamplingConfig
+from slipstream.rollout.errors import EngineError
+from slipstream.rollout.routes import read_routes
+from slipstream.rollout.types import ABORTED, Rollout, RoutingShape
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

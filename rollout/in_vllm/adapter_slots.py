@@ -26,16 +26,16 @@ import torch
 from torch import Tensor
 from vllm.lora.request import LoRARequest
 
-from rollout.errors import UnsupportedWeights
-from rollout.in_vllm.vllm_patches import adapters_from_memory
-from weight_sync.layout import DestLayout, PostLoad, TensorMeta
-from weight_sync.record.recorder import record_layout
-from weight_sync.record.repeated_layers import layer_of, layers_by_kind
-from weight_sync.replica.messages import Bound, EngineRank, Expected
-from weight_sync.replica.receiver import Receiver
-from weight_sync.replica.recovery import Offer, make_offer, pull, release
-from weight_sync.transport.base import Transport
-from weight_sync.typed_msgpack import pack, unpack
+from slipstream.rollout.errors import UnsupportedWeights
+from slipstream.rollout.in_vllm.vllm_patches import adapters_from_memory
+from slipstream.weight_sync.layout import DestLayout, PostLoad, TensorMeta
+from slipstream.weight_sync.record.recorder import record_layout
+from slipstream.weight_sync.record.repeated_layers import layer_of, layers_by_kind
+from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
+from slipstream.weight_sync.replica.receiver import Receiver
+from slipstream.weight_sync.replica.recovery import Offer, make_offer, pull, release
+from slipstream.weight_sync.transport.base import Transport
+from slipstream.weight_sync.typed_msgpack import pack, unpack
 
 _EXPERT_BUFFERS = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked")
 _LINEAR_BUFFERS = ("lora_a_stacked", "lora_b_stacked")

@@ -10,10 +10,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 
-from rollout.crash_reports import report_beside_parent
-from rollout.die_with_owner import OWNER_VARIABLE, end_with
-from rollout.in_vllm.vllm_patches import keep_batch_invariance, keep_linear_weights_in_place
-from rollout.in_vllm.worker_extension import WeightReceiver
+from slipstream.rollout.crash_reports import report_beside_parent
+from slipstream.rollout.die_with_owner import OWNER_VARIABLE, end_with
+from slipstream.rollout.in_vllm.vllm_patches import keep_batch_invariance, keep_linear_weights_in_place
+from slipstream.rollout.in_vllm.worker_extension import WeightReceiver
 
 __all__ = ["WeightReceiver"]
 

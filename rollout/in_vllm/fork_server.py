@@ -36,11 +36,11 @@ from typing import Any
 
 import psutil
 
-from rollout.crash_reports import report_beside_parent
-from rollout.die_with_owner import OWNER_VARIABLE
-from rollout.in_vllm.process_imports import can_use_gpu
+from slipstream.rollout.crash_reports import report_beside_parent
+from slipstream.rollout.die_with_owner import OWNER_VARIABLE
+from slipstream.rollout.in_vllm.process_imports import can_use_gpu
 
-PRELOAD = "rollout.in_vllm.preload"
+PRELOAD = "slipstream.rollout.in_vllm.preload"
 PRELOAD_TIMEOUT_S = 300.0
 """Longest wait for the answer of a forked process."""
 IMPORTS_READ = (

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
-from rollout.errors import UnsupportedWeights
+from slipstream.rollout.errors import UnsupportedWeights
 
 
 @contextlib.contextmanager

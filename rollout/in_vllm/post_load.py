@@ -37,9 +37,9 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEM
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from conf.schema import Device
-from rollout.errors import UnsupportedWeights
-from weight_sync.layout import PostLoad
+from slipstream.conf.schema import Device
+from slipstream.rollout.errors import UnsupportedWeights
+from slipstream.weight_sync.layout import PostLoad
 
 IDENTITY_EXPERTS = ("TRITON", "BATCHED_TRITON")
 """Kernels that read expert weights, and their block scales, as the loader leaves them."""

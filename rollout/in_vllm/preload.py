@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 
-from rollout.die_with_owner import OWNER_VARIABLE, end_with
-from rollout.in_vllm.process_imports import import_vllm
+from slipstream.rollout.die_with_owner import OWNER_VARIABLE, end_with
+from slipstream.rollout.in_vllm.process_imports import import_vllm
 
 BEFORE = dict(os.environ)
 """Environment in which vLLM was imported."""

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Generator
 from importlib import import_module
 
-from weight_sync.gc_freeze import frozen_imports
+from slipstream.weight_sync.gc_freeze import frozen_imports
 
 ANSWER_TIMEOUT_S = 30.0
 """For the driver to count the GPUs, in a process that was forked to ask it."""

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rollout.errors import EngineError
+from slipstream.rollout.errors import EngineError
 
 
 @contextlib.contextmanager

@@ -43,8 +43,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.in_vllm.logprob_rows import gather, row_of_request, spread
-from rollout.in_vllm.replaced import replace, replaced
+from slipstream.rollout.in_vllm.logprob_rows import gather, row_of_request, spread
+from slipstream.rollout.in_vllm.replaced import replace, replaced
 
 if TYPE_CHECKING:
     from torch import Tensor

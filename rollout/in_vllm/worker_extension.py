@@ -21,23 +21,23 @@ import torch
 from safetensors.torch import save_file
 from vllm.config import set_current_vllm_config
 
-from conf.errors import SlipstreamError
-from conf.schema import TransportKind
-from rollout.in_vllm.activations import ActivationRecorder
-from rollout.in_vllm.adapter_slots import AdapterSlots, own_stream, slot_buffers, without_adapters
-from rollout.in_vllm.load_time import load_time_parameters
-from rollout.in_vllm.post_load import Forms, readable, refuse_unwritable
-from rollout.slot_channel import SlotServer, socket_address
-from weight_sync.gc_freeze import freeze_heap
-from weight_sync.layout import TensorMeta
-from weight_sync.record.layout_wire import layouts_digest
-from weight_sync.record.recorder import record_layout
-from weight_sync.record.repeated_layers import record_repeating
-from weight_sync.replica.messages import Bound, Expected
-from weight_sync.replica.receiver import Receiver
-from weight_sync.replica.recovery import Offer, make_offer, pull, release
-from weight_sync.transport.mooncake import MooncakeTransport
-from weight_sync.typed_msgpack import pack, unpack
+from slipstream.conf.errors import SlipstreamError
+from slipstream.conf.schema import TransportKind
+from slipstream.rollout.in_vllm.activations import ActivationRecorder
+from slipstream.rollout.in_vllm.adapter_slots import AdapterSlots, own_stream, slot_buffers, without_adapters
+from slipstream.rollout.in_vllm.load_time import load_time_parameters
+from slipstream.rollout.in_vllm.post_load import Forms, readable, refuse_unwritable
+from slipstream.rollout.slot_channel import SlotServer, socket_address
+from slipstream.weight_sync.gc_freeze import freeze_heap
+from slipstream.weight_sync.layout import TensorMeta
+from slipstream.weight_sync.record.layout_wire import layouts_digest
+from slipstream.weight_sync.record.recorder import record_layout
+from slipstream.weight_sync.record.repeated_layers import record_repeating
+from slipstream.weight_sync.replica.messages import Bound, Expected
+from slipstream.weight_sync.replica.receiver import Receiver
+from slipstream.weight_sync.replica.recovery import Offer, make_offer, pull, release
+from slipstream.weight_sync.transport.mooncake import MooncakeTransport
+from slipstream.weight_sync.typed_msgpack import pack, unpack
 
 
 @contextlib.contextmanager

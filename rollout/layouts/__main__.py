@@ -1,4 +1,4 @@
-"""`python -m rollout.layouts REQUEST.json LAYOUTS`: the process of meta_engine.py, which imports vLLM quicker than by
+"""`python -m slipstream.rollout.layouts REQUEST.json LAYOUTS`: the process of meta_engine.py, which imports vLLM quicker than by
 itself (weight_sync/gc_freeze.py).
 """
 
@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import sys
 
-from weight_sync.gc_freeze import frozen_imports
+from slipstream.weight_sync.gc_freeze import frozen_imports
 
 with frozen_imports():
-    from rollout.in_vllm.vllm_patches import be_on_cpu_without_gpu
+    from slipstream.rollout.in_vllm.vllm_patches import be_on_cpu_without_gpu
 
     be_on_cpu_without_gpu()
-    from rollout.layouts.meta_engine import main
+    from slipstream.rollout.layouts.meta_engine import main
 
 sys.exit(main(sys.argv[1], sys.argv[2]))

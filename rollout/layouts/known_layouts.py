@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.schema import Device, DType
-from rollout.layouts.offline_layout import engine_version
-from rollout.node_cache import cache_folder, write_whole
-from weight_sync.layout import TensorMeta
+from slipstream.conf.schema import Device, DType
+from slipstream.rollout.layouts.offline_layout import engine_version
+from slipstream.rollout.node_cache import cache_folder, write_whole
+from slipstream.weight_sync.layout import TensorMeta
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Records an engine's layouts without starting it: builds its model class on meta, rank by rank, in its own process.
 
-    python -m rollout.layouts REQUEST.json LAYOUTS       started by offline_layout.py, which says what both hold
+    python -m slipstream.rollout.layouts REQUEST.json LAYOUTS       started by offline_layout.py, which says what both hold
 
 Owns: standing in for the processes of a tensor-parallel engine, with process groups that do not communicate and weights
 without memory. Does not own the recording (weight_sync/record/recorder.py) nor the cache (offline_layout.py).
@@ -31,16 +31,16 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from conf.schema import Device, DType, RolloutConfig, SamplingConfig
-from rollout.die_with_owner import OWNER_VARIABLE, end_with
-from rollout.engine.engine_options import engine_arguments
-from rollout.in_vllm.post_load import Forms
-from rollout.in_vllm.vllm_patches import be_rank, kernels_of_gpus
-from rollout.layouts.offline_layout import PROGRESS_MARK
-from weight_sync.layout import DestLayout, TensorMeta
-from weight_sync.record.layout_wire import layouts_to_bytes
-from weight_sync.record.recorder import record_layout
-from weight_sync.record.repeated_layers import record_repeating
+from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
+from slipstream.rollout.die_with_owner import OWNER_VARIABLE, end_with
+from slipstream.rollout.engine.engine_options import engine_arguments
+from slipstream.rollout.in_vllm.post_load import Forms
+from slipstream.rollout.in_vllm.vllm_patches import be_rank, kernels_of_gpus
+from slipstream.rollout.layouts.offline_layout import PROGRESS_MARK
+from slipstream.weight_sync.layout import DestLayout, TensorMeta
+from slipstream.weight_sync.record.layout_wire import layouts_to_bytes
+from slipstream.weight_sync.record.recorder import record_layout
+from slipstream.weight_sync.record.repeated_layers import record_repeating
 
 _ALLOCATING: frozenset[Callable[..., Any]] = frozenset(
     {torch.empty, torch.empty_strided, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}

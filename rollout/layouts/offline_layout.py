@@ -3,7 +3,7 @@
     (hf_config, engine version, tp_size, expert parallel, dtype, kind of device)  --sha256-->  a file of the cache
          |  not there
          v
-    python -m rollout.layouts               builds the engine's model class on meta, rank by rank, records its loader
+    python -m slipstream.rollout.layouts               builds the engine's model class on meta, rank by rank, records its loader
 
 Owns: the cache, and starting the process that fills it. Does not own: the recording (meta_engine.py, which imports
 vLLM). Invariant: equal keys have equal layouts, so a cached file is never out of date.
@@ -25,14 +25,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.json_files import HfConfig
-from conf.schema import Device, DType
-from rollout.die_with_owner import OWNER_VARIABLE
-from rollout.engine.engine_options import engine_environment
-from rollout.errors import EngineError
-from rollout.node_cache import cache_folder, write_whole
-from weight_sync.layout import DestLayout, TensorMeta
-from weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes
+from slipstream.conf.json_files import HfConfig
+from slipstream.conf.schema import Device, DType
+from slipstream.rollout.die_with_owner import OWNER_VARIABLE
+from slipstream.rollout.engine.engine_options import engine_environment
+from slipstream.rollout.errors import EngineError
+from slipstream.rollout.node_cache import cache_folder, write_whole
+from slipstream.weight_sync.layout import DestLayout, TensorMeta
+from slipstream.weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def _record(request: str, say: Callable[[str], None]) -> tuple[DestLayout, ...]:
         with (
             errors.open("w") as stderr,
             subprocess.Popen(
-                [sys.executable, "-m", "rollout.layouts", str(asked), str(answered)],
+                [sys.executable, "-m", "slipstream.rollout.layouts", str(asked), str(answered)],
                 env=env,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

@@ -20,8 +20,8 @@ import re
 from collections.abc import Sequence
 from math import prod
 
-from rollout.errors import EngineError
-from weight_sync.layout import DestLayout, Load, Param, PostLoad, Region, TensorMeta
+from slipstream.rollout.errors import EngineError
+from slipstream.weight_sync.layout import DestLayout, Load, Param, PostLoad, Region, TensorMeta
 
 _FACTOR = re.compile(r"^base_model\.model\.(?P<parent>.+)\.(?P<leaf>\w+)_proj\.lora_(?P<side>[AB])\.weight$")
 _EXPERT = re.compile(r"^(?P<bank>.+\.experts)\.(?P<number>\d+)$")

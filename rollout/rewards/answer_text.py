@@ -10,7 +10,7 @@ import math
 import re
 from typing import Any
 
-from rollout.errors import RewardError
+from slipstream.rollout.errors import RewardError
 
 
 def answer_text(answer: object) -> str:

@@ -24,9 +24,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from conf.schema import CodeConfig
-from rollout.errors import RewardError
-from rollout.sandbox.sandbox import Limits, SandboxUnavailable, check_available, run
+from slipstream.conf.schema import CodeConfig
+from slipstream.rollout.errors import RewardError
+from slipstream.rollout.sandbox.sandbox import Limits, SandboxUnavailable, check_available, run
 
 FENCED = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 RESERVED_S = 1.0

@@ -1,4 +1,4 @@
-"""Rewards to start from: `reward.kind=rollout.rewards.examples:share_of_answer`, or copy one into a file of your own
+"""Rewards to start from: `reward.kind=slipstream.rollout.rewards.examples:share_of_answer`, or copy one into a file of your own
 and name that: `reward.kind=FILE.py:share_of_answer`.
 
 A reward is a function (prompt text, response text, fields) -> float. Fields are the row's other columns,

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf import functions
-from conf.errors import ConfigError
-from conf.schema import RewardPart
-from rollout.errors import RewardError
-from rollout.rewards.answer_text import compile_pattern, exact_match, regex_match
-from rollout.rewards.code_tests import code_reward
+from slipstream.conf import functions
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import RewardPart
+from slipstream.rollout.errors import RewardError
+from slipstream.rollout.rewards.answer_text import compile_pattern, exact_match, regex_match
+from slipstream.rollout.rewards.code_tests import code_reward
 
 FINISH_REASON = "finish_reason"
 """Field that holds the rollout's finish_reason, "stop" or "length"; a list of them for a reward of a whole group."""
@@ -68,13 +68,13 @@ def _shipped(config: RewardPart, section: str, folder: Path | None) -> Callable[
         match = functools.partial(exact_match, answer_key=config.answer_key)
         return lambda prompt, response, fields: match(response, fields)
     if config.kind == "math":
-        from rollout.rewards.math_answer import math_reward  # imports SymPy
+        from slipstream.rollout.rewards.math_answer import math_reward  # imports SymPy
 
         return math_reward(answer_key=config.answer_key, timeout_s=config.timeout_s)
     if config.kind == "code":
         return code_reward(config.code, section=section, timeout_s=config.timeout_s)
     if config.kind == "judge":
-        from rollout.rewards.judge import Judge  # imports httpx
+        from slipstream.rollout.rewards.judge import Judge  # imports httpx
 
         return Judge(config, section, folder).judge
     if config.kind == "none":

@@ -21,12 +21,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from conf.schema import RewardPart
-from rollout.openai_client import OpenAIClient
-from rollout.rewards.answer_text import compile_pattern
-from rollout.rewards.counting import count
-from rollout.rewards.judge_prompt import fill, template_of
-from rollout.rewards.verdict_cache import VerdictCache
+from slipstream.conf.schema import RewardPart
+from slipstream.rollout.openai_client import OpenAIClient
+from slipstream.rollout.rewards.answer_text import compile_pattern
+from slipstream.rollout.rewards.counting import count
+from slipstream.rollout.rewards.judge_prompt import fill, template_of
+from slipstream.rollout.rewards.verdict_cache import VerdictCache
 
 CACHE_FILE = "judge_cache.sqlite"
 """Name of the cache in the run folder."""

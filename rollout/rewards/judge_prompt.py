@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from conf.schema import RewardPart
-from rollout.errors import RewardError
+from slipstream.conf.schema import RewardPart
+from slipstream.rollout.errors import RewardError
 
 PLACE = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 PROMPT, RESPONSE = "prompt", "response"

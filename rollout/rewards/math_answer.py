@@ -15,7 +15,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from rollout.rewards.answer_text import answer_text
+from slipstream.rollout.rewards.answer_text import answer_text
 
 MAX_MEMORY_BYTES = 4 << 30
 """Address space of the process; an expression that needs more is not equal to the answer."""

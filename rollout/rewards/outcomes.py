@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout.plain_number import plain_number
+from slipstream.rollout.plain_number import plain_number
 
 SCORE = "score"
 RAISED = "raised"

@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.schema import RewardPart
-from rollout.errors import RewardError
-from rollout.rewards.counting import COUNTED
-from rollout.rewards.outcomes import Answer, failed, read_answer
-from rollout.user_processes.pool import UserPool, user_environment
-from rollout.user_processes.user_process import Lost, Program
+from slipstream.conf.schema import RewardPart
+from slipstream.rollout.errors import RewardError
+from slipstream.rollout.rewards.counting import COUNTED
+from slipstream.rollout.rewards.outcomes import Answer, failed, read_answer
+from slipstream.rollout.user_processes.pool import UserPool, user_environment
+from slipstream.rollout.user_processes.user_process import Lost, Program
 
 LATE_S = 3.0
 """How much later than its own deadline a coroutine's answer may come, before its process is taken to be blocked."""
@@ -80,7 +80,7 @@ class RewardPool:
         program = Program(
             what="reward",
             option=f"{self._section}.kind={self._config.kind}",
-            module="rollout.rewards.reward_process",
+            module="slipstream.rollout.rewards.reward_process",
             first_message=[asdict(self._config), self._section, folder],
             error=RewardError,
             environment=reward_environment(self._config, os.environ, self._section),

@@ -1,4 +1,4 @@
-"""One reward process: `python -m rollout.rewards.reward_process FD`. Gets samples, gives scores.
+"""One reward process: `python -m slipstream.rollout.rewards.reward_process FD`. Gets samples, gives scores.
 
 Owns what is answered. Does not own the connection (user_processes/serve.py) nor what a reward is (function.py).
 
@@ -19,13 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from conf.json_files import is_list
-from conf.schema import reward_part
-from rollout.plain_number import plain_list, plain_number
-from rollout.rewards.counting import counted
-from rollout.rewards.function import Reward, load_reward
-from rollout.rewards.outcomes import NOT_A_NUMBER, RAISED, SCORE, TIMEOUT, Outcome
-from rollout.user_processes.serve import Answer, report_of, serve
+from slipstream.conf.json_files import is_list
+from slipstream.conf.schema import reward_part
+from slipstream.rollout.plain_number import plain_list, plain_number
+from slipstream.rollout.rewards.counting import counted
+from slipstream.rollout.rewards.function import Reward, load_reward
+from slipstream.rollout.rewards.outcomes import NOT_A_NUMBER, RAISED, SCORE, TIMEOUT, Outcome
+from slipstream.rollout.user_processes.serve import Answer, report_of, serve
 
 
 def _set_up(message: Any) -> tuple[Answer, list[object]]:

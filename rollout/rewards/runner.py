@@ -17,16 +17,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.functions import keep_copy
-from conf.plural import counted
-from conf.schema import RewardConfig
-from rollout.errors import RewardError
-from rollout.rewards.function import FINISH_REASON
-from rollout.rewards.outcomes import SCORE, Outcome
-from rollout.rewards.reward_pool import Ready, RewardPool
-from rollout.rewards.shaping import shape
-from rollout.types import Judgement, Prompt, Rollout
-from rollout.user_processes.user_process import MAX_LOG_BYTES
+from slipstream.conf.functions import keep_copy
+from slipstream.conf.plural import counted
+from slipstream.conf.schema import RewardConfig
+from slipstream.rollout.errors import RewardError
+from slipstream.rollout.rewards.function import FINISH_REASON
+from slipstream.rollout.rewards.outcomes import SCORE, Outcome
+from slipstream.rollout.rewards.reward_pool import Ready, RewardPool
+from slipstream.rollout.rewards.shaping import shape
+from slipstream.rollout.types import Judgement, Prompt, Rollout
+from slipstream.rollout.user_processes.user_process import MAX_LOG_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conf.schema import RewardConfig
+from slipstream.conf.schema import RewardConfig
 
 
 def overlong_punishment(num_tokens: int, *, max_tokens: int, overlong_tokens: int) -> float:

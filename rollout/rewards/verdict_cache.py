@@ -6,7 +6,7 @@ import logging
 import sqlite3
 from pathlib import Path
 
-from rollout.errors import RewardError
+from slipstream.rollout.errors import RewardError
 
 logger = logging.getLogger(__name__)
 

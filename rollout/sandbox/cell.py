@@ -1,4 +1,4 @@
-"""One program in a cell: `python -S -P -m rollout.sandbox.cell < order`. Writes what became of it, as JSON.
+"""One program in a cell: `python -S -P -m slipstream.rollout.sandbox.cell < order`. Writes what became of it, as JSON.
 
     caller --order--> warden --fork--> mason --fork--> init (pid 1) --fork--> program --> whatever it starts
                       |  ids of the    |  makes the     |  builds the file system, counts memory and CPU time
@@ -31,7 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollout.sandbox import syscalls
+from slipstream.rollout.sandbox import syscalls
 
 INSIDE_ID = 1000
 """User and group of the program, as it sees them."""

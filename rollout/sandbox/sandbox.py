@@ -73,7 +73,7 @@ def run(
     limits = limits or Limits()
     order = {"argv": list(argv), "files": dict(files or {}), "stdin": stdin, "python": PYTHON, **asdict(limits)}
     cell = subprocess.Popen(
-        [sys.executable, "-S", "-P", "-m", "rollout.sandbox.cell"],
+        [sys.executable, "-S", "-P", "-m", "slipstream.rollout.sandbox.cell"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

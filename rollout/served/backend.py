@@ -35,14 +35,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from rollout.errors import EngineError, error_class
-from rollout.in_vllm.engine_process import WeightReceiver
-from rollout.in_vllm.worker_extension import timed
-from rollout.served.client import RankReport, send_report
-from rollout.served.vllm_plugin import register
-from weight_sync.replica.control_server import ReplicaEndpoint
-from weight_sync.replica.messages import Bound, EngineRank, Expected
-from weight_sync.typed_msgpack import pack, unpack
+from slipstream.rollout.errors import EngineError, error_class
+from slipstream.rollout.in_vllm.engine_process import WeightReceiver
+from slipstream.rollout.in_vllm.worker_extension import timed
+from slipstream.rollout.served.client import RankReport, send_report
+from slipstream.rollout.served.vllm_plugin import register
+from slipstream.weight_sync.replica.control_server import ReplicaEndpoint
+from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
+from slipstream.weight_sync.typed_msgpack import pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +246,7 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """Refuse: vLLM 0.25.1 asks backends for a sender, too, but Slipstream's is weight_sync.api."""
-        raise EngineError("send with weight_sync.api.update or `slipstream push`, see docs/push.md")
+        raise EngineError("send with slipstream.weight_sync.api.update or `slipstream push`, see docs/push.md")
 
 
 class _EndpointThread:

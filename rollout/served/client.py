@@ -32,11 +32,11 @@ from typing import Any
 
 import zmq
 
-from conf.errors import ConfigError
-from rollout.errors import EngineError
-from weight_sync.layout import TensorMeta
-from weight_sync.replica.curve import connect_guarded, frames_of, serve_guarded
-from weight_sync.typed_msgpack import pack, unpack
+from slipstream.conf.errors import ConfigError
+from slipstream.rollout.errors import EngineError
+from slipstream.weight_sync.layout import TensorMeta
+from slipstream.weight_sync.replica.curve import connect_guarded, frames_of, serve_guarded
+from slipstream.weight_sync.typed_msgpack import pack, unpack
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""`python -m rollout.served.serve WORDS`: what `vllm serve` runs, imported without collections of garbage on the way.
+"""`python -m slipstream.rollout.served.serve WORDS`: what `vllm serve` runs, imported without collections of garbage on the way.
 
 A process that it spawns, an engine's, imports vLLM in the same way, and nothing of the server.
 """
@@ -9,8 +9,8 @@ import runpy
 import warnings
 from importlib import import_module
 
-from rollout.in_vllm.process_imports import import_vllm_as_users_do
-from weight_sync.gc_freeze import frozen_imports
+from slipstream.rollout.in_vllm.process_imports import import_vllm_as_users_do
+from slipstream.weight_sync.gc_freeze import frozen_imports
 
 VLLM_MODULE = "vllm.entrypoints.openai.api_server"
 

@@ -16,16 +16,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.schema import Device
-from rollout.die_with_owner import OWNER_VARIABLE
-from rollout.engine.engine_options import CPU_KV_CACHE_BYTES, SOCKETS_VARIABLE, compile_cache, engine_environment
-from rollout.engine.start_failure import cause_in
-from rollout.errors import EngineError
-from rollout.served.client import ServedEngine
-from rollout.served.vllm_plugin import BACKEND
+from slipstream.conf.schema import Device
+from slipstream.rollout.die_with_owner import OWNER_VARIABLE
+from slipstream.rollout.engine.engine_options import (
+    CPU_KV_CACHE_BYTES,
+    SOCKETS_VARIABLE,
+    compile_cache,
+    engine_environment,
+)
+from slipstream.rollout.engine.start_failure import cause_in
+from slipstream.rollout.errors import EngineError
+from slipstream.rollout.served.client import ServedEngine
+from slipstream.rollout.served.vllm_plugin import BACKEND
 
 STOP_TIMEOUT_S = 15.0
-SERVER_MODULE = "rollout.served.serve"
+SERVER_MODULE = "slipstream.rollout.served.serve"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -59,7 +64,7 @@ def serve_command(options: ServerOptions, port: int) -> list[str]:
         "--dtype", options.dtype,
         "--tensor-parallel-size", str(options.tp_size),
         "--weight-transfer-config", f'{{"backend": "{BACKEND}"}}',
-        "--worker-extension-cls", "rollout.served.backend.ServedWorker",
+        "--worker-extension-cls", "slipstream.rollout.served.backend.ServedWorker",
         "--moe-backend", "auto" if is_cpu else "triton",  # others reorder experts after loading
     ]  # fmt: skip
     if options.enable_expert_parallel:

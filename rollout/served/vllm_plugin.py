@@ -21,6 +21,8 @@ def register() -> None:
         logger.warning("the slipstream weight-transfer backend needs vLLM 0.25.1 or 0.32: %s", e)
         return
     try:
-        WeightTransferEngineFactory.register_engine(BACKEND, "rollout.served.backend", "SlipstreamTransferEngine")
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "slipstream.rollout.served.backend", "SlipstreamTransferEngine"
+        )
     except ValueError:
         logger.debug("the backend is registered already")

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.errors import DataError, TemplateRefused
-from rollout.text.messages import TEMPLATE_OPTIONS, TOOLS, Chat
-from rollout.text.plain_template import CLASS_TOKENS, read_plain, variables_of
+from slipstream.rollout.errors import DataError, TemplateRefused
+from slipstream.rollout.text.messages import TEMPLATE_OPTIONS, TOOLS, Chat
+from slipstream.rollout.text.plain_template import CLASS_TOKENS, read_plain, variables_of
 
 _GIVEN = frozenset({"messages", "tools", "add_generation_prompt"})
 """Variables that render() fills."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from conf.json_files import read_json_object
+from slipstream.conf.json_files import read_json_object
 
 
 def end_token_ids(folder: Path, tokenizer: Tokenizer | None = None) -> list[int]:

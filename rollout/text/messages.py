@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollout.errors import DataError
+from slipstream.rollout.errors import DataError
 
 TOOLS, TEMPLATE_OPTIONS = "tools", "chat_template_kwargs"
 """Names of columns, and of fields of a request."""

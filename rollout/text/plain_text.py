@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from rollout.errors import TokenizerError
+from slipstream.rollout.errors import TokenizerError
 
 TOKENIZER_FILE = "tokenizer.json"
 """What prompts and responses are read with, by `tokenizers`."""

@@ -15,9 +15,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.errors import DataError, TemplateRefused
-from rollout.text.chat_template import ChatTemplate
-from rollout.text.messages import Chat
+from slipstream.rollout.errors import DataError, TemplateRefused
+from slipstream.rollout.text.chat_template import ChatTemplate
+from slipstream.rollout.text.messages import Chat
 
 ROLES = ("system", "user", "assistant", "tool")
 """Known to every template that writes a message's role as it is. Others must be named by the template."""

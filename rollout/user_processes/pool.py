@@ -22,8 +22,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from conf.errors import ConfigError
-from rollout.user_processes.user_process import DIED, Lost, Program, UserProcess
+from slipstream.conf.errors import ConfigError
+from slipstream.rollout.user_processes.user_process import DIED, Lost, Program, UserProcess
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -15,9 +15,9 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from conf.errors import SlipstreamError
-from rollout.user_processes.channel import Channel, Disconnected
-from rollout.user_processes.user_process import ALIVE_EVERY_S
+from slipstream.conf.errors import SlipstreamError
+from slipstream.rollout.user_processes.channel import Channel, Disconnected
+from slipstream.rollout.user_processes.user_process import ALIVE_EVERY_S
 
 MAX_FRAMES = 10
 """Parts of a traceback that are reported: the last ones, including the exception's own line."""

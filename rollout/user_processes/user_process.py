@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from conf.errors import ConfigError
-from rollout.user_processes.channel import Disconnected, Garbled
-from rollout.user_processes.kept_process import KeptProcess
+from slipstream.conf.errors import ConfigError
+from slipstream.rollout.user_processes.channel import Disconnected, Garbled
+from slipstream.rollout.user_processes.kept_process import KeptProcess
 
 T = TypeVar("T")
 

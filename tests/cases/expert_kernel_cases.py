@@ -20,25 +20,25 @@ from cases.kernel_inputs import (
     groups_of,
     is_tried,
 )
-from conf.architecture.activation import CLAMPED_SWIGLU, SWIGLU
-from conf.schema import CombineMode
-from trainer.kernels.experts import gather, low_rank
-from trainer.kernels.experts.combine import weighted_sum_torch, weighted_sum_triton
-from trainer.kernels.experts.counting_sort import sort_by_expert_torch, sort_by_expert_triton
-from trainer.kernels.experts.dequant import (
+from slipstream.conf.architecture.activation import CLAMPED_SWIGLU, SWIGLU
+from slipstream.conf.schema import CombineMode
+from slipstream.trainer.kernels.experts import gather, low_rank
+from slipstream.trainer.kernels.experts.combine import weighted_sum_torch, weighted_sum_triton
+from slipstream.trainer.kernels.experts.counting_sort import sort_by_expert_torch, sort_by_expert_triton
+from slipstream.trainer.kernels.experts.dequant import (
     dequantize_int4_torch,
     dequantize_int4_triton,
     dequantize_mxfp4_torch,
     dequantize_mxfp4_triton,
 )
-from trainer.kernels.experts.gather import (
+from slipstream.trainer.kernels.experts.gather import (
     gather_project_torch,
     gather_project_triton,
     gather_rows_torch,
     gather_rows_triton,
 )
-from trainer.kernels.experts.grouped_gemm import grouped_gradient_triton, grouped_product_triton
-from trainer.kernels.experts.low_rank import (
+from slipstream.trainer.kernels.experts.grouped_gemm import grouped_gradient_triton, grouped_product_triton
+from slipstream.trainer.kernels.experts.low_rank import (
     add_dense_low_rank,
     add_dense_low_rank_torch,
     add_dense_low_rank_triton,
@@ -48,14 +48,14 @@ from trainer.kernels.experts.low_rank import (
     low_rank_gradient_torch,
     low_rank_gradient_triton,
 )
-from trainer.kernels.experts.swiglu import (
+from slipstream.trainer.kernels.experts.swiglu import (
     InnerAdapter,
     activate_backward_torch,
     activate_backward_triton,
     activate_torch,
     activate_triton,
 )
-from trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product
+from slipstream.trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product
 
 ACTIVATION_CASES = (
     (0, SWIGLU), (4, SWIGLU), (64, CLAMPED_SWIGLU), (WIDE_RANK, SWIGLU),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.kernels.experts.groups import RowGroups
+from slipstream.trainer.kernels.experts.groups import RowGroups
 
 TILE_ROWS = 64
 COUNTS = (3, 0, 2 * TILE_ROWS + 5, 1)

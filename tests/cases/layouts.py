@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from weight_sync.layout import (
+from slipstream.weight_sync.layout import (
     DTYPE_BYTES,
     DestLayout,
     Fill,
@@ -25,7 +25,7 @@ from weight_sync.layout import (
     SourceShard,
     TensorMeta,
 )
-from weight_sync.plan.tasks import Task
+from slipstream.weight_sync.plan.tasks import Task
 
 UNWRITTEN = -1
 

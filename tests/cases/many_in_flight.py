@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from trainer.parallel import gather_wholes, whole
+from slipstream.trainer.parallel import gather_wholes, whole
 
 
 def main(how_many: int) -> None:

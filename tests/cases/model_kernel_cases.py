@@ -10,22 +10,28 @@ import torch
 from torch import Tensor
 
 from cases.kernel_inputs import TILE_ROWS, WIDTH, H, assert_near, draw, dtypes_of, is_tried
-from trainer.kernels.adamw_update import Codes, adamw_triton
-from trainer.kernels.dense_activation import (
+from slipstream.trainer.kernels.adamw_update import Codes, adamw_triton
+from slipstream.trainer.kernels.dense_activation import (
     silu_product_backward_triton,
     silu_product_torch,
     silu_product_triton,
 )
-from trainer.kernels.experts.route import route_backward_triton, route_torch, route_triton, weigh_torch, weigh_triton
-from trainer.kernels.latent import _LatentHeads, latent_heads_torch
-from trainer.kernels.log_softmax import (
+from slipstream.trainer.kernels.experts.route import (
+    route_backward_triton,
+    route_torch,
+    route_triton,
+    weigh_torch,
+    weigh_triton,
+)
+from slipstream.trainer.kernels.latent import _LatentHeads, latent_heads_torch
+from slipstream.trainer.kernels.log_softmax import (
     log_softmax_torch,
     log_softmax_triton,
     logits_gradient_torch,
     logits_gradient_triton,
 )
-from trainer.kernels.residual import residual_sum_torch, residual_sum_triton
-from trainer.kernels.rms_norm import (
+from slipstream.trainer.kernels.residual import residual_sum_torch, residual_sum_triton
+from slipstream.trainer.kernels.rms_norm import (
     add_rms_norm_torch,
     norm_rotate_torch,
     norm_rotate_triton,
@@ -34,14 +40,14 @@ from trainer.kernels.rms_norm import (
     rms_norm_triton,
     rotate_torch,
 )
-from trainer.rounding import dithered, thresholds
-from trainer.weights import fp8_kernels, merge, merge_kernel
-from trainer.weights.merge import round_into
-from trainer.weights.merge_operands import MergeOperands
-from trainer.weights.quantization import BLOCK
-from trainer.weights.row_runs import Rows
-from weight_sync.hash_kernel import BLOCKS_A_PROGRAM, add_hashes
-from weight_sync.integrity import _tables, _within_keys, hash_with_torch
+from slipstream.trainer.rounding import dithered, thresholds
+from slipstream.trainer.weights import fp8_kernels, merge, merge_kernel
+from slipstream.trainer.weights.merge import round_into
+from slipstream.trainer.weights.merge_operands import MergeOperands
+from slipstream.trainer.weights.quantization import BLOCK
+from slipstream.trainer.weights.row_runs import Rows
+from slipstream.weight_sync.hash_kernel import BLOCKS_A_PROGRAM, add_hashes
+from slipstream.weight_sync.integrity import _tables, _within_keys, hash_with_torch
 
 
 def case_rms_norm(device: str) -> None:

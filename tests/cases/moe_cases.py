@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cases.processes import run_processes
-from conf.schema import LoraConfig
-from trainer.moe.dispatch import plan_dispatch
-from trainer.moe.experts import Experts
+from slipstream.conf.schema import LoraConfig
+from slipstream.trainer.moe.dispatch import plan_dispatch
+from slipstream.trainer.moe.experts import Experts
 
 HIDDEN, WIDTH, NUM_EXPERTS, TOP_K, RANK = 64, 32, 8, 3, 8
 NUM_TOKENS = 37

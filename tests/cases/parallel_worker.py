@@ -13,17 +13,17 @@ from torch import Tensor
 
 from cases.processes import run_processes
 from cases.tiny_models import MIXED, base_logits_of, draw_b, logits_of, make_decoder, packed, probe_loss, trainer_config
-from conf.architecture.families import read_config
-from conf.schema import LoraConfig, TrainMode
-from trainer.adapter_io import all_experts, load_adapter, save_adapter, save_merged
-from trainer.model.build_decoder import build_decoder
-from trainer.model.decoder import Decoder
-from trainer.model.shard_decoder import dense_trainable, expert_trainable
-from trainer.parallel import ParallelLayout, local_part, whole
-from trainer.process_group import ControlGroup
-from trainer.weights.loading import CheckpointReader, RandomReader, load_weights
-from trainer.weights.shards import gather_lora_a, local_shards, sharded_lora_a
-from weight_sync.layout import Region
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.schema import LoraConfig, TrainMode
+from slipstream.trainer.adapter_io import all_experts, load_adapter, save_adapter, save_merged
+from slipstream.trainer.model.build_decoder import build_decoder
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.model.shard_decoder import dense_trainable, expert_trainable
+from slipstream.trainer.parallel import ParallelLayout, local_part, whole
+from slipstream.trainer.process_group import ControlGroup
+from slipstream.trainer.weights.loading import CheckpointReader, RandomReader, load_weights
+from slipstream.trainer.weights.shards import gather_lora_a, local_shards, sharded_lora_a
+from slipstream.weight_sync.layout import Region
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ rank that collects would visit all of it, and so copy it.
 
 from __future__ import annotations
 
-from weight_sync.gc_freeze import frozen_imports
+from slipstream.weight_sync.gc_freeze import frozen_imports
 
 with frozen_imports():
     import hypothesis
     import torch._dynamo
     import transformers
 
-    import trainer.rank
+    import slipstream.trainer.rank
 
 __all__ = ["hypothesis", "torch", "trainer", "transformers"]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from cases.processes import run_processes
-from conf.schema import (
+from slipstream.conf.schema import (
     AlgorithmConfig,
     DType,
     Init,
@@ -29,10 +29,10 @@ from conf.schema import (
     TrainMode,
     WeightSyncConfig,
 )
-from trainer.options import TrainerOptions
-from trainer.parallel import sharded_rows
-from trainer.rank import TrainerRank
-from trainer.types import Denominators, Sample
+from slipstream.trainer.options import TrainerOptions
+from slipstream.trainer.parallel import sharded_rows
+from slipstream.trainer.rank import TrainerRank
+from slipstream.trainer.types import Denominators, Sample
 
 VOCAB = 40
 LORA = LoraConfig(rank=4, alpha=8.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weight_sync.layout import DestLayout, Region, SourceLayout, SourceShard, TensorMeta
-from weight_sync.plan.plan import build_plan
+from slipstream.weight_sync.layout import DestLayout, Region, SourceLayout, SourceShard, TensorMeta
+from slipstream.weight_sync.plan.plan import build_plan
 
 
 def replay_plan(layout: DestLayout, metas: tuple[TensorMeta, ...], tensors: dict[str, Tensor]) -> dict[str, Tensor]:

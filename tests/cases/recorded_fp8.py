@@ -51,13 +51,13 @@ def compare(case: str, folder: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    from conf.schema import Device, DType, RolloutConfig, SamplingConfig
-    from rollout.engine.engine_options import engine_arguments
-    from rollout.in_vllm.load_time import load_time_parameters
-    from rollout.in_vllm.post_load import Forms
-    from rollout.layouts.meta_engine import as_rank
-    from weight_sync.layout import PostLoad, TensorMeta
-    from weight_sync.record.recorder import record_layout
+    from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
+    from slipstream.rollout.engine.engine_options import engine_arguments
+    from slipstream.rollout.in_vllm.load_time import load_time_parameters
+    from slipstream.rollout.in_vllm.post_load import Forms
+    from slipstream.rollout.layouts.meta_engine import as_rank
+    from slipstream.weight_sync.layout import PostLoad, TensorMeta
+    from slipstream.weight_sync.record.recorder import record_layout
 
     model, tp_size, expert_parallel = CASES[case]
     write_checkpoint({**CONFIGS[model], **FOR_GPUS[model]}, folder, seed=1)

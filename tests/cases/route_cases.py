@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from conf.architecture.model_spec import ModelSpec
-from trainer.model.decoder import Decoder
-from trainer.moe.replay import RecordedRoutes
-from trainer.moe.router import Router, Routing
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.moe.replay import RecordedRoutes
+from slipstream.trainer.moe.router import Router, Routing
 
 
 @contextmanager

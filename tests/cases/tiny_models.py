@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conf.architecture.families import read_config
-from conf.architecture.model_spec import ModelSpec
-from conf.schema import (
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.schema import (
     LoraConfig,
     Match,
     MlaNormEps,
@@ -21,15 +21,15 @@ from conf.schema import (
     TrainerConfig,
     TrainMode,
 )
-from trainer.model.build_decoder import build_decoder
-from trainer.model.decoder import Decoder
-from trainer.model.forward import Forward
-from trainer.model.logprobs import token_logprobs
-from trainer.moe.replay import RecordedRoutes
-from trainer.parallel import ParallelLayout, local_part
-from trainer.weights.fused_experts import interleave
-from trainer.weights.loading import RandomReader, TensorReader, load_weights, named_generator
-from weight_sync.layout import Region
+from slipstream.trainer.model.build_decoder import build_decoder
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.model.forward import Forward
+from slipstream.trainer.model.logprobs import token_logprobs
+from slipstream.trainer.moe.replay import RecordedRoutes
+from slipstream.trainer.parallel import ParallelLayout, local_part
+from slipstream.trainer.weights.fused_experts import interleave
+from slipstream.trainer.weights.loading import RandomReader, TensorReader, load_weights, named_generator
+from slipstream.weight_sync.layout import Region
 
 COMMON = {
     "vocab_size": 96,

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rollout.in_vllm.process_imports import import_vllm
+from slipstream.rollout.in_vllm.process_imports import import_vllm
 
 REPOSITORY = Path(__file__).parents[2]
 

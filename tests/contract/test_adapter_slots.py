@@ -20,8 +20,8 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from rollout.in_vllm.adapter_slots import last_of_kind, record_slot, slot_buffers
-from weight_sync.layout import TensorMeta
+from slipstream.rollout.in_vllm.adapter_slots import last_of_kind, record_slot, slot_buffers
+from slipstream.weight_sync.layout import TensorMeta
 
 SLOTS, LAYERS, EXPERTS, HIDDEN, WIDTH, RANK = 3, 4, 2, 8, 4, 2
 SIZES = {"gate": (HIDDEN, WIDTH), "down": (WIDTH, HIDDEN), "up": (HIDDEN, WIDTH)}

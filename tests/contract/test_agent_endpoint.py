@@ -22,14 +22,14 @@ from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from orchestrator.data.prompts import PromptReader
-from orchestrator.data.sources import START, Row
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from orchestrator.inputs.text_encoder import TextEncoder
-from rollout.agents.chat_text import FolderChatText
-from rollout.agents.endpoint import Endpoint
-from rollout.agents.episode import EngineFailed, Episode, Limits, Sampled
-from rollout.agents.request_fields import (
+from slipstream.orchestrator.data.prompts import PromptReader
+from slipstream.orchestrator.data.sources import START, Row
+from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.orchestrator.inputs.text_encoder import TextEncoder
+from slipstream.rollout.agents.chat_text import FolderChatText
+from slipstream.rollout.agents.endpoint import Endpoint
+from slipstream.rollout.agents.episode import EngineFailed, Episode, Limits, Sampled
+from slipstream.rollout.agents.request_fields import (
     FIXED,
     HARMLESS,
     HONOURED,
@@ -38,10 +38,10 @@ from rollout.agents.request_fields import (
     FieldRefused,
     check_fields,
 )
-from rollout.agents.session import Session, SessionError
-from rollout.agents.tool_calls import ToolCallParser, parser_names
-from rollout.errors import AgentError
-from rollout.text.chat_template import ChatTemplate
+from slipstream.rollout.agents.session import Session, SessionError
+from slipstream.rollout.agents.tool_calls import ToolCallParser, parser_names
+from slipstream.rollout.errors import AgentError
+from slipstream.rollout.text.chat_template import ChatTemplate
 
 TOOLS: list[Any] = [
     {

@@ -13,9 +13,9 @@ import pytest
 from fakes.template_tokenizer import QWEN, QWEN_PLAIN, save_template_tokenizer
 from tokenizers import Tokenizer
 
-from conf.schema import EpisodesConfig, RolloutConfig, RunConfig, SamplingConfig
-from rollout.agents.episode_runner import EpisodeRunner
-from rollout.types import Prompt, Rollout
+from slipstream.conf.schema import EpisodesConfig, RolloutConfig, RunConfig, SamplingConfig
+from slipstream.rollout.agents.episode_runner import EpisodeRunner
+from slipstream.rollout.types import Prompt, Rollout
 
 PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
 SAYS = (

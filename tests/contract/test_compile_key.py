@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from cases.tiny_models import MIXED
 
-from conf.schema import Device, DType, RolloutConfig, SamplingConfig
-from rollout.engine.engine_options import engine_arguments, engine_environment
-from rollout.engine.vllm_process import vllm_arguments
-from rollout.in_vllm.process_imports import import_vllm
-from rollout.node_cache import cache_folder
-from trainer.engine_ops.vllm_operations import batch_invariant_kernels
+from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
+from slipstream.rollout.engine.engine_options import engine_arguments, engine_environment
+from slipstream.rollout.engine.vllm_process import vllm_arguments
+from slipstream.rollout.in_vllm.process_imports import import_vllm
+from slipstream.rollout.node_cache import cache_folder
+from slipstream.trainer.engine_ops.vllm_operations import batch_invariant_kernels
 
 
 @pytest.fixture(autouse=True)

@@ -15,18 +15,18 @@ from fakes.checkpoints import CONFIGS, write_checkpoint
 from fakes.vllm_oracle import vllm_loads_and_samples
 from fakes.vllm_publish import KEY
 
-from conf.architecture.families import read_config
-from conf.schema import Device, DType, RolloutConfig, SamplingConfig, WeightSyncConfig
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from rollout.engine.vllm_engine import VllmEngine
-from rollout.worker import RolloutWorker
-from trainer.adapter_io import save_merged
-from trainer.delivery.merged_source import TrainerWeightSource
-from trainer.model.decoder import Decoder
-from trainer.weights.loading import CheckpointReader
-from weight_sync.publish.publisher import Publisher
-from weight_sync.publish.report import PublishReport
-from weight_sync.transport.mooncake import MooncakeTransport
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig, WeightSyncConfig
+from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.rollout.engine.vllm_engine import VllmEngine
+from slipstream.rollout.worker import RolloutWorker
+from slipstream.trainer.adapter_io import save_merged
+from slipstream.trainer.delivery.merged_source import TrainerWeightSource
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.weights.loading import CheckpointReader
+from slipstream.weight_sync.publish.publisher import Publisher
+from slipstream.weight_sync.publish.report import PublishReport
+from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
 NUM_PUBLISHES = 5
 SYNC = WeightSyncConfig(watermark_bytes=64 << 20, delta_bytes=8 << 20)

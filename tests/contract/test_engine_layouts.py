@@ -19,13 +19,13 @@ from fakes.vllm_oracle import engine_of, vllm_loads_and_samples
 from fakes.vllm_publish import NUM_TOKENS, PROMPTS, Seen, check, prompts_for, publish_twice
 from safetensors.torch import load_file
 
-from conf.architecture.families import read_config
-from conf.schema import Device, DType, RolloutConfig, SamplingConfig
-from rollout.engine.engine_options import engine_arguments
-from trainer.adapter_io import save_merged
-from trainer.delivery.merged_source import TrainerWeightSource
-from trainer.weights.loading import CheckpointReader
-from weight_sync.source import WeightSource
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
+from slipstream.rollout.engine.engine_options import engine_arguments
+from slipstream.trainer.adapter_io import save_merged
+from slipstream.trainer.delivery.merged_source import TrainerWeightSource
+from slipstream.trainer.weights.loading import CheckpointReader
+from slipstream.weight_sync.source import WeightSource
 
 
 def publish(folder: Path, *, source: WeightSource | None = None, num_workers: int = 1, **parallel: Any) -> list[Seen]:

@@ -22,17 +22,17 @@ import torch
 from fakes.one_worker import EOS, MAX_LOGPROB_ERROR, Checkpoints, Served, one_worker
 from fakes.vllm_oracle import vllm_loads
 
-from conf.schema import PauseMode, RolloutConfig, RunConfig, SamplingConfig
-from rollout.agents.episode_runner import EpisodeRunner
-from rollout.branches import branches_of
-from rollout.engine.start_failure import OutputSince
-from rollout.engine.start_phase import CONFIG, phase_in
-from rollout.engine.vllm_engine import VllmEngine
-from rollout.errors import EngineError, ReplicaNotServing
-from rollout.in_vllm import vllm_patches
-from rollout.in_vllm.logprob_rows import spread
-from rollout.types import Prompt, Rollout
-from weight_sync.errors import IntegrityError
+from slipstream.conf.schema import PauseMode, RolloutConfig, RunConfig, SamplingConfig
+from slipstream.rollout.agents.episode_runner import EpisodeRunner
+from slipstream.rollout.branches import branches_of
+from slipstream.rollout.engine.start_failure import OutputSince
+from slipstream.rollout.engine.start_phase import CONFIG, phase_in
+from slipstream.rollout.engine.vllm_engine import VllmEngine
+from slipstream.rollout.errors import EngineError, ReplicaNotServing
+from slipstream.rollout.in_vllm import vllm_patches
+from slipstream.rollout.in_vllm.logprob_rows import spread
+from slipstream.rollout.types import Prompt, Rollout
+from slipstream.weight_sync.errors import IntegrityError
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
@@ -292,7 +292,9 @@ async def test_an_episode_crosses_a_publish_in_each_of_its_turns(setup: Setup, k
 
     sampling = SamplingConfig(max_tokens=TURN, stop_at_eos=False)
     config = RunConfig(
-        rollout=RolloutConfig(agent="rollout.agents.games.letters:play", sampling=sampling, max_model_len=1024)
+        rollout=RolloutConfig(
+            agent="slipstream.rollout.agents.games.letters:play", sampling=sampling, max_model_len=1024
+        )
     )
     task = Prompt(0, (), "4b7=", {"lines": ["4b7=", "d01=", "88k="]})
     runner = EpisodeRunner(config, setup.checkpoints.folder / "model", log_path=tmp_path / "agents.log")

@@ -14,7 +14,7 @@ import psutil
 from cases.tiny_models import DENSE
 from cases.vllm_process import import_path
 
-from rollout.in_vllm.fork_server import ForkContext
+from slipstream.rollout.in_vllm.fork_server import ForkContext
 
 TIMEOUT_S = 240.0
 WORKER = """
@@ -22,8 +22,8 @@ import asyncio, json, os, sys, time
 os.environ["VLLM_CACHE_ROOT"] = sys.argv[1] + "/cache"  # vLLM keeps there what it found out about a model's class
 from pathlib import Path
 
-from conf.schema import Device, DType, RolloutConfig, SamplingConfig
-from rollout.engine.vllm_engine import VllmEngine
+from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
+from slipstream.rollout.engine.vllm_engine import VllmEngine
 
 async def started(tp_size):
     sampling = SamplingConfig(max_tokens=8)

@@ -13,9 +13,9 @@ import pytest
 from cases.rank_helpers import count, make_rank, make_samples, spawn
 from torch.profiler import ProfilerActivity, profile
 
-from conf.schema import TrainMode
-from trainer.weights.shards import gather_lora_a, sharded_lora_a
-from weight_sync.publish.collectives import Meeting
+from slipstream.conf.schema import TrainMode
+from slipstream.trainer.weights.shards import gather_lora_a, sharded_lora_a
+from slipstream.weight_sync.publish.collectives import Meeting
 
 SHORT = {
     "_allgather_base_": "ALLGATHER",

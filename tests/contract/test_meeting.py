@@ -17,18 +17,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conf.errors import SlipstreamError
-from weight_sync.api import register_tensors
-from weight_sync.errors import PlanError, ProtocolError
-from weight_sync.layout import Region, SourceLayout, SourceShard, TensorMeta
-from weight_sync.publish import byte_collectives
-from weight_sync.publish.byte_collectives import gather_bytes
-from weight_sync.publish.collectives import Meeting, values
-from weight_sync.typed_msgpack import unpack
+from slipstream.conf.errors import SlipstreamError
+from slipstream.weight_sync.api import register_tensors
+from slipstream.weight_sync.errors import PlanError, ProtocolError
+from slipstream.weight_sync.layout import Region, SourceLayout, SourceShard, TensorMeta
+from slipstream.weight_sync.publish import byte_collectives
+from slipstream.weight_sync.publish.byte_collectives import gather_bytes
+from slipstream.weight_sync.publish.collectives import Meeting, values
+from slipstream.weight_sync.typed_msgpack import unpack
 
 NUM_RANKS = 3
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "weight_sync.publish.collectives"])
+CONTEXT.set_forkserver_preload(["torch", "slipstream.weight_sync.publish.collectives"])
 
 
 class MakesFolder:

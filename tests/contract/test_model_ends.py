@@ -10,7 +10,7 @@ from fakes.checkpoints import CONFIGS
 from fakes.template_tokenizer import QWEN, save_template_tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
-from rollout.text.ends import end_token_ids
+from slipstream.rollout.text.ends import end_token_ids
 
 
 @pytest.mark.parametrize("generation", [None, {}, {"eos_token_id": 0}, {"eos_token_id": [0, 7]}])

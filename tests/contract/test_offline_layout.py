@@ -20,18 +20,18 @@ from cases.vllm_process import outcomes_of, run_cases
 from fakes.checkpoints import CONFIGS, FOR_GPUS
 from fakes.vllm_oracle import engine_of
 
-from conf.architecture.families import read_config
-from conf.schema import Device, DType, RolloutConfig, SamplingConfig
-from conf.tensor_parallel import tp_problem
-from orchestrator.inputs.model_folder import engine_checkpoint
-from orchestrator.offline.record import layouts_digest, record
-from rollout.engine.engine_options import engine_arguments, engine_environment
-from rollout.errors import EngineError
-from rollout.layouts.offline_layout import LayoutRequest, offline_layouts
-from weight_sync.layout import DestLayout, PostLoad
-from weight_sync.record.layout_wire import layouts_to_bytes
-from weight_sync.replica.messages import EngineRank
-from weight_sync.typed_msgpack import pack, unpack
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
+from slipstream.conf.tensor_parallel import tp_problem
+from slipstream.orchestrator.inputs.model_folder import engine_checkpoint
+from slipstream.orchestrator.offline.record import layouts_digest, record
+from slipstream.rollout.engine.engine_options import engine_arguments, engine_environment
+from slipstream.rollout.errors import EngineError
+from slipstream.rollout.layouts.offline_layout import LayoutRequest, offline_layouts
+from slipstream.weight_sync.layout import DestLayout, PostLoad
+from slipstream.weight_sync.record.layout_wire import layouts_to_bytes
+from slipstream.weight_sync.replica.messages import EngineRank
+from slipstream.weight_sync.typed_msgpack import pack, unpack
 
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**CONFIGS["qwen3_tied"], "torch_dtype": "bfloat16"},
@@ -176,7 +176,7 @@ def request_of(config: dict[str, Any], *, expert_parallel: bool, device: Device)
 
 def build_sizes(case: str) -> None:
     """The recording itself, in the process that has imported vLLM."""
-    from rollout.layouts.meta_engine import record_all
+    from slipstream.rollout.layouts.meta_engine import record_all
 
     model, changes, tp_size, expert_parallel = SIZES[case]
     config = {**CONFIGS[model], **changes, "torch_dtype": "bfloat16"}
@@ -240,7 +240,7 @@ def ask_live_engine(case: str, folder: Path) -> None:
 
 def record_family(model: str, live: Path) -> None:
     """The layout without an engine is that which a live one said."""
-    from rollout.layouts.meta_engine import record_all
+    from slipstream.rollout.layouts.meta_engine import record_all
 
     request = request_of(MODELS[model], expert_parallel=False, device=Device.cpu)
     recorded = record_all({**request, "tp_size": 1, "every_layer": True})
@@ -249,7 +249,7 @@ def record_family(model: str, live: Path) -> None:
 
 def record_and_keep(case: str, folder: Path) -> None:
     """As offline_layouts() does with a process of its own."""
-    from rollout.layouts.meta_engine import record_all
+    from slipstream.rollout.layouts.meta_engine import record_all
 
     request = asked(**RECORDED[case])
     layouts = record_all(json.loads(request.text))

@@ -16,14 +16,14 @@ import pytest
 import torch
 from cases.tiny_models import by_place, draw_b
 
-from conf.load import load_run_config
-from conf.schema import CombineMode, Device, DType, RolloutConfig, RouterFormat
-from orchestrator.inputs.model_folder import resolve_hf_config
-from orchestrator.parity.compare import partings
-from orchestrator.parity.engine_side import Sampled, sample_and_record
-from orchestrator.parity.measure import Layers, compare_layers, read_tensors
-from trainer.moe.router import Router, Routing
-from trainer.scoring import Scorer
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import CombineMode, Device, DType, RolloutConfig, RouterFormat
+from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
+from slipstream.orchestrator.parity.compare import partings
+from slipstream.orchestrator.parity.engine_side import Sampled, sample_and_record
+from slipstream.orchestrator.parity.measure import Layers, compare_layers, read_tensors
+from slipstream.trainer.moe.router import Router, Routing
+from slipstream.trainer.scoring import Scorer
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -18,9 +18,9 @@ from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 
-from rollout.errors import UnsupportedWeights
-from rollout.in_vllm.post_load import Forms, readable, refuse_unwritable
-from weight_sync.layout import PostLoad
+from slipstream.rollout.errors import UnsupportedWeights
+from slipstream.rollout.in_vllm.post_load import Forms, readable, refuse_unwritable
+from slipstream.weight_sync.layout import PostLoad
 
 HEADS, LATENT, NOPE, VALUE = 2, 8, 3, 5
 

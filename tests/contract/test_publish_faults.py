@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from fakes.publish_processes import Cluster, committed
 
-from weight_sync.errors import RankLost
-from weight_sync.replica.version_state import Phase
+from slipstream.weight_sync.errors import RankLost
+from slipstream.weight_sync.replica.version_state import Phase
 
 TIMEOUT_S = 8.0
 """Time of a publish to one replica, and of a transfer without progress. Mooncake accepts no less."""

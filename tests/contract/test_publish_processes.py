@@ -10,7 +10,7 @@ import pytest
 from fakes.publish_processes import Cluster, committed
 from fakes.stopped import stop_process
 
-from weight_sync.publish.report import EXCLUDED
+from slipstream.weight_sync.publish.report import EXCLUDED
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ import torch
 from fakes.publish import EMBED, KEY, NUM_ENGINE_RANKS, EndpointThread, PlainEngine, checkpoint
 from safetensors.torch import save_file
 
-from conf.errors import ConfigError
-from conf.schema import WeightSyncConfig
-from weight_sync.api import Part, Sender, register_checkpoint, register_tensors, update
-from weight_sync.errors import WeightSyncError
-from weight_sync.transport.mooncake import MooncakeTransport
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import WeightSyncConfig
+from slipstream.weight_sync.api import Part, Sender, register_checkpoint, register_tensors, update
+from slipstream.weight_sync.errors import WeightSyncError
+from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
 CONFIG = WeightSyncConfig(watermark_bytes=1 << 16, timeout_s=10.0)
 

@@ -23,13 +23,13 @@ import pytest
 from cases.vllm_process import import_path
 from fakes.sharded_checkpoints import TINY, save_checkpoint
 
-from conf.schema import Device
-from orchestrator.machine import HERE
-from rollout.engine.engine_options import engine_environment
-from rollout.errors import EngineError
-from rollout.served.client import Rendezvous, ServedEngine
-from rollout.served.serve import VLLM_MODULE
-from weight_sync.disk.safetensors_files import read_index, tensor_metas
+from slipstream.conf.schema import Device
+from slipstream.orchestrator.machine import HERE
+from slipstream.rollout.engine.engine_options import engine_environment
+from slipstream.rollout.errors import EngineError
+from slipstream.rollout.served.client import Rendezvous, ServedEngine
+from slipstream.rollout.served.serve import VLLM_MODULE
+from slipstream.weight_sync.disk.safetensors_files import read_index, tensor_metas
 
 pytest.importorskip("vllm")
 REPOSITORY = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def install_entry_points(folder: Path) -> None:
 
 
 def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "orchestrator.cli.main", *words]
+    return [sys.executable, "-m", "slipstream.orchestrator.cli.main", *words]
 
 
 def oracle(checkpoint: Path) -> dict[str, str]:
@@ -105,7 +105,7 @@ class Server:
                     *["--host", "127.0.0.1", "--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager"],
                     *["--served-model-name", "tiny", "--dtype", "bfloat16", *SMALL],
                     *["--weight-transfer-config", '{"backend": "slipstream"}'],
-                    *["--worker-extension-cls", "rollout.in_vllm.engine_process.WeightReceiver"],
+                    *["--worker-extension-cls", "slipstream.rollout.in_vllm.engine_process.WeightReceiver"],
                 ],
                 env=environment(folder / "installed") | {"VLLM_SERVER_DEV_MODE": "1"},
                 stdout=log,

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from conf.load import load_run_config
-from orchestrator.environment import run_environment
+from slipstream.conf.load import load_run_config
+from slipstream.orchestrator.environment import run_environment
 
 PROGRAM = """
 import json, logging, sys

@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from orchestrator.environment import run_environment
+from slipstream.orchestrator.environment import run_environment
 
 PROGRAM = """
 import asyncio, logging, signal
 import ray
-from orchestrator.signals import take_sigterm_back
+from slipstream.orchestrator.signals import take_sigterm_back
 
 received = []
 

@@ -19,10 +19,10 @@ import pytest
 from fakes.template_tokenizer import QWEN, QWEN_PLAIN, save_template_tokenizer
 from tokenizers import Tokenizer
 
-from rollout.agents.chat_text import FolderChatText
-from rollout.agents.episode import Episode, Limits, Sampled
-from rollout.branches import branches_of, context_of
-from rollout.types import Prompt, Rollout, Turn
+from slipstream.rollout.agents.chat_text import FolderChatText
+from slipstream.rollout.agents.episode import Episode, Limits, Sampled
+from slipstream.rollout.branches import branches_of, context_of
+from slipstream.rollout.types import Prompt, Rollout, Turn
 
 TOOLS = [
     {

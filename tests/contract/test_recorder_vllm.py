@@ -48,9 +48,9 @@ def compare(model_name: str, folder: Path) -> None:
     import torch
     from fakes.vllm_oracle import engine_of
 
-    from rollout.in_vllm.vllm_patches import keep_linear_weights_in_place
-    from weight_sync.layout import TensorMeta
-    from weight_sync.record.recorder import record_layout
+    from slipstream.rollout.in_vllm.vllm_patches import keep_linear_weights_in_place
+    from slipstream.weight_sync.layout import TensorMeta
+    from slipstream.weight_sync.record.recorder import record_layout
 
     keep_linear_weights_in_place()
     with engine_of(

@@ -15,14 +15,14 @@ import pytest
 import transformers
 from fakes.template_tokenizer import QWEN, QWEN_PLAIN, save_template_tokenizer
 
-from conf.schema import DataConfig
-from orchestrator.data.prompts import PromptReader
-from orchestrator.data.sources import START, Row
-from orchestrator.inputs.conversations import ConversationReader
-from orchestrator.inputs.preferences import PreferenceReader
-from orchestrator.inputs.text_encoder import TextEncoder
-from rollout.errors import DataError
-from rollout.text.plain_text import load_tokenizer
+from slipstream.conf.schema import DataConfig
+from slipstream.orchestrator.data.prompts import PromptReader
+from slipstream.orchestrator.data.sources import START, Row
+from slipstream.orchestrator.inputs.conversations import ConversationReader
+from slipstream.orchestrator.inputs.preferences import PreferenceReader
+from slipstream.orchestrator.inputs.text_encoder import TextEncoder
+from slipstream.rollout.errors import DataError
+from slipstream.rollout.text.plain_text import load_tokenizer
 
 TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "description": "w", "parameters": {"type": "object"}}}

@@ -22,11 +22,11 @@ from fakes.one_worker import MAX_LOGPROB_ERROR, Checkpoints, one_worker
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from conf.schema import EvalSampling, EvalSamplingConfig, RolloutConfig, SamplingConfig
-from orchestrator.inputs.character_tokenizer import SPECIAL_TOKENS
-from rollout.types import Rollout
-from rollout.worker import RolloutWorker
-from trainer.model.logprobs import token_logprobs
+from slipstream.conf.schema import EvalSampling, EvalSamplingConfig, RolloutConfig, SamplingConfig
+from slipstream.orchestrator.inputs.character_tokenizer import SPECIAL_TOKENS
+from slipstream.rollout.types import Rollout
+from slipstream.rollout.worker import RolloutWorker
+from slipstream.trainer.model.logprobs import token_logprobs
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 

@@ -22,15 +22,15 @@ from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.publish import KEY, EndpointThread, PlainEngine
 from fakes.stranger import FLOOD_BYTES, as_stranger
 
-from conf.schema import TransportKind
-from weight_sync.replica.control_client import ReplicaClients
-from weight_sync.replica.messages import Begin, Begun, Describe, Described
-from weight_sync.transport.mooncake import MooncakeTransport
+from slipstream.conf.schema import TransportKind
+from slipstream.weight_sync.replica.control_client import ReplicaClients
+from slipstream.weight_sync.replica.messages import Begin, Begun, Describe, Described
+from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
 STRANGER_AT_MOONCAKE = """
 import ctypes, json, os, sys
 os.environ["MC_FORCE_TCP"] = "1"
-from weight_sync.transport.mooncake import engine_module
+from slipstream.weight_sync.transport.mooncake import engine_module
 module = engine_module()
 session, *addresses = sys.argv[1:]
 if os.getuid() == 0:

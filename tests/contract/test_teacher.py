@@ -16,16 +16,16 @@ import torch
 from cases.tiny_models import DENSE, hf_model
 from cases.vllm_process import import_path
 
-from conf.load import load_run_config
-from conf.schema import Device, TeacherConfig
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from orchestrator.inputs.teacher_check import check_teacher
-from orchestrator.machine import HERE
-from rollout.engine.engine_options import engine_environment
-from rollout.served.client import ServedEngine
-from rollout.served.servers import SERVER_MODULE
-from rollout.teacher import Teacher
-from rollout.types import Prompt, Rollout, Turn
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import Device, TeacherConfig
+from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.orchestrator.inputs.teacher_check import check_teacher
+from slipstream.orchestrator.machine import HERE
+from slipstream.rollout.engine.engine_options import engine_environment
+from slipstream.rollout.served.client import ServedEngine
+from slipstream.rollout.served.servers import SERVER_MODULE
+from slipstream.rollout.teacher import Teacher
+from slipstream.rollout.types import Prompt, Rollout, Turn
 
 pytest.importorskip("vllm")
 START_TIMEOUT_S = 240.0

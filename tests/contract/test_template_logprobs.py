@@ -22,12 +22,12 @@ from fakes.one_worker import MAX_LOGPROB_ERROR, Checkpoints, one_worker
 from fakes.template_tokenizer import NUM_WORDS, save_template_tokenizer
 from tokenizers import Tokenizer
 
-from conf.schema import RolloutConfig, SamplingConfig
-from rollout.agents.chat_text import FolderChatText
-from rollout.agents.episode import Episode, Limits, Sampled
-from rollout.branches import branches_of, context_of
-from rollout.types import Prompt, Rollout, Turn
-from rollout.worker import RolloutWorker
+from slipstream.conf.schema import RolloutConfig, SamplingConfig
+from slipstream.rollout.agents.chat_text import FolderChatText
+from slipstream.rollout.agents.episode import Episode, Limits, Sampled
+from slipstream.rollout.branches import branches_of, context_of
+from slipstream.rollout.types import Prompt, Rollout, Turn
+from slipstream.rollout.worker import RolloutWorker
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 

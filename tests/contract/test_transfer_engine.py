@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 
 pytest.importorskip("vllm")
 
-from rollout.errors import EngineError
-from rollout.served.client import RankReport, Rendezvous
-from weight_sync.api import Sender, register_checkpoint, register_tensors, update
-from weight_sync.layout import TensorMeta
-from weight_sync.record.layout_wire import layouts_digest
-from weight_sync.record.recorder import record_layout
+from slipstream.rollout.errors import EngineError
+from slipstream.rollout.served.client import RankReport, Rendezvous
+from slipstream.weight_sync.api import Sender, register_checkpoint, register_tensors, update
+from slipstream.weight_sync.layout import TensorMeta
+from slipstream.weight_sync.record.layout_wire import layouts_digest
+from slipstream.weight_sync.record.recorder import record_layout
 
 KEY = b"0123456789abcdef-backend"
 
@@ -81,7 +81,7 @@ class Served:
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-        from rollout.served.vllm_plugin import register
+        from slipstream.rollout.served.vllm_plugin import register
 
         register()
         self.model: Any = Tiny() if model is None else model

@@ -14,16 +14,16 @@ import torch
 from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.stopped import stop_process
 
-from weight_sync.errors import TransferFailed, TransferTimeout, TransportError
-from weight_sync.transport.base import Transport
-from weight_sync.transport.mooncake import MooncakeTransport
+from slipstream.weight_sync.errors import TransferFailed, TransferTimeout, TransportError
+from slipstream.weight_sync.transport.base import Transport
+from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
 NUM_BYTES = 3 << 20
 TIMEOUT_S = 2.0
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch", "fakes.publish", "weight_sync.publish.publisher", "weight_sync.transport.mooncake"]
+    ["torch", "fakes.publish", "slipstream.weight_sync.publish.publisher", "slipstream.weight_sync.transport.mooncake"]
 )
 
 

@@ -22,8 +22,8 @@ from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from tokenizers import Tokenizer
 
 from bench.run_folders import MadeUpRun, make_run
-from orchestrator.control.control_folder import alive
-from rollout.types import Group, Prompt, Rollout, Turn
+from slipstream.orchestrator.control.control_folder import alive
+from slipstream.rollout.types import Group, Prompt, Rollout, Turn
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = [
@@ -87,7 +87,7 @@ def served(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     folder = tmp_path_factory.mktemp("runs")
     big = make_run(folder / "big", num_steps=NUM_STEPS, num_samples=NUM_SAMPLES, num_tokens=6).root
     attacked = attack_run(folder / "attacked")
-    words = [sys.executable, "-m", "orchestrator.cli.main", "view", str(big), str(attacked.folder.root)]
+    words = [sys.executable, "-m", "slipstream.orchestrator.cli.main", "view", str(big), str(attacked.folder.root)]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -365,7 +365,7 @@ def test_options_that_differ_are_marked(served: Served) -> None:
 def test_the_exported_file_needs_nothing_else(served: Served, browser: Browser, tmp_path: Path) -> None:
     target = tmp_path / "run.html"
     words = ["view", str(served.attacked.folder.root), str(served.big), "--export", str(target)]
-    subprocess.run([sys.executable, "-m", "orchestrator.cli.main", *words], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "slipstream.orchestrator.cli.main", *words], check=True, capture_output=True)
     assert target.stat().st_size < 40_000_000
     page, asked, errors = browser.new_page(viewport={"width": 1400, "height": 900}), list[str](), list[str]()
     page.on("request", lambda request: asked.append(request.url))

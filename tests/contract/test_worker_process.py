@@ -18,17 +18,17 @@ import pytest
 from cases.tiny_models import DENSE
 from cases.vllm_process import import_path
 
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 
 TIMEOUT_S = 60.0
 BEFOREHAND = """
 import json, os, subprocess, sys
-from conf.schema import Device
-from rollout.engine.engine_options import set_engine_environment
-from rollout.in_vllm import fork_server
+from slipstream.conf.schema import Device
+from slipstream.rollout.engine.engine_options import set_engine_environment
+from slipstream.rollout.in_vllm import fork_server
 
 ASK = (
-    "import os, sys; from rollout.in_vllm import fork_server as f;"
+    "import os, sys; from slipstream.rollout.in_vllm import fork_server as f;"
     "read = {**f.imports_read(os.environ), **dict(word.split('=') for word in sys.argv[1:])}; f.begin_beforehand(read);"
     "print(f.begin_as(read)); os._exit(0)"
 )
@@ -45,10 +45,10 @@ for line in sys.stdin:
 """
 NODE = """
 import os, sys
-from conf.schema import Device
-from rollout import worker_process
-from rollout.engine.engine_options import set_engine_environment
-from rollout.in_vllm import fork_server
+from slipstream.conf.schema import Device
+from slipstream.rollout import worker_process
+from slipstream.rollout.engine.engine_options import set_engine_environment
+from slipstream.rollout.in_vllm import fork_server
 
 set_engine_environment(Device.cpu, batch_invariant=False)
 for _ in sys.stdin:
@@ -58,13 +58,13 @@ CALLER = """
 import asyncio, json, os, sys
 from pathlib import Path
 
-from conf.schema import Device, DType, RolloutConfig, SamplingConfig, WeightSyncConfig
-from orchestrator.inputs.model_folder import engine_checkpoint
-from rollout.calls import WorkerClient
-from rollout.engine.engine_options import set_engine_environment
-from rollout.in_vllm import fork_server
-from rollout.types import Prompt
-from rollout.worker_process import WorkerOptions, WorkerProcess
+from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig, WeightSyncConfig
+from slipstream.orchestrator.inputs.model_folder import engine_checkpoint
+from slipstream.rollout.calls import WorkerClient
+from slipstream.rollout.engine.engine_options import set_engine_environment
+from slipstream.rollout.in_vllm import fork_server
+from slipstream.rollout.types import Prompt
+from slipstream.rollout.worker_process import WorkerOptions, WorkerProcess
 
 def tell(**facts):
     print("told:", json.dumps(facts), flush=True)
@@ -173,7 +173,7 @@ def test_worker_and_engine_are_forked_and_end_with_the_caller(
         assert psutil.Process(worker).ppid() == server
         assert psutil.Process(engine).ppid() == worker
         assert facts["error"] == "ReplicaNotServing"
-        assert "[rollout-7] rollout.worker: the engine is up: 1 ranks" in log.read_text()
+        assert "[rollout-7] slipstream.rollout.worker: the engine is up: 1 ranks" in log.read_text()
         caller.kill()
         wait_for_end([worker, engine])
 

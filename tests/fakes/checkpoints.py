@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from weight_sync.layout import Region, SourceLayout, SourceShard, TensorMeta
+from slipstream.weight_sync.layout import Region, SourceLayout, SourceShard, TensorMeta
 
 COMMON: dict[str, Any] = {
     "vocab_size": 500,  # no multiple of 64: vLLM pads the vocabulary

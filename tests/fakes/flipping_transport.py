@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from weight_sync.transport.mooncake import MooncakeTransport
+from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
 
 class FlippingTransport(MooncakeTransport):

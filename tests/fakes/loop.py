@@ -18,26 +18,33 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from conf.schema import AlgorithmConfig, RolloutConfig, RunConfig, RunSection, SamplingConfig, WeightSyncConfig
-from fleet.router import Router
-from fleet.supervisor import Supervisor
-from orchestrator.figures.held_out import eval_names
-from orchestrator.files.metrics_catalogue import RewardNames
-from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
-from orchestrator.files.run_folder import RunFolder
-from orchestrator.files.run_log import ProgressLine
-from orchestrator.files.telemetry import Telemetry, read_rows
-from orchestrator.files.timeline import Activities
-from orchestrator.loop.controller import Controller
-from orchestrator.loop.ports import LoopServices
-from rollout.agents.episode_runner import FinishedEpisode
-from rollout.types import Judgement, Progress, Prompt, Rollout, Turn
-from trainer.step.mismatch_bins import NUM_K3_BINS, POSITION_STARTS
-from trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
-from weight_sync.errors import PlanMismatch
-from weight_sync.layout import Binding
-from weight_sync.publish.report import PublishReport, ReplicaReport
-from weight_sync.replica.recovery import Offer, Pulled
+from slipstream.conf.schema import (
+    AlgorithmConfig,
+    RolloutConfig,
+    RunConfig,
+    RunSection,
+    SamplingConfig,
+    WeightSyncConfig,
+)
+from slipstream.fleet.router import Router
+from slipstream.fleet.supervisor import Supervisor
+from slipstream.orchestrator.figures.held_out import eval_names
+from slipstream.orchestrator.files.metrics_catalogue import RewardNames
+from slipstream.orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
+from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.files.run_log import ProgressLine
+from slipstream.orchestrator.files.telemetry import Telemetry, read_rows
+from slipstream.orchestrator.files.timeline import Activities
+from slipstream.orchestrator.loop.controller import Controller
+from slipstream.orchestrator.loop.ports import LoopServices
+from slipstream.rollout.agents.episode_runner import FinishedEpisode
+from slipstream.rollout.types import Judgement, Progress, Prompt, Rollout, Turn
+from slipstream.trainer.step.mismatch_bins import NUM_K3_BINS, POSITION_STARTS
+from slipstream.trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
+from slipstream.weight_sync.errors import PlanMismatch
+from slipstream.weight_sync.layout import Binding
+from slipstream.weight_sync.publish.report import PublishReport, ReplicaReport
+from slipstream.weight_sync.replica.recovery import Offer, Pulled
 
 SUMS = (
     "loss/total_sum",

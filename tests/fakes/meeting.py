@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from weight_sync.publish.collectives import values
+from slipstream.weight_sync.publish.collectives import values
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from weight_sync.errors import LinkMismatch, TransferFailed, TransferTimeout
-from weight_sync.transport.base import MemoryRange, check_registered, merge_ranges, range_of
+from slipstream.weight_sync.errors import LinkMismatch, TransferFailed, TransferTimeout
+from slipstream.weight_sync.transport.base import MemoryRange, check_registered, merge_ranges, range_of
 
 
 @dataclass(frozen=True, slots=True)

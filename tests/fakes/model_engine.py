@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from conf.schema import PauseMode, SamplingConfig
-from rollout.types import Rollout
-from weight_sync.errors import IntegrityError
-from weight_sync.layout import Binding, DestLayout, Param
-from weight_sync.replica.messages import Bound, EngineRank
-from weight_sync.replica.recovery import Offer, Pulled
-from weight_sync.typed_msgpack import pack
+from slipstream.conf.schema import PauseMode, SamplingConfig
+from slipstream.rollout.types import Rollout
+from slipstream.weight_sync.errors import IntegrityError
+from slipstream.weight_sync.layout import Binding, DestLayout, Param
+from slipstream.weight_sync.replica.messages import Bound, EngineRank
+from slipstream.weight_sync.replica.recovery import Offer, Pulled
+from slipstream.weight_sync.typed_msgpack import pack
 
 BINDING = Binding("session", {"w": 4096})
 OFFER = Offer(3, 7, "digest", "layout", "tcp", BINDING, {"w": (1 << 64) - 1})

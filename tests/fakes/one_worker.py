@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from conf.schema import Device, DType, RolloutConfig, WeightSyncConfig
 from fakes.flipping_transport import FlippingTransport
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from rollout.engine.vllm_engine import VllmEngine
-from rollout.types import Prompt, Rollout
-from rollout.worker import RolloutWorker
-from weight_sync.layout import Region, SourceLayout, SourceShard, TensorMeta
-from weight_sync.publish.publisher import Publisher
-from weight_sync.publish.report import PublishReport
+from slipstream.conf.schema import Device, DType, RolloutConfig, WeightSyncConfig
+from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.rollout.engine.vllm_engine import VllmEngine
+from slipstream.rollout.types import Prompt, Rollout
+from slipstream.rollout.worker import RolloutWorker
+from slipstream.weight_sync.layout import Region, SourceLayout, SourceShard, TensorMeta
+from slipstream.weight_sync.publish.publisher import Publisher
+from slipstream.weight_sync.publish.report import PublishReport
 
 EOS = 2
 MAX_LOGPROB_ERROR = 2e-5

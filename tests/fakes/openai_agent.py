@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 
-from rollout.agents.session import Session
+from slipstream.rollout.agents.session import Session
 
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}

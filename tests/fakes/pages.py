@@ -15,15 +15,20 @@ import pyarrow.parquet
 import pytest
 from safetensors.numpy import save_file
 
-from conf.architecture.families import read_config
-from conf.errors import SlipstreamError
-from conf.load import load_run_config, resolved_yaml
-from orchestrator.cli.main import main
-from orchestrator.data.sources import parse_hub_source
-from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint
-from orchestrator.inputs import machine_checks, preflight, teacher_check
-from orchestrator.inputs.character_tokenizer import ALPHABET, CHAT_TEMPLATE, SPECIAL_TOKENS, save_character_tokenizer
-from orchestrator.machine import Machine
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.errors import SlipstreamError
+from slipstream.conf.load import load_run_config, resolved_yaml
+from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.data.sources import parse_hub_source
+from slipstream.orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint
+from slipstream.orchestrator.inputs import machine_checks, preflight, teacher_check
+from slipstream.orchestrator.inputs.character_tokenizer import (
+    ALPHABET,
+    CHAT_TEMPLATE,
+    SPECIAL_TOKENS,
+    save_character_tokenizer,
+)
+from slipstream.orchestrator.machine import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {
@@ -66,13 +71,13 @@ def dry_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Begun
 
     for place in (
-        "orchestrator.offline.estimate.plan_run",
-        "orchestrator.push.command.Push.__enter__",
-        "orchestrator.cli.doctor.run_doctor",
-        "orchestrator.view.command.run_view",
-        "orchestrator.control.stop_request.stop",
-        "orchestrator.control.control_folder.ask",
-        "orchestrator.cli.merge.merge",
+        "slipstream.orchestrator.offline.estimate.plan_run",
+        "slipstream.orchestrator.push.command.Push.__enter__",
+        "slipstream.orchestrator.cli.doctor.run_doctor",
+        "slipstream.orchestrator.view.command.run_view",
+        "slipstream.orchestrator.control.stop_request.stop",
+        "slipstream.orchestrator.control.control_folder.ask",
+        "slipstream.orchestrator.cli.merge.merge",
     ):
         monkeypatch.setattr(place, begin)
     checked = preflight.run_preflight

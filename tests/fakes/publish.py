@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from weight_sync.layout import (
+from slipstream.weight_sync.layout import (
     DestLayout,
     Fill,
     Load,
@@ -26,11 +26,11 @@ from weight_sync.layout import (
     SourceShard,
     TensorMeta,
 )
-from weight_sync.replica.control_server import ReplicaEndpoint
-from weight_sync.replica.expected import Planned
-from weight_sync.replica.messages import Bound, EngineRank, Expected
-from weight_sync.replica.receiver import Receiver
-from weight_sync.transport.base import Transport
+from slipstream.weight_sync.replica.control_server import ReplicaEndpoint
+from slipstream.weight_sync.replica.expected import Planned
+from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
+from slipstream.weight_sync.replica.receiver import Receiver
+from slipstream.weight_sync.transport.base import Transport
 
 KEY = b"0123456789abcdef-test-key"
 WIDTH = 5

@@ -24,16 +24,16 @@ import psutil
 import torch
 import zmq
 
-from conf.schema import WeightSyncConfig
 from fakes.publish import KEY, NUM_ENGINE_RANKS, DictSource, PlainEngine
 from fakes.stopped import stop_process
-from weight_sync.errors import WeightSyncError
-from weight_sync.publish.publisher import Publisher
-from weight_sync.publish.report import PublishReport
-from weight_sync.replica.control_server import ReplicaEndpoint
-from weight_sync.replica.curve import connect_guarded, serve_guarded
-from weight_sync.replica.recovery import Offer, make_offer, pull, release
-from weight_sync.transport.mooncake import MooncakeTransport
+from slipstream.conf.schema import WeightSyncConfig
+from slipstream.weight_sync.errors import WeightSyncError
+from slipstream.weight_sync.publish.publisher import Publisher
+from slipstream.weight_sync.publish.report import PublishReport
+from slipstream.weight_sync.replica.control_server import ReplicaEndpoint
+from slipstream.weight_sync.replica.curve import connect_guarded, serve_guarded
+from slipstream.weight_sync.replica.recovery import Offer, make_offer, pull, release
+from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
 NUM_TRAINER_RANKS = 2
 START_TIMEOUT_S = 90
@@ -42,7 +42,7 @@ SYNC_TIMEOUT_S = 10.0
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch", "fakes.publish", "weight_sync.publish.publisher", "weight_sync.transport.mooncake"]
+    ["torch", "fakes.publish", "slipstream.weight_sync.publish.publisher", "slipstream.weight_sync.transport.mooncake"]
 )
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from conf.architecture.families import read_config
 from fakes.checkpoints import CONFIGS
-from weight_sync.disk.safetensors_files import INDEX_NAME
+from slipstream.conf.architecture.families import read_config
+from slipstream.weight_sync.disk.safetensors_files import INDEX_NAME
 
 TINY: dict[str, Any] = {**CONFIGS["qwen3_moe"], "num_experts": 4, "torch_dtype": "bfloat16"}
 

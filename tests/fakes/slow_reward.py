@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rollout.rewards import examples
+from slipstream.rollout.rewards import examples
 
 
 def share_of_answer(prompt: str, response: str, fields: dict[str, Any]) -> float:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rollout.agents.games import letters, lookup
-from rollout.agents.session import Session
+from slipstream.rollout.agents.games import letters, lookup
+from slipstream.rollout.agents.session import Session
 
 SHIPPED = Path(__file__).parents[2] / "conf" / "data"
 LETTERS = frozenset("bcdfghkm")

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import re
 
-from conf.architecture.model_spec import ModelSpec
-from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
 
 FUSED = (
     (r"(.*)\.[qkv]_proj\.weight", r"\1.qkv_proj.weight"),

@@ -12,9 +12,9 @@ from unittest import mock
 
 import torch
 
-from rollout.die_with_owner import OWNER_VARIABLE
-from rollout.in_vllm import fork_server
-from rollout.in_vllm.process_imports import import_vllm
+from slipstream.rollout.die_with_owner import OWNER_VARIABLE
+from slipstream.rollout.in_vllm import fork_server
+from slipstream.rollout.in_vllm.process_imports import import_vllm
 
 ONLY_THE_LIKELIEST = 1e-6
 """top_p that makes sampling greedy, for requests that must have a temperature."""
@@ -100,7 +100,7 @@ def vllm_loads_and_samples(
     tokens: list[list[int]] = []
     with engine_of(
         model=str(folder), load_format="safetensors", skip_tokenizer_init=True, dtype=dtype, disable_log_stats=True,
-        worker_extension_cls="rollout.in_vllm.engine_process.WeightReceiver", **given,
+        worker_extension_cls="slipstream.rollout.in_vllm.engine_process.WeightReceiver", **given,
     ) as engine:  # fmt: skip
         replies = engine.collective_rpc("slipstream_read_params")
         for error, text, _ in replies:
@@ -126,7 +126,7 @@ def vllm_serves_adapter(
 
     engine = LLM(
         model=str(base), load_format="safetensors", skip_tokenizer_init=True, disable_log_stats=True,
-        worker_extension_cls="rollout.in_vllm.engine_process.WeightReceiver", logprobs_mode="processed_logprobs",
+        worker_extension_cls="slipstream.rollout.in_vllm.engine_process.WeightReceiver", logprobs_mode="processed_logprobs",
         **engine_options,
     )  # fmt: skip
     params = SamplingParams(

@@ -6,15 +6,15 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.schema import Device, DType, EvalSampling, EvalSamplingConfig, RolloutConfig, WeightSyncConfig
 from fakes.vllm_oracle import ONLY_THE_LIKELIEST
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from rollout.engine.vllm_engine import VllmEngine
-from rollout.types import Prompt
-from rollout.worker import RolloutWorker
-from weight_sync.publish.publisher import Publisher
-from weight_sync.source import WeightSource
-from weight_sync.transport.mooncake import MooncakeTransport
+from slipstream.conf.schema import Device, DType, EvalSampling, EvalSamplingConfig, RolloutConfig, WeightSyncConfig
+from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.rollout.engine.vllm_engine import VllmEngine
+from slipstream.rollout.types import Prompt
+from slipstream.rollout.worker import RolloutWorker
+from slipstream.weight_sync.publish.publisher import Publisher
+from slipstream.weight_sync.source import WeightSource
+from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
 KEY = b"k" * 32
 PROMPTS = [[5, 6, 7, 8], [100, 200, 300], [42] * 20]

@@ -18,16 +18,16 @@ from cases.rank_helpers import draw
 from fakes.vllm_oracle import vllm_serves_adapter
 from safetensors.torch import save_file
 
-from conf.architecture.families import read_config
-from conf.load import load_run_config
-from conf.schema import Device, LoraConfig, RunConfig, SamplingConfig
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from rollout.types import AdapterSlotsSpec, Prompt
-from trainer.delivery.adapter_source import AdapterSource
-from trainer.options import TrainerOptions
-from trainer.rank import TrainerRank
-from trainer.weights.adapter_names import adapter_tensors, target_modules
-from weight_sync.layout import Region
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import Device, LoraConfig, RunConfig, SamplingConfig
+from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.rollout.types import AdapterSlotsSpec, Prompt
+from slipstream.trainer.delivery.adapter_source import AdapterSource
+from slipstream.trainer.options import TrainerOptions
+from slipstream.trainer.rank import TrainerRank
+from slipstream.trainer.weights.adapter_names import adapter_tensors, target_modules
+from slipstream.weight_sync.layout import Region
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,7 +82,7 @@ def save_for_vllm(trainer: TrainerRank, lora: LoraConfig, targets: tuple[str, ..
 
 
 def engine_options(config: RunConfig) -> dict[str, Any]:
-    from rollout.engine.engine_options import engine_arguments
+    from slipstream.rollout.engine.engine_options import engine_arguments
 
     names = ("dtype", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "enforce_eager", "max_loras",
              "max_lora_rank", "lora_target_modules", "enable_lora", "tensor_parallel_size", "enable_expert_parallel",
@@ -106,8 +106,8 @@ def test_a_slot_of_expert_adapters_holds_what_vllm_loads_from_disk(
 
 async def compare(tmp_path: Path, tp_size: int) -> None:
     """Publish adapters into slots of a live engine, then let an engine of its own load them from disk."""
-    from rollout.engine.vllm_engine import VllmEngine
-    from rollout.worker import RolloutWorker
+    from slipstream.rollout.engine.vllm_engine import VllmEngine
+    from slipstream.rollout.worker import RolloutWorker
 
     config = config_of(tp_size)
     model = tmp_path / "model"

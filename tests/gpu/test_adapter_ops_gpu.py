@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.engine_ops.published_adapters import Factors
-from trainer.engine_ops.vllm_adapters import VllmAdapters
+from slipstream.trainer.engine_ops.published_adapters import Factors
+from slipstream.trainer.engine_ops.vllm_adapters import VllmAdapters
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -42,7 +42,7 @@ def factors(columns: int, widths: tuple[int, ...], *lead: int, seed: int) -> Fac
 @pytest.fixture(scope="module")
 def adapters() -> VllmAdapters:
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    from rollout.in_vllm.vllm_patches import keep_batch_invariance
+    from slipstream.rollout.in_vllm.vllm_patches import keep_batch_invariance
 
     keep_batch_invariance()
     return VllmAdapters(RANK, torch.device("cuda"))
@@ -69,7 +69,7 @@ def test_linears(adapters: VllmAdapters, widths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("min_rows", [1, 128], ids=["engine", "trainer"])
 def test_experts(adapters: VllmAdapters, min_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the engine's numbers of rows, with its patch, and as the trainer pads them."""
-    monkeypatch.setattr("trainer.engine_ops.vllm_adapters.MIN_ROWS", min_rows)
+    monkeypatch.setattr("slipstream.trainer.engine_ops.vllm_adapters.MIN_ROWS", min_rows)
     x = draw(MOST, HIDDEN)
     gate_up = draw(EXPERTS, 2 * WIDTH, HIDDEN, std=0.06, seed=2)
     down = draw(EXPERTS, HIDDEN, WIDTH, std=0.06, seed=3)

@@ -14,14 +14,14 @@ from cases.tiny_models import MIXED, logits_of, make_decoder, packed, probe_loss
 from torch.utils.checkpoint import checkpoint
 from triton.runtime.jit import JITFunction
 
-from conf.schema import LoraConfig, TrainMode
-from trainer.kernels.experts.groups import RowGroups
-from trainer.model.attend import flex_attention, padded_attention, sink_attention
-from trainer.model.flash_attention import KeptAttention, cudnn_attention, varlen_attention
-from trainer.model.packed_sequences import PackedSequences
-from trainer.moe import grouped
-from trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product
-from trainer.weights.loading import CHUNK_ELEMENTS, fill_uniform, stream_key
+from slipstream.conf.schema import LoraConfig, TrainMode
+from slipstream.trainer.kernels.experts.groups import RowGroups
+from slipstream.trainer.model.attend import flex_attention, padded_attention, sink_attention
+from slipstream.trainer.model.flash_attention import KeptAttention, cudnn_attention, varlen_attention
+from slipstream.trainer.model.packed_sequences import PackedSequences
+from slipstream.trainer.moe import grouped
+from slipstream.trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product
+from slipstream.trainer.weights.loading import CHUNK_ELEMENTS, fill_uniform, stream_key
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -188,7 +188,7 @@ def test_another_number_of_tokens_compiles_nothing_anew():
 
 def compiled_kernels() -> dict[str, int]:
     """Per kernel of the trainer, the variants that this process has compiled."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("trainer.kernels.")]
+    modules = [module for name, module in sys.modules.items() if name.startswith("slipstream.trainer.kernels.")]
     kernels = {f.__name__: f for module in modules for f in vars(module).values() if isinstance(f, JITFunction)}
     caches = {name: kernel.device_caches[torch.cuda.current_device()][0] for name, kernel in kernels.items()}
     return {name: len(cache) for name, cache in caches.items() if cache}

@@ -21,13 +21,13 @@ from cases.tiny_models import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from conf.architecture.families import read_config
-from conf.schema import AttentionValues, TrainMode
-from trainer.engine_ops.choose_forward import choose_forward
-from trainer.engine_ops.vllm_attention import VllmAttention
-from trainer.model.attend import AttentionBackend, attend
-from trainer.model.flash_attention import KeptAttention
-from trainer.model.packed_sequences import PackedSequences
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.schema import AttentionValues, TrainMode
+from slipstream.trainer.engine_ops.choose_forward import choose_forward
+from slipstream.trainer.engine_ops.vllm_attention import VllmAttention
+from slipstream.trainer.model.attend import AttentionBackend, attend
+from slipstream.trainer.model.flash_attention import KeptAttention
+from slipstream.trainer.model.packed_sequences import PackedSequences
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")]

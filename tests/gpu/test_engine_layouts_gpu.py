@@ -83,7 +83,7 @@ def rollout_config(case: Case) -> Any:
     """Small, and the same for both engines."""
     from fakes.vllm_publish import NUM_TOKENS
 
-    from conf.schema import RolloutConfig, SamplingConfig
+    from slipstream.conf.schema import RolloutConfig, SamplingConfig
 
     return RolloutConfig(
         tp_size=case.tp_size, enable_expert_parallel=case.expert_parallel, max_model_len=256, max_num_seqs=8,
@@ -98,7 +98,7 @@ def publish(case: Case, folder: Path) -> dict[str, Any]:
     from fakes.vllm_publish import publish_twice
     from safetensors.torch import load_file
 
-    from conf.schema import Device
+    from slipstream.conf.schema import Device
 
     config = {**CONFIGS[case.model], **FOR_GPUS[case.model], "moe_intermediate_size": case.width}
     checkpoint = folder / "checkpoint"
@@ -115,12 +115,12 @@ def publish(case: Case, folder: Path) -> dict[str, Any]:
 
 def merged_source(config: dict[str, Any], checkpoint: Path) -> Any:
     """A policy with adapters on everything, its export on disk, and its weight source."""
-    from conf.architecture.families import read_config
-    from conf.schema import LoraConfig, TrainerConfig
-    from trainer.adapter_io import save_merged
-    from trainer.delivery.merged_source import TrainerWeightSource
-    from trainer.model.build_decoder import build_decoder
-    from trainer.weights.quantization import BlockFp8
+    from slipstream.conf.architecture.families import read_config
+    from slipstream.conf.schema import LoraConfig, TrainerConfig
+    from slipstream.trainer.adapter_io import save_merged
+    from slipstream.trainer.delivery.merged_source import TrainerWeightSource
+    from slipstream.trainer.model.build_decoder import build_decoder
+    from slipstream.trainer.weights.quantization import BlockFp8
 
     spec = read_config(config)
     config = {**config, "quantization_config": BlockFp8.hf_entry(spec.checkpoint_tensors("bfloat16"))}
@@ -140,8 +140,8 @@ def load(case: Case, folder: Path) -> dict[str, Any]:
     from fakes.vllm_oracle import vllm_loads_and_samples
     from fakes.vllm_publish import NUM_TOKENS, PROMPTS
 
-    from conf.schema import Device, DType
-    from rollout.engine.engine_options import engine_arguments
+    from slipstream.conf.schema import Device, DType
+    from slipstream.rollout.engine.engine_options import engine_arguments
 
     arguments = engine_arguments(
         folder / "checkpoint", rollout_config(case), dtype=DType.bfloat16, device=Device.cuda, seed=0
@@ -155,8 +155,8 @@ def load(case: Case, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from conf.schema import Device as _Device
-    from rollout.engine.engine_options import engine_environment
+    from slipstream.conf.schema import Device as _Device
+    from slipstream.rollout.engine.engine_options import engine_environment
 
     os.environ.update(engine_environment(_Device.cuda) | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"})
     _name, _folder, _step = sys.argv[1], Path(sys.argv[2]), sys.argv[3]

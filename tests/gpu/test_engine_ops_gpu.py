@@ -17,16 +17,16 @@ import torch.nn.functional as F
 from cases.tiny_models import MOE
 from torch import Tensor
 
-from conf.architecture.activation import SWIGLU
-from conf.architecture.families import read_config
-from conf.model_checks import BITWISE_HEAD_DIMS
-from conf.schema import CombineMode
-from trainer.engine_ops.vllm_operations import VllmOperations
-from trainer.kernels.dense_activation import silu_product
-from trainer.kernels.experts.combine import weighted_sum
-from trainer.kernels.experts.route import route
-from trainer.kernels.rms_norm import add_rms_norm, norm_rotate, rms_norm
-from trainer.model.packed_sequences import PackedSequences
+from slipstream.conf.architecture.activation import SWIGLU
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.model_checks import BITWISE_HEAD_DIMS
+from slipstream.conf.schema import CombineMode
+from slipstream.trainer.engine_ops.vllm_operations import VllmOperations
+from slipstream.trainer.kernels.dense_activation import silu_product
+from slipstream.trainer.kernels.experts.combine import weighted_sum
+from slipstream.trainer.kernels.experts.route import route
+from slipstream.trainer.kernels.rms_norm import add_rms_norm, norm_rotate, rms_norm
+from slipstream.trainer.model.packed_sequences import PackedSequences
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -169,8 +169,8 @@ def test_the_rotation_rounds_as_vllms_kernel_does(operations: VllmOperations) ->
 def test_the_experts_activation_is_vllms(operations: VllmOperations) -> None:
     from dataclasses import replace
 
-    from trainer.kernels.experts.groups import RowGroups
-    from trainer.kernels.experts.swiglu import activate
+    from slipstream.trainer.kernels.experts.groups import RowGroups
+    from slipstream.trainer.kernels.experts.swiglu import activate
 
     gu, groups = draw(64, 2 * WIDTH), RowGroups(torch.tensor([40, 24], device="cuda"), 64)
     mine, _ = activate(gu, None, None, groups, replace(SWIGLU, rounds_each=True))

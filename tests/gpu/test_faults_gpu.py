@@ -33,11 +33,19 @@ import pytest
 import torch
 
 from bench.environment import environment
-from conf.schema import Device, DType, LoraConfig, RolloutConfig, SamplingConfig, TrainerConfig, WeightSyncConfig
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from weight_sync.publish.publisher import Publisher
-from weight_sync.publish.report import PublishReport
-from weight_sync.replica.recovery import Offer
+from slipstream.conf.schema import (
+    Device,
+    DType,
+    LoraConfig,
+    RolloutConfig,
+    SamplingConfig,
+    TrainerConfig,
+    WeightSyncConfig,
+)
+from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.weight_sync.publish.publisher import Publisher
+from slipstream.weight_sync.publish.report import PublishReport
+from slipstream.weight_sync.replica.recovery import Offer
 
 pytestmark = pytest.mark.gpu
 
@@ -87,7 +95,7 @@ CONFIG = {
 
 def run_engine(utilization: float, folder: str, pipe: Connection) -> None:
     """A rollout worker that starts when it is told to, and obeys (method, arguments) until it is ended."""
-    from rollout.engine.engine_options import engine_environment
+    from slipstream.rollout.engine.engine_options import engine_environment
 
     # Spawned, because this process has asked for CUDA (above), which spoils a fork.
     os.environ.update(engine_environment(Device(DEVICE)) | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"})
@@ -98,10 +106,10 @@ def run_engine(utilization: float, folder: str, pipe: Connection) -> None:
 
 
 async def serve(utilization: float, folder: str, pipe: Connection) -> None:
-    from conf.architecture.families import read_config
-    from rollout.engine.vllm_engine import VllmEngine
-    from rollout.types import Prompt
-    from rollout.worker import RolloutWorker
+    from slipstream.conf.architecture.families import read_config
+    from slipstream.rollout.engine.vllm_engine import VllmEngine
+    from slipstream.rollout.types import Prompt
+    from slipstream.rollout.worker import RolloutWorker
 
     worker = RolloutWorker(
         Path(folder),
@@ -257,10 +265,10 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
-    from conf.architecture.families import read_config
-    from trainer.delivery.merged_source import TrainerWeightSource
-    from trainer.model.build_decoder import build_decoder
-    from weight_sync.transport.mooncake import MooncakeTransport
+    from slipstream.conf.architecture.families import read_config
+    from slipstream.trainer.delivery.merged_source import TrainerWeightSource
+    from slipstream.trainer.model.build_decoder import build_decoder
+    from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from conf.schema import Device
-from rollout.engine.engine_options import engine_environment
+from slipstream.conf.schema import Device
+from slipstream.rollout.engine.engine_options import engine_environment
 
 ASK = """
 import sys
-from rollout.in_vllm import fork_server
+from slipstream.rollout.in_vllm import fork_server
 from uses_gpu import use_gpu
 
 fork_server.begin(also=sys.argv[1:])
@@ -27,7 +27,7 @@ if not why:
     assert process.exitcode == 0
 """
 USES = """
-from rollout.in_vllm.process_imports import forks_can_use_gpu
+from slipstream.rollout.in_vllm.process_imports import forks_can_use_gpu
 
 def use_gpu():
     import torch

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases.tiny_models import DEEPSEEK, MIXED, MOE, relative_error
 
-from conf.schema import (
+from slipstream.conf.schema import (
     AlgorithmConfig,
     DType,
     Init,
@@ -23,11 +23,11 @@ from conf.schema import (
     TrainMode,
     WeightSyncConfig,
 )
-from trainer.model import graphs
-from trainer.options import TrainerOptions
-from trainer.rank import TrainerRank
-from trainer.step.warm_up import made_up_samples
-from trainer.types import Denominators, Sample
+from slipstream.trainer.model import graphs
+from slipstream.trainer.options import TrainerOptions
+from slipstream.trainer.rank import TrainerRank
+from slipstream.trainer.step.warm_up import made_up_samples
+from slipstream.trainer.types import Denominators, Sample
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

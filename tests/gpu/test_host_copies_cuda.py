@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.checkpoint.host_copies import HostCopies
+from slipstream.trainer.checkpoint.host_copies import HostCopies
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weight_sync.integrity import HASH_MASK, hash_bytes, hash_with_torch
+from slipstream.weight_sync.integrity import HASH_MASK, hash_bytes, hash_with_torch
 
 pytestmark = pytest.mark.gpu
 

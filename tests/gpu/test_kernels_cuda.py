@@ -6,8 +6,8 @@ import pytest
 import torch
 from cases.kernel_cases import CASES
 
-from trainer.kernels.experts.gather import gather_project
-from trainer.kernels.experts.groups import RowGroups
+from slipstream.trainer.kernels.experts.gather import gather_project
+from slipstream.trainer.kernels.experts.groups import RowGroups
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

@@ -7,7 +7,7 @@ import torch
 from fakes.merging import merge_rows
 from torch import nn
 
-from trainer.weights.row_runs import LoraDelta, RowRun, Rows
+from slipstream.trainer.weights.row_runs import LoraDelta, RowRun, Rows
 
 pytestmark = pytest.mark.gpu
 

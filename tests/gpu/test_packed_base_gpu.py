@@ -18,18 +18,18 @@ from fakes import packed
 from test_adapter_gpu import KEY, PROMPT, SHORT, draw
 from torch import Tensor
 
-from conf.load import load_run_config
-from conf.schema import Device, RunConfig
-from orchestrator.cluster.rollout_workers import adapter_slots
-from orchestrator.inputs.model_folder import prepare_model
-from rollout.engine.vllm_engine import VllmEngine
-from rollout.types import Rollout
-from rollout.worker import RolloutWorker
-from trainer.delivery.adapter_source import AdapterSource
-from trainer.options import TrainerOptions
-from trainer.rank import TrainerRank
-from trainer.types import Denominators, Sample
-from weight_sync.layout import Region
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import Device, RunConfig
+from slipstream.orchestrator.cluster.rollout_workers import adapter_slots
+from slipstream.orchestrator.inputs.model_folder import prepare_model
+from slipstream.rollout.engine.vllm_engine import VllmEngine
+from slipstream.rollout.types import Rollout
+from slipstream.rollout.worker import RolloutWorker
+from slipstream.trainer.delivery.adapter_source import AdapterSource
+from slipstream.trainer.options import TrainerOptions
+from slipstream.trainer.rank import TrainerRank
+from slipstream.trainer.types import Denominators, Sample
+from slipstream.weight_sync.layout import Region
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from weight_sync.publish.trace import Tracer
+from slipstream.weight_sync.publish.trace import Tracer
 
 pytestmark = pytest.mark.gpu
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conf.architecture.families import read_config
-from conf.schema import LoraConfig, TrainerConfig
-from trainer.adapter_io import save_merged
-from trainer.delivery.merged_source import TrainerWeightSource
-from trainer.model.build_decoder import build_decoder
-from weight_sync.layout import Region
-from weight_sync.publish.packing import PackedRead
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.schema import LoraConfig, TrainerConfig
+from slipstream.trainer.adapter_io import save_merged
+from slipstream.trainer.delivery.merged_source import TrainerWeightSource
+from slipstream.trainer.model.build_decoder import build_decoder
+from slipstream.weight_sync.layout import Region
+from slipstream.weight_sync.publish.packing import PackedRead
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,7 @@ import pytest
 from fakes.checkpoints import CONFIGS, FOR_GPUS
 
 from bench.run_folders import MadeUpRun
-from orchestrator.machine import HERE
+from slipstream.orchestrator.machine import HERE
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = ("3.11", "3.12")

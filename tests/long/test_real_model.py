@@ -39,8 +39,8 @@ from system.conftest import train
 from torch import Tensor
 
 from examples.real_model.make_model import make_model
-from orchestrator.cli.main import main
-from orchestrator.files.telemetry import read_rows
+from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.files.telemetry import read_rows
 
 ROOT = Path(__file__).parents[2]
 NOISE = 0.09

@@ -20,22 +20,22 @@ import pytest_asyncio
 from cases.rank_helpers import draw
 from system.test_adapter_recovery import engines
 
-from conf.architecture.families import read_config
-from conf.load import load_run_config
-from conf.schema import Device, SamplingConfig
-from fleet.relay import publish_by_relay
-from fleet.replicas import ReplicaState
-from fleet.supervisor import Supervisor
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from rollout.engine.vllm_engine import VllmEngine
-from rollout.errors import ReplicaNotServing
-from rollout.types import Progress, Prompt, Rollout
-from rollout.worker import RolloutWorker
-from trainer.options import TrainerOptions
-from trainer.rank import TrainerRank
-from weight_sync.errors import IntegrityError
-from weight_sync.publish.report import PublishReport
-from weight_sync.replica.recovery import Offer, Pulled
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import Device, SamplingConfig
+from slipstream.fleet.relay import publish_by_relay
+from slipstream.fleet.replicas import ReplicaState
+from slipstream.fleet.supervisor import Supervisor
+from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.rollout.engine.vllm_engine import VllmEngine
+from slipstream.rollout.errors import ReplicaNotServing
+from slipstream.rollout.types import Progress, Prompt, Rollout
+from slipstream.rollout.worker import RolloutWorker
+from slipstream.trainer.options import TrainerOptions
+from slipstream.trainer.rank import TrainerRank
+from slipstream.weight_sync.errors import IntegrityError
+from slipstream.weight_sync.publish.report import PublishReport
+from slipstream.weight_sync.replica.recovery import Offer, Pulled
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orchestrator.loop.advantages import batch_advantages
+from slipstream.orchestrator.loop.advantages import batch_advantages
 
 REWARDS = ((1.0, 0.0, 0.0, 0.5), (0.25, 0.75, 1.0, 0.0), (0.0, 1.0, 1.0, 0.0))
 NUM_TOKENS = ((3, 5, 2, 4), (1, 2, 6, 3), (4, 4, 1, 2))

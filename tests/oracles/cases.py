@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conf.schema import AlgorithmConfig, Correction, KlEstimator, Normalization, Objective, RatioBaseline
-from trainer.step.loss import CountedTokens, policy_loss
-from trainer.step.preference_loss import dpo_loss
-from trainer.types import Denominators
+from slipstream.conf.schema import AlgorithmConfig, Correction, KlEstimator, Normalization, Objective, RatioBaseline
+from slipstream.trainer.step.loss import CountedTokens, policy_loss
+from slipstream.trainer.step.preference_loss import dpo_loss
+from slipstream.trainer.types import Denominators
 
 LENGTHS = (5, 2, 7, 1)
 LONGEST = 7

@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from weight_sync.errors import PlanError
-from weight_sync.layout import DTYPE_BYTES, DestLayout, Load, Param, PostLoad, SourceLayout
-from weight_sync.plan.tasks import MESH_GROUPS, Piece, Task, mesh_group_of
-from weight_sync.plan.transfer_plan import TransferPlan
+from slipstream.weight_sync.errors import PlanError
+from slipstream.weight_sync.layout import DTYPE_BYTES, DestLayout, Load, Param, PostLoad, SourceLayout
+from slipstream.weight_sync.plan.tasks import MESH_GROUPS, Piece, Task, mesh_group_of
+from slipstream.weight_sync.plan.transfer_plan import TransferPlan
 
 
 def prove_by_element(

@@ -22,12 +22,12 @@ import psutil
 import pytest
 from cases.mapped_files import maps_of
 
-from conf.schema import Device
-from orchestrator.files.telemetry import read_rows
-from orchestrator.machine import DASHBOARD_PORT
-from rollout import worker_process
-from rollout.engine.engine_options import set_engine_environment
-from rollout.in_vllm.fork_server import BEGUN_VARIABLE, begin_beforehand, imports_read
+from slipstream.conf.schema import Device
+from slipstream.orchestrator.files.telemetry import read_rows
+from slipstream.orchestrator.machine import DASHBOARD_PORT
+from slipstream.rollout import worker_process
+from slipstream.rollout.engine.engine_options import set_engine_environment
+from slipstream.rollout.in_vllm.fork_server import BEGUN_VARIABLE, begin_beforehand, imports_read
 
 RUN_TIMEOUT_S = 560
 """Time limit of one run, on two cores that have other runs and more to do; a run alone takes a minute or two."""
@@ -77,7 +77,7 @@ def dashboard_beside_another() -> Iterator[str]:
         yield "cluster.dashboard_port=null"
 
 
-def command(words: list[str], folder: Path, module: str = "orchestrator.cli.main") -> list[str]:
+def command(words: list[str], folder: Path, module: str = "slipstream.orchestrator.cli.main") -> list[str]:
     """The command line of a small run under `folder`: of the quick start unless a word names another experiment, and on
     a Ray cluster of its own, without its dashboard, unless a word says otherwise.
     """
@@ -252,7 +252,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return read_rows(folder / "metrics.jsonl")
 
 
-def train(words: list[str], folder: Path, module: str = "orchestrator.cli.main") -> FinishedRun:
+def train(words: list[str], folder: Path, module: str = "slipstream.orchestrator.cli.main") -> FinishedRun:
     """One run, to its end."""
     done = subprocess.run(
         command(words, folder, module), capture_output=True, text=True, timeout=RUN_TIMEOUT_S, env={**os.environ}

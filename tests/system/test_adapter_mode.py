@@ -20,20 +20,20 @@ from cases.rank_helpers import draw
 from fakes.flipping_transport import FlippingTransport
 from fakes.vllm_oracle import vllm_serves_adapter
 
-from conf.architecture.families import read_config
-from conf.load import load_run_config
-from conf.schema import BusySlot, Device, RunConfig, SamplingConfig
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from rollout.engine.engine_options import engine_arguments
-from rollout.engine.vllm_engine import VllmEngine
-from rollout.errors import ReplicaNotServing
-from rollout.types import AdapterSlotsSpec, Prompt, Rollout
-from rollout.worker import RolloutWorker
-from trainer.options import TrainerOptions
-from trainer.rank import TrainerRank
-from trainer.weights.adapter_names import adapter_tensors, target_modules
-from weight_sync.publish.publisher import Publisher
-from weight_sync.publish.report import PublishReport
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import BusySlot, Device, RunConfig, SamplingConfig
+from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.rollout.engine.engine_options import engine_arguments
+from slipstream.rollout.engine.vllm_engine import VllmEngine
+from slipstream.rollout.errors import ReplicaNotServing
+from slipstream.rollout.types import AdapterSlotsSpec, Prompt, Rollout
+from slipstream.rollout.worker import RolloutWorker
+from slipstream.trainer.options import TrainerOptions
+from slipstream.trainer.rank import TrainerRank
+from slipstream.trainer.weights.adapter_names import adapter_tensors, target_modules
+from slipstream.weight_sync.publish.publisher import Publisher
+from slipstream.weight_sync.publish.report import PublishReport
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 

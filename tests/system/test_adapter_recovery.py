@@ -21,17 +21,17 @@ import pytest_asyncio
 from cases.rank_helpers import draw
 from system.test_adapter_mode import KEY, PROMPT, SHORT, config_of, slots_of
 
-from conf.architecture.families import read_config
-from conf.schema import Device
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from rollout.engine.vllm_engine import VllmEngine
-from rollout.errors import ReplicaNotServing
-from rollout.types import Rollout
-from rollout.worker import RolloutWorker
-from trainer.options import TrainerOptions
-from trainer.rank import TrainerRank
-from weight_sync.errors import IntegrityError, PlanMismatch, TransportError
-from weight_sync.publish.publisher import PublishReport
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.schema import Device
+from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.rollout.engine.vllm_engine import VllmEngine
+from slipstream.rollout.errors import ReplicaNotServing
+from slipstream.rollout.types import Rollout
+from slipstream.rollout.worker import RolloutWorker
+from slipstream.trainer.options import TrainerOptions
+from slipstream.trainer.rank import TrainerRank
+from slipstream.weight_sync.errors import IntegrityError, PlanMismatch, TransportError
+from slipstream.weight_sync.publish.publisher import PublishReport
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 

@@ -26,8 +26,8 @@ from system.conftest import (
     nothing_left,
 )
 
-from orchestrator.cli.status import status_of
-from orchestrator.control.control_folder import KILLED
+from slipstream.orchestrator.cli.status import status_of
+from slipstream.orchestrator.control.control_folder import KILLED
 
 TAUGHT = ["experiment=sft_quickstart", "trainer.num_ranks=1", "trainer.ep_size=1"]
 """A run without engines, which lets no process import vLLM."""

@@ -83,7 +83,7 @@ def started(
                     train,
                     [*RUNS[name], f"cluster.ray_address={cluster.address}"],
                     tmp_path_factory.mktemp(name),
-                    "bench.controls" if name == "no_publish" else "orchestrator.cli.main",
+                    "bench.controls" if name == "no_publish" else "slipstream.orchestrator.cli.main",
                 )
                 for name in RUNS
                 if name in wanted
@@ -99,7 +99,7 @@ def started(
 def evaluated(run: FinishedRun) -> dict[str, Any]:
     """What `slipstream eval` says of the adapter that a run has exported."""
     words = ["eval", str(run.folder), "--adapter", str(run.folder / "adapter"), "run.eval_pass_at=[1,3]", "--json"]
-    command = [sys.executable, "-m", "orchestrator.cli.main", *words]
+    command = [sys.executable, "-m", "slipstream.orchestrator.cli.main", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from system.conftest import ENDLESS, RUN_TIMEOUT_S, RunUnderWay, assert_workers_came_back, own_import
 
-from conf.schema import SyncMode
-from orchestrator.control.stop_request import stop
-from orchestrator.files.startup import read_starts
+from slipstream.conf.schema import SyncMode
+from slipstream.orchestrator.control.stop_request import stop
+from slipstream.orchestrator.files.startup import read_starts
 
 
 @pytest.mark.timeout(3 * RUN_TIMEOUT_S)
@@ -41,7 +41,7 @@ def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_st
         assert run.engine_of(killed).parent() == run.worker(killed), "vLLM forks it from its worker"
         if is_merged:
             host = psutil.Process(server.ppid())
-            assert "orchestrator.cluster.ray_host" in host.cmdline(), "the server was begun before Ray"
+            assert "slipstream.orchestrator.cluster.ray_host" in host.cmdline(), "the server was begun before Ray"
         if is_merged:
             run.engine_of(killed).send_signal(signal.SIGSEGV)
         else:
@@ -67,7 +67,7 @@ def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_st
 def recall(run: Path, worker: int) -> None:
     """Recall a worker that serves, by the command."""
     words = ["recover", str(run), "--worker", str(worker)]
-    command = [sys.executable, "-m", "orchestrator.cli.main", *words]
+    command = [sys.executable, "-m", "slipstream.orchestrator.cli.main", *words]
     said = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
     assert said.startswith(f"rollout-{worker}")
     assert said.endswith((" was serving and is being restarted\n", " was updating and is being restarted\n"))

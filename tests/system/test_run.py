@@ -8,8 +8,8 @@ import psutil
 import pytest
 from system.conftest import FinishedRun, train
 
-from conf.load import load_resolved_yaml
-from orchestrator.files.startup import read_starts
+from slipstream.conf.load import load_resolved_yaml
+from slipstream.orchestrator.files.startup import read_starts
 
 DATA = [
     "data=files", "data.sources=[pkg://letters_train.jsonl,pkg://letters_heldout.jsonl]", "data.weights=[3,1]",

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from system.conftest import ONE_OF_EACH, RUN_TIMEOUT_S, Nodes
 
-import conf
+from slipstream import conf
 
 TRAIN = ("train", "experiment=sft_quickstart")
 FULL = ("trainer=full", "trainer.num_ranks=1", "trainer.ep_size=1")
@@ -33,7 +33,7 @@ Rows = list[dict[str, Any]]
 
 def _run(folder: Path, *words: str) -> Rows:
     done = subprocess.run(
-        [sys.executable, "-m", "orchestrator.cli.main", *words],
+        [sys.executable, "-m", "slipstream.orchestrator.cli.main", *words],
         capture_output=True, text=True, timeout=RUN_TIMEOUT_S, env={**os.environ},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

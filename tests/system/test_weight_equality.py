@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 from fakes.vllm_oracle import vllm_loads
 
-from conf.load import load_run_config
-from conf.schema import Device, RunConfig
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import Device, RunConfig
+from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 
 KEY = b"k" * 32
 NUM_RANKS = 2
@@ -39,8 +39,8 @@ def run_rank(rank: int, rendezvous: str, pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     from cases.rank_helpers import draw
 
-    from trainer.options import TrainerOptions
-    from trainer.rank import TrainerRank
+    from slipstream.trainer.options import TrainerOptions
+    from slipstream.trainer.rank import TrainerRank
 
     config = config_of_run()
     trainer = TrainerRank(
@@ -123,9 +123,9 @@ def trainer() -> Iterator[TrainerProcesses]:
 async def test_a_publish_leaves_what_vllms_loader_makes_of_the_export(
     trainer: TrainerProcesses, tmp_path: Path
 ) -> None:
-    from conf.architecture.families import read_config
-    from rollout.engine.vllm_engine import VllmEngine
-    from rollout.worker import RolloutWorker
+    from slipstream.conf.architecture.families import read_config
+    from slipstream.rollout.engine.vllm_engine import VllmEngine
+    from slipstream.rollout.worker import RolloutWorker
 
     config = config_of_run()
     folder = tmp_path / "model"

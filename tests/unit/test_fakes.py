@@ -12,25 +12,25 @@ from unit.orchestrator.push.test_push_order import NotingEngine, NotingRank
 from unit.rollout.adapters.test_adapter_replica import SeededEngine
 from unit.rollout.test_worker import ModelEngine
 
-from fleet.replicas import RolloutHandle
-from orchestrator.cluster.ray_handles import RayRolloutWorker, RayTrainerGroup
-from orchestrator.data.curriculum import Middling
-from orchestrator.data.streams import Mixed, Shuffled, Streamed
-from orchestrator.loop.ports import Prompts, PublishingTrainer, Rewards, StepTrainer, TaughtTrainer
-from orchestrator.push.sender_process import RankProcess
-from rollout.adapters.adapter_replica import AdapterReplica
-from rollout.engine.engine import EngineWithSlots
-from rollout.engine.vllm_engine import VllmEngine
-from rollout.rewards.runner import RewardRunner
-from rollout.served.client import ServedEngine
-from rollout.worker import RolloutWorker
-from rollout.worker_verbs import WorkerVerbs
-from trainer.delivery.adapter_source import AdapterSource
-from trainer.delivery.merged_source import TrainerWeightSource
-from weight_sync.replica.control_server import ReplicaHandler
-from weight_sync.source import WeightSource
-from weight_sync.transport.base import Transport
-from weight_sync.transport.mooncake import MooncakeTransport
+from slipstream.fleet.replicas import RolloutHandle
+from slipstream.orchestrator.cluster.ray_handles import RayRolloutWorker, RayTrainerGroup
+from slipstream.orchestrator.data.curriculum import Middling
+from slipstream.orchestrator.data.streams import Mixed, Shuffled, Streamed
+from slipstream.orchestrator.loop.ports import Prompts, PublishingTrainer, Rewards, StepTrainer, TaughtTrainer
+from slipstream.orchestrator.push.sender_process import RankProcess
+from slipstream.rollout.adapters.adapter_replica import AdapterReplica
+from slipstream.rollout.engine.engine import EngineWithSlots
+from slipstream.rollout.engine.vllm_engine import VllmEngine
+from slipstream.rollout.rewards.runner import RewardRunner
+from slipstream.rollout.served.client import ServedEngine
+from slipstream.rollout.worker import RolloutWorker
+from slipstream.rollout.worker_verbs import WorkerVerbs
+from slipstream.trainer.delivery.adapter_source import AdapterSource
+from slipstream.trainer.delivery.merged_source import TrainerWeightSource
+from slipstream.weight_sync.replica.control_server import ReplicaHandler
+from slipstream.weight_sync.source import WeightSource
+from slipstream.weight_sync.transport.base import Transport
+from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
 PAIRS = [
     (StepTrainer, FakeTrainer),

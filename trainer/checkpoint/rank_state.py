@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from conf.schema import ModelConfig, TrainerConfig, TrainMode
-from trainer.errors import CheckpointError
+from slipstream.conf.schema import ModelConfig, TrainerConfig, TrainMode
+from slipstream.trainer.errors import CheckpointError
 
 FORMAT_VERSION = 1
 

@@ -24,16 +24,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from conf.schema import LoraConfig
-from trainer.errors import LayoutError
-from trainer.lora import Linear
-from trainer.model.decoder import Decoder
-from trainer.moe.experts import Experts
-from trainer.parallel import local_address, local_part
-from trainer.weights.adapter_names import adapter_tensors, factor_names
-from trainer.weights.shards import local_rows
-from weight_sync.layout import Region, SourceLayout, SourceShard
-from weight_sync.publish.packing import CompiledReads, FillSlot, PackedRead, view_as
+from slipstream.conf.schema import LoraConfig
+from slipstream.trainer.errors import LayoutError
+from slipstream.trainer.lora import Linear
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.moe.experts import Experts
+from slipstream.trainer.parallel import local_address, local_part
+from slipstream.trainer.weights.adapter_names import adapter_tensors, factor_names
+from slipstream.trainer.weights.shards import local_rows
+from slipstream.weight_sync.layout import Region, SourceLayout, SourceShard
+from slipstream.weight_sync.publish.packing import CompiledReads, FillSlot, PackedRead, view_as
 
 _EXPERT_PARTS = (("gate_proj", "gate_up", 0), ("up_proj", "gate_up", 1), ("down_proj", "down", 0))
 """Checkpoint name, stack of trainer/moe/experts.py, and which part of the stack's rows of B it is."""

@@ -20,20 +20,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from conf.schema import LoraConfig, SyncMode, WeightSyncConfig
-from trainer.delivery.adapter_source import AdapterSource
-from trainer.delivery.merged_source import TrainerWeightSource
-from trainer.errors import LayoutError, TrainerError
-from trainer.model.decoder import Decoder
-from trainer.process_group import ControlGroup
-from trainer.weights.quantization import BlockFp8
-from weight_sync.errors import ReplicaError
-from weight_sync.gc_freeze import freeze_heap
+from slipstream.conf.schema import LoraConfig, SyncMode, WeightSyncConfig
+from slipstream.trainer.delivery.adapter_source import AdapterSource
+from slipstream.trainer.delivery.merged_source import TrainerWeightSource
+from slipstream.trainer.errors import LayoutError, TrainerError
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.process_group import ControlGroup
+from slipstream.trainer.weights.quantization import BlockFp8
+from slipstream.weight_sync.errors import ReplicaError
+from slipstream.weight_sync.gc_freeze import freeze_heap
 
 if TYPE_CHECKING:
-    from weight_sync.publish.publisher import Publisher
-    from weight_sync.publish.report import PublishReport
-    from weight_sync.transport.base import Transport
+    from slipstream.weight_sync.publish.publisher import Publisher
+    from slipstream.weight_sync.publish.report import PublishReport
+    from slipstream.weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -171,14 +171,14 @@ class Delivery:
         logger.info("base weights sent: %d bytes in %.2f s", report.num_bytes, report.total_s)
 
     def _open_link(self) -> Transport:
-        from weight_sync.transport.mooncake import MooncakeTransport
+        from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
         return MooncakeTransport(
             self._config.transport, device=self._device.type, host=self._host, timeout_s=self._config.timeout_s
         )
 
     def _make_publisher(self, source: TrainerWeightSource | AdapterSource, transport: Transport) -> Publisher:
-        from weight_sync.publish.publisher import Publisher
+        from slipstream.weight_sync.publish.publisher import Publisher
 
         return Publisher(
             source,

@@ -18,15 +18,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from trainer.delivery.changed_share import ChangedShare
-from trainer.delivery.update_probe import UpdateProbe
-from trainer.errors import LayoutError
-from trainer.model.decoder import Decoder
-from trainer.parallel import local_address, local_part
-from trainer.weights.block_scales import BlockScales, ScaleRun
-from trainer.weights.fused_experts import FusedRun, FusedTensor
-from trainer.weights.packed_experts import is_packed
-from trainer.weights.quantization import (
+from slipstream.trainer.delivery.changed_share import ChangedShare
+from slipstream.trainer.delivery.update_probe import UpdateProbe
+from slipstream.trainer.errors import LayoutError
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.parallel import local_address, local_part
+from slipstream.trainer.weights.block_scales import BlockScales, ScaleRun
+from slipstream.trainer.weights.fused_experts import FusedRun, FusedTensor
+from slipstream.trainer.weights.packed_experts import is_packed
+from slipstream.trainer.weights.quantization import (
     BLOCK,
     SCALE_SUFFIX,
     BlockFp8,
@@ -35,10 +35,10 @@ from trainer.weights.quantization import (
     merge_scratch_bytes,
     scale_shape,
 )
-from trainer.weights.row_runs import RowRun
-from trainer.weights.shards import HeldTensor, gather_lora_a, local_shards, sharded_lora_a
-from weight_sync.layout import Region, SourceLayout, SourceShard
-from weight_sync.publish.packing import CompiledMarks, CompiledReads, FillSlot, PackedRead, view_as
+from slipstream.trainer.weights.row_runs import RowRun
+from slipstream.trainer.weights.shards import HeldTensor, gather_lora_a, local_shards, sharded_lora_a
+from slipstream.weight_sync.layout import Region, SourceLayout, SourceShard
+from slipstream.weight_sync.publish.packing import CompiledMarks, CompiledReads, FillSlot, PackedRead, view_as
 
 K = TypeVar("K")
 

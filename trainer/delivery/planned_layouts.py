@@ -19,18 +19,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from conf.architecture.model_spec import ModelSpec
-from conf.schema import Device, TrainerConfig
-from trainer.delivery.adapter_source import held_factors
-from trainer.lora import Linear
-from trainer.model.build_decoder import build_decoder
-from trainer.model.shard_decoder import replicated_parameters
-from trainer.moe.expert_placement import expert_shares
-from trainer.moe.experts import Experts
-from trainer.parallel import rows_of_rank
-from trainer.weights.adapter_names import adapter_tensors
-from trainer.weights.fused_experts import FusedTensor
-from trainer.weights.quantization import (
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.schema import Device, TrainerConfig
+from slipstream.trainer.delivery.adapter_source import held_factors
+from slipstream.trainer.lora import Linear
+from slipstream.trainer.model.build_decoder import build_decoder
+from slipstream.trainer.model.shard_decoder import replicated_parameters
+from slipstream.trainer.moe.expert_placement import expert_shares
+from slipstream.trainer.moe.experts import Experts
+from slipstream.trainer.parallel import rows_of_rank
+from slipstream.trainer.weights.adapter_names import adapter_tensors
+from slipstream.trainer.weights.fused_experts import FusedTensor
+from slipstream.trainer.weights.quantization import (
     SCALE_SUFFIX,
     BlockFp8,
     engine_tensors,
@@ -42,8 +42,8 @@ from trainer.weights.quantization import (
     shared_blocks,
     touched_blocks,
 )
-from trainer.weights.shards import HeldTensor, local_shards
-from weight_sync.layout import Region, SourceLayout, SourceShard
+from slipstream.trainer.weights.shards import HeldTensor, local_shards
+from slipstream.weight_sync.layout import Region, SourceLayout, SourceShard
 
 _Held = tuple[HeldTensor | FusedTensor, Region]
 """A tensor of the whole decoder, and the part of it that a rank holds."""

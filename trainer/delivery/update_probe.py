@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from trainer.weights.quantization import BLOCK
-from trainer.weights.shards import HeldTensor
-from weight_sync.layout import Region
+from slipstream.trainer.weights.quantization import BLOCK
+from slipstream.trainer.weights.shards import HeldTensor
+from slipstream.weight_sync.layout import Region
 
 MATRICES, ELEMENTS = 8, 1 << 13
 """Matrices of a publish, and elements of each."""

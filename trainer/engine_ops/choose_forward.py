@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from conf.architecture.model_spec import ModelSpec
-from conf.schema import AdapterValues, AttentionValues, Match, SyncMode, TrainerConfig, TrainMode
-from trainer.engine_ops.engine_forward import EngineForward, SlotForward
-from trainer.engine_ops.merged_forward import MergedForward
-from trainer.engine_ops.published_adapters import PublishedAdapters
-from trainer.engine_ops.vllm_adapters import VllmAdapters
-from trainer.engine_ops.vllm_attention import VllmAttention, refusal_of_engine_attention
-from trainer.engine_ops.vllm_operations import VllmOperations
-from trainer.errors import TrainerError
-from trainer.model.engine_attention import EngineKernel
-from trainer.model.forward import Forward
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.schema import AdapterValues, AttentionValues, Match, SyncMode, TrainerConfig, TrainMode
+from slipstream.trainer.engine_ops.engine_forward import EngineForward, SlotForward
+from slipstream.trainer.engine_ops.merged_forward import MergedForward
+from slipstream.trainer.engine_ops.published_adapters import PublishedAdapters
+from slipstream.trainer.engine_ops.vllm_adapters import VllmAdapters
+from slipstream.trainer.engine_ops.vllm_attention import VllmAttention, refusal_of_engine_attention
+from slipstream.trainer.engine_ops.vllm_operations import VllmOperations
+from slipstream.trainer.errors import TrainerError
+from slipstream.trainer.model.engine_attention import EngineKernel
+from slipstream.trainer.model.forward import Forward
 
 
 def choose_forward(

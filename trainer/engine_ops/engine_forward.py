@@ -17,27 +17,27 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from trainer.engine_ops.published_adapters import PublishedAdapters
-from trainer.engine_ops.published_weights import (
+from slipstream.trainer.engine_ops.published_adapters import PublishedAdapters
+from slipstream.trainer.engine_ops.published_weights import (
     base_experts,
     base_linears,
     is_adapted,
     published_experts,
     published_linears,
 )
-from trainer.lora import Linear
-from trainer.model.attention import GroupedQueryAttention
-from trainer.model.dense_mlp import DenseMlp
-from trainer.model.forward import Forward, KeepGateUp, Place
-from trainer.model.logprobs import Head
-from trainer.model.norm import RMSNorm
-from trainer.moe.block import MoeBlock
-from trainer.moe.replay import LayerRoutes
-from trainer.recompute import Recomputed
+from slipstream.trainer.lora import Linear
+from slipstream.trainer.model.attention import GroupedQueryAttention
+from slipstream.trainer.model.dense_mlp import DenseMlp
+from slipstream.trainer.model.forward import Forward, KeepGateUp, Place
+from slipstream.trainer.model.logprobs import Head
+from slipstream.trainer.model.norm import RMSNorm
+from slipstream.trainer.moe.block import MoeBlock
+from slipstream.trainer.moe.replay import LayerRoutes
+from slipstream.trainer.recompute import Recomputed
 
 if TYPE_CHECKING:
-    from trainer.engine_ops.vllm_adapters import VllmAdapters
-    from trainer.engine_ops.vllm_operations import VllmOperations
+    from slipstream.trainer.engine_ops.vllm_adapters import VllmAdapters
+    from slipstream.trainer.engine_ops.vllm_operations import VllmOperations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

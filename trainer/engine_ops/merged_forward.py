@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.engine_ops.published_weights import is_adapted, published_experts, published_linears
-from trainer.lora import Linear
-from trainer.model.forward import Forward, KeepGateUp
-from trainer.moe.block import MoeBlock
+from slipstream.trainer.engine_ops.published_weights import is_adapted, published_experts, published_linears
+from slipstream.trainer.lora import Linear
+from slipstream.trainer.model.forward import Forward, KeepGateUp
+from slipstream.trainer.moe.block import MoeBlock
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.lora import Linear
-from trainer.moe.experts import Experts
+from slipstream.trainer.lora import Linear
+from slipstream.trainer.moe.experts import Experts
 
 
 class Factors(NamedTuple):

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trainer.lora import Linear
-from trainer.moe.experts import Experts
-from trainer.weights.merge import merger
-from trainer.weights.merge_operands import MergeOperands
+from slipstream.trainer.lora import Linear
+from slipstream.trainer.moe.experts import Experts
+from slipstream.trainer.weights.merge import merger
+from slipstream.trainer.weights.merge_operands import MergeOperands
 
 
 def published_linears(

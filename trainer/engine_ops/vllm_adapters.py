@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.engine_ops.published_adapters import Factors
-from trainer.errors import TrainerError
+from slipstream.trainer.engine_ops.published_adapters import Factors
+from slipstream.trainer.errors import TrainerError
 
 MODULES = (
     "vllm._custom_ops",

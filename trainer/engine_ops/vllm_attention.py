@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from conf.architecture.attention_spec import GqaSpec, MlaSpec
-from trainer.model.packed_sequences import PackedSequences
+from slipstream.conf.architecture.attention_spec import GqaSpec, MlaSpec
+from slipstream.trainer.model.packed_sequences import PackedSequences
 
 MAX_HEAD_DIM = 256
 """The widest head whose gradients torch computes; vLLM's kernel has the same bound."""

@@ -18,10 +18,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from conf.architecture.attention_spec import GqaSpec
-from conf.architecture.model_spec import ModelSpec
-from trainer.errors import TrainerError
-from trainer.model.packed_sequences import PackedSequences
+from slipstream.conf.architecture.attention_spec import GqaSpec
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.trainer.errors import TrainerError
+from slipstream.trainer.model.packed_sequences import PackedSequences
 
 MODULES = (
     "vllm._custom_ops",

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.kernels.launch import cdiv, programs
+from slipstream.trainer.kernels.launch import cdiv, programs
 
 GROUP = 256
 """Values that share a scale."""

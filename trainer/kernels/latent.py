@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.kernels.launch import cdiv, next_power_of_2
-from trainer.kernels.rms_norm import is_for_triton, rotate_torch
+from slipstream.trainer.kernels.launch import cdiv, next_power_of_2
+from slipstream.trainer.kernels.rms_norm import is_for_triton, rotate_torch
 
 HEADS = 8
 """Heads that a program takes at a time."""

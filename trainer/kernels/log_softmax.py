@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.kernels.launch import programs
+from slipstream.trainer.kernels.launch import programs
 
 BLOCK = 4096
 

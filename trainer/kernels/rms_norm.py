@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.kernels.launch import cdiv, next_power_of_2, programs
+from slipstream.trainer.kernels.launch import cdiv, next_power_of_2, programs
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 ROTATE = 4, 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trainer import rounding
+from slipstream.trainer import rounding
 
 ROW_FACTOR, COLUMN_FACTOR, FIRST_MIX, SECOND_MIX = (
     tl.constexpr(factor) for factor in (rounding.ROW_FACTOR, rounding.COLUMN_FACTOR, *rounding.MIX_FACTORS)

@@ -30,10 +30,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from conf.architecture.attention_spec import GqaSpec, MlaSpec
-from trainer.model.engine_attention import EngineKernel, engine_attention
-from trainer.model.flash_attention import KeptAttention, cudnn_attention, varlen_attention
-from trainer.model.packed_sequences import LONG, PackedSequences
+from slipstream.conf.architecture.attention_spec import GqaSpec, MlaSpec
+from slipstream.trainer.model.engine_attention import EngineKernel, engine_attention
+from slipstream.trainer.model.flash_attention import KeptAttention, cudnn_attention, varlen_attention
+from slipstream.trainer.model.packed_sequences import LONG, PackedSequences
 
 logger = logging.getLogger(__name__)
 

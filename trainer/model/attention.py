@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conf.architecture.attention_spec import GqaSpec, MlaSpec
-from conf.architecture.model_spec import ModelSpec
-from conf.schema import LoraConfig, Rounding, Roundings
-from trainer.lora import Linear
-from trainer.model.attend import AttentionBackend
-from trainer.model.delta_net import GatedDeltaNet
-from trainer.model.norm import RMSNorm
-from trainer.model.operations import Operation
+from slipstream.conf.architecture.attention_spec import GqaSpec, MlaSpec
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.schema import LoraConfig, Rounding, Roundings
+from slipstream.trainer.lora import Linear
+from slipstream.trainer.model.attend import AttentionBackend
+from slipstream.trainer.model.delta_net import GatedDeltaNet
+from slipstream.trainer.model.norm import RMSNorm
+from slipstream.trainer.model.operations import Operation
 
 TURNED = ("q_rotary", "k_rotary")
 

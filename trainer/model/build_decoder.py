@@ -8,21 +8,21 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from conf.architecture.model_spec import CORRECTION_BIAS, ExpertFormat, ModelSpec
-from conf.errors import ConfigError
-from conf.schema import LoraConfig, TrainerConfig, TrainMode
-from trainer.lora import Adapted
-from trainer.model.attend import choose_attention_backend
-from trainer.model.decoder import Decoder
-from trainer.model.forward import Forward
-from trainer.model.host_activations import HostPool
-from trainer.model.layer import Build
-from trainer.model.shard_decoder import dense_trainable, expert_trainable, shard_decoder
-from trainer.moe.bank import UnpackBuffers
-from trainer.moe.experts import Experts
-from trainer.moe.router import Router
-from trainer.parallel import ParallelLayout, sharded_rows
-from trainer.rounding import key_of
+from slipstream.conf.architecture.model_spec import CORRECTION_BIAS, ExpertFormat, ModelSpec
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import LoraConfig, TrainerConfig, TrainMode
+from slipstream.trainer.lora import Adapted
+from slipstream.trainer.model.attend import choose_attention_backend
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.model.forward import Forward
+from slipstream.trainer.model.host_activations import HostPool
+from slipstream.trainer.model.layer import Build
+from slipstream.trainer.model.shard_decoder import dense_trainable, expert_trainable, shard_decoder
+from slipstream.trainer.moe.bank import UnpackBuffers
+from slipstream.trainer.moe.experts import Experts
+from slipstream.trainer.moe.router import Router
+from slipstream.trainer.parallel import ParallelLayout, sharded_rows
+from slipstream.trainer.rounding import key_of
 
 
 def build_decoder(

@@ -23,16 +23,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.kernels.residual import residual_sum
-from trainer.kernels.rms_norm import norm_rotate
-from trainer.model.attention import TURNED, GroupedQueryAttention
-from trainer.model.decoder import Decoder
-from trainer.model.forward import Forward, Place
-from trainer.model.layer import DecoderLayer
-from trainer.model.norm import RMSNorm
-from trainer.model.operations import Operation
-from trainer.model.packed_sequences import PackedSequences
-from trainer.moe.block import MoeBlock
+from slipstream.trainer.kernels.residual import residual_sum
+from slipstream.trainer.kernels.rms_norm import norm_rotate
+from slipstream.trainer.model.attention import TURNED, GroupedQueryAttention
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.model.forward import Forward, Place
+from slipstream.trainer.model.layer import DecoderLayer
+from slipstream.trainer.model.norm import RMSNorm
+from slipstream.trainer.model.operations import Operation
+from slipstream.trainer.model.packed_sequences import PackedSequences
+from slipstream.trainer.moe.block import MoeBlock
 
 
 def decoder_steps(

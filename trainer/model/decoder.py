@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.kernels.experts.gather import gather_rows
-from trainer.model.forward import Forward
-from trainer.model.host_activations import HostPass, HostPool
-from trainer.model.layer import Build, DecoderLayer, Pass
-from trainer.model.packed_sequences import PackedSequences
-from trainer.model.rope import RotaryEmbedding
-from trainer.moe.experts import Experts
-from trainer.moe.replay import RecordedRoutes
+from slipstream.trainer.kernels.experts.gather import gather_rows
+from slipstream.trainer.model.forward import Forward
+from slipstream.trainer.model.host_activations import HostPass, HostPool
+from slipstream.trainer.model.layer import Build, DecoderLayer, Pass
+from slipstream.trainer.model.packed_sequences import PackedSequences
+from slipstream.trainer.model.rope import RotaryEmbedding
+from slipstream.trainer.moe.experts import Experts
+from slipstream.trainer.moe.replay import RecordedRoutes
 
 Out = TypeVar("Out")
 

@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conf.architecture.attention_spec import DeltaNetSpec
-from conf.schema import Rounding, Roundings
-from trainer.kernels import delta_rule
-from trainer.lora import Linear
-from trainer.model.operations import Operation
-from trainer.model.packed_sequences import PackedSequences
+from slipstream.conf.architecture.attention_spec import DeltaNetSpec
+from slipstream.conf.schema import Rounding, Roundings
+from slipstream.trainer.kernels import delta_rule
+from slipstream.trainer.lora import Linear
+from slipstream.trainer.model.operations import Operation
+from slipstream.trainer.model.packed_sequences import PackedSequences
 
 
 class Vector(nn.Module):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from conf.schema import LoraConfig
-from trainer.lora import Linear
+from slipstream.conf.schema import LoraConfig
+from slipstream.trainer.lora import Linear
 
 
 class DenseMlp(nn.Module):

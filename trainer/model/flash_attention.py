@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.model.packed_sequences import PackedSequences
+from slipstream.trainer.model.packed_sequences import PackedSequences
 
 if TYPE_CHECKING:
-    from trainer.model.host_activations import HostLayer, MovedTensor
+    from slipstream.trainer.model.host_activations import HostLayer, MovedTensor
 
 
 class KeptAttention:

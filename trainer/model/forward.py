@@ -19,22 +19,22 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from trainer.kernels.dense_activation import silu_product
-from trainer.kernels.latent import latent_heads
-from trainer.kernels.residual import residual_sum
-from trainer.kernels.rms_norm import norm_rotate
-from trainer.lora import Linear, apply_together
-from trainer.model.attend import attend
-from trainer.model.attention import GroupedQueryAttention, LatentAttention
-from trainer.model.delta_net import GatedDeltaNet
-from trainer.model.dense_mlp import DenseMlp
-from trainer.model.engine_attention import EngineKernel
-from trainer.model.flash_attention import KeptAttention
-from trainer.model.logprobs import Head
-from trainer.model.norm import RMSNorm
-from trainer.model.packed_sequences import PackedSequences
-from trainer.moe.block import MoeBlock
-from trainer.moe.replay import LayerRoutes
+from slipstream.trainer.kernels.dense_activation import silu_product
+from slipstream.trainer.kernels.latent import latent_heads
+from slipstream.trainer.kernels.residual import residual_sum
+from slipstream.trainer.kernels.rms_norm import norm_rotate
+from slipstream.trainer.lora import Linear, apply_together
+from slipstream.trainer.model.attend import attend
+from slipstream.trainer.model.attention import GroupedQueryAttention, LatentAttention
+from slipstream.trainer.model.delta_net import GatedDeltaNet
+from slipstream.trainer.model.dense_mlp import DenseMlp
+from slipstream.trainer.model.engine_attention import EngineKernel
+from slipstream.trainer.model.flash_attention import KeptAttention
+from slipstream.trainer.model.logprobs import Head
+from slipstream.trainer.model.norm import RMSNorm
+from slipstream.trainer.model.packed_sequences import PackedSequences
+from slipstream.trainer.moe.block import MoeBlock
+from slipstream.trainer.moe.replay import LayerRoutes
 
 KeepGateUp = Callable[[Tensor], object] | None
 """Is called with the product of gate and up, if that is kept for backward."""

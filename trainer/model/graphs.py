@@ -30,12 +30,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from trainer.model.attend import AttentionBackend
-from trainer.model.decoder import Decoder
-from trainer.model.flash_attention import padded_length
-from trainer.model.packed_sequences import LONG, PackedSequences
-from trainer.moe.experts import Experts
-from trainer.moe.replay import RecordedRoutes
+from slipstream.trainer.model.attend import AttentionBackend
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.model.flash_attention import padded_length
+from slipstream.trainer.model.packed_sequences import LONG, PackedSequences
+from slipstream.trainer.moe.experts import Experts
+from slipstream.trainer.moe.replay import RecordedRoutes
 
 logger = logging.getLogger(__name__)
 

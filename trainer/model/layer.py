@@ -17,26 +17,26 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from conf.architecture.model_spec import ModelSpec
-from conf.schema import LoraConfig, Rounding, Roundings
-from trainer.lora import Linear
-from trainer.model.attend import AttentionBackend
-from trainer.model.attention import GroupedQueryAttention, LatentAttention, make_attention
-from trainer.model.delta_net import GatedDeltaNet
-from trainer.model.dense_mlp import DenseMlp
-from trainer.model.flash_attention import KeptAttention
-from trainer.model.forward import Forward, Place
-from trainer.model.host_activations import HostLayer, HostPass, HostPool
-from trainer.model.norm import RMSNorm
-from trainer.model.operations import KEEP_GATE_UP, ROUTES, SUM, Operation, Part
-from trainer.model.packed_sequences import PackedSequences
-from trainer.moe.bank import UnpackBuffers
-from trainer.moe.block import MoeBlock
-from trainer.moe.experts import Experts
-from trainer.moe.replay import LayerRoutes, RecordedRoutes
-from trainer.moe.router import Router
-from trainer.parallel import ParallelLayout
-from trainer.recompute import Recomputed
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.schema import LoraConfig, Rounding, Roundings
+from slipstream.trainer.lora import Linear
+from slipstream.trainer.model.attend import AttentionBackend
+from slipstream.trainer.model.attention import GroupedQueryAttention, LatentAttention, make_attention
+from slipstream.trainer.model.delta_net import GatedDeltaNet
+from slipstream.trainer.model.dense_mlp import DenseMlp
+from slipstream.trainer.model.flash_attention import KeptAttention
+from slipstream.trainer.model.forward import Forward, Place
+from slipstream.trainer.model.host_activations import HostLayer, HostPass, HostPool
+from slipstream.trainer.model.norm import RMSNorm
+from slipstream.trainer.model.operations import KEEP_GATE_UP, ROUTES, SUM, Operation, Part
+from slipstream.trainer.model.packed_sequences import PackedSequences
+from slipstream.trainer.moe.bank import UnpackBuffers
+from slipstream.trainer.moe.block import MoeBlock
+from slipstream.trainer.moe.experts import Experts
+from slipstream.trainer.moe.replay import LayerRoutes, RecordedRoutes
+from slipstream.trainer.moe.router import Router
+from slipstream.trainer.parallel import ParallelLayout
+from slipstream.trainer.recompute import Recomputed
 
 STREAM, MIDDLE, NEXT_STREAM, NEXT_SUM = "stream", "stream_mid", "next_stream", "next_sum"
 """The residual stream before attention, after it, and at the layer's end; and that before it was rounded."""

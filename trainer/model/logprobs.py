@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trainer.kernels.log_softmax import log_softmax, logits_gradient
+from slipstream.trainer.kernels.log_softmax import log_softmax, logits_gradient
 
 
 class Head(Protocol):

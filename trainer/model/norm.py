@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from conf.schema import Rounding
-from trainer.kernels.rms_norm import add_rms_norm, rms_norm
+from slipstream.conf.schema import Rounding
+from slipstream.trainer.kernels.rms_norm import add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):

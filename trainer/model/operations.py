@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.recompute import Recomputed
+from slipstream.trainer.recompute import Recomputed
 
 SUM = "sum"
 """The stream before it was rounded (Roundings.norm=once). A recomputation norms the rounded one, as every backward

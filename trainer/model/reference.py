@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from trainer.model.decoder import Decoder
-from trainer.model.forward import Forward
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.model.forward import Forward
 
 
 class ReferencePolicy:

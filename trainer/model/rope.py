@@ -14,8 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-from conf.architecture.attention_spec import Llama3Scaling, RopeSpec, YarnScaling
-from conf.schema import Rounding
+from slipstream.conf.architecture.attention_spec import Llama3Scaling, RopeSpec, YarnScaling
+from slipstream.conf.schema import Rounding
 
 
 class RotaryEmbedding:

@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from conf.architecture.model_spec import CORRECTION_BIAS
-from trainer.model.decoder import Decoder
-from trainer.moe.experts import Experts
-from trainer.parallel import ParallelLayout
+from slipstream.conf.architecture.model_spec import CORRECTION_BIAS
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.moe.experts import Experts
+from slipstream.trainer.parallel import ParallelLayout
 
 
 def shard_decoder(decoder: Decoder, layout: ParallelLayout) -> None:

@@ -17,8 +17,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor, nn
 
-from conf.architecture.model_spec import ExpertFormat
-from trainer.kernels.experts.dequant import GROUP, dequantize_int4, dequantize_mxfp4
+from slipstream.conf.architecture.model_spec import ExpertFormat
+from slipstream.trainer.kernels.experts.dequant import GROUP, dequantize_int4, dequantize_mxfp4
 
 
 class Towards(StrEnum):

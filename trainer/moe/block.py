@@ -12,11 +12,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from conf.architecture.model_spec import SHARED_GATE
-from trainer.moe.dispatch import plan_dispatch
-from trainer.moe.experts import Experts
-from trainer.moe.router import Router
-from trainer.recompute import recomputation
+from slipstream.conf.architecture.model_spec import SHARED_GATE
+from slipstream.trainer.moe.dispatch import plan_dispatch
+from slipstream.trainer.moe.experts import Experts
+from slipstream.trainer.moe.router import Router
+from slipstream.trainer.recompute import recomputation
 
 
 class MoeBlock(nn.Module):

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.kernels.experts.counting_sort import sort_by_expert
-from trainer.kernels.experts.gather import gather_rows
-from trainer.kernels.experts.groups import RowGroups
+from slipstream.trainer.kernels.experts.counting_sort import sort_by_expert
+from slipstream.trainer.kernels.experts.gather import gather_rows
+from slipstream.trainer.kernels.experts.groups import RowGroups
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from conf.architecture.activation import SWIGLU, ExpertActivation
-from conf.architecture.model_spec import ExpertFormat
-from conf.schema import CombineMode, LoraConfig
-from trainer.lora import Adapted, adapter_dtype
-from trainer.moe.bank import PackedBank, UnpackBuffers
-from trainer.moe.dispatch import Dispatch
-from trainer.moe.grouped import GroupedBackend, choose_grouped_backend
-from trainer.moe.routed import ExpertCall, routed_experts
+from slipstream.conf.architecture.activation import SWIGLU, ExpertActivation
+from slipstream.conf.architecture.model_spec import ExpertFormat
+from slipstream.conf.schema import CombineMode, LoraConfig
+from slipstream.trainer.lora import Adapted, adapter_dtype
+from slipstream.trainer.moe.bank import PackedBank, UnpackBuffers
+from slipstream.trainer.moe.dispatch import Dispatch
+from slipstream.trainer.moe.grouped import GroupedBackend, choose_grouped_backend
+from slipstream.trainer.moe.routed import ExpertCall, routed_experts
 
 
 class Experts(Adapted):

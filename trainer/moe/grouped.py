@@ -21,9 +21,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from trainer.kernels.experts.grouped_gemm import grouped_gradient_triton, grouped_product_triton
-from trainer.kernels.experts.groups import RowGroups
-from trainer.kernels.experts.low_rank import add_low_rank
+from slipstream.trainer.kernels.experts.grouped_gemm import grouped_gradient_triton, grouped_product_triton
+from slipstream.trainer.kernels.experts.groups import RowGroups
+from slipstream.trainer.kernels.experts.low_rank import add_low_rank
 
 LIGHT_FLOP = 4e11
 """Operations; a product of fewer is light. On an H200 Triton's product takes up to 15 % less time on the device than

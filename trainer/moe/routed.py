@@ -32,16 +32,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from conf.architecture.activation import ExpertActivation
-from conf.schema import CombineMode
-from trainer.kernels.experts.combine import weighted_sum
-from trainer.kernels.experts.gather import gather_project, gather_rows
-from trainer.kernels.experts.groups import RowGroups
-from trainer.kernels.experts.low_rank import low_rank_gradient
-from trainer.kernels.experts.swiglu import InnerAdapter, activate, activate_backward
-from trainer.moe.bank import PackedBank, Towards
-from trainer.moe.dispatch import Dispatch
-from trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product
+from slipstream.conf.architecture.activation import ExpertActivation
+from slipstream.conf.schema import CombineMode
+from slipstream.trainer.kernels.experts.combine import weighted_sum
+from slipstream.trainer.kernels.experts.gather import gather_project, gather_rows
+from slipstream.trainer.kernels.experts.groups import RowGroups
+from slipstream.trainer.kernels.experts.low_rank import low_rank_gradient
+from slipstream.trainer.kernels.experts.swiglu import InnerAdapter, activate, activate_backward
+from slipstream.trainer.moe.bank import PackedBank, Towards
+from slipstream.trainer.moe.dispatch import Dispatch
+from slipstream.trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product
 
 COPIED_ROWS = 128
 """Mean rows per expert. With more, adapters are copied into the compute dtype before kernels read them."""

@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from conf.architecture.model_spec import MoeSpec, RouterScore
-from conf.schema import Roundings, RoutedScale, RouterFormat, RouterLogits
-from trainer.kernels.experts.route import route, weigh
-from trainer.moe.replay import LayerRoutes
+from slipstream.conf.architecture.model_spec import MoeSpec, RouterScore
+from slipstream.conf.schema import Roundings, RoutedScale, RouterFormat, RouterLogits
+from slipstream.trainer.kernels.experts.route import route, weigh
+from slipstream.trainer.moe.replay import LayerRoutes
 
 NORM_EPS = 1e-20
 """Added to the sum of a sigmoid router's top-k scores before the scores are divided by it."""

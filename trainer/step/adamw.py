@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from conf.schema import OptimConfig, OptimState
-from trainer.errors import TrainerError
-from trainer.kernels.adamw_update import Codes, adamw_triton
-from trainer.rounding import dithered
+from slipstream.conf.schema import OptimConfig, OptimState
+from slipstream.trainer.errors import TrainerError
+from slipstream.trainer.kernels.adamw_update import Codes, adamw_triton
+from slipstream.trainer.rounding import dithered
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from conf.schema import AlgorithmConfig, Correction
+from slipstream.conf.schema import AlgorithmConfig, Correction
 
 LOG_RATIO_BOUND = 20.0
 """exp overflows float32 at 88.7, and inf * 0 (a zero advantage) or inf - inf would turn one bad token into a

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from conf.schema import KlEstimator
-from trainer.step.corrections import LOG_RATIO_BOUND
-from trainer.step.mismatch import k3
+from slipstream.conf.schema import KlEstimator
+from slipstream.trainer.step.corrections import LOG_RATIO_BOUND
+from slipstream.trainer.step.mismatch import k3
 
 
 def kl_estimates(logprobs_N: Tensor, ref_logprobs_N: Tensor, estimator: KlEstimator) -> Tensor:

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conf.schema import OptimConfig
-from trainer.errors import TrainerError
-from trainer.model.decoder import Decoder
-from trainer.model.shard_decoder import dense_trainable, expert_trainable
-from trainer.parallel import sharded_rows
-from trainer.step.optim import ShardedAdamW, TrainableShard
-from trainer.types import OptimStats
+from slipstream.conf.schema import OptimConfig
+from slipstream.trainer.errors import TrainerError
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.model.shard_decoder import dense_trainable, expert_trainable
+from slipstream.trainer.parallel import sharded_rows
+from slipstream.trainer.step.optim import ShardedAdamW, TrainableShard
+from slipstream.trainer.types import OptimStats
 
 logger = logging.getLogger(__name__)
 

@@ -31,13 +31,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conf.schema import AlgorithmConfig, KlEstimator, KlPlace, Normalization, RatioBaseline
-from trainer.step.corrections import LOG_RATIO_BOUND, correction_sums, importance_weights
-from trainer.step.kl import kl_estimates
-from trainer.step.mismatch import measure_mismatch
-from trainer.step.own_loss import loss_function
-from trainer.step.surrogates import LossTokens
-from trainer.types import Denominators, LossStats, Origin, Sample
+from slipstream.conf.schema import AlgorithmConfig, KlEstimator, KlPlace, Normalization, RatioBaseline
+from slipstream.trainer.step.corrections import LOG_RATIO_BOUND, correction_sums, importance_weights
+from slipstream.trainer.step.kl import kl_estimates
+from slipstream.trainer.step.mismatch import measure_mismatch
+from slipstream.trainer.step.own_loss import loss_function
+from slipstream.trainer.step.surrogates import LossTokens
+from slipstream.trainer.types import Denominators, LossStats, Origin, Sample
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.types import Sample
+from slipstream.trainer.types import Sample
 
 ATTENTION_EQUAL_TOKENS = 16384
 """Length at which causal attention costs as much as everything else: 6.1 GFLOP per token in the matrices and 1.6

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.step.mismatch_bins import (
+from slipstream.trainer.step.mismatch_bins import (
     BINS_PER_DECADE,
     HIGHEST_K3_EXPONENT,
     LOWEST_K3_EXPONENT,

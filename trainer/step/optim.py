@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conf.schema import OptimConfig
-from trainer.step.adamw import make_update_rule
+from slipstream.conf.schema import OptimConfig
+from slipstream.trainer.step.adamw import make_update_rule
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:

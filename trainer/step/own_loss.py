@@ -3,7 +3,7 @@
 Owns: how it is found and called, what it may return, and how it is tried before a run. Does not own: what it gets
 (surrogates.py), or what its losses are weighed by and divided by (loss.py).
 
-    python -m trainer.step.own_loss < pickled AlgorithmConfig      tries it; ends with one line if it cannot be used
+    python -m slipstream.trainer.step.own_loss < pickled AlgorithmConfig      tries it; ends with one line if it cannot be used
 
 Invariant: what is wrong with it is one message that names the option.
 """
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conf.errors import ConfigError, SlipstreamError
-from conf.functions import import_function, is_function_path
-from conf.schema import AlgorithmConfig
-from trainer.errors import TrainerError
-from trainer.step.surrogates import LOSSES, LossTokens, TokenLosses
+from slipstream.conf.errors import ConfigError, SlipstreamError
+from slipstream.conf.functions import import_function, is_function_path
+from slipstream.conf.schema import AlgorithmConfig
+from slipstream.trainer.errors import TrainerError
+from slipstream.trainer.step.surrogates import LOSSES, LossTokens, TokenLosses
 
 _SIGNATURE = "(tokens, algorithm) -> a tensor of one loss per token (docs/algorithms.md)"
 

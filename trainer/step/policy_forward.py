@@ -16,17 +16,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from conf.schema import AlgorithmConfig
-from trainer.model.decoder import Decoder
-from trainer.model.forward import Forward
-from trainer.model.graphs import DecoderGraphs
-from trainer.model.logprobs import token_logprobs
-from trainer.model.reference import ReferencePolicy
-from trainer.moe.replay import RecordedRoutes
-from trainer.step.kl import kl_estimates
-from trainer.step.loss import CountedTokens, PolicyLoss
-from trainer.step.microbatches import Microbatch, collate
-from trainer.types import Denominators, Sample, Scores
+from slipstream.conf.schema import AlgorithmConfig
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.model.forward import Forward
+from slipstream.trainer.model.graphs import DecoderGraphs
+from slipstream.trainer.model.logprobs import token_logprobs
+from slipstream.trainer.model.reference import ReferencePolicy
+from slipstream.trainer.moe.replay import RecordedRoutes
+from slipstream.trainer.step.kl import kl_estimates
+from slipstream.trainer.step.loss import CountedTokens, PolicyLoss
+from slipstream.trainer.step.microbatches import Microbatch, collate
+from slipstream.trainer.types import Denominators, Sample, Scores
 
 
 class Loss(Protocol):

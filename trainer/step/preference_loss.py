@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from conf.schema import AlgorithmConfig
-from trainer.step.corrections import per_sequence
-from trainer.step.loss import CountedTokens, PolicyLoss
-from trainer.types import Denominators
+from slipstream.conf.schema import AlgorithmConfig
+from slipstream.trainer.step.corrections import per_sequence
+from slipstream.trainer.step.loss import CountedTokens, PolicyLoss
+from slipstream.trainer.types import Denominators
 
 
 def dpo_loss(

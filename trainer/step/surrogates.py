@@ -30,8 +30,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from conf.schema import AlgorithmConfig
-from trainer.step.corrections import LOG_RATIO_BOUND, per_sequence
+from slipstream.conf.schema import AlgorithmConfig
+from slipstream.trainer.step.corrections import LOG_RATIO_BOUND, per_sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from conf.architecture.model_spec import MoeSpec
-from trainer.types import Sample
+from slipstream.conf.architecture.model_spec import MoeSpec
+from slipstream.trainer.types import Sample
 
 
 def full_microbatch(max_tokens: int, longest: int, num_samples: int) -> list[int]:

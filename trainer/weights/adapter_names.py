@@ -19,8 +19,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from conf.schema import LoraConfig
-from weight_sync.layout import TensorMeta
+from slipstream.conf.schema import LoraConfig
+from slipstream.weight_sync.layout import TensorMeta
 
 PREFIX = "base_model.model."
 _LEAF = r"(?P<leaf>{})_proj\.weight"

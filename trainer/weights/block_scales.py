@@ -36,10 +36,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.errors import LayoutError
-from trainer.rounding import FP8_MAX
-from trainer.weights.merge import round_into
-from trainer.weights.quantization import (
+from slipstream.trainer.errors import LayoutError
+from slipstream.trainer.rounding import FP8_MAX
+from slipstream.trainer.weights.merge import round_into
+from slipstream.trainer.weights.quantization import (
     BLOCK,
     MERGE_ROWS,
     SCALE_SUFFIX,
@@ -50,11 +50,11 @@ from trainer.weights.quantization import (
     shared_blocks,
     touched_blocks,
 )
-from trainer.weights.row_runs import RowRun, Rows, local_rows
-from trainer.weights.shards import HeldTensor
-from weight_sync.layout import Region, SourceShard
-from weight_sync.publish.byte_collectives import all_gather_bytes
-from weight_sync.typed_msgpack import pack, unpack
+from slipstream.trainer.weights.row_runs import RowRun, Rows, local_rows
+from slipstream.trainer.weights.shards import HeldTensor
+from slipstream.weight_sync.layout import Region, SourceShard
+from slipstream.weight_sync.publish.byte_collectives import all_gather_bytes
+from slipstream.weight_sync.typed_msgpack import pack, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class BlockScales:
         stack = self._stacks[id(run.parameter)]
         if self._device.type != "cuda":
             return partial(self._write_on_host, stack, run, out_RN, gathered_a)
-        from trainer.weights import fp8_kernels  # needs Triton, which a CPU host may lack
+        from slipstream.trainer.weights import fp8_kernels  # needs Triton, which a CPU host may lack
 
         out_GRN = out_RN.view(run.rows.num_bands, run.rows.height, out_RN.shape[1])
         row_block_GR = run.rows.of(stack.row_block_R)
@@ -196,7 +196,7 @@ class BlockScales:
         """Raise a parameter's scales, zeros, to the largest absolute value of each block."""
         scales = stack.scales(self._flat)
         if self._device.type == "cuda":
-            from trainer.weights import fp8_kernels
+            from slipstream.trainer.weights import fp8_kernels
 
             fp8_kernels.measurer(stack.run.operands(gathered_a), stack.row_block_R[None], scales)()
             return

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainer.moe.experts import Experts
-from trainer.parallel import local_part
-from trainer.weights.row_runs import LoraDelta, RowRun, Rows, local_rows
-from weight_sync.layout import Region
+from slipstream.trainer.moe.experts import Experts
+from slipstream.trainer.parallel import local_part
+from slipstream.trainer.weights.row_runs import LoraDelta, RowRun, Rows, local_rows
+from slipstream.weight_sync.layout import Region
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,24 +19,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from conf.architecture.model_spec import ModelSpec
-from conf.errors import ConfigError
-from conf.schema import Init, ModelConfig
-from trainer.errors import CheckpointError
-from trainer.lora import Adapted
-from trainer.moe.experts import Experts
-from trainer.parallel import local_part
-from trainer.weights.block_scales import dequantized
-from trainer.weights.packed_experts import forget_unpacked, packed_tensors
-from trainer.weights.quantization import SCALE_SUFFIX
-from trainer.weights.shards import local_shards
-from weight_sync.disk.language_model import language_model_tensors
-from weight_sync.disk.safetensors_files import read_index
-from weight_sync.integrity import splitmix64_
-from weight_sync.layout import Region
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import Init, ModelConfig
+from slipstream.trainer.errors import CheckpointError
+from slipstream.trainer.lora import Adapted
+from slipstream.trainer.moe.experts import Experts
+from slipstream.trainer.parallel import local_part
+from slipstream.trainer.weights.block_scales import dequantized
+from slipstream.trainer.weights.packed_experts import forget_unpacked, packed_tensors
+from slipstream.trainer.weights.quantization import SCALE_SUFFIX
+from slipstream.trainer.weights.shards import local_shards
+from slipstream.weight_sync.disk.language_model import language_model_tensors
+from slipstream.weight_sync.disk.safetensors_files import read_index
+from slipstream.weight_sync.integrity import splitmix64_
+from slipstream.weight_sync.layout import Region
 
 if TYPE_CHECKING:
-    from trainer.model.decoder import Decoder
+    from slipstream.trainer.model.decoder import Decoder
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS_A_WORD = 8

@@ -23,9 +23,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trainer.rounding import dithered, thresholds
-from trainer.weights.merge_operands import MergeOperands
-from trainer.weights.quantization import MERGE_ROWS, ROUNDED_ROWS
+from slipstream.trainer.rounding import dithered, thresholds
+from slipstream.trainer.weights.merge_operands import MergeOperands
+from slipstream.trainer.weights.quantization import MERGE_ROWS, ROUNDED_ROWS
 
 ALIGNMENT_BYTES = 64
 """In bytes. torch's allocators align at least to this, and for aligned operands a BLAS library takes one code path."""
@@ -42,7 +42,7 @@ def merger(operands: MergeOperands, out_GRN: Tensor) -> Callable[[], object]:
         out_GRN: Any strides and float dtype, on the same device.
     """
     if operands.base_GRN.is_cuda:
-        from trainer.weights import merge_kernel  # needs Triton, which a CPU host may lack
+        from slipstream.trainer.weights import merge_kernel  # needs Triton, which a CPU host may lack
 
         return merge_kernel.merger(operands, out_GRN)
     a_EKN, rows_a_factor = operands.a_EKN, operands.rows_a_factor
@@ -83,7 +83,7 @@ def marker(operands: MergeOperands, last: MergeOperands, out_GRN: Tensor, marks_
         marks_GRN: uint8, with the strides of `out`.
     """
     if operands.base_GRN.is_cuda:
-        from trainer.weights import merge_kernel
+        from slipstream.trainer.weights import merge_kernel
 
         return merge_kernel.marker(operands, last, out_GRN, marks_GRN)
     merge = merger(operands, out_GRN)

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.kernels.rounding import COLUMN_FACTOR, ROW_FACTOR, cut_bits, mix
-from trainer.weights.merge_operands import MergeOperands
+from slipstream.trainer.kernels.rounding import COLUMN_FACTOR, ROW_FACTOR, cut_bits, mix
+from slipstream.trainer.weights.merge_operands import MergeOperands
 
 TILE_ROWS, TILE_COLUMNS, TILE_RANK = 64, 64, 32
 PRECISION = "ieee"

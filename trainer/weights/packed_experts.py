@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from conf.architecture.model_spec import ExpertFormat
-from trainer.errors import CheckpointError
-from trainer.moe.experts import Experts
-from trainer.weights.fused_experts import deinterleave
-from weight_sync.layout import Region
+from slipstream.conf.architecture.model_spec import ExpertFormat
+from slipstream.trainer.errors import CheckpointError
+from slipstream.trainer.moe.experts import Experts
+from slipstream.trainer.weights.fused_experts import deinterleave
+from slipstream.weight_sync.layout import Region
 
 if TYPE_CHECKING:
-    from trainer.model.decoder import Decoder
+    from slipstream.trainer.model.decoder import Decoder
 
 
 @dataclass(frozen=True, slots=True)

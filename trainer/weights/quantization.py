@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from conf.errors import ConfigError
-from weight_sync.layout import TensorMeta
+from slipstream.conf.errors import ConfigError
+from slipstream.weight_sync.layout import TensorMeta
 
 BLOCK = 128
 """Rows and columns of a block."""

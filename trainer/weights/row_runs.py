@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.parallel import local_part
-from trainer.weights.merge import marker, merger
-from trainer.weights.merge_operands import MergeOperands
+from slipstream.trainer.parallel import local_part
+from slipstream.trainer.weights.merge import marker, merger
+from slipstream.trainer.weights.merge_operands import MergeOperands
 
 Kept = Mapping[nn.Parameter, Tensor]
 """Values that parameters of adapters had when they were last published, of this rank's part of each."""

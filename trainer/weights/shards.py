@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from conf.architecture.model_spec import CORRECTION_BIAS, CheckpointNames
-from trainer.lora import Linear
-from trainer.moe.experts import Experts
-from trainer.moe.router import Router
-from trainer.parallel import gather_wholes, local_part
-from trainer.weights.fused_experts import FusedTensor, fused_experts
-from trainer.weights.row_runs import LoraDelta, RowRun, Rows, local_rows
-from weight_sync.layout import Region
+from slipstream.conf.architecture.model_spec import CORRECTION_BIAS, CheckpointNames
+from slipstream.trainer.lora import Linear
+from slipstream.trainer.moe.experts import Experts
+from slipstream.trainer.moe.router import Router
+from slipstream.trainer.parallel import gather_wholes, local_part
+from slipstream.trainer.weights.fused_experts import FusedTensor, fused_experts
+from slipstream.trainer.weights.row_runs import LoraDelta, RowRun, Rows, local_rows
+from slipstream.weight_sync.layout import Region
 
 if TYPE_CHECKING:
-    from trainer.model.decoder import Decoder
+    from slipstream.trainer.model.decoder import Decoder
 
 
 @dataclass(frozen=True, slots=True)

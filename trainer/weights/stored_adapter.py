@@ -20,12 +20,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, cast
 
-from conf.architecture.model_spec import ModelSpec
-from conf.errors import ConfigError
-from conf.json_files import object_or_empty
-from conf.schema import LoraConfig
-from trainer.weights.adapter_names import PREFIX
-from weight_sync.disk.safetensors_files import StoredTensor, read_header
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import object_or_empty
+from slipstream.conf.schema import LoraConfig
+from slipstream.trainer.weights.adapter_names import PREFIX
+from slipstream.weight_sync.disk.safetensors_files import StoredTensor, read_header
 
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 

@@ -23,8 +23,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from weight_sync.layout import DTYPE_BYTES, Region
-from weight_sync.publish.packing import PackedRead
+from slipstream.weight_sync.layout import DTYPE_BYTES, Region
+from slipstream.weight_sync.publish.packing import PackedRead
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from conf.errors import ConfigError
-from weight_sync.disk.safetensors_files import DTYPES, StoredTensor
-from weight_sync.layout import DTYPE_BYTES
+from slipstream.conf.errors import ConfigError
+from slipstream.weight_sync.disk.safetensors_files import DTYPES, StoredTensor
+from slipstream.weight_sync.layout import DTYPE_BYTES
 
 _PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.": ""}
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")

@@ -18,9 +18,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from conf.errors import ConfigError
-from conf.json_files import is_object
-from weight_sync.layout import DTYPE_BYTES, TensorMeta
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import is_object
+from slipstream.weight_sync.layout import DTYPE_BYTES, TensorMeta
 
 INDEX_NAME = "model.safetensors.index.json"
 DTYPES = {

@@ -32,11 +32,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from conf.errors import ConfigError
-from weight_sync.disk.copies import Held
-from weight_sync.disk.safetensors_files import DTYPES, StoredTensor, read_index, tensor_metas
-from weight_sync.disk.tensor_source import SCRATCH_BYTES, TensorSource
-from weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
+from slipstream.conf.errors import ConfigError
+from slipstream.weight_sync.disk.copies import Held
+from slipstream.weight_sync.disk.safetensors_files import DTYPES, StoredTensor, read_index, tensor_metas
+from slipstream.weight_sync.disk.tensor_source import SCRATCH_BYTES, TensorSource
+from slipstream.weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
 
 logger = logging.getLogger(__name__)
 

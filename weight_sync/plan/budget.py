@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from weight_sync.errors import WatermarkError
+from slipstream.weight_sync.errors import WatermarkError
 
 NUM_SLOTS = 2
 """One is packed while the other is written; a third measured slower elsewhere and would shrink the loads."""

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weight_sync.errors import PlanError
-from weight_sync.layout import DTYPE_BYTES, DestLayout, Load, Param, PostLoad, TensorMeta
-from weight_sync.plan.columns import (
+from slipstream.weight_sync.errors import PlanError
+from slipstream.weight_sync.layout import DTYPE_BYTES, DestLayout, Load, Param, PostLoad, TensorMeta
+from slipstream.weight_sync.plan.columns import (
     Flags,
     Ints,
     LoadTable,
@@ -37,8 +37,8 @@ from weight_sync.plan.columns import (
     walk_orders,
     widened,
 )
-from weight_sync.plan.holders import NOBODY, Holders, check_inside
-from weight_sync.plan.tasks import PieceColumns, mesh_group_of
+from slipstream.weight_sync.plan.holders import NOBODY, Holders, check_inside
+from slipstream.weight_sync.plan.tasks import PieceColumns, mesh_group_of
 
 MAX_RUNS = 65536
 """Most contiguous runs that one load may be cut into; more means a transposed layout and tiny writes."""

@@ -22,7 +22,7 @@ from typing import TypeVar, cast, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from weight_sync.layout import Load, Region
+from slipstream.weight_sync.layout import Load, Region
 
 Ints = NDArray[np.int64]
 Narrow = NDArray[np.signedinteger]

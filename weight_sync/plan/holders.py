@@ -15,9 +15,9 @@ from functools import cached_property
 
 import numpy as np
 
-from weight_sync.errors import PlanError
-from weight_sync.layout import Region, SourceLayout, TensorMeta
-from weight_sync.plan.columns import Ints, LoadTable, as_list, changes, first_true, folded, padded, spread
+from slipstream.weight_sync.errors import PlanError
+from slipstream.weight_sync.layout import Region, SourceLayout, TensorMeta
+from slipstream.weight_sync.plan.columns import Ints, LoadTable, as_list, changes, first_true, folded, padded, spread
 
 NOBODY = -1
 """Number of the empty set of holders."""

@@ -26,15 +26,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from weight_sync.errors import PlanError
-from weight_sync.layout import DTYPE_BYTES, Destination, DestLayout, SourceLayout
-from weight_sync.plan.chunks import Chunks, TensorFacts, check_layout, cut_layout
-from weight_sync.plan.columns import Ints, LoadTable, num_dims
-from weight_sync.plan.holders import Holders, find_holders
-from weight_sync.plan.proof import prove_coverage
-from weight_sync.plan.schedule import MIN_SHARED_BYTES, Alike, Needs, choose_sources, schedule_of
-from weight_sync.plan.tasks import DTYPES
-from weight_sync.plan.transfer_plan import TransferPlan, digest_of, plan_digest
+from slipstream.weight_sync.errors import PlanError
+from slipstream.weight_sync.layout import DTYPE_BYTES, Destination, DestLayout, SourceLayout
+from slipstream.weight_sync.plan.chunks import Chunks, TensorFacts, check_layout, cut_layout
+from slipstream.weight_sync.plan.columns import Ints, LoadTable, num_dims
+from slipstream.weight_sync.plan.holders import Holders, find_holders
+from slipstream.weight_sync.plan.proof import prove_coverage
+from slipstream.weight_sync.plan.schedule import MIN_SHARED_BYTES, Alike, Needs, choose_sources, schedule_of
+from slipstream.weight_sync.plan.tasks import DTYPES
+from slipstream.weight_sync.plan.transfer_plan import TransferPlan, digest_of, plan_digest
 
 SHARES_PER_SOURCE = 64
 """A chunk with several holders is cut to 1/64 of a source's fair share: greedy choice then ends within 2 % of even."""

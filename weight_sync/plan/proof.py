@@ -23,9 +23,9 @@ from typing import NoReturn
 
 import numpy as np
 
-from weight_sync.errors import PlanError
-from weight_sync.layout import DTYPE_BYTES, DestLayout, Param, PostLoad, Region, SourceLayout
-from weight_sync.plan.columns import (
+from slipstream.weight_sync.errors import PlanError
+from slipstream.weight_sync.layout import DTYPE_BYTES, DestLayout, Param, PostLoad, Region, SourceLayout
+from slipstream.weight_sync.plan.columns import (
     Flags,
     Ints,
     LoadTable,
@@ -41,8 +41,8 @@ from weight_sync.plan.columns import (
     walk_orders,
     widened,
 )
-from weight_sync.plan.tasks import DTYPES, MESH_GROUPS, PieceColumns, Task, TaskTable, mesh_group_of
-from weight_sync.plan.transfer_plan import TransferPlan
+from slipstream.weight_sync.plan.tasks import DTYPES, MESH_GROUPS, PieceColumns, Task, TaskTable, mesh_group_of
+from slipstream.weight_sync.plan.transfer_plan import TransferPlan
 
 
 def prove_coverage(

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weight_sync.layout import DestLayout
-from weight_sync.plan.chunks import Chunks
-from weight_sync.plan.columns import Flags, Ints, as_list, changes, spread, starts_of
-from weight_sync.plan.holders import Holders
-from weight_sync.plan.tasks import TaskTable
+from slipstream.weight_sync.layout import DestLayout
+from slipstream.weight_sync.plan.chunks import Chunks
+from slipstream.weight_sync.plan.columns import Flags, Ints, as_list, changes, spread, starts_of
+from slipstream.weight_sync.plan.holders import Holders
+from slipstream.weight_sync.plan.tasks import TaskTable
 
 MIN_SHARED_BYTES = 1 << 20
 """... but never finer than this: below it a write costs its latency, not its bytes. Smaller chunks of one engine rank

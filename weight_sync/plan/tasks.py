@@ -17,9 +17,9 @@ from typing import Any, cast, overload
 
 import numpy as np
 
-from weight_sync.errors import PlanError
-from weight_sync.layout import DTYPE_BYTES, Destination, Region
-from weight_sync.plan.columns import (
+from slipstream.weight_sync.errors import PlanError
+from slipstream.weight_sync.layout import DTYPE_BYTES, Destination, Region
+from slipstream.weight_sync.plan.columns import (
     Ints,
     Narrow,
     as_list,

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgpack
 
-from weight_sync.errors import PlanError
-from weight_sync.layout import Destination
-from weight_sync.plan.tasks import MESH_GROUPS, Task, TaskTable
+from slipstream.weight_sync.errors import PlanError
+from slipstream.weight_sync.layout import Destination
+from slipstream.weight_sync.plan.tasks import MESH_GROUPS, Task, TaskTable
 
 FORMAT_VERSION = 2
 """Version of the wire form and of the digest; the two ends of a publish must agree on it."""

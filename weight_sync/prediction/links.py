@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from weight_sync.errors import PlanError
-from weight_sync.layout import Destination
+from slipstream.weight_sync.errors import PlanError
+from slipstream.weight_sync.layout import Destination
 
 IDLE_BEGIN_S, IDLE_COMMIT_S = 2.7e-3, 2.3e-3
 """Time to begin and to commit if there are no requests to stop: measured as LinkRates says, with `--engine plain`."""

@@ -25,13 +25,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weight_sync.errors import PlanError
-from weight_sync.layout import Destination
-from weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS, Staging, aligned
-from weight_sync.plan.columns import Ints, first_true
-from weight_sync.plan.tasks import TaskTable
-from weight_sync.plan.transfer_plan import TransferPlan
-from weight_sync.prediction.links import Faults, LinkRates, Placement, Port, ports
+from slipstream.weight_sync.errors import PlanError
+from slipstream.weight_sync.layout import Destination
+from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS, Staging, aligned
+from slipstream.weight_sync.plan.columns import Ints, first_true
+from slipstream.weight_sync.plan.tasks import TaskTable
+from slipstream.weight_sync.plan.transfer_plan import TransferPlan
+from slipstream.weight_sync.prediction.links import Faults, LinkRates, Placement, Port, ports
 
 PACK_PASSES = 5.0
 """Device memory traffic per packed and merged byte, in bytes: reading the weight and writing the slot are two, and the

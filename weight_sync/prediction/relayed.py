@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from weight_sync.layout import DestLayout, PostLoad
-from weight_sync.prediction.links import LinkRates, Placement
-from weight_sync.prediction.predict import HASH_PASSES
+from slipstream.weight_sync.layout import DestLayout, PostLoad
+from slipstream.weight_sync.prediction.links import LinkRates, Placement
+from slipstream.weight_sync.prediction.predict import HASH_PASSES
 
 
 def neighbours(placement: Placement) -> dict[int, list[int]]:

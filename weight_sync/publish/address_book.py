@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from weight_sync.errors import ProtocolError
-from weight_sync.layout import Binding
-from weight_sync.replica.messages import Bound, addresses_digest
+from slipstream.weight_sync.errors import ProtocolError
+from slipstream.weight_sync.layout import Binding
+from slipstream.weight_sync.replica.messages import Bound, addresses_digest
 
 Addresses = dict[str, int]
 """Parameter -> device pointer."""

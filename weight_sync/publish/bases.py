@@ -16,13 +16,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from weight_sync.layout import Binding, Destination, DestLayout
-from weight_sync.plan.columns import Flags
-from weight_sync.publish.landings import Landing, part_of_zone
-from weight_sync.publish.packing import MarkingSource
-from weight_sync.replica.landing import held_digest, takes_changes, zone_name
-from weight_sync.replica.messages import Expected
-from weight_sync.source import WeightSource
+from slipstream.weight_sync.layout import Binding, Destination, DestLayout
+from slipstream.weight_sync.plan.columns import Flags
+from slipstream.weight_sync.publish.landings import Landing, part_of_zone
+from slipstream.weight_sync.publish.packing import MarkingSource
+from slipstream.weight_sync.replica.landing import held_digest, takes_changes, zone_name
+from slipstream.weight_sync.replica.messages import Expected
+from slipstream.weight_sync.source import WeightSource
 
 
 class Bases:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from weight_sync.errors import ProtocolError
+from slipstream.weight_sync.errors import ProtocolError
 
 MAX_BYTES = 1 << 30
 """Longest message of one rank. The longest in use is a rank's part of a plan: tens of MB for 256 ranks of Kimi-K2."""

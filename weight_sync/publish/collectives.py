@@ -28,11 +28,16 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from conf.errors import ConfigError, SlipstreamError, named_error
-from weight_sync.errors import RankLost, WeightSyncError
-from weight_sync.plan.columns import Ints
-from weight_sync.publish.byte_collectives import all_gather_bytes, broadcast_bytes, gather_bytes, scatter_bytes
-from weight_sync.typed_msgpack import from_plain, pack, unpack
+from slipstream.conf.errors import ConfigError, SlipstreamError, named_error
+from slipstream.weight_sync.errors import RankLost, WeightSyncError
+from slipstream.weight_sync.plan.columns import Ints
+from slipstream.weight_sync.publish.byte_collectives import (
+    all_gather_bytes,
+    broadcast_bytes,
+    gather_bytes,
+    scatter_bytes,
+)
+from slipstream.weight_sync.typed_msgpack import from_plain, pack, unpack
 
 logger = logging.getLogger(__name__)
 

@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from weight_sync.changes import ELEMENT_BYTES, STREAM_SHARE, Chunk, Packer, max_records
-from weight_sync.plan.budget import NUM_SLOTS
-from weight_sync.plan.columns import Flags
-from weight_sync.publish.packing import CompiledMarks, FillSlot, Packet
-from weight_sync.transport.base import Transport
+from slipstream.weight_sync.changes import ELEMENT_BYTES, STREAM_SHARE, Chunk, Packer, max_records
+from slipstream.weight_sync.plan.budget import NUM_SLOTS
+from slipstream.weight_sync.plan.columns import Flags
+from slipstream.weight_sync.publish.packing import CompiledMarks, FillSlot, Packet
+from slipstream.weight_sync.transport.base import Transport
 
 ALIGNMENT_BYTES = 16
 SKIPPED = 7

@@ -25,16 +25,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from weight_sync.changes import stream_bytes
-from weight_sync.errors import TransportError
-from weight_sync.layout import Binding, Destination
-from weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS
-from weight_sync.plan.columns import Ints
-from weight_sync.publish.landings import Landing
-from weight_sync.publish.staging_slots import Filled, Load, Slots
-from weight_sync.publish.sums import Sums
-from weight_sync.publish.trace import Span, Tracer
-from weight_sync.transport.base import Transport
+from slipstream.weight_sync.changes import stream_bytes
+from slipstream.weight_sync.errors import TransportError
+from slipstream.weight_sync.layout import Binding, Destination
+from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS
+from slipstream.weight_sync.plan.columns import Ints
+from slipstream.weight_sync.publish.landings import Landing
+from slipstream.weight_sync.publish.staging_slots import Filled, Load, Slots
+from slipstream.weight_sync.publish.sums import Sums
+from slipstream.weight_sync.publish.trace import Span, Tracer
+from slipstream.weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from weight_sync.layout import DTYPE_BYTES, Region
-from weight_sync.plan.tasks import Task
-from weight_sync.source import WeightSource
+from slipstream.weight_sync.layout import DTYPE_BYTES, Region
+from slipstream.weight_sync.plan.tasks import Task
+from slipstream.weight_sync.source import WeightSource
 
 FillSlot = Callable[[], None]
 """Writes all bytes of one load into its slot, on the current stream. Call it only between begin() and end()."""

@@ -35,15 +35,15 @@ from itertools import chain
 
 import torch
 
-from weight_sync.errors import PlanError, WatermarkError
-from weight_sync.integrity import compile_kernels
-from weight_sync.layout import Binding, Destination
-from weight_sync.plan.budget import NUM_SLOTS, Staging, aligned, reserved_bytes
-from weight_sync.plan.columns import Flags
-from weight_sync.plan.tasks import Task
-from weight_sync.publish.landings import Landing
-from weight_sync.publish.lanes import PipelineResult, Prepared, RankPublishReport, Replay
-from weight_sync.publish.packing import (
+from slipstream.weight_sync.errors import PlanError, WatermarkError
+from slipstream.weight_sync.integrity import compile_kernels
+from slipstream.weight_sync.layout import Binding, Destination
+from slipstream.weight_sync.plan.budget import NUM_SLOTS, Staging, aligned, reserved_bytes
+from slipstream.weight_sync.plan.columns import Flags
+from slipstream.weight_sync.plan.tasks import Task
+from slipstream.weight_sync.publish.landings import Landing
+from slipstream.weight_sync.publish.lanes import PipelineResult, Prepared, RankPublishReport, Replay
+from slipstream.weight_sync.publish.packing import (
     CompiledMarks,
     CompiledReads,
     MarkingSource,
@@ -52,11 +52,11 @@ from weight_sync.publish.packing import (
     packed_reads,
     same_bytes,
 )
-from weight_sync.publish.staging_slots import Slots
-from weight_sync.publish.sums import Places, Sums
-from weight_sync.publish.trace import Tracer
-from weight_sync.source import WeightSource
-from weight_sync.transport.base import Transport
+from slipstream.weight_sync.publish.staging_slots import Slots
+from slipstream.weight_sync.publish.sums import Places, Sums
+from slipstream.weight_sync.publish.trace import Tracer
+from slipstream.weight_sync.source import WeightSource
+from slipstream.weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 

@@ -37,27 +37,27 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from conf.schema import WeightSyncConfig
-from weight_sync.errors import LinkMismatch, PlanMismatch, ProtocolError, TransportError, WeightSyncError
-from weight_sync.layout import Destination, DestLayout, SourceLayout
-from weight_sync.plan.columns import Flags, Ints
-from weight_sync.plan.plan import build_plan
-from weight_sync.plan.transfer_plan import PlanSummary, rank_plan_from_wire
-from weight_sync.publish.address_book import AddressBook, Addresses
-from weight_sync.publish.bases import Bases, flags_of, joined_flags, with_changes
-from weight_sync.publish.collectives import Meeting, values
-from weight_sync.publish.lanes import RankPublishReport
-from weight_sync.publish.pipeline import Pipeline
-from weight_sync.publish.report import PublishReport, joined
-from weight_sync.publish.sums import Places, Sums
-from weight_sync.publish.trace import write_trace
-from weight_sync.publish.transaction import Alive, Transaction
-from weight_sync.publish.waves import assign_waves
-from weight_sync.replica.control_client import ReplicaClients
-from weight_sync.replica.expected import Planned
-from weight_sync.replica.messages import Describe, Described, Expected, addresses_digest
-from weight_sync.source import WeightSource
-from weight_sync.transport.base import Transport
+from slipstream.conf.schema import WeightSyncConfig
+from slipstream.weight_sync.errors import LinkMismatch, PlanMismatch, ProtocolError, TransportError, WeightSyncError
+from slipstream.weight_sync.layout import Destination, DestLayout, SourceLayout
+from slipstream.weight_sync.plan.columns import Flags, Ints
+from slipstream.weight_sync.plan.plan import build_plan
+from slipstream.weight_sync.plan.transfer_plan import PlanSummary, rank_plan_from_wire
+from slipstream.weight_sync.publish.address_book import AddressBook, Addresses
+from slipstream.weight_sync.publish.bases import Bases, flags_of, joined_flags, with_changes
+from slipstream.weight_sync.publish.collectives import Meeting, values
+from slipstream.weight_sync.publish.lanes import RankPublishReport
+from slipstream.weight_sync.publish.pipeline import Pipeline
+from slipstream.weight_sync.publish.report import PublishReport, joined
+from slipstream.weight_sync.publish.sums import Places, Sums
+from slipstream.weight_sync.publish.trace import write_trace
+from slipstream.weight_sync.publish.transaction import Alive, Transaction
+from slipstream.weight_sync.publish.waves import assign_waves
+from slipstream.weight_sync.replica.control_client import ReplicaClients
+from slipstream.weight_sync.replica.expected import Planned
+from slipstream.weight_sync.replica.messages import Describe, Described, Expected, addresses_digest
+from slipstream.weight_sync.source import WeightSource
+from slipstream.weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 

@@ -20,15 +20,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from weight_sync.integrity import RangeHashes
-from weight_sync.layout import Binding, Destination
-from weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS, max_packets, scratch_bytes
-from weight_sync.plan.columns import Flags, Ints
-from weight_sync.publish.landings import ChangeSlots
-from weight_sync.publish.packing import CompiledMarks, CompiledReads, FillSlot, Packet
-from weight_sync.publish.sums import Places
-from weight_sync.publish.trace import Tracer
-from weight_sync.transport.base import Transport
+from slipstream.weight_sync.integrity import RangeHashes
+from slipstream.weight_sync.layout import Binding, Destination
+from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS, max_packets, scratch_bytes
+from slipstream.weight_sync.plan.columns import Flags, Ints
+from slipstream.weight_sync.publish.landings import ChangeSlots
+from slipstream.weight_sync.publish.packing import CompiledMarks, CompiledReads, FillSlot, Packet
+from slipstream.weight_sync.publish.sums import Places
+from slipstream.weight_sync.publish.trace import Tracer
+from slipstream.weight_sync.transport.base import Transport
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from weight_sync.layout import Destination
-from weight_sync.plan.columns import Ints
-from weight_sync.plan.tasks import Task
+from slipstream.weight_sync.layout import Destination
+from slipstream.weight_sync.plan.columns import Ints
+from slipstream.weight_sync.plan.tasks import Task
 
 
 class Places:

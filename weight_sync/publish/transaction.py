@@ -19,14 +19,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weight_sync.errors import ProtocolError
-from weight_sync.layout import Destination
-from weight_sync.publish.address_book import AddressBook, Addresses
-from weight_sync.publish.lanes import RankPublishReport
-from weight_sync.publish.report import EXCLUDED, PublishReport, ReplicaReport
-from weight_sync.publish.trace import ReplicaTimes, Span
-from weight_sync.replica.control_client import ReplicaClients
-from weight_sync.replica.messages import Abort, Begin, Begun, Commit, Committed, Expected
+from slipstream.weight_sync.errors import ProtocolError
+from slipstream.weight_sync.layout import Destination
+from slipstream.weight_sync.publish.address_book import AddressBook, Addresses
+from slipstream.weight_sync.publish.lanes import RankPublishReport
+from slipstream.weight_sync.publish.report import EXCLUDED, PublishReport, ReplicaReport
+from slipstream.weight_sync.publish.trace import ReplicaTimes, Span
+from slipstream.weight_sync.replica.control_client import ReplicaClients
+from slipstream.weight_sync.replica.messages import Abort, Begin, Begun, Commit, Committed, Expected
 
 logger = logging.getLogger(__name__)
 

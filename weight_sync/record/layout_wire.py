@@ -20,8 +20,17 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from weight_sync.layout import DestLayout, Fill, Param, PostLoad, Region, SourceLayout, SourceShard, TensorMeta
-from weight_sync.plan.columns import Ints, LoadTable, as_list
+from slipstream.weight_sync.layout import (
+    DestLayout,
+    Fill,
+    Param,
+    PostLoad,
+    Region,
+    SourceLayout,
+    SourceShard,
+    TensorMeta,
+)
+from slipstream.weight_sync.plan.columns import Ints, LoadTable, as_list
 
 _NUMBERS = np.dtype("<i8")
 

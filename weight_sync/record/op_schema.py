@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
-from conf.json_files import is_list, is_object
+from slipstream.conf.json_files import is_list, is_object
 
 
 class OpSchema(NamedTuple):

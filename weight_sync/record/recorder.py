@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weight_sync.errors import RecordError
-from weight_sync.layout import DTYPE_BYTES, DestLayout, Load, Param, PostLoad, TensorMeta
-from weight_sync.record.op_schema import mutated, schema_of, storage_of, tensors_in
-from weight_sync.record.strides import rectangles
-from weight_sync.record.tiling import Written, account
+from slipstream.weight_sync.errors import RecordError
+from slipstream.weight_sync.layout import DTYPE_BYTES, DestLayout, Load, Param, PostLoad, TensorMeta
+from slipstream.weight_sync.record.op_schema import mutated, schema_of, storage_of, tensors_in
+from slipstream.weight_sync.record.strides import rectangles
+from slipstream.weight_sync.record.tiling import Written, account
 
 aten = torch.ops.aten
 

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from weight_sync.layout import DestLayout, Fill, Param, PostLoad, TensorMeta
-from weight_sync.plan.columns import Ints, LoadTable, as_list
-from weight_sync.record.op_schema import storage_of
-from weight_sync.record.recorder import record_layout
+from slipstream.weight_sync.layout import DestLayout, Fill, Param, PostLoad, TensorMeta
+from slipstream.weight_sync.plan.columns import Ints, LoadTable, as_list
+from slipstream.weight_sync.record.op_schema import storage_of
+from slipstream.weight_sync.record.recorder import record_layout
 
 NUM_RECORDED = 2
 """Layers of a kind: one to repeat, and one to compare it with."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from weight_sync.layout import Region
+from slipstream.weight_sync.layout import Region
 
 MAX_RECTANGLES = 4096
 """The most rectangles that one copy may consist of; a loader that scatters more is not copying shards."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weight_sync.errors import RecordError
-from weight_sync.layout import Fill, Load, Param, PostLoad
+from slipstream.weight_sync.errors import RecordError
+from slipstream.weight_sync.layout import Fill, Load, Param, PostLoad
 
 _Ranges = NDArray[np.int64]
 """(n, 2): half-open element ranges, sorted, disjoint."""

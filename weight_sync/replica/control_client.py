@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from conf.errors import named_error
-from weight_sync.errors import ProtocolError, ReplicaError, TransferTimeout, WeightSyncError
-from weight_sync.replica.curve import connect_guarded, frames_of
-from weight_sync.replica.messages import Described, Failed, Message, Signer
+from slipstream.conf.errors import named_error
+from slipstream.weight_sync.errors import ProtocolError, ReplicaError, TransferTimeout, WeightSyncError
+from slipstream.weight_sync.replica.curve import connect_guarded, frames_of
+from slipstream.weight_sync.replica.messages import Described, Failed, Message, Signer
 
 logger = logging.getLogger(__name__)
 

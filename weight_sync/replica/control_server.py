@@ -37,9 +37,9 @@ from typing import Protocol
 import zmq
 import zmq.asyncio
 
-from weight_sync.errors import AuthenticationError, ProtocolError, StaleEpoch
-from weight_sync.replica.curve import frames_of, serve_guarded
-from weight_sync.replica.messages import (
+from slipstream.weight_sync.errors import AuthenticationError, ProtocolError, StaleEpoch
+from slipstream.weight_sync.replica.curve import frames_of, serve_guarded
+from slipstream.weight_sync.replica.messages import (
     Abort,
     Aborted,
     Begin,
@@ -55,7 +55,7 @@ from weight_sync.replica.messages import (
     Message,
     Signer,
 )
-from weight_sync.replica.version_state import VersionState
+from slipstream.weight_sync.replica.version_state import VersionState
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weight_sync.errors import PlanMismatch, ProtocolError
-from weight_sync.plan.columns import Ints
-from weight_sync.replica.messages import Expected
-from weight_sync.typed_msgpack import pack
+from slipstream.weight_sync.errors import PlanMismatch, ProtocolError
+from slipstream.weight_sync.plan.columns import Ints
+from slipstream.weight_sync.replica.messages import Expected
+from slipstream.weight_sync.typed_msgpack import pack
 
 
 @dataclass(frozen=True, eq=False)

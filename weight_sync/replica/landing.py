@@ -19,11 +19,11 @@ from typing import cast
 import numpy as np
 import torch
 
-from weight_sync.changes import ELEMENT_BYTES, RECORD_BYTES, Landed, apply, stream_bytes
-from weight_sync.errors import ProtocolError, WatermarkError
-from weight_sync.layout import DestLayout, Param, PostLoad
-from weight_sync.replica.messages import Expected
-from weight_sync.transport.base import Transport
+from slipstream.weight_sync.changes import ELEMENT_BYTES, RECORD_BYTES, Landed, apply, stream_bytes
+from slipstream.weight_sync.errors import ProtocolError, WatermarkError
+from slipstream.weight_sync.layout import DestLayout, Param, PostLoad
+from slipstream.weight_sync.replica.messages import Expected
+from slipstream.weight_sync.transport.base import Transport
 
 COLUMNS = 5
 """Numbers of a row: parameter, offset in it, bytes, offset in the zone, records."""

@@ -14,9 +14,9 @@ import hmac
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from weight_sync.errors import AuthenticationError, ProtocolError
-from weight_sync.layout import Binding, DestLayout
-from weight_sync.typed_msgpack import from_plain, pack, read
+from slipstream.weight_sync.errors import AuthenticationError, ProtocolError
+from slipstream.weight_sync.layout import Binding, DestLayout
+from slipstream.weight_sync.typed_msgpack import from_plain, pack, read
 
 
 @dataclass(frozen=True, slots=True)

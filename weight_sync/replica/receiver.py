@@ -24,14 +24,14 @@ from dataclasses import replace
 
 import torch
 
-from weight_sync.errors import IntegrityError, ProtocolError
-from weight_sync.integrity import HASH_MASK, RangeHashes, hash_bytes
-from weight_sync.layout import Binding, DestLayout, Param, PostLoad
-from weight_sync.replica.expected import Planned
-from weight_sync.replica.landing import LandingZone, held_digest, zone_name
-from weight_sync.replica.messages import EngineRank, Expected
-from weight_sync.replica.version_state import VersionState
-from weight_sync.transport.base import Transport
+from slipstream.weight_sync.errors import IntegrityError, ProtocolError
+from slipstream.weight_sync.integrity import HASH_MASK, RangeHashes, hash_bytes
+from slipstream.weight_sync.layout import Binding, DestLayout, Param, PostLoad
+from slipstream.weight_sync.replica.expected import Planned
+from slipstream.weight_sync.replica.landing import LandingZone, held_digest, zone_name
+from slipstream.weight_sync.replica.messages import EngineRank, Expected
+from slipstream.weight_sync.replica.version_state import VersionState
+from slipstream.weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 

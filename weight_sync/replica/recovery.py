@@ -32,12 +32,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weight_sync.errors import LinkMismatch, PlanMismatch, ReplicaDirty, TransportError
-from weight_sync.layout import Binding, DestLayout
-from weight_sync.typed_msgpack import pack
+from slipstream.weight_sync.errors import LinkMismatch, PlanMismatch, ReplicaDirty, TransportError
+from slipstream.weight_sync.layout import Binding, DestLayout
+from slipstream.weight_sync.typed_msgpack import pack
 
 if TYPE_CHECKING:
-    from weight_sync.replica.receiver import (
+    from slipstream.weight_sync.replica.receiver import (
         Receiver,  # imports torch; offers pass through the controller, which has none
     )
 

@@ -15,7 +15,7 @@ import dataclasses
 from dataclasses import dataclass
 from enum import StrEnum
 
-from weight_sync.errors import ProtocolError, StaleEpoch
+from slipstream.weight_sync.errors import ProtocolError, StaleEpoch
 
 
 class Phase(StrEnum):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from weight_sync.errors import TransferFailed
-from weight_sync.transport.base import MemoryRange, range_of
+from slipstream.weight_sync.errors import TransferFailed
+from slipstream.weight_sync.transport.base import MemoryRange, range_of
 
 
 def storage_range(tensor: torch.Tensor) -> MemoryRange:

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-from weight_sync.errors import TransferFailed
+from slipstream.weight_sync.errors import TransferFailed
 
 MAX_BATCH_ENTRIES = 1024
 """The most pieces in one native batch: Mooncake's TCP lanes refuse 2500; others report the same bound for RDMA."""

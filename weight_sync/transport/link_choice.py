@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conf.schema import TransportKind
-from weight_sync.errors import LinkMismatch
+from slipstream.conf.schema import TransportKind
+from slipstream.weight_sync.errors import LinkMismatch
 
 LOOPBACK = "127.0.0.1"
 

@@ -42,12 +42,12 @@ from typing import Any, cast
 
 import torch
 
-from conf.schema import TransportKind
-from weight_sync.errors import LinkMismatch, TransferFailed, TransferTimeout
-from weight_sync.transport.allocations import segments_of, storage_range
-from weight_sync.transport.base import MemoryRange, batches, check_registered, merge_ranges, range_of
-from weight_sync.transport.link_choice import LOOPBACK, choose_link, has_hca
-from weight_sync.transport.loopback_only import new_listeners_on_loopback
+from slipstream.conf.schema import TransportKind
+from slipstream.weight_sync.errors import LinkMismatch, TransferFailed, TransferTimeout
+from slipstream.weight_sync.transport.allocations import segments_of, storage_range
+from slipstream.weight_sync.transport.base import MemoryRange, batches, check_registered, merge_ranges, range_of
+from slipstream.weight_sync.transport.link_choice import LOOPBACK, choose_link, has_hca
+from slipstream.weight_sync.transport.loopback_only import new_listeners_on_loopback
 
 logger = logging.getLogger(__name__)
 

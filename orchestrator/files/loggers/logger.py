@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Protocol
 
-from conf.schema import RunConfig
-from orchestrator.files.loggers.background import InBackground
-from orchestrator.files.loggers.mlflow_runs import MlflowRun
-from orchestrator.files.loggers.ray_gauges import RayGauges
-from orchestrator.files.loggers.run_start import RunStart
-from orchestrator.files.loggers.tensorboard_events import TensorBoardEvents
-from orchestrator.files.loggers.wandb_runs import WandbRun
-from orchestrator.files.run_folder import RunFolder, flatten, to_plain
+from slipstream.conf.schema import RunConfig
+from slipstream.orchestrator.files.loggers.background import InBackground
+from slipstream.orchestrator.files.loggers.mlflow_runs import MlflowRun
+from slipstream.orchestrator.files.loggers.ray_gauges import RayGauges
+from slipstream.orchestrator.files.loggers.run_start import RunStart
+from slipstream.orchestrator.files.loggers.tensorboard_events import TensorBoardEvents
+from slipstream.orchestrator.files.loggers.wandb_runs import WandbRun
+from slipstream.orchestrator.files.run_folder import RunFolder, flatten, to_plain
 
 
 class Logger(Protocol):

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from conf.schema import MlflowConfig
-from orchestrator.files.loggers.run_start import RunStart
+from slipstream.conf.schema import MlflowConfig
+from slipstream.orchestrator.files.loggers.run_start import RunStart
 
 MOST_PARAMETERS = 100
 """Options that MLflow takes in one request."""

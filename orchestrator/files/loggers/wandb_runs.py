@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from conf.schema import WandbConfig
-from orchestrator.files.loggers.run_start import RunStart
+from slipstream.conf.schema import WandbConfig
+from slipstream.orchestrator.files.loggers.run_start import RunStart
 
 CONNECT_TIMEOUT_S = 10.0
 """Longest that a connection may take before rows are kept and it is tried again; a run may wait as long to end."""

@@ -1,4 +1,4 @@
-"""A game to start from: rollout.agent=rollout.agents.games.letters:play, or copy it into a file of your own.
+"""A game to start from: rollout.agent=slipstream.rollout.agents.games.letters:play, or copy it into a file of your own.
 
     user: 4b7=    assistant: b    user: d01=    assistant: x    user: d01=    assistant: d      2 of 3 were right: 0.67
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout.agents.session import Session
+from slipstream.rollout.agents.session import Session
 
 
 async def play(task: dict[str, Any], session: Session) -> float:

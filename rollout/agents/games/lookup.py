@@ -1,4 +1,4 @@
-"""A tool that can be learned from nothing: rollout.agent=rollout.agents.games.lookup:follow.
+"""A tool that can be learned from nothing: rollout.agent=slipstream.rollout.agents.games.lookup:follow.
 
     user: 4b7=    assistant: b    tool: d01=    assistant: d    tool: x88=    assistant: x    the answer: 1.0
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout.agents.session import Session
+from slipstream.rollout.agents.session import Session
 
 
 async def follow(task: dict[str, Any], session: Session) -> float:

@@ -32,4 +32,4 @@ def patch(module: ModuleType) -> None:
     engine.generate_group = generate_group
 
 
-patch_on_import("rollout.engine.vllm_engine", patch)
+patch_on_import("slipstream.rollout.engine.vllm_engine", patch)

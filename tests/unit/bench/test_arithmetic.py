@@ -16,11 +16,11 @@ from safetensors.numpy import save_file
 
 from bench import arithmetic
 from bench.make_arithmetic import LARGE, SMALL, Task, expression, make_rows, share_right, working, write
-from conf.architecture.families import read_config
-from conf.load import load_run_config
-from orchestrator.cli.main import main
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from rollout.rewards.function import load_reward
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.load import load_run_config
+from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.rollout.rewards.function import load_reward
 
 STEP = re.compile(r"(\d+)([+-]\d+)=(\d+);")
 FEW = {"num_train": 300, "num_heldout": 60}

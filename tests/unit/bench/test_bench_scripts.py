@@ -14,7 +14,7 @@ import torch
 from bench import parity, parity_row
 from bench.parity_shapes import ROWS
 from bench.sync.figures import show
-from conf.schema import TrainerConfig
+from slipstream.conf.schema import TrainerConfig
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "bench" / "results"

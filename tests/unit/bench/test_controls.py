@@ -1,10 +1,10 @@
 import numpy as np
 
 from bench.controls import SHUFFLED, shuffled
-from conf.load import load_run_config
-from conf.schema import AlgorithmConfig
-from orchestrator.loop.samples import advantage_function
-from rollout.types import Group, Prompt, Rollout
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import AlgorithmConfig
+from slipstream.orchestrator.loop.samples import advantage_function
+from slipstream.rollout.types import Group, Prompt, Rollout
 
 
 def a_group(rewards: list[float | None]) -> Group:

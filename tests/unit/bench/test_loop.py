@@ -17,7 +17,7 @@ from bench.loops.row_process import busy_and_memory
 from bench.loops.trl_row import Clock
 from bench.loops.trl_row import figures as trl_figures
 from bench.loops.verl_row import figures as verl_figures
-from conf.load import load_run_config
+from slipstream.conf.load import load_run_config
 
 
 def report(worker: int, time: float, tokens: int) -> dict[str, Any]:

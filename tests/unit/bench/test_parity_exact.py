@@ -10,9 +10,9 @@ from cases.tiny_models import DENSE, MOE
 
 from bench.bitwise import Response
 from bench.parity_exact import SAME_WEIGHTS, Float32Forward, Weights, with_numerics
-from conf.schema import DType, Init, LoraConfig, ModelConfig, TrainerConfig
-from trainer.model.decoder import Decoder
-from trainer.scoring import Scorer
+from slipstream.conf.schema import DType, Init, LoraConfig, ModelConfig, TrainerConfig
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.scoring import Scorer
 
 RESPONSES = [Response([5, 9, 2, 17, 3, 30, 8], 3, []), Response([1, 4, 22, 6], 2, [])]
 TRAINER = TrainerConfig(lora=LoraConfig(rank=4, alpha=8.0))

@@ -11,10 +11,10 @@ import pytest
 
 from bench import real_model
 from bench.real_model import ROWS, SHOWN_STEPS, near, our_points, read_lines, trl_points
-from conf.load import load_run_config
 from examples.real_model.reward import answer
 from examples.real_model.tasks import SOLVED, rows, write
 from examples.real_model.train import ON, options
+from slipstream.conf.load import load_run_config
 
 
 def test_sums_and_chains_have_the_right_answers() -> None:

@@ -1,5 +1,5 @@
 from bench.sizes import ROOT, sizes_of, untrue_entries
-from conf.options import flat_options
+from slipstream.conf.options import flat_options
 
 
 def test_the_lists_of_sizes_are_true_of_the_tree() -> None:

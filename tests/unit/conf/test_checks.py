@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from conf.errors import ConfigError
-from conf.load import check_model_reads_overrides, load_run_config
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import check_model_reads_overrides, load_run_config
 
 BITWISE = ["parity=bitwise", "cluster.device=cuda", "trainer.num_ranks=1", "trainer.ep_size=1"]
 DISTILL = [

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from conf.load import load_run_config
-from conf.schema import LoraConfig, RunConfig
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import LoraConfig, RunConfig
 
 QUICK = ["experiment=quickstart"]
 ADAPTER = [*QUICK, "model=tiny_qwen3", "trainer.ep_size=1", "weight_sync.mode=adapter"]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from conf.earlier import GONE, MOVED, carried_over
-from conf.errors import ConfigError
-from conf.load import load_resolved_yaml, load_run_config, resolved_yaml
-from conf.options import flat_options
+from slipstream.conf.earlier import GONE, MOVED, carried_over
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import load_resolved_yaml, load_run_config, resolved_yaml
+from slipstream.conf.options import flat_options
 
 OLD = Path(__file__).with_name("config_of_2a38aea.yaml").read_text()
 """config.yaml of a quick start of that commit."""

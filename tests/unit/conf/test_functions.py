@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from conf.errors import ConfigError
-from conf.functions import absolute, import_function, is_function_path, keep_copy, source_of
-from conf.json_files import read_json_object
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.functions import absolute, import_function, is_function_path, keep_copy, source_of
+from slipstream.conf.json_files import read_json_object
 
 
 @pytest.fixture

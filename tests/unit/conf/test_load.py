@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from conf import load
-from conf.errors import ConfigError
-from conf.load import load_resolved_yaml, load_run_config, resolved_yaml
-from conf.options import group_choices
-from conf.schema import Device, RunConfig, TrainMode, TransportKind
+from slipstream.conf import load
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import load_resolved_yaml, load_run_config, resolved_yaml
+from slipstream.conf.options import group_choices
+from slipstream.conf.schema import Device, RunConfig, TrainMode, TransportKind
 
 QUICKSTART = "experiment=quickstart"
 

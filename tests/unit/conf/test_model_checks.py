@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from conf.errors import ConfigError
-from conf.load import load_run_config
-from conf.model_checks import (
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import load_run_config
+from slipstream.conf.model_checks import (
     check_engine_forward_knows_the_model,
     check_ep_size_fits_experts,
     check_head_dim_on_cpu,
@@ -18,7 +18,7 @@ from conf.model_checks import (
     check_sequence_fits_model,
     packing_of,
 )
-from conf.schema import RunConfig
+from slipstream.conf.schema import RunConfig
 
 Check = Callable[[RunConfig, Mapping[str, Any]], None]
 EIGHT_RANKS = ["trainer.num_ranks=8", "trainer.ep_size=8"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conf.options import flat_options, render_markdown, section_docs
+from slipstream.conf.options import flat_options, render_markdown, section_docs
 
 OPTIONS = [
     "run.name",
@@ -218,4 +218,6 @@ def test_names_of_options_that_have_a_unit_carry_it() -> None:
 
 def test_options_page_is_up_to_date() -> None:
     page = Path(__file__).parents[3] / "docs" / "options.md"
-    assert page.read_text(encoding="utf-8") == render_markdown(), "run: python -m conf.options > docs/options.md"
+    assert page.read_text(encoding="utf-8") == render_markdown(), (
+        "run: python -m slipstream.conf.options > docs/options.md"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from bench.make_letters import FOLDER, LETTERS, make_splits
-from conf.options import CONF_DIR, GROUPS, group_choices, nearest, options_by_name, section_docs, show
+from slipstream.conf.options import CONF_DIR, GROUPS, group_choices, nearest, options_by_name, section_docs, show
 
 
 def test_options_say_type_default_and_choices() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conf.plural import counted
+from slipstream.conf.plural import counted
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from conf.elsewhere import ELSEWHERE, counterpart
-from conf.options import GROUPS, options_by_name, section_docs
+from slipstream.conf.elsewhere import ELSEWHERE, counterpart
+from slipstream.conf.options import GROUPS, options_by_name, section_docs
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "coming_from.md"
 OURS = {*options_by_name(), *GROUPS}

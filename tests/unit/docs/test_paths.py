@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conf.options import options_by_name
+from slipstream.conf.options import options_by_name
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from fakes.loop import FakeWorker, World
 
-from fleet.fleet_log import FleetEvent, FleetLog, FleetRow, count_tokens
-from fleet.replicas import Replica, ReplicaState
-from rollout.types import Progress
+from slipstream.fleet.fleet_log import FleetEvent, FleetLog, FleetRow, count_tokens
+from slipstream.fleet.replicas import Replica, ReplicaState
+from slipstream.rollout.types import Progress
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

@@ -13,11 +13,11 @@ import pytest
 from fakes.clock import on_jumping_clock
 from fakes.loop import FakeWorker, World, an_offer, outcome, publish_report
 
-from fleet.relay import by_node, publish_by_relay
-from fleet.replicas import ReplicaState
-from fleet.supervisor import Supervisor
-from weight_sync.publish.report import PublishReport
-from weight_sync.replica.recovery import Offer, Pulled
+from slipstream.fleet.relay import by_node, publish_by_relay
+from slipstream.fleet.replicas import ReplicaState
+from slipstream.fleet.supervisor import Supervisor
+from slipstream.weight_sync.publish.report import PublishReport
+from slipstream.weight_sync.replica.recovery import Offer, Pulled
 
 S = ReplicaState
 

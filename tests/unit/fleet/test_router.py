@@ -10,14 +10,14 @@ import pytest
 from fakes.clock import on_jumping_clock
 from fakes.loop import FakeWorker, World, outcome
 
-from conf.schema import SamplingConfig
-from fleet.errors import NoReplicasLeft
-from fleet.replicas import ReplicaState
-from fleet.router import Router
-from fleet.supervisor import Supervisor
-from orchestrator.files.timeline import Activities
-from rollout.types import Prompt, Rollout
-from weight_sync.errors import ReplicaDirty
+from slipstream.conf.schema import SamplingConfig
+from slipstream.fleet.errors import NoReplicasLeft
+from slipstream.fleet.replicas import ReplicaState
+from slipstream.fleet.router import Router
+from slipstream.fleet.supervisor import Supervisor
+from slipstream.orchestrator.files.timeline import Activities
+from slipstream.rollout.types import Prompt, Rollout
+from slipstream.weight_sync.errors import ReplicaDirty
 
 PROMPT = Prompt(0, (1,), "p")
 

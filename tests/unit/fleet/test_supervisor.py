@@ -8,11 +8,11 @@ import pytest
 from fakes.clock import on_jumping_clock
 from fakes.loop import FakeWorker, World, outcome
 
-from fleet.errors import NoReplicasLeft
-from fleet.replicas import ReplicaState
-from fleet.supervisor import Supervisor
-from rollout.types import Prompt
-from weight_sync.publish.report import ReplicaReport
+from slipstream.fleet.errors import NoReplicasLeft
+from slipstream.fleet.replicas import ReplicaState
+from slipstream.fleet.supervisor import Supervisor
+from slipstream.rollout.types import Prompt
+from slipstream.weight_sync.publish.report import ReplicaReport
 
 PROMPT = Prompt(0, (1,), "p")
 

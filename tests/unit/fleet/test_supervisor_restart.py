@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 from fakes.loop import FakeWorker, World, an_offer, outcome
 
-from fleet import supervisor as supervisor_module
-from fleet.errors import NoReplicasLeft
-from fleet.fleet_log import FleetEvent, FleetRow
-from fleet.replicas import ReplicaState
-from fleet.router import Router
-from fleet.supervisor import NUM_READS, Supervisor
-from rollout.types import Prompt
+from slipstream.fleet import supervisor as supervisor_module
+from slipstream.fleet.errors import NoReplicasLeft
+from slipstream.fleet.fleet_log import FleetEvent, FleetRow
+from slipstream.fleet.replicas import ReplicaState
+from slipstream.fleet.router import Router
+from slipstream.fleet.supervisor import NUM_READS, Supervisor
+from slipstream.rollout.types import Prompt
 
 PROMPT = Prompt(0, (1,), "p")
 S = ReplicaState

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from fakes.clock import on_jumping_clock
 
-from fleet import waiting
-from fleet.errors import WaitTimeout
-from fleet.waiting import all_started, finish_first, in_abandoned_thread, last_attempt, together, wait_for
+from slipstream.fleet import waiting
+from slipstream.fleet.errors import WaitTimeout
+from slipstream.fleet.waiting import all_started, finish_first, in_abandoned_thread, last_attempt, together, wait_for
 
 START_S = 1000.0
 """When a test's clock begins."""

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from conf.load import load_run_config
-from conf.schema import Device
-from orchestrator import environment
-from orchestrator.environment import Variable, apply, resolve_device, run_environment, variables, variables_for_actors
-from orchestrator.machine import Machine
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import Device
+from slipstream.orchestrator import environment
+from slipstream.orchestrator.environment import (
+    Variable,
+    apply,
+    resolve_device,
+    run_environment,
+    variables,
+    variables_for_actors,
+)
+from slipstream.orchestrator.machine import Machine
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

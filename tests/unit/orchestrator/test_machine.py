@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import machine
-from orchestrator.machine import (
+from slipstream.orchestrator import machine
+from slipstream.orchestrator.machine import (
     HERE,
     Gpu,
     count_gpus,

@@ -7,10 +7,10 @@ import pickle
 
 import pytest
 
-from conf import errors as conf_errors
-from conf.errors import SlipstreamError
-from fleet import errors as fleet_errors
-from orchestrator import errors
+from slipstream.conf import errors as conf_errors
+from slipstream.conf.errors import SlipstreamError
+from slipstream.fleet import errors as fleet_errors
+from slipstream.orchestrator import errors
 
 CLASSES = [
     value

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from conf.errors import ConfigError
-from conf.load import load_run_config
-from orchestrator import socket_folder
-from orchestrator.cli import doctor, main
-from orchestrator.cluster.private_folder import make_private_folder, private_folders
-from orchestrator.inputs.machine_checks import check_sockets
-from orchestrator.machine import HERE
-from orchestrator.socket_folder import MOST_FOR_A_RUN, MOST_FOR_ENGINES, for_engines_alone
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import load_run_config
+from slipstream.orchestrator import socket_folder
+from slipstream.orchestrator.cli import doctor, main
+from slipstream.orchestrator.cluster.private_folder import make_private_folder, private_folders
+from slipstream.orchestrator.inputs.machine_checks import check_sockets
+from slipstream.orchestrator.machine import HERE
+from slipstream.orchestrator.socket_folder import MOST_FOR_A_RUN, MOST_FOR_ENGINES, for_engines_alone
 
 LENGTHS = (MOST_FOR_A_RUN, MOST_FOR_A_RUN + 1, MOST_FOR_ENGINES, MOST_FOR_ENGINES + 1, 90, 200)
 

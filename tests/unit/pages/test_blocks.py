@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conf.options import GROUPS, options_by_name
+from slipstream.conf.options import GROUPS, options_by_name
 from tests.fakes.pages import Place, dry_run_ends, rows_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -111,8 +111,12 @@ def test_what_a_page_says_can_be_pasted(page: str, place: Place, capsys: pytest.
         ("", "frobnicate --now", "neither a command"),
         ("", '{"prompt": "2 + 2 ="}\n{"prompts": "a"}', "no reader takes it"),
         ("", "trainer:\n  lora: {ranks: 3}", "slipstream train"),
-        ("python", "from rollout.agents.session import Sessions", "no attribute 'Sessions'"),
-        ("python", "from weight_sync.api import Sender\nSender(a, b, kex=1)", "unexpected keyword argument 'kex'"),
+        ("python", "from slipstream.rollout.agents.session import Sessions", "no attribute 'Sessions'"),
+        (
+            "python",
+            "from slipstream.weight_sync.api import Sender\nSender(a, b, kex=1)",
+            "unexpected keyword argument 'kex'",
+        ),
         ("python", "def own(groups):  # algorithm.advantage=own.py:owm\n    return []", "slipstream train"),
     ],
 )

@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conf.schema import AlgorithmConfig
-from orchestrator.loop.samples import build_samples
-from rollout.branches import branches_of
-from rollout.types import Group, Prompt, Rollout, Routes, Turn
+from slipstream.conf.schema import AlgorithmConfig
+from slipstream.orchestrator.loop.samples import build_samples
+from slipstream.rollout.branches import branches_of
+from slipstream.rollout.types import Group, Prompt, Rollout, Routes, Turn
 
 PROMPT = Prompt(0, (1, 2, 3), "text")
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import zmq
 
-from conf.schema import EvalSampling, EvalSamplingConfig, SamplingConfig
-from rollout import calls
-from rollout.calls import CallServer, Verb, WorkerClient
-from rollout.errors import EngineDied, EngineError, ReplicaNotServing
-from rollout.types import Prompt, Rollout, Routes
-from weight_sync.layout import Binding
-from weight_sync.replica.control_client import HEARTBEAT_S, SILENCE_S
-from weight_sync.replica.recovery import Offer, Pulled
+from slipstream.conf.schema import EvalSampling, EvalSamplingConfig, SamplingConfig
+from slipstream.rollout import calls
+from slipstream.rollout.calls import CallServer, Verb, WorkerClient
+from slipstream.rollout.errors import EngineDied, EngineError, ReplicaNotServing
+from slipstream.rollout.types import Prompt, Rollout, Routes
+from slipstream.weight_sync.layout import Binding
+from slipstream.weight_sync.replica.control_client import HEARTBEAT_S, SILENCE_S
+from slipstream.weight_sync.replica.recovery import Offer, Pulled
 
 KEY = b"k" * 32
 PROMPT = Prompt(7, (3, 151_000, 5), "k 3 a =", {"answer": object()})

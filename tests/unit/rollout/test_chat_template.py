@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from rollout.errors import DataError
-from rollout.text.chat_template import ChatTemplate
-from rollout.text.plain_template import read_plain
+from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.rollout.errors import DataError
+from slipstream.rollout.text.chat_template import ChatTemplate
+from slipstream.rollout.text.plain_template import read_plain
 
 TEMPLATES = Path(__file__).parents[2] / "cases" / "chat_templates"
 CHAT = [
@@ -188,7 +188,7 @@ def test_special_tokens_that_only_the_class_knows_are_rendered(tmp_path: Path) -
 def test_rendering_imports_no_transformers(tmp_path: Path) -> None:
     save_character_tokenizer(tmp_path, vocab_size=64)
     code = (
-        "import sys; from pathlib import Path; from rollout.text.chat_template import ChatTemplate; "
+        "import sys; from pathlib import Path; from slipstream.rollout.text.chat_template import ChatTemplate; "
         f"print(ChatTemplate(Path({str(tmp_path)!r})).render({CHAT!r}, is_open=True)); "
         "sys.exit('transformers' in sys.modules)"
     )

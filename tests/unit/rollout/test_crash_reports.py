@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.crash_reports import (
+from slipstream.rollout.crash_reports import (
     command_reports_crashes,
     death_in,
     drop_empty_reports,
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import ctypes, multiprocessing, os, signal, sys, threading
 from pathlib import Path
-from rollout.crash_reports import death_of_a_child, report_beside_parent, report_crashes
+from slipstream.rollout.crash_reports import death_of_a_child, report_beside_parent, report_crashes
 
 def die(how):
     if how == "native thread":

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from fakes.template_tokenizer import save_template_tokenizer
 
-from orchestrator.inputs.conversations import end_of_text
-from orchestrator.inputs.text_encoder import TextEncoder
-from rollout.agents.chat_text import FolderChatText
-from rollout.text.ends import end_token_ids
-from rollout.text.plain_text import load_tokenizer
+from slipstream.orchestrator.inputs.conversations import end_of_text
+from slipstream.orchestrator.inputs.text_encoder import TextEncoder
+from slipstream.rollout.agents.chat_text import FolderChatText
+from slipstream.rollout.text.ends import end_token_ids
+from slipstream.rollout.text.plain_text import load_tokenizer
 
 NAMES = ("<|im_end|>", "<|im_start|>", "<|endoftext|>")
 

@@ -6,8 +6,8 @@ from types import MappingProxyType
 
 import pytest
 
-from rollout.errors import DataError
-from rollout.text.messages import Chat, template_options, text_messages, tools_of
+from slipstream.rollout.errors import DataError
+from slipstream.rollout.text.messages import Chat, template_options, text_messages, tools_of
 
 CALLS = [{"id": "1", "function": {"name": "add"}}]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
-from rollout.text.plain_text import TOKENIZER_FILE, encode_text, load_tokenizer
+from slipstream.rollout.text.plain_text import TOKENIZER_FILE, encode_text, load_tokenizer
 
 FORMS = {"": "$A", "begin": "<b> $A", "both": "<b> <c> $A <e>", "end": "$A <e>"}
 

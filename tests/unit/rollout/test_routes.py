@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.errors import EngineError
-from rollout.routes import continued, read_routes
-from rollout.types import Rollout, Routes, RoutingShape
+from slipstream.rollout.errors import EngineError
+from slipstream.rollout.routes import continued, read_routes
+from slipstream.rollout.types import Rollout, Routes, RoutingShape
 
 
 def drawn(num_positions: int, num_layers: int, shape: RoutingShape, seed: int) -> np.ndarray:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout.errors import EngineDied, EngineError
-from rollout.slot_channel import SWITCH_S, SlotClients, SlotServer, socket_address
-from weight_sync.errors import IntegrityError
+from slipstream.rollout.errors import EngineDied, EngineError
+from slipstream.rollout.slot_channel import SWITCH_S, SlotClients, SlotServer, socket_address
+from slipstream.weight_sync.errors import IntegrityError
 
 
 def serve(folder: Path, rank: int, handlers: dict) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from fakes.teacher_server import ALWAYS, BEHAVIOURS, TeacherServer, expected, teacher_server
 
-from conf.schema import TeacherConfig
-from rollout.teacher import Teacher
-from rollout.types import Prompt, Rollout, Turn
+from slipstream.conf.schema import TeacherConfig
+from slipstream.rollout.teacher import Teacher
+from slipstream.rollout.types import Prompt, Rollout, Turn
 
 
 def a_teacher(server: TeacherServer, **options: object) -> Teacher:

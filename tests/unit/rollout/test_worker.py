@@ -17,21 +17,21 @@ from typing import Any
 import pytest
 from fakes.model_engine import BINDING, DESCRIBED, OFFER, REPLIES, ModelEngine
 
-import rollout.engine.vllm_process
-import rollout.worker
-from conf.errors import SlipstreamError, named_error
-from conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from rollout.engine.vllm_engine import VllmEngine
-from rollout.errors import EngineError, ReplicaNotServing
-from rollout.types import ABORTED, AdapterSlotsSpec, Prompt
-from rollout.worker import RolloutWorker
-from rollout.worker_process import WorkerOptions, with_its_share
-from weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
-from weight_sync.layout import TensorMeta
-from weight_sync.record.layout_wire import layouts_digest
-from weight_sync.replica.control_client import ReplicaClients
-from weight_sync.replica.messages import (
+import slipstream.rollout.engine.vllm_process
+import slipstream.rollout.worker
+from slipstream.conf.errors import SlipstreamError, named_error
+from slipstream.conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
+from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.rollout.engine.vllm_engine import VllmEngine
+from slipstream.rollout.errors import EngineError, ReplicaNotServing
+from slipstream.rollout.types import ABORTED, AdapterSlotsSpec, Prompt
+from slipstream.rollout.worker import RolloutWorker
+from slipstream.rollout.worker_process import WorkerOptions, with_its_share
+from slipstream.weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
+from slipstream.weight_sync.layout import TensorMeta
+from slipstream.weight_sync.record.layout_wire import layouts_digest
+from slipstream.weight_sync.replica.control_client import ReplicaClients
+from slipstream.weight_sync.replica.messages import (
     Abort,
     Begin,
     Bound,
@@ -42,7 +42,7 @@ from weight_sync.replica.messages import (
     Failed,
     Message,
 )
-from weight_sync.replica.recovery import Pulled
+from slipstream.weight_sync.replica.recovery import Pulled
 
 PROMPT = Prompt(0, (1, 5), "a")
 EXPECTED = Expected("9f", bytes(8), bytes(8))
@@ -97,7 +97,7 @@ def test_an_engine_that_shares_its_gpu_is_told_how_large_its_cache_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, int], device: Device, expected: int | None
 ) -> None:
     """The others measure it: their neighbours' memory would count as their own."""
-    monkeypatch.setattr(rollout.engine.vllm_process, "gpu_bytes", lambda: 80 << 30)
+    monkeypatch.setattr(slipstream.rollout.engine.vllm_process, "gpu_bytes", lambda: 80 << 30)
     options_of_all = WorkerOptions(
         folder=tmp_path, config=RolloutConfig(**options), weight_sync=WeightSyncConfig(), dtype=DType.float32,
         device=device, tensors=[TensorMeta("w", (2,), "float32")], key=b"k" * 16, adapters=None, routing=None,
@@ -229,8 +229,8 @@ class HangingLlm:
 
 @pytest.mark.parametrize("hangs", ["pause", "slipstream_begin"])
 async def test_a_rank_that_hangs_costs_one_begin_and_the_endpoint_answers_on(monkeypatch, tmp_path, hangs, caplog):
-    monkeypatch.setattr(rollout.worker, "CALL_SLACK_S", 0.1)
-    monkeypatch.setattr(rollout.engine.vllm_process, "WAIT_LOG_S", 0.05)
+    monkeypatch.setattr(slipstream.rollout.worker, "CALL_SLACK_S", 0.1)
+    monkeypatch.setattr(slipstream.rollout.engine.vllm_process, "WAIT_LOG_S", 0.05)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     save_character_tokenizer(tmp_path, vocab_size=64)
     hanging: Any = HangingLlm(hangs)

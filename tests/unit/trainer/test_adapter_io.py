@@ -37,10 +37,10 @@ from cases.tiny_models import (
 )
 from safetensors.torch import load_file, save_file
 
-import trainer.adapter_io as adapter_io
-from conf.schema import LoraConfig, MlaNormEps, TrainMode
-from trainer.adapter_io import load_adapter, save_adapter, save_merged
-from trainer.errors import CheckpointError
+import slipstream.trainer.adapter_io as adapter_io
+from slipstream.conf.schema import LoraConfig, MlaNormEps, TrainMode
+from slipstream.trainer.adapter_io import load_adapter, save_adapter, save_merged
+from slipstream.trainer.errors import CheckpointError
 
 TIED = {**DENSE, "tie_word_embeddings": True}
 FAMILIES = {
@@ -174,7 +174,7 @@ def test_a_correction_bias_stays_float32_in_a_bfloat16_export(tmp_path):
 
 
 def test_a_large_model_is_cut_into_files_with_an_index(tmp_path, monkeypatch):
-    from trainer.weights.loading import CheckpointReader, load_weights
+    from slipstream.trainer.weights.loading import CheckpointReader, load_weights
 
     monkeypatch.setattr(adapter_io, "MAX_FILE_BYTES", 1 << 16)
     decoder = make_decoder(MOE, trainer_config(TrainMode.full))

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainer.parallel import ParallelLayout
+from slipstream.trainer.parallel import ParallelLayout
 
 WORLD_SIZE = 4
 

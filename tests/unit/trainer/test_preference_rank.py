@@ -12,9 +12,9 @@ import pytest
 import torch
 from cases.rank_helpers import count, fill_adapters, join_ranks, local_gradients, make_rank, spawn
 
-from conf.schema import AlgorithmConfig, Objective, OptimConfig, TrainMode
-from trainer.rank import TrainerRank
-from trainer.types import Sample
+from slipstream.conf.schema import AlgorithmConfig, Objective, OptimConfig, TrainMode
+from slipstream.trainer.rank import TrainerRank
+from slipstream.trainer.types import Sample
 
 DPO = AlgorithmConfig(objective=Objective.dpo)
 NUM_STEPS = 40

@@ -9,8 +9,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from trainer.errors import TrainerError
-from trainer.process_group import _meeting_point
+from slipstream.trainer.errors import TrainerError
+from slipstream.trainer.process_group import _meeting_point
 
 
 def test_ranks_meet_on_the_given_address_alone() -> None:

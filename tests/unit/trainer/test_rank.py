@@ -32,7 +32,7 @@ from cases.route_cases import own_routes
 from fakes import publish
 from fakes.memory_transport import MemoryFabric, MemoryTransport
 
-from conf.schema import (
+from slipstream.conf.schema import (
     AlgorithmConfig,
     DType,
     Normalization,
@@ -42,11 +42,11 @@ from conf.schema import (
     TrainMode,
     WeightSyncConfig,
 )
-from trainer.checkpoint.rank_state import write_rank_state
-from trainer.errors import CheckpointError, LayoutError, TrainerError
-from trainer.rank import TrainerRank
-from trainer.types import Denominators
-from weight_sync.publish.packing import Packet
+from slipstream.trainer.checkpoint.rank_state import write_rank_state
+from slipstream.trainer.errors import CheckpointError, LayoutError, TrainerError
+from slipstream.trainer.rank import TrainerRank
+from slipstream.trainer.types import Denominators
+from slipstream.weight_sync.publish.packing import Packet
 
 LAYOUTS = {
     "uneven": [[[0], [3, 1]], [[2], [4]]],
@@ -300,7 +300,7 @@ def test_a_checkpoint_holds_what_was_when_it_began_though_steps_follow(tmp_path,
         assert may_write.wait(60), "nobody lets it write"
         write_rank_state(*arguments)
 
-    monkeypatch.setattr("trainer.rank.write_rank_state", write_later)
+    monkeypatch.setattr("slipstream.trainer.rank.write_rank_state", write_later)
     rank, may_write = make_rank(), threading.Event()
     for name in ("first", "second"):
         step(rank)

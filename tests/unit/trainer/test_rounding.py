@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.rounding import FP8_MAX, dithered, key_of, rounded_sum, thresholds
+from slipstream.trainer.rounding import FP8_MAX, dithered, key_of, rounded_sum, thresholds
 
 FORMATS = [torch.bfloat16, torch.float8_e4m3fn]
 

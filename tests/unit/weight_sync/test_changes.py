@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_sync import change_kernels, changes
-from weight_sync.changes import TILE, Chunk, Landed, Packer, max_records, num_tiles, stream_bytes
+from slipstream.weight_sync import change_kernels, changes
+from slipstream.weight_sync.changes import TILE, Chunk, Landed, Packer, max_records, num_tiles, stream_bytes
 
 SIZES = st.one_of(st.integers(1, 40), st.integers(TILE - 2, TILE + 2), st.integers(2 * TILE, 3 * TILE))
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_sync import integrity
-from weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
+from slipstream.weight_sync import integrity
+from slipstream.weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
 
 MASK = (1 << 64) - 1
 

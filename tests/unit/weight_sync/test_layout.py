@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_sync.layout import DTYPE_BYTES, DestLayout, Fill, Load, Param, PostLoad, Region
-from weight_sync.plan.columns import LoadTable
+from slipstream.weight_sync.layout import DTYPE_BYTES, DestLayout, Fill, Load, Param, PostLoad, Region
+from slipstream.weight_sync.plan.columns import LoadTable
 
 
 @st.composite

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from conf.schema import CombineMode
-from trainer.kernels.launch import cdiv, next_power_of_2, programs
+from slipstream.conf.schema import CombineMode
+from slipstream.trainer.kernels.launch import cdiv, next_power_of_2, programs
 
 
 def weighted_sum_torch(

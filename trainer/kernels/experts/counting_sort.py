@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.kernels.launch import cdiv, next_power_of_2, programs
+from slipstream.trainer.kernels.launch import cdiv, next_power_of_2, programs
 
 BLOCK = 128
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.kernels.launch import cdiv, programs
+from slipstream.trainer.kernels.launch import cdiv, programs
 
 GROUP = 32
 """Elements under one scale, in both formats."""

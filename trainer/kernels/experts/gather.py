@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.kernels.experts.groups import RowGroups
-from trainer.kernels.launch import Tiling, cdiv, factor_of, padded_rank, precision_of, programs, tiling_of
+from slipstream.trainer.kernels.experts.groups import RowGroups
+from slipstream.trainer.kernels.launch import Tiling, cdiv, factor_of, padded_rank, precision_of, programs, tiling_of
 
 GATHER, GATHER_FROM_HOST = Tiling(32, 128, warps=8, stages=1), Tiling(1, 1024, warps=4, stages=1)
 PROJECT = {

@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from trainer.kernels.experts.groups import RowGroups
-from trainer.kernels.launch import Tiling, cdiv, padded_rank, precision_of, programs
+from slipstream.trainer.kernels.experts.groups import RowGroups
+from slipstream.trainer.kernels.launch import Tiling, cdiv, padded_rank, precision_of, programs
 
 WIDE = Tiling(128, 256, warps=8, stages=3)
 NARROW = Tiling(128, 128, warps=8, stages=3)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.kernels.launch import cdiv, next_power_of_2, programs
+from slipstream.trainer.kernels.launch import cdiv, next_power_of_2, programs
 
 MAX_ABREAST = 1 << 16
 """The product of two experts' tile counts must fit 32 bits. With at most this many tiles in all, one bit stays free."""

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.kernels.experts.groups import RowGroups
-from trainer.kernels.launch import (
+from slipstream.trainer.kernels.experts.groups import RowGroups
+from slipstream.trainer.kernels.launch import (
     Tiling,
     cdiv,
     factor_of,
@@ -32,8 +32,8 @@ from trainer.kernels.launch import (
     programs,
     tiling_of,
 )
-from trainer.kernels.rounding import rounded_sum as rounded_sum_of_tiles
-from trainer.rounding import rounded_sum
+from slipstream.trainer.kernels.rounding import rounded_sum as rounded_sum_of_tiles
+from slipstream.trainer.rounding import rounded_sum
 
 ADD = {
     128: Tiling(64, 64, warps=4, stages=3),

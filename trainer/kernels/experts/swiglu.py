@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from conf.architecture.activation import ExpertActivation
-from trainer.kernels.experts.groups import RowGroups
-from trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of, programs, tiling_of
+from slipstream.conf.architecture.activation import ExpertActivation
+from slipstream.trainer.kernels.experts.groups import RowGroups
+from slipstream.trainer.kernels.launch import Tiling, factor_of, padded_rank, precision_of, programs, tiling_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,10 @@ from cases.tiny_models import (
 )
 from transformers import AutoConfig
 
-from conf.architecture.families import FAMILIES, read_config
-from conf.architecture.model_spec import ModelSpec
-from conf.architecture.spelling import AskedConfig
-from conf.errors import ConfigError
+from slipstream.conf.architecture.families import FAMILIES, read_config
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.architecture.spelling import AskedConfig
+from slipstream.conf.errors import ConfigError
 
 CONFIGS: dict[str, dict[str, Any]] = {
     config["model_type"]: config

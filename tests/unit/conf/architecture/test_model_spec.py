@@ -31,13 +31,13 @@ from cases.tiny_models import (
 )
 from transformers import AutoConfig
 
-from conf.architecture.attention_spec import GqaSpec, MlaSpec
-from conf.architecture.families import check_engine_constants, read_config
-from conf.architecture.model_spec import ExpertFormat
-from conf.architecture.spelling import check_spelling
-from conf.errors import ConfigError
-from trainer.parallel import ParallelLayout
-from trainer.weights.shards import local_shards
+from slipstream.conf.architecture.attention_spec import GqaSpec, MlaSpec
+from slipstream.conf.architecture.families import check_engine_constants, read_config
+from slipstream.conf.architecture.model_spec import ExpertFormat
+from slipstream.conf.architecture.spelling import check_spelling
+from slipstream.conf.errors import ConfigError
+from slipstream.trainer.parallel import ParallelLayout
+from slipstream.trainer.weights.shards import local_shards
 
 
 @pytest.mark.parametrize(

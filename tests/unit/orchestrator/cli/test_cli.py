@@ -20,19 +20,19 @@ from typing import Any
 
 import pytest
 
-from conf.errors import ConfigError
-from conf.load import load_resolved_yaml, load_run_config
-from conf.options import GROUPS, flat_options, group_choices, section_docs
-from fleet.errors import NoReplicasLeft
-from orchestrator.cli import flags as cli_flags
-from orchestrator.cli.main import main
-from orchestrator.control.control_folder import alive
-from orchestrator.data import training_stream
-from orchestrator.errors import CheckpointError, TrainingStopped
-from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint
-from orchestrator.files.run_folder import RunFolder, open_run_folder, point_latest, write_description
-from orchestrator.push.push_options import PushOptions
-from weight_sync.errors import WatermarkError
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import load_resolved_yaml, load_run_config
+from slipstream.conf.options import GROUPS, flat_options, group_choices, section_docs
+from slipstream.fleet.errors import NoReplicasLeft
+from slipstream.orchestrator.cli import flags as cli_flags
+from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.control.control_folder import alive
+from slipstream.orchestrator.data import training_stream
+from slipstream.orchestrator.errors import CheckpointError, TrainingStopped
+from slipstream.orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint
+from slipstream.orchestrator.files.run_folder import RunFolder, open_run_folder, point_latest, write_description
+from slipstream.orchestrator.push.push_options import PushOptions
+from slipstream.weight_sync.errors import WatermarkError
 
 REPOSITORY = Path(__file__).parents[4]
 READY = ["train", "experiment=quickstart", "cluster.dashboard=false"]
@@ -48,9 +48,9 @@ def somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def fake_run(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
     """Stand in for orchestrator.run, which the command line imports when it starts a run."""
-    module = ModuleType("orchestrator.run")
+    module = ModuleType("slipstream.orchestrator.run")
     module.run = run  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setitem(sys.modules, "orchestrator.run", module)
+    monkeypatch.setitem(sys.modules, "slipstream.orchestrator.run", module)
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
@@ -417,7 +417,9 @@ def test_a_run_whose_options_cannot_be_read_is_not_resumed(
 def test_signals_end_a_command_that_still_looks_at_files(
     signum: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("orchestrator.inputs.preflight.run_preflight", lambda config: signal.raise_signal(signum))
+    monkeypatch.setattr(
+        "slipstream.orchestrator.inputs.preflight.run_preflight", lambda config: signal.raise_signal(signum)
+    )
     assert main(READY) == code
     assert capsys.readouterr().err == "\nstopped.\n"
 
@@ -472,10 +474,10 @@ def test_a_background_job_that_ignores_interrupts_can_be_wound_down(signum: sign
         "    finally:\n"
         "        await asyncio.sleep(0)\n"
         "        print('wound down')\n"
-        "module = types.ModuleType('orchestrator.run')\n"
+        "module = types.ModuleType('slipstream.orchestrator.run')\n"
         "module.run = lambda *_: asyncio.run(train())\n"
-        "sys.modules['orchestrator.run'] = module\n"
-        "from orchestrator.cli.main import main\n"
+        "sys.modules['slipstream.orchestrator.run'] = module\n"
+        "from slipstream.orchestrator.cli.main import main\n"
         f"sys.exit(main({READY!r}))\n"
     )
     done = subprocess.run(
@@ -524,9 +526,9 @@ sys.meta_path.insert(0, Block())
 
 def test_help_config_and_controller_need_no_heavy_library() -> None:
     code = BLOCK + (
-        "import orchestrator.cli.main, orchestrator.loop.controller, orchestrator.run\n"
-        "assert orchestrator.cli.main.main(['train', '--help']) == 0\n"
-        "assert orchestrator.cli.main.main(['train', 'experiment=quickstart', '--cfg', 'job']) == 0\n"
+        "import slipstream.orchestrator.cli.main, slipstream.orchestrator.loop.controller, slipstream.orchestrator.run\n"
+        "assert slipstream.orchestrator.cli.main.main(['train', '--help']) == 0\n"
+        "assert slipstream.orchestrator.cli.main.main(['train', 'experiment=quickstart', '--cfg', 'job']) == 0\n"
         "assert not {'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)\n"
     )
     done = run_python(code)
@@ -535,7 +537,7 @@ def test_help_config_and_controller_need_no_heavy_library() -> None:
 
 def test_missing_base_package_is_one_message() -> None:
     # None in sys.modules makes the import raise ModuleNotFoundError.
-    code = "import sys; sys.modules['hydra'] = None; from orchestrator.cli.main import main; "
+    code = "import sys; sys.modules['hydra'] = None; from slipstream.orchestrator.cli.main import main; "
     done = run_python(code + "sys.exit(main(['train', 'experiment=quickstart']))")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: this environment lacks hydra; run `make setup`, then see: slipstream doctor\n"
@@ -544,7 +546,7 @@ def test_missing_base_package_is_one_message() -> None:
 def test_help_loads_neither_hydra_nor_numpy() -> None:
     """What makes `--help` answer at once: a list of modules, not a stopwatch."""
     code = (
-        "import sys; from orchestrator.cli.main import main; main(['--help']); main(['train', '--help'])\n"
+        "import sys; from slipstream.orchestrator.cli.main import main; main(['--help']); main(['train', '--help'])\n"
         "assert not {'hydra', 'omegaconf', 'numpy', 'torch', 'ray', 'rich'} & set(sys.modules), sorted(sys.modules)\n"
     )
     done = run_python(code)
@@ -573,7 +575,7 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
     os.close(reader)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
-        [sys.executable, "-m", "orchestrator.cli.main", "doctor"],
+        [sys.executable, "-m", "slipstream.orchestrator.cli.main", "doctor"],
         env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=240, check=False,
     )  # fmt: skip
     os.close(writer)
@@ -581,7 +583,7 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
 
 
 def test_closed_pipe_is_no_error() -> None:
-    command = f"{sys.executable} -m orchestrator.cli.main train --help options | head -1"
+    command = f"{sys.executable} -m slipstream.orchestrator.cli.main train --help options | head -1"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         command, shell=True, env=environment, capture_output=True, text=True, timeout=240, check=False

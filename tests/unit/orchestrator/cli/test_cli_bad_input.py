@@ -14,18 +14,24 @@ from types import ModuleType
 
 import pytest
 
-from conf.errors import ConfigError
-from conf.load import load_run_config
-from orchestrator.cli.main import main
-from orchestrator.control.control_folder import alive
-from orchestrator.control.run_state import state_of
-from orchestrator.errors import DiskFull, TrainingStopped
-from orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint, has_nothing_left
-from orchestrator.files.run_folder import RunFolder
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from orchestrator.inputs.machine_checks import check_dashboard_port
-from orchestrator.machine import Machine
-from rollout.text.ends import end_token_ids
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import load_run_config
+from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.control.control_folder import alive
+from slipstream.orchestrator.control.run_state import state_of
+from slipstream.orchestrator.errors import DiskFull, TrainingStopped
+from slipstream.orchestrator.files.run_checkpoint import (
+    BufferState,
+    CheckpointStore,
+    RunState,
+    fingerprint,
+    has_nothing_left,
+)
+from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.orchestrator.inputs.machine_checks import check_dashboard_port
+from slipstream.orchestrator.machine import Machine
+from slipstream.rollout.text.ends import end_token_ids
 
 Refuse = Callable[..., str]
 
@@ -35,9 +41,9 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     """`slipstream train experiment=quickstart WORDS` must be refused; returns the message."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    module = ModuleType("orchestrator.run")
+    module = ModuleType("slipstream.orchestrator.run")
     module.run = lambda *_: pytest.fail("the run was started")  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setitem(sys.modules, "orchestrator.run", module)
+    monkeypatch.setitem(sys.modules, "slipstream.orchestrator.run", module)
 
     def check(*words: str) -> str:
         had_ray = "ray" in sys.modules  # another test of this process may have imported it

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli import doctor
-from orchestrator.cli.doctor import Finding, Status, Supported, judge_package
-from orchestrator.cluster.private_folder import make_private_folder
-from orchestrator.machine import HERE, Gpu, Machine
+from slipstream.orchestrator.cli import doctor
+from slipstream.orchestrator.cli.doctor import Finding, Status, Supported, judge_package
+from slipstream.orchestrator.cluster.private_folder import make_private_folder
+from slipstream.orchestrator.machine import HERE, Gpu, Machine
 
 TORCH = Supported("torch", ("2.13", "2.11"), ("torch",))
 MOONCAKE = Supported("mooncake", ("0.3.13",), ("mooncake-a", "mooncake-b"))
@@ -117,7 +117,7 @@ def test_a_child_that_dies_is_a_finding_not_an_end() -> None:
     assert doctor.trouble_in_child("import os; os.abort()") is not None
     assert doctor.trouble_in_child("raise RuntimeError('no driver')") == "RuntimeError: no driver"
     assert doctor.trouble_in_child("pass") is None
-    assert "orchestrator.cli.doctor" in sys.modules
+    assert "slipstream.orchestrator.cli.doctor" in sys.modules
 
 
 def test_a_run_that_goes_on_is_shown_with_its_token(short_tmpdir: Path) -> None:

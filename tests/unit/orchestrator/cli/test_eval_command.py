@@ -11,10 +11,10 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
-from conf.errors import ConfigError
-from conf.load import load_run_config
-from orchestrator.cli.evaluate import eval_config, report_of, table_of
-from orchestrator.files.run_folder import RunFolder, to_plain
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import load_run_config
+from slipstream.orchestrator.cli.evaluate import eval_config, report_of, table_of
+from slipstream.orchestrator.files.run_folder import RunFolder, to_plain
 
 
 def write_adapter(folder: Path, *, rank: int, alpha: float, **fields: object) -> Path:

@@ -11,12 +11,12 @@ import torch
 import yaml
 from cases.tiny_models import DENSE, hf_logits, logits_of, make_decoder, packed, relative_error, trainer_config
 
-from conf.load import load_run_config
-from conf.schema import LoraConfig
-from orchestrator.cli.main import main
-from orchestrator.files.run_folder import to_plain
-from orchestrator.inputs.model_folder import prepare_model
-from trainer.adapter_io import save_adapter, save_merged
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import LoraConfig
+from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.files.run_folder import to_plain
+from slipstream.orchestrator.inputs.model_folder import prepare_model
+from slipstream.trainer.adapter_io import save_adapter, save_merged
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conf.load import load_run_config
-from fleet.errors import NoReplicasLeft
-from orchestrator.cli.main import main
-from orchestrator.cli.status import NUM_RECENT, status_of
-from orchestrator.control.control_folder import alive
-from orchestrator.control.run_state import note_dashboard, note_start, note_started
-from orchestrator.files.metrics_catalogue import METRICS
-from orchestrator.files.run_folder import RunFolder, to_plain
+from slipstream.conf.load import load_run_config
+from slipstream.fleet.errors import NoReplicasLeft
+from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.cli.status import NUM_RECENT, status_of
+from slipstream.orchestrator.control.control_folder import alive
+from slipstream.orchestrator.control.run_state import note_dashboard, note_start, note_started
+from slipstream.orchestrator.files.metrics_catalogue import METRICS
+from slipstream.orchestrator.files.run_folder import RunFolder, to_plain
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_a_run_that_goes_on(run: Path) -> None:
         (run / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
     (run / "checkpoints" / "step-000050" / "manifest.json").write_text("{}")
     (run / "run.log").write_text(
-        "2026-01-31 12:00:00,000 I [step 1 v1] orchestrator.run: fine\n"
+        "2026-01-31 12:00:00,000 I [step 1 v1] slipstream.orchestrator.run: fine\n"
         "2026-01-31 12:00:01,000 W [step 2 v2] orchestrator.supervisor: rollout-0 is out of service\n"
     )
     with alive(run):

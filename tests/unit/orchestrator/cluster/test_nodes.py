@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.exceptions import RayError
 
-from conf.errors import ConfigError
-from orchestrator.cluster import nodes
-from orchestrator.cluster.nodes import ProcessId, RayNodes, check_nodes, node_after_node
+from slipstream.conf.errors import ConfigError
+from slipstream.orchestrator.cluster import nodes
+from slipstream.orchestrator.cluster.nodes import ProcessId, RayNodes, check_nodes, node_after_node
 
 
 @given(st.dictionaries(st.integers(0, 20), st.sampled_from("abcd"), min_size=1))

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from conf.schema import ClusterConfig, RunConfig
-from orchestrator.cluster import own_ray
-from orchestrator.cluster.own_ray import OwnRay, starting_ray
-from orchestrator.errors import PlacementError
-from orchestrator.files.run_folder import RunFolder
+from slipstream.conf.schema import ClusterConfig, RunConfig
+from slipstream.orchestrator.cluster import own_ray
+from slipstream.orchestrator.cluster.own_ray import OwnRay, starting_ray
+from slipstream.orchestrator.errors import PlacementError
+from slipstream.orchestrator.files.run_folder import RunFolder
 
 
 class BusyMachine(OwnRay):
@@ -67,5 +67,5 @@ async def test_it_ends_with_the_run_and_is_not_begun_beside_another_cluster(
 
 
 def test_it_imports_no_ray() -> None:
-    code = "import sys, orchestrator.cluster.own_ray, orchestrator.run; sys.exit('ray' in sys.modules)"
+    code = "import sys, slipstream.orchestrator.cluster.own_ray, slipstream.orchestrator.run; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=240, check=False).returncode == 0

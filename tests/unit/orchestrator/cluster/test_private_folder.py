@@ -13,12 +13,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.cluster.private_folder import make_private_folder, private_folders, remove_folders_of_dead_runs
-from orchestrator.cluster.processes import SHARED_MEMORY, end_processes
+from slipstream.orchestrator.cluster.private_folder import (
+    make_private_folder,
+    private_folders,
+    remove_folders_of_dead_runs,
+)
+from slipstream.orchestrator.cluster.processes import SHARED_MEMORY, end_processes
 
 OWNER = """
 import sys
-from orchestrator.cluster.private_folder import make_private_folder
+from slipstream.orchestrator.cluster.private_folder import make_private_folder
 folder, lock = make_private_folder()
 folder.note_shared_memory(set(sys.argv[1:]))
 print(folder.root, flush=True)
@@ -34,7 +38,7 @@ OWNER_OF_A_TRACKER = """
 import subprocess
 import psutil
 from multiprocessing.resource_tracker import _resource_tracker as tracker
-from orchestrator.cluster.processes import end_processes
+from slipstream.orchestrator.cluster.processes import end_processes
 tracker.ensure_running()
 other = subprocess.Popen(["sleep", "600"], pass_fds=[tracker._fd])
 found = [psutil.Process(tracker._pid), psutil.Process(other.pid)]

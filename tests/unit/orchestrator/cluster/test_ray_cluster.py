@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conf.schema import RunConfig
-from orchestrator.cluster.ray_cluster import RayCluster
-from orchestrator.files.run_folder import RunFolder
+from slipstream.conf.schema import RunConfig
+from slipstream.orchestrator.cluster.ray_cluster import RayCluster
+from slipstream.orchestrator.files.run_folder import RunFolder
 
 
 async def test_runs_that_began_in_the_same_second_have_names_of_their_own(tmp_path: Path) -> None:

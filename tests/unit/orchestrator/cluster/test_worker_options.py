@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from cases.tiny_models import DEEPSEEK, DENSE, GPT_OSS, MIXED
 
-from conf.schema import ParityConfig, RunConfig
-from orchestrator.cluster.rollout_workers import routing_shape
-from rollout.types import RoutingShape
+from slipstream.conf.schema import ParityConfig, RunConfig
+from slipstream.orchestrator.cluster.rollout_workers import routing_shape
+from slipstream.rollout.types import RoutingShape
 
 REPLAYED = replace(RunConfig(), parity=ParityConfig(replay_routing=True))
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from fakes.loop import FakeWorker, World
 
-from conf.errors import ConfigError
-from fleet.replicas import ReplicaState
-from fleet.supervisor import Supervisor
-from orchestrator.cli.main import main
-from orchestrator.control.control_folder import KILLED, alive, answer_requests, ask, how_it_ended, is_alive
+from slipstream.conf.errors import ConfigError
+from slipstream.fleet.replicas import ReplicaState
+from slipstream.fleet.supervisor import Supervisor
+from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.control.control_folder import KILLED, alive, answer_requests, ask, how_it_ended, is_alive
 
 
 @pytest.fixture

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from conf.errors import ConfigError
-from orchestrator.cli.main import main
-from orchestrator.control.control_folder import alive
-from orchestrator.control.stop_request import stop
+from slipstream.conf.errors import ConfigError
+from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.control.control_folder import alive
+from slipstream.orchestrator.control.stop_request import stop
 
 RUN = """
 import asyncio, sys
 from pathlib import Path
-from orchestrator.control.control_folder import alive
-from orchestrator.control.stop_request import end_when_asked
-from orchestrator.signals import wound_down_by_signals
+from slipstream.orchestrator.control.control_folder import alive
+from slipstream.orchestrator.control.stop_request import end_when_asked
+from slipstream.orchestrator.signals import wound_down_by_signals
 
 async def run(folder):
     listening = asyncio.create_task(end_when_asked(folder))

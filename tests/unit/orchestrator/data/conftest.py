@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.text.messages import Chat
+from slipstream.rollout.text.messages import Chat
 
 
 class LetterEncoder:

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.data.curriculum import Middling, learnability
-from orchestrator.data.streams import Mixed, Shuffled, Stream
-from rollout.errors import DataError
-from rollout.types import Prompt
+from slipstream.orchestrator.data.curriculum import Middling, learnability
+from slipstream.orchestrator.data.streams import Mixed, Shuffled, Stream
+from slipstream.rollout.errors import DataError
+from slipstream.rollout.types import Prompt
 
 GROUP = 8
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.data.prompts import PromptReader
-from orchestrator.data.sources import read_rows, resolve_path
-from orchestrator.data.streams import Shuffled
-from rollout.errors import DataError
-from rollout.types import Prompt
+from slipstream.orchestrator.data.prompts import PromptReader
+from slipstream.orchestrator.data.sources import read_rows, resolve_path
+from slipstream.orchestrator.data.streams import Shuffled
+from slipstream.rollout.errors import DataError
+from slipstream.rollout.types import Prompt
 
 
 def read_prompts(source: str, encoder: object, **options: object) -> list[Prompt]:

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from orchestrator.data.prompts import PromptReader
-from orchestrator.data.sources import START, Position, Row, parse_hub_source, read_rows, renamed
-from rollout.errors import DataError
+from slipstream.orchestrator.data.prompts import PromptReader
+from slipstream.orchestrator.data.sources import START, Position, Row, parse_hub_source, read_rows, renamed
+from slipstream.rollout.errors import DataError
 
 ROWS = [{"prompt": f"p{i}", "answer": {"value": i}} for i in range(11)]
 VERL = {
@@ -131,7 +131,7 @@ def test_an_id_without_a_split_is_refused(source: str) -> None:
         next(read_rows(source))
 
 
-READ = "import sys; from orchestrator.data.sources import *; print([r.columns for r in read_rows(*sys.argv[1:])])"
+READ = "import sys; from slipstream.orchestrator.data.sources import *; print([r.columns for r in read_rows(*sys.argv[1:])])"
 
 
 def read_elsewhere(source: str, cache: Path, *, code: str = READ, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -155,7 +155,7 @@ def test_a_dataset_by_id_comes_from_the_cache_when_offline(tmp_path: Path) -> No
 
 STREAM = """
 import sys
-from orchestrator.data.sources import *
+from slipstream.orchestrator.data.sources import *
 rows = list(read_rows(sys.argv[1], stream=True))
 rest = list(read_rows(sys.argv[1], rows[49].after, stream=True))
 print(len(rows), rest == rows[50:])

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conf.schema import DataConfig
-from orchestrator.data.sources import START, Position, Row
-from orchestrator.data.streams import Mixed, Shuffled, Stream, Streamed
-from orchestrator.data.training_stream import training_stream
-from rollout.errors import DataError
-from rollout.types import Prompt
+from slipstream.conf.schema import DataConfig
+from slipstream.orchestrator.data.sources import START, Position, Row
+from slipstream.orchestrator.data.streams import Mixed, Shuffled, Stream, Streamed
+from slipstream.orchestrator.data.training_stream import training_stream
+from slipstream.rollout.errors import DataError
+from slipstream.rollout.types import Prompt
 
 
 def prompt(number: int) -> Prompt:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.figures.estimators import estimate, majority_vote, pass_at_k
+from slipstream.orchestrator.figures.estimators import estimate, majority_vote, pass_at_k
 
 
 @pytest.mark.parametrize("num_samples", range(1, 9))

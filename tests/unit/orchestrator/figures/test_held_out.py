@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from conf.schema import AlgorithmConfig, DataConfig, Objective, RunConfig, RunSection
-from orchestrator.figures.held_out import EvalNames, choosing_metrics, eval_names, evaluate_groups, is_better
-from rollout.types import Group, Prompt, Rollout
+from slipstream.conf.schema import AlgorithmConfig, DataConfig, Objective, RunConfig, RunSection
+from slipstream.orchestrator.figures.held_out import EvalNames, choosing_metrics, eval_names, evaluate_groups, is_better
+from slipstream.rollout.types import Group, Prompt, Rollout
 
 PROMPT = Prompt(0, (1,), "p")
 

@@ -15,21 +15,21 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from conf.errors import ConfigError
-from conf.load import load_run_config
-from conf.schema.loggers import WandbConfig, WandbMode
-from orchestrator.files.loggers import background
-from orchestrator.files.loggers.background import InBackground
-from orchestrator.files.loggers.logger import open_loggers
-from orchestrator.files.loggers.run_start import RunStart
-from orchestrator.files.loggers.wandb_runs import WandbRun
-from orchestrator.files.metrics_catalogue import METRICS
-from orchestrator.files.run_folder import RunFolder
-from orchestrator.files.run_log import ProgressLine
-from orchestrator.files.step_rows import StepRecord
-from orchestrator.files.telemetry import Telemetry, read_rows
-from orchestrator.inputs.logger_checks import check_loggers
-from trainer.types import OptimStats
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema.loggers import WandbConfig, WandbMode
+from slipstream.orchestrator.files.loggers import background
+from slipstream.orchestrator.files.loggers.background import InBackground
+from slipstream.orchestrator.files.loggers.logger import open_loggers
+from slipstream.orchestrator.files.loggers.run_start import RunStart
+from slipstream.orchestrator.files.loggers.wandb_runs import WandbRun
+from slipstream.orchestrator.files.metrics_catalogue import METRICS
+from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.files.run_log import ProgressLine
+from slipstream.orchestrator.files.step_rows import StepRecord
+from slipstream.orchestrator.files.telemetry import Telemetry, read_rows
+from slipstream.orchestrator.inputs.logger_checks import check_loggers
+from slipstream.trainer.types import OptimStats
 
 SECRETS = {"WANDB_API_KEY": "5ecre7" * 7, "MLFLOW_TRACKING_PASSWORD": "pa55w0rd-of-a-user"}
 ALL = ["experiment=quickstart", "run.loggers=[tensorboard,wandb,mlflow]", "run.wandb.project=us/slipstream"]

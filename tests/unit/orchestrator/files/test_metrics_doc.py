@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fleet.fleet_log import FleetEvent
-from orchestrator.figures.held_out import PASS_METRICS, SET_METRICS
-from orchestrator.files.metrics_catalogue import JUDGE_METRICS, METRICS, REWARD_METRICS
+from slipstream.fleet.fleet_log import FleetEvent
+from slipstream.orchestrator.figures.held_out import PASS_METRICS, SET_METRICS
+from slipstream.orchestrator.files.metrics_catalogue import JUDGE_METRICS, METRICS, REWARD_METRICS
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "metrics.md"
 

@@ -13,8 +13,8 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from monitoring.dashboard import UID, dashboard, gauge
-from orchestrator.environment import variables
-from orchestrator.files.metrics_catalogue import METRICS
+from slipstream.orchestrator.environment import variables
+from slipstream.orchestrator.files.metrics_catalogue import METRICS
 
 FOLDER = Path(__file__).resolve().parents[4] / "monitoring"
 GAUGES = {gauge(metric) for metric in METRICS}

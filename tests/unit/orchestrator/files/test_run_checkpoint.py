@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conf.schema import (
+from slipstream.conf.schema import (
     Curriculum,
     Device,
     DType,
@@ -30,8 +30,8 @@ from conf.schema import (
     RunSection,
     TrainMode,
 )
-from orchestrator.errors import CheckpointError
-from orchestrator.files.run_checkpoint import (
+from slipstream.orchestrator.errors import CheckpointError
+from slipstream.orchestrator.files.run_checkpoint import (
     BufferState,
     CheckpointStore,
     RunState,
@@ -40,8 +40,8 @@ from orchestrator.files.run_checkpoint import (
     named_checkpoints,
     step_of,
 )
-from orchestrator.files.run_folder import flatten, to_plain
-from rollout.types import Group, Prompt, Rollout, Routes, Turn
+from slipstream.orchestrator.files.run_folder import flatten, to_plain
+from slipstream.rollout.types import Group, Prompt, Rollout, Routes, Turn
 
 
 def make_state(step: int = 7) -> RunState:
@@ -174,7 +174,7 @@ def test_one_flipped_bit_is_refused_and_named(tmp_path: Path, name: str) -> None
 def test_a_flipped_bit_in_any_chunk_of_a_file_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
-    monkeypatch.setattr("orchestrator.files.run_checkpoint._CHUNK_BYTES", 1000)
+    monkeypatch.setattr("slipstream.orchestrator.files.run_checkpoint._CHUNK_BYTES", 1000)
     store = make_store(tmp_path)
     file = write(store) / "trainer" / "rank0.bin"
     content = bytearray(file.read_bytes())

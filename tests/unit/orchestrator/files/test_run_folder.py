@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conf.errors import ConfigError
-from conf.schema import LoraConfig, ModelConfig, RunConfig, RunSection, TrainerConfig
-from orchestrator.control.control_folder import alive
-from orchestrator.files.run_folder import (
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import LoraConfig, ModelConfig, RunConfig, RunSection, TrainerConfig
+from slipstream.orchestrator.control.control_folder import alive
+from slipstream.orchestrator.files.run_folder import (
     changed_options,
     follow_latest,
     open_run_folder,
     point_latest,
     write_description,
 )
-from orchestrator.run import run
+from slipstream.orchestrator.run import run
 
 NOON = datetime(2026, 1, 31, 12, 0, 0)
 

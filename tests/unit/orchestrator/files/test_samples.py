@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.figures.held_out import Evaluation
-from orchestrator.files import sample_index
-from orchestrator.files.run_folder import RunFolder
-from orchestrator.files.sample_index import ENTRY, FAILED, TRUNCATED, read_index
-from orchestrator.files.samples import SampleLog, TrainedRollout, fitted, sample_row, shown_rollouts
-from rollout.types import Group, Prompt, Rollout, Turn
+from slipstream.orchestrator.figures.held_out import Evaluation
+from slipstream.orchestrator.files import sample_index
+from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.files.sample_index import ENTRY, FAILED, TRUNCATED, read_index
+from slipstream.orchestrator.files.samples import SampleLog, TrainedRollout, fitted, sample_row, shown_rollouts
+from slipstream.rollout.types import Group, Prompt, Rollout, Turn
 
 
 def group(prompt_id: int = 0, num_tokens: int = 3, reward: float | None = 1.0, siblings: int = 1) -> Group:

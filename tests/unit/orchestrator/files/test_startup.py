@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from orchestrator.files import startup as startup_module
-from orchestrator.files.run_log import ProgressLine, RunLog
-from orchestrator.files.startup import RUN, Startup, describe, read_starts
+from slipstream.orchestrator.files import startup as startup_module
+from slipstream.orchestrator.files.run_log import ProgressLine, RunLog
+from slipstream.orchestrator.files.startup import RUN, Startup, describe, read_starts
 
 
 class Clock:

@@ -15,11 +15,11 @@ import pytest
 from fakes.loop import measured, outcome, publish_report
 from rich.console import Console
 
-from orchestrator.figures.held_out import EvalNames, Evaluation, evaluate_groups
-from orchestrator.files.curves import draw_curves
-from orchestrator.files.loggers.tensorboard_events import TensorBoardEvents
-from orchestrator.files.loss_metrics import loss_metrics
-from orchestrator.files.metrics_catalogue import (
+from slipstream.orchestrator.figures.held_out import EvalNames, Evaluation, evaluate_groups
+from slipstream.orchestrator.files.curves import draw_curves
+from slipstream.orchestrator.files.loggers.tensorboard_events import TensorBoardEvents
+from slipstream.orchestrator.files.loss_metrics import loss_metrics
+from slipstream.orchestrator.files.metrics_catalogue import (
     JUDGE_METRICS,
     METRICS,
     NO_EVALS,
@@ -27,14 +27,14 @@ from orchestrator.files.metrics_catalogue import (
     REWARD_METRICS,
     RewardNames,
 )
-from orchestrator.files.run_folder import RunFolder
-from orchestrator.files.run_log import ProgressLine, RunLog, format_s
-from orchestrator.files.step_rows import StepRecord, row_of
-from orchestrator.files.telemetry import Telemetry, read_rows, truncate_rows
-from orchestrator.files.timeline import StepTimeline
-from orchestrator.run import RunResult
-from rollout.types import Group, Prompt, Rollout, Routes
-from trainer.types import LossStats, OptimStats
+from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.files.run_log import ProgressLine, RunLog, format_s
+from slipstream.orchestrator.files.step_rows import StepRecord, row_of
+from slipstream.orchestrator.files.telemetry import Telemetry, read_rows, truncate_rows
+from slipstream.orchestrator.files.timeline import StepTimeline
+from slipstream.orchestrator.run import RunResult
+from slipstream.rollout.types import Group, Prompt, Rollout, Routes
+from slipstream.trainer.types import LossStats, OptimStats
 
 
 def stats(num_tokens: float, k3: float, num_stale: float = 0.0) -> LossStats:

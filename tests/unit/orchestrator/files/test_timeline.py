@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fakes.loop import outcome, publish_report
 
-from orchestrator.files.timeline import (
+from slipstream.orchestrator.files.timeline import (
     MOST_SPANS,
     REWARDS,
     TRAINER,
@@ -60,7 +60,7 @@ def test_the_shortest_are_left_out_and_none_of_the_trainers() -> None:
 
 
 def test_what_was_taken_is_not_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.files.timeline.time.time", lambda: 12.5)
+    monkeypatch.setattr("slipstream.orchestrator.files.timeline.time.time", lambda: 12.5)
     activities = Activities()
     activities.note("rollout-0", "sample", 10.0, 3)
     activities.note(TRAINER, "wait", 11.0)

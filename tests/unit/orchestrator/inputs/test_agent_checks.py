@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from fakes.template_tokenizer import QWEN, save_template_tokenizer
 
-from conf.errors import ConfigError
-from conf.load import load_run_config
-from orchestrator.inputs.preflight import check_agent_loads
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import load_run_config
+from slipstream.orchestrator.inputs.preflight import check_agent_loads
 
 GAME = ["experiment=agent_game", "cluster.device=cpu"]
 
@@ -19,9 +19,12 @@ GAME = ["experiment=agent_game", "cluster.device=cpu"]
     ("word", "said"),
     [
         ("rollout.agent=nowhere.py:play", "there is no file"),
-        ("rollout.agent=rollout.agents.games.letters:lose", "has no function 'lose'"),
-        ("rollout.agent=rollout.agents.games.missing:play", "importing 'rollout.agents.games.missing' failed"),
-        ("rollout.agent=rollout.agents.games.letters:Session", "must be `async def`"),
+        ("rollout.agent=slipstream.rollout.agents.games.letters:lose", "has no function 'lose'"),
+        (
+            "rollout.agent=slipstream.rollout.agents.games.missing:play",
+            "importing 'slipstream.rollout.agents.games.missing' failed",
+        ),
+        ("rollout.agent=slipstream.rollout.agents.games.letters:Session", "must be `async def`"),
         ("rollout.episodes.tool_parser=herms", r"is none of vLLM's: give one of .*hermes"),
         ("rollout.episodes.tool_parser=hermes", "the chat template of model.tokenizer=characters writes no tools"),
         ("rollout.episodes.env=[NO_SUCH_KEY_HERE]", "NO_SUCH_KEY_HERE, which is not set"),
@@ -83,5 +86,5 @@ def test_options_of_episodes_have_no_effect_without_an_agent() -> None:
 
 def test_the_fact_names_agent_and_turns() -> None:
     fact = check_agent_loads(load_run_config(GAME))
-    assert fact is not None and fact.finding == "rollout.agents.games.letters:play, at most 3 turns"
+    assert fact is not None and fact.finding == "slipstream.rollout.agents.games.letters:play, at most 3 turns"
     assert check_agent_loads(load_run_config(["experiment=quickstart"])) is None

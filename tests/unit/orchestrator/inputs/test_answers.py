@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.inputs.answers import Answer, answer_of, num_shared
-from rollout.errors import DataError
-from rollout.text.messages import Chat
+from slipstream.orchestrator.inputs.answers import Answer, answer_of, num_shared
+from slipstream.rollout.errors import DataError
+from slipstream.rollout.text.messages import Chat
 
 Write = Callable[[Chat, bool], str]
 OPEN = "[user]q<end>[assistant]"

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from conf.schema import DataConfig
-from orchestrator.data.sources import read_rows
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from orchestrator.inputs.conversations import ConversationReader
-from orchestrator.inputs.preferences import PreferenceReader
-from orchestrator.inputs.text_encoder import TextEncoder
-from rollout.errors import DataError
+from slipstream.conf.schema import DataConfig
+from slipstream.orchestrator.data.sources import read_rows
+from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.orchestrator.inputs.conversations import ConversationReader
+from slipstream.orchestrator.inputs.preferences import PreferenceReader
+from slipstream.orchestrator.inputs.text_encoder import TextEncoder
+from slipstream.rollout.errors import DataError
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}"

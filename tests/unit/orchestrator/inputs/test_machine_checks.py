@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from conf.architecture.families import read_config
-from conf.errors import ConfigError
-from conf.load import load_run_config
-from conf.schema import Device, RunConfig
-from orchestrator.environment import resolve_device
-from orchestrator.inputs import machine_checks
-from orchestrator.inputs.facts import Fact
-from orchestrator.inputs.machine_checks import (
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import Device, RunConfig
+from slipstream.orchestrator.environment import resolve_device
+from slipstream.orchestrator.inputs import machine_checks
+from slipstream.orchestrator.inputs.facts import Fact
+from slipstream.orchestrator.inputs.machine_checks import (
     check_dashboard_port,
     check_devices,
     check_link,
@@ -24,7 +24,7 @@ from orchestrator.inputs.machine_checks import (
     check_shared_memory,
     check_sockets,
 )
-from orchestrator.machine import Machine
+from slipstream.orchestrator.machine import Machine
 
 Check = Callable[[RunConfig, Machine], Fact | None]
 

@@ -11,12 +11,12 @@ from cases.tiny_models import DENSE, make_decoder
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from conf.architecture.families import read_config
-from conf.errors import ConfigError
-from orchestrator.inputs import model_files
-from orchestrator.inputs.model_files import check_checkpoint_files
-from trainer.adapter_io import save_merged
-from trainer.weights.loading import CheckpointReader, load_weights
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.errors import ConfigError
+from slipstream.orchestrator.inputs import model_files
+from slipstream.orchestrator.inputs.model_files import check_checkpoint_files
+from slipstream.trainer.adapter_io import save_merged
+from slipstream.trainer.weights.loading import CheckpointReader, load_weights
 
 TIED: dict[str, Any] = {**DENSE, "tie_word_embeddings": True}
 FORMATS = [torch.bfloat16, torch.float16, torch.float32]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from conf.errors import ConfigError
-from conf.schema import DType, Init, ModelConfig
-from orchestrator.inputs.character_tokenizer import ALPHABET, SPECIAL_TOKENS, save_character_tokenizer
-from orchestrator.inputs.model_folder import complete_export, prepare_model
-from orchestrator.inputs.text_encoder import TextEncoder
-from rollout.text.messages import Chat
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import DType, Init, ModelConfig
+from slipstream.orchestrator.inputs.character_tokenizer import ALPHABET, SPECIAL_TOKENS, save_character_tokenizer
+from slipstream.orchestrator.inputs.model_folder import complete_export, prepare_model
+from slipstream.orchestrator.inputs.text_encoder import TextEncoder
+from slipstream.rollout.text.messages import Chat
 
 TINY = {
     "model_type": "qwen3",

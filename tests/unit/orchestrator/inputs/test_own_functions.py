@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conf.errors import ConfigError
-from conf.functions import source_of
-from conf.load import load_run_config
-from conf.schema import AlgorithmConfig, RunConfig
-from orchestrator.errors import TrainingStopped
-from orchestrator.files.run_folder import RunFolder, keep_sources
-from orchestrator.inputs.own_advantage import own_advantage, try_advantage
-from orchestrator.inputs.preflight import check_algorithm_loads
-from orchestrator.inputs.prompt_rows import first_prompts
-from orchestrator.loop.samples import build_samples
-from rollout.types import Group, Prompt, Rollout
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.functions import source_of
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import AlgorithmConfig, RunConfig
+from slipstream.orchestrator.errors import TrainingStopped
+from slipstream.orchestrator.files.run_folder import RunFolder, keep_sources
+from slipstream.orchestrator.inputs.own_advantage import own_advantage, try_advantage
+from slipstream.orchestrator.inputs.preflight import check_algorithm_loads
+from slipstream.orchestrator.inputs.prompt_rows import first_prompts
+from slipstream.orchestrator.loop.samples import build_samples
+from slipstream.rollout.types import Group, Prompt, Rollout
 
 OWN = """
 import numpy as np
@@ -131,7 +131,9 @@ def test_numbers_that_are_not_finite_end_the_run_with_the_response(path: Path) -
 
 def test_their_files_are_kept_with_their_hashes(path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = RunConfig()
-    own = replace(config.algorithm, loss=f"{path}:centred", advantage="orchestrator.loop.advantages:whitened")
+    own = replace(
+        config.algorithm, loss=f"{path}:centred", advantage="slipstream.orchestrator.loop.advantages:whitened"
+    )
     (tmp_path / "run").mkdir()
     with caplog.at_level(logging.INFO):
         keep_sources(RunFolder(tmp_path / "run"), replace(config, algorithm=own))

@@ -9,14 +9,14 @@ from typing import ClassVar
 
 import pytest
 
-from conf.load import load_run_config
-from conf.schema import DataConfig
-from orchestrator.data.sources import read_rows
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from orchestrator.inputs.preferences import PreferenceReader
-from orchestrator.inputs.prompt_rows import check_data
-from orchestrator.inputs.text_encoder import TextEncoder
-from rollout.errors import DataError
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import DataConfig
+from slipstream.orchestrator.data.sources import read_rows
+from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.orchestrator.inputs.preferences import PreferenceReader
+from slipstream.orchestrator.inputs.prompt_rows import check_data
+from slipstream.orchestrator.inputs.text_encoder import TextEncoder
+from slipstream.rollout.errors import DataError
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}"

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from conf.architecture.families import read_config
-from conf.errors import ConfigError
-from conf.load import load_run_config
-from conf.model_checks import check_packed_base_reaches_engines, check_packed_experts_stay_frozen
-from conf.schema import Device, Init, WeightSyncConfig
-from orchestrator.environment import resolve_device
-from orchestrator.errors import PreflightError
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from orchestrator.inputs.model_files import check_checkpoint_files
-from orchestrator.inputs.preflight import (
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import load_run_config
+from slipstream.conf.model_checks import check_packed_base_reaches_engines, check_packed_experts_stay_frozen
+from slipstream.conf.schema import Device, Init, WeightSyncConfig
+from slipstream.orchestrator.environment import resolve_device
+from slipstream.orchestrator.errors import PreflightError
+from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.orchestrator.inputs.model_files import check_checkpoint_files
+from slipstream.orchestrator.inputs.preflight import (
     _count,
     _join,
     check_evaluation,
@@ -32,9 +32,9 @@ from orchestrator.inputs.preflight import (
     check_training,
     run_preflight,
 )
-from orchestrator.machine import Machine
-from weight_sync.disk.safetensors_files import INDEX_NAME, read_header
-from weight_sync.layout import TensorMeta
+from slipstream.orchestrator.machine import Machine
+from slipstream.weight_sync.disk.safetensors_files import INDEX_NAME, read_header
+from slipstream.weight_sync.layout import TensorMeta
 
 A = TensorMeta("a.weight", (2, 3), "float32")
 B = TensorMeta("b.weight", (4,), "float32")

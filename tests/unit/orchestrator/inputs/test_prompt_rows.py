@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from conf.errors import ConfigError
-from conf.load import load_run_config
-from conf.schema import DataConfig, RunConfig
-from orchestrator.data.curriculum import Middling
-from orchestrator.data.streams import Mixed, Shuffled, Streamed
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from orchestrator.inputs.prompt_rows import RENDERED_ROWS, PromptRows, RowEncoder, check_data, check_ends
-from rollout.errors import DataError
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import DataConfig, RunConfig
+from slipstream.orchestrator.data.curriculum import Middling
+from slipstream.orchestrator.data.streams import Mixed, Shuffled, Streamed
+from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.orchestrator.inputs.prompt_rows import RENDERED_ROWS, PromptRows, RowEncoder, check_data, check_ends
+from slipstream.rollout.errors import DataError
 
 
 def write(path: Path, count: int, bad_row: int | None = None) -> str:
@@ -271,7 +271,7 @@ def test_a_turn_that_is_left_out_for_this_row_alone_is_refused(tmp_path: Path, o
 
 def test_an_agent_may_have_any_turns_in_its_rows(tmp_path: Path) -> None:
     rows = [{"prompt": [*says("a")["prompt"], *says("a")["prompt"]]}]
-    agent = "rollout.agent=rollout.agents.games.letters:play"
+    agent = "rollout.agent=slipstream.rollout.agents.games.letters:play"
     assert not check_data(chats(tmp_path, THINKS, rows, agent)).is_warning
 
 

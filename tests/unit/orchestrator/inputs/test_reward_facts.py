@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from conf.load import load_run_config
-from orchestrator.inputs.reward_facts import unchosen_reward, who_judges
+from slipstream.conf.load import load_run_config
+from slipstream.orchestrator.inputs.reward_facts import unchosen_reward, who_judges
 
 MINE = ["model.path=/m", "data.path=rows.jsonl"]
 GAME = "rollout.agent=agent.py:play"

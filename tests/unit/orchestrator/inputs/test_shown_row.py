@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from conf.load import load_run_config
-from orchestrator.inputs.conversations import Conversation, Conversations
-from orchestrator.inputs.preferences import Pair
-from orchestrator.inputs.prompt_rows import check_vocabulary
-from orchestrator.inputs.shown_row import MAX_SHOWN, shown_row, thoughts_not_given
-from rollout.errors import DataError
-from rollout.types import Prompt
+from slipstream.conf.load import load_run_config
+from slipstream.orchestrator.inputs.conversations import Conversation, Conversations
+from slipstream.orchestrator.inputs.preferences import Pair
+from slipstream.orchestrator.inputs.prompt_rows import check_vocabulary
+from slipstream.orchestrator.inputs.shown_row import MAX_SHOWN, shown_row, thoughts_not_given
+from slipstream.rollout.errors import DataError
+from slipstream.rollout.types import Prompt
 
 
 class Letters:

@@ -7,11 +7,11 @@ import asyncio
 import pytest
 from fakes.teacher_server import TeacherServer, teacher_server
 
-from conf.errors import ConfigError
-from conf.load import load_run_config
-from conf.schema import RunConfig
-from orchestrator.inputs.preflight import check_teacher_answers
-from orchestrator.inputs.prompt_rows import RowEncoder
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import RunConfig
+from slipstream.orchestrator.inputs.preflight import check_teacher_answers
+from slipstream.orchestrator.inputs.prompt_rows import RowEncoder
 
 
 def a_config(url: str, *more: str) -> RunConfig:

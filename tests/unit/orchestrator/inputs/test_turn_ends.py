@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 from fakes.template_tokenizer import QWEN, QWEN_PLAIN, save_template_tokenizer
 
-from conf.load import load_run_config
-from conf.schema import DataConfig
-from orchestrator.data.sources import START, Row
-from orchestrator.inputs.conversations import Conversation, ConversationReader
-from orchestrator.inputs.preferences import PreferenceReader
-from orchestrator.inputs.prompt_rows import check_data
-from orchestrator.inputs.text_encoder import TextEncoder
-from orchestrator.inputs.turn_ends import end_after, unknown_end
-from rollout.text.ends import end_token_ids
-from rollout.text.messages import Chat
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import DataConfig
+from slipstream.orchestrator.data.sources import START, Row
+from slipstream.orchestrator.inputs.conversations import Conversation, ConversationReader
+from slipstream.orchestrator.inputs.preferences import PreferenceReader
+from slipstream.orchestrator.inputs.prompt_rows import check_data
+from slipstream.orchestrator.inputs.text_encoder import TextEncoder
+from slipstream.orchestrator.inputs.turn_ends import end_after, unknown_end
+from slipstream.rollout.text.ends import end_token_ids
+from slipstream.rollout.text.messages import Chat
 
 GLM = ("<|endoftext|>", "<|user|>", "<|observation|>", "<|system|>", "<|assistant|>", "[gMASK]", "<sop>")
 LLAMA = ("<|eot_id|>", "<|eom_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>")

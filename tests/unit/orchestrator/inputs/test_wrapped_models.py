@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from conf.architecture.families import of_language_model, read_config
-from conf.errors import ConfigError
-from conf.schema import DType, ModelConfig
-from orchestrator.inputs.model_files import check_checkpoint_files
-from orchestrator.inputs.model_folder import resolve_hf_config
-from trainer.weights.loading import CheckpointReader, load_weights
+from slipstream.conf.architecture.families import of_language_model, read_config
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import DType, ModelConfig
+from slipstream.orchestrator.inputs.model_files import check_checkpoint_files
+from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
+from slipstream.trainer.weights.loading import CheckpointReader, load_weights
 
 TOWER = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64,

@@ -21,11 +21,11 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from conf.load import load_run_config
-from orchestrator.cli.main import main
-from orchestrator.launch.command import launch
-from orchestrator.launch.launch_options import LaunchOptions, Target
-from orchestrator.launch.shape import Shape, shape_of
+from slipstream.conf.load import load_run_config
+from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.launch.command import launch
+from slipstream.orchestrator.launch.launch_options import LaunchOptions, Target
+from slipstream.orchestrator.launch.shape import Shape, shape_of
 
 SCHEMAS = Path(__file__).parents[3] / "cases" / "launch_schemas"
 RECIPES = ("qwen3_30b_a3b_2gpu", "qwen3_30b_a3b_2h200", "qwen3_30b_a3b_8gpu", "kimi_k2_thinking_32gpu")

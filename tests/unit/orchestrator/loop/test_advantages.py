@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conf.schema import AlgorithmConfig
-from orchestrator.errors import TrainingStopped
-from orchestrator.figures.estimators import is_informative
-from orchestrator.loop.advantages import batch_advantages, group_advantages, teacher_term, whitened
-from orchestrator.loop.samples import build_samples, denominators_of
-from rollout.types import Group, Prompt, Rollout, Routes
+from slipstream.conf.schema import AlgorithmConfig
+from slipstream.orchestrator.errors import TrainingStopped
+from slipstream.orchestrator.figures.estimators import is_informative
+from slipstream.orchestrator.loop.advantages import batch_advantages, group_advantages, teacher_term, whitened
+from slipstream.orchestrator.loop.samples import build_samples, denominators_of
+from slipstream.rollout.types import Group, Prompt, Rollout, Routes
 
 REWARDS = st.lists(st.one_of(st.none(), st.integers(-3, 3).map(float)), min_size=2, max_size=12)
 

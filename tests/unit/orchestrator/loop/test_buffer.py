@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.loop.buffer import Batch, GroupBuffer, Ticket
-from rollout.types import Group, Prompt, Rollout
+from slipstream.orchestrator.loop.buffer import Batch, GroupBuffer, Ticket
+from slipstream.rollout.types import Group, Prompt, Rollout
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from fakes.loop import Loop, make_config
 
-from orchestrator.errors import DiskFull
-from orchestrator.files.run_checkpoint import RunState, complete_checkpoints, step_of
+from slipstream.orchestrator.errors import DiskFull
+from slipstream.orchestrator.files.run_checkpoint import RunState, complete_checkpoints, step_of
 
 
 class Completing:

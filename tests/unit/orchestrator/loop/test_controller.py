@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from fakes.loop import FakeWorker, Loop, Unpublished, make_config
 
-from conf.schema import Relay, WeightSyncConfig
-from fleet.errors import NoReplicasLeft
-from orchestrator.errors import TrainingStopped
-from orchestrator.files.telemetry import read_rows
-from rollout.types import Prompt, Rollout
+from slipstream.conf.schema import Relay, WeightSyncConfig
+from slipstream.fleet.errors import NoReplicasLeft
+from slipstream.orchestrator.errors import TrainingStopped
+from slipstream.orchestrator.files.telemetry import read_rows
+from slipstream.rollout.types import Prompt, Rollout
 
 
 async def test_strictly_on_policy_trains_on_its_own_version_only(tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ def test_controller_needs_neither_torch_nor_vllm() -> None:
         "        if name.split('.')[0] in ('torch', 'vllm', 'transformers', 'mooncake'):\n"
         "            raise ImportError(name + ' must not be imported here')\n"
         "sys.meta_path.insert(0, Refuse())\n"
-        "import orchestrator.loop.controller, orchestrator.cluster.placement, orchestrator.run\n"
+        "import slipstream.orchestrator.loop.controller, slipstream.orchestrator.cluster.placement, slipstream.orchestrator.run\n"
     )
     root = Path(__file__).parents[4]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=240)

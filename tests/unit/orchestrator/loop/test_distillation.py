@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from fakes.loop import FakeTeacher, Loop, make_config
 
-from conf.schema import AlgorithmConfig, RunConfig, TeacherConfig
-from orchestrator.errors import CheckpointError, TrainingStopped
-from orchestrator.loop.samples import build_samples
-from rollout.types import Group, Judgement, Prompt, Rollout, Turn
+from slipstream.conf.schema import AlgorithmConfig, RunConfig, TeacherConfig
+from slipstream.orchestrator.errors import CheckpointError, TrainingStopped
+from slipstream.orchestrator.loop.samples import build_samples
+from slipstream.rollout.types import Group, Judgement, Prompt, Rollout, Turn
 
 TEACHER = TeacherConfig(base_url="http://127.0.0.1:1/v1", model="big")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fakes.loop import FakeEpisodes, Loop, make_config
 
-from orchestrator.errors import TrainingStopped
+from slipstream.orchestrator.errors import TrainingStopped
 
 
 def a_loop(folder: Path, num_steps: int = 3, **more: int) -> Loop:

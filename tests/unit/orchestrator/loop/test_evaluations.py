@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import pytest
 from fakes.loop import FakeWorker, Loop, World, make_config
 
-from conf.schema import RunConfig, SyncMode, WeightSyncConfig
-from fleet.errors import NoReplicasLeft
-from orchestrator.files.best_checkpoint import BestCheckpoint
-from orchestrator.files.run_checkpoint import complete_checkpoints, step_of
-from orchestrator.files.telemetry import read_rows
-from orchestrator.loop import evaluations
-from orchestrator.loop.evaluations import Evaluations
-from rollout.types import Group, Prompt, Rollout
+from slipstream.conf.schema import RunConfig, SyncMode, WeightSyncConfig
+from slipstream.fleet.errors import NoReplicasLeft
+from slipstream.orchestrator.files.best_checkpoint import BestCheckpoint
+from slipstream.orchestrator.files.run_checkpoint import complete_checkpoints, step_of
+from slipstream.orchestrator.files.telemetry import read_rows
+from slipstream.orchestrator.loop import evaluations
+from slipstream.orchestrator.loop.evaluations import Evaluations
+from slipstream.rollout.types import Group, Prompt, Rollout
 
 
 def beside(num_steps: int = 6, every: int = 2, **run: object) -> RunConfig:

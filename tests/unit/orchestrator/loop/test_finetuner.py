@@ -12,18 +12,18 @@ import pytest
 from fakes.loop import FakeTrainer, World, make_config
 from rich.console import Console
 
-from conf.schema import AlgorithmConfig, Objective
-from orchestrator.data.streams import Shuffled
-from orchestrator.errors import TrainingStopped
-from orchestrator.figures.held_out import EvalNames
-from orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
-from orchestrator.files.run_folder import RunFolder
-from orchestrator.files.run_log import ProgressLine
-from orchestrator.files.telemetry import Telemetry, read_rows
-from orchestrator.inputs.conversations import Conversation, Lesson
-from orchestrator.inputs.preferences import Pair
-from orchestrator.loop.finetuner import Finetuner
-from trainer.types import Denominators, LossStats, Sample
+from slipstream.conf.schema import AlgorithmConfig, Objective
+from slipstream.orchestrator.data.streams import Shuffled
+from slipstream.orchestrator.errors import TrainingStopped
+from slipstream.orchestrator.figures.held_out import EvalNames
+from slipstream.orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
+from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.files.run_log import ProgressLine
+from slipstream.orchestrator.files.telemetry import Telemetry, read_rows
+from slipstream.orchestrator.inputs.conversations import Conversation, Lesson
+from slipstream.orchestrator.inputs.preferences import Pair
+from slipstream.orchestrator.loop.finetuner import Finetuner
+from slipstream.trainer.types import Denominators, LossStats, Sample
 
 CONVERSATIONS = [Conversation((1, 5, 6 + i), (False, False, True)) for i in range(7)]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from fakes.loop import FakeWorker, Loop, World, make_config, outcome
 
-from conf.schema import ParityConfig, RolloutConfig, RunConfig, SamplingConfig
-from fleet.router import Router
-from fleet.supervisor import Supervisor
-from orchestrator.loop.floor import MAX_SCORED_TOKENS, measure_floor
-from rollout.types import Group, Prompt, Rollout
+from slipstream.conf.schema import ParityConfig, RolloutConfig, RunConfig, SamplingConfig
+from slipstream.fleet.router import Router
+from slipstream.fleet.supervisor import Supervisor
+from slipstream.orchestrator.loop.floor import MAX_SCORED_TOKENS, measure_floor
+from slipstream.rollout.types import Group, Prompt, Rollout
 
 
 def a_run(tmp_path: Path, parity: ParityConfig, sampling: SamplingConfig | None = None, **changes: int) -> Loop:

@@ -17,10 +17,10 @@ import pytest
 from fakes.loop import Loop, make_config
 from rich.console import Console
 
-from fleet.errors import NoReplicasLeft
-from orchestrator.errors import DiskFull, OrchestratorError, TrainingStopped
-from orchestrator.files.disk_space import naming_a_full_disk
-from orchestrator.files.run_log import RunLog
+from slipstream.fleet.errors import NoReplicasLeft
+from slipstream.orchestrator.errors import DiskFull, OrchestratorError, TrainingStopped
+from slipstream.orchestrator.files.disk_space import naming_a_full_disk
+from slipstream.orchestrator.files.run_log import RunLog
 
 
 @contextmanager

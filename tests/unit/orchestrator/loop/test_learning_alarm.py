@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from fakes.loop import Loop, make_config
 
-from conf.schema import AlgorithmConfig
-from orchestrator.files.metrics_catalogue import Value
-from orchestrator.loop.alarms import LearningAlarm
+from slipstream.conf.schema import AlgorithmConfig
+from slipstream.orchestrator.files.metrics_catalogue import Value
+from slipstream.orchestrator.loop.alarms import LearningAlarm
 
 TAUGHT: dict[str, Value] = {
     "optim/skipped": 0,

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from fakes.loop import Loop, make_config
 
-from conf.schema import MergeRounding, ParityConfig, RunConfig, TrainerConfig, TrainMode, WeightSyncConfig
-from orchestrator.errors import TrainingStopped
-from orchestrator.loop.alarms import ParityAlarm
+from slipstream.conf.schema import MergeRounding, ParityConfig, RunConfig, TrainerConfig, TrainMode, WeightSyncConfig
+from slipstream.orchestrator.errors import TrainingStopped
+from slipstream.orchestrator.loop.alarms import ParityAlarm
 
 
 def warned_steps(alarm: ParityAlarm, figures: list[float | None], caplog: pytest.LogCaptureFixture) -> list[int]:

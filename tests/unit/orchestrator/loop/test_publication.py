@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from fakes.loop import FakeWorker, World, outcome, publish_report
 
-from conf.schema import Relay, SyncMode, WeightSyncConfig
-from fleet.replicas import Held, Replica
-from orchestrator.loop import publication
-from orchestrator.loop.publication import RAY_CALL_S, Publication
-from weight_sync.errors import PlanMismatch
-from weight_sync.publish.report import PublishReport
+from slipstream.conf.schema import Relay, SyncMode, WeightSyncConfig
+from slipstream.fleet.replicas import Held, Replica
+from slipstream.orchestrator.loop import publication
+from slipstream.orchestrator.loop.publication import RAY_CALL_S, Publication
+from slipstream.weight_sync.errors import PlanMismatch
+from slipstream.weight_sync.publish.report import PublishReport
 
 
 class Diary:

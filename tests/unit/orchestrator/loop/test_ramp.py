@@ -14,12 +14,12 @@ from fakes.loop import FakeWorker, Loop, World, make_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.replicas import Replica, ReplicaState
-from orchestrator.loop import ramp
-from orchestrator.loop.buffer import GroupBuffer
-from orchestrator.loop.controller import Controller
-from orchestrator.loop.ramp import Ramp, num_ahead
-from rollout.types import Group, Prompt, Rollout
+from slipstream.fleet.replicas import Replica, ReplicaState
+from slipstream.orchestrator.loop import ramp
+from slipstream.orchestrator.loop.buffer import GroupBuffer
+from slipstream.orchestrator.loop.controller import Controller
+from slipstream.orchestrator.loop.ramp import Ramp, num_ahead
+from slipstream.rollout.types import Group, Prompt, Rollout
 
 CONFIG = make_config(staleness=3, groups_per_step=2)
 """A batch has 2 groups of 2 responses."""

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from fakes.loop import FakePrompts, FakeWorker, Loop, make_config
 
-from conf.load import load_run_config
-from conf.schema import EvalSampling, EvalSamplingConfig, SamplingConfig
-from orchestrator.errors import TrainingStopped
-from orchestrator.loop.sampler import Sampler
-from rollout.errors import DataError
-from rollout.types import Prompt, Rollout
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import EvalSampling, EvalSamplingConfig, SamplingConfig
+from slipstream.orchestrator.errors import TrainingStopped
+from slipstream.orchestrator.loop.sampler import Sampler
+from slipstream.rollout.errors import DataError
+from slipstream.rollout.types import Prompt, Rollout
 
 
 class Noting(FakeWorker):

@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conf.schema import AlgorithmConfig
-from orchestrator.loop.samples import build_samples
-from orchestrator.loop.shown import join, mark
-from rollout.types import Group, Prompt, Rollout, Routes, Turn
-from trainer.types import LossStats
+from slipstream.conf.schema import AlgorithmConfig
+from slipstream.orchestrator.loop.samples import build_samples
+from slipstream.orchestrator.loop.shown import join, mark
+from slipstream.rollout.types import Group, Prompt, Rollout, Routes, Turn
+from slipstream.trainer.types import LossStats
 
 
 @st.composite

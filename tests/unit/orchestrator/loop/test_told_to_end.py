@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from fakes.loop import Loop, Unpublished, make_config
 
-from conf.schema import RunConfig
-from fleet.waiting import finish_first
-from orchestrator.loop import step_loop
+from slipstream.conf.schema import RunConfig
+from slipstream.fleet.waiting import finish_first
+from slipstream.orchestrator.loop import step_loop
 
 
 def without_checkpoints(config: RunConfig) -> RunConfig:

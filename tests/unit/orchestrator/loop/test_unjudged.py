@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from conf.load import load_run_config
-from conf.schema import RunConfig
-from orchestrator.errors import TrainingStopped
-from orchestrator.loop.unjudged import Unjudged, most_in_a_row
-from rollout.types import Group, Prompt, Rollout
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import RunConfig
+from slipstream.orchestrator.errors import TrainingStopped
+from slipstream.orchestrator.loop.unjudged import Unjudged, most_in_a_row
+from slipstream.rollout.types import Group, Prompt, Rollout
 
 
 def config_of(*words: str) -> RunConfig:

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.advantages import ADVANTAGE_CASES, our_advantages
 
-from conf.schema import AlgorithmConfig, KlEstimator, KlPlace
-from orchestrator.errors import TrainingStopped
-from orchestrator.loop.advantages import batch_advantages, group_advantages
-from orchestrator.loop.samples import advantage_function, build_samples, draft_samples, filled, scored
-from orchestrator.loop.updates import combined, minibatches
-from rollout.types import Group, Prompt, Rollout, Turn
-from trainer.types import OptimStats, Scores
+from slipstream.conf.schema import AlgorithmConfig, KlEstimator, KlPlace
+from slipstream.orchestrator.errors import TrainingStopped
+from slipstream.orchestrator.loop.advantages import batch_advantages, group_advantages
+from slipstream.orchestrator.loop.samples import advantage_function, build_samples, draft_samples, filled, scored
+from slipstream.orchestrator.loop.updates import combined, minibatches
+from slipstream.rollout.types import Group, Prompt, Rollout, Turn
+from slipstream.trainer.types import OptimStats, Scores
 
 RECORDED = json.loads((Path(__file__).parents[3] / "oracles" / "recorded.json").read_text())["cases"]
 

@@ -13,21 +13,21 @@ from typing import Any
 
 import pytest
 
-from conf.architecture.families import read_config
-from conf.errors import ConfigError
-from conf.load import load_run_config
-from conf.model_checks import check_engine_takes_merged_weights
-from conf.schema import DType, LoraConfig, RolloutConfig, SamplingConfig
-from orchestrator.cli.main import main
-from orchestrator.offline import estimate as plan_command
-from orchestrator.offline.estimate import PlanReport, plan_run
-from orchestrator.offline.estimate_report import print_report
-from orchestrator.offline.hardware import Hardware
-from orchestrator.offline.modes import adapter_slot
-from rollout.errors import EngineError
-from rollout.layouts.offline_layout import LayoutRequest
-from weight_sync.layout import DestLayout, Load, Param, Region
-from weight_sync.prediction.links import Faults, LinkRates
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import load_run_config
+from slipstream.conf.model_checks import check_engine_takes_merged_weights
+from slipstream.conf.schema import DType, LoraConfig, RolloutConfig, SamplingConfig
+from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.offline import estimate as plan_command
+from slipstream.orchestrator.offline.estimate import PlanReport, plan_run
+from slipstream.orchestrator.offline.estimate_report import print_report
+from slipstream.orchestrator.offline.hardware import Hardware
+from slipstream.orchestrator.offline.modes import adapter_slot
+from slipstream.rollout.errors import EngineError
+from slipstream.rollout.layouts.offline_layout import LayoutRequest
+from slipstream.weight_sync.layout import DestLayout, Load, Param, Region
+from slipstream.weight_sync.prediction.links import Faults, LinkRates
 
 REPOSITORY = Path(__file__).parents[4]
 QUICK = ["experiment=quickstart"]
@@ -332,7 +332,7 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_planning_needs_neither_torch_nor_an_engine_in_its_own_process() -> None:
-    code = "import sys, orchestrator.offline.estimate; print(sorted({'torch', 'vllm', 'ray'} & set(sys.modules)))"
+    code = "import sys, slipstream.orchestrator.offline.estimate; print(sorted({'torch', 'vllm', 'ray'} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True, cwd=REPOSITORY
     )

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from fakes.vllm_layout import engine_layouts
 
-from conf.architecture.families import read_config
-from conf.schema import Device, LoraConfig, TrainerConfig
-from trainer.delivery.planned_layouts import PlannedTrainer
-from weight_sync.plan.budget import Staging, reserved_bytes
-from weight_sync.plan.plan import build_plan
-from weight_sync.plan.transfer_plan import TransferPlan
-from weight_sync.prediction.links import LinkRates, place
-from weight_sync.prediction.predict import predict
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.schema import Device, LoraConfig, TrainerConfig
+from slipstream.trainer.delivery.planned_layouts import PlannedTrainer
+from slipstream.weight_sync.plan.budget import Staging, reserved_bytes
+from slipstream.weight_sync.plan.plan import build_plan
+from slipstream.weight_sync.plan.transfer_plan import TransferPlan
+from slipstream.weight_sync.prediction.links import LinkRates, place
+from slipstream.weight_sync.prediction.predict import predict
 
 RESULTS = Path(__file__).parents[4] / "bench" / "results"
 BOUND = 0.15

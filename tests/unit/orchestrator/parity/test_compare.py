@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from orchestrator.parity.compare import against, agreement, difference, partings, routing_difference, verdict
+from slipstream.orchestrator.parity.compare import against, agreement, difference, partings, routing_difference, verdict
 
 ROWS, WIDTH = 200, 64
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.errors import ConfigError
-from conf.load import load_run_config, resolved_yaml
-from orchestrator.parity.command import ParityOptions, load_config, run_parity
-from orchestrator.parity.compare import difference, verdict
-from orchestrator.parity.measure import ParityReport, Sampled, Swap, agreements
-from orchestrator.parity.report import print_report, write_files
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import load_run_config, resolved_yaml
+from slipstream.orchestrator.parity.command import ParityOptions, load_config, run_parity
+from slipstream.orchestrator.parity.compare import difference, verdict
+from slipstream.orchestrator.parity.measure import ParityReport, Sampled, Swap, agreements
+from slipstream.orchestrator.parity.report import print_report, write_files
 
 TINY = ["model=tiny_qwen3_moe", "data=letters"]
 

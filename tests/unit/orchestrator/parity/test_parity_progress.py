@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.parity.progress import Count, output_in, telling
+from slipstream.orchestrator.parity.progress import Count, output_in, telling
 
 
 def test_a_part_is_told_as_it_begins_and_then_how_far_it_is() -> None:

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 from fakes.sharded_checkpoints import TINY, save_checkpoint
 
-from conf.errors import ConfigError
-from conf.schema import Device
-from orchestrator.cli.main import main
-from orchestrator.machine import Machine
-from orchestrator.offline import record as record_command
-from orchestrator.push import engine_starts
-from orchestrator.push.command import Push
-from orchestrator.push.push_options import PushOptions
-from rollout.layouts.offline_layout import LayoutRequest
-from rollout.served.servers import SERVER_MODULE, ServerOptions, serve_command, server_environment
-from weight_sync.layout import DestLayout, Param
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import Device
+from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.machine import Machine
+from slipstream.orchestrator.offline import record as record_command
+from slipstream.orchestrator.push import engine_starts
+from slipstream.orchestrator.push.command import Push
+from slipstream.orchestrator.push.push_options import PushOptions
+from slipstream.rollout.layouts.offline_layout import LayoutRequest
+from slipstream.rollout.served.servers import SERVER_MODULE, ServerOptions, serve_command, server_environment
+from slipstream.weight_sync.layout import DestLayout, Param
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def test_help_teaches_and_names_every_flag(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_server_starts_with_dummy_weights_our_backend_and_the_users_words_last(checkpoint: Path) -> None:
-    from conf.schema import Device
+    from slipstream.conf.schema import Device
 
     options = ServerOptions(
         checkpoint, Device.cuda, tp_size=2, enable_expert_parallel=True, extra=("--dtype", "float16")

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from fakes.sharded_checkpoints import TINY, save_checkpoint
 
-from orchestrator.errors import PushError
-from orchestrator.machine import Machine
-from orchestrator.push.command import Push
-from orchestrator.push.push_options import PushOptions
-from orchestrator.push.push_report import check_all_serve
-from rollout.errors import EngineError
-from rollout.served.client import RankReport
-from weight_sync.publish.report import PublishReport, ReplicaReport
+from slipstream.orchestrator.errors import PushError
+from slipstream.orchestrator.machine import Machine
+from slipstream.orchestrator.push.command import Push
+from slipstream.orchestrator.push.push_options import PushOptions
+from slipstream.orchestrator.push.push_report import check_all_serve
+from slipstream.rollout.errors import EngineError
+from slipstream.rollout.served.client import RankReport
+from slipstream.weight_sync.publish.report import PublishReport, ReplicaReport
 
 REPORT = PublishReport(0, 1, (), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 8, 0, 0, None)
 LINES: list[str] = []

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from conf.schema import Device
-from orchestrator.push import sender_process as push_rank
-from orchestrator.push.sender_process import RankOptions
-from weight_sync import api
-from weight_sync.disk import safetensors_source as checkpoint
-from weight_sync.errors import PlanError
+from slipstream.conf.schema import Device
+from slipstream.orchestrator.push import sender_process as push_rank
+from slipstream.orchestrator.push.sender_process import RankOptions
+from slipstream.weight_sync import api
+from slipstream.weight_sync.disk import safetensors_source as checkpoint
+from slipstream.weight_sync.errors import PlanError
 
 OPTIONS = RankOptions(
     checkpoint=Path(),

@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.run_folders import MadeUpRun
-from conf.errors import ConfigError
-from orchestrator.cli.main import main
-from orchestrator.files.sample_index import ENTRY
-from orchestrator.view.command import ViewOptions, run_view
-from orchestrator.view.fleet_table import FleetTable
-from orchestrator.view.growing_file import GrowingFile, objects
-from orchestrator.view.metrics_table import MetricsTable
-from orchestrator.view.run_reader import RunReader
-from orchestrator.view.sample_detail import MOST_CHARS, MOST_TOKENS, detail
-from orchestrator.view.sample_query import ORDERS, SampleQuery, chosen, parse_query
-from orchestrator.view.server import answer
-from orchestrator.view.step_timeline import concluded
+from slipstream.conf.errors import ConfigError
+from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.files.sample_index import ENTRY
+from slipstream.orchestrator.view.command import ViewOptions, run_view
+from slipstream.orchestrator.view.fleet_table import FleetTable
+from slipstream.orchestrator.view.growing_file import GrowingFile, objects
+from slipstream.orchestrator.view.metrics_table import MetricsTable
+from slipstream.orchestrator.view.run_reader import RunReader
+from slipstream.orchestrator.view.sample_detail import MOST_CHARS, MOST_TOKENS, detail
+from slipstream.orchestrator.view.sample_query import ORDERS, SampleQuery, chosen, parse_query
+from slipstream.orchestrator.view.server import answer
+from slipstream.orchestrator.view.step_timeline import concluded
 
 
 def test_lines_are_given_once_whole_and_anew_when_the_file_is_another_one(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
-from rollout.adapters.adapter_replica import MAX_RESTARTS, AdapterReplica
-from rollout.errors import EngineError
-from rollout.types import ABORTED, Adapter, Rollout, Routes
+from slipstream.conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
+from slipstream.rollout.adapters.adapter_replica import MAX_RESTARTS, AdapterReplica
+from slipstream.rollout.errors import EngineError
+from slipstream.rollout.types import ABORTED, Adapter, Rollout, Routes
 
 SAMPLING = SamplingConfig(max_tokens=12)
 PROMPT = (1, 2, 3)

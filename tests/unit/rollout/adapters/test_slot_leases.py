@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.adapters.slot_leases import SlotTable
+from slipstream.rollout.adapters.slot_leases import SlotTable
 
 
 def publish(table: SlotTable, version: int) -> int | None:

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.agents.agent_pool import Outcome, _outcome, run_episode
-from rollout.agents.agent_process import _run, load_agent
-from rollout.agents.failures import BLOCKED, DIED, NOT_A_NUMBER, RAISED
-from rollout.errors import AgentError
-from rollout.user_processes.user_process import GARBLED, TIMEOUT, Lost
+from slipstream.rollout.agents.agent_pool import Outcome, _outcome, run_episode
+from slipstream.rollout.agents.agent_process import _run, load_agent
+from slipstream.rollout.agents.failures import BLOCKED, DIED, NOT_A_NUMBER, RAISED
+from slipstream.rollout.errors import AgentError
+from slipstream.rollout.user_processes.user_process import GARBLED, TIMEOUT, Lost
 
 
 async def told(returns: Any) -> Outcome | None:

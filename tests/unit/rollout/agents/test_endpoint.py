@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from rollout.agents import session as session_module
-from rollout.agents.chat_text import Reply
-from rollout.agents.endpoint import MAX_CHOICES, Endpoint
-from rollout.agents.episode import Answer, EngineFailed, EpisodeOver, LimitReached, Sampled
-from rollout.agents.request_fields import FieldRefused, check_fields
-from rollout.agents.session import Session, SessionError, ToolCall
-from rollout.errors import DataError
+from slipstream.rollout.agents import session as session_module
+from slipstream.rollout.agents.chat_text import Reply
+from slipstream.rollout.agents.endpoint import MAX_CHOICES, Endpoint
+from slipstream.rollout.agents.episode import Answer, EngineFailed, EpisodeOver, LimitReached, Sampled
+from slipstream.rollout.agents.request_fields import FieldRefused, check_fields
+from slipstream.rollout.agents.session import Session, SessionError, ToolCall
+from slipstream.rollout.errors import DataError
 
 ASKED = [{"role": "user", "content": "go"}]
 CALL = {"id": "call-1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from fakes.chat_templates import FakeChatText
 
-from rollout.agents.chat_text import Reply
-from rollout.agents.episode import (
+from slipstream.rollout.agents.chat_text import Reply
+from slipstream.rollout.agents.episode import (
     MAX_CHARACTERS_PER_TOKEN,
     EngineFailed,
     Episode,
@@ -20,7 +20,7 @@ from rollout.agents.episode import (
     Sampled,
     TurnRecord,
 )
-from rollout.agents.failures import TOKENS, TURNS
+from slipstream.rollout.agents.failures import TOKENS, TURNS
 
 END = "<|im_end|>"
 AMPLE = Limits(max_turns=100, max_tokens=10_000, max_turn_tokens=10_000, max_model_len=10_000)

@@ -19,15 +19,15 @@ import pytest
 from fakes.loop import FakeWorker, World, outcome
 from tokenizers import Tokenizer
 
-from conf.schema import DataConfig, EpisodesConfig, RewardConfig, RolloutConfig, RunConfig, SamplingConfig
-from fleet.router import Router
-from fleet.supervisor import Supervisor
-from orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from rollout.agents.episode_runner import EpisodeRunner, FinishedEpisode, check_agent
-from rollout.branches import branches_of
-from rollout.errors import AgentError, EngineDied
-from rollout.types import Prompt, Rollout
-from rollout.user_processes.user_process import MAX_LOG_BYTES
+from slipstream.conf.schema import DataConfig, EpisodesConfig, RewardConfig, RolloutConfig, RunConfig, SamplingConfig
+from slipstream.fleet.router import Router
+from slipstream.fleet.supervisor import Supervisor
+from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.rollout.agents.episode_runner import EpisodeRunner, FinishedEpisode, check_agent
+from slipstream.rollout.branches import branches_of
+from slipstream.rollout.errors import AgentError, EngineDied
+from slipstream.rollout.types import Prompt, Rollout
+from slipstream.rollout.user_processes.user_process import MAX_LOG_BYTES
 
 AGENTS = """
     import asyncio, os, sys, time
@@ -316,7 +316,7 @@ async def test_a_lost_service_ends_the_group_with_an_error(config: Callable[...,
     async with running(config("behave"), tmp_path) as (runner, _):
         group = asyncio.create_task(play(runner, "hang"))
         service = next(
-            child for child in psutil.Process().children(recursive=True) if "rollout.agents.service" in child.cmdline()
+            child for child in psutil.Process().children(recursive=True) if "slipstream.rollout.agents.service" in child.cmdline()
             and "-P" in child.cmdline()[:4]
         )  # fmt: skip
         service.kill()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rollout.agents.games import calculator, letters, lookup
-from rollout.agents.session import ChatReply
+from slipstream.rollout.agents.games import calculator, letters, lookup
+from slipstream.rollout.agents.session import ChatReply
 
 
 class Player:

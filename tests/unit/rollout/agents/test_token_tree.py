@@ -16,7 +16,7 @@ from fakes.chat_templates import SAMPLED_END, TEMPLATES, FakeChatText
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.agents.token_tree import (
+from slipstream.rollout.agents.token_tree import (
     CONTINUED,
     EDITED,
     FORK,

@@ -17,21 +17,21 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from conf.errors import ConfigError
-from conf.schema import Device, DType, RolloutConfig
-from rollout.engine.engine_options import (
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import Device, DType, RolloutConfig
+from slipstream.rollout.engine.engine_options import (
     capture_sizes,
     engine_arguments,
     engine_environment,
     known_arguments,
     warm_up_lengths,
 )
-from rollout.engine.shared_gpu import cache_bytes
-from rollout.engine.vllm_engine import VllmEngine
-from rollout.errors import EngineDied, EngineError, UnsupportedWeights, error_class
-from rollout.types import AdapterSlotsSpec
-from weight_sync.errors import IntegrityError
-from weight_sync.layout import TensorMeta
+from slipstream.rollout.engine.shared_gpu import cache_bytes
+from slipstream.rollout.engine.vllm_engine import VllmEngine
+from slipstream.rollout.errors import EngineDied, EngineError, UnsupportedWeights, error_class
+from slipstream.rollout.types import AdapterSlotsSpec
+from slipstream.weight_sync.errors import IntegrityError
+from slipstream.weight_sync.layout import TensorMeta
 
 
 def test_weights_never_come_from_files_and_logprobs_are_of_the_sampled_distribution():
@@ -155,14 +155,14 @@ async def test_an_engine_that_does_not_run_says_so(tmp_path):
 
 
 def test_importing_the_worker_needs_neither_torch_nor_vllm():
-    modules = "rollout.engine.vllm_engine, rollout.rewards.runner"
+    modules = "slipstream.rollout.engine.vllm_engine, slipstream.rollout.rewards.runner"
     code = f"import sys, {modules}; assert not {{'torch', 'vllm'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
 GRANDCHILD = """
 import os, sys, time
-from rollout.die_with_owner import end_with
+from slipstream.rollout.die_with_owner import end_with
 end_with(int(sys.argv[1]), also_kill=[os.getppid()])
 print(os.getpid(), flush=True)
 exec(sys.argv[2])
@@ -205,7 +205,7 @@ def test_a_process_ends_with_its_owner_and_takes_the_one_in_between_along(busy):
 
 def test_a_process_that_ends_by_itself_leaves_no_watcher_behind_and_no_word_of_it():
     code = (
-        "import os; from pathlib import Path; from rollout.die_with_owner import end_with; end_with(os.getppid());"
+        "import os; from pathlib import Path; from slipstream.rollout.die_with_owner import end_with; end_with(os.getppid());"
         "print(Path(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read_text())"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, timeout=240)
@@ -218,7 +218,7 @@ def test_a_process_that_ends_by_itself_leaves_no_watcher_behind_and_no_word_of_i
 def test_a_process_that_is_its_own_owner_ends_alone():
     """An engine's owner may import what its processes import: its parent must live on."""
     code = (
-        "import os; from rollout.die_with_owner import end_with; end_with(os.getpid(), also_kill=[os.getppid()]);"
+        "import os; from slipstream.rollout.die_with_owner import end_with; end_with(os.getpid(), also_kill=[os.getppid()]);"
         "print(__import__('pathlib').Path(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read_text())"
     )
     parent = f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {code!r}], check=True);print('on')"
@@ -240,7 +240,7 @@ def test_an_engine_whose_process_has_ended_says_how_before_vllm_has_noticed(tmp_
 
 def test_a_call_under_way_ends_when_the_engine_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """vLLM never answers it; its deadline may be minutes away."""
-    monkeypatch.setattr("rollout.engine.vllm_process.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("slipstream.rollout.engine.vllm_process.LOOK_EVERY_S", 0.01)
     (tmp_path / "config.json").write_text("{}")
     engine = VllmEngine(tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
 

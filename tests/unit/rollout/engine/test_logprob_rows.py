@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.in_vllm.logprob_rows import gather, row_of_request, spread
+from slipstream.rollout.in_vllm.logprob_rows import gather, row_of_request, spread
 
 
 class Lists(NamedTuple):

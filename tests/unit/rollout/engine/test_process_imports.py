@@ -14,11 +14,11 @@ from threading import Event
 import pytest
 import torch
 
-from rollout.engine.engine_options import METHOD_VARIABLE
-from rollout.engine.vllm_process import by_methods, methods_here
-from rollout.in_vllm import process_imports
-from rollout.in_vllm.process_imports import forks_can_use_gpu, without_torchao
-from weight_sync.gc_freeze import frozen_imports
+from slipstream.rollout.engine.engine_options import METHOD_VARIABLE
+from slipstream.rollout.engine.vllm_process import by_methods, methods_here
+from slipstream.rollout.in_vllm import process_imports
+from slipstream.rollout.in_vllm.process_imports import forks_can_use_gpu, without_torchao
+from slipstream.weight_sync.gc_freeze import frozen_imports
 
 
 def test_torchao_is_not_found_meanwhile_unless_somebody_has_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.engine.same_path import same_path
+from slipstream.rollout.engine.same_path import same_path
 
 
 def model(folder: Path, config: str) -> Path:

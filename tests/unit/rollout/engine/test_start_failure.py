@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 
 import pytest
 
-from conf.schema import Device, DType, RolloutConfig
-from rollout.crash_reports import PARENT_VARIABLE
-from rollout.engine.start_failure import OutputSince, cause_in
-from rollout.engine.vllm_engine import VllmEngine
-from rollout.errors import EngineError
+from slipstream.conf.schema import Device, DType, RolloutConfig
+from slipstream.rollout.crash_reports import PARENT_VARIABLE
+from slipstream.rollout.engine.start_failure import OutputSince, cause_in
+from slipstream.rollout.engine.vllm_engine import VllmEngine
+from slipstream.rollout.errors import EngineError
 
 REFERRAL = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.layouts.known_layouts import keep_known, known_file, read_known
+from slipstream.rollout.layouts.known_layouts import keep_known, known_file, read_known
 
 
 def test_layouts_are_kept_apart_by_what_they_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout.layouts.offline_slots import offline_slots
-from weight_sync.layout import PostLoad, TensorMeta
+from slipstream.rollout.layouts.offline_slots import offline_slots
+from slipstream.weight_sync.layout import PostLoad, TensorMeta
 
-adapter_slots = pytest.importorskip("rollout.in_vllm.adapter_slots", reason="needs vLLM", exc_type=ImportError)
+adapter_slots = pytest.importorskip(
+    "slipstream.rollout.in_vllm.adapter_slots", reason="needs vLLM", exc_type=ImportError
+)
 EXPERTS = "model.layers.0.mlp.experts"
 
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from conf.errors import ConfigError
-from conf.load import load_run_config
-from conf.schema import CodeConfig, RewardConfig
-from rollout.errors import RewardError
-from rollout.rewards import code_tests
-from rollout.rewards.code_tests import Case, cases_of, code_of
-from rollout.rewards.runner import RewardRunner, check_reward
-from rollout.sandbox.sandbox import ROOT, Ended, Limits
-from rollout.types import Prompt, Rollout
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import CodeConfig, RewardConfig
+from slipstream.rollout.errors import RewardError
+from slipstream.rollout.rewards import code_tests
+from slipstream.rollout.rewards.code_tests import Case, cases_of, code_of
+from slipstream.rollout.rewards.runner import RewardRunner, check_reward
+from slipstream.rollout.sandbox.sandbox import ROOT, Ended, Limits
+from slipstream.rollout.types import Prompt, Rollout
 
 DOUBLE = "def double(x):\n    return 2 * x\n"
 READS = "print(2 * int(input()))"
@@ -144,10 +144,10 @@ def test_a_machine_that_cannot_is_refused_before_the_run():
     """The filter of a container refuses namespaces to this program and to the reward processes that it starts."""
     code = """
 import ctypes
-from conf.schema import RewardConfig
-from rollout.errors import RewardError
-from rollout.rewards.runner import check_reward
-from rollout.sandbox import syscalls
+from slipstream.conf.schema import RewardConfig
+from slipstream.rollout.errors import RewardError
+from slipstream.rollout.rewards.runner import check_reward
+from slipstream.rollout.sandbox import syscalls
 syscalls.install(ctypes.CDLL(None, use_errno=True), syscalls.program())
 try:
     check_reward(RewardConfig(parts={"tests": {"kind": "code"}}))

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from conf.schema import RewardConfig
-from rollout.errors import RewardError
-from rollout.rewards.function import load_reward
-from rollout.rewards.runner import RewardRunner, _fields, chosen_rewards
-from rollout.types import Prompt
+from slipstream.conf.schema import RewardConfig
+from slipstream.rollout.errors import RewardError
+from slipstream.rollout.rewards.function import load_reward
+from slipstream.rollout.rewards.runner import RewardRunner, _fields, chosen_rewards
+from slipstream.rollout.types import Prompt
 
 OWN = """
 def one(prompt, response, fields): return 1.0
@@ -59,7 +59,7 @@ def test_an_object_that_can_be_called_and_what_ships_are_rewards_too(own: Path) 
     assert regex.function("p", "it is 4, is 5", fields) == (1.0, "4")
     assert regex.function("p", "none", fields) == (0.0, "") and regex.function("p", "4", fields) == (0.0, None)
     assert load_reward(RewardConfig(kind="none")).function("p", "4", fields) == 0.0
-    group = load_reward(RewardConfig(kind="rollout.rewards.examples:share_of_answer"))
+    group = load_reward(RewardConfig(kind="slipstream.rollout.rewards.examples:share_of_answer"))
     assert not group.is_of_group and group.function("p", "ee 3e", {"answer": "e"}) == 0.75
     assert group.function("p", "", {"answer": "e"}) == 0.0
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from conf.schema import RewardConfig
-from rollout.errors import RewardError
-from rollout.rewards.runner import RewardRunner, check_reward
-from rollout.types import Prompt, Rollout
+from slipstream.conf.schema import RewardConfig
+from slipstream.rollout.errors import RewardError
+from slipstream.rollout.rewards.runner import RewardRunner, check_reward
+from slipstream.rollout.types import Prompt, Rollout
 
 REWARDS = r"""
 import json, os, pickle, struct, subprocess, sys, time
@@ -218,9 +218,9 @@ async def test_processes_of_a_reward_that_is_replaced_end_with_it(folder, how):
 def test_processes_that_a_reward_leaves_end_with_a_run_that_is_killed(folder):
     code = f"""
 import asyncio
-from conf.schema import RewardConfig
-from rollout.rewards.runner import RewardRunner
-from rollout.types import Prompt, Rollout
+from slipstream.conf.schema import RewardConfig
+from slipstream.rollout.rewards.runner import RewardRunner
+from slipstream.rollout.types import Prompt, Rollout
 async def main():
     runner = RewardRunner(RewardConfig(kind={str(folder / "hostile.py")!r} + ":leave_children"))
     await runner.start()
@@ -241,7 +241,7 @@ asyncio.run(main())
 
 async def test_class_and_place_of_an_exception_survive_a_message_of_any_size(folder, caplog):
     async with running(folder, "shout") as score:
-        with caplog.at_level(logging.WARNING, "rollout.rewards.runner"):
+        with caplog.at_level(logging.WARNING, "slipstream.rollout.rewards.runner"):
             caplog.clear()
             assert await score("raise", "return", "huge") == [None, None, None]
     line = 1 + REWARDS.splitlines().index('        raise LookupError("x" * (1 << 20))')

@@ -14,17 +14,17 @@ import httpx
 import pytest
 from fakes.judge_server import JudgeServer, judge_server
 
-from conf.errors import ConfigError
-from conf.load import load_run_config
-from conf.schema import JudgeConfig, RewardConfig
-from rollout.errors import RewardError
-from rollout.openai_client import Rate, retry_after_s
-from rollout.rewards import judge as judge_module
-from rollout.rewards.counting import counted
-from rollout.rewards.judge import Judge, NoVerdict
-from rollout.rewards.judge_prompt import columns_needed, fill
-from rollout.rewards.runner import RewardRunner, check_reward
-from rollout.types import Prompt, Rollout
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import JudgeConfig, RewardConfig
+from slipstream.rollout.errors import RewardError
+from slipstream.rollout.openai_client import Rate, retry_after_s
+from slipstream.rollout.rewards import judge as judge_module
+from slipstream.rollout.rewards.counting import counted
+from slipstream.rollout.rewards.judge import Judge, NoVerdict
+from slipstream.rollout.rewards.judge_prompt import columns_needed, fill
+from slipstream.rollout.rewards.runner import RewardRunner, check_reward
+from slipstream.rollout.types import Prompt, Rollout
 
 PROMPT = Prompt(0, (1,), "2 + 2 = {{answer}}", {"answer": "four"})
 

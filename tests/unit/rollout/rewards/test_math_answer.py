@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from conf.schema import RewardConfig
-from rollout.rewards.runner import RewardRunner
-from rollout.types import Prompt, Rollout
+from slipstream.conf.schema import RewardConfig
+from slipstream.rollout.rewards.runner import RewardRunner
+from slipstream.rollout.types import Prompt, Rollout
 
 CASES = [
     ("42", "so the answer is \\boxed{42}", 1.0),

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from conf.schema import CodeConfig
-from rollout.rewards import code_tests
-from rollout.rewards.counting import count, counted
-from rollout.rewards.function import Reward
-from rollout.rewards.outcomes import (
+from slipstream.conf.schema import CodeConfig
+from slipstream.rollout.rewards import code_tests
+from slipstream.rollout.rewards.counting import count, counted
+from slipstream.rollout.rewards.function import Reward
+from slipstream.rollout.rewards.outcomes import (
     MAX_ANSWER,
     NOT_A_NUMBER,
     RAISED,
@@ -26,8 +26,8 @@ from rollout.rewards.outcomes import (
     read_answer,
     shortened,
 )
-from rollout.rewards.reward_process import _judge, _judge_soon
-from rollout.sandbox.sandbox import Limits
+from slipstream.rollout.rewards.reward_process import _judge, _judge_soon
+from slipstream.rollout.sandbox.sandbox import Limits
 
 OUTCOMES = [
     Outcome(SCORE, 0.5),

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from conf.schema import RewardConfig
-from rollout.errors import RewardError
-from rollout.rewards.function import load_reward
-from rollout.rewards.outcomes import MAX_ANSWER
-from rollout.rewards.runner import RewardRunner, check_reward
-from rollout.types import Prompt, Rollout
+from slipstream.conf.schema import RewardConfig
+from slipstream.rollout.errors import RewardError
+from slipstream.rollout.rewards.function import load_reward
+from slipstream.rollout.rewards.outcomes import MAX_ANSWER
+from slipstream.rollout.rewards.runner import RewardRunner, check_reward
+from slipstream.rollout.types import Prompt, Rollout
 
 REWARDS = """
     import os, sys, time
@@ -133,7 +133,7 @@ async def test_each_failure_costs_one_sample_and_is_counted(rewards_module, capl
     await runner.start()
     try:
         texts = ["ok", "raise", "hang", "exit", "sys.exit", "string", "nan", "print", "raise", "ok"]
-        with caplog.at_level(logging.WARNING, "rollout.rewards.runner"):
+        with caplog.at_level(logging.WARNING, "slipstream.rollout.rewards.runner"):
             caplog.clear()
             rewards = await rewards_of(runner, PROMPT, rollouts(*texts))
         assert rewards == [0.5, None, None, None, None, None, None, 0.5, None, 0.5]
@@ -181,7 +181,7 @@ async def test_exceptions_that_quote_the_response_are_of_one_kind(rewards_module
     runner = RewardRunner(RewardConfig(kind=f"{rewards_module}:behave"))
     await runner.start()
     try:
-        with caplog.at_level(logging.WARNING, "rollout.rewards.runner"):
+        with caplog.at_level(logging.WARNING, "slipstream.rollout.rewards.runner"):
             caplog.clear()
             rewards = await rewards_of(runner, PROMPT, rollouts("cannot parse 1", "cannot parse 2", "raise"))
         assert rewards == [None, None, None]
@@ -300,7 +300,7 @@ async def test_a_reward_in_a_file_works_from_any_folder_and_its_source_is_kept(t
     for start, path in ((elsewhere, folder / "json.py"), (folder, Path("json.py")), (tmp_path, Path("mine/json.py"))):
         monkeypatch.chdir(start)
         runner = RewardRunner(RewardConfig(kind=f"{path}:score"), log_path=tmp_path / "rewards.log")
-        with caplog.at_level(logging.INFO, "conf.functions"):
+        with caplog.at_level(logging.INFO, "slipstream.conf.functions"):
             await runner.start()
         try:
             assert await rewards_of(runner, PROMPT, rollouts("a")) == [0.25]

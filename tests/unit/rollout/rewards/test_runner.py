@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from conf.schema import JudgeConfig, RewardConfig
-from rollout.errors import RewardError
-from rollout.rewards import reward_pool
-from rollout.rewards.outcomes import RAISED, SCORE, Answer, Outcome
-from rollout.rewards.reward_pool import LATE_S, Ready, RewardPool, reward_environment
-from rollout.rewards.runner import RewardRunner
-from rollout.types import Judgement, Prompt, Rollout
-from rollout.user_processes.user_process import DIED, TIMEOUT, Lost
+from slipstream.conf.schema import JudgeConfig, RewardConfig
+from slipstream.rollout.errors import RewardError
+from slipstream.rollout.rewards import reward_pool
+from slipstream.rollout.rewards.outcomes import RAISED, SCORE, Answer, Outcome
+from slipstream.rollout.rewards.reward_pool import LATE_S, Ready, RewardPool, reward_environment
+from slipstream.rollout.rewards.runner import RewardRunner
+from slipstream.rollout.types import Judgement, Prompt, Rollout
+from slipstream.rollout.user_processes.user_process import DIED, TIMEOUT, Lost
 
 PROMPT = Prompt(7, (1,), "p", {"answer": "a"})
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from conf.errors import ConfigError
-from conf.load import load_resolved_yaml, load_run_config, resolved_yaml
-from conf.schema import RewardConfig
-from rollout.errors import RewardError
-from rollout.rewards.runner import RewardRunner, check_reward
-from rollout.types import Judgement, Prompt, Rollout
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import load_resolved_yaml, load_run_config, resolved_yaml
+from slipstream.conf.schema import RewardConfig
+from slipstream.rollout.errors import RewardError
+from slipstream.rollout.rewards.runner import RewardRunner, check_reward
+from slipstream.rollout.types import Judgement, Prompt, Rollout
 
 REWARDS = '''
 import asyncio, os, time
@@ -145,7 +145,7 @@ async def running(config: RewardConfig, **options: Any) -> AsyncIterator[RewardR
 
 async def test_the_weighted_sum_is_what_trains_and_each_part_is_kept(file: Path, caplog: pytest.LogCaptureFixture):
     parts = {"right": {}, "brevity": {"kind": f"{file}:length", "weight": -0.25}}
-    with caplog.at_level(logging.WARNING, "rollout.rewards.runner"):
+    with caplog.at_level(logging.WARNING, "slipstream.rollout.rewards.runner"):
         async with running(RewardConfig(parts=parts)) as runner:
             judged = await runner.score_group(PROMPT, rollouts("aaa", "b", "raise"))
     assert judged == [

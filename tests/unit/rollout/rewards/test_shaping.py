@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conf.errors import ConfigError
-from conf.load import load_run_config
-from conf.schema import RewardConfig
-from rollout.rewards.runner import RewardRunner
-from rollout.rewards.shaping import length_punishment, overlong_punishment, shape
-from rollout.types import Judgement, Prompt, Rollout
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import RewardConfig
+from slipstream.rollout.rewards.runner import RewardRunner
+from slipstream.rollout.rewards.shaping import length_punishment, overlong_punishment, shape
+from slipstream.rollout.types import Judgement, Prompt, Rollout
 
 
 def equation_13(length: int, longest: int, cache: int) -> Fraction:

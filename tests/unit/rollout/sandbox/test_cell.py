@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rollout.sandbox.sandbox import ROOT, Ended, Limits, SandboxUnavailable, check_available, run
+from slipstream.rollout.sandbox.sandbox import ROOT, Ended, Limits, SandboxUnavailable, check_available, run
 
 PATIENT = {"wall_s": 60.0, "cpu_s": 60.0}
 
@@ -387,7 +387,7 @@ def test_a_cell_ends_with_who_asked_for_it():
     mark = f"orphan-{secrets.token_hex(8)}"
     code = f"""
 import sys
-from rollout.sandbox.sandbox import Limits, run
+from slipstream.rollout.sandbox.sandbox import Limits, run
 inner = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)', {mark!r}])"
 run([sys.executable, "-c", inner], limits=Limits(wall_s=600))
 """
@@ -406,8 +406,8 @@ def test_a_machine_without_namespaces_is_told_why():
     """A filter such as a container's refuses them to this program and to all that it starts."""
     code = """
 import ctypes
-from rollout.sandbox import syscalls
-from rollout.sandbox.sandbox import SandboxUnavailable, check_available
+from slipstream.rollout.sandbox import syscalls
+from slipstream.rollout.sandbox.sandbox import SandboxUnavailable, check_available
 syscalls.install(ctypes.CDLL(None, use_errno=True), syscalls.program())
 try:
     check_available()
@@ -422,7 +422,7 @@ except SandboxUnavailable as e:
 
 AS_ANOTHER = """
 import sys
-from rollout.sandbox.sandbox import Limits, SandboxUnavailable, run
+from slipstream.rollout.sandbox.sandbox import Limits, SandboxUnavailable, run
 bomb = '''
 import os
 born = 0

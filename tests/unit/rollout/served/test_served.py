@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-import rollout.served.client
-from rollout.errors import EngineError
-from rollout.served.client import RankReport, Rendezvous, ServedEngine, send_report
-from weight_sync.layout import TensorMeta
+import slipstream.rollout.served.client
+from slipstream.rollout.errors import EngineError
+from slipstream.rollout.served.client import RankReport, Rendezvous, ServedEngine, send_report
+from slipstream.weight_sync.layout import TensorMeta
 
 KEY = b"k" * 32
 TENSORS = [TensorMeta("w", (2, 3), "bfloat16")]
@@ -144,7 +144,7 @@ def test_the_key_does_not_follow_a_server_that_sends_it_elsewhere(api: Api, monk
 
 
 def test_an_answer_without_end_is_read_to_a_limit(api: Api, monkeypatch) -> None:
-    monkeypatch.setattr(rollout.served.client, "MAX_ANSWER_BYTES", 1 << 10)
+    monkeypatch.setattr(slipstream.rollout.served.client, "MAX_ANSWER_BYTES", 1 << 10)
     api.answers["/collective_rpc"] = b'{"results": ["' + b"x" * (1 << 10) + b'"]}'
     with pytest.raises(EngineError, match="gave no answer of a vLLM server: ValueError: an answer of more than 1024"):
         ServedEngine(api.url).call("x")

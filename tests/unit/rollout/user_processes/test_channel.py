@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout.user_processes.channel import LENGTH, Channel, Disconnected, Garbled
+from slipstream.rollout.user_processes.channel import LENGTH, Channel, Disconnected, Garbled
 
 
 async def both_ends(max_bytes: int = 1 << 20) -> tuple[Channel, Channel]:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from rollout.agents.agent_pool import Outcome, agent_pool, run_episode
-from rollout.agents.failures import DIED
-from rollout.errors import AgentError
-from rollout.rewards.outcomes import read_answer
-from rollout.user_processes.keeper import CappedLog
-from rollout.user_processes.pool import UserPool, _Place, user_environment
-from rollout.user_processes.user_process import TIMEOUT, Lost
+from slipstream.rollout.agents.agent_pool import Outcome, agent_pool, run_episode
+from slipstream.rollout.agents.failures import DIED
+from slipstream.rollout.errors import AgentError
+from slipstream.rollout.rewards.outcomes import read_answer
+from slipstream.rollout.user_processes.keeper import CappedLog
+from slipstream.rollout.user_processes.pool import UserPool, _Place, user_environment
+from slipstream.rollout.user_processes.user_process import TIMEOUT, Lost
 
 AGENT = """
 import asyncio

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from conf.errors import ConfigError
-from rollout.user_processes import serve as serve_module
-from rollout.user_processes.channel import Channel, Disconnected
-from rollout.user_processes.serve import MAX_FRAMES, MAX_PART, MAX_REASON, _serve, report_of
+from slipstream.conf.errors import ConfigError
+from slipstream.rollout.user_processes import serve as serve_module
+from slipstream.rollout.user_processes.channel import Channel, Disconnected
+from slipstream.rollout.user_processes.serve import MAX_FRAMES, MAX_PART, MAX_REASON, _serve, report_of
 
 
 @asynccontextmanager

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from conf.errors import ConfigError
-from rollout.user_processes import user_process
-from rollout.user_processes.channel import Channel
-from rollout.user_processes.user_process import BLOCKED, DIED, GARBLED, TIMEOUT, Lost, Program, UserProcess
+from slipstream.conf.errors import ConfigError
+from slipstream.rollout.user_processes import user_process
+from slipstream.rollout.user_processes.channel import Channel
+from slipstream.rollout.user_processes.user_process import BLOCKED, DIED, GARBLED, TIMEOUT, Lost, Program, UserProcess
 
 
 class Played:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from trainer.checkpoint.background_writes import BackgroundWrites
+from slipstream.trainer.checkpoint.background_writes import BackgroundWrites
 
 
 def test_they_are_written_in_order_beside_the_caller() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.checkpoint.host_copies import HostCopies
+from slipstream.trainer.checkpoint.host_copies import HostCopies
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
 SHAPES = st.lists(st.integers(0, 7), max_size=3)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from conf.schema import DType, LoraConfig, ModelConfig, OptimConfig, OptimState, TrainerConfig, TrainMode
-from trainer.checkpoint import rank_state
-from trainer.checkpoint.rank_state import read_rank_state, state_layout, write_rank_state
-from trainer.errors import CheckpointError
+from slipstream.conf.schema import DType, LoraConfig, ModelConfig, OptimConfig, OptimState, TrainerConfig, TrainMode
+from slipstream.trainer.checkpoint import rank_state
+from slipstream.trainer.checkpoint.rank_state import read_rank_state, state_layout, write_rank_state
+from slipstream.trainer.errors import CheckpointError
 
 TENSORS = {"a.value": torch.arange(6.0).view(2, 3), "a.m": torch.tensor([-1.5, 2.0]).bfloat16(), "n": torch.tensor(7)}
 SHAPES = {"a.value": [2, 3], "a.m": [2], "n": []}

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from conf.architecture.families import read_config
-from conf.schema import DType, LoraConfig
-from trainer.adapter_io import ADAPTER_FILE
-from trainer.delivery.adapter_source import AdapterSource
-from trainer.errors import LayoutError
-from trainer.lora import Adapted
-from trainer.rank import TrainerRank
-from trainer.weights.adapter_names import PREFIX, adapter_tensors, target_modules
-from weight_sync.layout import Region
-from weight_sync.publish.packing import PackedRead
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.schema import DType, LoraConfig
+from slipstream.trainer.adapter_io import ADAPTER_FILE
+from slipstream.trainer.delivery.adapter_source import AdapterSource
+from slipstream.trainer.errors import LayoutError
+from slipstream.trainer.lora import Adapted
+from slipstream.trainer.rank import TrainerRank
+from slipstream.trainer.weights.adapter_names import PREFIX, adapter_tensors, target_modules
+from slipstream.weight_sync.layout import Region
+from slipstream.weight_sync.publish.packing import PackedRead
 
 RANK, SLOT_RANK = LORA.rank, 8
 EXPERTS = 4

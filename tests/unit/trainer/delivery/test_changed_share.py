@@ -5,11 +5,11 @@ import torch
 from cases.rank_helpers import count, make_rank, make_samples
 from cases.tiny_models import GPT_OSS, MOE
 
-from conf.schema import DType, OptimConfig, TrainMode
-from trainer.delivery import changed_share
-from trainer.delivery.merged_source import TrainerWeightSource
-from trainer.rank import TrainerRank
-from trainer.weights.quantization import BlockFp8
+from slipstream.conf.schema import DType, OptimConfig, TrainMode
+from slipstream.trainer.delivery import changed_share
+from slipstream.trainer.delivery.merged_source import TrainerWeightSource
+from slipstream.trainer.rank import TrainerRank
+from slipstream.trainer.weights.quantization import BlockFp8
 
 
 @pytest.fixture(autouse=True)

@@ -17,11 +17,11 @@ from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 from fakes.publish import EndpointThread, PlainEngine
 from safetensors.torch import load_file
 
-from conf.schema import DType, OptimConfig, WeightSyncConfig
-from trainer.rank import TrainerRank
-from weight_sync.layout import DestLayout, Load, Param, PostLoad, Region, TensorMeta
-from weight_sync.publish.landings import Landing
-from weight_sync.replica.receiver import Receiver
+from slipstream.conf.schema import DType, OptimConfig, WeightSyncConfig
+from slipstream.trainer.rank import TrainerRank
+from slipstream.weight_sync.layout import DestLayout, Load, Param, PostLoad, Region, TensorMeta
+from slipstream.weight_sync.publish.landings import Landing
+from slipstream.weight_sync.replica.receiver import Receiver
 
 ZONE_BYTES = 1 << 16
 REPACKED = "model.layers.0.self_attn.q_proj.weight"
@@ -293,7 +293,7 @@ def test_an_engine_whose_publisher_died_amid_changes_gets_every_byte_of_the_next
         def dies(*_: object) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr("weight_sync.publish.transaction.Transaction.finish", dies)
+        patch.setattr("slipstream.weight_sync.publish.transaction.Transaction.finish", dies)
         with pytest.raises(KeyboardInterrupt):
             world.publish()
     assert not world.engines[0].receivers[0].state.is_serving
@@ -303,14 +303,16 @@ def test_an_engine_whose_publisher_died_amid_changes_gets_every_byte_of_the_next
 
 
 def test_loads_that_changed_too_much_are_not_marked_for_a_while(make_world, monkeypatch):
-    monkeypatch.setattr("weight_sync.publish.landings.SKIPPED", 3)
+    monkeypatch.setattr("slipstream.weight_sync.publish.landings.SKIPPED", 3)
     world = make_world(lr=0.05)
     world.publish()
     changes = world.rank.delivery._publisher._pipeline._slots.changes
     marked: list[int] = []
     fill = changes.fill
     monkeypatch.setattr(changes, "fill", lambda slot, load: (marked.append(load), fill(slot, load)))
-    monkeypatch.setattr("weight_sync.publish.landings.max_records", lambda _: -1)  # as if everything had changed
+    monkeypatch.setattr(
+        "slipstream.weight_sync.publish.landings.max_records", lambda _: -1
+    )  # as if everything had changed
     counts = []
     for _ in range(6):
         world.step()

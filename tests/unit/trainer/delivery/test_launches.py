@@ -8,13 +8,13 @@ from cases.tiny_models import MOE, trainer_config
 from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.vllm_layout import engine_layouts
 
-from conf.architecture.families import read_config
-from conf.architecture.model_spec import ModelSpec
-from trainer.delivery.merged_source import TrainerWeightSource
-from trainer.model.build_decoder import build_decoder
-from weight_sync.plan.plan import build_plan
-from weight_sync.publish.packing import packed_reads
-from weight_sync.publish.pipeline import Pipeline
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.trainer.delivery.merged_source import TrainerWeightSource
+from slipstream.trainer.model.build_decoder import build_decoder
+from slipstream.weight_sync.plan.plan import build_plan
+from slipstream.weight_sync.publish.packing import packed_reads
+from slipstream.weight_sync.publish.pipeline import Pipeline
 
 TWO_LAYERS = {
     **MOE,

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
-from conf.schema import DType
-from trainer.delivery.merged_source import TrainerWeightSource
-from trainer.rank import TrainerRank
-from trainer.weights.row_runs import RowRun, Rows
-from weight_sync.layout import Region
-from weight_sync.publish.packing import PackedRead
+from slipstream.conf.schema import DType
+from slipstream.trainer.delivery.merged_source import TrainerWeightSource
+from slipstream.trainer.rank import TrainerRank
+from slipstream.trainer.weights.row_runs import RowRun, Rows
+from slipstream.weight_sync.layout import Region
+from slipstream.weight_sync.publish.packing import PackedRead
 
 
 def move(rank: TrainerRank, scale: float) -> None:

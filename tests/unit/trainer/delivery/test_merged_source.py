@@ -19,17 +19,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from conf.schema import DType, OptimConfig, TrainMode
-from trainer.errors import LayoutError
-from trainer.rank import TrainerRank
-from trainer.rounding import key_of
-from trainer.weights.loading import CheckpointReader, load_weights
-from trainer.weights.shards import gather_lora_a
-from weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
-from weight_sync.plan.plan import build_plan
-from weight_sync.publish.packing import PackedRead
-from weight_sync.publish.pipeline import Pipeline
-from weight_sync.replica.receiver import Receiver
+from slipstream.conf.schema import DType, OptimConfig, TrainMode
+from slipstream.trainer.errors import LayoutError
+from slipstream.trainer.rank import TrainerRank
+from slipstream.trainer.rounding import key_of
+from slipstream.trainer.weights.loading import CheckpointReader, load_weights
+from slipstream.trainer.weights.shards import gather_lora_a
+from slipstream.weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
+from slipstream.weight_sync.plan.plan import build_plan
+from slipstream.weight_sync.publish.packing import PackedRead
+from slipstream.weight_sync.publish.pipeline import Pipeline
+from slipstream.weight_sync.replica.receiver import Receiver
 
 
 def load_export(folder: Path) -> dict[str, torch.Tensor]:

@@ -28,16 +28,16 @@ from cases.tiny_models import (
 )
 from torch.distributed.tensor import DTensor
 
-from conf.architecture.families import read_config
-from conf.schema import Device, DType, LoraConfig, TrainerConfig, TrainMode
-from trainer.delivery.adapter_source import AdapterSource
-from trainer.delivery.merged_source import TrainerWeightSource
-from trainer.delivery.planned_layouts import PlannedTrainer
-from trainer.model.build_decoder import build_decoder
-from trainer.moe.expert_placement import expert_shares
-from trainer.moe.experts import Experts
-from trainer.parallel import ParallelLayout
-from weight_sync.layout import SourceLayout
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.schema import Device, DType, LoraConfig, TrainerConfig, TrainMode
+from slipstream.trainer.delivery.adapter_source import AdapterSource
+from slipstream.trainer.delivery.merged_source import TrainerWeightSource
+from slipstream.trainer.delivery.planned_layouts import PlannedTrainer
+from slipstream.trainer.model.build_decoder import build_decoder
+from slipstream.trainer.moe.expert_placement import expert_shares
+from slipstream.trainer.moe.experts import Experts
+from slipstream.trainer.parallel import ParallelLayout
+from slipstream.weight_sync.layout import SourceLayout
 
 ODD = {**MIXED, "vocab_size": 97, "num_experts": 6, "tie_word_embeddings": True}
 """Rows and experts that do not divide evenly."""

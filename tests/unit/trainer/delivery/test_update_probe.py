@@ -5,11 +5,11 @@ import torch
 from cases.rank_helpers import make_rank
 from cases.tiny_models import MOE
 
-from conf.schema import DType, MergeRounding, TrainMode, WeightSyncConfig
-from trainer.delivery.merged_source import TrainerWeightSource
-from trainer.rank import TrainerRank
-from trainer.weights.quantization import BlockFp8
-from trainer.weights.shards import HeldTensor, local_shards
+from slipstream.conf.schema import DType, MergeRounding, TrainMode, WeightSyncConfig
+from slipstream.trainer.delivery.merged_source import TrainerWeightSource
+from slipstream.trainer.rank import TrainerRank
+from slipstream.trainer.weights.quantization import BlockFp8
+from slipstream.trainer.weights.shards import HeldTensor, local_shards
 
 
 def rank_with_updates_of(std: float, rounding: MergeRounding, **options: object) -> TrainerRank:

@@ -24,12 +24,12 @@ from cases.tiny_models import (
 )
 from fakes.torch_operations import TorchOperations
 
-from conf.schema import LoraConfig, TrainMode
-from trainer.delivery.adapter_source import AdapterSource
-from trainer.engine_ops.engine_forward import SlotForward
-from trainer.engine_ops.published_adapters import Factors, PublishedAdapters
-from trainer.model.layer import DecoderLayer
-from weight_sync.layout import Region
+from slipstream.conf.schema import LoraConfig, TrainMode
+from slipstream.trainer.delivery.adapter_source import AdapterSource
+from slipstream.trainer.engine_ops.engine_forward import SlotForward
+from slipstream.trainer.engine_ops.published_adapters import Factors, PublishedAdapters
+from slipstream.trainer.model.layer import DecoderLayer
+from slipstream.weight_sync.layout import Region
 
 RANK_OF_SLOTS = 8
 

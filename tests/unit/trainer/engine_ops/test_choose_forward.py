@@ -11,13 +11,13 @@ import torch
 from cases.tiny_models import DEEPSEEK, DENSE, GPT_OSS, by_place, logits_of, make_decoder, packed, trainer_config
 from torch import Tensor
 
-from conf.architecture.families import read_config
-from conf.schema import AttentionValues
-from trainer.engine_ops.choose_forward import choose_forward
-from trainer.engine_ops.vllm_attention import refusal_of_engine_attention
-from trainer.errors import TrainerError
-from trainer.model.forward import Forward
-from trainer.model.packed_sequences import PackedSequences
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.schema import AttentionValues
+from slipstream.trainer.engine_ops.choose_forward import choose_forward
+from slipstream.trainer.engine_ops.vllm_attention import refusal_of_engine_attention
+from slipstream.trainer.errors import TrainerError
+from slipstream.trainer.model.forward import Forward
+from slipstream.trainer.model.packed_sequences import PackedSequences
 
 CPU, SPEC = torch.device("cpu"), read_config(DENSE)
 CALLS: list[tuple[float, int | None]] = []
@@ -65,8 +65,8 @@ def test_the_engines_kernel_computes_every_layers_attention(config: dict[str, ob
 
 def test_a_recomputed_layer_takes_the_kept_values() -> None:
     """Checkpointing does not call the kernel again: what backward starts from are the first call's values."""
-    from trainer.model.attend import AttentionBackend, attend
-    from trainer.model.flash_attention import KeptAttention
+    from slipstream.trainer.model.attend import AttentionBackend, attend
+    from slipstream.trainer.model.flash_attention import KeptAttention
 
     q, k, v = (torch.randn(7, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     sequences = PackedSequences.from_cu_seqlens(torch.tensor([0, 3, 7]), 7, CPU)
@@ -114,7 +114,7 @@ def test_each_reason_is_told(change: dict[str, object], dtype: torch.dtype, majo
 
 def test_log_sums_are_cut_out_as_the_rows_they_belong_to() -> None:
     """For cuDNN, which takes sequences of one length at a time; zeros where it pads."""
-    from trainer.model.flash_attention import cut_out, cut_out_log_sums, runs_of_equal_length
+    from slipstream.trainer.model.flash_attention import cut_out, cut_out_log_sums, runs_of_equal_length
 
     starts = (0, 130, 260, 260, 300)
     rows = torch.randn(300, 4)

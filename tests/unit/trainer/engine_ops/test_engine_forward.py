@@ -23,11 +23,11 @@ from cases.tiny_models import (
 from fakes.torch_operations import TorchOperations
 from torch import Tensor
 
-from conf.schema import TrainMode
-from trainer.delivery.merged_source import TrainerWeightSource
-from trainer.engine_ops.engine_forward import EngineForward
-from trainer.lora import Linear
-from weight_sync.layout import Region
+from slipstream.conf.schema import TrainMode
+from slipstream.trainer.delivery.merged_source import TrainerWeightSource
+from slipstream.trainer.engine_ops.engine_forward import EngineForward
+from slipstream.trainer.lora import Linear
+from slipstream.weight_sync.layout import Region
 
 
 def forward_of(operations: TorchOperations, ranks: int = 1) -> EngineForward:

@@ -19,12 +19,12 @@ from cases.tiny_models import (
 )
 from torch import Tensor
 
-from trainer.delivery.merged_source import TrainerWeightSource
-from trainer.engine_ops.merged_forward import MergedForward
-from trainer.model.decoder import Decoder
-from trainer.model.forward import Forward
-from trainer.weights.loading import load_weights
-from weight_sync.layout import Region
+from slipstream.trainer.delivery.merged_source import TrainerWeightSource
+from slipstream.trainer.engine_ops.merged_forward import MergedForward
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.model.forward import Forward
+from slipstream.trainer.weights.loading import load_weights
+from slipstream.weight_sync.layout import Region
 
 MODELS = {"dense": DENSE, "moe": MOE, "deepseek": DEEPSEEK, "glm": GLM, "gpt_oss": GPT_OSS}
 

@@ -17,23 +17,23 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from conf.architecture.activation import SWIGLU
-from conf.schema import MAX_EXPERT_RANK
-from trainer.kernels.adamw_update import Codes, adamw_triton
-from trainer.kernels.experts import grouped_gemm, low_rank
-from trainer.kernels.experts.gather import gather_project_triton
-from trainer.kernels.experts.groups import RowGroups
-from trainer.kernels.experts.low_rank import (
+from slipstream.conf.architecture.activation import SWIGLU
+from slipstream.conf.schema import MAX_EXPERT_RANK
+from slipstream.trainer.kernels.adamw_update import Codes, adamw_triton
+from slipstream.trainer.kernels.experts import grouped_gemm, low_rank
+from slipstream.trainer.kernels.experts.gather import gather_project_triton
+from slipstream.trainer.kernels.experts.groups import RowGroups
+from slipstream.trainer.kernels.experts.low_rank import (
     add_dense_low_rank_triton,
     add_low_rank_triton,
     low_rank_gradient_triton,
 )
-from trainer.kernels.experts.swiglu import InnerAdapter, activate_backward_triton, activate_triton
-from trainer.moe.grouped import GroupedBackend, grouped_product
-from trainer.weights import merge_kernel
-from trainer.weights.merge_operands import MergeOperands
-from weight_sync import change_kernels
-from weight_sync.changes import TILE
+from slipstream.trainer.kernels.experts.swiglu import InnerAdapter, activate_backward_triton, activate_triton
+from slipstream.trainer.moe.grouped import GroupedBackend, grouped_product
+from slipstream.trainer.weights import merge_kernel
+from slipstream.trainer.weights.merge_operands import MergeOperands
+from slipstream.weight_sync import change_kernels
+from slipstream.weight_sync.changes import TILE
 
 BLOCK_SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """The most that a thread block gets, by compute capability."""

@@ -15,20 +15,20 @@ import pytest
 import torch
 from cases.kernel_cases import CASES
 
-from conf.schema import CombineMode
-from trainer.kernels import log_softmax
-from trainer.kernels.experts.combine import weighted_sum
-from trainer.kernels.experts.dequant import dequantize_int4, dequantize_mxfp4
-from trainer.kernels.experts.gather import PROJECT
-from trainer.kernels.experts.low_rank import ADD, GRADIENT
-from trainer.kernels.experts.swiglu import (
+from slipstream.conf.schema import CombineMode
+from slipstream.trainer.kernels import log_softmax
+from slipstream.trainer.kernels.experts.combine import weighted_sum
+from slipstream.trainer.kernels.experts.dequant import dequantize_int4, dequantize_mxfp4
+from slipstream.trainer.kernels.experts.gather import PROJECT
+from slipstream.trainer.kernels.experts.low_rank import ADD, GRADIENT
+from slipstream.trainer.kernels.experts.swiglu import (
     ADAPTED,
     ADAPTED_BACKWARD,
     BACKWARD,
     FORWARD,
     TABLE_ROWS,
 )
-from trainer.kernels.launch import Tiling, tiling_of
+from slipstream.trainer.kernels.launch import Tiling, tiling_of
 
 
 @pytest.fixture(scope="module")

@@ -10,17 +10,17 @@ import torch.nn.functional as F
 from cases.tiny_models import DEEPSEEK, DENSE, GPT_OSS, MOE, by_place, logits_of, make_decoder, packed, trainer_config
 from torch import Tensor
 
-from conf.architecture.activation import CLAMPED_SWIGLU, SWIGLU
-from conf.schema import CombineMode, Rounding, RoutedScale, RouterFormat, RouterLogits
-from trainer.kernels.dense_activation import silu_product
-from trainer.kernels.experts.groups import RowGroups
-from trainer.kernels.experts.route import route
-from trainer.kernels.experts.swiglu import activate
-from trainer.kernels.residual import residual_sum
-from trainer.kernels.rms_norm import add_rms_norm, norm_rotate, rms_norm
-from trainer.lora import Linear
-from trainer.model.dense_mlp import DenseMlp
-from trainer.model.forward import Forward
+from slipstream.conf.architecture.activation import CLAMPED_SWIGLU, SWIGLU
+from slipstream.conf.schema import CombineMode, Rounding, RoutedScale, RouterFormat, RouterLogits
+from slipstream.trainer.kernels.dense_activation import silu_product
+from slipstream.trainer.kernels.experts.groups import RowGroups
+from slipstream.trainer.kernels.experts.route import route
+from slipstream.trainer.kernels.experts.swiglu import activate
+from slipstream.trainer.kernels.residual import residual_sum
+from slipstream.trainer.kernels.rms_norm import add_rms_norm, norm_rotate, rms_norm
+from slipstream.trainer.lora import Linear
+from slipstream.trainer.model.dense_mlp import DenseMlp
+from slipstream.trainer.model.forward import Forward
 
 EPS = 1e-6
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from conf.schema import LoraConfig
-from trainer.lora import Linear, apply_together
+from slipstream.conf.schema import LoraConfig
+from slipstream.trainer.lora import Linear, apply_together
 
 
 @pytest.mark.parametrize("bias", [False, True])

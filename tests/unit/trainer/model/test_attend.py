@@ -11,15 +11,15 @@ import math
 import pytest
 import torch
 
-from trainer.model.attend import refusal_of
-from trainer.model.flash_attention import (
+from slipstream.trainer.model.attend import refusal_of
+from slipstream.trainer.model.flash_attention import (
     KeptAttention,
     cut_out,
     padded_length,
     put_back,
     runs_of_equal_length,
 )
-from trainer.model.packed_sequences import PackedSequences
+from slipstream.trainer.model.packed_sequences import PackedSequences
 
 
 def test_few_padded_lengths_and_little_padding():

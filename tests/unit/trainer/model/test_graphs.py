@@ -10,10 +10,17 @@ from cases.tiny_models import DEEPSEEK, GPT_OSS, MIXED, MOE, make_decoder, packe
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.model import graphs as graphs_module
-from trainer.model.decoder import Decoder
-from trainer.model.graphs import DecoderGraphs, GraphInputs, GraphSize, graph_size, padded_starts, refusal_of_graphs
-from trainer.moe.replay import RecordedRoutes
+from slipstream.trainer.model import graphs as graphs_module
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.model.graphs import (
+    DecoderGraphs,
+    GraphInputs,
+    GraphSize,
+    graph_size,
+    padded_starts,
+    refusal_of_graphs,
+)
+from slipstream.trainer.moe.replay import RecordedRoutes
 
 CPU = torch.device("cpu")
 SOME_LENGTHS = st.lists(st.integers(1, 3000), min_size=1, max_size=60)

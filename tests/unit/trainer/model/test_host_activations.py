@@ -28,10 +28,10 @@ from cases.tiny_models import (
 )
 from torch import Tensor
 
-from trainer.model import host_activations
-from trainer.model.decoder import Decoder
-from trainer.model.host_activations import HostLayer, HostPool, HostStack, MovedTensor
-from trainer.moe import routed
+from slipstream.trainer.model import host_activations
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.model.host_activations import HostLayer, HostPool, HostStack, MovedTensor
+from slipstream.trainer.moe import routed
 
 FAMILIES = {"moe": MOE, "dense_and_moe": MIXED, "latent_attention": DEEPSEEK, "sinks": GPT_OSS}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.model.logprobs import token_logprobs
+from slipstream.trainer.model.logprobs import token_logprobs
 
 T, H, V = 23, 16, 50
 

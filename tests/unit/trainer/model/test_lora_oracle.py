@@ -33,11 +33,11 @@ from cases.tiny_models import (
 )
 from torch import Tensor, nn
 
-from conf.schema import MlaNormEps, OptimConfig
-from trainer.adapter_io import PREFIX, load_adapter, pack_expert_a, pack_expert_b, save_adapter
-from trainer.model.decoder import Decoder
-from trainer.step.optim import ShardedAdamW, TrainableShard
-from trainer.weights.fused_experts import interleave
+from slipstream.conf.schema import MlaNormEps, OptimConfig
+from slipstream.trainer.adapter_io import PREFIX, load_adapter, pack_expert_a, pack_expert_b, save_adapter
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.step.optim import ShardedAdamW, TrainableShard
+from slipstream.trainer.weights.fused_experts import interleave
 
 MODELS = {
     "dense": DENSE, "moe": MIXED, "llama": LLAMA, "glm": GLM, "glm_lite": GLM_LITE, "deepseek": DEEPSEEK,

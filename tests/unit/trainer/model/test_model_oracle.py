@@ -37,12 +37,12 @@ from cases.tiny_models import (
     trainer_config,
 )
 
-from conf.errors import ConfigError
-from conf.schema import MlaNormEps, TrainMode
-from trainer.kernels import delta_rule
-from trainer.model import delta_net
-from trainer.model.attend import AttentionBackend, attend
-from trainer.model.packed_sequences import PackedSequences
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import MlaNormEps, TrainMode
+from slipstream.trainer.kernels import delta_rule
+from slipstream.trainer.model import delta_net
+from slipstream.trainer.model.attend import AttentionBackend, attend
+from slipstream.trainer.model.packed_sequences import PackedSequences
 
 CONFIGS = {
     "dense": DENSE,

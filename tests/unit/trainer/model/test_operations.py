@@ -22,7 +22,7 @@ from cases.tiny_models import (
     packed,
 )
 
-from trainer.model.comparison import decoder_steps, run_chained, run_isolated
+from slipstream.trainer.model.comparison import decoder_steps, run_chained, run_isolated
 
 FAMILIES = {
     "llama": LLAMA, "qwen3": DENSE, "qwen3_moe": MIXED, "glm4_moe": GLM, "gpt_oss": GPT_OSS, "mla": DEEPSEEK,

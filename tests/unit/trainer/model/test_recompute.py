@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.model.forward import Forward
-from trainer.recompute import Recomputed, recomputation
+from slipstream.trainer.model.forward import Forward
+from slipstream.trainer.recompute import Recomputed, recomputation
 
 
 class Part(nn.Module):

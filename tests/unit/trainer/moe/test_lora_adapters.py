@@ -20,10 +20,10 @@ from cases.tiny_models import (
     trainer_config,
 )
 
-from conf.errors import ConfigError
-from conf.schema import LoraConfig, TrainMode
-from trainer.lora import Linear
-from trainer.moe.experts import Experts
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import LoraConfig, TrainMode
+from slipstream.trainer.lora import Linear
+from slipstream.trainer.moe.experts import Experts
 
 
 def test_fresh_adapters_change_nothing():

@@ -28,15 +28,15 @@ from cases.tiny_models import MIXED, logits_of, make_decoder, packed, probe_loss
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from conf.architecture.activation import CLAMPED_SWIGLU, SWIGLU
-from conf.architecture.model_spec import ExpertFormat
-from trainer.adapter_io import pack_expert_a, pack_expert_b
-from trainer.kernels.experts.dequant import GROUP
-from trainer.kernels.experts.groups import RowGroups
-from trainer.moe import dispatch, routed
-from trainer.moe.bank import Towards, UnpackBuffers
-from trainer.moe.dispatch import plan_dispatch
-from trainer.moe.experts import Experts
+from slipstream.conf.architecture.activation import CLAMPED_SWIGLU, SWIGLU
+from slipstream.conf.architecture.model_spec import ExpertFormat
+from slipstream.trainer.adapter_io import pack_expert_a, pack_expert_b
+from slipstream.trainer.kernels.experts.dequant import GROUP
+from slipstream.trainer.kernels.experts.groups import RowGroups
+from slipstream.trainer.moe import dispatch, routed
+from slipstream.trainer.moe.bank import Towards, UnpackBuffers
+from slipstream.trainer.moe.dispatch import plan_dispatch
+from slipstream.trainer.moe.experts import Experts
 
 
 def oracle_experts(experts: Experts) -> Any:

@@ -15,10 +15,10 @@ from cases.parallel_worker import Scenario, reference, run_ranks
 from cases.tiny_models import DEEPSEEK, DENSE, GPT_OSS, GPT_OSS_MXFP4, KIMI_INT4, MIXED, MOE, relative_error
 from safetensors.torch import load_file
 
-from conf.architecture.families import read_config
-from conf.schema import TrainMode
-from trainer.weights.loading import CheckpointReader, RandomReader
-from weight_sync.layout import Region
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.schema import TrainMode
+from slipstream.trainer.weights.loading import CheckpointReader, RandomReader
+from slipstream.weight_sync.layout import Region
 
 UNEVEN = {**MIXED, "num_experts": 7, "vocab_size": 97, "tie_word_embeddings": True}
 """Rows and local experts that no rank count divides; one table for embedding and head."""

@@ -6,11 +6,11 @@ import pytest
 import torch
 from cases.tiny_models import AS_TRANSFORMERS
 
-from conf.architecture.model_spec import MoeSpec, RouterScore
-from conf.schema import Roundings, RouterLogits
-from trainer.kernels.experts.groups import RowGroups
-from trainer.moe.dispatch import plan_dispatch
-from trainer.moe.grouped import (
+from slipstream.conf.architecture.model_spec import MoeSpec, RouterScore
+from slipstream.conf.schema import Roundings, RouterLogits
+from slipstream.trainer.kernels.experts.groups import RowGroups
+from slipstream.trainer.moe.dispatch import plan_dispatch
+from slipstream.trainer.moe.grouped import (
     LIGHT_FLOP,
     GroupedBackend,
     backend_of_product,
@@ -18,7 +18,7 @@ from trainer.moe.grouped import (
     grouped_gradient,
     grouped_product,
 )
-from trainer.moe.router import Router
+from slipstream.trainer.moe.router import Router
 
 CPU = torch.device("cpu")
 

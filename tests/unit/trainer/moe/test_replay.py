@@ -35,11 +35,11 @@ from cases.tiny_models import (
 )
 from torch import Tensor, nn
 
-from conf.architecture.model_spec import MoeSpec, RouterScore
-from conf.schema import MlaNormEps, TrainMode
-from trainer.model.decoder import Decoder
-from trainer.moe.replay import RecordedRoutes
-from trainer.parallel import ParallelLayout
+from slipstream.conf.architecture.model_spec import MoeSpec, RouterScore
+from slipstream.conf.schema import MlaNormEps, TrainMode
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.moe.replay import RecordedRoutes
+from slipstream.trainer.parallel import ParallelLayout
 
 FAMILIES = {
     "qwen3": MOE,

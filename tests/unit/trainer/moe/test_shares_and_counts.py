@@ -8,8 +8,8 @@ from math import gcd
 import pytest
 import torch
 
-from trainer.moe.expert_placement import expert_shares
-from trainer.moe.replay import RecordedRoutes
+from slipstream.trainer.moe.expert_placement import expert_shares
+from slipstream.trainer.moe.replay import RecordedRoutes
 
 
 @pytest.mark.parametrize(("num_experts", "ep_size"), [(3, 2), (6, 4), (10, 4), (12, 8), (384, 256)])

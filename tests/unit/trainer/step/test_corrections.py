@@ -10,10 +10,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from conf.schema import AlgorithmConfig, Correction, Normalization, RatioBaseline
-from trainer.step.corrections import LOG_RATIO_BOUND
-from trainer.step.loss import CountedTokens, PolicyLoss, policy_loss
-from trainer.types import Denominators
+from slipstream.conf.schema import AlgorithmConfig, Correction, Normalization, RatioBaseline
+from slipstream.trainer.step.corrections import LOG_RATIO_BOUND
+from slipstream.trainer.step.loss import CountedTokens, PolicyLoss, policy_loss
+from slipstream.trainer.types import Denominators
 
 
 class Sequence(NamedTuple):

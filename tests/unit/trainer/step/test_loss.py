@@ -12,11 +12,11 @@ from fakes.loop import MAXIMA, SUMS, VECTORS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conf.schema import AlgorithmConfig, Correction, KlEstimator, KlPlace, Normalization, RatioBaseline
-from trainer.step.corrections import LOG_RATIO_BOUND
-from trainer.step.loss import CountedTokens, LossAccumulator, PolicyLoss, policy_loss, sft_loss
-from trainer.step.surrogates import LossTokens, clipped_loss
-from trainer.types import Denominators, Sample
+from slipstream.conf.schema import AlgorithmConfig, Correction, KlEstimator, KlPlace, Normalization, RatioBaseline
+from slipstream.trainer.step.corrections import LOG_RATIO_BOUND
+from slipstream.trainer.step.loss import CountedTokens, LossAccumulator, PolicyLoss, policy_loss, sft_loss
+from slipstream.trainer.step.surrogates import LossTokens, clipped_loss
+from slipstream.trainer.types import Denominators, Sample
 
 TRAINER = AlgorithmConfig(ratio_baseline=RatioBaseline.trainer, correction=Correction.tis, correction_max=2.0)
 ROLLOUT = AlgorithmConfig(
@@ -185,7 +185,7 @@ def test_a_loss_sees_every_field_of_its_tokens(monkeypatch):
         seen.update({field.name: getattr(tokens, field.name) for field in fields(LossTokens)})
         return clipped_loss(tokens, algorithm)
 
-    monkeypatch.setattr("trainer.step.loss.loss_function", lambda name: loss)
+    monkeypatch.setattr("slipstream.trainer.step.loss.loss_function", lambda name: loss)
     logprobs, entropy = torch.tensor([-0.5, -0.75]), torch.tensor([4.0, 5.0])
     for algorithm, old in ((TRAINER, "old_logprobs_N"), (ROLLOUT, "rollout_logprobs_N")):
         policy_loss(logprobs, entropy, CountedTokens(**given), algorithm, Denominators(2, 2, 9))

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.step.microbatches import Microbatch, collate, pack, sample_cost
-from trainer.types import Sample
+from slipstream.trainer.step.microbatches import Microbatch, collate, pack, sample_cost
+from slipstream.trainer.types import Sample
 
 lengths_strategy = st.lists(st.integers(1, 400), max_size=60)
 

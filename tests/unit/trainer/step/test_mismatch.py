@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.step.mismatch import measure_mismatch
-from trainer.step.mismatch_bins import BINS_PER_DECADE, POSITION_STARTS, quantile
+from slipstream.trainer.step.mismatch import measure_mismatch
+from slipstream.trainer.step.mismatch_bins import BINS_PER_DECADE, POSITION_STARTS, quantile
 
 
 @settings(deadline=None, max_examples=60)

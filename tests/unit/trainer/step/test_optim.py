@@ -10,9 +10,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from conf.schema import OptimConfig, OptimState
-from trainer.errors import TrainerError
-from trainer.step.optim import ShardedAdamW, TrainableShard, learning_rate
+from slipstream.conf.schema import OptimConfig, OptimState
+from slipstream.trainer.errors import TrainerError
+from slipstream.trainer.step.optim import ShardedAdamW, TrainableShard, learning_rate
 
 CPU = torch.device("cpu")
 

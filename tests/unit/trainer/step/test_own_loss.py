@@ -11,9 +11,9 @@ import pytest
 import torch
 from oracles.cases import Case, ours
 
-from conf.errors import ConfigError, SlipstreamError
-from conf.schema import AlgorithmConfig
-from trainer.step.own_loss import loss_function, try_loss
+from slipstream.conf.errors import ConfigError, SlipstreamError
+from slipstream.conf.schema import AlgorithmConfig
+from slipstream.trainer.step.own_loss import loss_function, try_loss
 
 OWN = '''
 import torch
@@ -83,7 +83,7 @@ def test_a_file_that_is_not_there_is_named():
 def test_it_is_tried_in_a_process_of_its_own(path):
     """As before a run: the last line of its errors is the message, and no traceback."""
     tried = subprocess.run(
-        [sys.executable, "-m", "trainer.step.own_loss"],
+        [sys.executable, "-m", "slipstream.trainer.step.own_loss"],
         input=pickle.dumps(AlgorithmConfig(loss=f"{path}:mean")),
         capture_output=True,
         timeout=100,

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from conf.schema import AlgorithmConfig, KlEstimator, KlPlace
-from trainer.step.loss import CountedTokens, PolicyLoss
-from trainer.step.microbatches import collate
-from trainer.step.policy_forward import PolicyForward
-from trainer.types import Denominators, Sample
+from slipstream.conf.schema import AlgorithmConfig, KlEstimator, KlPlace
+from slipstream.trainer.step.loss import CountedTokens, PolicyLoss
+from slipstream.trainer.step.microbatches import collate
+from slipstream.trainer.step.policy_forward import PolicyForward
+from slipstream.trainer.types import Denominators, Sample
 
 
 def sample_of(token_ids: list[int], num_prompt: int, **more: Any) -> Sample:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from oracles.cases import DPO_CASES, our_dpo
 
-from conf.schema import AlgorithmConfig, Objective
-from trainer.step.loss import CountedTokens
-from trainer.step.preference_loss import dpo_loss
-from trainer.types import Denominators
+from slipstream.conf.schema import AlgorithmConfig, Objective
+from slipstream.trainer.step.loss import CountedTokens
+from slipstream.trainer.step.preference_loss import dpo_loss
+from slipstream.trainer.types import Denominators
 
 RECORDED = json.loads((Path(__file__).parents[3] / "oracles" / "recorded.json").read_text())["cases"]
 DPO = AlgorithmConfig(objective=Objective.dpo, dpo_beta=0.5)

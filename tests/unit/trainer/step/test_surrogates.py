@@ -10,9 +10,9 @@ import pytest
 import torch
 from oracles.cases import CASES, inputs, ours
 
-from conf.schema import SHIPPED_LOSSES, AlgorithmConfig, KlEstimator
-from trainer.step.kl import kl_estimates
-from trainer.step.surrogates import LOSSES, LossTokens
+from slipstream.conf.schema import SHIPPED_LOSSES, AlgorithmConfig, KlEstimator
+from slipstream.trainer.step.kl import kl_estimates
+from slipstream.trainer.step.surrogates import LOSSES, LossTokens
 
 RECORDED = json.loads((Path(__file__).parents[3] / "oracles" / "recorded.json").read_text())["cases"]
 

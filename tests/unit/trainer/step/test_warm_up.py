@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from conf.architecture.model_spec import MoeSpec
-from conf.schema import AlgorithmConfig, Normalization, ParityConfig, TrainerConfig, TrainMode
-from trainer.errors import TrainerError
-from trainer.rank import TrainerRank
-from trainer.step.microbatches import pack
-from trainer.step.warm_up import full_microbatch, made_up_samples
+from slipstream.conf.architecture.model_spec import MoeSpec
+from slipstream.conf.schema import AlgorithmConfig, Normalization, ParityConfig, TrainerConfig, TrainMode
+from slipstream.trainer.errors import TrainerError
+from slipstream.trainer.rank import TrainerRank
+from slipstream.trainer.step.microbatches import pack
+from slipstream.trainer.step.warm_up import full_microbatch, made_up_samples
 
 KL = AlgorithmConfig(kl_coef=0.1)
 

@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from conf.errors import ConfigError
-from conf.schema import Device, DType, MergeRounding, TrainerConfig, TrainMode, WeightSyncConfig
-from trainer.delivery.merged_source import TrainerWeightSource
-from trainer.delivery.planned_layouts import PlannedTrainer
-from trainer.errors import LayoutError
-from trainer.rank import TrainerRank
-from trainer.weights.block_scales import ScaleRun
-from trainer.weights.quantization import (
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import Device, DType, MergeRounding, TrainerConfig, TrainMode, WeightSyncConfig
+from slipstream.trainer.delivery.merged_source import TrainerWeightSource
+from slipstream.trainer.delivery.planned_layouts import PlannedTrainer
+from slipstream.trainer.errors import LayoutError
+from slipstream.trainer.rank import TrainerRank
+from slipstream.trainer.weights.block_scales import ScaleRun
+from slipstream.trainer.weights.quantization import (
     BLOCK,
     SCALE_SUFFIX,
     BlockFp8,
@@ -32,9 +32,9 @@ from trainer.weights.quantization import (
     shared_blocks,
     touched_blocks,
 )
-from trainer.weights.shards import local_shards
-from weight_sync.layout import Region, TensorMeta
-from weight_sync.publish.packing import PackedRead
+from slipstream.trainer.weights.shards import local_shards
+from slipstream.weight_sync.layout import Region, TensorMeta
+from slipstream.weight_sync.publish.packing import PackedRead
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 CONFIG: dict[str, Any] = {
@@ -332,7 +332,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_ranks(ranks, tmp_path):
 
 def test_layouts_and_temporary_bytes_are_foretold(ranks):
     quantization = BlockFp8.from_hf_config(QUANTIZED)
-    from conf.architecture.families import read_config
+    from slipstream.conf.architecture.families import read_config
 
     spec = read_config(QUANTIZED)
     for _, parts in ranks:

@@ -11,9 +11,9 @@ from cases.tiny_models import GPT_OSS, make_decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.weights.fused_experts import FusedTensor, deinterleave, interleave
-from trainer.weights.shards import local_shards
-from weight_sync.layout import Region
+from slipstream.trainer.weights.fused_experts import FusedTensor, deinterleave, interleave
+from slipstream.trainer.weights.shards import local_shards
+from slipstream.weight_sync.layout import Region
 
 DECODER = make_decoder(GPT_OSS)
 FUSED = {held.tensor: held for held in local_shards(DECODER) if isinstance(held, FusedTensor)}

@@ -14,11 +14,11 @@ from cases.tiny_models import DEEPSEEK, DENSE, MIXED, SpreadReader, make_decoder
 from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 
-from conf.architecture.families import read_config
-from conf.schema import Init, ModelConfig
-from trainer.adapter_io import save_merged
-from trainer.errors import CheckpointError
-from trainer.weights.loading import (
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.schema import Init, ModelConfig
+from slipstream.trainer.adapter_io import save_merged
+from slipstream.trainer.errors import CheckpointError
+from slipstream.trainer.weights.loading import (
     CheckpointReader,
     RandomReader,
     fill_uniform,
@@ -26,8 +26,8 @@ from trainer.weights.loading import (
     open_reader,
     stream_key,
 )
-from weight_sync.disk.safetensors_files import INDEX_NAME
-from weight_sync.layout import Region
+from slipstream.weight_sync.disk.safetensors_files import INDEX_NAME
+from slipstream.weight_sync.layout import Region
 
 SPEC = read_config(MIXED)
 

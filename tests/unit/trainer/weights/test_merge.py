@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from trainer.weights.merge import ALIGNMENT_BYTES, merger
-from trainer.weights.quantization import MERGE_ROWS
-from trainer.weights.row_runs import LoraDelta, RowRun, Rows
+from slipstream.trainer.weights.merge import ALIGNMENT_BYTES, merger
+from slipstream.trainer.weights.quantization import MERGE_ROWS
+from slipstream.trainer.weights.row_runs import LoraDelta, RowRun, Rows
 
 
 def make_factors(num_factors: int, rows: int, columns: int, rank: int, dtype: torch.dtype, is_aligned: bool):

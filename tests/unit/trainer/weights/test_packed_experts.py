@@ -34,19 +34,28 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from conf.architecture.families import read_config
-from conf.architecture.model_spec import ModelSpec
-from conf.errors import ConfigError
-from conf.schema import AlgorithmConfig, DType, LoraConfig, MlaNormEps, Objective, OptimConfig, OptimState, TrainMode
-from trainer.adapter_io import save_adapter, save_merged
-from trainer.delivery.adapter_source import AdapterSource
-from trainer.errors import CheckpointError, LayoutError
-from trainer.model.build_decoder import build_decoder
-from trainer.model.decoder import Decoder
-from trainer.parallel import ParallelLayout
-from trainer.weights.loading import CheckpointReader, RandomReader, load_weights
-from trainer.weights.packed_experts import forget_unpacked, packed_tensors
-from weight_sync.layout import Region
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import (
+    AlgorithmConfig,
+    DType,
+    LoraConfig,
+    MlaNormEps,
+    Objective,
+    OptimConfig,
+    OptimState,
+    TrainMode,
+)
+from slipstream.trainer.adapter_io import save_adapter, save_merged
+from slipstream.trainer.delivery.adapter_source import AdapterSource
+from slipstream.trainer.errors import CheckpointError, LayoutError
+from slipstream.trainer.model.build_decoder import build_decoder
+from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.parallel import ParallelLayout
+from slipstream.trainer.weights.loading import CheckpointReader, RandomReader, load_weights
+from slipstream.trainer.weights.packed_experts import forget_unpacked, packed_tensors
+from slipstream.weight_sync.layout import Region
 
 MODELS = {"int4": KIMI_INT4, "mxfp4": GPT_OSS_MXFP4}
 

@@ -38,11 +38,11 @@ from cases.tiny_models import (
 )
 from safetensors.torch import load_file, save_file
 
-from conf.architecture.families import read_config
-from conf.errors import ConfigError
-from conf.schema import LoraConfig
-from trainer.adapter_io import load_adapter, save_adapter
-from trainer.weights.stored_adapter import (
+from slipstream.conf.architecture.families import read_config
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.schema import LoraConfig
+from slipstream.trainer.adapter_io import load_adapter, save_adapter
+from slipstream.trainer.weights.stored_adapter import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     NEUTRAL,

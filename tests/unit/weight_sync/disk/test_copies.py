@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_sync.disk.copies import Columns, Converted, Held, Run, blocks_of, compile_copies, split
-from weight_sync.disk.tensor_source import TensorSource
-from weight_sync.layout import Region, TensorMeta
-from weight_sync.publish.packing import PackedRead
+from slipstream.weight_sync.disk.copies import Columns, Converted, Held, Run, blocks_of, compile_copies, split
+from slipstream.weight_sync.disk.tensor_source import TensorSource
+from slipstream.weight_sync.layout import Region, TensorMeta
+from slipstream.weight_sync.publish.packing import PackedRead
 
 
 def values(shape: tuple[int, ...], dtype: str = "float32") -> torch.Tensor:

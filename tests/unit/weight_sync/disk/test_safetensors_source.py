@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from conf.errors import ConfigError
-from weight_sync.disk.safetensors_files import INDEX_NAME, StoredTensor, read_index
-from weight_sync.disk.safetensors_source import Checkpoint, plan_blocks
-from weight_sync.errors import WeightSyncError
-from weight_sync.layout import Region
-from weight_sync.plan.plan import build_plan
-from weight_sync.publish.pipeline import Pipeline
+from slipstream.conf.errors import ConfigError
+from slipstream.weight_sync.disk.safetensors_files import INDEX_NAME, StoredTensor, read_index
+from slipstream.weight_sync.disk.safetensors_source import Checkpoint, plan_blocks
+from slipstream.weight_sync.errors import WeightSyncError
+from slipstream.weight_sync.layout import Region
+from slipstream.weight_sync.plan.plan import build_plan
+from slipstream.weight_sync.publish.pipeline import Pipeline
 
 
 def save(folder: Path, tensors: dict[str, torch.Tensor], num_files: int = 2) -> None:

@@ -24,14 +24,23 @@ from cases.layouts import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weight_sync.errors import PlanError
-from weight_sync.layout import DestLayout, Load, Param, PostLoad, Region, SourceLayout, SourceShard, TensorMeta
-from weight_sync.plan.chunks import MAX_RUNS
-from weight_sync.plan.plan import SHARES_PER_SOURCE, build_plan
-from weight_sync.plan.proof import prove_coverage
-from weight_sync.plan.schedule import MIN_SHARED_BYTES
-from weight_sync.plan.tasks import MESH_GROUPS, Task, TaskTable
-from weight_sync.plan.transfer_plan import TransferPlan, rank_plan_from_wire
+from slipstream.weight_sync.errors import PlanError
+from slipstream.weight_sync.layout import (
+    DestLayout,
+    Load,
+    Param,
+    PostLoad,
+    Region,
+    SourceLayout,
+    SourceShard,
+    TensorMeta,
+)
+from slipstream.weight_sync.plan.chunks import MAX_RUNS
+from slipstream.weight_sync.plan.plan import SHARES_PER_SOURCE, build_plan
+from slipstream.weight_sync.plan.proof import prove_coverage
+from slipstream.weight_sync.plan.schedule import MIN_SHARED_BYTES
+from slipstream.weight_sync.plan.tasks import MESH_GROUPS, Task, TaskTable
+from slipstream.weight_sync.plan.transfer_plan import TransferPlan, rank_plan_from_wire
 
 PROPERTY = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]

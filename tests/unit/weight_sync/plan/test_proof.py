@@ -10,12 +10,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles.scalar_proof import prove_by_element
 
-from weight_sync.errors import PlanError
-from weight_sync.layout import DestLayout, Load, Param, PostLoad, Region, SourceLayout, SourceShard, TensorMeta
-from weight_sync.plan.plan import build_plan
-from weight_sync.plan.proof import prove_coverage
-from weight_sync.plan.tasks import DTYPES, MESH_GROUPS, Piece, Task, TaskTable
-from weight_sync.plan.transfer_plan import TransferPlan
+from slipstream.weight_sync.errors import PlanError
+from slipstream.weight_sync.layout import (
+    DestLayout,
+    Load,
+    Param,
+    PostLoad,
+    Region,
+    SourceLayout,
+    SourceShard,
+    TensorMeta,
+)
+from slipstream.weight_sync.plan.plan import build_plan
+from slipstream.weight_sync.plan.proof import prove_coverage
+from slipstream.weight_sync.plan.tasks import DTYPES, MESH_GROUPS, Piece, Task, TaskTable
+from slipstream.weight_sync.plan.transfer_plan import TransferPlan
 
 FEW = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 PIECE_KINDS = ("tensor", "start", "shape", "axes", "packed at")

@@ -10,17 +10,17 @@ from cases.layouts import systems
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weight_sync import integrity
-from weight_sync.errors import PlanError, WatermarkError
-from weight_sync.layout import DestLayout, Load, Param, Region, SourceLayout, SourceShard, TensorMeta
-from weight_sync.plan import budget as staging
-from weight_sync.plan.budget import Staging
-from weight_sync.plan.plan import build_plan
-from weight_sync.plan.tasks import MESH_GROUPS, Piece, Task, TaskTable
-from weight_sync.plan.transfer_plan import TransferPlan
-from weight_sync.prediction.links import Faults, LinkRates, Placement, nic_of, place
-from weight_sync.prediction.predict import Prediction, load_bytes, predict
-from weight_sync.publish import pipeline
+from slipstream.weight_sync import integrity
+from slipstream.weight_sync.errors import PlanError, WatermarkError
+from slipstream.weight_sync.layout import DestLayout, Load, Param, Region, SourceLayout, SourceShard, TensorMeta
+from slipstream.weight_sync.plan import budget as staging
+from slipstream.weight_sync.plan.budget import Staging
+from slipstream.weight_sync.plan.plan import build_plan
+from slipstream.weight_sync.plan.tasks import MESH_GROUPS, Piece, Task, TaskTable
+from slipstream.weight_sync.plan.transfer_plan import TransferPlan
+from slipstream.weight_sync.prediction.links import Faults, LinkRates, Placement, nic_of, place
+from slipstream.weight_sync.prediction.predict import Prediction, load_bytes, predict
+from slipstream.weight_sync.publish import pipeline
 
 PROPERTY = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]

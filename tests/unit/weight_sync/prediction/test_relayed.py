@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from weight_sync.layout import DestLayout, Load, Param, Region, SourceLayout, SourceShard, TensorMeta
-from weight_sync.plan.budget import Staging
-from weight_sync.plan.plan import build_plan
-from weight_sync.prediction.links import LinkRates, Placement, place
-from weight_sync.prediction.predict import Prediction, predict
-from weight_sync.prediction.relayed import neighbours, num_rounds, relay_s, written_alone
+from slipstream.weight_sync.layout import DestLayout, Load, Param, Region, SourceLayout, SourceShard, TensorMeta
+from slipstream.weight_sync.plan.budget import Staging
+from slipstream.weight_sync.plan.plan import build_plan
+from slipstream.weight_sync.prediction.links import LinkRates, Placement, place
+from slipstream.weight_sync.prediction.predict import Prediction, predict
+from slipstream.weight_sync.prediction.relayed import neighbours, num_rounds, relay_s, written_alone
 
 STAGING = Staging(watermark_bytes=1 << 22)
 WIRE = LinkRates(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from weight_sync.errors import ProtocolError
-from weight_sync.layout import Binding
-from weight_sync.publish.address_book import AddressBook
-from weight_sync.replica.messages import Bound, addresses_digest
+from slipstream.weight_sync.errors import ProtocolError
+from slipstream.weight_sync.layout import Binding
+from slipstream.weight_sync.publish.address_book import AddressBook
+from slipstream.weight_sync.replica.messages import Bound, addresses_digest
 
 BOTH, ONE = {"v": 16, "w": 32}, {"w": 48}
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from fakes.loop import publish_report
 
-from weight_sync.layout import Binding
-from weight_sync.publish.bases import Bases, joined_flags, with_changes
-from weight_sync.publish.landings import ALIGNMENT_BYTES, SKIPPED, ChangeSlots, Landing, part_of_zone
-from weight_sync.publish.report import ReplicaReport, joined
-from weight_sync.replica.landing import held_digest, zone_name
-from weight_sync.replica.messages import Expected
+from slipstream.weight_sync.layout import Binding
+from slipstream.weight_sync.publish.bases import Bases, joined_flags, with_changes
+from slipstream.weight_sync.publish.landings import ALIGNMENT_BYTES, SKIPPED, ChangeSlots, Landing, part_of_zone
+from slipstream.weight_sync.publish.report import ReplicaReport, joined
+from slipstream.weight_sync.replica.landing import held_digest, zone_name
+from slipstream.weight_sync.replica.messages import Expected
 
 FIRST, SECOND = (0, 0), (1, 0)
 

@@ -15,13 +15,13 @@ import pytest
 from cases.pipeline_world import HASH_BYTES, NUM_RANKS, UnclosableTransport, World, destinations, num_reads
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 
-from weight_sync.errors import TransferTimeout, TransportError
-from weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS
-from weight_sync.publish import lanes, pipeline
-from weight_sync.publish.lanes import Door, FreeSlots, PipelineResult, Replay
-from weight_sync.publish.pipeline import Pipeline
-from weight_sync.publish.staging_slots import Filled, Slots
-from weight_sync.publish.sums import Sums
+from slipstream.weight_sync.errors import TransferTimeout, TransportError
+from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS
+from slipstream.weight_sync.publish import lanes, pipeline
+from slipstream.weight_sync.publish.lanes import Door, FreeSlots, PipelineResult, Replay
+from slipstream.weight_sync.publish.pipeline import Pipeline
+from slipstream.weight_sync.publish.staging_slots import Filled, Slots
+from slipstream.weight_sync.publish.sums import Sums
 
 
 @pytest.fixture(autouse=True)

@@ -20,13 +20,13 @@ from cases.pipeline_world import (
 from fakes.memory_transport import Fault
 from fakes.publish import DictSource, engine_layout
 
-from weight_sync.errors import PlanError, TransportError, WatermarkError
-from weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
-from weight_sync.plan.budget import NUM_SLOTS, aligned, sums_bytes
-from weight_sync.plan.plan import build_plan
-from weight_sync.publish import lanes, staging_slots
-from weight_sync.publish import pipeline as pipeline_module
-from weight_sync.publish.pipeline import Pipeline
+from slipstream.weight_sync.errors import PlanError, TransportError, WatermarkError
+from slipstream.weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
+from slipstream.weight_sync.plan.budget import NUM_SLOTS, aligned, sums_bytes
+from slipstream.weight_sync.plan.plan import build_plan
+from slipstream.weight_sync.publish import lanes, staging_slots
+from slipstream.weight_sync.publish import pipeline as pipeline_module
+from slipstream.weight_sync.publish.pipeline import Pipeline
 
 
 def test_every_byte_arrives_and_is_counted_and_hashed() -> None:

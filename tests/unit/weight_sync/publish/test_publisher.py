@@ -15,14 +15,14 @@ import pytest
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_layout
 
-from conf.schema import WeightSyncConfig
-from weight_sync.errors import LinkMismatch, PlanError, ProtocolError, ReplicaError, WeightSyncError
-from weight_sync.layout import Binding
-from weight_sync.plan.plan import build_plan
-from weight_sync.publish.publisher import Publisher
-from weight_sync.publish.report import EXCLUDED, PublishReport
-from weight_sync.publish.transaction import Transaction
-from weight_sync.replica.messages import Bound
+from slipstream.conf.schema import WeightSyncConfig
+from slipstream.weight_sync.errors import LinkMismatch, PlanError, ProtocolError, ReplicaError, WeightSyncError
+from slipstream.weight_sync.layout import Binding
+from slipstream.weight_sync.plan.plan import build_plan
+from slipstream.weight_sync.publish.publisher import Publisher
+from slipstream.weight_sync.publish.report import EXCLUDED, PublishReport
+from slipstream.weight_sync.publish.transaction import Transaction
+from slipstream.weight_sync.replica.messages import Bound
 
 
 class Unhashed(WeightSyncConfig):
@@ -346,7 +346,7 @@ def test_a_plan_made_for_expected_layouts_serves_those_engines_and_no_others(
         plans.append(1)
         return build_plan(*args, **options)
 
-    monkeypatch.setattr("weight_sync.publish.publisher.build_plan", counted)
+    monkeypatch.setattr("slipstream.weight_sync.publish.publisher.build_plan", counted)
     expected = tuple(one.layout for one in (receiver.describe() for receiver in world.engines[0].receivers))
     try:
         world.publisher.plan_for([expected] * (2 if is_right else 1))
@@ -503,7 +503,7 @@ def test_an_answer_of_too_few_ranks_is_an_error(world: World) -> None:
 
 
 def test_a_taken_port_is_one_clear_error(world: World) -> None:
-    from weight_sync.replica.control_server import ReplicaEndpoint
+    from slipstream.weight_sync.replica.control_server import ReplicaEndpoint
 
     port = int(world.endpoints[0].address.rsplit(":", 1)[1])
     second = ReplicaEndpoint(world.engines[0], KEY, port=port)

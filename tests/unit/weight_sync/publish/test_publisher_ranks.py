@@ -14,13 +14,13 @@ from fakes.meeting import Room, ThreadMeeting, on_all_ranks
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_layout
 
-from conf.schema import WeightSyncConfig
-from weight_sync.errors import LinkMismatch, PlanError, ProtocolError, ReplicaError, WeightSyncError
-from weight_sync.plan.plan import build_plan
-from weight_sync.publish import publisher as module
-from weight_sync.publish.publisher import Publisher
-from weight_sync.publish.report import PublishReport
-from weight_sync.publish.transaction import Transaction
+from slipstream.conf.schema import WeightSyncConfig
+from slipstream.weight_sync.errors import LinkMismatch, PlanError, ProtocolError, ReplicaError, WeightSyncError
+from slipstream.weight_sync.plan.plan import build_plan
+from slipstream.weight_sync.publish import publisher as module
+from slipstream.weight_sync.publish.publisher import Publisher
+from slipstream.weight_sync.publish.report import PublishReport
+from slipstream.weight_sync.publish.transaction import Transaction
 
 T = TypeVar("T")
 NUM_RANKS = 2
@@ -263,7 +263,7 @@ def test_excluded_replicas_are_left_alone_by_every_rank(make) -> None:
 
 
 def test_a_link_that_cannot_be_closed_is_tried_again(make) -> None:
-    from weight_sync.errors import TransferTimeout
+    from slipstream.weight_sync.errors import TransferTimeout
 
     world = make()
     world.publish(0)

@@ -9,13 +9,13 @@ import pytest
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_layout
 
-from conf.schema import WeightSyncConfig
-from weight_sync.errors import PlanMismatch, ProtocolError, ReplicaError
-from weight_sync.publish.publisher import Publisher
-from weight_sync.publish.report import PublishReport
-from weight_sync.replica.messages import Bound, addresses_digest
-from weight_sync.replica.recovery import make_offer, pull
-from weight_sync.replica.version_state import Phase, VersionState
+from slipstream.conf.schema import WeightSyncConfig
+from slipstream.weight_sync.errors import PlanMismatch, ProtocolError, ReplicaError
+from slipstream.weight_sync.publish.publisher import Publisher
+from slipstream.weight_sync.publish.report import PublishReport
+from slipstream.weight_sync.replica.messages import Bound, addresses_digest
+from slipstream.weight_sync.replica.recovery import make_offer, pull
+from slipstream.weight_sync.replica.version_state import Phase, VersionState
 
 
 class World:

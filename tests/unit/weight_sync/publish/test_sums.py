@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_sync.publish.sums import Places, Sums
-from weight_sync.replica.expected import Planned
-from weight_sync.replica.messages import Expected
-from weight_sync.typed_msgpack import pack, unpack
+from slipstream.weight_sync.publish.sums import Places, Sums
+from slipstream.weight_sync.replica.expected import Planned
+from slipstream.weight_sync.replica.messages import Expected
+from slipstream.weight_sync.typed_msgpack import pack, unpack
 
 NAMES = ("a", "b", "c")
 ALL = Places({(replica, rank): NAMES for replica in range(2) for rank in range(2)})

@@ -8,14 +8,23 @@ from typing import Any
 
 import pytest
 
-from weight_sync.errors import ReplicaError, TransferTimeout
-from weight_sync.publish import transaction as module
-from weight_sync.publish.address_book import AddressBook
-from weight_sync.publish.lanes import RankPublishReport
-from weight_sync.publish.report import EXCLUDED, ReplicaReport
-from weight_sync.publish.trace import Span
-from weight_sync.publish.transaction import MIN_COMMIT_S, Alive, Transaction
-from weight_sync.replica.messages import Abort, Aborted, Begin, Begun, Bound, Commit, Committed, addresses_digest
+from slipstream.weight_sync.errors import ReplicaError, TransferTimeout
+from slipstream.weight_sync.publish import transaction as module
+from slipstream.weight_sync.publish.address_book import AddressBook
+from slipstream.weight_sync.publish.lanes import RankPublishReport
+from slipstream.weight_sync.publish.report import EXCLUDED, ReplicaReport
+from slipstream.weight_sync.publish.trace import Span
+from slipstream.weight_sync.publish.transaction import MIN_COMMIT_S, Alive, Transaction
+from slipstream.weight_sync.replica.messages import (
+    Abort,
+    Aborted,
+    Begin,
+    Begun,
+    Bound,
+    Commit,
+    Committed,
+    addresses_digest,
+)
 
 PARAMS = (("norm", "qk"), ("qk",))
 ADDRESSES = [{"norm": 1, "qk": 2, "more": 3}, {"qk": 4}]

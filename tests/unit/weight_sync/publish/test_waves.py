@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_sync.publish.waves import assign_waves
+from slipstream.weight_sync.publish.waves import assign_waves
 
 
 @given(replicas=st.lists(st.integers(0, 100), unique=True, max_size=20), num_waves=st.integers(1, 25))

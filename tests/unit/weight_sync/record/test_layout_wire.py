@@ -9,8 +9,8 @@ from cases.layouts import systems
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weight_sync.plan.columns import LoadTable, axes_code, widened
-from weight_sync.record.layout_wire import layouts_digest, layouts_from_bytes, layouts_to_bytes
+from slipstream.weight_sync.plan.columns import LoadTable, axes_code, widened
+from slipstream.weight_sync.record.layout_wire import layouts_digest, layouts_from_bytes, layouts_to_bytes
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

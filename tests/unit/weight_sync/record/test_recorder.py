@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from weight_sync.errors import RecordError
-from weight_sync.layout import DestLayout, Fill, Load, PostLoad, Region, TensorMeta
-from weight_sync.record.recorder import record_layout
+from slipstream.weight_sync.errors import RecordError
+from slipstream.weight_sync.layout import DestLayout, Fill, Load, PostLoad, Region, TensorMeta
+from slipstream.weight_sync.record.recorder import record_layout
 
 Weights = Iterable[tuple[str, Tensor]]
 UNTOUCHED = -7.0

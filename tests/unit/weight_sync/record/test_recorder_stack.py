@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weight_sync.errors import RecordError
-from weight_sync.layout import DestLayout, Region, TensorMeta
-from weight_sync.record.recorder import record_layout
+from slipstream.weight_sync.errors import RecordError
+from slipstream.weight_sync.layout import DestLayout, Region, TensorMeta
+from slipstream.weight_sync.record.recorder import record_layout
 
 E, R, K = 4, 3, 5
 

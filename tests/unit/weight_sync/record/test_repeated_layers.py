@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from weight_sync.layout import DestLayout, PostLoad, TensorMeta
-from weight_sync.record.recorder import record_layout
-from weight_sync.record.repeated_layers import record_repeating
+from slipstream.weight_sync.layout import DestLayout, PostLoad, TensorMeta
+from slipstream.weight_sync.record.recorder import record_layout
+from slipstream.weight_sync.record.repeated_layers import record_repeating
 
 NUM_LAYERS = 7
 

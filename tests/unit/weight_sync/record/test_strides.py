@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_sync.record.strides import MAX_RECTANGLES, rectangles, row_major
+from slipstream.weight_sync.record.strides import MAX_RECTANGLES, rectangles, row_major
 
 
 @st.composite

@@ -15,11 +15,21 @@ import zmq
 from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.publish import KEY, EndpointThread, PlainEngine
 
-from conf.errors import ConfigError
-from weight_sync.errors import IntegrityError, ReplicaError, StaleEpoch, TransferTimeout
-from weight_sync.replica.control_client import WAIT_LOG_S, ReplicaClients
-from weight_sync.replica.curve import MAX_FRAME_BYTES, connect_guarded, frames_of, serve_guarded
-from weight_sync.replica.messages import Abort, Aborted, Begin, Begun, Commit, Describe, Described, Message, Signer
+from slipstream.conf.errors import ConfigError
+from slipstream.weight_sync.errors import IntegrityError, ReplicaError, StaleEpoch, TransferTimeout
+from slipstream.weight_sync.replica.control_client import WAIT_LOG_S, ReplicaClients
+from slipstream.weight_sync.replica.curve import MAX_FRAME_BYTES, connect_guarded, frames_of, serve_guarded
+from slipstream.weight_sync.replica.messages import (
+    Abort,
+    Aborted,
+    Begin,
+    Begun,
+    Commit,
+    Describe,
+    Described,
+    Message,
+    Signer,
+)
 
 
 class Replica:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from fakes.memory_transport import MemoryFabric, MemoryTransport
 
-from weight_sync.changes import Chunk, Packer, stream_bytes
-from weight_sync.errors import ProtocolError, WatermarkError
-from weight_sync.layout import DestLayout, Fill, Param, PostLoad
-from weight_sync.replica.landing import LandingZone
+from slipstream.weight_sync.changes import Chunk, Packer, stream_bytes
+from slipstream.weight_sync.errors import ProtocolError, WatermarkError
+from slipstream.weight_sync.layout import DestLayout, Fill, Param, PostLoad
+from slipstream.weight_sync.replica.landing import LandingZone
 
 LAYOUT = DestLayout(
     0,

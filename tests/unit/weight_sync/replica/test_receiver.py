@@ -11,12 +11,12 @@ from fakes import publish
 from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.publish import PlainEngine, engine_bytes, engine_layout, engine_params, repacked
 
-from weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
-from weight_sync.integrity import HASH_MASK, hash_bytes
-from weight_sync.layout import DestLayout, Fill, Param, Region
-from weight_sync.replica.messages import Expected
-from weight_sync.replica.receiver import Receiver
-from weight_sync.replica.version_state import Phase
+from slipstream.weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
+from slipstream.weight_sync.integrity import HASH_MASK, hash_bytes
+from slipstream.weight_sync.layout import DestLayout, Fill, Param, Region
+from slipstream.weight_sync.replica.messages import Expected
+from slipstream.weight_sync.replica.receiver import Receiver
+from slipstream.weight_sync.replica.version_state import Phase
 
 DIGEST = "9f" * 32
 

@@ -16,7 +16,7 @@ from fakes.publish import PlainEngine, engine_bytes, expected_of, repacked
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_sync.errors import (
+from slipstream.weight_sync.errors import (
     IntegrityError,
     LinkMismatch,
     PlanMismatch,
@@ -26,10 +26,10 @@ from weight_sync.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from weight_sync.integrity import hash_bytes
-from weight_sync.replica import recovery
-from weight_sync.replica.receiver import Receiver
-from weight_sync.replica.recovery import (
+from slipstream.weight_sync.integrity import hash_bytes
+from slipstream.weight_sync.replica import recovery
+from slipstream.weight_sync.replica.receiver import Receiver
+from slipstream.weight_sync.replica.recovery import (
     NUM_READS,
     Offer,
     Pulled,
@@ -40,8 +40,8 @@ from weight_sync.replica.recovery import (
     release,
     slowest,
 )
-from weight_sync.replica.version_state import Phase
-from weight_sync.typed_msgpack import pack, unpack
+from slipstream.weight_sync.replica.version_state import Phase
+from slipstream.weight_sync.typed_msgpack import pack, unpack
 
 DIGEST = "9f" * 32
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from weight_sync.errors import AuthenticationError, ProtocolError, StaleEpoch
-from weight_sync.layout import Binding
-from weight_sync.replica.messages import (
+from slipstream.weight_sync.errors import AuthenticationError, ProtocolError, StaleEpoch
+from slipstream.weight_sync.layout import Binding
+from slipstream.weight_sync.replica.messages import (
     REPLIES,
     REQUESTS,
     Abort,
@@ -31,8 +31,8 @@ from weight_sync.replica.messages import (
     Message,
     Signer,
 )
-from weight_sync.replica.version_state import Phase, VersionState
-from weight_sync.typed_msgpack import pack, unpack
+from slipstream.weight_sync.replica.version_state import Phase, VersionState
+from slipstream.weight_sync.typed_msgpack import pack, unpack
 
 small = st.integers(0, 3)
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conf.schema import TransportKind
-from weight_sync.errors import TransferFailed, TransportError
-from weight_sync.transport.mooncake import NUM_TRIES, MooncakeTransport
+from slipstream.conf.schema import TransportKind
+from slipstream.weight_sync.errors import TransferFailed, TransportError
+from slipstream.weight_sync.transport.mooncake import NUM_TRIES, MooncakeTransport
 
 
 class FakeMooncake:
