@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # instead of this folder, in which trainer.py hides the package trainer
+sys.path[0] = str(ROOT)
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # instead of this folder, in which trainer.py hides the package trainer
+sys.path[0] = str(ROOT)
 
 from bench.environment import environment  # noqa: E402
 from slipstream.conf.architecture.activation import SWIGLU  # noqa: E402

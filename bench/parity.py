@@ -30,7 +30,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
-    sys.path[0] = str(ROOT)  # instead of this folder, where bench/trainer.py hides the package trainer
+    sys.path[0] = str(ROOT)
 
 from bench.environment import environment  # noqa: E402
 from bench.parity_learned import MODEL_ROW, print_learned, run_learned  # noqa: E402

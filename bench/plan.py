@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # instead of this folder, in which trainer.py hides the package trainer
+sys.path[0] = str(ROOT)
 
 import numpy as np  # noqa: E402
 

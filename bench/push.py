@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from slipstream.weight_sync.layout import TensorMeta
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # instead of this folder, in which files hide the packages trainer and weight_sync
+sys.path[0] = str(ROOT)
 
 from bench.environment import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config  # noqa: E402

@@ -1,8 +1,8 @@
 """Options of earlier releases: what each is called now, or what to do where it is no more.
 
     command line                   an old name is refused, with the new one
-    config.yaml of an old run      an old name is read as the new one; a value that every run has now is dropped; any
-                                   other is refused, in one line that says how to go on
+    config.yaml of an old run      an old name is read as the new one, and so is a function's; a value that every run
+                                   has now is dropped; any other is refused, in one line that says how to go on
 
 Owns: both tables. Does not own how options are read (load.py).
 """
@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.functions import under_one_name
 from slipstream.conf.json_files import is_object, object_or_empty
 
 REWARD = "reward."
@@ -151,10 +152,19 @@ def carried_over(options: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: The run depends on an option that is no more.
     """
+    _rename_functions(options)
     parts = object_or_empty(object_or_empty(options.get("reward")).get("parts"))
     for where in (REWARD, *(f"{REWARD}parts.{name}." for name in parts)):
         _carry_over(options, where)
     return options
+
+
+def _rename_functions(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if is_object(value):
+            _rename_functions(value)
+        elif isinstance(value, str):
+            options[name] = under_one_name(value)
 
 
 def _carry_over(options: dict[str, Any], where: str) -> None:

@@ -12,6 +12,7 @@ RUN apt-get update \
 WORKDIR /opt/slipstream
 COPY requirements requirements
 COPY pyproject.toml README.md ./
+COPY slipstream slipstream
 COPY conf conf
 COPY weight_sync weight_sync
 COPY trainer trainer

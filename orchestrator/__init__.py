@@ -1,0 +1,1 @@
+assert __name__ == "slipstream.orchestrator", "import slipstream.orchestrator"

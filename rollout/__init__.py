@@ -1,0 +1,1 @@
+assert __name__ == "slipstream.rollout", "import slipstream.rollout"

@@ -28,7 +28,7 @@ PARENT_VARIABLE = "SLIPSTREAM_CRASH_REPORT"
 option."""
 COMMAND = "command"
 """Name of the report of a run's command."""
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).parents[1]
 _STANDARD = sysconfig.get_path("stdlib") + "/"
 _SIGNALS = {
     "Segmentation fault": "SIGSEGV",

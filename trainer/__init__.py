@@ -1,0 +1,1 @@
+assert __name__ == "slipstream.trainer", "import slipstream.trainer"

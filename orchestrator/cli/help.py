@@ -221,7 +221,8 @@ examples
 
 An engine of yours can be pushed to when it was started with
   VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "slipstream"}'
-and, for experts on GPUs, --moe-backend triton. On CPUs add --worker-extension-cls slipstream.rollout.served.backend.ServedWorker.
+and, for experts on GPUs, --moe-backend triton. On CPUs add
+--worker-extension-cls slipstream.rollout.served.backend.ServedWorker
 """,
     end="""\
 exit code: 0 all engines serve the checkpoint; 1 one does not (it stays paused and is named), or an engine or rank

@@ -179,7 +179,7 @@ def _problems(
     try:
         found = ray_nodes.run(node, found_here, folder, model)
     except RayError as error:
-        here = Path(__file__).parents[2]
+        here = Path(__file__).parents[3]
         return [f"{name}: cannot run Slipstream's code ({_reason(error)}); install it there at the same path, {here}"]
     problems: list[str] = []
     for what in expected.keys() | found.keys():

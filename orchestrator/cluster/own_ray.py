@@ -96,7 +96,7 @@ class OwnRay:
         self._private, self._lock = make_private_folder()
         os.environ.pop("RAY_AUTH_TOKEN", None)  # the user's, for other clusters: it would win
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(self._private.token)
-        root = str(Path(__file__).parents[2])
+        root = str(Path(__file__).parents[3])
         environment = {
             **compile_cache(),
             **os.environ,

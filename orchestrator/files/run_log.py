@@ -74,8 +74,7 @@ class RunLog:
     def __enter__(self) -> RunLog:
         root = logging.getLogger()
         root.setLevel(logging.INFO)
-        for package in ("orchestrator", "fleet", "rollout", "trainer", "weight_sync", "conf"):
-            logging.getLogger(package).setLevel(logging.DEBUG)
+        logging.getLogger("slipstream").setLevel(logging.DEBUG)
         logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO a line for every request
         for handler in self._handlers:
             root.addHandler(handler)

@@ -1,4 +1,4 @@
-"""One agent process: `python -m slipstream.rollout.agents.agent_process FD`. Runs many episodes of the user's agent at once.
+"""One agent process: `python -m slipstream.rollout.agents.agent_process FD`. Runs many episodes of the user's agent.
 
     first message: the agent's name                       ready: source file
     question: task, base_url, key, model                  answer: "ended", reward or None

@@ -1,4 +1,4 @@
-"""The process of a run's agents: `python -m slipstream.rollout.agents.service FD`. Endpoint, conversations and agent processes.
+"""`python -m slipstream.rollout.agents.service FD`: a run's endpoint of agents, their conversations and processes.
 
     controller --episode, task--> service --task, base URL, key--> agent process (agent_pool.py)
         ^                          |  ^                                  |

@@ -1,5 +1,5 @@
-"""`python -m slipstream.rollout.layouts REQUEST.json LAYOUTS`: the process of meta_engine.py, which imports vLLM quicker than by
-itself (weight_sync/gc_freeze.py).
+"""`python -m slipstream.rollout.layouts REQUEST.json LAYOUTS`: the process of meta_engine.py, which imports vLLM
+quicker than by itself (weight_sync/gc_freeze.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Records an engine's layouts without starting it: builds its model class on meta, rank by rank, in its own process.
 
-    python -m slipstream.rollout.layouts REQUEST.json LAYOUTS       started by offline_layout.py, which says what both hold
+    python -m slipstream.rollout.layouts REQUEST.json LAYOUTS   started by offline_layout.py, which says what both hold
 
 Owns: standing in for the processes of a tensor-parallel engine, with process groups that do not communicate and weights
 without memory. Does not own the recording (weight_sync/record/recorder.py) nor the cache (offline_layout.py).

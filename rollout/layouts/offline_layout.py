@@ -3,7 +3,7 @@
     (hf_config, engine version, tp_size, expert parallel, dtype, kind of device)  --sha256-->  a file of the cache
          |  not there
          v
-    python -m slipstream.rollout.layouts               builds the engine's model class on meta, rank by rank, records its loader
+    python -m slipstream.rollout.layouts       builds the engine's model class on meta, rank by rank, records its loader
 
 Owns: the cache, and starting the process that fills it. Does not own: the recording (meta_engine.py, which imports
 vLLM). Invariant: equal keys have equal layouts, so a cached file is never out of date.
@@ -140,7 +140,7 @@ def _record(request: str, say: Callable[[str], None]) -> tuple[DestLayout, ...]:
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         asked, answered, errors = (Path(folder) / name for name in ("request.json", "layouts", "stderr"))
         asked.write_text(request)
-        root = str(Path(__file__).parents[2])
+        root = str(Path(__file__).parents[3])
         env = engine_environment(Device.cpu) | {"VLLM_LOGGING_LEVEL": "ERROR"} | dict(os.environ)
         env[OWNER_VARIABLE] = str(os.getpid())  # meta_engine.py ends with this process
         env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])

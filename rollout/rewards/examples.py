@@ -1,5 +1,5 @@
-"""Rewards to start from: `reward.kind=slipstream.rollout.rewards.examples:share_of_answer`, or copy one into a file of your own
-and name that: `reward.kind=FILE.py:share_of_answer`.
+"""Rewards to start from: `reward.kind=slipstream.rollout.rewards.examples:share_of_answer`, or copy one into a file of
+your own and name that: `reward.kind=FILE.py:share_of_answer`.
 
 A reward is a function (prompt text, response text, fields) -> float. Fields are the row's other columns,
 and `finish_reason`: "stop", or "length" for a response that was cut off. It runs in a process of its own: an exception

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-"""Folder from which `rollout` is imported."""
+ROOT = Path(__file__).parents[3]
+"""Folder from which `slipstream` is imported."""
 PYTHON = [sys.base_prefix, sys.prefix]
 """Folders of this Python and its packages, which a program sees."""
 GRACE_S = 30.0

@@ -132,7 +132,7 @@ class ServerProcess:
 
 def server_environment(device: Device, gpus: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     """One server's environment: vLLM's development routes, our package on the path, its GPUs, and its owner's pid."""
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     chosen = engine_environment(device) | dict(environ)
     chosen |= {"VLLM_SERVER_DEV_MODE": "1", OWNER_VARIABLE: str(os.getpid())}
     chosen["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environ.get("PYTHONPATH")])])

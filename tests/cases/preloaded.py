@@ -11,6 +11,6 @@ with frozen_imports():
     import torch._dynamo
     import transformers
 
-    import slipstream.trainer.rank
+    from slipstream.trainer import rank
 
-__all__ = ["hypothesis", "torch", "trainer", "transformers"]
+__all__ = ["hypothesis", "rank", "torch", "transformers"]

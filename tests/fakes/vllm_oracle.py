@@ -126,8 +126,8 @@ def vllm_serves_adapter(
 
     engine = LLM(
         model=str(base), load_format="safetensors", skip_tokenizer_init=True, disable_log_stats=True,
-        worker_extension_cls="slipstream.rollout.in_vllm.engine_process.WeightReceiver", logprobs_mode="processed_logprobs",
-        **engine_options,
+        worker_extension_cls="slipstream.rollout.in_vllm.engine_process.WeightReceiver",
+        logprobs_mode="processed_logprobs", **engine_options,
     )  # fmt: skip
     params = SamplingParams(
         max_tokens=num_tokens, temperature=1.0, seed=seed, logprobs=0, ignore_eos=True, detokenize=False

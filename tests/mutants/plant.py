@@ -109,14 +109,15 @@ def main() -> int:
 def copy_tree(module: str) -> None:
     """Copy what git knows of, and tell mutmut what to change and which tests to run."""
     shutil.rmtree(WORK, ignore_errors=True)
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", *PACKAGES, "tests", "pyproject.toml"],
-                            cwd=ROOT, check=True, capture_output=True, text=True)  # fmt: skip
+    words = ["git", "ls-files", "-co", "--exclude-standard", *PACKAGES, "slipstream", "tests", "pyproject.toml"]
+    listed = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
     for name in filter(lambda name: (ROOT / name).is_file(), listed.stdout.splitlines()):
-        (WORK / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, WORK / name)
+        copy = WORK / _imported(name) if name.partition("/")[0] in PACKAGES else WORK / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, copy)
     options = {
-        "source_paths": list(PACKAGES),
-        "only_mutate": [module],
+        "source_paths": ["slipstream"],
+        "only_mutate": [_imported(module)],
         "pytest_add_cli_args": ["-p", "no:cacheprovider", "-p", "no:xdist"],
         "pytest_add_cli_args_test_selection": [f"{UNIT}/{tests}" for tests in MODULES[module]],
         "use_git_change_detection": False,
@@ -126,6 +127,11 @@ def copy_tree(module: str) -> None:
     tomllib.loads(text)
     with (WORK / "pyproject.toml").open("a") as file:
         file.write(text)
+
+
+def _imported(name: str) -> str:
+    """Where Python finds a file of the product; the checkout has links in the place of these folders."""
+    return f"slipstream/{name}"
 
 
 def mutmut(*words: str) -> subprocess.CompletedProcess[str]:
@@ -139,7 +145,7 @@ def mutmut(*words: str) -> subprocess.CompletedProcess[str]:
 def drawn_faults(module: str, count: int, seed: int) -> list[str]:
     """Names of some of the module's faults."""
     made = mutmut("run", "--max-children", "1", "no such fault")  # writes them all, and sees what each test calls
-    path = WORK / "mutants" / module
+    path = WORK / "mutants" / _imported(module)
     if not path.with_name(f"{path.name}.meta").is_file():
         raise SystemExit(f"{module}: no faults were made\n{made.stdout[-3000:]}{made.stderr[-3000:]}")
     known = json.loads(path.with_name(f"{path.name}.meta").read_text())["exit_code_by_key"]
@@ -190,7 +196,7 @@ def bare(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 def run_faults(module: str, names: Sequence[str]) -> dict[str, int]:
     """mutmut's exit code of each of these faults."""
     done = mutmut("run", "--max-children", "1", *names)
-    path = WORK / "mutants" / f"{module}.meta"
+    path = WORK / "mutants" / _imported(f"{module}.meta")
     codes = json.loads(path.read_text())["exit_code_by_key"]
     unknown = [name for name in names if codes[name] is None]
     if unknown:

@@ -3,7 +3,7 @@
 Owns: how it is found and called, what it may return, and how it is tried before a run. Does not own: what it gets
 (surrogates.py), or what its losses are weighed by and divided by (loss.py).
 
-    python -m slipstream.trainer.step.own_loss < pickled AlgorithmConfig      tries it; ends with one line if it cannot be used
+    python -m slipstream.trainer.step.own_loss < pickled AlgorithmConfig   tries it; ends with one line if it fails
 
 Invariant: what is wrong with it is one message that names the option.
 """

@@ -1,4 +1,4 @@
-"""An agent with a tool, for a model that knows tool calls: rollout.agent=slipstream.rollout.agents.games.calculator:solve.
+"""An agent with a tool, for models that know calls: rollout.agent=slipstream.rollout.agents.games.calculator:solve.
 
     user: 37 * 4 - 140?   assistant calls calculate("37 * 4 - 140")   tool: 8   assistant: It is 8.
 

@@ -39,7 +39,6 @@ FILES = {"Question: {{prompt}}": "grade.txt", "def leaky_clip": "losses.py", "de
 """Blocks that are files, by how they begin, where the block does not say its name."""
 OTHER_PROGRAMS = ("pip", "source", "vllm", "ray", "python3", "cd", "head", "tail", "hf", "VLLM_SERVER_DEV_MODE=1")
 """Commands that are somebody else's, which no unit test can call."""
-OURS = ("conf", "fleet", "orchestrator", "rollout", "trainer", "weight_sync")
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ def paste_python(block: Block, place: Place) -> None:
     assert is_code, "neither a command, Python, JSON nor YAML; name it in TEXT or FILES"
     known = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in OURS:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "slipstream":
             module = importlib.import_module(node.module or "")
             known |= {alias.asname or alias.name: getattr(module, alias.name) for alias in node.names}
     place.known |= known

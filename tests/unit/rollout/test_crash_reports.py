@@ -129,13 +129,13 @@ def test_the_innermost_frames_of_a_library_and_of_ours_are_told(tmp_path: Path) 
     (tmp_path / "trainer-0.txt").write_text(f"""Fatal Python error: Segmentation fault
 
 Thread 0x00007fb3cd24d6c0 (most recent call first):
-  File "{ROOT}/trainer/rank.py", line 1 in other
+  File "{ROOT}/slipstream/trainer/rank.py", line 1 in other
 
 Current thread 0x00007fb4707c8b80 (most recent call first):
   File "{standard}/threading.py", line 327 in wait
   File "{site}/torch/autograd/graph.py", line 870 in _engine_run_backward
-  File "{ROOT}/trainer/rank.py", line 245 in _over
-  File "{ROOT}/trainer/rank.py", line 200 in forward_backward
+  File "{ROOT}/slipstream/trainer/rank.py", line 245 in _over
+  File "{ROOT}/slipstream/trainer/rank.py", line 200 in forward_backward
 
 Extension modules: torch._C (total: 1)
 """)

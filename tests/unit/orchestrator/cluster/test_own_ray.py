@@ -67,5 +67,6 @@ async def test_it_ends_with_the_run_and_is_not_begun_beside_another_cluster(
 
 
 def test_it_imports_no_ray() -> None:
-    code = "import sys, slipstream.orchestrator.cluster.own_ray, slipstream.orchestrator.run; sys.exit('ray' in sys.modules)"
+    imports = "import sys, slipstream.orchestrator.cluster.own_ray, slipstream.orchestrator.run"
+    code = f"{imports}; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=240, check=False).returncode == 0

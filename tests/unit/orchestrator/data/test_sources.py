@@ -131,7 +131,8 @@ def test_an_id_without_a_split_is_refused(source: str) -> None:
         next(read_rows(source))
 
 
-READ = "import sys; from slipstream.orchestrator.data.sources import *; print([r.columns for r in read_rows(*sys.argv[1:])])"
+READ = """import sys; from slipstream.orchestrator.data.sources import *
+print([r.columns for r in read_rows(*sys.argv[1:])])"""
 
 
 def read_elsewhere(source: str, cache: Path, *, code: str = READ, **variables: str) -> subprocess.CompletedProcess[str]:

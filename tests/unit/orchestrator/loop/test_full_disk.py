@@ -104,6 +104,6 @@ def test_a_log_without_room_is_said_once_and_raises_nothing(tmp_path: Path) -> N
     console = StringIO()
     with RunLog(tmp_path / "run.log", Console(file=console, width=200)):
         for step in range(3):
-            logging.getLogger("orchestrator").debug("step %d", step)
+            logging.getLogger("slipstream.orchestrator").debug("step %d", step)
     assert console.getvalue().count("run.log cannot be written any more: [Errno 28] No space left on device") == 1
     assert len(console.getvalue().splitlines()) == 1

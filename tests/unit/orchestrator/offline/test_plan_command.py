@@ -332,7 +332,8 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_planning_needs_neither_torch_nor_an_engine_in_its_own_process() -> None:
-    code = "import sys, slipstream.orchestrator.offline.estimate; print(sorted({'torch', 'vllm', 'ray'} & set(sys.modules)))"
+    heavy = "{'torch', 'vllm', 'ray'}"
+    code = f"import sys, slipstream.orchestrator.offline.estimate; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True, cwd=REPOSITORY
     )

@@ -316,8 +316,8 @@ async def test_a_lost_service_ends_the_group_with_an_error(config: Callable[...,
     async with running(config("behave"), tmp_path) as (runner, _):
         group = asyncio.create_task(play(runner, "hang"))
         service = next(
-            child for child in psutil.Process().children(recursive=True) if "slipstream.rollout.agents.service" in child.cmdline()
-            and "-P" in child.cmdline()[:4]
+            child for child in psutil.Process().children(recursive=True)
+            if "slipstream.rollout.agents.service" in child.cmdline() and "-P" in child.cmdline()[:4]
         )  # fmt: skip
         service.kill()
         with pytest.raises(EngineDied, match=r"agents\.log"):

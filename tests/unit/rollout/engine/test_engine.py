@@ -205,7 +205,8 @@ def test_a_process_ends_with_its_owner_and_takes_the_one_in_between_along(busy):
 
 def test_a_process_that_ends_by_itself_leaves_no_watcher_behind_and_no_word_of_it():
     code = (
-        "import os; from pathlib import Path; from slipstream.rollout.die_with_owner import end_with; end_with(os.getppid());"
+        "import os; from pathlib import Path; from slipstream.rollout.die_with_owner import end_with;"
+        "end_with(os.getppid());"
         "print(Path(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read_text())"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, timeout=240)
@@ -218,7 +219,8 @@ def test_a_process_that_ends_by_itself_leaves_no_watcher_behind_and_no_word_of_i
 def test_a_process_that_is_its_own_owner_ends_alone():
     """An engine's owner may import what its processes import: its parent must live on."""
     code = (
-        "import os; from slipstream.rollout.die_with_owner import end_with; end_with(os.getpid(), also_kill=[os.getppid()]);"
+        "import os; from slipstream.rollout.die_with_owner import end_with;"
+        "end_with(os.getpid(), also_kill=[os.getppid()]);"
         "print(__import__('pathlib').Path(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read_text())"
     )
     parent = f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {code!r}], check=True);print('on')"

@@ -264,6 +264,10 @@ async def test_what_rewards_print_goes_to_the_log_file(rewards_module, tmp_path)
         ({"kind": "user_rewards:of_trl"}, r"must take \(prompt, .*takes prompts, completions, as .*coming_from\.md"),
         ({"kind": "user_rewards:of_trl_without_prompts"}, r"takes completions, as .*coming_from\.md"),
         ({"kind": "broken_rewards:f"}, "no_such_package_at_all"),
+        (
+            {"kind": "rollout.rewards.examples:share_of_answer"},
+            r"it is slipstream\.rollout\.rewards\.examples:share_of_answer now",
+        ),
         ({"kind": "user_rewards:nothing"}, "has no function 'nothing'"),
         ({"kind": "user_rewards:not_callable"}, "has no function 'not_callable'"),
         ({"kind": "user_rewards:two_arguments"}, r"must take \(prompt, response, fields\)"),
