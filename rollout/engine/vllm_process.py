@@ -190,13 +190,13 @@ class VllmProcess:
         """Start the engine's processes. Raises EngineError if vLLM refused an argument or failed to come up."""
         self._set_environment()
         # In a thread, so that the event loop goes on, and vLLM's output handler starts only at the first request.
-        self.llm = await asyncio.to_thread(self._build)
+        await asyncio.to_thread(self._build)
 
     def _set_environment(self) -> None:
         set_engine_environment(self._device, batch_invariant=self._batch_invariant)
         os.environ[OWNER_VARIABLE] = str(os.getpid())
 
-    def _build(self) -> AsyncLLM:
+    def _build(self) -> None:
         own = SOCKETS_VARIABLE not in os.environ
         if own:
             self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
@@ -204,9 +204,7 @@ class VllmProcess:
         self._output = output = OutputSince()
         others = multiprocessing.active_children()
         try:
-            llm = self._make(self.arguments)
-            self.children = [child for child in multiprocessing.active_children() if child not in others]
-            return llm
+            self.llm = self._make(self.arguments)  # no local: libraries that keep a frame of the start would keep it
         except Exception as e:  # the edge to vLLM: pydantic, ValueError, RuntimeError, EngineDeadError
             self._drop_sockets()
             if isinstance(e, EngineError):
@@ -215,6 +213,7 @@ class VllmProcess:
             why = f"its process {how}" if how else why_it_failed(e, output.read())
             raise EngineError(f"the engine did not start: {why}") from e
         finally:
+            self.children = [child for child in multiprocessing.active_children() if child not in others]
             if own:  # the next engine of this process makes a folder of its own
                 del os.environ[SOCKETS_VARIABLE]
 

@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -28,6 +29,7 @@ from slipstream.rollout.engine.engine_options import (
 )
 from slipstream.rollout.engine.shared_gpu import cache_bytes
 from slipstream.rollout.engine.vllm_engine import VllmEngine
+from slipstream.rollout.engine.vllm_process import VllmProcess
 from slipstream.rollout.errors import EngineDied, EngineError, UnsupportedWeights, error_class
 from slipstream.rollout.types import AdapterSlotsSpec
 from slipstream.weight_sync.errors import IntegrityError
@@ -279,3 +281,22 @@ def test_what_we_set_is_refused_as_an_option_of_the_engine(device: Device):
         with pytest.raises(ConfigError, match=name):
             RolloutConfig(engine_options={name: 1})
     RolloutConfig(engine_options={name: {} for name in harmless})
+
+
+async def test_an_engine_goes_at_its_shutdown_although_a_library_keeps_a_frame_of_its_start() -> None:
+    kept: list[FrameType] = []
+
+    class Llm:
+        engine_core = SimpleNamespace()
+
+        def shutdown(self, timeout: float) -> None: ...
+
+    def make(_: dict[str, Any]) -> Any:
+        kept.append(sys._getframe())
+        return Llm()
+
+    process = VllmProcess({}, Device.cpu, batch_invariant=False, make=make)
+    await process.start()
+    engine = weakref.ref(process.llm)
+    process.shutdown()
+    assert engine() is None
