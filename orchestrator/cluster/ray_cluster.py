@@ -48,8 +48,8 @@ T = TypeVar("T")
 ActorT = TypeVar("ActorT")
 
 RAY_TIMEOUT_S = 300.0
-"""For Ray's servers, two tries together. One that cannot start ends by itself and is told at once; on two cores at a
-load of 32 the first try ended after 57 s, and 63 s were too few for the second."""
+"""For Ray's servers, all tries together (own_ray.py). One that cannot start ends by itself and is told at once; on two
+cores at a load of 32 a try took 57 to 94 s to fail."""
 PLACE_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 8.0
 _CPU_TICKETS = 0.01
