@@ -75,7 +75,7 @@ async def test_workers_in_service_are_asked_again_and_again_and_the_first_token_
 
 
 async def test_a_worker_that_hangs_has_one_open_question_and_one_that_fails_has_no_row(tmp_path: Path) -> None:
-    replicas, num_questions = [a_replica(index) for index in range(3)], 0
+    replicas, num_questions = [a_replica(0, ReplicaState.updating), a_replica(1), a_replica(2)], 0
 
     async def hang() -> None:
         nonlocal num_questions

@@ -56,6 +56,13 @@ def test_a_stream_with_any_other_word_is_refused_or_stays_inside_its_chunk(data)
         assert refused == 1 and torch.equal(held, before)
 
 
+def test_a_record_just_behind_its_chunk_is_refused():
+    held, now = random_bits(10, 1), random_bits(10, 2)
+    stream = packed(held, now)
+    stream[-1] += 1 << 16
+    assert changes.apply([Landed(stream, held)]) == 0
+
+
 def test_a_sender_has_room_for_an_eighth_of_the_elements_and_less_than_half_the_bytes():
     for num_bytes in (64, 1 << 14, 1 << 26):
         most = max_records(num_bytes)

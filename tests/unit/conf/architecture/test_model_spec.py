@@ -81,6 +81,7 @@ def test_a_config_written_by_transformers_reads_the_same():
     fields = {key: value for key, value in MOE.items() if key not in ("model_type", "rope_theta")}
     written = Qwen3MoeConfig(**fields, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}).to_dict()
     assert read_config(written) == read_config({**MOE, "rope_theta": 5e5})
+    assert read_config({**LLAMA, "rope_parameters": {"rope_type": "default"}}) == read_config(LLAMA), "the older counts"
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import EvalSampling, EvalSamplingConfig, SamplingConfig
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.orchestrator.loop.sampler import Sampler
+from slipstream.rollout.agents.episode_runner import FinishedEpisode
 from slipstream.rollout.errors import DataError
-from slipstream.rollout.types import Prompt, Rollout
+from slipstream.rollout.types import Judgement, Prompt, Rollout
 
 
 class Noting(FakeWorker):
@@ -110,6 +111,26 @@ async def test_every_judged_group_is_told_to_the_order_of_prompts(tmp_path: Path
     assert len(observed) == len(loop.prompts.observed) > 4
     assert all((len(set(rewards)) == 1) == (prompt_id % 2 == 0) for prompt_id, rewards in observed.items())
     assert max(observed) < 1000, "held-out prompts are not"
+
+
+async def test_the_runs_reward_judges_episodes_whose_agent_returned_none_and_did_not_fail() -> None:
+    """In the order of the episodes; a reward of 0 is one."""
+    texts = ["own", "right", "raised", "wrong"]
+    rollouts = [Rollout([5], [-0.5], [0], text, "stop", failure="raised" * (text == "raised")) for text in texts]
+    episodes = [FinishedEpisode(one, 0.0 if one.text == "own" else None) for one in rollouts]
+
+    async def run_group(*_: Any) -> list[FinishedEpisode]:
+        return episodes
+
+    async def score_group(_: Prompt, judged: list[Rollout]) -> list[Judgement]:
+        return [Judgement(float(["wrong", "right", "own", "raised"].index(one.text))) for one in judged]
+
+    services: Any = SimpleNamespace(
+        episodes=SimpleNamespace(run_group=run_group), rewards=SimpleNamespace(score_group=score_group), teacher=None,
+        activities=SimpleNamespace(note=lambda *_: None), eval_sets={"held": [Prompt(1000, (1,), "a")]},
+    )  # fmt: skip
+    (group,) = (await Sampler(make_config(), services, SimpleNamespace()).evaluate())["held"]  # type: ignore[arg-type]
+    assert group.rewards == [0.0, 1.0, None, 0.0]
 
 
 async def test_prompts_that_tell_nothing_end_the_run_with_its_state_saved(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,10 +16,11 @@ from oracles.advantages import ADVANTAGE_CASES, our_advantages
 from slipstream.conf.schema import AlgorithmConfig, KlEstimator, KlPlace
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.orchestrator.loop.advantages import batch_advantages, group_advantages
+from slipstream.orchestrator.loop.ports import Stopwatch
 from slipstream.orchestrator.loop.samples import advantage_function, build_samples, draft_samples, filled, scored
-from slipstream.orchestrator.loop.updates import combined, minibatches
+from slipstream.orchestrator.loop.updates import combined, minibatches, score
 from slipstream.rollout.types import Group, Prompt, Rollout, Turn
-from slipstream.trainer.types import OptimStats, Scores
+from slipstream.trainer.types import OptimStats, Sample, Scores
 
 RECORDED = json.loads((Path(__file__).parents[3] / "oracles" / "recorded.json").read_text())["cases"]
 
@@ -44,6 +46,17 @@ def test_each_later_epoch_has_an_order_of_its_own_that_the_seed_decides() -> Non
     first, second, third = orders(7)
     assert first != second != third != first and orders(7) == [first, second, third]
     assert orders(8)[0] == first and orders(8)[1] != second
+
+
+def test_a_part_that_comes_several_times_has_all_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([0.0, 1.0, 1.5, 3.5])
+    monkeypatch.setattr(
+        "slipstream.orchestrator.loop.ports.time", SimpleNamespace(monotonic=lambda: next(ticks), time=lambda: 0.0)
+    )
+    clock = Stopwatch()
+    for name in ("trainer/forward_backward_s", "trainer/optimizer_s", "trainer/forward_backward_s"):
+        clock.lap(name)
+    assert clock.laps == {"trainer/forward_backward_s": 3.0, "trainer/optimizer_s": 0.5}
 
 
 async def test_one_version_and_one_publish_for_all_updates_of_a_batch(tmp_path: Path) -> None:
@@ -94,6 +107,20 @@ def test_combined_speaks_for_the_updates_that_were_applied() -> None:
     assert combined([good, bad, last]) == OptimStats(5, 3.0, 0.05, is_finite=True)
     assert combined([good, OptimStats(5, float("nan"), 0.05, is_finite=False)]) == OptimStats(5, 2.0, 0.05, True)
     assert combined([bad]) is bad
+
+
+async def test_every_draft_has_the_scores_of_its_own_sample() -> None:
+    """Wherever that was packed; here a response's log-probabilities are its length."""
+    rollouts = [Rollout([5] * size, [-1.0] * size, [0] * size, "t", "stop") for size in (4, 3, 2, 1)]
+    groups = [Group(Prompt(0, (1,), "a"), rollouts, [1.0, 0.0, 0.0, 0.0])]
+
+    async def scores(batches: list[list[list[Sample]]], policy_version: int) -> list[list[list[Scores]]]:
+        sizes = [[[one.num_valid_tokens for one in micro] for micro in of_rank] for of_rank in batches]
+        return [[[Scores(np.full(size, -size), None, None) for size in micro] for micro in one] for one in sizes]
+
+    trainer = SimpleNamespace(num_ranks=2, score=scores)
+    drafts = await score(trainer, draft_samples(groups, AlgorithmConfig()), make_config(), 0)  # type: ignore[arg-type]
+    assert [draft.sample.old_logprobs[-1] for draft in drafts] == [-4, -3, -2, -1]
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_CASES)

@@ -83,6 +83,12 @@ AGENTS = """
         if what == "turns":
             while True:
                 await session.chat([{"role": "user", "content": "go"}])
+        if what == "impatient":
+            try:
+                await asyncio.wait_for(session.chat([{"role": "user", "content": "go"}]), 0.2)
+            except TimeoutError:
+                await asyncio.sleep(0.5)
+            await session.chat([{"role": "user", "content": "go"}])
         if what == "fork":
             await asyncio.gather(*(session.chat([{"role": "user", "content": "go"}]) for _ in range(3)))
         if what == "garbage":
@@ -248,6 +254,26 @@ async def test_an_episode_that_hangs_is_ended_even_if_it_refuses_to_be(
         "and no later one"
     )
     assert [(episode.rollout.failure, episode.reward) for episode in episodes] == [("timeout", None)] * 2
+
+
+async def test_a_request_that_its_agent_gave_up_is_sampled_no_further(
+    config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    diary: list[str] = []
+    async with running(config("behave", max_turns=9), tmp_path) as (runner, engine):
+
+        async def hang_once(prompt: Prompt, sampling: SamplingConfig) -> Rollout:
+            diary.append("asked")
+            if len(diary) == 2:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    diary.append("given up")
+            return await engine.generate(prompt, sampling)
+
+        runner.sample_with(hang_once)
+        (episode,) = await play(runner, "impatient")
+    assert (diary, episode.reward) == (["asked", "asked", "given up", "asked"], 0.5)
 
 
 async def test_an_agent_process_that_is_lost_is_replaced(

@@ -316,15 +316,20 @@ def test_a_tokenizer_that_treats_beginnings_in_a_special_way_encodes_behind_the_
         assert (planned.token_ids[0] == 1) == (is_marked and not added.startswith("<|"))
 
 
-def test_a_tokenizer_that_joins_the_end_of_a_turn_with_what_follows_loses_nothing_of_it() -> None:
+@pytest.mark.parametrize("is_spelled", [False, True])
+def test_a_tokenizer_that_joins_or_spells_the_end_of_a_turn_loses_nothing_of_what_follows(is_spelled: bool) -> None:
+    class Spelling(FakeChatText):
+        def encode(self, text: str) -> list[int]:
+            return [ord(character) for character in text]
+
     class Joining(FakeChatText):
         def encode(self, text: str) -> list[int]:
             joined = self.end + "\n"
             return [1, *super().encode(text.removeprefix(joined))] if text.startswith(joined) else super().encode(text)
 
-    chat = Joining("chatml")
+    chat = (Spelling if is_spelled else Joining)("chatml")
     tree = TokenTree(chat)
-    sampled = chat.encode("first<|im_end|>")
+    sampled = FakeChatText.encode(chat, "first<|im_end|>")
     reply = chat.reply(sampled, ())
     tree.record(tree.plan([user("one")]), sampled, reply)
     planned = tree.plan([user("one"), reply, user("two")])

@@ -4,6 +4,7 @@ slots of a larger rank too, and ranks together hold all of it once.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,8 @@ def test_one_factor_of_all_experts_of_a_layer_is_one_copy(one_rank, factor: str)
             offset += reads[-1].num_bytes
     assert len(reads) == EXPERTS
     assert len(source.joined(reads)) == 1
+    some = [replace(reads[n], offset_bytes=place * reads[0].num_bytes) for place, n in enumerate((0, 1, 3))]
+    assert len(source.joined(some)) == 2, "the third is farther off"
 
 
 def test_a_scale_that_is_no_power_of_two_is_applied_as_vllm_does(tmp_path: Path):

@@ -1,5 +1,7 @@
 """Promises of trainer/delivery/update_probe.py: the figure is the share of an update that engines' weights lack."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from cases.rank_helpers import make_rank
@@ -25,14 +27,19 @@ def rank_with_updates_of(std: float, rounding: MergeRounding, **options: object)
     return rank
 
 
-def figure(rank: TrainerRank, quantization: BlockFp8 | None = None) -> float | None:
-    """Of three versions."""
+def figures(rank: TrainerRank, versions: Sequence[int], quantization: BlockFp8 | None = None) -> list[float | None]:
     source = TrainerWeightSource(rank.decoder, 0, quantization)
     found = []
-    for version in range(3):
+    for version in versions:
         source.begin(version)
         found.append(source.update_error())
         source.end()
+    return found
+
+
+def figure(rank: TrainerRank, quantization: BlockFp8 | None = None) -> float | None:
+    """Of three versions."""
+    found = figures(rank, range(3), quantization)
     return None if None in found else sum(found) / 3
 
 
@@ -69,6 +76,11 @@ def test_by_thresholds_engines_get_the_update(quantization):
     most, with a mean of 0: 10 / sqrt(20,000)."""
     found = figure(rank_with_updates_of(1e-4, MergeRounding.dithered), quantization)
     assert found is not None and found < 0.1
+
+
+def test_a_figure_is_of_its_version_alone():
+    rank = rank_with_updates_of(1e-5, MergeRounding.nearest)
+    assert figures(rank, [0, 1, 2])[2:] == figures(rank, [2])
 
 
 def test_without_an_update_there_is_no_figure():

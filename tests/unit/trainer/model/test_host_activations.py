@@ -240,6 +240,8 @@ def test_a_stack_is_cut_into_pieces_and_returns_its_chunks() -> None:
     other = HostStack(pool)
     other.take(15_000)
     assert num_chunks(pool) == 2
+    del other
+    assert num_chunks(pool) == 4, "beside those that nobody had taken"
 
 
 def test_what_cannot_be_moved_stays() -> None:

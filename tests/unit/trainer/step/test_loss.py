@@ -186,10 +186,11 @@ def test_a_loss_sees_every_field_of_its_tokens(monkeypatch):
         return clipped_loss(tokens, algorithm)
 
     monkeypatch.setattr("slipstream.trainer.step.loss.loss_function", lambda name: loss)
-    logprobs, entropy = torch.tensor([-0.5, -0.75]), torch.tensor([4.0, 5.0])
+    logprobs, entropy = torch.tensor([-0.5, -0.75]), torch.tensor([4.0, 5.0], requires_grad=True)
     for algorithm, old in ((TRAINER, "old_logprobs_N"), (ROLLOUT, "rollout_logprobs_N")):
         policy_loss(logprobs, entropy, CountedTokens(**given), algorithm, Denominators(2, 2, 9))
         weights = seen.pop("weights_N")
+        assert seen["entropy_N"].requires_grad
         wanted = {**given, "old_logprobs_N": given[old], "logprobs_N": logprobs, "entropy_N": entropy}
         assert {name: value.tolist() for name, value in seen.items()} == {
             name: value.tolist() for name, value in wanted.items()

@@ -38,6 +38,9 @@ def frozen(tokens, algorithm):
 def raises(tokens, algorithm):
     return tokens.no_such_field
 
+def refers(tokens, algorithm):
+    return tokens.logprobs_N - tokens.ref_logprobs_N
+
 def one_argument(tokens):
     return tokens.logprobs_N
 '''
@@ -56,6 +59,7 @@ def test_a_function_of_the_users_own_is_the_loss(path):
     ):
         torch.testing.assert_close(mine, shipped)
     try_loss(AlgorithmConfig(loss=f"{path}:clipped"))
+    try_loss(AlgorithmConfig(loss=f"{path}:refers", kl_coef=0.1))
 
 
 @pytest.mark.parametrize(
@@ -66,6 +70,7 @@ def test_a_function_of_the_users_own_is_the_loss(path):
         ("nan_where_far", "returned nan for token 0 of 7, with log-probability -0.1, denominator -0.1 and advantage 1"),
         ("frozen", "without a gradient: they must depend on tokens.logprobs_N"),
         ("raises", "raised AttributeError: .*no_such_field"),
+        ("refers", "raised TypeError: .*NoneType"),  # there is no reference without kl_coef
         ("one_argument", r"it must be \(tokens, algorithm\) -> a tensor"),
         ("nothing", "has no function 'nothing'"),
     ],

@@ -273,6 +273,14 @@ def test_like_chunks_of_all_destinations_follow_each_other():
         assert max(by_rank.values()) - min(by_rank.values()) <= 1, "half of a schedule is half of every rank's"
     assert num_turns
 
+    metas = tuple(TensorMeta(name, (4,), "float32") for name in ("a", "b", "c"))
+    source = SourceLayout(0, metas, tuple(SourceShard(meta.name, Region((0,), (4,))) for meta in metas))
+    loads = tuple(Load(meta.name, Region((0,), (4,)), (0,), meta.name, 0, (1,)) for meta in metas)
+    params = tuple(Param(meta.name, (4,), "float32") for meta in metas)
+    plan = build_plan([source], [[DestLayout(rank, params, loads) for rank in range(2)]], max_task_bytes=1 << 20)
+    order = [(task.param, task.dest_rank) for task in plan.tasks[0]]
+    assert order == [(name, rank) for name in "abc" for rank in range(2)], "also where every offset is 0"
+
 
 def test_sources_begin_with_different_destinations():
     """Of a matrix by columns, every source has rows for both destinations."""

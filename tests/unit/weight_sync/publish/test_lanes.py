@@ -454,25 +454,33 @@ def test_all_writes_to_a_rank_share_one_deadline(monkeypatch: pytest.MonkeyPatch
     assert result.report.busy_write_s == 2.0 * num_writes
 
 
-def test_the_seconds_of_a_replica_are_those_of_its_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two lanes: a load goes to one rank, or to both; each write takes its rank as many seconds as it has bytes."""
+@pytest.mark.parametrize("slow_rank", [0, 1])
+def test_the_seconds_of_a_replica_are_those_of_its_slowest_rank(
+    monkeypatch: pytest.MonkeyPatch, slow_rank: int
+) -> None:
+    """Two lanes: a load goes to one rank, or to both; each write takes its rank as many seconds as it has bytes, and
+    one of the ranks three times as long."""
     world = World()
+    slow_session = world.sessions[0][slow_rank].session
     per_thread = threading.local()
     spent: Counter[str] = Counter()
+    num_bytes: list[int] = []
     write = world.transport.write
 
     def timed(session: str, src: Any, dst: Any, sizes: Sequence[int], *, timeout_s: float) -> None:
         assert timeout_s == 10_000 - spent[session]
         write(session, src, dst, sizes, timeout_s=timeout_s)
-        spent[session] += sum(sizes)
-        per_thread.now = getattr(per_thread, "now", 0.0) + sum(sizes)
+        seconds = sum(sizes) * (3 if session == slow_session else 1)
+        spent[session] += seconds
+        num_bytes.append(sum(sizes))
+        per_thread.now = getattr(per_thread, "now", 0.0) + seconds
 
     world.transport.write = timed
     world.budgets_s = {0: 10_000.0}
     monkeypatch.setattr(lanes, "time", SimpleNamespace(monotonic=lambda: getattr(per_thread, "now", 0.0)))
     report = world.run(1).report
     assert report.write_s == {0: max(spent.values())}
-    assert report.num_bytes == sum(spent.values())
+    assert report.num_bytes == sum(num_bytes)
 
 
 def test_a_lane_that_fails_wakes_packing_which_waits_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,9 @@ def test_a_replica_started_again_rejoins_and_the_other_notices_nothing(worlds: l
     assert [engine.wrong_params(2) for engine in world.engines] == [[], []]
     assert report.replicas[0].endpoint == address
     assert report.epoch == first.epoch + 2
+    assert report.num_changed_params == 2 * 5, (
+        "of the other one's two ranks: this one did not commit the version before"
+    )
 
 
 def test_a_replica_started_again_is_never_written_to_where_the_old_one_was(worlds: list[World]) -> None:

@@ -318,3 +318,4 @@ def test_a_replica_whose_loop_is_busy_for_longer_than_a_silence_is_not_gone(
     clients.append(client := ReplicaClients([replica.address], KEY, heartbeat_s=0.2, silence_s=2.0))
     assert isinstance(ask(client, Describe), Described)
     assert isinstance(ask(client, Begin, version=1, epoch=1, digest="d"), Begun)
+    assert client.answer_s[0] >= 4.0, "they count against its deadline"
