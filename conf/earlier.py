@@ -153,10 +153,18 @@ def carried_over(options: dict[str, Any]) -> dict[str, Any]:
         ConfigError: The run depends on an option that is no more.
     """
     _rename_functions(options)
+    _join_team(options)
     parts = object_or_empty(object_or_empty(options.get("reward")).get("parts"))
     for where in (REWARD, *(f"{REWARD}parts.{name}." for name in parts)):
         _carry_over(options, where)
     return options
+
+
+def _join_team(options: dict[str, Any]) -> None:
+    """The team of W&B begins the name of the project."""
+    wandb = object_or_empty(object_or_empty(options.get("run")).get("wandb"))
+    if team := wandb.pop("entity", None):
+        wandb["project"] = f"{team}/{wandb.get('project', 'slipstream')}"
 
 
 def _rename_functions(options: dict[str, Any]) -> None:

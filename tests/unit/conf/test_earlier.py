@@ -83,6 +83,10 @@ MATCHED = {
             {"trainer": {"numerics": {"attention": "auto"}, "combine": "vllm_like"}, "model": {}},
             {"trainer": {"numerics": {}}, "model": {}},
         ),
+        (
+            {"run": {"wandb": {"entity": "us", "project": "sums"}}},
+            {"run": {"wandb": {"project": "us/sums"}}},
+        ),
         ({"algorithm": {"teacher": {"max_tries": 6}}}, {"algorithm": {"teacher": {}}}),
         ({"reward": {"choice_key": "reward"}}, {"reward": {}}),
     ],
