@@ -24,18 +24,18 @@ NUM_FIXED = 3
 
 
 class Recomputed:
-    """part(*inputs), whose activations are not kept.
+    """Calls a part whose activations are not kept: Recomputed([owner])(part, x, y) is part(x, y).
 
     Gradients reach inputs that are tensors and the trainable parameters of `owners`, but not tensors inside other
-    inputs. The output is a tensor, or a tuple of tensors and other values; none of them is an input.
+    inputs. The output is a tensor, or a tuple of tensors and other values; none of them is an input. The part is not
+    kept, which usually holds this object: a decoder that is forgotten is freed at once, and not by the next collection.
     """
 
-    def __init__(self, part: Callable[..., Any], owners: Sequence[nn.Module]) -> None:
-        self._part = part
+    def __init__(self, owners: Sequence[nn.Module]) -> None:
         self._owners = owners
         self._places: list[tuple[nn.Module, str]] | None = None
 
-    def __call__(self, *inputs: Any, first: First | None = None) -> Any:
+    def __call__(self, part: Callable[..., Any], *inputs: Any, first: First | None = None) -> Any:
         """Call the part on `inputs`.
 
         Args:
@@ -47,7 +47,7 @@ class Recomputed:
             named = ((module, *named) for module in modules for named in module.named_parameters(recurse=False))
             self._places = [(module, name) for module, name, parameter in named if parameter.requires_grad]
         parameters = (getattr(module, name) for module, name in self._places)  # FSDP2 exchanges them
-        return _Recompute.apply(self._part, first, len(inputs), *inputs, *parameters)
+        return _Recompute.apply(part, first, len(inputs), *inputs, *parameters)
 
 
 class _Recompute(torch.autograd.Function):

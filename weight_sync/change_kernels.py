@@ -85,7 +85,8 @@ def _check(table_ptr, found_ptr, TILE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _apply(table_ptr, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Write one tile's elements. Rows: as of _check, which has passed."""
+    """Write one tile's elements. Rows: as of _check, which has passed; whatever has changed since, nothing outside the
+    chunk is written."""
     row = table_ptr + tl.program_id(1) * 5
     num_elements = tl.load(row + 2)
     tile = tl.program_id(0)
@@ -94,12 +95,16 @@ def _apply(table_ptr, TILE: tl.constexpr, BLOCK: tl.constexpr):
         stream_ptr = tl.load(row).to(tl.pointer_type(tl.int32), bitcast=True)
         values_ptr = tl.load(row + 1).to(tl.pointer_type(tl.int16), bitcast=True)
         start = tl.load(stream_ptr + 2 * tile).to(tl.int64)
-        count = tl.load(stream_ptr + 2 * tile + 1)
-        records_ptr = stream_ptr + 2 * ((num_elements + TILE - 1) // TILE) + start
-        for done in range(0, count, BLOCK):
-            at = done + tl.arange(0, BLOCK)
-            record = tl.load(records_ptr + at, mask=at < count, other=0)
-            tl.store(values_ptr + first + (record >> 16), record.to(tl.int16), mask=at < count)
+        count = tl.load(stream_ptr + 2 * tile + 1).to(tl.int64)
+        if (start >= 0) & (count >= 0) & (start + count <= tl.load(row + 3)):
+            records_ptr = stream_ptr + 2 * ((num_elements + TILE - 1) // TILE) + start
+            most = tl.minimum(num_elements - first, TILE)
+            for done in range(0, count, BLOCK):
+                at = done + tl.arange(0, BLOCK)
+                record = tl.load(records_ptr + at, mask=at < count, other=0)
+                place = record >> 16
+                inside = (at < count) & (place >= 0) & (place < most)
+                tl.store(values_ptr + first + place, record.to(tl.int16), mask=inside)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,8 @@ def case_changes_without_room(device: str) -> None:
 
 
 def case_changes_out_of_bounds(device: str) -> None:
-    """Each fault of a stream is told by a negative number or a wrong one."""
+    """Each fault of a stream is told by a negative number or a wrong one. One that comes after the check makes no write
+    outside the chunk."""
     size = TILE + 10
     marks = torch.zeros(size, dtype=torch.uint8, device=device)
     marks[::7] = 1
@@ -87,6 +88,11 @@ def case_changes_out_of_bounds(device: str) -> None:
         launches = launches_of([[stream, values, size, room - 4]], [size], device)
         assert change_kernels.check(launches, TILE).item() != room - 4, name
         assert changes.apply([Landed(stream.cpu(), values.cpu().clone())]) == 0, name
+        held = bits(3 * TILE, 3, device)
+        live = held[TILE - 20 :][:size]
+        edges = held[: TILE - 20].clone(), held[TILE - 20 + size :].clone()
+        change_kernels.apply(launches_of([[stream, live, size, room - 4]], [size], device), TILE)
+        assert torch.equal(held[: TILE - 20], edges[0]) and torch.equal(held[TILE - 20 + size :], edges[1]), name
 
 
 def case_merge_and_mark(device: str) -> None:

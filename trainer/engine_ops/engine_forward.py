@@ -64,7 +64,7 @@ class EngineForward(Forward):
         def values() -> tuple[Tensor, tuple[()]]:
             return self.operations.norm(x, norm.weight.to(x.dtype), norm.eps), ()
 
-        return Recomputed(norm, [norm])(x, first=values) if torch.is_grad_enabled() else values()[0]
+        return Recomputed([norm])(norm, x, first=values) if torch.is_grad_enabled() else values()[0]
 
     def add_norm(self, norm: RMSNorm, x_TH: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor]:
         sum_TH = x_TH + delta_TH

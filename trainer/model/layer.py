@@ -148,7 +148,7 @@ class DecoderLayer(nn.Module):
         self.moe_index = sum(map(spec.is_moe_layer, range(layer)))
         self.keeps_gate_up = is_in_share(self.moe_index, build.gate_up_kept)
         self.parts = self._parts()
-        self._whole = Recomputed(self._all_parts, [self])
+        self._whole = Recomputed(list(self.children()))
 
     def _parts(self) -> list[Part]:
         """The layer's operations, in their order."""
@@ -239,7 +239,7 @@ class DecoderLayer(nn.Module):
                 routes = LayerRoutes(ids_TK, torch.ones_like(ids_TK[:, 0], dtype=torch.bool))
             return (known[NEXT_STREAM], known[NEXT_SUM]), (routes,)
 
-        return self._whole(Place(own, run.rope, run.sequences), known[STREAM], first=values)
+        return self._whole(self._all_parts, Place(own, run.rope, run.sequences), known[STREAM], first=values)
 
     def _all_parts(self, at: Place, x_TH: Tensor, routes: LayerRoutes | None) -> tuple[Tensor, Tensor | None]:
         known: dict[str, Any] = {STREAM: x_TH, SUM: None, ROUTES: routes, KEEP_GATE_UP: None}

@@ -60,7 +60,7 @@ class Part:
         made = {name for operation in operations for name in operation.outputs}
         taken = [name for operation in operations for name in operation.inputs]
         self.takes = tuple(name for name in dict.fromkeys(taken) if name not in made)
-        self._again = Recomputed(self, owners) if owners else None
+        self._again = Recomputed(owners) if owners else None
         later, self._steps = set(gives), []
         for operation in reversed(operations):
             ended = tuple({*operation.inputs, *operation.outputs} - later)
@@ -82,4 +82,4 @@ class Part:
         if self._again is None:
             return self(at, *given)
         later = [None if name == SUM else one for name, one in zip(self.takes, given, strict=True)]
-        return self._again(at, *later, first=lambda: (self(at, *given), ()))
+        return self._again(self, at, *later, first=lambda: (self(at, *given), ()))

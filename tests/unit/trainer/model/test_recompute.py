@@ -5,7 +5,9 @@ Also what a decoder's step holds while its first layer goes backward, where it h
 
 from __future__ import annotations
 
+import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from slipstream.trainer.engine_ops.merged_forward import MergedForward
 from slipstream.trainer.model.forward import Forward
 from slipstream.trainer.recompute import Recomputed, recomputation
 
@@ -53,7 +56,7 @@ def gradients(part: Part, run: Any, *, does_x: bool, used: tuple[int, ...]) -> l
 def test_gradients_are_those_of_the_part_itself(does_x: bool, used: tuple[int, ...]) -> None:
     part = Part()
     wanted = gradients(part, part, does_x=does_x, used=used)
-    mine = gradients(part, Recomputed(part, [part]), does_x=does_x, used=used)
+    mine = gradients(part, partial(Recomputed([part]), part), does_x=does_x, used=used)
     assert len(part.inner) == 3  # twice, and once without
     for one, other in zip(mine, wanted, strict=True):
         assert (one is None) == (other is None)
@@ -63,7 +66,7 @@ def test_gradients_are_those_of_the_part_itself(does_x: bool, used: tuple[int, .
 
 def test_what_is_inside_lives_no_longer_than_the_call() -> None:
     part = Part()
-    out, *_ = Recomputed(part, [part])(torch.randn(3, 5), torch.randn(3, 5), (torch.randn(7), 3.0))
+    out, *_ = Recomputed([part])(part, torch.randn(3, 5), torch.randn(3, 5), (torch.randn(7), 3.0))
     assert out.requires_grad
     assert part.inner[0]() is None
     kept, *_ = part(torch.randn(3, 5), torch.randn(3, 5), (torch.randn(7), 3.0))
@@ -82,7 +85,7 @@ def test_an_input_without_a_gradient_ends_before_the_backward_inside() -> None:
             out.register_hook(lambda grad: seen.append(ref.expired()))
         return out.sin()
 
-    out = Recomputed(part, [])(x, y)
+    out = Recomputed([])(part, x, y)
     del x
     (first,) = torch.autograd.grad(out.sum(), y, retain_graph=True)
     (second,) = torch.autograd.grad(out.sum(), y)
@@ -93,7 +96,7 @@ def test_an_input_without_a_gradient_ends_before_the_backward_inside() -> None:
 def test_an_output_that_is_had_again_is_computed_for_both() -> None:
     part = Part()
     x, y = torch.randn(3, 5), torch.randn(3, 5, requires_grad=True)
-    out, _, _, other = Recomputed(part, [part])(x, y, (torch.randn(7), 3.0))
+    out, _, _, other = Recomputed([part])(part, x, y, (torch.randn(7), 3.0))
     again = recomputation(out)
     assert again is not None
     assert torch.equal(again(), out)
@@ -102,6 +105,22 @@ def test_an_output_that_is_had_again_is_computed_for_both() -> None:
     assert len(part.inner) == 2
     assert recomputation(x) is None
     assert recomputation(part.first(x)) is None
+
+
+@pytest.mark.parametrize("by", [Forward(), MergedForward()], ids=["own", "merged"])
+def test_a_forgotten_decoder_is_freed_at_once(by: Forward) -> None:
+    """A device holds one model, and the heap may be frozen, of which the collector sees nothing."""
+    decoder = make_decoder(MOE)
+    batch = packed()
+    probe_loss(decoder.apply_head(torch.nn.functional.linear, decoder(*batch, by=by)), batch[0]).backward()
+    weights = [weakref.ref(parameter) for parameter in decoder.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        del decoder
+        assert not any(weight() is not None for weight in weights)
+    finally:
+        gc.enable()
 
 
 class Alive(TorchDispatchMode):
