@@ -41,6 +41,11 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
         {**SQUARE, "intermediate_size": 64, "norm_topk_prob": "false", "rms_norm_eps": 1e-5},
     ),
     "llama": ("LlamaForCausalLM", DENSE, {}),
+    "gemma3_text": (
+        "Gemma3ForCausalLM",
+        DENSE,
+        {"sliding_window": 4, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32},
+    ),
     "qwen3_next": (
         "Qwen3NextForCausalLM",
         [*EXPERTS, "model.dtype=bfloat16"],  # the CPU engine's linear attention has no other format, nor other heads

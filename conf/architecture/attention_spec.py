@@ -61,6 +61,18 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinearScaling:
+    """Every position is divided by `factor` (Chen et al. 2023, https://arxiv.org/abs/2306.15595)."""
+
+    factor: float
+
+    @property
+    def cos_sin_factor(self) -> float:
+        """What cos and sin are multiplied by."""
+        return 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
     """Rotary embedding: which dims turn, how fast, and how they pair."""
 
@@ -69,7 +81,7 @@ class RopeSpec:
     theta: float
     interleaved: bool = False
     """Dims 2i and 2i + 1 make a pair (DeepSeek); else dims i and i + dim / 2."""
-    scaling: YarnScaling | Llama3Scaling | None = None
+    scaling: YarnScaling | Llama3Scaling | LinearScaling | None = None
     is_wide: bool = False
     """vLLM keeps cosines and sines in float32; one with torch.compile fuses the cast away, so that they are never
     rounded (gpt-oss)."""
@@ -94,6 +106,8 @@ class GqaSpec:
     """q_proj gives each head a query and a gate; what the head attends to is multiplied by the gate's sigmoid."""
     sinks: bool = False
     """Every head has a logit of its own in the softmax that attends to nothing: the parameter `sinks`."""
+    score_dim: int | None = None
+    """Scores are divided by the square root of this; None: of head_dim."""
     windows: tuple[int | None, ...] = ()
     """One entry per layer: a query sees this many keys, itself among them; None, or no entries: all before it."""
 
@@ -109,7 +123,7 @@ class GqaSpec:
     @property
     def softmax_scale(self) -> float:
         """Factor of q . k."""
-        return self.head_dim**-0.5
+        return (self.score_dim or self.head_dim) ** -0.5
 
     def cached_elements(self, tp_size: int) -> int:
         """Elements that a layer on one rank of an engine caches per token: keys and values of at least one head."""

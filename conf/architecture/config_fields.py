@@ -8,14 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from slipstream.conf.architecture.attention_spec import GqaSpec, Llama3Scaling, RopeSpec, YarnScaling
+from slipstream.conf.architecture.attention_spec import GqaSpec, LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
 from slipstream.conf.errors import ConfigError
 
 
 def common_fields(
-    config: dict[str, Any], architecture: str, *, rms_norm_eps: float = 1e-6, width: str = "intermediate_size"
+    config: dict[str, Any],
+    architecture: str,
+    *,
+    rms_norm_eps: float = 1e-6,
+    width: str = "intermediate_size",
+    is_tied: bool = False,
 ) -> dict[str, Any]:
-    """The fields of ModelSpec that every family reads alike. `width` is the field of feed-forwards."""
+    """The fields of ModelSpec that every family reads alike. `width` is the field of feed-forwards; the head is the
+    embedding table where the config does not say and `is_tied`."""
     refuse(config, "hidden_act", ("silu",))
     refuse(config, "attention_dropout", (0.0, None))
     # vLLM reads these of any config, and transformers' models have no such parts
@@ -30,7 +36,7 @@ def common_fields(
         "num_layers": size(config, "num_hidden_layers"),
         "intermediate_size": size(config, width),
         "rms_norm_eps": number(config, "rms_norm_eps", rms_norm_eps),
-        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "tie_embeddings": bool(config.get("tie_word_embeddings", is_tied)),
     }
 
 
@@ -160,6 +166,13 @@ def _llama3(config: dict[str, Any], rope: dict[str, Any]) -> Llama3Scaling:
     )
 
 
+def _linear(config: dict[str, Any], rope: dict[str, Any]) -> LinearScaling:
+    factor = _number(rope, "factor")
+    if not isinstance(factor, float):
+        raise ConfigError(f"model.hf_config: RoPE's factor must be written as {factor}.0: vLLM fails on a whole number")
+    return LinearScaling(factor=factor)
+
+
 def refuse_windows(config: dict[str, Any]) -> None:
     """For families whose layers all see every earlier token: vLLM gives each layer a window that the config names."""
     refuse(config, "sliding_window", (None,))
@@ -253,8 +266,10 @@ _ROPE_FIELDS = {
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
     *("low_freq_factor", "high_freq_factor"),
 }
-_ROPE_SCALINGS: dict[str, Callable[[dict[str, Any], dict[str, Any]], YarnScaling | Llama3Scaling | None]] = {
+_Scaling = YarnScaling | Llama3Scaling | LinearScaling | None
+_ROPE_SCALINGS: dict[str, Callable[[dict[str, Any], dict[str, Any]], _Scaling]] = {
     "default": lambda config, rope: None,
+    "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
 }

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from slipstream.conf.architecture import llama_like
+from slipstream.conf.architecture import gemma, llama_like
 from slipstream.conf.architecture.activation import ExpertActivation
 from slipstream.conf.architecture.attention_spec import Llama3Scaling, MlaSpec, RopeSpec, YarnScaling
 from slipstream.conf.architecture.config_fields import (
@@ -34,6 +34,7 @@ from slipstream.conf.architecture.family import Family
 from slipstream.conf.architecture.model_spec import CORRECTION_BIAS, CheckpointNames, ModelSpec, MoeSpec, RouterScore
 from slipstream.conf.architecture.quantized_checkpoints import with_quantization
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import is_object
 from slipstream.conf.schema import MlaNormEps
 
 _GPT_OSS_YARN = {
@@ -101,8 +102,8 @@ def of_language_model(config: dict[str, Any]) -> dict[str, Any]:
     kind = kind_of(config)
     if kind not in _WRAPPED:
         return config
-    text: Any = config.get("text_config")
-    if not isinstance(text, dict):
+    text: object = config.get("text_config")
+    if not is_object(text):
         raise ConfigError(f"config.json of {kind} needs text_config, the fields of its language model, got {text!r}")
     whole = {key: config[key] for key in _OF_WHOLE if config.get(key) is not None}
     for key in sorted(whole.keys() & text.keys()):
@@ -111,7 +112,8 @@ def of_language_model(config: dict[str, Any]) -> dict[str, Any]:
                 f"config.json says {key}={whole[key]!r}, and {key}={text[key]!r} in text_config; remove the wrong one"
             )
     own = {key: value for key, value in text.items() if key != "architectures"}
-    return {**whole, **own, "model_type": _WRAPPED[kind]}
+    name = _WRAPPED[kind]
+    return {**FAMILIES[name].left_out, **whole, **own, "model_type": name}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -195,8 +197,9 @@ def _latent_attention(config: dict[str, Any], rope: RopeSpec, norm_eps: float) -
             f"got {config['num_key_value_heads']}"
         )
     refuse(config, "index_topk", (None,))
-    if isinstance(rope.scaling, Llama3Scaling):
-        raise ConfigError("model.hf_config: RoPE type 'llama3' is not supported for latent attention; supported: yarn")
+    if not isinstance(rope.scaling, YarnScaling | None):
+        kind = "llama3" if isinstance(rope.scaling, Llama3Scaling) else "linear"
+        raise ConfigError(f"model.hf_config: RoPE type {kind!r} is not supported for latent attention; supported: yarn")
     nope = size(config, "qk_nope_head_dim")
     scale = (nope + size(config, "qk_rope_head_dim")) ** -0.5
     if isinstance(rope.scaling, YarnScaling):
@@ -374,6 +377,7 @@ def _sigmoid_moe(
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(_deepseek_v3),
+    "gemma3_text": Family(gemma.gemma3, wrapper="gemma3", left_out=gemma.GEMMA3_DEFAULTS, head_dim=256),
     "glm4_moe": Family(_glm4_moe),
     "glm4_moe_lite": Family(_glm4_moe_lite),
     "gpt_oss": Family(
@@ -419,9 +423,13 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OF_WHOLE = (*_TOKENS, "tie_word_embeddings", "quantization_config")
 """Fields of a whole checkpoint that count for its language model; tokens, where that has none of its own."""
 _SPARSE = "the decoder has no attention over keys that an indexer chooses"
+_GEMMA4 = "its heads have one width in layers with a window and another in the others, the decoder's have one"
 _NORMS_AFTER = "the decoder's norms are before attention and feed-forward, this family's after them"
 _LEFT_OUT = {
     "deepseek_v32": _SPARSE,
+    "gemma4": _GEMMA4,
+    "gemma4_text": _GEMMA4,
+    "kimi_k25": "engines load its four-bit experts from the folder by themselves, where they lie below language_model",
     "glm_moe_dsa": _SPARSE,
     "olmo2": _NORMS_AFTER,
     "olmo3": _NORMS_AFTER,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.conf.architecture.model_spec import ModelSpec
@@ -18,6 +18,8 @@ class Family:
     read: Callable[[dict[str, Any], MlaNormEps], ModelSpec] | None = None
     wrapper: str | None = None
     """model_type of checkpoints in which this model is beside a vision tower, and its config is `text_config`."""
+    left_out: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Fields that such checkpoints need not have, and what transformers takes them for."""
     head_dim: int | None = None
     """Elements of a head where the config does not say; None: hidden_size / num_attention_heads."""
     expert_width: str = "moe_intermediate_size"

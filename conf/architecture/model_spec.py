@@ -120,11 +120,19 @@ class ModelSpec:
     tie_embeddings: bool
     attention: GqaSpec | MlaSpec
     rope: RopeSpec
+    local_rope: RopeSpec | None = None
+    """Of layers with a sliding window; None: as `rope`."""
     moe: MoeSpec | None = None
     delta_net: DeltaNetSpec | None = None
     """The linear attention that some layers have instead."""
     norms_add_one: bool = False
     """Norms of the residual stream and of heads multiply by 1 + weight, and round once."""
+    norms_halves: bool = False
+    """What attention gives, and the feed-forward, is normed before the stream adds it (Gemma)."""
+    embedding_scale: float = 1.0
+    """Multiplies embeddings, rounded to the compute dtype."""
+    has_gelu: bool = False
+    """Gates of dense feed-forwards pass GELU's approximation by tanh instead of SiLU."""
     num_mtp_layers: int = 0
     """Multi-token prediction layers that a checkpoint holds behind the decoder's own; never loaded."""
 
@@ -181,7 +189,8 @@ class ModelSpec:
             shapes[prefix + "input_layernorm.weight"] = (hidden,)
             name = self.attention_name(layer)
             shapes |= {f"{prefix}{name}.{leaf}": shape for leaf, shape in self._attention_shapes(layer).items()}
-            shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+            outer = ("pre_feedforward", "post_feedforward") if self.norms_halves else ()
+            shapes |= {f"{prefix}{name}_layernorm.weight": (hidden,) for name in ("post_attention", *outer)}
             shapes |= {prefix + name: shape for name, shape in self._feed_forward_shapes(layer).items()}
         shapes["model.norm.weight"] = (hidden,)
         if not self.tie_embeddings:

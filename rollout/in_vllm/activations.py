@@ -15,6 +15,8 @@ layer N, under `layers.N.`:
     mlp.topk_ids, topk_weights, experts   the router's choice, and the routed experts' sum
     mlp.shared_experts, mlp               the shared experts, and the block's output
 
+Gemma's post_attention_layernorm and post_feedforward_layernorm norm o_proj and mlp, and pre_feedforward_layernorm the
+stream after attention.
 Latent attention has q_a_proj, kv_a_proj_with_mqa, q_a_layernorm, q_b_proj, kv_a_layernorm and kv_b_proj in place of
 projections, norms and rotation. After the last layer come its `stream` and `norm`. Every tensor is [tokens, width].
 
@@ -71,22 +73,26 @@ class ActivationRecorder:
         block = experts.removesuffix(".experts")  # some families have another name for it
         for path, module in modules.items():
             name = f"mlp{path.removeprefix(block)}" if f"{path}.".startswith(f"{block}.") else path
-            record = self._recorder_of(prefix, name, module)
+            middle = ("post_attention", "pre_feedforward")["pre_feedforward_layernorm" in modules]
+            record = self._recorder_of(prefix, name, module, f"{middle}_layernorm")
             if record is not None:
                 self._watch(module, record)
             if name == "mlp.experts" and hasattr(module, "routed_experts"):
                 self._watch_experts(f"{prefix}mlp.", module)
 
-    def _recorder_of(self, prefix: str, path: str, module: nn.Module) -> Callable[[tuple[Any, ...], Any], None] | None:
-        """What to do with the arguments and the result of one module of a layer; None where it is not watched."""
+    def _recorder_of(
+        self, prefix: str, path: str, module: nn.Module, middle: str
+    ) -> Callable[[tuple[Any, ...], Any], None] | None:
+        """What to do with the arguments and the result of one module of a layer; None where it is not watched.
+        `middle` norms the stream after attention."""
         attention, leaf = f"{prefix}self_attn.", path.rpartition(".")[2]
         if path == "input_layernorm":
             return lambda args, out: self._norm(prefix + path, f"{prefix}stream", args, out)
-        if path == "post_attention_layernorm":
+        if path == middle:
             return lambda args, out: self._norm(prefix + path, f"{prefix}stream_mid", args, out)
         if leaf in NORMS:
             return lambda _, out: self._keep(attention + leaf, _first(out))
-        if path == "mlp":
+        if path in ("mlp", "post_attention_layernorm", "post_feedforward_layernorm"):
             return lambda _, out: self._keep(prefix + path, _first(out))
         if path in SHARED:
             return lambda _, out: self._keep(prefix + SHARED[0], _first(out))

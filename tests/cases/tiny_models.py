@@ -243,6 +243,22 @@ QWEN3_5 = {
     "linear_num_key_heads": 4,
 }
 
+GEMMA3 = {
+    **{key: value for key, value in COMMON.items() if key != "rope_theta"},
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 3,
+    "head_dim": 20,
+    "query_pre_attn_scalar": 12,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    "rope_local_base_freq": 3000.0,
+    "pad_token_id": None,  # transformers gives the embedding of token 0 no gradient else
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 3e-5,
+}
+"""Windows with a RoPE of their own, norms before and after, GELU, scaled embeddings."""
+
 MINIMAX = {
     **{key: value for key, value in COMMON.items() if key != "rope_theta"},
     "model_type": "minimax_m2",

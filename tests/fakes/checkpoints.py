@@ -90,6 +90,13 @@ CONFIGS["qwen3_5_moe"] = {
     "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"], "num_hidden_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
+CONFIGS["gemma3"] = {
+    **{key: value for key, value in COMMON.items() if key != "hidden_act"},
+    "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 24,
+    "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_local_base_freq": 3000.0,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 CONFIGS["minimax_m2"] = {
     **COMMON, "model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"], "rotary_dim": 16,
     "num_local_experts": 8, "num_experts_per_tok": 3, "scoring_func": "sigmoid", "use_routing_bias": True,

@@ -1,4 +1,4 @@
-"""silu(gate) * up of a dense feed-forward, forward and backward: one pass over memory each.
+"""silu(gate) * up of a dense feed-forward, forward and backward: one pass over memory each. With GELU, torch's passes.
 
     once   h = cast(silu(gate) * up), all steps float32, as where torch.compile fuses them (vLLM's engines)
     else   h = cast(cast(silu(gate)) * up), as vLLM's own kernel and transformers
@@ -10,6 +10,8 @@ runs on devices other than CUDA.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +29,19 @@ BLOCK = 2048
 
 def silu_product_torch(gate: Tensor, up: Tensor, once: bool) -> Tensor:
     """The definition of `silu_product`."""
+    return _product(F.silu, gate, up, once)
+
+
+def gelu_product(gate: Tensor, up: Tensor, once: bool) -> Tensor:
+    """The same with GELU, approximated by tanh."""
+    return _product(partial(F.gelu, approximate="tanh"), gate, up, once)
+
+
+def _product(activate: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor, once: bool) -> Tensor:
     if not once:
-        return F.silu(gate) * up
+        return activate(gate) * up
     wide = torch.promote_types(gate.dtype, torch.float32)
-    return (F.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
+    return (activate(gate.to(wide)) * up.to(wide)).to(gate.dtype)
 
 
 def silu_product(gate: Tensor, up: Tensor, once: bool) -> Tensor:

@@ -20,7 +20,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.trainer.kernels.residual import residual_sum
@@ -46,16 +45,15 @@ def decoder_steps(
         by: what computes them, instead of the decoder's own.
     """
     sequences = PackedSequences.from_cu_seqlens(cu_seqlens, positions_T.shape[0], positions_T.device)
-    at = Place(by or decoder.by, decoder.rotary(positions_T, decoder.dtype), sequences)
-    trunk = decoder.model
-    embed = Operation(
-        "embed_tokens", ("token_ids",), ("layers.0.stream",), lambda ids: (trunk.embed_tokens(F.embedding, ids),)
-    )
-    steps = [embed]
+    ropes, trunk = decoder.ropes(positions_T), decoder.model
+    places = [Place(by or decoder.by, rope, sequences) for rope in ropes]
+    steps, adds = [], ("", "")
+    steps.append(Operation("embed_tokens", ("token_ids",), ("layers.0.stream",), lambda ids: (trunk.embed(ids),)))
     for number, layer in enumerate(trunk.layers):
         assert isinstance(layer, DecoderLayer)
-        steps += _layer(number, layer, at)
-    return [*steps, _norm("norm", len(trunk.layers), trunk.norm, at)]
+        steps += _layer(number, layer, places[layer.rope], adds)
+        adds = layer.adds
+    return [*steps, _norm("norm", len(trunk.layers), trunk.norm, places[0], adds)]
 
 
 @torch.no_grad()
@@ -91,22 +89,22 @@ def run_chained(
     return known
 
 
-def _layer(number: int, layer: DecoderLayer, at: Place) -> Iterator[Operation]:
-    """A layer's operations, whole or taken apart."""
+def _layer(number: int, layer: DecoderLayer, at: Place, adds: tuple[str, str]) -> Iterator[Operation]:
+    """A layer's operations, whole or taken apart; `adds` names what the layer before adds to the stream."""
     prefix, attention, block = f"layers.{number}.", layer.attention, layer.mlp
-    is_rounded = _is_rounded(layer.post_attention_layernorm, at)
+    is_rounded = _is_rounded(layer.middle_norm, at)
     of_experts = _experts(prefix, block, at, is_rounded=is_rounded) if isinstance(block, MoeBlock) else {}
     for operation in layer.operations:
         if operation.name in of_experts:
             yield of_experts[operation.name]
         if operation.name == "input_layernorm":
-            yield _norm(prefix + operation.name, number, layer.input_layernorm, at)
+            yield _norm(prefix + operation.name, number, layer.input_layernorm, at, adds)
         elif operation.name == "self_attn.rotary_emb" and at.by.fuses:
             assert isinstance(attention, GroupedQueryAttention)
             inputs = tuple(prefix + name for name in operation.inputs)
             yield from _rotary(f"{prefix}self_attn.", attention, at, inputs)
         elif operation.name == "residual":
-            yield _residual(number, is_rounded=is_rounded)
+            yield _residual(number, layer.adds, is_rounded=is_rounded)
         elif operation.name not in of_experts:
             yield _whole(operation, prefix, attention, at)
 
@@ -127,9 +125,9 @@ def _is_rounded(norm: RMSNorm, at: Place) -> bool:
     return not (norm.once and at.by.fuses)
 
 
-def _norm(name: str, number: int, norm: RMSNorm, at: Place) -> Operation:
+def _norm(name: str, number: int, norm: RMSNorm, at: Place, adds: tuple[str, str]) -> Operation:
     """The norm of the stream that enters layer `number`; with norm=once, of the sum before it was rounded."""
-    addends = () if _is_rounded(norm, at) or not number else _addends(number - 1)
+    addends = () if _is_rounded(norm, at) or not number else _addends(number - 1, adds)
 
     def run(x_TH: Tensor, *addends: Tensor) -> tuple[Tensor, ...]:
         return (at.by.norm(norm, x_TH, _unrounded_sum(*addends)[1] if addends else None),)
@@ -137,21 +135,23 @@ def _norm(name: str, number: int, norm: RMSNorm, at: Place) -> Operation:
     return Operation(name, (f"layers.{number}.stream", *addends), (name,), run)
 
 
-def _addends(number: int) -> tuple[str, ...]:
+def _addends(number: int, adds: tuple[str, str]) -> tuple[str, ...]:
     """What a layer's last sum adds with norm=once: what entered it, and what its halves add."""
-    return tuple(f"layers.{number}.{name}" for name in ("stream", "self_attn.o_proj", "mlp"))
+    return tuple(f"layers.{number}.{name}" for name in ("stream", *adds))
 
 
 def _unrounded_sum(x_TH: Tensor, attended_TH: Tensor, fed_TH: Tensor) -> tuple[Tensor, Tensor]:
     return residual_sum(x_TH, attended_TH, x_TH, fed_TH)
 
 
-def _residual(number: int, *, is_rounded: bool) -> Operation:
+def _residual(number: int, adds: tuple[str, str], *, is_rounded: bool) -> Operation:
     prefix, following = f"layers.{number}.", (f"layers.{number + 1}.stream",)
     if is_rounded:
         middle = f"{prefix}stream_mid"
-        return Operation(f"{prefix}residual", (middle, f"{prefix}mlp"), following, lambda x, fed: (x + fed,))
-    return Operation(f"{prefix}residual", _addends(number), following, lambda *addends: _unrounded_sum(*addends)[:1])
+        return Operation(f"{prefix}residual", (middle, prefix + adds[1]), following, lambda x, fed: (x + fed,))
+    return Operation(
+        f"{prefix}residual", _addends(number, adds), following, lambda *addends: _unrounded_sum(*addends)[:1]
+    )
 
 
 def _rotary(prefix: str, own: GroupedQueryAttention, at: Place, inputs: tuple[str, ...]) -> Iterator[Operation]:

@@ -56,9 +56,15 @@ class Trunk(nn.Module):
     def __init__(self, build: Build) -> None:
         super().__init__()
         spec = build.spec
-        self.embed_tokens = VocabTable(build)
+        self.embed_tokens, self._scale = VocabTable(build), spec.embedding_scale
         self.layers = nn.ModuleList(DecoderLayer(build, layer) for layer in range(spec.num_layers))
         self.norm = build.norm()
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        """The stream that enters the first layer, [T, H]."""
+        is_on_host = self.embed_tokens.weight.device != token_ids_T.device
+        x_TH = self.embed_tokens(_rows_of_host if is_on_host else F.embedding, token_ids_T)
+        return x_TH if self._scale == 1.0 else x_TH * torch.tensor(self._scale, dtype=x_TH.dtype)
 
 
 class Decoder(nn.Module):
@@ -76,6 +82,8 @@ class Decoder(nn.Module):
         self.model = Trunk(build)
         self.lm_head = None if build.spec.tie_embeddings else VocabTable(build)
         self.rotary = RotaryEmbedding(build.spec.rope, build.numerics.rotation)
+        local = build.spec.local_rope
+        self.local_rotary = None if local is None else RotaryEmbedding(local, build.numerics.rotation)
         self.by = build.by
         """What computes it, where a call does not say otherwise."""
         self.host = build.host
@@ -123,13 +131,16 @@ class Decoder(nn.Module):
         by = by or self.by
         if not token_ids_T.shape[0]:
             by = by.gradients_by or by  # kernels of engines take no empty microbatch
-        rope = self.rotary(positions_T, self.dtype)
-        is_on_host = self.model.embed_tokens.weight.device != token_ids_T.device
-        x_TH = self.model.embed_tokens(_rows_of_host if is_on_host else F.embedding, token_ids_T)
-        run = Pass(by, rope, sequences, routes, None if host is None else HostPass(host, len(self.model.layers)))
+        x_TH, ropes = self.model.embed(token_ids_T), self.ropes(positions_T)
+        run = Pass(by, ropes, sequences, routes, None if host is None else HostPass(host, len(self.model.layers)))
         for layer in self.model.layers:
             x_TH = layer(x_TH, run)
         return by.norm(self.model.norm, x_TH, run.take_sum())
+
+    def ropes(self, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Cosines and sines of all layers, or of full attention and of sliding windows (DecoderLayer.rope)."""
+        each = (self.rotary, self.local_rotary)
+        return [rotary(positions_T, self.dtype) for rotary in each if rotary is not None]
 
     def apply_head(self, use: Callable[[Tensor, Tensor], Out], hidden_TH: Tensor) -> Out:
         """Call use(hidden_TH, weight_VH). The whole head weight exists during this call, and again in its backward.

@@ -1,4 +1,5 @@
-"""DenseMlp: the modules of a SwiGLU feed-forward (Shazeer 2020, https://arxiv.org/abs/2002.05202), [T, H] -> [T, H]."""
+"""DenseMlp: the modules of a SwiGLU feed-forward (Shazeer 2020, https://arxiv.org/abs/2002.05202), [T, H] -> [T, H];
+or of one with GELU."""
 
 from __future__ import annotations
 
@@ -13,10 +14,17 @@ class DenseMlp(nn.Module):
     """Gate and up of H columns, down of H rows."""
 
     def __init__(
-        self, hidden: int, width: int, *, weight_dtype: torch.dtype, lora: LoraConfig | None, activates_once: bool
+        self,
+        hidden: int,
+        width: int,
+        *,
+        weight_dtype: torch.dtype,
+        lora: LoraConfig | None,
+        activates_once: bool,
+        has_gelu: bool = False,
     ) -> None:
         super().__init__()
         self.gate_proj = Linear(hidden, width, weight_dtype=weight_dtype, lora=lora)
         self.up_proj = Linear(hidden, width, weight_dtype=weight_dtype, lora=lora)
         self.down_proj = Linear(width, hidden, weight_dtype=weight_dtype, lora=lora)
-        self.activates_once = activates_once
+        self.activates_once, self.has_gelu = activates_once, has_gelu

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from slipstream.trainer.kernels.dense_activation import silu_product
+from slipstream.trainer.kernels.dense_activation import gelu_product, silu_product
 from slipstream.trainer.kernels.latent import latent_heads
 from slipstream.trainer.kernels.residual import residual_sum
 from slipstream.trainer.kernels.rms_norm import norm_rotate
@@ -130,7 +130,8 @@ class Forward:
     def feed_forward(self, mlp: DenseMlp, x_TH: Tensor) -> Tensor:
         """[T, H]."""
         gate, up = self.linears([mlp.gate_proj, mlp.up_proj], x_TH)
-        return self.linears([mlp.down_proj], silu_product(gate, up, mlp.activates_once))[0]
+        product = (gelu_product if mlp.has_gelu else silu_product)(gate, up, mlp.activates_once)
+        return self.linears([mlp.down_proj], product)[0]
 
     def route(self, block: MoeBlock, x_TH: Tensor, routes: LayerRoutes | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Weights and ids of each token's experts; and of recorded ones, how many the router would not have chosen."""

@@ -107,6 +107,8 @@ def refusal_of_graphs(decoder: Decoder, device: torch.device) -> str | None:
         return "values come from merged weights or from the engine's kernels"
     if decoder.spec.delta_net is not None:
         return "some layers have linear attention, which was not captured yet"
+    if decoder.spec.norms_halves:
+        return "layers norm what they add, which was not captured yet"
     for module in decoder.modules():
         if isinstance(module, Experts) and module.packed is not None:
             return "experts are packed"

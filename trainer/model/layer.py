@@ -1,6 +1,7 @@
 """DecoderLayer: a layer's modules, the list of its operations, and how one call walks it.
 
-    x -> norm -> attention -> o_proj -> + -> norm -> feed-forward | router, shared experts -> experts -> + -> x
+    x -> norm -> attention -> o_proj (-> norm) -> + -> norm -> feed-forward (-> norm) -> + -> x
+                                                          router, shared experts -> experts
 
 Owns the order of operations, what of it is recomputed and what waits in host memory. Does not own arithmetic
 (forward.py), nor the order inside of attentions (attention.py).
@@ -10,6 +11,7 @@ Shapes: T packed tokens, H hidden, K experts of a token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -17,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from slipstream.conf.architecture.attention_spec import GqaSpec
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.schema import LoraConfig, Rounding, Roundings
 from slipstream.trainer.lora import Linear
@@ -41,6 +44,8 @@ from slipstream.trainer.recompute import Recomputed
 STREAM, MIDDLE, NEXT_STREAM, NEXT_SUM = "stream", "stream_mid", "next_stream", "next_sum"
 """The residual stream before attention, after it, and at the layer's end; and that before it was rounded."""
 NORMED, DELTA, AFTER = "input_layernorm", "self_attn.o_proj", "post_attention_layernorm"
+BEFORE_FED, AFTER_FED = "pre_feedforward_layernorm", "post_feedforward_layernorm"
+"""Of layers that norm their halves, in which AFTER norms what attention gives."""
 WEIGHTS, IDS, FLIPPED = "mlp.topk_weights", "mlp.topk_ids", "mlp.num_flipped"
 ROUTED, SHARED, FED = "mlp.experts", "mlp.shared_experts", "mlp"
 
@@ -74,6 +79,7 @@ class Build:
             weight_dtype=self.weight_dtype,
             lora=None if self.lora is None else self.lora.for_mlp,
             activates_once=self.numerics.dense_activation is Rounding.once,
+            has_gelu=self.spec.has_gelu,
         )
 
     def norm(self) -> RMSNorm:
@@ -92,7 +98,8 @@ class Pass:
     """One forward pass over a microbatch: what all layers share, and what one hands on to the next."""
 
     by: Forward
-    rope: tuple[Tensor, Tensor]
+    ropes: Sequence[tuple[Tensor, Tensor]]
+    """Of Decoder.ropes."""
     sequences: PackedSequences
     routes: RecordedRoutes | None = None
     host: HostPass | None = None
@@ -144,6 +151,13 @@ class DecoderLayer(nn.Module):
         )
         self.add_module(self._attention_name, attention)
         self.post_attention_layernorm = build.norm()
+        self.adds = (AFTER, AFTER_FED) if spec.norms_halves else (DELTA, FED)
+        """What the stream adds, by name."""
+        if spec.norms_halves:
+            self.pre_feedforward_layernorm, self.post_feedforward_layernorm = build.norm(), build.norm()
+        windows = spec.attention.windows if isinstance(spec.attention, GqaSpec) else ()
+        self.rope = int(spec.local_rope is not None and windows[layer] is not None)
+        """Which of Decoder.ropes turns its heads."""
         self.mlp = _moe_block(build, layer) if spec.is_moe_layer(layer) else build.dense_mlp(spec.intermediate_size)
         self.moe_index = sum(map(spec.is_moe_layer, range(layer)))
         self.keeps_gate_up = is_in_share(self.moe_index, build.gate_up_kept)
@@ -152,13 +166,18 @@ class DecoderLayer(nn.Module):
 
     def _parts(self) -> list[Part]:
         """The layer's operations, in their order."""
-        norm, after, o_proj = self.input_layernorm, self.post_attention_layernorm, self.attention.o_proj
+        norm, after, o_proj = self.input_layernorm, self.middle_norm, self.attention.o_proj
+        delta, fed_name = self.adds
         first, block = self.attention.operations(NORMED, "self_attn."), self.mlp
         heads = f"self_attn.{self.attention.gives}"
         attention = [Operation(NORMED, (STREAM, SUM), (NORMED,), lambda at, *x: (at.by.norm(norm, *x),)), *first]
         projection = [Operation(DELTA, (heads,), (DELTA,), lambda at, x: (at.by.output(o_proj, x),))]
-        rest = [Operation(AFTER, (STREAM, DELTA), (MIDDLE, AFTER), lambda at, *x: at.by.add_norm(after, *x))]
-        last, gives, fed, owners = [], [MIDDLE], [FED], [after, block]
+        halves, normed, rest = [], AFTER, []
+        if delta != DELTA:
+            halves, normed = [self.post_attention_layernorm, self.post_feedforward_layernorm], BEFORE_FED
+            rest.append(Operation(delta, (DELTA,), (delta,), lambda at, x: (at.by.norm(halves[0], x),)))
+        rest.append(Operation(normed, (STREAM, delta), (MIDDLE, normed), lambda at, *x: at.by.add_norm(after, *x)))
+        last, gives, fed, owners = [], [MIDDLE], [fed_name], [after, block]
         if isinstance(block, MoeBlock):
             chosen = (WEIGHTS, IDS, FLIPPED)
             gives, fed, owners = [MIDDLE, AFTER, *chosen], [ROUTED], [after, *block.owners_of_routing]
@@ -169,9 +188,12 @@ class DecoderLayer(nn.Module):
                 fed, gives = [ROUTED, SHARED], [*gives, SHARED]
                 rest.append(Operation(SHARED, (AFTER,), (SHARED,), lambda at, x: (at.by.shared_experts(block, x),)))
         else:
-            gives.append(FED)
-            rest.append(Operation(FED, (AFTER,), (FED,), lambda at, x: (at.by.feed_forward(block, x),)))
-        ends, outs = (STREAM, DELTA, MIDDLE, *fed), (NEXT_STREAM, NEXT_SUM)
+            gives.append(fed_name)
+            rest.append(Operation(FED, (normed,), (FED,), lambda at, x: (at.by.feed_forward(block, x),)))
+        if halves:
+            rest.append(Operation(fed_name, (FED,), (fed_name,), lambda at, x: (at.by.norm(halves[1], x),)))
+            gives, owners = [*gives, delta], [*owners, *halves]
+        ends, outs = (STREAM, delta, MIDDLE, *fed), (NEXT_STREAM, NEXT_SUM)
         last.append(Operation("residual", ends, outs, lambda at, *x: at.by.add(block, *x, once=after.once)))
         return [
             Part(attention, [heads], [norm, self.attention], waits=True),
@@ -184,6 +206,11 @@ class DecoderLayer(nn.Module):
     def attention(self) -> GroupedQueryAttention | LatentAttention | GatedDeltaNet:
         """Under its name in the checkpoint, which says its kind."""
         return cast("GroupedQueryAttention | LatentAttention | GatedDeltaNet", self.get_submodule(self._attention_name))
+
+    @property
+    def middle_norm(self) -> RMSNorm:
+        """Norms the stream after attention."""
+        return self.post_attention_layernorm if self.adds[0] == DELTA else self.pre_feedforward_layernorm
 
     @property
     def operations(self) -> list[Operation]:
@@ -204,7 +231,7 @@ class DecoderLayer(nn.Module):
             known[ROUTES] = routes.of_layer(self.moe_index)
         if is_recomputed and self.keeps_gate_up:
             known[KEEP_GATE_UP] = _stays_on_device if on_host is None else on_host.move
-        at = Place(run.by, run.rope, run.sequences, KeptAttention() if is_recomputed else None)
+        at = Place(run.by, run.ropes[self.rope], run.sequences, KeptAttention() if is_recomputed else None)
         with nullcontext() if on_host is None else on_host:
             self._walk(at, known, is_recomputed=is_recomputed, on_host=on_host)
         if routes is not None:
@@ -233,13 +260,14 @@ class DecoderLayer(nn.Module):
 
         def values() -> tuple[tuple[Tensor, Tensor | None], tuple[LayerRoutes | None]]:
             with torch.no_grad():
-                self._walk(Place(run.by, run.rope, run.sequences), known)
+                self._walk(Place(run.by, run.ropes[self.rope], run.sequences), known)
             ids_TK, routes = known.get(IDS), None
             if ids_TK is not None:
                 routes = LayerRoutes(ids_TK, torch.ones_like(ids_TK[:, 0], dtype=torch.bool))
             return (known[NEXT_STREAM], known[NEXT_SUM]), (routes,)
 
-        return self._whole(self._all_parts, Place(own, run.rope, run.sequences), known[STREAM], first=values)
+        place = Place(own, run.ropes[self.rope], run.sequences)
+        return self._whole(self._all_parts, place, known[STREAM], first=values)
 
     def _all_parts(self, at: Place, x_TH: Tensor, routes: LayerRoutes | None) -> tuple[Tensor, Tensor | None]:
         known: dict[str, Any] = {STREAM: x_TH, SUM: None, ROUTES: routes, KEEP_GATE_UP: None}

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from slipstream.conf.architecture.attention_spec import Llama3Scaling, RopeSpec, YarnScaling
+from slipstream.conf.architecture.attention_spec import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
 from slipstream.conf.schema import Rounding
 
 
@@ -41,6 +41,8 @@ def _inverse_frequencies(spec: RopeSpec, device: torch.device) -> Tensor:
     powers = spec.theta**exponents
     if spec.scaling is None:
         return 1.0 / powers
+    if isinstance(spec.scaling, LinearScaling):
+        return 1.0 / powers / spec.scaling.factor
     return _yarn(powers, spec) if isinstance(spec.scaling, YarnScaling) else _llama3(1.0 / powers, spec)
 
 

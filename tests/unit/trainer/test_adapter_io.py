@@ -12,6 +12,7 @@ import torch
 from cases.tiny_models import (
     DEEPSEEK,
     DENSE,
+    GEMMA3,
     GLM,
     GLM_LITE,
     GPT_OSS,
@@ -47,6 +48,7 @@ FAMILIES = {
     "moe": MIXED, "dense_tied": TIED, "deepseek": DEEPSEEK, "glm": GLM, "glm_lite": GLM_LITE, "llama": LLAMA,
     "gpt_oss": GPT_OSS, "qwen2": QWEN2, "mistral": MISTRAL, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
     "minimax": MINIMAX, "qwen3_next": QWEN3_NEXT, "qwen3_5": QWEN3_5, "qwen3_5_moe": QWEN3_5_MOE,
+    "gemma3": GEMMA3,
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import pytest
 from cases.tiny_models import (
     DEEPSEEK,
     DENSE,
+    GEMMA3,
     GLM,
     GLM_LITE,
     GPT_OSS,
@@ -35,7 +36,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     config["model_type"]: config
     for config in (
         *(DENSE, MOE, QWEN2, QWEN2_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LLAMA, MISTRAL, MIXTRAL, OLMOE),
-        *(GLM, GLM_LITE, GPT_OSS, MINIMAX, DEEPSEEK),
+        *(GLM, GLM_LITE, GPT_OSS, MINIMAX, DEEPSEEK, GEMMA3),
     )
 }
 NEUTRAL = {

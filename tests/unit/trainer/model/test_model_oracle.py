@@ -10,6 +10,7 @@ from cases.tiny_models import (
     COMMON,
     DEEPSEEK,
     DENSE,
+    GEMMA3,
     GLM,
     GLM_LITE,
     GPT_OSS,
@@ -82,6 +83,16 @@ CONFIGS = {
         "n_group": 4,
         "topk_group": 2,
     },
+    "gemma3": GEMMA3,
+    "gemma3_one_kv_head_untied": {**GEMMA3, "num_key_value_heads": 1, "tie_word_embeddings": False},
+    "gemma3_rope_parameters": {
+        **{key: value for key, value in GEMMA3.items() if key not in ("rope_scaling", "layer_types")},
+        "sliding_window_pattern": 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e3},
+        },
+    },
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5_MOE,
     "qwen3_next": QWEN3_NEXT,
@@ -126,7 +137,7 @@ def test_logits_and_every_gradient_match_transformers(name):
 
 @pytest.mark.parametrize(
     "hf_config",
-    [DENSE, MOE, DEEPSEEK, GLM, GLM_LITE, GPT_OSS, MISTRAL, QWEN2_MOE, OLMOE, MINIMAX, QWEN3_NEXT, QWEN3_5_MOE],
+    [DENSE, MOE, DEEPSEEK, GLM, GLM_LITE, GPT_OSS, MISTRAL, QWEN2_MOE, OLMOE, MINIMAX, QWEN3_NEXT, QWEN3_5_MOE, GEMMA3],
     ids=[
         "dense",
         "moe",
@@ -140,6 +151,7 @@ def test_logits_and_every_gradient_match_transformers(name):
         "minimax",
         "qwen3_next",
         "qwen3_5_moe",
+        "gemma3",
     ],
 )
 def test_packed_equals_unpacked(hf_config):
@@ -154,11 +166,12 @@ def test_packed_equals_unpacked(hf_config):
 
 
 @pytest.mark.parametrize("mode", [TrainMode.lora, TrainMode.full])
-def test_recomputation_changes_no_bit(mode):
+@pytest.mark.parametrize("hf_config", [MIXED, GEMMA3], ids=["moe", "gemma3"])
+def test_recomputation_changes_no_bit(hf_config, mode):
     batch = packed()
     results = []
     for checkpointing in (True, False):
-        decoder = make_decoder(MIXED, trainer_config(mode, activation_checkpointing=checkpointing))
+        decoder = make_decoder(hf_config, trainer_config(mode, activation_checkpointing=checkpointing))
         logits = logits_of(decoder, batch)
         probe_loss(logits, batch[0]).backward()
         results.append((logits, {n: p.grad for n, p in decoder.named_parameters() if p.requires_grad}))
@@ -170,8 +183,8 @@ def test_recomputation_changes_no_bit(mode):
 
 @pytest.mark.parametrize(
     "hf_config",
-    [DENSE, MIXED, DEEPSEEK, GPT_OSS, QWEN2_MOE, OLMOE, QWEN3_NEXT, QWEN3_5],
-    ids=["dense", "moe", "deepseek", "gpt_oss", "qwen2_moe", "olmoe", "qwen3_next", "qwen3_5"],
+    [DENSE, MIXED, DEEPSEEK, GPT_OSS, QWEN2_MOE, OLMOE, QWEN3_NEXT, QWEN3_5, GEMMA3],
+    ids=["dense", "moe", "deepseek", "gpt_oss", "qwen2_moe", "olmoe", "qwen3_next", "qwen3_5", "gemma3"],
 )
 def test_a_microbatch_without_tokens_gives_gradients_of_zeros(hf_config):
     for mode in (TrainMode.lora, TrainMode.full):
@@ -230,6 +243,11 @@ def test_each_deepseek_mistake_is_seen_by_the_oracle(mistake):
         (QWEN3_NEXT, {"partial_rotary_factor": 0.5}),
         (QWEN3_5_MOE, {"rope_parameters": {"rope_theta": 1e4}}),
         (QWEN3_5_MOE, {"linear_num_key_heads": 4, "linear_key_head_dim": 6}),
+        (GEMMA3, {"query_pre_attn_scalar": 20}),
+        (GEMMA3, {"layer_types": ["sliding_attention"] * 3}),
+        (GEMMA3, {"sliding_window": 5}),
+        (GEMMA3, {"rope_local_base_freq": 1e6}),
+        (GEMMA3, {"rope_scaling": None}),
         (MINIMAX, {"rotary_dim": 20}),
         (MINIMAX, {"rope_theta": 10000.0}),
         (MINIMAX, {"num_experts_per_tok": 2}),

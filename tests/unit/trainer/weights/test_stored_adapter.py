@@ -15,6 +15,7 @@ import torch
 from cases.tiny_models import (
     DEEPSEEK,
     DENSE,
+    GEMMA3,
     GLM,
     GLM_LITE,
     GPT_OSS,
@@ -62,6 +63,7 @@ FAMILIES = [
     MIXTRAL,
     OLMOE,
     LLAMA,
+    GEMMA3,
     GLM,
     GLM_LITE,
     MINIMAX,
