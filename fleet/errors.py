@@ -3,6 +3,7 @@
 SlipstreamError
   FleetError
     WaitTimeout(TimeoutError)      something awaited did not come within its deadline
+    FleetRefusal(ValueError)       workers cannot come or go as was asked
     NoReplicasLeft(RuntimeError)   every rollout worker is out of service
 """
 
@@ -21,3 +22,7 @@ class WaitTimeout(FleetError, TimeoutError):
 
 class NoReplicasLeft(FleetError, RuntimeError):
     """Every rollout worker is out of service."""
+
+
+class FleetRefusal(FleetError, ValueError):
+    """Workers cannot come or go as was asked. Nothing was done."""

@@ -48,6 +48,9 @@ class FleetEvent(StrEnum):
     failed = "failed"
     restarting = "restarting"
     out = "out"
+    joining = "joining"
+    leaving = "leaving"
+    gone = "gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ async def count_tokens(replicas: Collection[Replica], log: FleetLog, *, every_s:
     try:
         while True:
             for replica in replicas:
-                name = replica.worker.name
+                name = replica.process
                 if replica.state in (ReplicaState.serving, ReplicaState.updating) and name not in asked:
                     asked[name] = replica.place, asyncio.ensure_future(replica.worker.progress())
             await asyncio.sleep(every_s)

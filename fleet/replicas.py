@@ -59,6 +59,8 @@ class ReplicaState(StrEnum):
     starting = "starting"
     recovering = "recovering"
     out = "out"
+    leaving = "leaving"
+    gone = "gone"
 
 
 @dataclass(eq=False)
@@ -69,10 +71,13 @@ class Replica:
     """The same after a restart, when the worker has another one."""
     place: int
     """In the lists of the publisher, and its number in fleet.jsonl."""
-    worker: RolloutHandle
+    handle: RolloutHandle | None
+    """None: it was asked for while the run goes on, and was never up."""
     state: ReplicaState = ReplicaState.pending
     reason: str = ""
     """Why it is not in service."""
+    is_further: bool = False
+    """It comes because more workers were asked for, not because it failed."""
     num_in_flight: int = 0
     """Groups it samples right now."""
     num_updates: int = 0
@@ -94,6 +99,22 @@ class Replica:
     """Peer -> what this replica read there in a publish (weight_sync.relay), over a link that is still open."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it fails, so that groups in flight on it are given up at once."""
+
+    @property
+    def worker(self) -> RolloutHandle:
+        """Its process, as it is called."""
+        assert self.handle is not None, f"{self.name} was never up"
+        return self.handle
+
+    @property
+    def process(self) -> str:
+        """The name of its newest process, for people: "rollout-1.2" after the second restart."""
+        return self.name if self.handle is None else self.handle.name
+
+    @property
+    def is_wanted(self) -> bool:
+        """It serves, or is about to."""
+        return self.state not in (ReplicaState.out, ReplicaState.leaving, ReplicaState.gone)
 
     @property
     def takes_part(self) -> bool:

@@ -1,7 +1,8 @@
 """Which rollout worker samples the next group, and what a request that fails costs.
 
 Owns: the choice of the least loaded replica, the deadline of a request, and the next try: a worker whose request failed
-leaves service, and its group is sampled again on another one. Does not own: the state of a replica and who may serve
+leaves service, and its group is sampled again on another one; what a worker hands over that is told to go is sampled to
+its end on another one. Does not own: the state of a replica and who may serve
 (supervisor), when a group is sampled (loop/sampler.py).
 Invariant: a request goes only to a replica that serves.
 """
@@ -18,7 +19,7 @@ from slipstream.fleet.errors import WaitTimeout
 from slipstream.fleet.replicas import Replica, ReplicaState
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.fleet.waiting import wait_for
-from slipstream.rollout.types import Prompt, Rollout
+from slipstream.rollout.types import ABORTED, Prompt, Rollout
 from slipstream.weight_sync.errors import ReplicaDirty
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class Router:
     def __init__(self, supervisor: Supervisor, *, request_timeout_s: float, note: Note | None = None) -> None:
         self.num_failed_groups = 0
         """Groups that had to be sampled again because their worker failed."""
+        self.num_handed_over = 0
+        """Responses that another worker went on with."""
         self._supervisor = supervisor
         self._request_timeout_s = request_timeout_s
         self._note = note
@@ -61,13 +64,18 @@ class Router:
             NoReplicasLeft: every replica is out. It comes at last, because each failure takes a replica out of service
                 and each replica has a number of restarts.
         """
+        so_far: list[Rollout] = []
         while True:
             replica = await self._supervisor.least_loaded()
             worker, num_updates = replica.worker, replica.num_updates
             replica.num_in_flight += 1
             began = time.time()
             try:
-                return await self._generate_on(replica, prompt, n, sampling, version)
+                so_far = await self._generate_on(replica, prompt, n, sampling, version, so_far)
+                num_left = sum(one.finish_reason == ABORTED for one in so_far)
+                if not num_left:
+                    return so_far
+                self.num_handed_over += num_left
             except ReplicaDirty as error:
                 # A publish's Begin, which has a socket of its own, overtook this request. Nothing was sampled and the
                 # worker is well. When no publish explains it, the worker really is dirty.
@@ -116,10 +124,16 @@ class Router:
         return await replica.worker.score(token_ids, version)
 
     async def _generate_on(
-        self, replica: Replica, prompt: Prompt, n: int, sampling: SamplingConfig | None, version: int | None
+        self,
+        replica: Replica,
+        prompt: Prompt,
+        n: int,
+        sampling: SamplingConfig | None,
+        version: int | None,
+        so_far: Sequence[Rollout],
     ) -> list[Rollout]:
         """Try once. Ends early when the replica fails: a frozen engine would hold the group until its deadline."""
-        call = asyncio.ensure_future(replica.worker.generate_group(prompt, n, sampling, version))
+        call = asyncio.ensure_future(replica.worker.generate_group(prompt, n, sampling, version, so_far))
         left = asyncio.ensure_future(replica.left.wait())
         try:
             await wait_for(
@@ -131,7 +145,7 @@ class Router:
             if not call.done():
                 raise WaitTimeout(f"{replica.worker.name} went out of service meanwhile")
             rollouts = call.result()
-            if len(rollouts) != n or not all(rollout.token_ids for rollout in rollouts):
+            if len(rollouts) != n or not all(one.token_ids or one.finish_reason == ABORTED for one in rollouts):
                 raise ValueError(f"asked for {n} responses, got {len(rollouts)}, or one without a token")
             return rollouts
         finally:

@@ -38,7 +38,11 @@ PANELS = (
     Panel("Entropy, nats per token", "none", ("policy/entropy",)),
     Panel("Gradient norm", "none", ("optim/grad_norm",), True),
     Panel("Staleness, steps", "none", ("staleness/mean", "staleness/max", "staleness/dropped_groups")),
-    Panel("Rollout workers", "none", ("rollout/replicas_serving", "rollout/restarts", "rollout/recoveries")),
+    Panel(
+        "Rollout workers",
+        "none",
+        ("rollout/replicas_serving", "rollout/replicas_wanted", "rollout/restarts", "rollout/recoveries"),
+    ),
     Panel("What failed", "none", ("reward/failures", "rollout/groups_failed", "optim/skipped")),
     Panel("A step", "s", ("step/total_s", "rollout/wait_s", "trainer/forward_backward_s", "sync/total_s")),
     Panel("A publish", "s", ("sync/pause_s", "sync/begin_s", "sync/write_s", "sync/verify_s", "sync/commit_s")),

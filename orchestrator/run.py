@@ -248,6 +248,8 @@ def _supervisor(config: RunConfig, cluster: Cluster, fleet_log: FleetLog) -> Sup
         cluster.workers,
         # Without publishes a worker that comes back would never get the version that the others sample from.
         restart=cluster.restart_worker if config.weight_sync.enabled else None,
+        make_room=cluster.make_room,
+        end=cluster.end_worker,
         max_restarts=config.rollout.max_restarts,
         backoff_s=config.rollout.restart_backoff_s,
         # Base and adapter are two reads.

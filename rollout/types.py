@@ -160,6 +160,10 @@ class Rollout:
         )
 
 
+NOTHING_YET = Rollout([], [], [], "", ABORTED)
+"""A response that was ended before its first token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far one rollout worker has sampled. Times are seconds since 1970, by its machine's clock."""

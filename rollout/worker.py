@@ -41,11 +41,22 @@ from tokenizers import Tokenizer
 
 from slipstream.conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
 from slipstream.rollout.adapters.adapter_replica import AdapterReplica
+from slipstream.rollout.continuation import go_on
 from slipstream.rollout.engine.engine import EngineWithSlots
 from slipstream.rollout.errors import EngineError, ReplicaNotServing
 from slipstream.rollout.layouts.known_layouts import ExpectedLayouts
 from slipstream.rollout.slot_channel import SlotClients
-from slipstream.rollout.types import ABORTED, PROBE, Adapter, AdapterSlotsSpec, Progress, Prompt, Rollout, RoutingShape
+from slipstream.rollout.types import (
+    ABORTED,
+    NOTHING_YET,
+    PROBE,
+    Adapter,
+    AdapterSlotsSpec,
+    Progress,
+    Prompt,
+    Rollout,
+    RoutingShape,
+)
 from slipstream.rollout.worker_verbs import StartStatus
 from slipstream.weight_sync.errors import PlanMismatch
 from slipstream.weight_sync.gc_freeze import allow_collections, freeze_heap, hold_collections
@@ -131,6 +142,9 @@ class RolloutWorker:
         self._clearing: asyncio.Task[None] | None = None
         """Task that drops the KV blocks of older weights; it ends before the engine resumes."""
         self._limit_s = weight_sync.timeout_s + CALL_SLACK_S
+        self._is_going = False
+        self._told = asyncio.Event()
+        self._told_by = ""
         self.started_at: dict[str, float] = {}
         """How far the start has come, and when, in seconds since 1970: imported, engine_up, layout_known, up."""
 
@@ -235,11 +249,12 @@ class RolloutWorker:
         n: int,
         sampling: SamplingConfig | None = None,
         version: int | None = None,
+        so_far: Sequence[Rollout] = (),
         *,
         seed: int | None = None,
     ) -> list[Rollout]:
         """Sample `n` responses to one prompt. A publish meanwhile freezes and resumes them or, depending on the pause
-        mode, starts them anew.
+        mode, starts them anew. hand_over() ends them as they stand, ABORTED.
 
         Args:
             prompt: The prompt.
@@ -247,6 +262,7 @@ class RolloutWorker:
             sampling: Used instead of rollout.sampling, for evaluation.
             version: With adapter slots, the version to sample from, if keep_version() keeps it. Otherwise, and without
                 slots, the newest one samples.
+            so_far: What another worker has sampled of them; each goes on from there.
             seed: Makes the responses repeatable. None: sampling.seed, or else the engine's own random numbers.
 
         Raises:
@@ -258,21 +274,59 @@ class RolloutWorker:
                 f"this rollout worker is {self.state.phase} (version {self.state.version}, epoch {self.state.epoch})"
                 ": it samples only from a committed version"
             )
+        if self._is_going:
+            return list(so_far) or [NOTHING_YET] * n
         sampling = sampling or self._sampling
         seed = sampling.seed if seed is None else seed
         if self.adapter_replica is not None:
-            rollouts = await self.adapter_replica.sample(prompt.token_ids, n, sampling, seed=seed, version=version)
+            rollouts = await self.adapter_replica.sample(
+                prompt.token_ids, n, sampling, seed=seed, version=version, so_far=so_far
+            )
             return [replace(rollout, text=self._decode(rollout)) for rollout in rollouts]
         while True:
-            rollouts = await self.engine.generate_group(prompt.token_ids, n, sampling, seed=seed)
-            if not any(rollout.finish_reason == ABORTED for rollout in rollouts):
+            if so_far:
+                rollouts = await self._go_on(prompt.token_ids, so_far, sampling, seed)
+            else:
+                rollouts = await self.engine.generate_group(prompt.token_ids, n, sampling, seed=seed)
+            if self._is_going or not any(rollout.finish_reason == ABORTED for rollout in rollouts):
                 return [replace(rollout, text=self._decode(rollout)) for rollout in rollouts]
             if self.weight_sync.pause_mode is not PauseMode.abort:
                 raise EngineError(
                     f"the engine aborted requests of prompt {prompt.prompt_id} although nobody asked it to"
                 )
             # pause_mode=abort ended the group. Siblings should have one version, so all of them start anew.
+            so_far = ()
             await self._serving.wait()
+
+    async def _go_on(
+        self, token_ids: Sequence[int], so_far: Sequence[Rollout], sampling: SamplingConfig, seed: int | None
+    ) -> list[Rollout]:
+        """Sample the rest of a group that another worker began."""
+
+        async def sample(prompt: Sequence[int], rest: SamplingConfig, own: int | None) -> Rollout:
+            (part,) = await self.engine.generate_group(prompt, 1, rest, seed=own)
+            return part
+
+        seeds = [None if seed is None else seed + index for index in range(len(so_far))]
+        calls = [go_on(token_ids, part, sampling, own, sample) for part, own in zip(so_far, seeds, strict=True)]
+        return list(await asyncio.gather(*calls))
+
+    def tell_to_go(self, who: str) -> None:
+        """Let told_to_go() return."""
+        self._told_by = who
+        self._told.set()
+
+    async def told_to_go(self) -> str:
+        """Wait until this worker is told to go (SIGTERM). Returns by whom."""
+        await self._told.wait()
+        return self._told_by
+
+    async def hand_over(self) -> None:
+        """Sample no more. Every response under way is returned as it stands, and a later one at once."""
+        self._is_going = True
+        if self.adapter_replica is not None:
+            self.adapter_replica.is_going = True
+        await self.engine.abort_all()
 
     async def keep_version(self, version: int | None) -> bool:
         """Keep the newest version in its adapter slot while others are published; None: no longer.

@@ -21,6 +21,7 @@ import atexit
 import logging
 import multiprocessing
 import os
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,7 +43,7 @@ from slipstream.rollout.in_vllm import fork_server
 if TYPE_CHECKING:
     from slipstream.conf.schema import DType, RolloutConfig, WeightSyncConfig
     from slipstream.rollout.types import AdapterSlotsSpec, RoutingShape
-    from slipstream.rollout.worker_verbs import WorkerVerbs
+    from slipstream.rollout.worker import RolloutWorker
     from slipstream.weight_sync.layout import TensorMeta
 
 logger = logging.getLogger(__name__)
@@ -184,10 +185,12 @@ def _work(
 def _be_forked(worker_pid: int, connection: Connection) -> None:
     """In what the worker's process forks, its engine's: end with the worker from now on. Until vLLM imports what else
     sees to that (in_vllm/engine_process.py), the engine's process waits minutes for a worker that is gone, and holds
-    its sockets.
+    its sockets. A signal to it is none to the worker, whose event loop it would reach.
     """
     connection.close()
     end_with(worker_pid)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def log_to_stderr(name: str) -> None:
@@ -196,10 +199,14 @@ def log_to_stderr(name: str) -> None:
 
 
 async def _serve(connection: Connection, options: WorkerOptions, seed: int, host: str) -> None:
-    """Make the worker, tell where it answers, and answer until the owner closes its end of the pipe."""
+    """Make the worker, tell where it answers, and answer until the owner closes its end of the pipe. SIGTERM tells it
+    to go, which its run does with it (fleet/supervisor.py).
+    """
     try:
-        server = CallServer(_make(options, seed, host), options.key, host=host)
+        worker = _make(options, seed, host)
+        server = CallServer(worker, options.key, host=host)
         await server.start()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.tell_to_go, "SIGTERM")
     except Exception as error:  # noqa: BLE001 - raised by start() in the owner's process
         connection.send(_as_sent(error))
         return
@@ -207,7 +214,7 @@ async def _serve(connection: Connection, options: WorkerOptions, seed: int, host
     await _readable(connection)
 
 
-def _make(options: WorkerOptions, seed: int, host: str) -> WorkerVerbs:
+def _make(options: WorkerOptions, seed: int, host: str) -> RolloutWorker:
     from slipstream.rollout.engine.vllm_engine import VllmEngine
     from slipstream.rollout.worker import RolloutWorker
 

@@ -32,11 +32,25 @@ class RolloutVerbs(Protocol):
     """What a run asks of a worker that is up."""
 
     async def generate_group(
-        self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None, version: int | None = None
+        self,
+        prompt: Prompt,
+        n: int,
+        sampling: SamplingConfig | None = None,
+        version: int | None = None,
+        so_far: Sequence[Rollout] = (),
     ) -> list[Rollout]:
         """Sample `n` responses to one prompt, by rollout.sampling unless told otherwise, from `version` where it is
-        kept.
+        kept. `so_far` is what another worker has sampled of them: the ABORTED ones go on. After hand_over(), responses
+        come back as they stand, ABORTED.
         """
+        ...
+
+    async def told_to_go(self) -> str:
+        """Wait until somebody tells it to go. Returns who did."""
+        ...
+
+    async def hand_over(self) -> None:
+        """Sample no more: every response under way is returned as it stands."""
         ...
 
     async def keep_version(self, version: int | None) -> bool:

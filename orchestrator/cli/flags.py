@@ -319,6 +319,22 @@ def recover() -> Parser:
     return parser
 
 
+def scale() -> Parser:
+    """Words of `slipstream scale`."""
+    parser = Parser(texts.SCALE)
+    parser.positional("run")
+    parser.positional("wanted", type=str)
+    return parser
+
+
+def drain() -> Parser:
+    """Words of `slipstream drain`."""
+    parser = Parser(texts.DRAIN)
+    parser.positional("run")
+    parser.positional("worker", type=str)
+    return parser
+
+
 def _start_nothing(flag: Add) -> None:
     whole = "print every option of this run with its value, as YAML; starts nothing"
     flag("--cfg", str, None, whole, choices=["job"])

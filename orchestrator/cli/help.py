@@ -59,6 +59,8 @@ commands
   view      show runs as a page in the browser: curves, timelines, fleet, responses token by token
   status    say where a run stands: its step, its last figures, its last warnings
   recover   restart a rollout worker of a run that goes on
+  scale     have more or fewer rollout workers in a run that goes on
+  drain     let one rollout worker of a run that goes on hand its requests over, and end it
 
 start here
   slipstream doctor
@@ -341,6 +343,38 @@ examples
   slipstream recover runs/latest --worker 1    a worker that serves, but behaves oddly""",
     end="""\
 exit code: 0 when the run has taken the request, 2 when there is no such run or worker""",
+)
+
+SCALE = CommandText(
+    command="scale",
+    usage="""\
+slipstream scale RUN rollout=N""",
+    about="""\
+Asks the run that goes on in the folder RUN to have N rollout workers from here on. A further one starts beside the
+others, reads the current weights from one of them and samples; the trainer writes to it from the next publish on. One
+that is too many hands its requests to others, with the tokens that it has sampled, and ends. Neither makes the trainer
+or the other workers wait. Nothing is done where there is no room in Ray for all that are missing.
+
+examples
+  slipstream scale runs/latest rollout=3
+  slipstream scale runs/latest rollout=1       the workers that came last go""",
+    end="""\
+exit code: 0 when the run has taken the request, 2 when there is no such run, or no room""",
+)
+
+DRAIN = CommandText(
+    command="drain",
+    usage="""\
+slipstream drain RUN WORKER""",
+    about="""\
+Asks the run that goes on in the folder RUN to let one rollout worker go: it takes no request any more, others go on
+with what it was sampling, and it ends. From here on the run wants one worker fewer. SIGTERM to the worker's process
+does the same, but the worker is wanted still: slipstream scale starts it again, here or elsewhere.
+
+examples
+  slipstream drain runs/latest rollout-1       its machine is needed, or will be taken""",
+    end="""\
+exit code: 0 when the run has taken the request, 2 when there is no such run or worker, or it is the last one""",
 )
 
 

@@ -385,7 +385,29 @@ def _stop(flags: argparse.Namespace, _: list[str]) -> int:
 def _recover(flags: argparse.Namespace, _: list[str]) -> int:
     from slipstream.orchestrator.control.control_folder import ask
 
-    print("\n".join(ask(flags.run, flags.worker)))
+    print("\n".join(ask(flags.run, {"ask": "recover", "worker": flags.worker})))
+    return EXIT_OK
+
+
+def _scale(flags: argparse.Namespace, _: list[str]) -> int:
+    from slipstream.orchestrator.control.control_folder import ask
+
+    name, _, number = (flags.wanted or "").partition("=")
+    if name != "rollout" or not number.removeprefix("-").isdecimal():
+        given = "nothing" if flags.wanted is None else repr(flags.wanted)
+        raise ConfigError(f"slipstream scale needs rollout=N after the run folder, e.g. rollout=3, got {given}")
+    print("\n".join(ask(flags.run, {"ask": "scale", "rollout": int(number)})))
+    return EXIT_OK
+
+
+def _drain(flags: argparse.Namespace, _: list[str]) -> int:
+    from slipstream.orchestrator.control.control_folder import ask
+
+    number = (flags.worker or "").removeprefix("rollout-")
+    if not number.isdecimal():
+        given = "nothing" if flags.worker is None else repr(flags.worker)
+        raise ConfigError(f"slipstream drain needs a rollout worker after the run folder, e.g. rollout-1, got {given}")
+    print("\n".join(ask(flags.run, {"ask": "drain", "worker": int(number)})))
     return EXIT_OK
 
 
@@ -431,6 +453,8 @@ COMMANDS = {
     "status": Command(cli_flags.status, _status),
     "view": Command(cli_flags.view, _view),
     "recover": Command(cli_flags.recover, _recover, needs_run=True),
+    "scale": Command(cli_flags.scale, _scale, needs_run=True),
+    "drain": Command(cli_flags.drain, _drain, needs_run=True),
 }
 
 

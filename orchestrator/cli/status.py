@@ -57,6 +57,7 @@ _SHOWN = (
 _COUNTED = (
     ("rollout/groups_failed", "groups sampled again"),
     ("rollout/restarts", "workers restarted"),
+    ("rollout/handed_over", "responses handed over"),
     ("optim/skipped", "steps refused"),
 )
 """(metric, words) of what is added up over the whole run, and shown unless it is 0."""
@@ -91,6 +92,8 @@ class Status:
     counts: dict[str, int]
     """Metric -> its sum over the run."""
     replicas_serving: int | None
+    replicas_wanted: int | None
+    """As many rollout workers were asked for."""
     dashboard: str | None
     """Where Ray's page is, with the file of its token; None unless the run goes on and has one."""
     checkpoint: int | None
@@ -122,7 +125,9 @@ class Status:
         lines += [(name, format(self.recent[metric], spec)) for metric, name, spec in shown if metric in self.recent]
         lines += [(name.replace("eval/", "held-out "), f"{value:.4g}") for name, value in self.held_out.items()]
         if self.replicas_serving is not None:
-            lines.append(("engines serving", str(self.replicas_serving)))
+            is_short = self.replicas_wanted not in (None, self.replicas_serving)
+            wanted = f" of {self.replicas_wanted} wanted" if is_short else ""
+            lines.append(("engines serving", f"{self.replicas_serving}{wanted}"))
         lines += [(name, told) for area, name in _FAILED if (told := failed_of([self.counts], area)) is not None]
         lines += [(name, str(self.counts[metric])) for metric, name in _COUNTED if self.counts.get(metric)]
         if self.dashboard is not None:
@@ -171,6 +176,7 @@ def status_of(run: Path) -> Status:
         held_out=_held_out(rows),
         counts={metric: int(sum(row.get(metric) or 0 for row in rows)) for metric in counted},
         replicas_serving=next((row["rollout/replicas_serving"] for row in reversed(rows)), None),
+        replicas_wanted=next((row.get("rollout/replicas_wanted") for row in reversed(rows)), None),
         dashboard=dashboard_of(folder),
         checkpoint=step_of(checkpoints[-1]) if checkpoints else None,
         start=tuple(line for row in starts[-1:] for line in describe(row)),

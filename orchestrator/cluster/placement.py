@@ -19,6 +19,7 @@ import logging
 import math
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import Objective, RunConfig, SyncMode, TransportKind
 from slipstream.fleet.waiting import together
 from slipstream.orchestrator.cluster.nodes import (
+    RAY_NODES,
     check_nodes,
     describe_nodes,
     most_gpus_of_a_node,
@@ -38,13 +40,16 @@ from slipstream.orchestrator.cluster.nodes import (
 from slipstream.orchestrator.cluster.own_ray import OwnRay
 from slipstream.orchestrator.cluster.ray_cluster import RayCluster
 from slipstream.orchestrator.cluster.ray_handles import RayRolloutWorker, RayTrainerGroup
-from slipstream.orchestrator.cluster.rollout_workers import RolloutWorkers
+from slipstream.orchestrator.cluster.rollout_workers import RolloutWorkers, place_of
 from slipstream.orchestrator.cluster.trainer_ranks import start_trainer_ranks
 from slipstream.orchestrator.environment import RunDevice, resolve_device
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.startup import RUN, Startup
 
 logger = logging.getLogger(__name__)
+
+_NODE_TICKET = 0.001
+"""Of the one that Ray has for each node's name: enough to be placed there."""
 
 
 class Cluster:
@@ -72,6 +77,8 @@ class Cluster:
         self._ray: RayCluster | None = None
         self._trainer: RayTrainerGroup | None = None
         self._rollout: RolloutWorkers | None = None
+        self._only_node: str | None = None
+        """The node of all processes; None: they are on several."""
         self._checked: set[str] = set()
         """Nodes that fit the run."""
 
@@ -110,6 +117,7 @@ class Cluster:
         group = await self._place(self._ray)
         nodes = await self._ray.in_thread(lambda: nodes_of(group))
         is_one_node = len(set(nodes.values())) == 1
+        self._only_node = nodes[0] if is_one_node else None
         bundles = node_after_node({bundle: nodes[bundle] for bundle in range(config.trainer.num_ranks)})
         if not self._ray.is_own:
             logger.info("nodes of the run: %s", describe_nodes(self._held(nodes)))
@@ -147,15 +155,40 @@ class Cluster:
 
         Its links are closed before the engine starts: it looks for free device memory, and what the trainer still maps
         of the dead one's is not free. That waits for the trainer's step under way, and the new process imports vLLM
-        beside it.
+        beside it. One that was not there before is started alone.
         """
         assert self._rollout is not None
+        if name not in self._rollout.workers:
+            return await self._rollout.restart(name, None)
         await asyncio.to_thread(self._rollout.workers[name].kill)
-        closing = asyncio.ensure_future(self._close_links_to(self._rollout.place_of(name)))
+        closing = asyncio.ensure_future(self._close_links_to(place_of(name)))
         try:
             return await self._rollout.restart(name, closing)
         finally:
             closing.cancel()
+
+    async def make_room(self, names: Sequence[str]) -> None:
+        """Reserve what further workers need. Where all of the run is on one machine they are, too: its processes listen
+        on loopback.
+
+        Raises:
+            PlacementError: there is no room.
+        """
+        assert self._rollout is not None and self._ray is not None
+        on = None
+        if self._only_node is not None and not self._ray.is_own:
+            on = {f"node:{await self._ray.in_thread(lambda: RAY_NODES.name(self._only_node))}": _NODE_TICKET}
+        await self._rollout.make_room(names, on)
+
+    async def end_worker(self, name: str) -> None:
+        """End a worker for good: nobody sends it anything any more. Its memory is free once the trainer has closed its
+        links.
+        """
+        assert self._rollout is not None
+        try:
+            await self._close_links_to(place_of(name))
+        finally:
+            await self._rollout.end(name)
 
     async def _close_links_to(self, place: int) -> float:
         """Returns when the trainer's ranks had closed theirs, in seconds since 1970."""

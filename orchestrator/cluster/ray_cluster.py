@@ -5,7 +5,7 @@
     RayCluster --own--> own_ray.py --> Ray's servers       a session, a token and a folder of the run's own
                --attached--> ray.init(address)             the user's mode of authentication
 
-Owns: joining and leaving Ray, actors and the placement group, and what a call raises once Ray is lost. Does not own:
+Owns: joining and leaving Ray, actors and placement groups, and what a call raises once Ray is lost. Does not own:
 Ray's servers (own_ray.py), which actors there are (trainer_ranks.py, rollout_workers.py), or what they do (actors.py).
 Invariant: after `stop`, every process that a cluster of our own started has ended, also after an error or an interrupt.
 
@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import ray
@@ -86,7 +86,7 @@ class RayCluster:
         self.dead: dict[str, str] = {}
         """Actors whose process has died, and how."""
         self._actors: list[object] = []
-        self._group: PlacementGroup | None = None
+        self._groups: list[PlacementGroup] = []
         self._joining: asyncio.Future[None] | None = None
         self._listening: asyncio.Task[None] | None = None
         self._on_lost = on_lost
@@ -122,36 +122,67 @@ class RayCluster:
             logger.info("Ray dashboard: %s asks for the token in %s%s", where, self._own.token, taken)
             note_dashboard(self._folder, f"{where}, asks for the token in {self._own.token}")
 
-    async def place(self, gpus: list[float], what: str) -> PlacementGroup:
+    async def place(
+        self,
+        gpus: Sequence[float],
+        what: str,
+        *,
+        on: Mapping[str, float] | None = None,
+        timeout_s: float = PLACE_TIMEOUT_S,
+    ) -> PlacementGroup:
         """Reserve a bundle for every process, with so many GPUs each, or a share of one. Ray packs them as a whole.
+
+        Args:
+            gpus: of each process.
+            what: the processes, for people.
+            on: what else Ray must have where a bundle is, such as the name of a node.
+            timeout_s: longest wait for room.
 
         Raises:
             PlacementError: there is no room.
         """
-        bundles = [{"CPU": _CPU_TICKETS} | ({"GPU": num} if self._needs_gpus else {}) for num in gpus]
-        self._group = await self.in_thread(lambda: placement_group(bundles, strategy="PACK", name=self.name))
-        ready = self.result_of(self._group.ready(), "the placement group", PlacementError)
+        bundles = [{"CPU": _CPU_TICKETS, **(on or {})} | ({"GPU": num} if self._needs_gpus else {}) for num in gpus]
+        name = f"{self.name}-{len(self._groups)}"
+        group = await self.in_thread(lambda: placement_group(bundles, strategy="PACK", name=name))
+        self._groups.append(group)
+        ready = self.result_of(group.ready(), "the placement group", PlacementError)
         try:
-            await wait_for(ready, f"room for {what}", timeout_s=PLACE_TIMEOUT_S)
+            await wait_for(ready, f"room for {what}", timeout_s=timeout_s)
         except TimeoutError as error:
             free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
+            await self.give_back(group)
             raise PlacementError(
                 f"the Ray cluster cannot hold {what}; it has {free} free, and an engine's must be of one machine"
             ) from error
-        return self._group
+        return group
+
+    async def give_back(self, group: PlacementGroup) -> None:
+        """Reserve this no more. What runs there ends."""
+        self._groups.remove(group)
+        await self.in_thread(lambda: ray.util.remove_placement_group(group))
 
     async def new_actor(
-        self, cls: type[ActorT], name: str, bundle: int, *, num_gpus: float, max_concurrency: int = 1
+        self,
+        cls: type[ActorT],
+        name: str,
+        bundle: int,
+        *,
+        num_gpus: float,
+        max_concurrency: int = 1,
+        group: PlacementGroup | None = None,
     ) -> type[ActorT]:
-        """Start an actor in a bundle of the placement group. Its handle has the class's methods, with `.remote`."""
-        assert self._group is not None
+        """Start an actor in a bundle of a placement group, the first one if none is named. Its handle has the class's
+        methods, with `.remote`.
+        """
         described = ray.remote(cls).options(
             name=name,
             num_cpus=_CPU_TICKETS,
             num_gpus=num_gpus if self._needs_gpus else 0,
             max_concurrency=max_concurrency,
             max_restarts=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                group or self._groups[0], placement_group_bundle_index=bundle
+            ),
         )
         return await self._made(described, name)
 
@@ -254,10 +285,10 @@ class RayCluster:
             for actor in self._actors:
                 with contextlib.suppress(RayError):
                     kill_actor(actor)
-            if self._group is not None:
+            for group in self._groups:
                 with contextlib.suppress(RayError):
-                    ray.util.remove_placement_group(self._group)
-        self._actors, self._group = [], None
+                    ray.util.remove_placement_group(group)
+        self._actors, self._groups = [], []
         ray.shutdown()
 
 

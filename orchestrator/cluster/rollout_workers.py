@@ -1,7 +1,9 @@
 """Starts the rollout workers of a run, each in its bundle of the placement group, and starts one again that was lost.
+Those that are asked for while the run goes on each have a placement group of their own, which is given back with them.
 
-Owns: what workers are built from, their names and bundles. Does not own: Ray (ray_cluster.py), a worker's process
-(actors.py), how one is called (rollout/calls.py), or when one is started again (fleet/supervisor.py).
+Owns: what workers are built from, their names and bundles, and the room of those that come later. Does not own: Ray
+(ray_cluster.py), a worker's process (actors.py), how one is called (rollout/calls.py), or when one is started again
+(fleet/supervisor.py).
 Invariant: vLLM is imported by processes that the actors start, never here.
 """
 
@@ -12,10 +14,12 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from ray.util.placement_group import PlacementGroup
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.errors import SlipstreamError
@@ -40,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 _CONCURRENT_CALLS = 4
 """How many calls to a worker's actor go on at once: one waits for the worker's end."""
+ROOM_TIMEOUT_S = 20.0
+"""Longest wait for the room of further workers. A cluster that grows for them takes minutes: one asks again then."""
 _ASK_EVERY_S = 0.5
 """Pause between two questions to a worker that starts: how exact its phases are."""
 
@@ -70,13 +76,15 @@ class RolloutWorkers:
         startup: Startup,
     ) -> None:
         self.workers: dict[str, RayRolloutWorker] = {}
-        """By the name that each had first, in the order in which the publisher knows them; after `start`."""
+        """By the name that each had first, without those that have gone; after `start`."""
+        self._rooms: dict[str, PlacementGroup] = {}
+        """Of those that were asked for while the run went on."""
         self._config = config
         self._cluster = cluster
         self._is_one_node = is_one_node
         self._check_node = check_node
         self._startup = startup
-        self._num_restarts: Counter[str] = Counter()
+        self._num_starts: Counter[str] = Counter()
         self._forks: dict[str, asyncio.Future[type[ForkServerActor]]] = {}
         """The fork server of each node."""
         self._options = WorkerOptions(
@@ -103,6 +111,7 @@ class RolloutWorkers:
             self._forks_on(node)
         names = [f"rollout-{index}" for index in range(self._config.rollout.num_workers)]
         self._startup.expect("engines", names)
+        self._num_starts.update(names)
         starts = [self._start(index, name) for index, name in enumerate(names)]
         timeout_s = self._config.cluster.start_timeout_s
         started = await all_started(starts, "rollout workers", timeout_s=timeout_s)
@@ -111,38 +120,75 @@ class RolloutWorkers:
         workers = counted(len(self.workers), "rollout worker")
         logger.info("up: %s; an engine takes up to %d requests at once", workers, num_seqs)
 
-    async def restart(self, first_name: str, until_free: Awaitable[float]) -> RayRolloutWorker:
-        """Start a worker again in its bundle, without the weights it had. What was left of it has ended.
+    async def make_room(self, names: Sequence[str], on: Mapping[str, float] | None) -> None:
+        """Reserve what further workers need, all or none.
+
+        Args:
+            names: of the workers; those of the run's start have their room.
+            on: see RayCluster.place.
+
+        Raises:
+            PlacementError: there is no room for all of them.
+        """
+        made: dict[str, PlacementGroup] = {}
+        what = counted(len(names), "further rollout worker")
+        try:
+            for name in names:
+                if name not in self._rooms and place_of(name) >= self._config.rollout.num_workers:
+                    gpus = [self._config.gpus_of_worker]
+                    made[name] = await self._cluster.place(gpus, what, on=on, timeout_s=ROOM_TIMEOUT_S / len(names))
+        except BaseException:
+            for room in made.values():
+                await self._cluster.give_back(room)
+            raise
+        self._rooms |= made
+
+    async def end(self, name: str) -> None:
+        """End a worker for good, politely first. Its room is given back if it was asked for while the run went on; that
+        of the others is the run's until its end.
+        """
+        worker = self.workers.pop(name, None)
+        try:
+            if worker is not None:
+                await worker.end()
+        finally:
+            if worker is not None:
+                await asyncio.to_thread(worker.kill)
+            if (room := self._rooms.pop(name, None)) is not None:
+                await self._cluster.give_back(room)
+
+    async def restart(self, first_name: str, until_free: Awaitable[float] | None) -> RayRolloutWorker:
+        """Start a worker in its bundle, without the weights it may have had. What was left of it has ended.
 
         Args:
             until_free: done, and returns the time, when nobody maps memory of the dead worker any more. The new process
-                imports vLLM meanwhile.
+                imports vLLM meanwhile. None: there was none.
         """
-        self._num_restarts[first_name] += 1
-        name = f"{first_name}.{self._num_restarts[first_name]}"  # Ray frees a dead actor's name late
+        num_before = self._num_starts[first_name]
+        self._num_starts[first_name] += 1
+        name = f"{first_name}.{num_before}" if num_before else first_name  # Ray frees a dead actor's name late
         timeout_s = self._config.cluster.start_timeout_s
         self._startup.enter(name, "waiting for a process")
-        start = self._start(self.place_of(first_name), name, until_free)
+        start = self._start(place_of(first_name), name, until_free, self._rooms.get(first_name))
         try:
             (self.workers[first_name],) = await all_started([start], name, timeout_s=timeout_s)
         finally:
             self._startup.came_back(name)
         return self.workers[first_name]
 
-    def place_of(self, name: str) -> int:
-        """A worker's place in the publisher's lists, which is that of its bundle, too."""
-        return list(self.workers).index(name)
-
     async def stop(self) -> list[BaseException]:
         """End all engines politely. Returns what went wrong."""
         ends = await asyncio.gather(*(worker.end() for worker in self.workers.values()), return_exceptions=True)
         return [end for end in ends if end is not None]
 
-    async def _start(self, index: int, name: str, until_free: Awaitable[float] | None = None) -> RayRolloutWorker:
+    async def _start(
+        self, index: int, name: str, until_free: Awaitable[float] | None = None, room: PlacementGroup | None = None
+    ) -> RayRolloutWorker:
         config, cluster = self._config, self._cluster
-        bundle = config.trainer.num_ranks + index
+        bundle = config.trainer.num_ranks + index if room is None else 0
+        gpus = config.gpus_of_worker
         actor = await cluster.new_actor(
-            RolloutActor, name, bundle, num_gpus=config.gpus_of_worker, max_concurrency=_CONCURRENT_CALLS
+            RolloutActor, name, bundle, num_gpus=gpus, max_concurrency=_CONCURRENT_CALLS, group=room
         )
         seed = config.run.seed * 1000 + index  # workers sample apart from each other, and runs of different seeds too
         worker: WorkerClient | None = None
@@ -207,6 +253,11 @@ class RolloutWorkers:
             yield
         finally:
             watching.cancel()
+
+
+def place_of(name: str) -> int:
+    """A worker's place in the publisher's lists, from its first name."""
+    return int(name.rpartition("-")[2])
 
 
 def adapter_slots(config: RunConfig, hf_config: dict[str, Any]) -> AdapterSlotsSpec | None:

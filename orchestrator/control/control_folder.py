@@ -1,13 +1,13 @@
-"""Requests to a run that goes on, as files in its folder: `slipstream recover`.
+"""Requests to a run that goes on, as files in its folder: `slipstream recover`, `scale` and `drain`.
 
     runs/NAME/control/                   0700: only the run's owner may ask
     runs/NAME/control/alive              0600: locked by the controller for as long as it lives, however it ends
-    runs/NAME/control/ID.request.json    {"worker": 0}, written by the command
+    runs/NAME/control/ID.request.json    {"ask": "scale", "rollout": 3}, written by the command
     runs/NAME/control/ID.answer.json     {"done": true, "lines": [...]}, written by the controller
     runs/NAME/control/end.json           {"state": "failed", "error": "..."}, written by the controller when it ends
 
 Owns: both ends, and the lock that says whether a run is alive. The kernel drops the lock with the process, so none is
-left behind. Does not own: what a restart does (supervisor.py). Files are used rather than a port or Ray: nothing
+left behind. Does not own: what a request means (fleet_requests.py). Files are used rather than a port or Ray: nothing
 listens, and it does not matter whether the cluster's head is busy.
 Invariant: a request is answered once; a request that nobody waits for any more is not carried out.
 """
@@ -26,11 +26,11 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 
-from slipstream.conf.errors import ConfigError
+from slipstream.conf.errors import ConfigError, SlipstreamError
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Objective
-from slipstream.fleet.replicas import ReplicaState
 from slipstream.fleet.supervisor import Supervisor
+from slipstream.orchestrator.control.fleet_requests import carry_out
 from slipstream.orchestrator.files.run_checkpoint import has_nothing_left
 from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
 from slipstream.rollout.crash_reports import COMMAND, death_in
@@ -132,14 +132,14 @@ def _no_locks(file: Path, error: OSError) -> ConfigError:
     )
 
 
-def ask(run: Path, worker: int | None, *, timeout_s: float = ANSWER_TIMEOUT_S) -> list[str]:
-    """Ask a run to restart a rollout worker, or (None) every one that is out of service.
+def ask(run: Path, request: JsonObject, *, timeout_s: float = ANSWER_TIMEOUT_S) -> list[str]:
+    """Ask something of a run's rollout workers (fleet_requests.py).
 
     Returns:
         What will happen, line by line.
 
     Raises:
-        ConfigError: This is no run folder, its run is over or does not answer, or there is no such worker.
+        ConfigError: This is no run folder, its run is over or does not answer, or it cannot do that.
     """
     run = run.resolve()
     options = saved_options(run)
@@ -153,10 +153,10 @@ def ask(run: Path, worker: int | None, *, timeout_s: float = ANSWER_TIMEOUT_S) -
         raise ConfigError(f"the run in {run} is not alive; {left}")
     objective = options.get("algorithm", {}).get("objective", Objective.policy)
     if objective != Objective.policy:
-        raise ConfigError(f"the run in {run} is of algorithm={objective}: it has no rollout workers to restart")
+        raise ConfigError(f"the run in {run} is of algorithm={objective}: it has no rollout workers")
     name = secrets.token_hex(8)
-    request, answer = (run / "control" / f"{name}.{kind}.json" for kind in ("request", "answer"))
-    _write(request, {"worker": worker})
+    asked, answer = (run / "control" / f"{name}.{kind}.json" for kind in ("request", "answer"))
+    _write(asked, request)
     deadline = time.monotonic() + timeout_s
     try:
         while not answer.is_file():
@@ -166,7 +166,7 @@ def ask(run: Path, worker: int | None, *, timeout_s: float = ANSWER_TIMEOUT_S) -
             time.sleep(0.1)
         said = json.loads(answer.read_text())
     finally:
-        request.unlink(missing_ok=True)
+        asked.unlink(missing_ok=True)
         answer.unlink(missing_ok=True)
     if not said["done"]:
         raise ConfigError("; ".join(said["lines"]))
@@ -178,39 +178,19 @@ async def answer_requests(run: Path, supervisor: Supervisor) -> None:
     while True:
         for request in sorted((run / "control").glob("*.request.json")):
             try:
-                worker = json.loads(request.read_text())["worker"]
+                asked = json.loads(request.read_text())
                 request.unlink()  # from here on it counts; gone already: whoever asked has given up
-                done, lines = await _restart(supervisor, worker)
+                done, lines = True, await carry_out(supervisor, asked)
             except FileNotFoundError:
                 continue
+            except SlipstreamError as error:
+                done, lines = False, [str(error)]
             except Exception as error:  # a file that anyone may have put there; the run goes on
                 logger.exception("the request %s cannot be carried out", request.name)
                 request.unlink(missing_ok=True)
                 done, lines = False, [f"{type(error).__name__}: {error}"]
             _write(request.with_name(request.name.replace(".request.", ".answer.")), {"done": done, "lines": lines})
         await asyncio.sleep(LOOK_EVERY_S)
-
-
-async def _restart(supervisor: Supervisor, worker: int | None) -> tuple[bool, list[str]]:
-    """Whether the request can be carried out, and what it means."""
-    num_workers = len(supervisor.replicas)
-    if worker is not None and worker not in range(num_workers):
-        return False, [f"--worker {worker}: this run has {num_workers} rollout workers, 0 to {num_workers - 1}"]
-    chosen = supervisor.out_of_service if worker is None else [list(supervisor.replicas)[worker]]
-    if not chosen:
-        starting = [
-            replica.worker.name for replica in supervisor.replicas.values() if replica.state is ReplicaState.starting
-        ]
-        if starting:
-            return True, [f"{name} is being restarted already" for name in starting]
-        return True, ["no rollout worker is out of service; --worker N restarts one all the same"]
-    states = (ReplicaState.serving, ReplicaState.updating)
-    in_service = {name for name, replica in supervisor.replicas.items() if replica.state in states}
-    lines = [await supervisor.restart_now(name) for name in chosen]
-    are_taken = all(supervisor.replicas[name].state is ReplicaState.starting for name in chosen)
-    if are_taken and in_service and in_service <= set(chosen):
-        lines.append("no other rollout worker serves: sampling stands still until one is back")
-    return True, lines
 
 
 def _write(path: Path, content: JsonObject) -> None:

@@ -122,6 +122,8 @@ METRICS: dict[str, str] = {
     "rollout/groups_failed": "groups sampled again since the last step because their worker failed",
     "rollout/groups_uninformative": "groups replaced since the last step because their rewards were all equal",
     "rollout/replicas_serving": "replicas in service",
+    "rollout/replicas_wanted": "rollout workers that were asked for last (rollout.num_workers, slipstream scale)",
+    "rollout/handed_over": "responses since the last step that others went on with because their worker was told to go",
     "rollout/restarts": "rollout workers started again since the last step",
     "rollout/recoveries": "rollout workers that came back into service since the last step",
     "rollout/down_s": "longest time that one of those was out of service",

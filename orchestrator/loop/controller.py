@@ -89,7 +89,7 @@ class Controller(StepLoop):
         self._evaluations = Evaluations(config, services, self.sampler)
         self._shuffle_rng = np.random.default_rng([config.run.seed, 0x5A])
         self._advantages_of = advantage_function(config.algorithm)
-        self._num_reported = (0, 0, 0, 0)
+        self._num_reported = (0, 0, 0, 0, 0)
 
     async def train(self) -> None:
         """Sample and train until the last step. Cancelled, it finishes the step under way and saves."""
@@ -289,8 +289,9 @@ class Controller(StepLoop):
             self.sampler.num_uninformative,
             supervisor.num_restarts,
             len(supervisor.recoveries),
+            self.services.router.num_handed_over,
         )
-        failed, uninformative, restarts, recoveries = map(int.__sub__, counts, self._num_reported)
+        failed, uninformative, restarts, recoveries, handed_over = map(int.__sub__, counts, self._num_reported)
         self._num_reported = counts
         teacher = self.services.teacher
         recent = supervisor.recoveries[len(supervisor.recoveries) - recoveries :]
@@ -299,6 +300,8 @@ class Controller(StepLoop):
             "rollout/groups_failed": failed,
             "rollout/groups_uninformative": uninformative,
             "rollout/replicas_serving": supervisor.num_serving,
+            "rollout/replicas_wanted": supervisor.num_wanted,
+            "rollout/handed_over": handed_over,
             "rollout/restarts": restarts,
             "rollout/recoveries": recoveries,
             "rollout/down_s": max((item.down_s for item in recent), default=None),

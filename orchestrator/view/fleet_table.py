@@ -24,6 +24,9 @@ _STATE_AFTER = {
     "failed": "failed",
     "restarting": "restarting",
     "out": "out of service",
+    "joining": "starting",
+    "leaving": "hands over",
+    "gone": "gone",
 }
 """Event -> state of the worker from then on; other events change nothing."""
 

@@ -23,16 +23,15 @@ evicted. Every group ends, however often it is evicted. A publish that fails los
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from slipstream.conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
 from slipstream.rollout.adapters.slot_leases import SlotTable
+from slipstream.rollout.continuation import go_on
 from slipstream.rollout.engine.engine import EngineWithSlots
 from slipstream.rollout.errors import EngineError, ReplicaNotServing, SlotsBusy
-from slipstream.rollout.routes import continued
 from slipstream.rollout.slot_channel import SlotClients
 from slipstream.rollout.types import ABORTED, PROBE, Adapter, Rollout
 from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
@@ -78,6 +77,8 @@ class AdapterReplica:
         self._table = SlotTable(num_slots)
         self._writing: int | None = None
         self._is_probed = False
+        self.is_going = False
+        """Requests that are ended go on at another worker, as they are."""
         self.num_evicted_requests = 0
         """Requests that ended because a publish needed their slot; they started anew or went on under a newer one."""
 
@@ -96,19 +97,24 @@ class AdapterReplica:
         *,
         seed: int | None,
         version: int | None = None,
+        so_far: Sequence[Rollout] = (),
     ) -> list[Rollout]:
         """`n` responses under `version`, if it is kept, or else under the newest committed version.
+
+        Args:
+            so_far: What another worker has sampled of them: they go on under the newest version.
 
         Raises:
             ReplicaNotServing: No version was committed yet.
         """
         if self._table.newest is None:
             raise ReplicaNotServing("this rollout worker has no adapter yet: it samples only from a committed version")
-        num_evictions, rollouts = [0] * n, []
-        for _ in range(1 if self.config.on_busy_slot is BusySlot.re_prefill else 1 + MAX_RESTARTS):
+        num_evictions, rollouts = [one.num_evictions for one in so_far] or [0] * n, list(so_far)
+        num_tries = 1 if self.config.on_busy_slot is BusySlot.re_prefill else 1 + MAX_RESTARTS
+        for _ in range(0 if so_far else num_tries):
             with self._table.lease(version) as adapter:
                 rollouts = await self._engine.generate_group(token_ids, n, sampling, seed=seed, adapter=adapter)
-            is_evicted = [rollout.finish_reason == ABORTED for rollout in rollouts]
+            is_evicted = [rollout.finish_reason == ABORTED and not self.is_going for rollout in rollouts]
             self._count_evicted(sum(is_evicted))
             num_evictions = [before + more for before, more in zip(num_evictions, is_evicted, strict=True)]
             if not any(is_evicted):  # otherwise all start anew, so that siblings have one version
@@ -116,7 +122,9 @@ class AdapterReplica:
         # A group that is evicted every time would never end, so its responses now go on from where they are.
         parts = [replace(part, num_evictions=count) for part, count in zip(rollouts, num_evictions, strict=True)]
         seeds = [None if seed is None else seed + index for index in range(n)]
-        calls = [self._continue(token_ids, sampling, own, part) for own, part in zip(seeds, parts, strict=True)]
+        calls = [
+            self._continue(token_ids, sampling, own, version, part) for own, part in zip(seeds, parts, strict=True)
+        ]
         return list(await asyncio.gather(*calls))
 
     def keep(self, version: int | None) -> bool:
@@ -131,29 +139,25 @@ class AdapterReplica:
             return await self._engine.score(token_ids, adapter)
 
     async def _continue(
-        self, token_ids: Sequence[int], sampling: SamplingConfig, seed: int | None, so_far: Rollout
+        self,
+        token_ids: Sequence[int],
+        sampling: SamplingConfig,
+        seed: int | None,
+        version: int | None,
+        so_far: Rollout,
     ) -> Rollout:
         """Finish one response whose version was evicted: prefill what it has under the newest version, and go on."""
-        while so_far.finish_reason == ABORTED:
-            num_tokens = len(so_far.token_ids)
-            if num_tokens == sampling.max_tokens:
-                return replace(so_far, finish_reason="length")
-            rest = replace(sampling, max_tokens=sampling.max_tokens - num_tokens)
-            own = None if seed is None else seed_of_part(seed, num_tokens)
-            with self._table.lease() as adapter:
-                prompt = [*token_ids, *so_far.token_ids]
+
+        async def sample(prompt: Sequence[int], rest: SamplingConfig, own: int | None) -> Rollout:
+            with self._table.lease(version) as adapter:
                 (part,) = await self._engine.generate_group(prompt, 1, rest, seed=own, adapter=adapter)
-            is_evicted = part.finish_reason == ABORTED
+            return part
+
+        while so_far.finish_reason == ABORTED and not self.is_going:
+            so_far = await go_on(token_ids, so_far, sampling, seed, sample)
+            is_evicted = so_far.finish_reason == ABORTED and not self.is_going
             self._count_evicted(is_evicted)
-            so_far = Rollout(
-                so_far.token_ids + part.token_ids,
-                so_far.logprobs + part.logprobs,
-                so_far.policy_versions + part.policy_versions,
-                "",
-                part.finish_reason,
-                so_far.num_evictions + is_evicted,
-                continued(so_far, part),
-            )
+            so_far = replace(so_far, num_evictions=so_far.num_evictions + is_evicted)
         return so_far
 
     def _count_evicted(self, num_requests: int) -> None:
@@ -277,8 +281,3 @@ class AdapterReplica:
         ignored = [kind for kind in kinds if await said_with(kind) == silent]
         await self._clients.call("fill", slot, "", 1)
         return ignored
-
-
-def seed_of_part(seed: int, num_tokens: int) -> int:
-    """Seed with which a response goes on after `num_tokens` tokens. The first seed would repeat the random numbers."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{num_tokens}".encode()).digest()[:4], "little") >> 1

@@ -1,9 +1,9 @@
-"""What a rollout worker asks of an engine: twelve verbs, and two more of one with adapter slots.
+"""What a rollout worker asks of an engine: thirteen verbs, and two more of one with adapter slots.
 
 `vllm_engine.py` is the engine that there is. docs/engines.md says what another one would have to give.
 
     prepare, start, warm_up, check, shutdown           its life
-    generate_group, score                              requests, between start() and shutdown()
+    generate_group, score, abort_all                   requests, between start() and shutdown()
     pause, clear_cache, set_version, resume            a publish, in this order, around
     call_ranks                                         what its ranks do with their weights
     next_logprobs, abort_version                       adapter slots
@@ -92,6 +92,10 @@ class Engine(Protocol):
 
     async def score(self, token_ids: Sequence[int], adapter: Adapter | None = None) -> list[float]:
         """Log-probability of every token but the first, at temperature 1, from one prefill of the whole sequence."""
+        ...
+
+    async def abort_all(self) -> None:
+        """End all responses in flight. Each returns what it has so far, as ABORTED."""
         ...
 
     async def pause(self, mode: PauseMode, *, timeout_s: float = CALL_TIMEOUT_S) -> None:

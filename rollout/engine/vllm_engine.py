@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ABORT_RETRY_S = 0.02
 DRAIN_TIMEOUT_S = 30.0
 """Longest wait until vLLM's own handler has taken the outputs that have arrived."""
 
@@ -271,6 +272,12 @@ class VllmEngine:
         """End the requests in flight that use this version's adapter. Each returns what it has so far, as ABORTED."""
         requests = [request for request, adapter in self._adapters.items() if adapter.version == version]
         await self.process.running().abort(requests)
+
+    async def abort_all(self) -> None:
+        """Engine.abort_all. Some requests may reach vLLM only after a try."""
+        while self._stamps:
+            await self.process.running().abort(list(self._stamps))
+            await asyncio.sleep(ABORT_RETRY_S)
 
     async def pause(self, mode: PauseMode, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Stop stepping. When this returns the device is idle and new requests queue up until resume().

@@ -31,7 +31,7 @@ from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.errors import EngineError, ReplicaNotServing
 from slipstream.rollout.in_vllm import vllm_patches
 from slipstream.rollout.in_vllm.logprob_rows import spread
-from slipstream.rollout.types import Prompt, Rollout
+from slipstream.rollout.types import ABORTED, Prompt, Rollout
 from slipstream.weight_sync.errors import IntegrityError
 
 if TYPE_CHECKING:
@@ -340,6 +340,25 @@ async def test_a_flipped_bit_is_named_keeps_the_worker_out_and_is_healed_by_the_
     assert (await setup.publish(1)).replicas[0].committed
     (rollout,) = await setup.worker.generate_group(prompt(8), 1)
     assert_sampled_by(setup, prompt(8), rollout)
+
+
+async def test_responses_that_are_handed_over_go_on_as_if_nothing_had_happened(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy tokens of a group that was ended on the way, and went on from there, are those of an undisturbed one."""
+    greedy = SamplingConfig(temperature=0, max_tokens=200, stop_at_eos=False)
+    undisturbed = await setup.worker.generate_group(prompt(11), 2, greedy)
+    group = await setup.start_long(prompt(11), 2, greedy)
+    await setup.worker.hand_over()
+    parts = await group
+    assert [part.finish_reason for part in parts] == [ABORTED] * 2
+    assert all(0 < len(part.token_ids) == len(part.logprobs) == len(part.policy_versions) < 200 for part in parts)
+    monkeypatch.setattr(setup.worker, "_is_going", False)  # another worker has the same weights
+    whole = await setup.worker.generate_group(prompt(11), 2, greedy, None, parts)
+    for one, other in zip(whole, undisturbed, strict=True):
+        assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, "length")
+        assert one.logprobs == pytest.approx(other.logprobs, abs=MAX_LOGPROB_ERROR)
+        assert one.policy_versions == other.policy_versions
 
 
 async def test_a_request_that_the_engine_refuses_is_one_clear_error(setup: Setup):

@@ -38,7 +38,7 @@ from slipstream.orchestrator.files.timeline import Activities
 from slipstream.orchestrator.loop.controller import Controller
 from slipstream.orchestrator.loop.ports import LoopServices
 from slipstream.rollout.agents.episode_runner import FinishedEpisode
-from slipstream.rollout.types import Judgement, Progress, Prompt, Rollout, Turn
+from slipstream.rollout.types import ABORTED, Judgement, Progress, Prompt, Rollout, Turn
 from slipstream.trainer.step.mismatch_bins import NUM_K3_BINS, POSITION_STARTS
 from slipstream.trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
 from slipstream.weight_sync.errors import PlanMismatch
@@ -273,12 +273,30 @@ class FakeWorker(Watched):
         self.death = ""
         """How its process has ended."""
         self.scores_fail = False
+        self.told = asyncio.Event()
+        self.is_going = False
+        """Hands over: the first of two tokens was sampled."""
 
     async def keep_version(self, version: int | None) -> bool:
         return False
 
+    async def told_to_go(self) -> str:
+        await self.told.wait()
+        return "SIGTERM"
+
+    async def hand_over(self) -> None:
+        await self._reached("hand_over")
+        self.is_going = True
+        if self.gate is not None:
+            self.gate.set()
+
     async def generate_group(
-        self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None, version: int | None = None
+        self,
+        prompt: Prompt,
+        n: int,
+        sampling: SamplingConfig | None = None,
+        version: int | None = None,
+        so_far: Sequence[Rollout] = (),
     ) -> list[Rollout]:
         await self._reached("generate_group")
         if self.fails_after is not None and self.num_groups >= self.fails_after:
@@ -289,8 +307,13 @@ class FakeWorker(Watched):
         if self.gate is not None:
             await self.gate.wait()
         await asyncio.sleep(0)
+        if self.is_going:
+            return [Rollout([5], [-1.0], [version], "", ABORTED) for _ in range(n)]
+        begun = [one.policy_versions for one in so_far] or [[]] * n
+        texts = ["right" if i % 2 else "wrong" for i in range(n)]
         return [
-            Rollout([5, 2], [-1.0, -0.5], [version, version], "right" if i % 2 else "wrong", "stop") for i in range(n)
+            Rollout([5, 2], [-1.0, -0.5], [*versions, version, version][:2], text, "stop")
+            for versions, text in zip(begun, texts, strict=True)
         ]
 
     async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:

@@ -48,6 +48,8 @@ class ModelEngine:
         """Digests that its ranks were given."""
         self.requests: list[tuple[int, int]] = []
         """Siblings and max_tokens of each."""
+        self.asked: list[tuple[list[int], int | None]] = []
+        """Prompt and seed of each."""
         self.token_ids = [7]
         self.failing = ""
         self.finish_reasons: list[str] = []
@@ -102,6 +104,7 @@ class ModelEngine:
     ) -> list[Rollout]:
         assert self.is_running and not self.is_written
         self.requests.append((n, sampling.max_tokens))
+        self.asked.append((list(prompt_token_ids), seed))
         await self.gate.wait()
         reason = self.finish_reasons.pop(0) if self.finish_reasons else "stop"
         return [
@@ -110,6 +113,10 @@ class ModelEngine:
             )
             for _ in range(n)
         ]
+
+    async def abort_all(self) -> None:
+        self.finish_reasons = ["abort"] * 9
+        self.gate.set()
 
     def shutdown(self) -> None:
         self.is_alive = False

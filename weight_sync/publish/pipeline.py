@@ -31,8 +31,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
+import numpy as np
 import torch
 
 from slipstream.weight_sync.errors import PlanError, WatermarkError
@@ -97,7 +99,8 @@ class Pipeline:
         self._tasks: Sequence[Task] = ()
         self._compiled: list[tuple[tuple[Packet, ...], CompiledReads]] = []
         """Per load, its packets and the function that fills a slot; kept while staging is freed."""
-        self._places = Places({})
+        self.places = Places({})
+        """Of the sums in results."""
         self._slot_bytes = 0
         self._slots: Slots | None = None
         self._quarantined: dict[int, list[str]] = {}
@@ -162,7 +165,7 @@ class Pipeline:
         self._slot_bytes = limits.slot_bytes(total, largest)
         self._recover_slots()
         self._drop_staging()  # frees an earlier plan's
-        self._tasks, self._places = tasks, Places.of_tasks(tasks) if places is None else places
+        self._tasks, self.places = tasks, Places.of_tasks(tasks) if places is None else places
         self._compiled = [
             (packets, compile_reads(self._source, packed_reads(packets)))
             for packets in cut_into_packets(tasks, self._slot_bytes, limits)
@@ -180,7 +183,7 @@ class Pipeline:
         self._slots = Slots(
             self._compiled,
             slot_bytes=self._slot_bytes,
-            places=self._places,
+            places=self.places,
             transport=self._transport,
             device=self._device,
             watermark_bytes=self._watermark_bytes,
@@ -190,6 +193,23 @@ class Pipeline:
             takes_changes=self._takes_changes,
         )
         self._is_released = False
+
+    def add_replicas(self, more: Sequence[int]) -> None:
+        """Have tasks for further replicas, too: those of replica 0, which are packed and hashed once for all of them.
+
+        Raises:
+            TransportError: As compile().
+        """
+        tasks = [
+            one
+            for task in self._tasks
+            for one in (task, *(replace(task, replica=replica) for replica in more if task.replica == 0))
+        ]
+        flags = self._takes_changes
+        if flags is not None:
+            first = [flags[self.places.columns(dest)] for dest in self.places.params if dest[0] == 0]
+            flags = np.concatenate([flags, *(first * len(more))])
+        self.load(tasks, self.places.with_replicas(more), flags)
 
     def release(self) -> None:
         """Free all device memory for another pipeline of this rank. The next prepare() allocates it again.
@@ -216,7 +236,7 @@ class Pipeline:
             with prepared.tracer.host("gather", "source.begin"):
                 held = self._source.begin(version)
             if self._is_released:
-                self.load(self._tasks, self._places, self._takes_changes)
+                self.load(self._tasks, self.places, self._takes_changes)
             if self._slots is None:
                 raise PlanError("a publish before there is a plan")
             slots = self._slots
@@ -259,7 +279,7 @@ class Pipeline:
             raise PlanError(f"run(version {version}) without prepare(version {version})")
         prepared, self._prepared = self._prepared, None
         report = RankPublishReport(peak_bytes=prepared.peak_bytes, prepare_s=prepared.prepare_s)
-        result = PipelineResult(Sums(self._places), report)
+        result = PipelineResult(Sums(self.places), report)
         alive = {replica for replica, _ in bindings}
         try:
             try:

@@ -18,7 +18,8 @@ until publish() returns).
 
 A replica that the caller excludes is not asked, not written to and not waited for; its open links are closed, as for
 one that failed. With weight_sync.publish_waves > 1 all of this is done for one group of replicas after the other, and
-each wave is an epoch of its own. A replica that was started again rejoins by reconnect(), under the same plan.
+each wave is an epoch of its own. A replica that was started again rejoins by reconnect(), under the same plan. So does
+a further one: it gets what replica 0 gets, from the same ranks, and is refused where its layout is another one.
 
 Invariants. All ranks run the same collectives in the same order, whatever fails. A replica's failure is an entry in the
 report, never an exception, and delays the others at most by the wait for it. Each attempt is a new epoch, larger than
@@ -209,19 +210,17 @@ class Publisher:
 
         Args:
             version: Policy version of the source's weights.
-            exclude: Replicas (positions among the endpoints) that are known to be out of service; the same on every
-                rank. If one hangs and is not excluded, all others pause for `timeout_s` at every publish.
+            exclude: Replicas (positions among the endpoints) that are known to be out of service, or that were never
+                met; the same on every rank. If one hangs and is not excluded, all others pause for `timeout_s` at every
+                publish.
             trace: File for the timeline of all ranks and replicas (see trace.py), written by rank 0; None: no timeline.
                 Either all ranks give one or none does.
 
         Raises:
-            ProtocolError: connect() was not called, or `exclude` names a replica that does not exist.
+            ProtocolError: connect() was not called.
         """
         if not self._is_connected:
             raise ProtocolError("publish() before connect()")
-        unknown = sorted(set(exclude) - set(range(len(self._endpoints))))
-        if unknown:
-            raise ProtocolError(f"publish() excludes replicas {unknown}; there are {len(self._endpoints)}")
         self.disconnect(exclude)
         included = [number for number in range(len(self._endpoints)) if number not in exclude]
         waves = assign_waves(included, self._config.publish_waves) or [[]]
@@ -275,21 +274,37 @@ class Publisher:
                 logger.error("the link to %s cannot be closed yet: %s", self._endpoints[destination[0]], e)
 
     def reconnect(self, replica: int, endpoint: str) -> None:
-        """Write to a replica that was started again, from the next publish on. Collective; other replicas are not
-        affected.
+        """Write to a replica that was started again, or to a further one, from the next publish on. Collective; other
+        replicas are not affected.
 
         Raises:
             WeightSyncError: It does not answer, or its layout is not the planned one; it gets no further publish.
             Raised
                 alike on every rank.
         """
-        if not 0 <= replica < len(self._endpoints):
-            raise ProtocolError(f"reconnect() names replica {replica}; there are {len(self._endpoints)}")
+        if not self._is_connected:
+            raise ProtocolError("reconnect() before connect()")
+        if replica >= len(self._endpoints):
+            self._grow(replica + 1)
         self.disconnect([replica])
         self._book.forget(replica)
         fresh = self._meeting.on_rank0(dict[str, Addresses], lambda: self._rejoin(replica, endpoint))
         self._book.learn(replica, fresh)
         self._endpoints[replica] = endpoint
+
+    def _grow(self, num_replicas: int) -> None:
+        """Have a place in the plan for further replicas. Collective. Nothing is sent to them before reconnect()."""
+        more = range(len(self._endpoints), num_replicas)
+        self._is_connected = False  # until all ranks have the same places
+        self._meeting.everywhere(None, lambda: self._pipeline.add_replicas(more))
+        self._places, self._is_connected = self._pipeline.places, True
+        self._bases.forget()
+        self._endpoints += [""] * len(more)
+        if self._meeting.rank == 0:
+            self._layouts += [self._layouts[0]] * len(more)
+            first = [(rank, self._planned[0, rank]) for _, rank in self._engine_ranks(0)]
+            self._planned |= {(replica, rank): planned for replica in more for rank, planned in first}
+            logger.info("weight sync: room for %d replicas", num_replicas)
 
     def release(self) -> None:
         """Free temporary memory until the next publish, for another publisher of these ranks. Collective.
@@ -375,8 +390,8 @@ class Publisher:
             (described,) = self._describe({replica: endpoint}, {self._transport.link})
             if tuple(item.layout for item in described.ranks) != self._layouts[replica]:
                 raise PlanMismatch(
-                    f"replica {replica} came back at {endpoint} with another layout than the plan was made for; give"
-                    " it the options that it had before"
+                    f"replica {replica} came to {endpoint} with another layout than the plan was made for; give it the"
+                    " options, and the kind of machine, that it had before, or that the others have"
                 )
         except WeightSyncError as e:
             self._clients.give_up(replica, str(e))

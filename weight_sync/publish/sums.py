@@ -49,6 +49,15 @@ class Places:
             params.setdefault((task.replica, task.dest_rank), {})[task.param] = None
         return cls({dest: tuple(names) for dest, names in params.items()})
 
+    def with_replicas(self, more: Iterable[int]) -> Places:
+        """These places, and behind them those of further replicas, each with the parameters of replica 0."""
+        first = {rank: names for (replica, rank), names in self.params.items() if replica == 0}
+        return Places({**self.params, **{(replica, rank): names for replica in more for rank, names in first.items()}})
+
+    def columns(self, dest: Destination) -> slice:
+        """The places of one engine rank."""
+        return slice(self.first[dest], self.first[dest] + len(self.params[dest]))
+
     def column(self, dest: Destination, param: str) -> int:
         """The place of one parameter. Raises KeyError if it has none."""
         return self.first[dest] + self._within[dest][param]
@@ -71,8 +80,7 @@ class Sums(Mapping[Destination, dict[str, tuple[int, int]]]):
 
     def part(self, dest: Destination) -> Ints:
         """The columns of one engine rank, zeros included: a view."""
-        first = self.places.first[dest]
-        return self.table[:, first : first + len(self.places.params[dest])]
+        return self.table[:, self.places.columns(dest)]
 
     def __getitem__(self, dest: Destination) -> dict[str, tuple[int, int]]:
         sizes, hashes = self.part(dest)

@@ -46,29 +46,28 @@ class ReplicaClients:
     ) -> None:
         self._signer = Signer(key)
         self._heartbeat_ms, self._silence_ms = int(1000 * heartbeat_s), int(1000 * silence_s)
-        self._endpoints = list(endpoints)
+        self._endpoints: dict[int, str] = {}
         self._context = zmq.Context()
-        self._sockets: list[zmq.Socket[bytes]] = []
-        self._monitors: list[zmq.Socket[bytes]] = []
-        self._incarnations = [""] * len(endpoints)
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        self._monitors: dict[int, zmq.Socket[bytes]] = {}
+        self._incarnations: dict[int, str] = {}
         self._gone: dict[int, str] = {}
         self.answer_s: dict[int, float] = {}
         """Replica -> seconds that its last answer took."""
         self._name = secrets.token_hex(8)
         self._request_id = 0
         try:
-            for endpoint in endpoints:
-                socket, monitor = self._connect(endpoint)
-                self._sockets.append(socket)
-                self._monitors.append(monitor)
+            for replica, endpoint in enumerate(endpoints):
+                self.replace(replica, endpoint)
         except ProtocolError:
             self.close()
             raise
 
     def replace(self, replica: int, endpoint: str) -> None:
-        """Send to another process from now on: the replica was started again."""
+        """Send to this process from now on: the replica was started again, or is a further one."""
         socket, monitor = self._connect(endpoint)
-        _close_socket(self._sockets[replica], self._monitors[replica])
+        if replica in self._sockets:
+            _close_socket(self._sockets[replica], self._monitors[replica])
         self._sockets[replica], self._monitors[replica] = socket, monitor
         self._endpoints[replica], self._incarnations[replica] = endpoint, ""
         self._gone.pop(replica, None)
@@ -132,9 +131,9 @@ class ReplicaClients:
 
     def close(self) -> None:
         """Close all sockets."""
-        for socket, monitor in zip(self._sockets, self._monitors, strict=True):
-            _close_socket(socket, monitor)
-        self._sockets, self._monitors = [], []
+        for replica, socket in self._sockets.items():
+            _close_socket(socket, self._monitors[replica])
+        self._sockets, self._monitors = {}, {}
         self._context.destroy(linger=0)
 
     def _collect(

@@ -3,7 +3,7 @@
 import { drawingWidth, element, replace, shape, tip } from "./dom.js";
 import { clock, colourOf, figure, seconds, visible } from "./format.js";
 
-const FILLS = { "serving": "#009e73", "up": "#56b4e9", "starting": "#e69f00", "restarting": "#e69f00", "waits for a publish": "#8c6bb1", "failed": "#d55e00", "out of service": "#6b7280" };
+const FILLS = { "serving": "#009e73", "up": "#56b4e9", "starting": "#e69f00", "restarting": "#e69f00", "waits for a publish": "#8c6bb1", "hands over": "#8c6bb1", "gone": "#6b7280", "failed": "#d55e00", "out of service": "#6b7280" };
 const HEIGHT = 200;
 
 export class Fleet {

@@ -131,7 +131,7 @@ async def test_wrong_number_of_responses_is_a_failure() -> None:
     router = Router(supervisor, request_timeout_s=60)
     await serve(supervisor)
 
-    async def one_too_few(prompt: Prompt, n: int, sampling: object = None, version: object = None) -> list[Rollout]:
+    async def one_too_few(prompt: Prompt, n: int, *_: object) -> list[Rollout]:
         return [Rollout([1], [0.0], [0], "x", "stop")] * (n - 1)
 
     worker.generate_group = one_too_few  # type: ignore[method-assign]
@@ -144,7 +144,7 @@ async def test_a_response_without_a_token_is_a_failure() -> None:
     router = Router(supervisor, request_timeout_s=60)
     await serve(supervisor)
 
-    async def one_empty(prompt: Prompt, n: int, sampling: object = None, version: object = None) -> list[Rollout]:
+    async def one_empty(prompt: Prompt, n: int, *_: object) -> list[Rollout]:
         return [Rollout([1], [0.0], [0], "x", "stop")] * (n - 1) + [Rollout([], [], [], "", "stop")]
 
     worker.generate_group = one_empty  # type: ignore[method-assign]
@@ -228,7 +228,7 @@ async def test_a_worker_is_told_what_to_sample_and_from_which_version() -> None:
     greedy = SamplingConfig(temperature=0.0)
     await router.generate_group(PROMPT, 3, greedy, 7)
     await router.generate(PROMPT, greedy)
-    assert asked == [(PROMPT, 3, greedy, 7), (PROMPT, 1, greedy, None)]
+    assert asked == [(PROMPT, 3, greedy, 7, []), (PROMPT, 1, greedy, None, [])]
 
 
 async def test_only_workers_that_serve_are_asked_to_keep_a_version_and_silence_costs_nobody() -> None:
@@ -285,7 +285,7 @@ async def test_a_worker_that_refuses_after_a_publish_or_a_restart_is_not_blamed(
 
     async def succeeded_meanwhile() -> None:
         worker.before.clear()
-        supervisor.replicas["rollout-0"].worker = FakeWorker(World(committed=[0]), 0)
+        supervisor.replicas["rollout-0"].handle = FakeWorker(World(committed=[0]), 0)
         raise ReplicaDirty("this process is not that process")
 
     worker.before["generate_group"] = succeeded_meanwhile

@@ -63,7 +63,7 @@ async def test_a_worker_that_was_replaced_while_it_was_asked_how_it_died_is_not_
     replica = supervisor.replicas["rollout-0"]
 
     async def replaced() -> None:
-        replica.worker, replica.state = workers[1], ReplicaState.recovering
+        replica.handle, replica.state = workers[1], ReplicaState.recovering
         raise ConnectionError("it died")
 
     workers[0].check = replaced  # type: ignore[method-assign]

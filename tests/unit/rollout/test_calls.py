@@ -49,8 +49,14 @@ class Worker:
         return "not to be told"
 
     async def generate_group(
-        self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None, version: int | None = None
+        self,
+        prompt: Prompt,
+        n: int,
+        sampling: SamplingConfig | None = None,
+        version: int | None = None,
+        so_far: Sequence[Rollout] = (),
     ) -> list[Rollout]:
+        self.so_far = so_far
         self.asked.append((prompt.prompt_id, prompt.token_ids, n, sampling, version))
         await self.may_answer.wait()
         if isinstance(self.sampled, BaseException):
@@ -96,6 +102,18 @@ async def test_responses_arrive_as_they_were_sampled(worker: Worker, client: Wor
     assert np.array_equal(second.routes.experts, experts)
     assert second.routes.experts.flags.writeable
     assert second.routes.is_recorded.tolist() == [True, False]
+
+
+async def test_what_another_worker_has_sampled_arrives(worker: Worker, client: WorkerClient) -> None:
+    experts = np.arange(12, dtype=np.uint8).reshape(2, 3, 2)
+    so_far = Rollout([9], [-2.5], [5], "", "abort", routes=Routes(experts, np.array([True, False])))
+    worker.sampled = [Rollout([9, 1], [-2.5, -1.0], [5, 6], "a", "stop")]
+    await asyncio.wait_for(client.generate_group(PROMPT, 1, None, None, [so_far]), TIMEOUT_S)
+    (arrived,) = worker.so_far
+    assert (arrived.token_ids, arrived.logprobs, arrived.policy_versions) == ([9], [-2.5], [5])
+    assert arrived.finish_reason == "abort"
+    assert arrived.routes is not None
+    assert np.array_equal(arrived.routes.experts, experts)
 
 
 async def test_what_evaluations_ask_for_arrives(worker: Worker, client: WorkerClient) -> None:

@@ -24,7 +24,7 @@ from slipstream.conf.schema import Device, DType, PauseMode, RolloutConfig, Samp
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.errors import EngineError, ReplicaNotServing
-from slipstream.rollout.types import ABORTED, AdapterSlotsSpec, Prompt
+from slipstream.rollout.types import ABORTED, NOTHING_YET, AdapterSlotsSpec, Prompt, Rollout
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.rollout.worker_process import WorkerOptions, with_its_share
 from slipstream.weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
@@ -459,3 +459,49 @@ async def test_a_later_worker_of_the_same_kind_is_told_the_layout(tmp_path: Path
         await worker.stop()
         told.append(engine.known_layouts)
     assert told == [[], [digest, digest], [], [digest, digest]]
+
+
+async def test_a_worker_that_hands_over_returns_responses_as_they_stand_and_begins_no_more(tmp_path: Path) -> None:
+    worker, engine = make(tmp_path)
+    await publish(worker, 3, 1)
+    engine.gate.clear()
+    call = asyncio.create_task(worker.generate_group(PROMPT, 2))
+    await asyncio.sleep(0)
+    await worker.hand_over()
+    assert [(one.token_ids, one.policy_versions, one.finish_reason) for one in await call] == [([7], [3], ABORTED)] * 2
+    num_requests = len(engine.requests)
+    assert await worker.generate_group(PROMPT, 2) == [NOTHING_YET] * 2
+    begun = [Rollout([4], [-1.0], [2], "", ABORTED)]
+    assert await worker.generate_group(PROMPT, 1, None, None, begun) == begun
+    assert len(engine.requests) == num_requests
+
+
+async def test_a_worker_goes_on_with_what_another_one_handed_over(tmp_path: Path) -> None:
+    worker, engine = make(tmp_path)
+    await publish(worker, 3, 1)
+    ended = Rollout([9, 8], [-2.0, -3.0], [1, 1], "", "stop")
+    begun = Rollout([5], [-2.0], [2], "", ABORTED)
+    first, second = await worker.generate_group(PROMPT, 2, None, None, [ended, begun])
+    assert engine.requests == [(1, 7)], "of 8 tokens one is there"
+    assert engine.asked == [([1, 5, 5], None)]
+    assert (first.token_ids, first.policy_versions, first.finish_reason) == ([9, 8], [1, 1], "stop")
+    assert (second.token_ids, second.logprobs, second.policy_versions) == ([5, 7], [-2.0, -1.0], [2, 3])
+    assert (second.text, second.finish_reason) == ("ac", "stop")
+
+
+async def test_a_group_handed_over_that_a_publish_aborts_begins_anew(tmp_path: Path) -> None:
+    """pause_mode=abort: siblings have one version."""
+    worker, engine = make(tmp_path, pause_mode=PauseMode.abort)
+    await publish(worker, 3, 1)
+    engine.finish_reasons = [ABORTED]
+    (rollout,) = await worker.generate_group(PROMPT, 1, None, None, [Rollout([5], [-2.0], [2], "", ABORTED)])
+    assert (rollout.token_ids, rollout.policy_versions) == ([7], [3])
+
+
+async def test_whoever_tells_a_worker_to_go_is_named(tmp_path: Path) -> None:
+    worker, _ = make(tmp_path)
+    told = asyncio.create_task(worker.told_to_go())
+    await asyncio.sleep(0)
+    assert not told.done()
+    worker.tell_to_go("SIGTERM")
+    assert await told == await worker.told_to_go() == "SIGTERM"

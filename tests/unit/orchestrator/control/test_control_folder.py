@@ -22,6 +22,10 @@ from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.control.control_folder import KILLED, alive, answer_requests, ask, how_it_ended, is_alive
 
 
+def recover(worker: int | None) -> dict[str, object]:
+    return {"ask": "recover", "worker": worker}
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     (tmp_path / "config.yaml").write_text("algorithm: {objective: policy}")
@@ -46,7 +50,7 @@ async def listening(run: Path) -> AsyncIterator[Supervisor]:
 
 async def test_a_worker_is_restarted_on_request(run: Path) -> None:
     async with listening(run) as supervisor:
-        (line,) = await asyncio.to_thread(ask, run, 1)
+        (line,) = await asyncio.to_thread(ask, run, recover(1))
         assert line == "rollout-1 was pending and is being restarted"
         while supervisor.num_restarts == 0:
             await asyncio.sleep(0)
@@ -55,12 +59,12 @@ async def test_a_worker_is_restarted_on_request(run: Path) -> None:
 
 async def test_without_a_number_it_is_every_worker_that_is_out(run: Path) -> None:
     async with listening(run) as supervisor:
-        (line,) = await asyncio.to_thread(ask, run, None)
+        (line,) = await asyncio.to_thread(ask, run, recover(None))
         assert "no rollout worker is out of service" in line
         supervisor.replicas["rollout-1"].state = ReplicaState.starting
-        assert await asyncio.to_thread(ask, run, None) == ["rollout-1 is being restarted already"]
+        assert await asyncio.to_thread(ask, run, recover(None)) == ["rollout-1 is being restarted already"]
         supervisor.replicas["rollout-0"].state = ReplicaState.out
-        (line,) = await asyncio.to_thread(ask, run, None)
+        (line,) = await asyncio.to_thread(ask, run, recover(None))
         assert line == "rollout-0 was out and is being restarted"
 
 
@@ -68,36 +72,74 @@ async def test_restarting_the_last_one_that_serves_is_told(run: Path) -> None:
     async with listening(run) as supervisor:
         supervisor.replicas["rollout-0"].state = ReplicaState.out
         supervisor.replicas["rollout-1"].state = ReplicaState.serving
-        lines = await asyncio.to_thread(ask, run, 1)
+        lines = await asyncio.to_thread(ask, run, recover(1))
         assert lines == [
             "rollout-1 was serving and is being restarted",
             "no other rollout worker serves: sampling stands still until one is back",
         ]
 
 
+async def test_workers_come_and_go_by_request_and_what_cannot_be_is_said(run: Path) -> None:
+    async def scale(number: int) -> list[str]:
+        return await asyncio.to_thread(ask, run, {"ask": "scale", "rollout": number})
+
+    async with listening(run) as supervisor:
+        for replica in supervisor.replicas.values():
+            replica.state = ReplicaState.serving
+        assert await scale(3) == ["rollout-2 is being started"]
+        assert await scale(3) == ["the run has 3 rollout workers already"]
+        with pytest.raises(ConfigError, match="rollout=0: a run needs at least one rollout worker"):
+            await scale(0)
+        drained = await asyncio.to_thread(ask, run, {"ask": "drain", "worker": 1})
+        assert drained == ["rollout-1 hands its requests over and ends"]
+        with pytest.raises(ConfigError, match="WORKER 7: this run has 3 rollout workers, 0 to 2"):
+            await asyncio.to_thread(ask, run, {"ask": "drain", "worker": 7})
+        assert supervisor.num_wanted == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["scale", "RUN", "rollout=two"], "needs rollout=N after the run folder, e.g. rollout=3, got 'rollout=two'"),
+        (["scale", "RUN", "workers=2"], "got 'workers=2'"),
+        (["scale", "RUN"], "got nothing"),
+        (["scale"], "slipstream scale needs a run folder"),
+        (["scale", "RUN", "rollout=2"], "is not alive"),
+        (["drain", "RUN", "first"], "e.g. rollout-1, got 'first'"),
+        (["drain", "RUN"], "got nothing"),
+        (["drain", "RUN", "rollout-1"], "is not alive"),
+    ],
+)
+def test_bad_words_of_a_change_of_workers_are_one_message(
+    run: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert main([str(run) if word == "RUN" else word for word in words]) == 2
+    assert said in capsys.readouterr().err
+
+
 async def test_mistakes_are_answered_and_cost_the_run_nothing(run: Path) -> None:
     async with listening(run):
         with pytest.raises(ConfigError, match="--worker 2: this run has 2 rollout workers, 0 to 1"):
-            await asyncio.to_thread(ask, run, 2)
+            await asyncio.to_thread(ask, run, recover(2))
         (run / "control" / "x.request.json").write_text("nonsense")
         while not (run / "control" / "x.answer.json").exists():
             await asyncio.sleep(0.01)
-        (line,) = await asyncio.to_thread(ask, run, 0)
+        (line,) = await asyncio.to_thread(ask, run, recover(0))
         assert "is being restarted" in line
         assert {path.name for path in (run / "control").iterdir()} == {"alive", "x.answer.json"}
 
 
 def test_a_run_that_is_over_is_told_apart(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not alive; to go on with it"):
-        ask(run, 0)
+        ask(run, recover(0))
     with alive(run):
         assert is_alive(run)
         with pytest.raises(ConfigError, match="did not answer within 0 s; nothing was done"):
-            ask(run, 0, timeout_s=0)
+            ask(run, recover(0), timeout_s=0)
         assert list((run / "control").glob("*.json")) == [], "a request that was given up is not carried out"
     assert not is_alive(run)
     with pytest.raises(ConfigError, match="not a run folder"):
-        ask(tmp_path / "nowhere", 0)
+        ask(tmp_path / "nowhere", recover(0))
 
 
 def test_control_is_the_owners_alone_and_a_readers_lock_proves_nothing(run: Path) -> None:
@@ -197,4 +239,4 @@ def test_a_disk_without_locks_is_refused(run: Path, monkeypatch: pytest.MonkeyPa
 def test_a_run_that_fine_tunes_has_no_workers_and_says_so_at_once(run: Path) -> None:
     (run / "config.yaml").write_text("algorithm: {objective: sft}")
     with alive(run), pytest.raises(ConfigError, match=r"is of algorithm=sft: .*no rollout workers"):
-        ask(run, None, timeout_s=0)
+        ask(run, recover(None), timeout_s=0)

@@ -182,7 +182,7 @@ async def test_workers_lost_during_an_evaluation_leave_its_steps_row_and_checkpo
     config = make_config(num_steps=4)
     loop = Loop(tmp_path, replace(config, run=replace(config.run, eval_every_steps=2)))
 
-    async def dies_at_2(prompt: Prompt, n: int, sampling: object, version: object, worker: FakeWorker) -> list[Rollout]:
+    async def dies_at_2(prompt: Prompt, n: int, *_: object, worker: FakeWorker) -> list[Rollout]:
         if prompt.prompt_id >= 1000 and loop.world.version == 2:
             raise ConnectionError("gone")
         return await FakeWorker.generate_group(worker, prompt, n)

@@ -43,7 +43,7 @@ class SlowWorker(FakeWorker):
         return version is not None
 
     async def generate_group(
-        self, prompt: Prompt, n: int, sampling: object = None, version: int | None = None
+        self, prompt: Prompt, n: int, sampling: object = None, version: int | None = None, so_far: object = ()
     ) -> list[Rollout]:
         if prompt.prompt_id >= 1000:
             self.asked.append(version)

@@ -30,7 +30,12 @@ class Noting(FakeWorker):
         """Prompt and options of every group, by whether the prompt is held out; None: as rollout.sampling."""
 
     async def generate_group(
-        self, prompt: Prompt, n: int, sampling: SamplingConfig | None = None, version: int | None = None
+        self,
+        prompt: Prompt,
+        n: int,
+        sampling: SamplingConfig | None = None,
+        version: int | None = None,
+        so_far: object = (),
     ) -> list[Rollout]:
         self.asked[prompt.prompt_id >= 1000].append((prompt.prompt_id, sampling))
         self.num_now += 1

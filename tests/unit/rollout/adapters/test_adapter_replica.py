@@ -149,3 +149,24 @@ async def test_every_slot_is_asked_for_every_kind_of_module_and_left_empty() -> 
         await probe([both, both, {"attention"}])
     with pytest.raises(EngineError, match="ignores adapters of attention, experts in slot 0 of 2"):
         await probe([set(), both])
+
+
+@pytest.mark.parametrize("policy", list(BusySlot))
+async def test_responses_that_are_handed_over_are_returned_as_they_stand(policy: BusySlot) -> None:
+    """No eviction, and no new try: another worker goes on."""
+    replica, engine = make(policy, [5, None])
+    replica.is_going = True
+    first, second = await replica.sample(PROMPT, 2, SAMPLING, seed=11)
+    assert (len(first.token_ids), first.finish_reason, first.num_evictions) == (5, ABORTED, 0)
+    assert (len(second.token_ids), second.finish_reason) == (12, "length")
+    assert len(engine.requests) == 2
+    assert replica.num_evicted_requests == 0
+
+
+async def test_what_another_worker_handed_over_goes_on_under_the_newest_version() -> None:
+    replica, engine = make(BusySlot.wait, [])
+    begun = Rollout([1, 2], [-1.0, -1.0], [5, 6], "", ABORTED, num_evictions=1)
+    (rollout,) = await replica.sample(PROMPT, 1, SAMPLING, seed=11, so_far=[begun])
+    assert engine.requests[0][0] == [*PROMPT, 1, 2]
+    assert rollout.policy_versions == [5, 6] + [7] * 10
+    assert (rollout.token_ids[:2], rollout.finish_reason, rollout.num_evictions) == ([1, 2], "length", 1)

@@ -522,7 +522,7 @@ def test_the_slot_of_a_load_that_nobody_wants_any_more_comes_back() -> None:
     world.pipeline.prepare(1)
     prepared, slots = world.pipeline._prepared, world.pipeline._slots
     assert prepared is not None and slots is not None
-    result = PipelineResult(Sums(world.pipeline._places))
+    result = PipelineResult(Sums(world.pipeline.places))
     replay = Replay(slots, world.transport, world.bindings(), world.budgets_s, prepared, result, {})
     result.report.errors[0] = "the link broke"
     for filled in prepared.filled:

@@ -273,11 +273,6 @@ def test_links_of_a_replica_that_left_are_closed_once(world: World) -> None:
     assert sorted(world.transport.closed) == sorted(sessions)
 
 
-def test_a_publish_that_excludes_an_unknown_replica_is_refused(world: World) -> None:
-    with pytest.raises(ProtocolError, match=r"excludes replicas \[2\]; there are 2"):
-        world.publisher.publish(0, exclude=[0, 2])
-
-
 def test_a_silent_replica_costs_its_own_deadline() -> None:
     world = World(2, timeout_s=60)
     world.connect()

@@ -15,7 +15,14 @@ from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_layout
 
 from slipstream.conf.schema import WeightSyncConfig
-from slipstream.weight_sync.errors import LinkMismatch, PlanError, ProtocolError, ReplicaError, WeightSyncError
+from slipstream.weight_sync.errors import (
+    LinkMismatch,
+    PlanError,
+    ProtocolError,
+    ReplicaError,
+    TransportError,
+    WeightSyncError,
+)
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.publish import publisher as module
 from slipstream.weight_sync.publish.publisher import Publisher
@@ -229,10 +236,6 @@ def test_a_replica_started_again_is_met_by_rank_0_and_known_to_all(make) -> None
     assert report.replicas[0].endpoint == world.addresses[0]
     world.endpoints[0].close()
     world.raises(ReplicaError, "gone", lambda publisher: publisher.reconnect(0, "tcp://127.0.0.1:9"))
-    for replica in (-1, 2):
-        world.raises(ProtocolError, f"names replica {replica}", lambda publisher, replica=replica: publisher.reconnect(
-            replica, "tcp://127.0.0.1:9"
-        ))  # fmt: skip
     assert committed(world.publish(3)) == [False, True]
     world.endpoints[0] = EndpointThread(world.engines[0])
 
@@ -256,10 +259,38 @@ def test_excluded_replicas_are_left_alone_by_every_rank(make) -> None:
     assert world.engines[0].wrong_params(0) == [] and world.engines[1].wrong_params(1) == []
     for link in world.links:
         assert sorted(link.closed) == sessions
-    world.raises(ProtocolError, r"excludes replicas \[-1, 2\]", lambda publisher: publisher.publish(1, exclude=[-1, 2]))
     nobody = world.publish(2, exclude=[0, 1])
     assert committed(nobody) == [False, False] and nobody.num_bytes == 0
     assert committed(world.publish(3)) == [True, True]
+
+
+def test_a_further_replica_gets_every_rank_s_part_and_its_bytes_are_packed_once(make) -> None:
+    world = make()
+    world.publish(0)
+    num_reads = [source.num_reads for source in world.sources]
+    world.engines.append(PlainEngine([MemoryTransport(world.fabric) for _ in range(2)]))
+    world.endpoints.append(EndpointThread(world.engines[2]))
+    world.all(lambda publisher: publisher.reconnect(2, world.addresses[2]))
+    report = world.publish(1)
+    assert committed(report) == [True, True, True] and report.num_bytes == 3 * 2 * NUM_BYTES
+    assert [engine.wrong_params(1) for engine in world.engines] == [[], [], []]
+    assert [source.num_reads for source in world.sources] == [2 * num for num in num_reads]
+
+
+def test_a_rank_that_has_no_place_for_a_further_replica_is_everybody_s_error(make) -> None:
+    """The ranks' places would differ from there on: no publish follows."""
+    world = make()
+    world.publish(0)
+    tries = []
+
+    def fails(more: range) -> None:
+        tries.append(more)
+        raise TransportError("still draining")
+
+    world.publishers[1]._pipeline.add_replicas = fails
+    world.raises(WeightSyncError, "still draining", lambda publisher: publisher.reconnect(2, world.addresses[0]))
+    assert tries == [range(2, 3)]
+    world.raises(ProtocolError, r"before connect\(\)", lambda publisher: publisher.publish(1))
 
 
 def test_a_link_that_cannot_be_closed_is_tried_again(make) -> None:

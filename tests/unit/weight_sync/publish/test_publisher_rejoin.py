@@ -10,7 +10,7 @@ from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_layout
 
 from slipstream.conf.schema import WeightSyncConfig
-from slipstream.weight_sync.errors import PlanMismatch, ProtocolError, ReplicaError
+from slipstream.weight_sync.errors import PlanMismatch, ReplicaError
 from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.publish.report import PublishReport
 from slipstream.weight_sync.replica.messages import Bound, addresses_digest
@@ -173,8 +173,43 @@ def test_a_successor_that_is_not_there_is_an_error_and_may_be_tried_again(worlds
     assert committed(world.publisher.publish(1)) == [False, True]
     world.publisher.reconnect(0, world.start(0))
     assert committed(world.publisher.publish(2)) == [True, True]
-    with pytest.raises(ProtocolError, match="names replica 2; there are 2"):
-        world.publisher.reconnect(2, "tcp://127.0.0.1:9")
+
+
+def test_further_replicas_join_under_the_same_plan_in_any_order(worlds: list[World]) -> None:
+    """Replica 3 is met before replica 2, which keeps its place meanwhile."""
+    worlds.append(world := World(2))
+    first = world.publisher.publish(0)
+    digest = world.engines[0].receivers[0].state.digest
+    world.engines += [world.engine(), world.engine()]
+    world.endpoints += [EndpointThread(engine) for engine in world.engines[2:]]
+    world.engines[0].calls.clear()
+    assert committed(world.publisher.publish(1, exclude=[2, 3])) == [True, True]
+    world.publisher.reconnect(3, world.endpoints[3].address)
+    report = world.publisher.publish(2, exclude=[2])
+    assert committed(report) == [True, True, False, True]
+    assert report.num_bytes == 3 * first.num_bytes // 2
+    world.publisher.reconnect(2, world.endpoints[2].address)
+    report = world.publisher.publish(3)
+    assert committed(report) == [True] * 4
+    assert [engine.wrong_params(3) for engine in world.engines] == [[]] * 4
+    assert report.replicas[2].endpoint == world.endpoints[2].address
+    assert {receiver.state.digest for engine in world.engines for receiver in engine.receivers} == {digest}
+    assert "describe" not in world.engines[0].calls, "the others are not asked"
+
+
+def test_a_further_replica_of_another_layout_is_refused_and_gets_nothing(worlds: list[World]) -> None:
+    worlds.append(world := World(1))
+    world.publisher.publish(0)
+    other = world.engine()
+    described = other.receivers[0].describe
+    other.receivers[0].describe = lambda: replace(  # type: ignore[method-assign]
+        described(), layout=replace(engine_layout(0), fills=())
+    )
+    world.endpoints.append(EndpointThread(other))
+    with pytest.raises(PlanMismatch, match="another layout"):
+        world.publisher.reconnect(1, world.endpoints[1].address)
+    assert committed(world.publisher.publish(1)) == [True, False]
+    assert "begin" not in other.calls
 
 
 def test_disconnect_closes_the_links_of_the_dead_at_once(worlds: list[World]) -> None:

@@ -1,0 +1,77 @@
+"""Responses that go on where they stood: when the slot of their version is taken, or their worker is told to go.
+
+    a request ends as ABORTED, with the tokens that it has     (Engine.abort_version, Engine.abort_all)
+    another one gets prompt and tokens as its prompt, and samples the rest      (`go_on`)
+
+Owns: what the second request asks, and how the two become one response. Does not own who ends the first one, and why
+(adapters/adapter_replica.py, worker.py), nor who samples the rest (fleet/router.py).
+Invariant: tokens that stay keep the log-probability and the version with which they were sampled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+from slipstream.conf.schema import SamplingConfig
+from slipstream.rollout.routes import continued
+from slipstream.rollout.types import ABORTED, Rollout, Routes
+
+Sample = Callable[[Sequence[int], SamplingConfig, int | None], Awaitable[Rollout]]
+"""(prompt, sampling, seed) -> one response."""
+
+
+async def go_on(
+    token_ids: Sequence[int], so_far: Rollout, sampling: SamplingConfig, seed: int | None, sample: Sample
+) -> Rollout:
+    """Sample the rest of a response that was ended; one that has come to its own end is returned as it is.
+
+    Args:
+        token_ids: The prompt.
+        so_far: The response.
+        sampling: Of the whole response.
+        seed: Of the response; None: the engine's own random numbers.
+        sample: Samples the rest.
+    """
+    if so_far.finish_reason != ABORTED:
+        return so_far
+    so_far = without_half_a_stop(so_far, sampling.stop)
+    num_tokens = len(so_far.token_ids)
+    if num_tokens == sampling.max_tokens:
+        return replace(so_far, finish_reason="length")
+    rest = replace(sampling, max_tokens=sampling.max_tokens - num_tokens)
+    own = None if seed is None else seed_of_part(seed, num_tokens)
+    part = await sample([*token_ids, *so_far.token_ids], rest, own)
+    return replace(
+        so_far,
+        token_ids=so_far.token_ids + part.token_ids,
+        logprobs=so_far.logprobs + part.logprobs,
+        policy_versions=so_far.policy_versions + part.policy_versions,
+        finish_reason=part.finish_reason,
+        routes=continued(so_far, part),
+    )
+
+
+def without_half_a_stop(so_far: Rollout, stop: Sequence[str]) -> Rollout:
+    """Without the last tokens where a stop text may have begun: the engine would not find the rest of it alone."""
+    num_kept = len(so_far.token_ids) - max((len(text.encode()) - 1 for text in stop), default=0)
+    if num_kept >= len(so_far.token_ids):
+        return so_far
+    num_kept = max(num_kept, 0)
+    routes = so_far.routes
+    if routes is not None:
+        num_positions = max(0, len(routes.is_recorded) - (len(so_far.token_ids) - num_kept))
+        routes = Routes(routes.experts[:num_positions], routes.is_recorded[:num_positions])
+    return replace(
+        so_far,
+        token_ids=so_far.token_ids[:num_kept],
+        logprobs=so_far.logprobs[:num_kept],
+        policy_versions=so_far.policy_versions[:num_kept],
+        routes=routes,
+    )
+
+
+def seed_of_part(seed: int, num_tokens: int) -> int:
+    """Seed with which a response goes on after `num_tokens` tokens. The first seed would repeat the random numbers."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{num_tokens}".encode()).digest()[:4], "little") >> 1

@@ -1,0 +1,266 @@
+"""Locks: workers come and go while the run goes on; what they were sampling is handed on, and the others serve."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from fakes.loop import FakeWorker, World, outcome
+
+from slipstream.fleet.errors import FleetRefusal, NoReplicasLeft
+from slipstream.fleet.fleet_log import FleetEvent, FleetRow
+from slipstream.fleet.replicas import ReplicaState
+from slipstream.fleet.router import Router
+from slipstream.fleet.supervisor import Supervisor
+from slipstream.rollout.types import Prompt
+
+PROMPT = Prompt(0, (1,), "p")
+S = ReplicaState
+E = FleetEvent
+
+
+class Fleet:
+    """A supervisor over fakes; further workers come when `gate` is open, and where there is `room` for them."""
+
+    def __init__(self, num_workers: int = 1, room: int = 4) -> None:
+        self.world = World(committed=[-1] * num_workers)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.room = room
+        self.started: list[str] = []
+        self.ended: list[str] = []
+        self.rows: list[FleetRow] = []
+        self.supervisor = Supervisor(
+            [FakeWorker(self.world, i) for i in range(num_workers)],
+            restart=self.restart, make_room=self.make_room, end=self.end, max_restarts=1, backoff_s=0,
+            note=self.rows.append,
+        )  # fmt: skip
+        self.router = Router(self.supervisor, request_timeout_s=60)
+
+    async def restart(self, name: str) -> FakeWorker:
+        self.started.append(name)
+        await self.gate.wait()
+        index = int(name[-1])
+        self.world.committed += [-1] * (index + 1 - len(self.world.committed))
+        self.world.committed[index] = -1
+        return FakeWorker(self.world, index)
+
+    async def make_room(self, names: Sequence[str]) -> None:
+        if len(names) > self.room:
+            raise FleetRefusal(f"no room for {len(names)}")
+
+    async def end(self, name: str) -> None:
+        self.ended.append(name)
+
+    @property
+    def states(self) -> list[ReplicaState]:
+        return [replica.state for replica in self.supervisor.replicas.values()]
+
+    def worker(self, index: int) -> FakeWorker:
+        worker = self.supervisor.replicas[f"rollout-{index}"].worker
+        assert isinstance(worker, FakeWorker)
+        return worker
+
+    async def publish(self, version: int) -> list[int]:
+        """Returns who was left out."""
+        held = await self.supervisor.hold()
+        for replica in held.joining:
+            self.supervisor.joined(replica.name)
+        reports = []
+        for index in range(len(self.world.committed)):
+            if index not in held.exclude:
+                self.world.committed[index] = version
+            reports.append(outcome(index not in held.exclude, "excluded"))
+        await self.supervisor.settle(reports)
+        return held.exclude
+
+    def events(self, worker: int) -> list[FleetEvent]:
+        return [row.event for row in self.rows if row.worker == worker]
+
+    async def until(self, *states: ReplicaState) -> None:
+        for _ in range(5000):
+            if self.states == list(states):
+                return
+            await asyncio.sleep(0)
+        raise AssertionError(f"it did not come to that, but to {self.states}")
+
+
+async def test_further_workers_read_from_a_peer_and_serve_and_the_trainer_meets_them_at_the_next_publish() -> None:
+    fleet = Fleet(1)
+    await fleet.publish(7)
+    fleet.gate.clear()
+    assert await fleet.supervisor.scale(3) == ["rollout-1 is being started", "rollout-2 is being started"]
+    await fleet.until(S.serving, S.starting, S.starting)
+    assert len(await fleet.router.generate_group(PROMPT, 2)) == 2, "the first one serves meanwhile"
+    assert await fleet.publish(8) == [1, 2], "and publishes do not wait"
+    fleet.gate.set()
+    await fleet.until(S.serving, S.serving, S.serving)
+    assert fleet.world.committed == [8, 8, 8]
+    held = await fleet.supervisor.hold()
+    assert [replica.name for replica in held.joining] == ["rollout-1", "rollout-2"]
+    assert held.exclude == []
+    assert fleet.events(1) == [E.joining, E.process_up, E.up, E.read, E.serving]
+    assert (fleet.supervisor.num_restarts, fleet.supervisor.recoveries) == (0, []), "nothing has failed"
+
+
+async def test_a_worker_that_is_one_too_many_hands_its_responses_to_another_with_their_tokens() -> None:
+    fleet = Fleet(2)
+    await fleet.publish(7)
+    fleet.world.committed[1] = 6
+    fleet.worker(1).gate = asyncio.Event()
+    fleet.worker(0).gate = asyncio.Event()
+    calls = [asyncio.create_task(fleet.router.generate_group(PROMPT, 2)) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert await fleet.supervisor.scale(1) == ["rollout-1 hands its requests over and ends"]
+    await fleet.until(S.serving, S.gone)
+    assert not calls[0].done()
+    assert await fleet.publish(8) == [1]
+    fleet.worker(0).gate.set()
+    groups = await asyncio.gather(*calls)
+    assert sorted(rollout.policy_versions for group in groups for rollout in group) == [[6, 7]] * 2 + [[7, 7]] * 2
+    assert (fleet.router.num_handed_over, fleet.router.num_failed_groups) == (2, 0)
+    assert fleet.ended == ["rollout-1"]
+    assert fleet.events(1)[-2:] == [E.leaving, E.gone]
+    assert fleet.supervisor.in_words == "1 of 1 rollout worker serve"
+
+
+async def test_a_worker_that_went_is_the_first_to_come_again() -> None:
+    fleet = Fleet(3)
+    await fleet.publish(0)
+    await fleet.supervisor.scale(1)
+    await fleet.until(S.serving, S.gone, S.gone)
+    await fleet.supervisor.scale(2)
+    await fleet.until(S.serving, S.serving, S.gone)
+    assert fleet.started == ["rollout-1"]
+    assert await fleet.publish(1) == [2]
+
+
+async def test_those_that_do_not_serve_yet_go_first() -> None:
+    """The one that is being started would have cost its start; it is given up, and never serves."""
+    fleet = Fleet(2)
+    await fleet.publish(0)
+    fleet.gate.clear()
+    await fleet.supervisor.fail(fleet.supervisor.replicas["rollout-0"], "it died")
+    await fleet.until(S.starting, S.serving)
+    await fleet.supervisor.scale(1)
+    await fleet.until(S.gone, S.serving)
+    fleet.gate.set()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert fleet.states == [S.gone, S.serving]
+
+
+async def test_a_worker_in_a_publish_goes_after_it() -> None:
+    fleet = Fleet(2)
+    await fleet.publish(0)
+    await fleet.supervisor.hold()
+    await fleet.supervisor.scale(1)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert fleet.states == [S.updating, S.updating]
+    await fleet.supervisor.settle([outcome(True), outcome(True)])
+    await fleet.until(S.serving, S.gone)
+
+
+async def test_a_worker_that_cannot_hand_over_costs_its_responses_and_nothing_else() -> None:
+    fleet = Fleet(2)
+    await fleet.publish(0)
+    gate = fleet.worker(1).gate = asyncio.Event()
+    fleet.worker(0).gate = gate
+    calls = [asyncio.create_task(fleet.router.generate_group(PROMPT, 1)) for _ in range(2)]
+    await asyncio.sleep(0)
+
+    async def died() -> None:
+        raise ConnectionError("gone already")
+
+    fleet.worker(1).before["hand_over"] = died
+    await fleet.supervisor.drain("rollout-1")
+    await fleet.until(S.serving, S.gone)
+    gate.set()
+    assert [[rollout.token_ids for rollout in group] for group in await asyncio.gather(*calls)] == [[[5, 2]]] * 2
+    assert fleet.router.num_handed_over == 0
+    assert (await fleet.router.generate_group(PROMPT, 1))[0].token_ids == [5, 2]
+
+
+async def test_a_worker_that_is_told_to_go_goes_and_is_wanted_still() -> None:
+    fleet = Fleet(2)
+    await fleet.publish(0)
+    fleet.worker(0).told.set()
+    await fleet.until(S.gone, S.serving)
+    assert fleet.supervisor.replicas["rollout-0"].reason == "it was told to go by SIGTERM"
+    assert fleet.supervisor.in_words == "1 of 2 rollout workers serve"
+    assert await fleet.supervisor.scale(2) == ["rollout-0 is being started"]
+    await fleet.until(S.serving, S.serving)
+
+
+async def test_the_last_worker_that_is_told_to_go_is_started_again_and_its_responses_wait() -> None:
+    fleet = Fleet(1)
+    await fleet.publish(3)
+    fleet.worker(0).gate = asyncio.Event()
+    call = asyncio.create_task(fleet.router.generate_group(PROMPT, 1))
+    await asyncio.sleep(0)
+    fleet.worker(0).told.set()
+    await fleet.until(S.pending)
+    assert not call.done()
+    await fleet.publish(3)
+    (rollout,) = await call
+    assert (rollout.token_ids, rollout.policy_versions) == ([5, 2], [3, 3])
+    assert fleet.ended == []
+
+
+async def test_what_cannot_be_is_refused_and_nothing_is_done() -> None:
+    fleet = Fleet(2, room=1)
+    await fleet.publish(0)
+    for number in (0, -1):
+        with pytest.raises(FleetRefusal, match=f"rollout={number}: a run needs at least one rollout worker"):
+            await fleet.supervisor.scale(number)
+    with pytest.raises(FleetRefusal, match="no room for 2"):
+        await fleet.supervisor.scale(4)
+    assert fleet.states == [S.serving, S.serving]
+    assert await fleet.supervisor.scale(2) == ["the run has 2 rollout workers already"]
+    await fleet.supervisor.drain("rollout-0")
+    await fleet.until(S.gone, S.serving)
+    with pytest.raises(FleetRefusal, match=r"rollout-0 is gone already \(slipstream drain\)"):
+        await fleet.supervisor.drain("rollout-0")
+    with pytest.raises(FleetRefusal, match="rollout-1 is the only rollout worker, and nobody could go on"):
+        await fleet.supervisor.drain("rollout-1")
+    assert "slipstream scale asks for more" in await fleet.supervisor.restart_now("rollout-0")
+    assert fleet.states == [S.gone, S.serving]
+    assert fleet.started == []
+
+
+async def test_a_run_without_publishes_gets_no_further_worker() -> None:
+    supervisor = Supervisor([FakeWorker(World(committed=[0]), 0)])
+    with pytest.raises(FleetRefusal, match=r"weight_sync\.enabled=false"):
+        await supervisor.scale(2)
+
+
+async def test_workers_that_went_do_not_keep_a_run_waiting_for_those_that_failed() -> None:
+    fleet = Fleet(2)
+    await fleet.publish(0)
+    await fleet.supervisor.drain("rollout-1")
+    await fleet.until(S.serving, S.gone)
+    fleet.supervisor._max_restarts = 0
+    await fleet.supervisor.fail(fleet.supervisor.replicas["rollout-0"], "it died")
+    with pytest.raises(NoReplicasLeft, match="rollout-0: it died"):
+        await fleet.router.generate_group(PROMPT, 1)
+
+
+async def test_a_further_worker_that_cannot_be_started_is_out_and_is_tried_when_more_are_asked_for() -> None:
+    fleet = Fleet(1)
+    await fleet.publish(0)
+    plain, failures = fleet.supervisor._restart, [RuntimeError("no memory")]
+
+    async def fails(name: str) -> FakeWorker:
+        if failures:
+            raise failures.pop()
+        return await plain(name)
+
+    fleet.supervisor._restart = fails
+    await fleet.supervisor.scale(2)
+    await fleet.until(S.serving, S.out)
+    assert "no memory" in fleet.supervisor.replicas["rollout-1"].reason
+    assert await fleet.publish(1) == [1]
+    await fleet.supervisor.scale(2)
+    await fleet.until(S.serving, S.serving)
