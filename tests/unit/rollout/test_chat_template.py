@@ -71,6 +71,11 @@ def test_what_templates_may_use_is_rendered_as_transformers_does(template: str, 
     assert ChatTemplate(folder).render(CHAT, is_open=True) == by_its_own_class(folder, [])
 
 
+def test_an_option_goes_before_a_special_token_of_its_name(tmp_path: Path) -> None:
+    folder = save(tmp_path, "{{ bos_token }}{{ eos_token }}", bos_token="<bos>", eos_token="<eos>")
+    assert ChatTemplate(folder).render(CHAT, is_open=True, options={"bos_token": "<own>"}) == "<own><eos>"
+
+
 @pytest.mark.parametrize(
     "description",
     [

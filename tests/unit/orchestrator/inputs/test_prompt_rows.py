@@ -256,6 +256,13 @@ def test_a_turn_whose_words_the_template_does_not_write_is_refused(tmp_path: Pat
         check_data(chats(tmp_path / "two", template, rows))
 
 
+def test_leading_system_turns_may_be_written_behind_the_users(tmp_path: Path) -> None:
+    """As Mistral's template does."""
+    words = "{{% for m in messages if m.role == '{}' %}}{{{{ m.content }}}}{{% endfor %}}"
+    template = words.format("user") + words.format("system")
+    check_data(chats(tmp_path, template, [{"prompt": [{"role": "system", "content": "b"}, *says("a")["prompt"]]}]))
+
+
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 

@@ -9,6 +9,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -80,9 +81,11 @@ async def test_every_step_has_one_row_and_all_prompts_are_used_once(tmp_path: Pa
 async def test_every_step_has_a_timeline_of_trainer_workers_and_rewards(tmp_path: Path) -> None:
     """Each of 4 batches is 3 groups, and the evaluations are 2 groups each, of which step 0 has one."""
     loop = Loop(tmp_path, make_config(num_steps=4))
+    before = time.time()
     await loop.run()
     rows = read_rows(loop.folder.timeline)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert all(before - 0.01 <= row["from"] <= row["to"] <= time.time() + 0.01 for row in rows)
     for row in rows[1:]:
         of_trainer = [what for who, what, *_ in row["spans"] if who == "trainer"]
         assert of_trainer[:4] == ["wait for rollouts", "forward and backward", "optimizer", "publish"]

@@ -124,6 +124,7 @@ def test_a_frozen_sigmoid_router_multiplies_in_bfloat16_and_loses_nothing():
         num_experts=16, top_k=4, intermediate_size=8, norm_topk_prob=True, layers=(True,), score=RouterScore.sigmoid
     )
     router = Router(moe, 64, weight_dtype=torch.bfloat16, numerics=AS_TRANSFORMERS.places)
+    assert router.e_score_correction_bias.dtype is torch.float32
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         router.weight.copy_(torch.randn(16, 64, generator=generator) / 8)

@@ -391,5 +391,8 @@ def test_other_files_are_refused(plain: Path, tmp_path: Path) -> None:
     tensors = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in load_file(plain / ADAPTER_FILE).items()}
     save_file(tensors, folder / ADAPTER_FILE)
     assert "has format F8_E4M3; formats that are read: F32, BF16, F16" in refusal(folder)
+    (plain / "adapter_model.bin").touch()  # beside the file that is read
+    read_stored_adapter(plain, "--adapter")
+    (plain / "adapter_model.bin").unlink()
     (folder / ADAPTER_FILE).rename(folder / "adapter_model.bin")
     assert "adapter_model.bin, a format that can run code" in refusal(folder)

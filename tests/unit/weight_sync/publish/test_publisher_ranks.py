@@ -14,6 +14,7 @@ from fakes.meeting import Room, ThreadMeeting, on_all_ranks
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_layout
 
+from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import WeightSyncConfig
 from slipstream.weight_sync.errors import (
     LinkMismatch,
@@ -25,6 +26,7 @@ from slipstream.weight_sync.errors import (
 )
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.publish import publisher as module
+from slipstream.weight_sync.publish.collectives import Meeting
 from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.publish.report import PublishReport
 from slipstream.weight_sync.publish.transaction import Transaction
@@ -190,6 +192,14 @@ def test_a_rank_that_cannot_release_its_memory_says_so_on_every_rank(make, monke
     world.all(Publisher.release)
     assert [link.registered for link in world.links] == [[], []]
     assert committed(world.publish(0)) == [True, True]
+
+
+def test_an_error_of_options_stays_one_on_its_way_to_other_ranks() -> None:
+    def refuses() -> None:
+        raise ConfigError("model.a=1: give b")
+
+    with pytest.raises(ConfigError, match=r"^model\.a=1: give b$"):
+        Meeting(0, 1, None).on_rank0(None, refuses)
 
 
 def test_a_link_of_any_rank_must_be_the_replicas(make) -> None:

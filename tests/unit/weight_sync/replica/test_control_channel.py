@@ -30,6 +30,7 @@ from slipstream.weight_sync.replica.messages import (
     Message,
     Signer,
 )
+from slipstream.weight_sync.replica.version_state import Phase, VersionState
 
 
 class Replica:
@@ -305,6 +306,14 @@ def test_a_silent_replica_is_waited_for_until_its_own_deadline(replica: Replica,
     assert isinstance(ask(client, Begin, 0.2, version=1, epoch=1, digest="d"), TransferTimeout)
     assert time.monotonic() - began < WAIT_LOG_S / 2
     cable.close()
+
+
+def test_an_endpoint_that_ended_serves_no_version() -> None:
+    ended = Replica()
+    ended.endpoint.adopt(VersionState(Phase.clean, version=0, epoch=1, digest="d"))
+    assert ended.endpoint.state.is_serving
+    ended.close()
+    assert not ended.endpoint.state.is_serving
 
 
 def test_a_replica_whose_loop_is_busy_for_longer_than_a_silence_is_not_gone(
