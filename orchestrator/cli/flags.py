@@ -171,17 +171,10 @@ def plan() -> Parser:
         ("hbm", rates.hbm_bytes_s, "device memory traffic of packing, merging and hashing"),
     ):
         flag(f"--{name}-gb-s", float, "RATE", f"{meaning}; default {rate / 1e9:g}")
-    entry = f"one entry of a batched write, beside its bytes; default {rates.op_s * 1e6:g}"
-    flag("--op-us", float, "MICROSECONDS", entry)
-    loss = "part of its decode speed that an engine loses by serving an expert adapter"
-    loss += "; default %(default)s, of vLLM 0.25.1 (bench/adapter_sync.py)"
-    flag("--adapter-decode-loss", float, "F", loss)
     changed = "with weight_sync.delta_bytes: share of the elements that change in a step; default %(default)s"
     flag("--changed", float, "F", changed)
     slow = "a trainer rank whose links and memory are FACTOR times slower; may be given again"
     flag("--slow-rank", str, "RANK=FACTOR", slow, action="append", default=[])
-    lost = "a GPU without a NIC, which shares its neighbour's; may be given again"
-    flag("--lost-nic", int, "GPU", lost, action="append", default=[])
     flag = parser.flags("flags: what comes out")
     flag("--output", Path, "DIR", "where timeline.png goes; default %(default)s", default=Path("plan"))
     flag("--json", bool, None, "the same figures for programs")

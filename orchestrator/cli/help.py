@@ -198,8 +198,8 @@ examples
   slipstream plan experiment=qwen3_moe_2gpu
   slipstream plan experiment=qwen3_moe_2gpu trainer.num_ranks=8 trainer.ep_size=8 rollout.tp_size=4
       another layout of trainer and engines than the preset's
-  slipstream plan experiment=qwen3_moe_2gpu trainer.num_ranks=16 --nic-gb-s 44 --slow-rank 3=2 --lost-nic 0
-      slower NICs, a rank at half speed, a GPU whose NIC is gone
+  slipstream plan experiment=qwen3_moe_2gpu trainer.num_ranks=16 --nic-gb-s 44 --slow-rank 3=2
+      slower NICs, a rank at half speed
   slipstream plan experiment=kimi_k2_fp8_merged trainer.num_ranks=256 rollout.num_workers=8
       a preset carried to a cluster of another size""",
 )

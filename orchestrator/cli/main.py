@@ -254,13 +254,10 @@ def _plan(flags: argparse.Namespace, overrides: list[str]) -> int:
     config = load_run_config(overrides, flags.config_dir, reads_rows=False)
     check_model_reads_overrides(config, overrides, resolve_hf_config(config.model))
     hardware = hardware_of.Hardware(
-        rates=hardware_of.link_rates(
-            nic_gb_s=flags.nic_gb_s, nvlink_gb_s=flags.nvlink_gb_s, hbm_gb_s=flags.hbm_gb_s, op_us=flags.op_us
-        ),
-        adapter_decode_loss=flags.adapter_decode_loss,
+        rates=hardware_of.link_rates(nic_gb_s=flags.nic_gb_s, nvlink_gb_s=flags.nvlink_gb_s, hbm_gb_s=flags.hbm_gb_s),
         changed=flags.changed,
         ranks_per_node=flags.ranks_per_node,
-        faults=hardware_of.parse_faults(flags.slow_rank, flags.lost_nic),
+        slow_ranks=hardware_of.parse_slow_ranks(flags.slow_rank),
         layout_cache=flags.layout_cache,
     )
     began_s = time.monotonic()

@@ -58,8 +58,7 @@ from slipstream.orchestrator.loop.ports import LoopServices, Stopwatch
 from slipstream.orchestrator.loop.publication import Publication
 from slipstream.orchestrator.loop.ramp import Ramp
 from slipstream.orchestrator.loop.sampler import Sampler
-from slipstream.orchestrator.loop.samples import Draft, advantage_function, draft_samples, filled
-from slipstream.orchestrator.loop.shown import join, mark
+from slipstream.orchestrator.loop.samples import Draft, advantage_function, draft_samples, filled, join, mark
 from slipstream.orchestrator.loop.step_loop import StepLoop
 from slipstream.orchestrator.loop.updates import score, update
 from slipstream.trainer.types import OptimStats

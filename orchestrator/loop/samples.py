@@ -2,26 +2,30 @@
 
     groups --draft_samples--> drafts --(log-probabilities: TrainerRank.score)--> filled --> samples, group by group
 
-Owns: which responses become samples, and where each token's advantage goes. Does not own: the advantages
-(advantages.py), the token sequences of an episode (rollout/branches.py), or the updates (updates.py).
+    samples --mark--> trainer --LossStats.logprobs--> join --> TrainedRollout, of the rollouts that are shown
+
+Owns: which responses become samples, where each token's advantage goes, and which entry of a sample belongs to which
+token of its rollout. Does not own: the advantages (advantages.py), the token sequences of an episode
+(rollout/branches.py), the updates (updates.py), or which rollouts are shown (files/samples.py).
 Invariants: a rollout without a reward never reaches the trainer. Per-token values are zero on tokens that the engine
 was given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from slipstream.conf.functions import is_function_path
 from slipstream.conf.schema import AlgorithmConfig
+from slipstream.orchestrator.files.samples import TrainedRollout
 from slipstream.orchestrator.inputs.own_advantage import AdvantageFunction, own_advantage
 from slipstream.orchestrator.loop.advantages import batch_advantages, teacher_term
 from slipstream.rollout.branches import Branch, branches_of
 from slipstream.rollout.types import Group
-from slipstream.trainer.types import Denominators, Origin, Sample, Scores
+from slipstream.trainer.types import Denominators, LossStats, Origin, Sample, Scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,3 +183,54 @@ def _draft(branch: Branch, origin: Origin) -> Draft:
         origin=origin,
     )
     return Draft(origin, sample, numbers)
+
+
+def mark(samples: Sequence[Sample], places: Sequence[tuple[int, int]]) -> list[Sample]:
+    """The samples, with `is_shown` where they come from the rollouts at these places."""
+    wanted = set(places)
+    return [
+        replace(sample, is_shown=True) if sample.origin is not None and sample.origin[:2] in wanted else sample
+        for sample in samples
+    ]
+
+
+def join(
+    groups: Sequence[Group], samples: Sequence[Sample], stats: Sequence[LossStats], policy_version: int
+) -> dict[tuple[int, int], TrainedRollout]:
+    """What the trainer made of the rollouts whose samples were marked.
+
+    Args:
+        policy_version: the version that was trained.
+    """
+    logprobs: dict[Origin, np.ndarray] = {}
+    for rank in stats:
+        logprobs = rank.logprobs | logprobs  # of several updates on a batch, the first one's
+    found: dict[tuple[int, int], TrainedRollout] = {}
+    for sample in samples:
+        if sample.is_shown and sample.origin is not None:
+            number, which, branch = sample.origin
+            rollout = groups[number].rollouts[which]
+            if (number, which) not in found:
+                nothing: list[float | None] = [None] * len(rollout.token_ids)
+                oldest = min(rollout.policy_versions)
+                found[number, which] = TrainedRollout(policy_version - oldest, list(nothing), list(nothing))
+            part = branches_of(groups[number].prompt, rollout)[branch]
+            _put(found[number, which], sample, part.counts, part.places, logprobs)
+    return found
+
+
+def _put(
+    trained: TrainedRollout,
+    sample: Sample,
+    counts: Sequence[bool],
+    places: Sequence[int],
+    logprobs: Mapping[Origin, np.ndarray],
+) -> None:
+    """Note one sample's figures at the places of its tokens. Tokens whose route is missing are in no loss."""
+    in_loss = sample.loss_mask[np.array(counts, dtype=bool)]
+    own = [place for place, is_counted in zip(places, in_loss, strict=True) if is_counted]
+    for place, advantage in zip(own, sample.advantages[sample.loss_mask].tolist(), strict=True):
+        trained.advantages[place] = advantage
+    of_trainer = logprobs.get(sample.origin) if sample.origin is not None else None
+    for place, logprob in zip(own, [] if of_trainer is None else of_trainer.tolist(), strict=of_trainer is not None):
+        trained.trainer_logprobs[place] = logprob

@@ -2,7 +2,7 @@
 
     RunConfig --planned_layouts--> source layouts --+
         |                                           +--> build_plan --> predict --> PlanReport --> estimate_report
-        +--offline_layout----------> engine layouts-+        link rates, placement, faults: flags of the command
+        +--offline_layout----------> engine layouts-+        link rates, placement, slow ranks: flags of the command
 
 Owns: joining the two sides' layouts for a cluster that need not exist, and the estimates of memory. Does not own: the
 plan, the time model (weight_sync), words and pictures (estimate_report.py).
@@ -36,7 +36,7 @@ from slipstream.weight_sync.layout import DTYPE_BYTES, DestLayout, SourceLayout
 from slipstream.weight_sync.plan.budget import Staging, reserved_bytes
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.plan.transfer_plan import PlanSummary, TransferPlan
-from slipstream.weight_sync.prediction.links import Faults, LinkRates, Placement, place
+from slipstream.weight_sync.prediction.links import LinkRates, Placement, place
 from slipstream.weight_sync.prediction.predict import Prediction, predict
 from slipstream.weight_sync.prediction.relayed import neighbours, relay_s, written_alone
 
@@ -186,7 +186,8 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
             say(f"planning {num_gpus} GPUs, and proving the plan: some 10 s for Kimi-K2 on 384")
         plan = build_plan(sources, [engine] * rollout.num_workers, max_task_bytes=staging.max_task_bytes)
         placement = place(list(plan.tasks), list(plan.expected), hardware.ranks_per_node, rollout.workers_per_gpu)
-        _check_faults(hardware.faults, plan, placement)
+        if unknown := sorted(set(hardware.slow_ranks) - set(plan.tasks)):
+            raise PlanError(f"--slow-rank names trainer rank {unknown[0]}; there are {len(plan.tasks)}")
         if is_adapter:
             hardware = replace(hardware, rates=hardware.rates.without_pause())
         prediction, by_nic = _predicted(plan, placement, hardware, staging, config.weight_sync.verify_hashes)
@@ -295,7 +296,7 @@ def _predicted(
     """The publish at the given rates, and its seconds where a NIC delivers what NICs were seen to."""
 
     def run(rates: LinkRates) -> Prediction:
-        return predict(plan, placement, rates, staging, faults=hardware.faults, verify_hashes=verify_hashes)
+        return predict(plan, placement, rates, staging, slow_ranks=hardware.slow_ranks, verify_hashes=verify_hashes)
 
     found = run(hardware.rates)
     totals = {hardware.rates.nic_bytes_s: found.total_s}
@@ -323,7 +324,7 @@ def _delta(
     room = min(1.0, zone / (stream * max(summary.received_bytes.values())))
     fits = room if stream <= 1 / changes.STREAM_SHARE else 0.0
     share = fits * stream + 1 - fits
-    found = predict(plan, placement, hardware.rates, staging, faults=hardware.faults, sent_share=share)
+    found = predict(plan, placement, hardware.rates, staging, slow_ranks=hardware.slow_ranks, sent_share=share)
     num_bytes = round(share * summary.num_bytes)
     return DeltaChoice(hardware.changed, num_bytes, found.total_s, planned.kept_bytes(), zone)
 
@@ -340,20 +341,9 @@ def _relayed(
     readers, verify_hashes = neighbours(placement), config.weight_sync.verify_hashes
     plan = build_plan(sources, [engine] * len(readers), max_task_bytes=staging.max_task_bytes)
     few = written_alone(placement, list(readers))
-    found = predict(plan, few, hardware.rates, staging, faults=hardware.faults, verify_hashes=verify_hashes)
+    found = predict(plan, few, hardware.rates, staging, slow_ranks=hardware.slow_ranks, verify_hashes=verify_hashes)
     read_s = relay_s(readers, engine, hardware.rates, verify_hashes=verify_hashes)
     return RelayChoice(len(readers), plan.summary().num_bytes, found.total_s, read_s)
-
-
-def _check_faults(faults: Faults, plan: TransferPlan, placement: Placement) -> None:
-    """A fault that names nothing would be ignored."""
-    unknown = sorted(set(faults.slow_ranks) - set(plan.tasks))
-    if unknown:
-        raise PlanError(f"--slow-rank names trainer rank {unknown[0]}; there are {len(plan.tasks)}")
-    gpus = {*placement.trainer_gpus.values(), *placement.engine_gpus.values()}
-    unknown = sorted(faults.lost_nics - gpus)
-    if unknown:
-        raise PlanError(f"--lost-nic names GPU {unknown[0]}, which holds no rank; the last one is GPU {max(gpus)}")
 
 
 def _weight_bytes(layout: DestLayout) -> int:

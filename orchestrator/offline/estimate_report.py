@@ -43,8 +43,7 @@ def as_plain(report: PlanReport) -> JsonObject:
         },
         "rates": asdict(report.hardware.rates),
         "faults": {
-            "slow_ranks": {str(rank): factor for rank, factor in report.hardware.faults.slow_ranks.items()},
-            "lost_nics": sorted(report.hardware.faults.lost_nics),
+            "slow_ranks": {str(rank): factor for rank, factor in report.hardware.slow_ranks.items()},
         },
         "plan": {
             "digest": summary.digest,
@@ -136,9 +135,7 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
     trainer, rollout, rates = report.config.trainer, report.config.rollout, report.hardware.rates
     experts = f", {model.num_experts} experts (top-{model.top_k})" if model.num_experts else ""
     ep = ", experts split" if rollout.enable_expert_parallel else ""
-    faults = report.hardware.faults
-    broken = [f"trainer rank {rank} is {factor:g} times slower" for rank, factor in faults.slow_ranks.items()]
-    broken += [f"GPU {gpu} has no NIC" for gpu in sorted(faults.lost_nics)]
+    slow = [f"trainer rank {rank} is {times:g} times slower" for rank, times in report.hardware.slow_ranks.items()]
     yield (
         "Run",
         [
@@ -147,7 +144,7 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
             ("trainer", counted(trainer.num_ranks, "rank"), f"ep_size {trainer.ep_size}, mode {trainer.mode.value}"),
             ("rollout", counted(rollout.num_workers, "engine"), f"tp_size {rollout.tp_size}{ep}"),
             ("nodes", str(report.placement.num_nodes), f"{report.hardware.ranks_per_node} GPUs each, trainer first"),
-            *([("faults", str(len(broken)), ", ".join(broken))] if broken else []),
+            *([("faults", str(len(slow)), ", ".join(slow))] if slow else []),
         ],
     )
     sent, received = list(summary.sent_bytes.values()), list(summary.received_bytes.values())

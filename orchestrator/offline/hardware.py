@@ -1,17 +1,16 @@
 """The cluster that `slipstream plan` plans for, from the flags of the command.
 
-Owns: their checks. Does not own: what rates and faults mean (weight_sync/prediction/links.py).
+Owns: their checks. Does not own: what rates mean (weight_sync/prediction/links.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slipstream.conf.errors import ConfigError
-from slipstream.weight_sync.errors import PlanError
-from slipstream.weight_sync.prediction.links import Faults, LinkRates
+from slipstream.weight_sync.prediction.links import LinkRates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +19,8 @@ class Hardware:
 
     rates: LinkRates = field(default_factory=LinkRates)
     ranks_per_node: int = 8
-    faults: Faults = field(default_factory=Faults)
+    slow_ranks: Mapping[int, float] = field(default_factory=dict[int, float])
+    """Trainer rank -> how many times slower its links and its memory are."""
     adapter_decode_loss: float = 0.19
     """Part of its decode speed that an engine loses by serving an adapter of all experts; vLLM 0.25.1 on one H200, r=32
     on 128 experts, 256 requests: 0.11, 0.19 and 0.27 in three runs (bench/results/adapter_sync-gpu*.json).
@@ -35,16 +35,10 @@ class Hardware:
             raise ConfigError(f"--ranks-per-node must be >= 1, got {self.ranks_per_node}")
         if not 0 <= self.changed <= 1:
             raise ConfigError(f"--changed is a share of all elements, in [0, 1], got {self.changed:g}")
-        if not 0 <= self.adapter_decode_loss < 1:
-            raise ConfigError(
-                f"--adapter-decode-loss is a part of the decode speed, in [0, 1), got {self.adapter_decode_loss:g}"
-            )
 
 
-def link_rates(
-    *, nic_gb_s: float | None, nvlink_gb_s: float | None, hbm_gb_s: float | None, op_us: float | None = None
-) -> LinkRates:
-    """The default rates, with those that the command line gives, in 10^9 bytes/s and microseconds.
+def link_rates(*, nic_gb_s: float | None, nvlink_gb_s: float | None, hbm_gb_s: float | None) -> LinkRates:
+    """The default rates, with those that the command line gives, in 10^9 bytes/s.
 
     Raises:
         ConfigError: a rate is not > 0.
@@ -54,27 +48,22 @@ def link_rates(
         if rate is not None and not 0 < rate < float("inf"):
             raise ConfigError(f"--{name}-gb-s must be > 0 and finite, got {rate}")
     changes = {f"{name}_bytes_s": rate * 1e9 for name, rate in given.items() if rate is not None}
-    if op_us is not None:
-        if not 0 <= op_us < float("inf"):
-            raise ConfigError(f"--op-us must be >= 0 and finite, got {op_us}")
-        changes["op_s"] = op_us / 1e6
     return replace(LinkRates(), **changes)
 
 
-def parse_faults(slow_ranks: Sequence[str], lost_nics: Sequence[int]) -> Faults:
-    """Faults from the words of the command line. Example: parse_faults(["3=2.5"], [9]).
+def parse_slow_ranks(words: Sequence[str]) -> dict[int, float]:
+    """Slow ranks from the words of the command line. Example: parse_slow_ranks(["3=2.5"]).
 
     Raises:
-        ConfigError: a word is not RANK=FACTOR.
+        ConfigError: a word is not RANK=FACTOR, or its factor is below 1.
     """
     slow: dict[int, float] = {}
-    for word in slow_ranks:
+    for word in words:
         rank, _, factor = word.partition("=")
         try:
             slow[int(rank)] = float(factor)
         except ValueError as error:
             raise ConfigError(f"--slow-rank takes RANK=FACTOR, for example 3=2.5, got {word!r}") from error
-    try:
-        return Faults(slow_ranks=slow, lost_nics=frozenset(lost_nics))
-    except PlanError as error:
-        raise ConfigError(f"--slow-rank: {error}") from error
+        if not 1 <= slow[int(rank)] < float("inf"):
+            raise ConfigError(f"--slow-rank: a slow rank is at least 1 times slower, got {word!r}")
+    return slow

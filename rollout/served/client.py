@@ -17,19 +17,17 @@ The server must run with VLLM_SERVER_DEV_MODE=1: vLLM has these routes in no oth
 from __future__ import annotations
 
 import hmac
-import http.client
 import json
 import logging
 import os
 import socket
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import zmq
 
 from slipstream.conf.errors import ConfigError
@@ -62,17 +60,6 @@ class RankReport:
     """Seconds that its start took, by step."""
     is_expected: bool = False
     """Whether its layout was proven to be the one whose digest was given, without recording every layer."""
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Treats a redirect as an error, so that the key is not sent to another server."""
-
-    def redirect_request(self, *_: object) -> None:
-        """Follow no redirect."""
-
-
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
-"""Ignores http_proxy: requests carry the update's key and VLLM_API_KEY, and go only to the server itself."""
 
 
 def send_report(address: str, key: bytes, report: RankReport, *, timeout_s: float) -> None:
@@ -153,6 +140,8 @@ class ServedEngine:
         """Address at which senders reach its ranks. Loopback if it is on this machine, even if it serves at another
         address, so that both ends of a link agree on whether they share a host."""
         self._timeout_s = timeout_s
+        # No proxy, and no redirect is followed: requests carry the update's key and VLLM_API_KEY.
+        self._http = httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
         self.attached: list[RankReport] = []
         """The ranks' reports to the last attach(), by rank."""
         self._was_serving = False
@@ -264,24 +253,28 @@ class ServedEngine:
         return self._request("POST", "/collective_rpc", {"method": method})["results"]
 
     def _request(self, verb: str, path: str, body: object = None, *, timeout_s: float | None = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"} if data is not None else {}
-        if token := os.environ.get("VLLM_API_KEY"):
-            headers["Authorization"] = f"Bearer {token}"
-        request = urllib.request.Request(self.url + path, data=data, headers=headers, method=verb)
+        token, text = os.environ.get("VLLM_API_KEY"), bytearray()
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        timeout_s = timeout_s or self._timeout_s
         try:
-            with _OPENER.open(request, timeout=timeout_s or self._timeout_s) as answer:
-                text = answer.read(MAX_ANSWER_BYTES + 1)
-            if len(text) > MAX_ANSWER_BYTES:
-                raise ValueError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
-            return json.loads(text) if text else None
-        except urllib.error.HTTPError as e:
-            hint = f"; {MODES_HINT}" if e.code == 404 else ""
-            raise EngineError(f"{self.url}{path} answered {e.code}: {_said(e)}{hint}") from e
-        except OSError as e:
-            raise EngineError(f"{self.url}{path} cannot be reached: {e}") from e
-        except (http.client.HTTPException, ValueError) as e:  # another kind of server, or an answer that was cut
+            with self._http.stream(verb, self.url + path, json=body, headers=headers, timeout=timeout_s) as answer:
+                for part in answer.iter_bytes():
+                    text += part
+                    if len(text) > MAX_ANSWER_BYTES:
+                        raise ValueError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+            if answer.is_success:
+                return json.loads(text) if text else None
+        except (
+            httpx.ProtocolError,
+            httpx.DecodingError,
+            ValueError,
+        ) as e:  # another kind of server, or cut
             raise EngineError(f"{self.url}{path} gave no answer of a vLLM server: {type(e).__name__}: {e}") from e
+        except httpx.TransportError as e:
+            raise EngineError(f"{self.url}{path} cannot be reached: {e or type(e).__name__}") from e
+        hint = f"; {MODES_HINT}" if answer.status_code == 404 else ""
+        said = text[:500].decode(errors="replace")
+        raise EngineError(f"{self.url}{path} answered {answer.status_code}: {said}{hint}")
 
 
 def is_own_address(host: str) -> bool:
@@ -292,11 +285,3 @@ def is_own_address(host: str) -> bool:
         except OSError:
             return False
     return True
-
-
-def _said(error: urllib.error.HTTPError) -> str:
-    """The first words of an error's answer, which may be cut."""
-    try:
-        return error.read(500).decode(errors="replace")
-    except (http.client.HTTPException, OSError) as e:
-        return type(e).__name__

@@ -1,4 +1,4 @@
-"""The predicted cluster: link rates, which GPU is on which node, and faults. Pure data for predict.py.
+"""The predicted cluster: link rates, which GPU is on which node. Pure data for predict.py.
 
 Owns: the figures that a prediction assumes, their checks, and the path from one GPU to another. Does not own: time
 (predict.py). Invariant: every rate is > 0 and every duration >= 0.
@@ -11,7 +11,7 @@ Owns: the figures that a prediction assumes, their checks, and the path from one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 
 from slipstream.weight_sync.errors import PlanError
 from slipstream.weight_sync.layout import Destination
@@ -143,37 +143,8 @@ def place(
     return Placement(ranks_per_node, trainer_gpus, engine_gpus)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Faults:
-    """Faults of the cluster."""
-
-    slow_ranks: Mapping[int, float] = field(default_factory=dict[int, float])
-    """Trainer rank -> how many times slower its links and its memory are, >= 1."""
-    lost_nics: frozenset[int] = frozenset()
-    """GPUs without a NIC: each shares the NIC of the next GPU of its node that has one."""
-
-    def __post_init__(self) -> None:
-        for rank, factor in self.slow_ranks.items():
-            if not 1 <= factor < float("inf"):
-                raise PlanError(f"a slow rank is at least 1 times slower, got {factor} for trainer rank {rank}")
-
-
-def nic_of(gpu: int, placement: Placement, faults: Faults) -> int:
-    """The NIC, numbered by its GPU, that carries a GPU's traffic to other nodes.
-
-    Raises:
-        PlanError: every NIC of the node is lost.
-    """
-    first = placement.node_of(gpu) * placement.ranks_per_node
-    for step in range(placement.ranks_per_node):
-        candidate = first + (gpu - first + step) % placement.ranks_per_node
-        if candidate not in faults.lost_nics:
-            return candidate
-    raise PlanError(f"node {placement.node_of(gpu)} has lost all its NICs: GPU {gpu} cannot reach another node")
-
-
-def ports(gpu: int, to: int, placement: Placement, faults: Faults, rates: LinkRates) -> tuple[Port, Port, float]:
+def ports(gpu: int, to: int, placement: Placement, rates: LinkRates) -> tuple[Port, Port, float]:
     """The port out of one GPU, the port into the other, and the rate of what passes both."""
     if placement.node_of(gpu) == placement.node_of(to):
         return ("nvlink", gpu), ("nvlink", to), rates.nvlink_bytes_s
-    return ("nic", nic_of(gpu, placement, faults)), ("nic", nic_of(to, placement, faults)), rates.nic_bytes_s
+    return ("nic", gpu), ("nic", to), rates.nic_bytes_s

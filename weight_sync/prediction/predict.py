@@ -31,7 +31,7 @@ from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS, Stag
 from slipstream.weight_sync.plan.columns import Ints, first_true
 from slipstream.weight_sync.plan.tasks import TaskTable
 from slipstream.weight_sync.plan.transfer_plan import TransferPlan
-from slipstream.weight_sync.prediction.links import Faults, LinkRates, Placement, Port, ports
+from slipstream.weight_sync.prediction.links import LinkRates, Placement, Port, ports
 
 PACK_PASSES = 5.0
 """Device memory traffic per packed and merged byte, in bytes: reading the weight and writing the slot are two, and the
@@ -115,7 +115,7 @@ def predict(
     rates: LinkRates,
     staging: Staging,
     *,
-    faults: Faults | None = None,
+    slow_ranks: Mapping[int, float] | None = None,
     verify_hashes: bool = True,
     sent_share: float = 1.0,
 ) -> Prediction:
@@ -126,7 +126,7 @@ def predict(
         placement: the GPU of every rank of the plan.
         rates: rates of the hardware.
         staging: the watermark of every trainer rank.
-        faults: faults of the cluster; None: none.
+        slow_ranks: trainer rank -> how many times slower its links and its memory are, >= 1.
         verify_hashes: hash on both sides.
         sent_share: part of the plan's bytes that cross the links; all are packed and hashed.
 
@@ -135,16 +135,16 @@ def predict(
         WatermarkError: the watermark leaves no room for staging.
     """
     _check(plan, placement)
-    faults = faults or Faults()
+    slow_ranks = slow_ranks or {}
     out_s: dict[Port, float] = defaultdict(float)
     in_s: dict[Port, float] = defaultdict(float)
     used_out: dict[int, set[Port]] = defaultdict(set)
     used_in: dict[Destination, set[Port]] = defaultdict(set)
     flows = {rank: table.flows() for rank, table in plan.tasks.items()}
     for rank, sent in flows.items():
-        gpu, slowness = placement.trainer_gpus[rank], faults.slow_ranks.get(rank, 1.0)
+        gpu, slowness = placement.trainer_gpus[rank], slow_ranks.get(rank, 1.0)
         for where, (num_bytes, _) in sent.items():
-            out, into, rate = ports(gpu, placement.engine_gpus[where], placement, faults, rates)
+            out, into, rate = ports(gpu, placement.engine_gpus[where], placement, rates)
             out_s[out] += num_bytes * sent_share * slowness / rate
             in_s[into] += num_bytes * sent_share / rate
             used_out[rank].add(out)
@@ -153,7 +153,7 @@ def predict(
     senders: list[SenderFigures] = []
     for rank, table in plan.tasks.items():
         busy_s = max((out_s[port] for port in used_out[rank]), default=0.0)
-        slowness = faults.slow_ranks.get(rank, 1.0)
+        slowness = slow_ranks.get(rank, 1.0)
         gpu = placement.trainer_gpus[rank]
         senders.append(_sender(table, gpu, flows[rank], busy_s, slowness * pack_passes, rates, staging))
     write_start_s = min((one.write_start_s for one in senders if one.num_loads), default=rates.begin_s + rates.replay_s)

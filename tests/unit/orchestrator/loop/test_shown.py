@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.conf.schema import AlgorithmConfig
-from slipstream.orchestrator.loop.samples import build_samples
-from slipstream.orchestrator.loop.shown import join, mark
+from slipstream.orchestrator.loop.samples import build_samples, join, mark
 from slipstream.rollout.types import Group, Prompt, Rollout, Routes, Turn
 from slipstream.trainer.types import LossStats
 

@@ -27,7 +27,7 @@ from slipstream.orchestrator.offline.modes import adapter_slot
 from slipstream.rollout.errors import EngineError
 from slipstream.rollout.layouts.offline_layout import LayoutRequest
 from slipstream.weight_sync.layout import DestLayout, Load, Param, Region
-from slipstream.weight_sync.prediction.links import Faults, LinkRates
+from slipstream.weight_sync.prediction.links import LinkRates
 
 REPOSITORY = Path(__file__).parents[4]
 QUICK = ["experiment=quickstart"]
@@ -132,7 +132,7 @@ def test_engines_that_get_adapters_are_not_said_to_pause(capsys: pytest.CaptureF
 
 def test_a_slow_rank_is_named_and_costs_time():
     normal = planned()
-    slow = planned(hardware=Hardware(faults=Faults(slow_ranks={1: 1000.0})))
+    slow = planned(hardware=Hardware(slow_ranks={1: 1000.0}))
     assert slow.prediction.total_s > normal.prediction.total_s
     assert slow.summary == normal.summary
 
@@ -158,7 +158,7 @@ def test_json_holds_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["predicted_s"]["total"] >= found["predicted_s"]["receiver_floor"]
 
 
-def test_rates_and_faults_of_the_command_line_reach_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rates_and_slow_ranks_of_the_command_line_reach_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     def total(*flags: str) -> float:
         assert main(["plan", *QUICK, "--json", *flags]) == 0
         return json.loads(capsys.readouterr().out)["predicted_s"]["total"]
@@ -167,8 +167,6 @@ def test_rates_and_faults_of_the_command_line_reach_the_prediction(capsys: pytes
     assert total(*slow_wire) > 1 > total()
     assert total(*slow_wire, "--slow-rank", "0=3") > 2 * total(*slow_wire)
     assert total("--hbm-gb-s", "0.001") > total()
-    apart = ["--ranks-per-node", "2", *slow_wire]
-    assert total(*apart, "--lost-nic", "0") > total(*apart)
 
 
 def test_engines_that_share_a_gpu_share_its_link_in_a_plan():
@@ -283,17 +281,13 @@ def test_memory_of_an_int4_base_is_that_of_what_is_stored() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--op-us", "-1"], "--op-us must be >= 0"),
         (["--nic-gb-s", "0"], "--nic-gb-s must be > 0"),
         (["--nvlink-gb-s", "fast"], "--nvlink-gb-s must be a number, got 'fast'"),
         (["--slow-rank", "three"], "--slow-rank takes RANK=FACTOR"),
         (["--slow-rank", "0=0.5"], "at least 1 times slower"),
         (["--slow-rank", "7=2"], "--slow-rank names trainer rank 7; there are 2"),
-        (["--lost-nic", "9"], "--lost-nic names GPU 9"),
-        (["--lost-nic", "0", "--ranks-per-node", "1"], "node 0 has lost all its NICs"),
         (["--changed", "2"], "--changed is a share of all elements, in [0, 1], got 2"),
         (["--ranks-per-node", "0"], "--ranks-per-node must be >= 1, got 0"),
-        (["--adapter-decode-loss", "2"], "--adapter-decode-loss is a part of the decode speed, in [0, 1), got 2"),
         (["--slow-ranks", "0=2"], "unknown flag --slow-ranks. Did you mean --slow-rank?"),
         (["algorithm=sft"], "algorithm=sft publishes nothing"),
         (["weight_sync.watermark_bytes=65536"], "raise the watermark"),
@@ -325,7 +319,7 @@ def test_an_engine_that_cannot_be_recorded_is_said_plainly(
 def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--help"]) == 0
     out = capsys.readouterr().out
-    for flag in ("--ranks-per-node", "--nic-gb-s", "--slow-rank", "--lost-nic", "--output", "--json", "--layout-cache"):
+    for flag in ("--ranks-per-node", "--nic-gb-s", "--slow-rank", "--output", "--json", "--layout-cache"):
         assert flag in out
     assert main(["--help"]) == 0
     assert "  plan " in capsys.readouterr().out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -119,7 +118,6 @@ def test_the_key_goes_to_the_server_itself_whatever_proxy_is_set(api: Api, monke
         monkeypatch.delenv("no_proxy", raising=False)
         monkeypatch.delenv("NO_PROXY", raising=False)
         monkeypatch.setenv(variable, trap.url)
-        urllib.request.install_opener(None)  # the default one reads the variables when it is made
         api.reports = [RankReport(0, 1, "tcp://a")]
         assert attach(api) == ["tcp://a"]
         assert trap.calls == []

@@ -18,7 +18,7 @@ from slipstream.weight_sync.plan.budget import Staging
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.plan.tasks import MESH_GROUPS, Piece, Task, TaskTable
 from slipstream.weight_sync.plan.transfer_plan import TransferPlan
-from slipstream.weight_sync.prediction.links import Faults, LinkRates, Placement, nic_of, place
+from slipstream.weight_sync.prediction.links import LinkRates, Placement, place
 from slipstream.weight_sync.prediction.predict import Prediction, load_bytes, predict
 from slipstream.weight_sync.publish import pipeline
 
@@ -122,7 +122,7 @@ def test_better_hardware_never_costs_time(plan, ranks_per_node, name, factor):
 def test_a_slow_rank_takes_as_much_longer_as_it_is_slower(plan, ranks_per_node, slow, factor):
     slow %= len(plan.tasks)
     normal = run(plan, ranks_per_node=ranks_per_node)
-    slowed = run(plan, ranks_per_node=ranks_per_node, faults=Faults(slow_ranks={slow: factor}))
+    slowed = run(plan, ranks_per_node=ranks_per_node, slow_ranks={slow: factor})
     assert slowed.sender_floor_s >= normal.sender_floor_s
     assert slowed.write_end_s - slowed.begin_s >= slowed.floor_s * (1 - 1e-9)
     if factor == 1:
@@ -213,13 +213,11 @@ def test_packing_is_hidden_behind_writing_and_the_first_load_is_not():
     assert slow.write_end_s == pytest.approx(48.0 + 8.0 / slow.senders[0].num_loads, rel=1e-6)
 
 
-def test_a_slow_rank_and_a_lost_nic_show():
+def test_a_slow_rank_shows():
     plan = even_plan(2, 2)
-    slowed = run(plan, BARE, ranks_per_node=2, faults=Faults(slow_ranks={1: 3.0}))
+    slowed = run(plan, BARE, ranks_per_node=2, slow_ranks={1: 3.0})
     assert slowed.total_s == pytest.approx(12.0, rel=1e-6)
     assert slowed.senders[0].end_s == pytest.approx(4.0, rel=1e-6)
-    # Trainer ranks 0 and 1 share a node; the NIC of GPU 0 is lost, and GPU 1's carries both.
-    assert run(plan, BARE, ranks_per_node=2, faults=Faults(lost_nics=frozenset({0}))).total_s == pytest.approx(8.0)
 
 
 def test_hashes_cost_a_pass_at_either_end():
@@ -274,21 +272,12 @@ def test_replicas_of_one_rank_may_share_a_gpu_and_its_links():
         Placement(8, {0: 0}, {(0, 0): 1, (0, 1): 1})
 
 
-def test_a_lost_nic_is_replaced_by_the_next_of_its_node():
-    placement = place(range(4), [(0, 0)], 2)
-    assert [nic_of(gpu, placement, Faults(lost_nics=frozenset({1, 2}))) for gpu in range(4)] == [0, 0, 3, 3]
-    with pytest.raises(PlanError, match="node 1 has lost all its NICs"):
-        nic_of(2, placement, Faults(lost_nics=frozenset({2, 3})))
-
-
 def test_what_makes_no_sense_is_refused():
     plan = even_plan()
     with pytest.raises(PlanError, match="nic_bytes_s must be > 0"):
         LinkRates(nic_bytes_s=0)
     with pytest.raises(PlanError, match="begin_s must be >= 0"):
         LinkRates(begin_s=-1)
-    with pytest.raises(PlanError, match=r"at least 1 times slower, got 0\.5"):
-        Faults(slow_ranks={0: 0.5})
     with pytest.raises(PlanError, match="own GPU"):
         Placement(8, {0: 0}, {(0, 0): 0})
     with pytest.raises(PlanError, match="lacks replica 0 rank 0"):
