@@ -229,7 +229,8 @@ def check_sampling(config: RunConfig) -> Fact | None:
                 f"vocab_size={vocab_size}; give ids of its tokenizer"
             )
     stops = f", ended by {', '.join(map(repr, sampling.stop))}" if sampling.stop else ""
-    return Fact("responses", f"temperature {sampling.temperature:g}, at most {sampling.max_tokens} tokens{stops}")
+    most = counted(sampling.max_tokens, "token")
+    return Fact("responses", f"temperature {sampling.temperature:g}, at most {most}{stops}")
 
 
 def check_evaluation(config: RunConfig) -> Fact:
@@ -357,7 +358,7 @@ def check_agent_loads(config: RunConfig) -> Fact | None:
             f"{error.strerror or error}; give an address of this machine and a free port, or port 0 for any"
         ) from error
     check_agent(config)
-    return Fact("agent", f"{name}, at most {episodes.max_turns} turns")
+    return Fact("agent", f"{name}, at most {counted(episodes.max_turns, 'turn')}")
 
 
 def _check_template_knows_tools(config: RunConfig) -> None:
