@@ -1,0 +1,66 @@
+"""Rollout workers come and go by command while a run goes on, on real Ray, vLLM, Mooncake and FSDP2."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from system.conftest import ENDLESS, ONE_OF_EACH, RUN_TIMEOUT_S, RunUnderWay
+
+from slipstream.orchestrator.control.stop_request import stop
+
+
+@pytest.mark.timeout(2 * RUN_TIMEOUT_S)
+def test_a_run_has_one_worker_then_three_then_one_and_no_sample_is_lost(tmp_path: Path) -> None:
+    """Two further workers start beside the first one, which carries the steps meanwhile. They read its weights, and the
+    trainer writes to them from the next publish on. One of them then gets SIGTERM, the other one is one too many by
+    command: what they were sampling goes on at others. Every prompt is used once, in its order, and what all workers
+    sampled is what the trainer computes.
+    """
+    words = [
+        *ENDLESS, *ONE_OF_EACH, "algorithm.max_staleness_steps=1", "run.samples_per_step=4",
+        "rollout.max_model_len=448", "rollout.sampling.max_tokens=400",
+    ]  # fmt: skip
+    with RunUnderWay(words, tmp_path) as run:
+        run.wait_until(lambda rows: len(rows) >= 3)
+        assert scaled(run.folder, 3) == "rollout-1 is being started\nrollout-2 is being started\n"
+        run.wait_until(lambda rows: rows[-1]["sync/replicas_committed"] == 3)
+        workers = [run.worker(f"rollout-{place}") for place in range(3)]
+        workers[2].send_signal(signal.SIGTERM)
+        run.wait_for(lambda: "rollout-2 has gone" in run.log)
+        assert scaled(run.folder, 1) == "rollout-1 hands its requests over and ends\n"
+        run.wait_for(lambda: "rollout-1 has gone" in run.log)
+        num_rows = len(run.rows)
+        run.wait_until(lambda rows: len(rows) >= num_rows + 3)
+        assert [worker.is_running() for worker in workers] == [True, False, False]
+        stop(run.folder, timeout_s=60)
+        assert run.exit_code() == 128 + signal.SIGTERM
+    rows, log = run.rows, run.log
+    assert [row["policy_version"] for row in rows] == list(range(len(rows))), "no step was lost or repeated"
+    starting = [row for row in rows[1:] if (row["rollout/replicas_wanted"], row["rollout/replicas_serving"]) == (3, 1)]
+    assert starting, "steps went on while workers started"
+    for place in (1, 2):
+        assert re.search(rf"rollout-{place} read \d+ bytes of version \d+ from rollout-", log) or (
+            f"rollout-{place} joins the next publish" in log
+        )
+        assert re.search(rf"rollout-{place} handed \d groups over in \d+\.\d+ s", log)
+    assert sum(row["rollout/handed_over"] or 0 for row in rows) > 0
+    assert sum((row["rollout/groups_failed"] or 0) + (row["rollout/restarts"] or 0) for row in rows) == 0
+    assert rows[-1]["rollout/replicas_wanted"] == rows[-1]["sync/replicas_committed"] == 1
+    assert all(0 <= (row["parity/k3"] or 0) < 1e-3 for row in rows[1:])  # null: all tokens are of the version before
+    assert all(0 <= (row["parity/k3_stale"] or 0) < 0.1 for row in rows[1:])
+    samples = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
+    prompts = [sample["prompt_id"] for sample in samples]
+    assert [sample["step"] for sample in samples] == [step for step in range(1, len(rows)) for _ in range(4)]
+    assert len(set(prompts)) == len(prompts), "each group of an epoch has a prompt of its own"
+
+
+def scaled(run: Path, num_workers: int) -> str:
+    """What the command says."""
+    command = [sys.executable, "-m", "slipstream.orchestrator.cli.main", "scale", str(run), f"rollout={num_workers}"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
