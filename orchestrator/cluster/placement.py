@@ -175,9 +175,9 @@ class Cluster:
             PlacementError: there is no room.
         """
         assert self._rollout is not None and self._ray is not None
-        on = None
-        if self._only_node is not None and not self._ray.is_own:
-            on = {f"node:{await self._ray.in_thread(lambda: RAY_NODES.name(self._only_node))}": _NODE_TICKET}
+        on, node = None, self._only_node
+        if node is not None and not self._ray.is_own:
+            on = {f"node:{await self._ray.in_thread(lambda: RAY_NODES.name(node))}": _NODE_TICKET}
         await self._rollout.make_room(names, on)
 
     async def end_worker(self, name: str) -> None:
