@@ -194,7 +194,7 @@ def test_size_with_a_unit_is_told_in_bytes(refuse: Refuse) -> None:
 
 def test_unsupported_architecture_lists_the_known_ones(refuse: Refuse) -> None:
     message = refuse("model.hf_config.model_type=gpt2")
-    assert "qwen3, qwen3_moe" in message
+    assert "qwen3, qwen3_5_moe_text, qwen3_5_text, qwen3_moe" in message
     assert "'gpt2'" in message
 
 
