@@ -389,9 +389,10 @@ def _recover(flags: argparse.Namespace, _: list[str]) -> int:
 def _scale(flags: argparse.Namespace, _: list[str]) -> int:
     from slipstream.orchestrator.control.control_folder import ask
 
-    name, _, number = (flags.wanted or "").partition("=")
+    wanted: str | None = flags.wanted
+    name, _, number = (wanted or "").partition("=")
     if name != "rollout" or not number.removeprefix("-").isdecimal():
-        given = "nothing" if flags.wanted is None else repr(flags.wanted)
+        given = "nothing" if wanted is None else repr(wanted)
         raise ConfigError(f"slipstream scale needs rollout=N after the run folder, e.g. rollout=3, got {given}")
     print("\n".join(ask(flags.run, {"ask": "scale", "rollout": int(number)})))
     return EXIT_OK

@@ -79,10 +79,10 @@ class Fleet:
         return [row.event for row in self.rows if row.worker == worker]
 
     async def until(self, *states: ReplicaState) -> None:
-        for _ in range(5000):
+        for _ in range(20000):
             if self.states == list(states):
                 return
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         raise AssertionError(f"it did not come to that, but to {self.states}")
 
 
