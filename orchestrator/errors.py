@@ -5,6 +5,7 @@
         PreflightError                     the run cannot start on this machine with these files; nothing was started
       OrchestratorError
         CheckpointError(ValueError)        a checkpoint is missing, damaged, or of a run with other options
+        CheckpointLost(RuntimeError)       a trainer rank died that had not written its files of a checkpoint
         DiskFull(OSError)                  a file of the run could not be written: no space, or a quota
         PlacementError(RuntimeError)       the Ray cluster cannot hold the run's processes
         ClusterLost(RuntimeError)          a server of the run's own Ray cluster has ended
@@ -33,6 +34,10 @@ class OrchestratorError(SlipstreamError):
 
 class CheckpointError(OrchestratorError, ValueError):
     """A checkpoint is missing, damaged, or belongs to a run with other options."""
+
+
+class CheckpointLost(OrchestratorError, RuntimeError):
+    """A trainer rank died before its files of a checkpoint were there. The run goes on, if it can, without it."""
 
 
 class DiskFull(OrchestratorError, OSError):

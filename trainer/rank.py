@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,7 +39,15 @@ from slipstream.conf.schema import (
 from slipstream.trainer.adapter_io import gather_adapter, load_adapter, save_adapter, save_merged
 from slipstream.trainer.checkpoint.background_writes import BackgroundWrites
 from slipstream.trainer.checkpoint.host_copies import HostCopies
-from slipstream.trainer.checkpoint.rank_state import read_rank_state, state_layout, write_rank_state
+from slipstream.trainer.checkpoint.keeper import Address, Readiness, take
+from slipstream.trainer.checkpoint.kept_states import KeptStates
+from slipstream.trainer.checkpoint.rank_state import (
+    State,
+    read_rank_state,
+    read_rank_state_parts,
+    state_layout,
+    write_rank_state,
+)
 from slipstream.trainer.delivery.delivery import Delivery
 from slipstream.trainer.engine_ops.choose_forward import choose_forward
 from slipstream.trainer.errors import LayoutError, TrainerError
@@ -81,6 +90,7 @@ class TrainerRank:
         self._options, self._rank, self._host = options, rank, host
         self._device = take_device(options.device, rank)
         self._writes, self._copies = BackgroundWrites(), HostCopies(self._device)
+        self._kept = KeptStates(rank, options.sync_key, self._device)
         self._control = ControlGroup(rank, world_size, options.rendezvous, self._device)
         torch.manual_seed(options.seed)
         self._policy: PolicyForward | None = None
@@ -165,6 +175,7 @@ class TrainerRank:
             "ignored_tensors": list(report.ignored),
             "unadapted_matrices": num_unadapted,
             "mtp_tensors": report.num_mtp_tensors,
+            "state_bytes": self._state_bytes,
             "load_s": time.perf_counter() - started,
         }
 
@@ -326,17 +337,50 @@ class TrainerRank:
             CheckpointError: this rank's files are missing, or of another layout.
             TrainerError: another rank could not read its files, or the ranks' files have different versions.
         """
+        self._restore(f"state in {folder}", partial(read_rank_state, Path(folder)))
+
+    def keep_states(self, keepers: Sequence[Address]) -> None:
+        """From now on keep() sends to these."""
+        self._kept.use(keepers, self._state_bytes)
+
+    def keep(self, number: int) -> Readiness:
+        """Copy this rank's state, and begin to send it to its keepers, if all ranks are ready for that: their states
+        before it are whole there. The next call may follow at once.
+
+        Args:
+            number: the same on every rank, and larger than those before.
+
+        Returns:
+            Of all ranks together; now: the state is on its way.
+        """
+        mine = self._kept.readiness()
+        if self._control.sum(mine is Readiness.never):
+            return Readiness.never
+        if self._control.sum(mine is Readiness.later):
+            return Readiness.later
+        self._kept.begin(number, self.learner.state_tensors(), self._state_layout, self.learner.progress)
+        return Readiness.now
+
+    def load_kept(self, keeper: Address, number: int) -> None:
+        """Continue from a state that keep() sent. Raises as load_state(), and:
+
+        OSError: the keeper does not give it.
+        """
+        data = take(keeper, self._options.sync_key, self._rank, number)
+        self._restore("state in memory", partial(read_rank_state_parts, data))
+
+    def _restore(self, what: str, read: Callable[[int, dict[str, Any], dict[str, list[int]]], State]) -> None:
         learner = self.learner
         needed = {name: list(tensor.shape) for name, tensor in learner.state_tensors().items()}
         error: Exception | None = None
         tensors: dict[str, Tensor] = {}
         progress: dict[str, int] = {}
         try:
-            tensors, progress = read_rank_state(Path(folder), self._rank, self._state_layout, needed)
+            tensors, progress = read(self._rank, self._state_layout, needed)
         except TrainerError as caught:
             error = caught  # the other ranks wait in the next collective: raise after it
         try:
-            self._control.agree(f"state in {folder}", "unreadable" if error else progress)
+            self._control.agree(what, "unreadable" if error else progress)
         except TrainerError:
             if error is None:
                 raise
@@ -356,11 +400,14 @@ class TrainerRank:
 
     def _checkpoint_bytes(self) -> int:
         """Host memory that this rank's copies of a checkpoint take, on rank 0 with the whole adapter."""
-        learner = self.learner
-        num_bytes = sum(tensor.nbytes for tensor in learner.state_tensors().values())
+        num_bytes = self._state_bytes
         if self._rank == 0 and self._options.trainer.mode is TrainMode.lora:
-            num_bytes += self._options.world_size * learner.num_bytes
+            num_bytes += self._options.world_size * self.learner.num_bytes
         return num_bytes
+
+    @property
+    def _state_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.learner.state_tensors().values())
 
     def shutdown(self) -> None:
         """Leave the link and the process group. Idempotent; the rank cannot be used afterwards."""

@@ -230,8 +230,16 @@ class TrainerConfig:
     where it cannot be done: with several ranks, packed experts, sinks, or values from the engine's kernels. 0: never.
     """
 
+    max_restarts: int = 3
+    """How often in a run all ranks are started again, in their places, because one of them died. Each rank's state
+    after a step stays in the memory of another process, on its node and on the next one: at most one finished step is
+    computed again (more, where copies would take a twentieth of the time), and engines sample on. That takes three
+    copies of parameters and moments in host memory, five with several nodes. Without room for them, which a line at the
+    start says, or with 0, a death ends the run; slipstream resume goes on from the newest checkpoint.
+    """
+
     def __post_init__(self) -> None:
-        at_least(0, "trainer", cuda_graph_tokens=self.cuda_graph_tokens)
+        at_least(0, "trainer", cuda_graph_tokens=self.cuda_graph_tokens, max_restarts=self.max_restarts)
         at_least(
             1,
             "trainer",

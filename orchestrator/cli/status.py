@@ -58,6 +58,7 @@ _COUNTED = (
     ("rollout/groups_failed", "groups sampled again"),
     ("rollout/restarts", "workers restarted"),
     ("rollout/handed_over", "responses handed over"),
+    ("trainer/restarts", "trainer ranks restarted"),
     ("optim/skipped", "steps refused"),
 )
 """(metric, words) of what is added up over the whole run, and shown unless it is 0."""

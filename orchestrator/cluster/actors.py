@@ -1,7 +1,7 @@
 # pyright: reportUnknownMemberType=false
 # Ray has types for a part of what it offers.
-"""What Ray runs: an actor around one trainer rank, one that starts and watches the process of one rollout worker, and
-one around a node's fork server.
+"""What Ray runs: an actor around one trainer rank, one that starts and watches the process of one rollout worker, one
+around a node's fork server, and one around the keeper of trainer ranks' states.
 
 Owns: nothing but the wrapping; what is wrapped knows nothing of Ray. Invariant: torch is imported here only when a
 trainer's actor starts, and vLLM never: rollout workers are processes of their own (rollout/worker_process.py).
@@ -23,11 +23,13 @@ import ray
 from ray.exceptions import RayError
 
 from slipstream.orchestrator.cluster import nodes
+from slipstream.orchestrator.machine import memory_bytes
 from slipstream.rollout import worker_process
 from slipstream.rollout.crash_reports import report_crashes
 from slipstream.rollout.engine.engine_options import set_engine_environment
 from slipstream.rollout.in_vllm import fork_server
 from slipstream.rollout.worker_process import WorkerOptions, WorkerProcess, log_to_stderr
+from slipstream.trainer.checkpoint.keeper import Address, Keeper, Readiness
 from slipstream.weight_sync.gc_freeze import frozen_imports
 
 logger = logging.getLogger(__name__)
@@ -93,7 +95,7 @@ class TrainerActor:
         """TrainerRank.load."""
         facts = self._rank.load()
         report_crashes(self._report)  # it may have imported vLLM
-        return facts
+        return facts | {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
 
     @ray.method
     def warm_up(self, lengths: list[int]) -> dict[str, float]:
@@ -116,14 +118,25 @@ class TrainerActor:
         return self._rank.score(microbatches, policy_version)
 
     @ray.method
-    def optimizer_step(self, ends_version: bool) -> OptimStats:
-        """TrainerRank.optimizer_step."""
-        return self._rank.optimizer_step(ends_version=ends_version)
+    def optimizer_step(self, ends_version: bool, keep_as: int | None) -> tuple[OptimStats, Readiness]:
+        """TrainerRank.optimizer_step; then TrainerRank.keep, if the state has a number."""
+        stats = self._rank.optimizer_step(ends_version=ends_version)
+        return stats, Readiness.later if keep_as is None else self._rank.keep(keep_as)
 
     @ray.method
-    def connect(self, endpoints: list[str], adapter_endpoints: list[str]) -> dict[str, Any]:
+    def keep_states(self, keepers: Sequence[Address]) -> None:
+        """TrainerRank.keep_states."""
+        self._rank.keep_states(keepers)
+
+    @ray.method
+    def load_kept(self, keeper: Address, number: int) -> None:
+        """TrainerRank.load_kept."""
+        self._rank.load_kept(keeper, number)
+
+    @ray.method
+    def connect(self, endpoints: list[str], adapter_endpoints: list[str], absent: list[int] | None) -> dict[str, Any]:
         """Delivery.connect."""
-        return self._rank.delivery.connect(endpoints, None, adapter_endpoints)
+        return self._rank.delivery.connect(endpoints, None, adapter_endpoints, absent)
 
     @ray.method
     def publish(self, exclude: Sequence[int], trace: Path | None) -> PublishReport:
@@ -169,6 +182,32 @@ class TrainerActor:
     def shutdown(self) -> None:
         """TrainerRank.shutdown."""
         self._rank.shutdown()
+
+
+class KeeperActor:
+    """Runs inside one actor's process on each node with trainer ranks: holds their states of finished steps."""
+
+    def __init__(self, name: str, crashes: Path) -> None:
+        log_to_stderr(name)
+        report_crashes(crashes / name.replace(" ", "-"))
+        self._keeper: Keeper | None = None
+
+    @ray.method
+    def begin(self, is_only_node: bool, key: bytes) -> tuple[Address, int]:
+        """Keep states from now on. Returns where they are sent to, and how much memory the node has left."""
+        self._keeper = Keeper(nodes.address_of_this_node(is_only=is_only_node), key)
+        return self._keeper.address, memory_bytes()[1]
+
+    @ray.method
+    def kept(self) -> dict[int, list[int]]:
+        """Keeper.kept; nothing, if this process was started again."""
+        return {} if self._keeper is None else self._keeper.kept()
+
+    @ray.method
+    def go_back(self, number: int) -> None:
+        """Keeper.go_back."""
+        if self._keeper is not None:
+            self._keeper.go_back(number)
 
 
 class ForkServerActor:

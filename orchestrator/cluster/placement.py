@@ -131,6 +131,7 @@ class Cluster:
         trainer = self._start_trainer(self._ray, bundles, hf_config, is_one_node)
         if not self._has_workers:
             await trainer
+            await self.trainer.outlive_ranks()
             return
         self._rollout = RolloutWorkers(
             config,
@@ -148,7 +149,9 @@ class Cluster:
         is_adapter_mode = config.weight_sync.mode is SyncMode.adapter
         slots = [worker.endpoint for worker in self.workers] if is_adapter_mode else []
         endpoints = [worker.base_endpoint for worker in self.workers]
-        await self.trainer.connect(endpoints, config.cluster.start_timeout_s, slots)
+        await together(
+            self.trainer.connect(endpoints, config.cluster.start_timeout_s, slots), self.trainer.outlive_ranks()
+        )
 
     async def restart_worker(self, name: str) -> RayRolloutWorker:
         """End what is left of a rollout worker and start it again in the same bundle, without the weights it had.

@@ -1,8 +1,8 @@
 """The run's Ray actors as the controller calls them: all trainer ranks as one, and one rollout worker.
 
-Owns: the calls to trainer ranks and their time limits, and how a worker is ended. Does not own: Ray's errors
-(ray_cluster.py), processes (trainer_ranks.py, rollout_workers.py), what they do (actors.py), or the calls to a rollout
-worker, which do not pass through Ray (rollout/calls.py).
+Owns: the calls to trainer ranks, their time limits, and which of them change a rank; how a worker is ended. Does not
+own: ranks that die (rebirth.py), Ray's errors (ray_cluster.py), processes (trainer_ranks.py, rollout_workers.py), what
+they do (actors.py), or the calls to a rollout worker, which do not pass through Ray (rollout/calls.py).
 Invariant: weights never pass through the object store, only batches do.
 """
 
@@ -19,6 +19,7 @@ from slipstream.fleet.waiting import wait_for
 from slipstream.orchestrator.cluster.actors import RolloutActor, TrainerActor
 from slipstream.orchestrator.cluster.nodes import ProcessId, end_trees
 from slipstream.orchestrator.cluster.ray_cluster import STOP_TIMEOUT_S, RayCluster, kill_actor
+from slipstream.orchestrator.cluster.rebirth import Call, Engines, Ranks, Rebirth
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.rollout.calls import Connection, WorkerClient
 from slipstream.trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
@@ -30,21 +31,69 @@ T = TypeVar("T")
 
 _SAVE_TIMEOUT_S = 1800.0
 """Longest a rank may write or read its files: 100 GB at 60 MB/s, a slow shared disk."""
-_DEATH_TOLD_S = 3.0
-"""How long after a rank's error it is asked whether another one has died, of which Ray tells within a second."""
+_DEATH_TOLD_S = 10.0
+"""How long after a rank's error it is asked whether another one has died, of which Ray tells within a second; on a very
+busy machine, later."""
 _STEP_TIMEOUT_S = 3600.0
 """Longest forward-backward of one batch. A backstop only: a rank that dies ends its call at once, and one that hangs in
 a collective fails there after 10 minutes (trainer.process_group). What is left is a rank that computes for ever."""
 
 
-class RayTrainerGroup:
-    """All trainer ranks as one: every method runs on all of them at once, because they meet in collectives."""
+async def call_all(
+    cluster: RayCluster,
+    ranks: Ranks,
+    what: str,
+    call: Callable[[type[TrainerActor], int], ObjectRef[T]],
+    timeout_s: float,
+) -> list[T]:
+    """Call every rank. A failure is raised without waiting for its peers, which may hang in a collective. But of a rank
+    that died Ray tells later than its peers, whose collective fails at once: the one that died is raised.
+    """
+    calls = [
+        asyncio.ensure_future(cluster.result_of(call(actor, rank), name, TrainingStopped))
+        for rank, (actor, name) in enumerate(zip(ranks.actors, ranks.names, strict=True))
+    ]
+    waited_for = f"{what} on {len(calls)} trainer ranks"
+    try:
+        return await wait_for(_all_of(calls, cluster), waited_for, timeout_s=timeout_s)
+    finally:
+        for one in calls:
+            one.cancel()
 
-    def __init__(self, cluster: RayCluster, actors: Sequence[type[TrainerActor]], *, is_lora: bool) -> None:
+
+async def _all_of(calls: Sequence[asyncio.Future[T]], cluster: RayCluster) -> list[T]:
+    done, others = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+    failed = [error for call in done if (error := call.exception()) is not None]
+    if not failed:
+        return [call.result() for call in calls]
+    if others:
+        done, _ = await asyncio.wait(calls, timeout=_DEATH_TOLD_S)
+    errors = [call.exception() for call in calls if call in done]
+    died = [e for e in errors if e is not None and any(str(e).startswith(f"{who} ") for who in cluster.dead)]
+    raise (died or failed)[0]
+
+
+class RayTrainerGroup:
+    """All trainer ranks as one: every method runs on all of them at once, because they meet in collectives. When one
+    has died, a method returns after all were started again.
+    """
+
+    def __init__(self, cluster: RayCluster, ranks: Ranks, rebirth: Rebirth, *, is_lora: bool) -> None:
         self._cluster = cluster
-        self._actors = actors
+        self._ranks = ranks
+        self._rebirth = rebirth
         self._is_lora = is_lora
-        self.num_ranks = len(actors)
+        self._mending = asyncio.Lock()
+        self.num_ranks = len(ranks.actors)
+
+    @property
+    def down_s(self) -> list[float]:
+        """Seconds that each restart of the ranks took."""
+        return self._rebirth.down_s
+
+    async def outlive_ranks(self) -> None:
+        """From now on a rank that dies does not end the run, as far as trainer.max_restarts and host memory go."""
+        await self._rebirth.begin(self._ranks)
 
     async def warm_up(self, lengths: list[int], timeout_s: float) -> list[dict[str, float]]:
         """Try a made-up microbatch of sequences of these lengths (TrainerRank.warm_up)."""
@@ -54,7 +103,7 @@ class RayTrainerGroup:
         self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
     ) -> list[LossStats]:
         """Accumulate the gradients of one batch. One list of microbatches per rank, equally long."""
-        return await self._on_all(
+        return await self._changing(
             "forward_backward",
             lambda actor, rank: actor.forward_backward.remote(microbatches_by_rank[rank], denominators),
             _STEP_TIMEOUT_S,
@@ -82,27 +131,32 @@ class RayTrainerGroup:
 
     async def optimizer_step(self, *, ends_version: bool = True) -> OptimStats:
         """Apply the gradients; every rank returns the same."""
-        results = await self._on_all(
-            "optimizer_step", lambda actor, _: actor.optimizer_step.remote(ends_version), _STEP_TIMEOUT_S
+        rebirth = self._rebirth
+        results = await self._changing(
+            "optimizer_step",
+            lambda actor, _: actor.optimizer_step.remote(ends_version, rebirth.next_number if ends_version else None),
+            _STEP_TIMEOUT_S,
         )
-        return results[0]
+        return results[0][0]
 
     async def connect(self, endpoints: Sequence[str], timeout_s: float, adapter_endpoints: Sequence[str] = ()) -> None:
         """Fetch the replicas' layouts, build the plan, bind it to their addresses; in adapter mode, send the base."""
-        await self._on_all(
-            "connect", lambda actor, _: actor.connect.remote(list(endpoints), list(adapter_endpoints)), timeout_s
-        )
+        endpoints, slots = list(endpoints), list(adapter_endpoints)
+        await self._on_all("connect", lambda actor, _: actor.connect.remote(endpoints, slots, None), timeout_s)
+        self._rebirth.engines = Engines(endpoints, slots)
 
     async def publish(self, timeout_s: float, exclude: Sequence[int] = (), trace: Path | None = None) -> PublishReport:
         """Send the current policy version to every replica but those excluded. Rank 0 speaks for all, and writes the
         timeline to `trace`.
         """
+        self._rebirth.engines.absent.update(exclude)
         return (await self._on_all("publish", lambda actor, _: actor.publish.remote(list(exclude), trace), timeout_s))[
             0
         ]
 
     async def disconnect(self, replicas: Sequence[int], timeout_s: float = _STEP_TIMEOUT_S) -> None:
         """Close every rank's links to dead replicas: their memory is free then. Waits for the call under way."""
+        self._rebirth.engines.absent.update(replicas)
         await self._on_all("disconnect", lambda actor, _: actor.disconnect.remote(list(replicas)), timeout_s)
 
     async def reconnect(self, replica: int, endpoint: str, timeout_s: float, base_endpoint: str = "") -> None:
@@ -110,6 +164,7 @@ class RayTrainerGroup:
         await self._on_all(
             "reconnect", lambda actor, _: actor.reconnect.remote(replica, endpoint, base_endpoint), timeout_s
         )
+        self._rebirth.engines.came(replica, endpoint)
 
     async def export(self, folder: Path) -> None:
         """Write what was trained: the adapter in PEFT format, or the whole model when there is no adapter."""
@@ -122,49 +177,56 @@ class RayTrainerGroup:
         """Copy trainable parameters, optimizer and generators, and begin to write them, one set of files per rank; with
         `adapter` the adapter, too, in PEFT format. Steps may follow at once.
         """
-        await self._on_all(
+        await self._changing(
             "begin_checkpoint", lambda actor, _: actor.begin_checkpoint.remote(folder, adapter), _SAVE_TIMEOUT_S
         )
 
     async def has_written(self) -> bool:
-        """Whether all files of begin_checkpoint() are there. Waits for the call under way."""
-        return all(await self._on_all("has_written", lambda actor, _: actor.has_written.remote(), _STEP_TIMEOUT_S))
+        """Whether all files of begin_checkpoint() are there. Waits for the call under way.
+
+        Raises:
+            CheckpointLost: a rank died before its files were there, and the step has passed.
+        """
+        written = await self._on_all("has_written", lambda actor, _: actor.has_written.remote(), _STEP_TIMEOUT_S)
+        self._rebirth.raise_if_checkpoint_lost()
+        if all(written):
+            self._rebirth.checkpoint_is_written()
+        return all(written)
 
     async def load_state(self, folder: Path) -> None:
         """Read what `begin_checkpoint` wrote."""
-        await self._on_all("load_state", lambda actor, _: actor.load_state.remote(folder), _SAVE_TIMEOUT_S)
+        await self._changing("load_state", lambda actor, _: actor.load_state.remote(folder), _SAVE_TIMEOUT_S)
 
     async def shutdown(self) -> None:
         """Leave the process group and close links."""
-        await self._on_all("shutdown", lambda actor, _: actor.shutdown.remote(), STOP_TIMEOUT_S)
+        shutdown: Call = lambda actor, _: actor.shutdown.remote()  # noqa: E731
+        await call_all(self._cluster, self._ranks, "shutdown", shutdown, STOP_TIMEOUT_S)
+
+    async def _changing(
+        self,
+        what: str,
+        call: Callable[[type[TrainerActor], int], ObjectRef[T]],
+        timeout_s: float,
+    ) -> list[T]:
+        """_on_all() of a call that changes what a rank holds: it is made again on ranks that start anew."""
+        results = await self._on_all(what, call, timeout_s)
+        self._rebirth.note(what, call, timeout_s, results[0])
+        return results
 
     async def _on_all(
         self, what: str, call: Callable[[type[TrainerActor], int], ObjectRef[T]], timeout_s: float
     ) -> list[T]:
-        """Call every rank. A failure is raised without waiting for its peers, which may hang in a collective. But of a
-        rank that died Ray tells later than its peers, whose collective fails at once: the one that died is raised.
+        """call_all(), and once more whenever all ranks were started again. Several calls may have failed at once: the
+        first one sees to that.
         """
-        calls = [
-            asyncio.ensure_future(self._cluster.result_of(call(actor, rank), f"trainer-{rank}", TrainingStopped))
-            for rank, actor in enumerate(self._actors)
-        ]
-        waited_for = f"{what} on {self.num_ranks} trainer ranks"
-        try:
-            return await wait_for(self._all_of(calls), waited_for, timeout_s=timeout_s)
-        finally:
-            for one in calls:
-                one.cancel()
-
-    async def _all_of(self, calls: Sequence[asyncio.Future[T]]) -> list[T]:
-        done, others = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-        failed = [error for call in done if (error := call.exception()) is not None]
-        if not failed:
-            return [call.result() for call in calls]
-        if others:
-            done, _ = await asyncio.wait(calls, timeout=_DEATH_TOLD_S)
-        errors = [call.exception() for call in calls if call in done]
-        died = [e for e in errors if e is not None and any(str(e).startswith(f"{who} ") for who in self._cluster.dead)]
-        raise (died or failed)[0]
+        while True:
+            ranks = self._ranks
+            try:
+                return await call_all(self._cluster, ranks, what, call, timeout_s)
+            except TrainingStopped as error:
+                async with self._mending:
+                    if ranks is self._ranks:
+                        self._ranks = await self._rebirth.after(ranks, error)
 
 
 class RayRolloutWorker(WorkerClient):

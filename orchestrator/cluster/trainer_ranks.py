@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from slipstream.conf.functions import absolute
@@ -16,8 +17,10 @@ from slipstream.conf.plural import counted
 from slipstream.conf.schema import Objective, RunConfig, TrainMode
 from slipstream.fleet.waiting import all_started
 from slipstream.orchestrator.cluster.actors import TrainerActor
-from slipstream.orchestrator.cluster.ray_cluster import RayCluster
-from slipstream.orchestrator.cluster.ray_handles import RayTrainerGroup
+from slipstream.orchestrator.cluster.keepers import Keepers
+from slipstream.orchestrator.cluster.ray_cluster import RayCluster, kill_actor
+from slipstream.orchestrator.cluster.ray_handles import RayTrainerGroup, call_all
+from slipstream.orchestrator.cluster.rebirth import Ranks, Rebirth
 from slipstream.orchestrator.environment import RunDevice
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.orchestrator.files.startup import Startup
@@ -38,7 +41,8 @@ async def start_trainer_ranks(
     is_one_node: bool,
     startup: Startup,
 ) -> RayTrainerGroup:
-    """Start all ranks, load the model on them, and on GPUs try a full microbatch.
+    """Start all ranks, load the model on them, and on GPUs try a full microbatch. The group starts them in the same way
+    again when one has died.
 
     Args:
         bundles: the bundle of each rank.
@@ -47,15 +51,6 @@ async def start_trainer_ranks(
         is_one_node: whether all processes of the run share one machine, hence loopback.
         startup: told what each rank does.
     """
-    names = [f"trainer-{rank}" for rank in range(len(bundles))]
-    startup.expect("trainer ranks", names)
-    actors = [
-        await cluster.new_actor(TrainerActor, name, bundle, num_gpus=config.gpus_of_rank)
-        for name, bundle in zip(names, bundles, strict=True)
-    ]
-    picked = actors[0].pick_rendezvous.remote(is_one_node)
-    prepared = [actor.prepare.remote() for actor in actors]
-    rendezvous = await cluster.result_of(picked, names[0], TrainingStopped)
     options = TrainerOptions(
         model=config.model,
         trainer=config.trainer,
@@ -65,7 +60,7 @@ async def start_trainer_ranks(
         seed=config.run.seed,
         num_steps=config.run.num_steps * config.algorithm.updates_per_step,
         world_size=len(bundles),
-        rendezvous=rendezvous,
+        rendezvous="",
         device=device,
         hf_config=hf_config,
         sync_key=sync_key,
@@ -73,27 +68,82 @@ async def start_trainer_ranks(
         engine_ranks=config.rollout.tp_size,
     )
 
-    async def start(rank: int) -> dict[str, Any]:
+    async def start(life: int) -> Ranks:
+        return await _start(config, cluster, options, bundles, life, is_one_node=is_one_node, startup=startup)
+
+    ranks = await start(0)
+    rebirth = Rebirth(
+        cluster,
+        start,
+        Keepers(cluster, sync_key, is_one_node=is_one_node),
+        partial(call_all, cluster),
+        max_restarts=config.trainer.max_restarts if config.run.num_steps else 0,
+        start_timeout_s=config.cluster.start_timeout_s,
+    )
+    group = RayTrainerGroup(cluster, ranks, rebirth, is_lora=config.trainer.mode is TrainMode.lora)
+    _log_start(ranks.facts)
+    if device == "cuda" and config.algorithm.objective is Objective.policy:  # engines start meanwhile
+        for name in ranks.names:
+            startup.enter(name, "trying a full microbatch")
+        await _warm_up(config, group)
+    for name in ranks.names:
+        startup.ready(name)
+    return group
+
+
+async def _start(
+    config: RunConfig,
+    cluster: RayCluster,
+    options: TrainerOptions,
+    bundles: Sequence[int],
+    life: int,
+    *,
+    is_one_node: bool,
+    startup: Startup,
+) -> Ranks:
+    """Start all ranks and load the model on them.
+
+    Args:
+        life: how often they were started before.
+    """
+    names = [f"trainer-{rank}{f'.{life}' if life else ''}" for rank in range(len(bundles))]
+    if life:  # Ray frees a dead actor's name late
+        for name in names:
+            startup.enter(name, "waiting for a process")
+    else:
+        startup.expect("trainer ranks", names)
+    actors: list[type[TrainerActor]] = []
+
+    async def start(rank: int, rendezvous: str) -> dict[str, Any]:
         actor, who = actors[rank], names[rank]
         startup.enter(names[rank], "importing PyTorch")
         await cluster.result_of(prepared[rank], who, TrainingStopped)
         startup.enter(names[rank], "meeting the other ranks")
-        await cluster.result_of(actor.join.remote(rank, options, is_one_node), who, TrainingStopped)
+        mine = replace(options, rendezvous=rendezvous)
+        await cluster.result_of(actor.join.remote(rank, mine, is_one_node), who, TrainingStopped)
         startup.enter(names[rank], "loading weights")
         facts = await cluster.result_of(actor.load.remote(), who, TrainingStopped)
         startup.enter(names[rank], "waiting for the other ranks")
         return facts
 
-    starts = [start(rank) for rank in range(len(actors))]
-    _log_start(await all_started(starts, "trainer ranks", timeout_s=config.cluster.start_timeout_s))
-    group = RayTrainerGroup(cluster, actors, is_lora=config.trainer.mode is TrainMode.lora)
-    if device == "cuda" and config.algorithm.objective is Objective.policy:  # engines start meanwhile
-        for name in names:
-            startup.enter(name, "trying a full microbatch")
-        await _warm_up(config, group)
-    for name in names:
-        startup.ready(name)
-    return group
+    try:
+        for name, bundle in zip(names, bundles, strict=True):
+            actors.append(await cluster.new_actor(TrainerActor, name, bundle, num_gpus=config.gpus_of_rank))
+        picked = actors[0].pick_rendezvous.remote(is_one_node)
+        prepared = [actor.prepare.remote() for actor in actors]
+        rendezvous = await cluster.result_of(picked, names[0], TrainingStopped)
+        starts = [start(rank, rendezvous) for rank in range(len(actors))]
+        facts = await all_started(starts, "trainer ranks", timeout_s=config.cluster.start_timeout_s)
+    except BaseException:  # their places must be free for the next attempt
+        for actor in actors:
+            kill_actor(actor)
+        raise
+    finally:
+        if life:
+            for name in names:
+                startup.came_back(name)
+    logger.info("trainer ranks are processes %s", ", ".join(str(one["pid"]) for one in facts))
+    return Ranks(actors, names, facts)
 
 
 async def _warm_up(config: RunConfig, trainer: RayTrainerGroup) -> None:

@@ -139,6 +139,8 @@ METRICS: dict[str, str] = {
     "trainer/tokens_per_s_per_rank": "prompt and response tokens over those seconds and ranks",
     "trainer/num_microbatches": "microbatches of one rank",
     "trainer/peak_device_bytes": "most GPU memory of one rank in forward and backward; null on CPUs",
+    "trainer/restarts": "times since the last step that all trainer ranks were started again, because one had died",
+    "trainer/down_s": "seconds that this took, part of the step's",
     "step/total_s": "seconds of the step, waits included",
 }
 

@@ -295,6 +295,7 @@ class Controller(StepLoop):
         teacher = self.services.teacher
         recent = supervisor.recoveries[len(supervisor.recoveries) - recoveries :]
         return {
+            **super()._counts(),
             **self.services.prompts.metrics(),
             "rollout/groups_failed": failed,
             "rollout/groups_uninformative": uninformative,

@@ -33,6 +33,11 @@ class StepTrainer(Protocol):
 
     num_ranks: int
 
+    @property
+    def down_s(self) -> Sequence[float]:
+        """Per time that all ranks were started again because one had died: the seconds that it took."""
+        ...
+
     async def forward_backward(
         self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
     ) -> list[LossStats]: ...

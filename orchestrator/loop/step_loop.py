@@ -25,7 +25,7 @@ from pathlib import Path
 from slipstream.conf.schema import RunConfig, TrainMode
 from slipstream.fleet.errors import FleetError
 from slipstream.fleet.waiting import finish_first, last_attempt
-from slipstream.orchestrator.errors import OrchestratorError, TrainingStopped
+from slipstream.orchestrator.errors import CheckpointLost, OrchestratorError, TrainingStopped
 from slipstream.orchestrator.figures.held_out import Evaluation
 from slipstream.orchestrator.files.best_checkpoint import BestCheckpoint
 from slipstream.orchestrator.files.disk_space import naming_a_full_disk
@@ -83,6 +83,8 @@ class StepLoop(ABC):
         self._completing: asyncio.Task[None] | None = None
         """Adds checksums to the newest checkpoint and flushes it, while steps go on."""
         self._num_refused_in_a_row = 0
+        self._num_restarts_told = 0
+        """Of trainer ranks, in rows that are written."""
         self._alarm = ParityAlarm(
             config.parity,
             is_corrected=config.algorithm.is_corrected,
@@ -106,7 +108,9 @@ class StepLoop(ABC):
 
     def _counts(self) -> dict[str, Value]:
         """Further numbers of the step whose row is about to be written."""
-        return {}
+        down_s = self._step_trainer.down_s[self._num_restarts_told :]
+        self._num_restarts_told += len(down_s)
+        return {"trainer/restarts": len(down_s), "trainer/down_s": sum(down_s) if down_s else None}
 
     async def run_steps(self) -> None:
         """Every step that is left. Cancelled, it finishes the step under way and saves."""
@@ -159,13 +163,17 @@ class StepLoop(ABC):
 
     async def _complete(self, partial: Path, state: RunState, times: list[float]) -> None:
         """Wait for the trainer's files, add the run's state and checksums, flush all, and name the checkpoint."""
-        with self._discarding_what_fails(partial):
-            for pause_s in itertools.chain(_FIRST_LOOKS_S, itertools.repeat(_LOOK_EVERY_S)):
-                if await self._step_trainer.has_written():
-                    break
-                await asyncio.sleep(pause_s)
-            times.append(time.monotonic())
-            path = await asyncio.to_thread(self._checkpoints.finish, partial, state)
+        try:
+            with self._discarding_what_fails(partial):
+                for pause_s in itertools.chain(_FIRST_LOOKS_S, itertools.repeat(_LOOK_EVERY_S)):
+                    if await self._step_trainer.has_written():
+                        break
+                    await asyncio.sleep(pause_s)
+                times.append(time.monotonic())
+                path = await asyncio.to_thread(self._checkpoints.finish, partial, state)
+        except CheckpointLost as error:
+            logger.warning("step %d has no checkpoint: %s; the next one is made when it is due", state.step, error)
+            return
         times.append(time.monotonic())
         parts = (end - begin for begin, end in itertools.pairwise(times))
         logger.info(

@@ -231,6 +231,12 @@ class RunUnderWay:
         return self._process.wait(60)
 
 
+def trainer_ranks(run: Path) -> list[psutil.Process]:
+    """The processes of a run's trainer ranks, which run.log names each time that they start."""
+    pids = re.findall(r"trainer ranks are processes ([\d, ]+)", (run / "run.log").read_text())[-1]
+    return [psutil.Process(int(pid)) for pid in pids.split(", ")]
+
+
 def assert_workers_came_back(rows: list[dict[str, Any]], *, times: int) -> None:
     """One of two workers was away so many times. Each time the other one carried the steps; the one that came back
     takes every publish again, and in every batch the log-probabilities of all workers are the trainer's.

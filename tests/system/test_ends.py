@@ -185,7 +185,9 @@ def test_a_killed_server_of_ray_is_named(run: RunUnderWay, name: str) -> None:
         assert f"ClusterLost: {name}, which holds" in (status_of(run.folder).error or "")
 
 
-@pytest.mark.parametrize("run", [["experiment=sft_quickstart", "run.num_steps=1000"]], indirect=True)
+@pytest.mark.parametrize(
+    "run", [["experiment=sft_quickstart", "run.num_steps=1000", "trainer.max_restarts=0"]], indirect=True
+)
 def test_a_rank_that_dies_of_a_signal_is_named_in_one_line_with_its_frames(run: RunUnderWay) -> None:
     """And not its peer, whose collective fails earlier than Ray tells of the death."""
     with run:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import time
+from pathlib import Path
 
 import psutil
 import pytest
-from system.conftest import FinishedRun, train
+from safetensors.numpy import load_file
+from system.conftest import RUN_TIMEOUT_S, FinishedRun, RunUnderWay, train, trainer_ranks
 
 from slipstream.conf.load import load_resolved_yaml
 from slipstream.orchestrator.files.startup import read_starts
@@ -19,11 +23,13 @@ DATA = [
 """Orders of prompts and ways of sampling that a first run need not name."""
 
 
+ON_POLICY = ["run.num_steps=3", "run.eval_every_steps=0", *DATA]
+
+
 @pytest.fixture(scope="module")
 def on_policy(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """Three strictly on-policy steps."""
-    words = ["run.num_steps=3", "run.eval_every_steps=0", *DATA]
-    return train(words, tmp_path_factory.mktemp("on_policy"))
+    return train(ON_POLICY, tmp_path_factory.mktemp("on_policy"))
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +71,50 @@ def test_no_process_of_a_run_is_left(on_policy: FinishedRun) -> None:
     assert left == []
 
 
+@pytest.mark.timeout(2 * RUN_TIMEOUT_S)
+def test_trainer_ranks_that_are_killed_change_nothing_that_is_learned(on_policy: FinishedRun, tmp_path: Path) -> None:
+    """The same run, before it is resumed. A rank is killed in its second step, and rank 0 in a publish, for which an
+    engine is held up. It samples from the same prompts, once each, and learns what the undisturbed run did, up to the
+    last bits that engines' log-probabilities have in any two runs.
+    """
+    with RunUnderWay(ON_POLICY, tmp_path) as run:
+        run.wait_until(lambda rows: len(rows) >= 2)
+        ranks, engine = trainer_ranks(run.folder), run.engine_of("rollout-0")
+        ranks[1].suspend()
+        wait_until_idle(engine)  # what it samples for this step is there, and a rank is waited for
+        ranks[1].kill()
+        run.wait_for(lambda: run.log.count("trainer ranks are up again") == 1)
+        ranks = trainer_ranks(run.folder)
+        ranks[1].suspend()
+        wait_until_idle(engine)
+        engine.suspend()
+        ranks[1].resume()
+        run.wait_for(lambda: re.findall(r"publish of version \d+ (\w+)", run.log)[-1] == "begins")
+        time.sleep(0.5)
+        ranks[0].kill()
+        engine.resume()
+        run.wait_for(lambda: run.log.count("trainer ranks are up again") == 2)
+        assert run.exit_code() == 0
+    for name in ("trainer-1", "trainer-0.1"):
+        assert f"{name} died without a word: by SIGKILL" in run.log
+    assert [row["step"] for row in run.rows] == [0, 1, 2, 3]
+    assert sum(row["trainer/restarts"] or 0 for row in run.rows) == 2
+    assert all(row["trainer/down_s"] > 0 for row in run.rows if row["trainer/restarts"])
+    for row, undisturbed in zip(run.rows[1:], on_policy.rows[1:], strict=True):
+        assert row["staleness/max"] == 0 and 0 <= row["parity/k3"] < 1e-3, "no sample is of a half published version"
+        assert row["sync/replicas_committed"] == 2
+        for figure in ("policy_version", "reward/mean", "data/seen_fraction", "data/share_error"):
+            assert row[figure] == undisturbed[figure]
+        assert row["optim/grad_norm"] == pytest.approx(undisturbed["optim/grad_norm"], rel=1e-3)
+    assert samples_of(run.folder) == samples_of(on_policy.folder)
+    learned, expected = (
+        load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (run.folder, on_policy.folder)
+    )
+    assert learned.keys() == expected.keys()
+    assert max(float(abs(values - learned[name]).max()) for name, values in expected.items()) < 1e-4
+    assert max(float(abs(values).max()) for values in expected.values()) > 1e-3
+
+
 def test_a_resumed_run_goes_on_where_it_stopped(on_policy: FinishedRun, resumed: FinishedRun) -> None:
     assert resumed.exit_code == 0, resumed.stderr
     assert resumed.folder == on_policy.folder
@@ -84,3 +134,17 @@ def test_a_resumed_run_draws_prompts_on_from_where_it_stopped(resumed: FinishedR
     groups_per_step = load_resolved_yaml((resumed.folder / "config.yaml").read_text()).algorithm.groups_per_step
     assert sum(cursor["counts"]) == 5 * groups_per_step
     assert [part["num_drawn"] for part in cursor["cursors"]] == cursor["counts"]
+
+
+def wait_until_idle(process: psutil.Process) -> None:
+    """It has little to do for a second: what is held up waits for somebody else."""
+    used = -1.0
+    while (now := sum(process.cpu_times()[:2])) - used > 0.2:
+        used = now
+        time.sleep(1)
+
+
+def samples_of(run: Path) -> list[tuple[object, ...]]:
+    """What was sampled, as far as a run writes it down."""
+    rows = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
+    return sorted((row["step"], row["prompt"], row["response"], row["reward"]) for row in rows)

@@ -11,13 +11,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from system.conftest import ONE_OF_EACH, RUN_TIMEOUT_S, Nodes
+from system.conftest import ONE_OF_EACH, RUN_TIMEOUT_S, Nodes, rows_of, trainer_ranks
 
 from slipstream import conf
 
@@ -55,14 +56,30 @@ def _pairs(folder: Path) -> list[str]:
 
 
 def _in_two_parts(objective: str, folder: Path, address: str) -> tuple[Rows, Rows]:
-    """The rows of a whole run; and again, after its second half was lost and the run resumed."""
+    """The rows of a whole run; and again, after its second half was lost and the run resumed. In it one of two trainer
+    ranks (sft) is killed.
+    """
     data = _pairs(folder) if objective == "dpo" else []
     whole = _run(
         folder, *TRAIN, *RESUMED[objective][1], *data, f"run.dir={folder}", "run.num_steps=24",
         "run.checkpoint_every_steps=12", f"cluster.ray_address={address}",
     )  # fmt: skip
     shutil.rmtree(folder / "latest" / "checkpoints" / "step-000024")
-    return whole, _run(folder, "resume", str(folder / "latest"))
+    with ThreadPoolExecutor() as pool:
+        killing = pool.submit(_kill_a_rank, folder / "latest") if objective == "sft" else None
+        resumed = _run(folder, "resume", str(folder / "latest"))
+        if killing is not None:
+            killing.result()
+    return whole, resumed
+
+
+def _kill_a_rank(run: Path) -> None:
+    """SIGKILL rank 1 in a step of the second half."""
+    deadline = time.monotonic() + RUN_TIMEOUT_S
+    while not 16 <= len(rows_of(run)) <= 22:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    trainer_ranks(run)[1].kill()
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +111,8 @@ def test_a_run_in_two_parts_is_the_same_run(in_two_parts: dict[str, Future[tuple
         for name in ("sft/nll", "dpo/loss", "dpo/margin_mean", "optim/grad_norm"):
             assert again[name] == row[name]
     assert resumed[-1][held_out] == whole[-1][held_out]
+    restarts = [row["trainer/down_s"] for row in resumed[13:] if row["trainer/restarts"]]
+    assert len(restarts) == (objective == "sft"), "a rank was killed"
 
 
 def test_given_answers_are_learned(in_two_parts: dict[str, Future[tuple[Rows, Rows]]]) -> None:

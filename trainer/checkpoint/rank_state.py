@@ -1,7 +1,8 @@
-"""One rank's training state on disk: what an exact resume needs, and a refusal to resume anything else.
+"""One rank's training state as bytes: what an exact resume needs, and a refusal to resume anything else.
 
-Owns the files `rank-<n>.safetensors` and `rank-<n>.json` of a state folder. Does not own which tensors go in
-(rank.py), nor the folder's atomicity and retention (orchestrator/files/run_checkpoint.py).
+Owns the files `rank-<n>.safetensors` and `rank-<n>.json` of a state folder, and the same in memory: a safetensors file
+with the JSON in its metadata. Does not own which tensors go in (rank.py), the folder's atomicity and retention
+(orchestrator/files/run_checkpoint.py), nor where a state in memory is kept (keeper.py).
 
 Invariant: only the same rank of the same layout reads a state, and any difference raises before anything is changed.
 """
@@ -10,18 +11,33 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
 from slipstream.conf.schema import ModelConfig, TrainerConfig, TrainMode
 from slipstream.trainer.errors import CheckpointError
 
 FORMAT_VERSION = 1
+
+State = tuple[dict[str, Tensor], dict[str, int]]
+"""Tensors on the CPU, and progress."""
+_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+"""What safetensors calls them."""
 
 
 def write_rank_state(
@@ -41,16 +57,47 @@ def write_rank_state(
     partial = data.with_suffix(".partial")
     save_file(tensors, partial)
     os.replace(partial, data)
-    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    document = {"format_version": FORMAT_VERSION, "layout": layout, "progress": progress, "shapes": shapes}
     partial = meta.with_suffix(".partial")
-    partial.write_text(json.dumps(document, indent=1, sort_keys=True), encoding="utf-8")
+    partial.write_text(_document(tensors, layout, progress), encoding="utf-8")
     os.replace(partial, meta)
 
 
-def read_rank_state(
-    folder: Path, rank: int, layout: dict[str, Any], shapes: dict[str, list[int]]
-) -> tuple[dict[str, Tensor], dict[str, int]]:
+def rank_state_parts(tensors: dict[str, Tensor], layout: dict[str, Any], progress: dict[str, int]) -> list[memoryview]:
+    """The same as one safetensors file, in parts that follow each other: a header, then each tensor's own memory."""
+    parts = [tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in tensors.values()]
+    entries: dict[str, object] = {"__metadata__": {"state": _document(tensors, layout, progress)}}
+    end = 0
+    for (name, tensor), part in zip(tensors.items(), parts, strict=True):
+        start, end = end, end + part.nbytes
+        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    return [memoryview(len(header).to_bytes(8, "little") + header), *parts]
+
+
+def read_rank_state_parts(data: bytearray, rank: int, layout: dict[str, Any], shapes: dict[str, list[int]]) -> State:
+    """Read what `rank_state_parts` made. Arguments and errors as of `read_rank_state`."""
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    where = _Place(*["the state in memory"] * 3)
+    return _checked(header["__metadata__"]["state"], lambda: load(bytes(data)), where, rank, layout, shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What messages call a state and its two parts."""
+
+    state: str
+    meta: str
+    data: str
+
+
+def _document(tensors: dict[str, Tensor], layout: dict[str, Any], progress: dict[str, int]) -> str:
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    document = {"format_version": FORMAT_VERSION, "layout": layout, "progress": progress, "shapes": shapes}
+    return json.dumps(document, indent=1, sort_keys=True)
+
+
+def read_rank_state(folder: Path, rank: int, layout: dict[str, Any], shapes: dict[str, list[int]]) -> State:
     """Read one rank's state back: (tensors on the CPU, progress).
 
     Args:
@@ -64,31 +111,45 @@ def read_rank_state(
     """
     data, meta = _paths(folder, rank)
     try:
-        document = json.loads(meta.read_text(encoding="utf-8"))
+        document = meta.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise CheckpointError(f"no state of trainer rank {rank} in {folder}: {meta.name} is missing") from error
+    where = _Place(f"the state in {folder}", str(meta), str(data))
+    return _checked(document, lambda: load_file(data), where, rank, layout, shapes)
+
+
+def _checked(
+    text: str,
+    load_tensors: Callable[[], dict[str, Tensor]],
+    where: _Place,
+    rank: int,
+    layout: dict[str, Any],
+    shapes: dict[str, list[int]],
+) -> State:
+    try:
+        document = json.loads(text)
     except ValueError as error:
-        raise CheckpointError(f"{meta} is not valid JSON: {error}") from error
+        raise CheckpointError(f"{where.meta} is not valid JSON: {error}") from error
     if document.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
-            f"{meta} has format {document.get('format_version')}, this version reads {FORMAT_VERSION}"
+            f"{where.meta} has format {document.get('format_version')}, this version reads {FORMAT_VERSION}"
         )
     written, layout = document["layout"], json.loads(json.dumps(layout))  # tuples come back as lists
     for key in sorted(written.keys() | layout.keys()):
         if written.get(key) != layout.get(key):
             raise CheckpointError(
-                f"the state in {folder} was written with {key}={written.get(key)!r}, this run has {layout.get(key)!r}; "
+                f"{where.state} was written with {key}={written.get(key)!r}, this run has {layout.get(key)!r}; "
                 "resume with the options it was written with"
             )
     try:
-        tensors = load_file(data)
+        tensors = load_tensors()
     except (FileNotFoundError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read {data}: {error}") from error
+        raise CheckpointError(f"cannot read {where.data}: {error}") from error
     found = {name: list(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(found.keys() | shapes.keys()):
         if found.get(name) != shapes.get(name):
             raise CheckpointError(
-                f"{data}: tensor {name} has shape {found.get(name)}, trainer rank {rank} needs {shapes.get(name)}"
+                f"{where.data}: tensor {name} has shape {found.get(name)}, trainer rank {rank} needs {shapes.get(name)}"
             )
     return tensors, document["progress"]
 

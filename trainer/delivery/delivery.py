@@ -86,7 +86,11 @@ class Delivery:
             self.source = TrainerWeightSource(decoder, self._rank, quantization, keeps_last=keeps_last)
 
     def connect(
-        self, endpoints: list[str], transport: Transport | None = None, adapter_endpoints: Sequence[str] = ()
+        self,
+        endpoints: list[str],
+        transport: Transport | None = None,
+        adapter_endpoints: Sequence[str] = (),
+        absent: Sequence[int] | None = None,
     ) -> dict[str, Any]:
         """Meet the rollout workers at these ZMQ endpoints and build the transfer plan. Returns its summary.
 
@@ -94,6 +98,8 @@ class Delivery:
             transport: the link to write over; by default Mooncake's, as weight_sync.transport asks.
             adapter_endpoints: endpoints of the same workers' adapter slots. With weight_sync.mode=adapter, this call
                 sends the frozen base to `endpoints` once (unless it is packed), and publish() writes to these.
+            absent: given if other ranks, which have died, were connected before: workers have their base, and these of
+                them are out of service (see Publisher.connect).
 
         Raises:
             ReplicaError: a worker did not take the base.
@@ -109,10 +115,10 @@ class Delivery:
                 f"weight_sync.mode={self._config.mode}"
             )
         self._transport = transport or self._open_link()
-        if self.base_source is not None:
+        if self.base_source is not None and absent is None:
             self._send_base(endpoints)
         self._publisher = self._make_publisher(self.source, self._transport)
-        summary = self._publisher.connect(list(adapter_endpoints) or endpoints)
+        summary = self._publisher.connect(list(adapter_endpoints) or endpoints, absent)
         freeze_heap()  # the plan lives as long as this process does
         return asdict(summary)
 

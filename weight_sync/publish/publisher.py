@@ -148,9 +148,15 @@ class Publisher:
         self._open_sessions: dict[Destination, str] = {}
         """Links of this rank that may be open: to replicas that have committed, even if they have died since."""
 
-    def connect(self, endpoints: Sequence[str]) -> PlanSummary:
+    def connect(self, endpoints: Sequence[str], absent: Collection[int] | None = None) -> PlanSummary:
         """Learn every replica's layout, plan unless there is a plan for these layouts, and take this rank's tasks.
         Collective.
+
+        Args:
+            endpoints: Of all replicas.
+            absent: Replicas (positions) that are out of service: they get nothing until they reconnect(), and an
+                endpoint may be "". If it is given, whoever does not answer counts among them, as long as one does:
+                their layouts are taken to be those of the first that answers, and are compared when they reconnect().
 
         Raises:
             WeightSyncError: A replica does not answer, links differ, or no plan is possible. Raised alike on every
@@ -160,7 +166,7 @@ class Publisher:
         self._is_connected = False
         links = meeting.gather(str, self._transport.link)
         addresses, is_planned = meeting.on_rank0(
-            tuple[list[dict[str, Addresses]], bool], lambda: self._meet(endpoints, set(links))
+            tuple[list[dict[str, Addresses]], bool], lambda: self._meet(endpoints, set(links), absent)
         )
         self._endpoints = list(endpoints)
         self._last_sums, self._open_sessions, self._book = {}, {}, AddressBook()
@@ -324,15 +330,25 @@ class Publisher:
 
     # ---- rank 0 ----
 
-    def _meet(self, endpoints: Sequence[str], links: Collection[str]) -> tuple[list[dict[str, Addresses]], bool]:
+    def _meet(
+        self, endpoints: Sequence[str], links: Collection[str], absent: Collection[int] | None
+    ) -> tuple[list[dict[str, Addresses]], bool]:
         """Ask the replicas. Returns, per replica, its addresses by their digest, and whether the plan is for them."""
         if self._clients is not None:
             self._clients.close()
         self._clients = ReplicaClients(endpoints, self._key)
-        described = self._describe(dict(enumerate(endpoints)), links)
-        self._met = [tuple(item.layout for item in reply.ranks) for reply in described]
-        self._epoch = max([self._epoch, *(reply.own_epoch for reply in described)])
-        return [_addresses_of(reply) for reply in described], bool(self._digest) and self._met == self._layouts
+        out = {number for number, endpoint in enumerate(endpoints) if not endpoint} | set(absent or ())
+        asked = {number: endpoint for number, endpoint in enumerate(endpoints) if number not in out}
+        described = self._describe(asked, links, may_be_gone=absent is not None)
+        layouts = {number: tuple(item.layout for item in reply.ranks) for number, reply in described.items()}
+        first = next(iter(layouts.values()), ())
+        self._met = [layouts.get(number, first) for number in range(len(endpoints))]
+        self._epoch = max([self._epoch, *(reply.own_epoch for reply in described.values())])
+        addresses = {number: _addresses_of(reply) for number, reply in described.items()}
+        for number in set(range(len(endpoints))) - set(described):
+            self._clients.give_up(number, f"replica {number} was out of service when the trainer connected")
+        is_planned = bool(self._digest) and self._met == self._layouts
+        return [addresses.get(number, {}) for number in range(len(endpoints))], is_planned
 
     def _make_plan(
         self, layouts: Sequence[tuple[DestLayout, ...]], facts: Sequence[tuple[SourceLayout, int]]
@@ -357,27 +373,36 @@ class Publisher:
         flags = tuple(flags_of(own, self._layouts[dest[0]][dest[1]]) for own, dest in firsts)
         return _Agreed(plan.summary(), names, flags, names_of), [plan.to_wire(rank) for rank in range(len(facts))]
 
-    def _describe(self, endpoints: Mapping[int, str], links: Collection[str]) -> list[Described]:
-        """Ask these replicas for their descriptions. Refuse one that cannot be written to over `links`."""
+    def _describe(
+        self, endpoints: Mapping[int, str], links: Collection[str], *, may_be_gone: bool = False
+    ) -> dict[int, Described]:
+        """Ask these replicas for their descriptions. Refuse one that cannot be written to over `links`.
+
+        Args:
+            may_be_gone: Leave out those that do not answer; raise what the last one failed with if none does.
+        """
         assert self._clients is not None
         replies = self._clients.call(
             Describe, {number: {} for number in endpoints}, dict.fromkeys(endpoints, self._config.timeout_s)
         )
-        described: list[Described] = []
+        described: dict[int, Described] = {}
         for number, endpoint in endpoints.items():
             reply = replies[number]
             if isinstance(reply, WeightSyncError):
-                raise reply
+                if not may_be_gone or (not described and number == max(endpoints)):
+                    raise reply
+                logger.warning("%s is left out: %s", endpoint, reply)
+                continue
             if not isinstance(reply, Described):
                 raise ProtocolError(f"{endpoint} answered Describe with {type(reply).__name__}")
             if [item.layout.rank for item in reply.ranks] != list(range(len(reply.ranks))):
                 raise ProtocolError(f"{endpoint} described ranks {[item.layout.rank for item in reply.ranks]}")
-            described.append(reply)
-        for endpoint, reply in zip(endpoints.values(), described, strict=True):
+            described[number] = reply
+        for number, reply in described.items():
             for item in reply.ranks:
                 if any(link != item.link for link in links):
                     raise LinkMismatch(
-                        f"{endpoint} receives over {item.link}, the trainer's ranks send over"
+                        f"{endpoints[number]} receives over {item.link}, the trainer's ranks send over"
                         f" {', '.join(sorted(links))}"
                     )
         return described
@@ -387,7 +412,7 @@ class Publisher:
         assert self._clients is not None
         self._clients.replace(replica, endpoint)
         try:
-            (described,) = self._describe({replica: endpoint}, {self._transport.link})
+            described = self._describe({replica: endpoint}, {self._transport.link})[replica]
             if tuple(item.layout for item in described.ranks) != self._layouts[replica]:
                 raise PlanMismatch(
                     f"replica {replica} came to {endpoint} with another layout than the plan was made for; give it the"

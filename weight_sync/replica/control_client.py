@@ -36,7 +36,7 @@ class ReplicaClients:
     silent, its process is gone, and nothing more is sent to it until replace() names the one that replaces it.
 
     Args:
-        endpoints: Addresses of all replicas.
+        endpoints: Addresses of all replicas; "" of one that is not there yet.
         key: The run's key.
         heartbeat_s, silence_s: Used instead of HEARTBEAT_S and SILENCE_S.
     """
@@ -58,7 +58,8 @@ class ReplicaClients:
         self._request_id = 0
         try:
             for replica, endpoint in enumerate(endpoints):
-                self.replace(replica, endpoint)
+                if endpoint:
+                    self.replace(replica, endpoint)
         except ProtocolError:
             self.close()
             raise

@@ -61,6 +61,7 @@ OPTIONS = [
     "trainer.numerics.match",
     "trainer.numerics.adapters",
     "trainer.cuda_graph_tokens",
+    "trainer.max_restarts",
     "rollout.num_workers",
     "rollout.tp_size",
     "rollout.workers_per_gpu",

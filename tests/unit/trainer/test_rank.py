@@ -7,8 +7,10 @@ from __future__ import annotations
 import gc
 import json
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,7 @@ from slipstream.conf.schema import (
     TrainMode,
     WeightSyncConfig,
 )
+from slipstream.trainer.checkpoint.keeper import Keeper, Readiness, hold
 from slipstream.trainer.checkpoint.rank_state import write_rank_state
 from slipstream.trainer.errors import CheckpointError, LayoutError, TrainerError
 from slipstream.trainer.rank import TrainerRank
@@ -286,6 +289,81 @@ def test_resume_continues_bitwise_in_a_new_rank(tmp_path):
     assert resumed.policy_version == 2
     step(resumed)
     assert are_equal(values_of(straight), values_of(resumed))
+
+
+def test_a_new_rank_goes_on_bitwise_from_a_kept_state():
+    """Of the step before the last one, too; what was copied does not change while it is sent."""
+
+    def step(rank: TrainerRank, number: int) -> None:
+        samples = make_samples(version=rank.policy_version)
+        rank.forward_backward([samples], count(samples, rank.policy_version))
+        rank.optimizer_step()
+        while rank.keep(number) is Readiness.later:
+            time.sleep(0.01)
+
+    keeper, rank = Keeper("127.0.0.1", SYNC_KEY), make_rank()
+    rank.keep_states([keeper.address])
+    after = {}
+    for number in (1, 2, 3):
+        step(rank, number)
+        after[number] = values_of(rank)
+    while keeper.kept() != {0: [2, 3]}:
+        time.sleep(0.01)
+    reborn = make_rank()
+    with pytest.raises(OSError, match="broke off"):
+        reborn.load_kept(keeper.address, 1)
+    reborn.load_kept(keeper.address, 2)
+    assert reborn.policy_version == 2 and are_equal(values_of(reborn), after[2])
+    step(reborn, 3)
+    assert are_equal(values_of(reborn), after[3])
+    keeper.close()
+
+
+def test_a_rank_whose_keeper_is_gone_says_so_once_and_trains_on(caplog):
+    rank, keeper = make_rank(), Keeper("127.0.0.1", SYNC_KEY)
+    rank.keep_states([keeper.address])
+    keeper.close()
+    found = []
+    while not found or found[-1] is not Readiness.never:
+        found.append(rank.keep(len(found)))
+        time.sleep(0.01)
+    assert found.count(Readiness.now) == 1
+    assert rank.keep(99) is Readiness.never
+    assert caplog.text.count("a step's state could not be kept in another process") == 1
+    samples = make_samples()
+    rank.forward_backward([samples], count(samples))
+    assert rank.optimizer_step().policy_version == 1
+
+
+def test_a_state_is_left_out_while_another_is_sent_and_where_copies_would_take_much_of_the_time(monkeypatch):
+    rank, keeper = make_rank(), Keeper("127.0.0.1", SYNC_KEY)
+    may_send, now = threading.Event(), [100.0]
+
+    def held(*arguments: Any) -> None:
+        assert may_send.wait(60)
+        hold(*arguments)
+
+    monkeypatch.setattr("slipstream.trainer.checkpoint.kept_states.hold", held)
+    monkeypatch.setattr("slipstream.trainer.checkpoint.kept_states.time", SimpleNamespace(monotonic=lambda: now[0]))
+    wait = rank._kept._copies.wait
+
+    def takes_a_second() -> None:
+        wait()
+        now[0] += 1.0
+
+    monkeypatch.setattr(rank._kept._copies, "wait", takes_a_second)
+    rank.keep_states([keeper.address])
+    rank._kept._sends.finish()
+    assert rank.keep(1) is Readiness.now
+    now[0] += 20.1
+    assert rank.keep(2) is Readiness.later, "the first is on its way"
+    may_send.set()
+    rank._kept._sends.finish()
+    now[0] -= 0.2
+    assert rank.keep(2) is Readiness.later, "a copy that takes a second each 20"
+    now[0] += 0.2
+    assert rank.keep(2) is Readiness.now
+    keeper.close()
 
 
 def test_a_checkpoint_holds_what_was_when_it_began_though_steps_follow(tmp_path, monkeypatch):

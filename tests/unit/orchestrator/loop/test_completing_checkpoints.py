@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fakes.loop import Loop, make_config
 
-from slipstream.orchestrator.errors import DiskFull
+from slipstream.orchestrator.errors import CheckpointLost, DiskFull
 from slipstream.orchestrator.files.run_checkpoint import RunState, complete_checkpoints, step_of
 
 
@@ -113,3 +113,23 @@ async def test_a_run_that_is_told_to_end_waits_for_it(tmp_path: Path) -> None:
         await running
     assert (loop.folder.checkpoints / "step-000002" / "manifest.json").exists()
     assert loop.checkpoints.read(loop.checkpoints.newest()).step >= 3
+
+
+async def test_a_checkpoint_that_a_dead_rank_had_not_written_is_given_up_and_the_next_one_made(tmp_path: Path) -> None:
+    loop, num_looks = Loop(tmp_path, make_config(num_steps=4)), 0
+    written = loop.trainer.has_written
+
+    async def is_lost_at_first() -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 1:
+            loop.trainer.down_s.append(1.5)
+            raise CheckpointLost("a trainer rank died before its files were there")
+        return await written()
+
+    loop.trainer.has_written = is_lost_at_first  # type: ignore[method-assign]
+    await loop.run()
+    assert [step_of(path) for path in complete_checkpoints(loop.folder.checkpoints)] == [4]
+    assert sorted(path.name for path in loop.folder.checkpoints.iterdir()) == ["step-000004"]
+    told = [(row["trainer/restarts"], row["trainer/down_s"]) for row in loop.rows[1:]]
+    assert sorted(told, key=str) == [(0, None), (0, None), (0, None), (1, 1.5)], "each restart is told in one row"

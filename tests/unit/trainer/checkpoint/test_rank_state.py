@@ -9,10 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load
 
 from slipstream.conf.schema import DType, LoraConfig, ModelConfig, OptimConfig, OptimState, TrainerConfig, TrainMode
 from slipstream.trainer.checkpoint import rank_state
-from slipstream.trainer.checkpoint.rank_state import read_rank_state, state_layout, write_rank_state
+from slipstream.trainer.checkpoint.rank_state import (
+    rank_state_parts,
+    read_rank_state,
+    read_rank_state_parts,
+    state_layout,
+    write_rank_state,
+)
 from slipstream.trainer.errors import CheckpointError
 
 TENSORS = {"a.value": torch.arange(6.0).view(2, 3), "a.m": torch.tensor([-1.5, 2.0]).bfloat16(), "n": torch.tensor(7)}
@@ -39,6 +46,22 @@ def test_a_state_comes_back_as_it_was_written(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["rank-3.json", "rank-3.safetensors"]
     write_rank_state(folder, 3, TENSORS, LAYOUT, PROGRESS | {"num_updates": 25})
     assert read(folder)[1]["num_updates"] == 25
+
+
+def test_a_state_in_memory_is_a_safetensors_file_and_is_refused_as_one_on_disk() -> None:
+    numbers = {"codes": torch.arange(3, dtype=torch.uint8), "signed": torch.tensor([-1], dtype=torch.int8)}
+    given = TENSORS | numbers | {"none": torch.empty(0, 4)}
+    data = bytearray(b"".join(rank_state_parts(given, LAYOUT, PROGRESS)))
+    shapes = {name: list(tensor.shape) for name, tensor in given.items()}
+    tensors, progress = read_rank_state_parts(data, 3, LAYOUT, shapes)
+    assert progress == PROGRESS
+    assert load(bytes(data)).keys() == given.keys() == tensors.keys()
+    for name, tensor in given.items():
+        assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor)
+    with pytest.raises(CheckpointError, match=r"in memory was written with trainer\.ep_size=2, this run has 1"):
+        read_rank_state_parts(data, 3, LAYOUT | {"trainer.ep_size": 1}, shapes)
+    with pytest.raises(CheckpointError, match="cannot read the state in memory"):
+        read_rank_state_parts(data[:-1], 3, LAYOUT, shapes)
 
 
 @pytest.mark.parametrize(

@@ -256,3 +256,36 @@ def test_during_a_wave_the_others_serve(worlds: list[World]) -> None:
         engine.verify = look  # type: ignore[method-assign]
     world.publisher.publish(1)
     assert seen == [(0, [1]), (1, [0])]
+
+
+def test_another_trainer_meets_the_replicas_that_are_there_and_publishes_anew(worlds: list[World]) -> None:
+    """The first one died in a publish: its replicas are DIRTY. Of the others one is known to be out of service, and one
+    is gone without a word; both join later.
+    """
+    worlds.append(world := World(4))
+    world.publisher.publish(0)
+    addresses = [endpoint.address for endpoint in world.endpoints]
+    for replica in (0, 1):
+        world.end(replica)
+    for replica in (2, 3):
+        world.endpoints[replica].endpoint._state = world.endpoints[replica].endpoint.state.begin(1, 7, "half")
+    world.publisher.close()
+    world.transport = MemoryTransport(world.fabric)
+    world.publisher = Publisher(
+        DictSource(0, num_ranks=1), world.transport, rank=0, world_size=1, group=None,
+        config=WeightSyncConfig(watermark_bytes=1 << 16, timeout_s=10.0), key=KEY,
+    )  # fmt: skip
+    with pytest.raises(ReplicaError, match="gone"):
+        world.publisher.connect(addresses[:2], absent=[])
+    with pytest.raises(ReplicaError, match="gone"):
+        world.publisher.connect(addresses)
+    world.publisher.connect(addresses, absent=[0])
+    report = world.publisher.publish(1, exclude=[0])
+    assert committed(report) == [False, False, True, True] and report.epoch == 8
+    assert "gone" in (report.replicas[1].error or "") or "out of service" in (report.replicas[1].error or "")
+    for replica in (0, 1):
+        world.publisher.reconnect(replica, world.start(replica))
+    assert committed(world.publisher.publish(2)) == [True] * 4
+    addresses = [endpoint.address for endpoint in world.endpoints]
+    world.publisher.connect([addresses[0], "", addresses[2]], absent=[])
+    assert committed(world.publisher.publish(3)) == [True, False, True], "a place that nobody has had yet"

@@ -1,0 +1,246 @@
+# pyright: strict
+"""Trainer ranks that are started again after one of them has died, with the state of the last finished step.
+
+    a call fails, and a rank is dead --> the others are ended --> all start again in their places --> the newest state
+    that all have, from keepers' memory --> living engines are met again --> the calls after that state, once more -->
+    the call that failed, once more
+
+A trainer rank is a function of the calls that change it. They are noted here from one kept state to the next: what is
+computed again is computed from the same batches, so the loop knows nothing of it but that a call took longer.
+
+Owns: the noted calls, how often ranks were started again, and what is said of it. Does not own: how one call goes to
+all ranks, nor which calls change a rank (ray_handles.py); how ranks start (trainer_ranks.py); states (keepers.py).
+Invariant: ranks are used again only when every noted call was made again on all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from ray import ObjectRef
+from ray.exceptions import RayError
+
+from slipstream.conf.plural import counted
+from slipstream.fleet.errors import FleetError
+from slipstream.fleet.waiting import wait_for
+from slipstream.orchestrator.cluster.actors import TrainerActor
+from slipstream.orchestrator.cluster.keepers import Keepers
+from slipstream.orchestrator.cluster.ray_cluster import RayCluster, kill_actor
+from slipstream.orchestrator.errors import CheckpointLost, OrchestratorError, TrainingStopped
+from slipstream.trainer.checkpoint.keeper import Address, Readiness
+
+logger = logging.getLogger(__name__)
+
+Call = Callable[[type[TrainerActor], int], ObjectRef[Any]]
+"""A call of one rank, given its actor and number."""
+_CHECKPOINT, _STEP = "begin_checkpoint", "optimizer_step"
+_READ_S = 600.0
+"""Longest that reading a state, or meeting the engines, may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """All trainer ranks of one life, in order."""
+
+    actors: Sequence[type[TrainerActor]]
+    names: Sequence[str]
+    """In Ray and in the log."""
+    facts: Sequence[dict[str, Any]]
+    """What load() returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """A call that changed the ranks."""
+
+    after: int
+    """Steps finished before it."""
+    what: str
+    call: Call
+    timeout_s: float
+    returned: Any
+
+
+@dataclass(slots=True)
+class Engines:
+    """The rollout workers that ranks are connected to, by their places."""
+
+    endpoints: list[str] = field(default_factory=list[str])
+    slots: list[str] = field(default_factory=list[str])
+    """Of adapter slots; empty without them."""
+    absent: set[int] = field(default_factory=set[int])
+    """Out of service."""
+
+    def came(self, place: int, endpoint: str) -> None:
+        """A worker was met that was started again, or a further one."""
+        for listed in (self.endpoints, self.slots) if self.slots else (self.endpoints,):
+            listed += [""] * (place + 1 - len(listed))
+        (self.slots or self.endpoints)[place] = endpoint
+        self.absent.discard(place)
+
+
+class Rebirth:
+    """See the module's docstring.
+
+    Args:
+        cluster: the run's.
+        start: starts all ranks for the n-th time (0: the first) and loads the model on them.
+        keepers: hold the states.
+        on_all: makes one call on all ranks.
+        max_restarts: of all ranks together, in this run.
+        start_timeout_s: longest that ranks may take to be up.
+    """
+
+    def __init__(
+        self,
+        cluster: RayCluster,
+        start: Callable[[int], Awaitable[Ranks]],
+        keepers: Keepers,
+        on_all: Callable[[Ranks, str, Call, float], Awaitable[list[Any]]],
+        *,
+        max_restarts: int,
+        start_timeout_s: float,
+    ) -> None:
+        self.engines = Engines()
+        self.down_s: list[float] = []
+        """Per restart: the seconds from the failed call to ranks that could be called again."""
+        self._cluster, self._start, self._keepers, self._on_all = cluster, start, keepers, on_all
+        self._max_restarts, self._start_timeout_s = max_restarts, start_timeout_s
+        self._num_begun = 0
+        """Restarts that were begun."""
+        self._noted: list[_Noted] = []
+        self._num_kept = 0
+        """States that ranks began to send."""
+        self._why_not = "the run had not begun"
+        """Why a death ends the run; "" if it does not."""
+        self._is_checkpoint_lost = False
+
+    async def begin(self, ranks: Ranks) -> None:
+        """From now on ranks keep the states of their steps, if there is room for them, and may be started again."""
+        num_bytes = [int(facts["state_bytes"]) for facts in ranks.facts]
+        nodes = [str(facts["node"]) for facts in ranks.facts]
+        lack = await self._keepers.lacks_room(nodes, num_bytes) if self._max_restarts else ""
+        if lack:
+            self._why_not = f"keeping the state of each step takes {lack}"
+            logger.warning(
+                "a trainer rank that dies will end this run, to be resumed from its newest checkpoint: %s",
+                self._why_not,
+            )
+        elif not self._max_restarts:
+            self._why_not = "trainer.max_restarts=0"
+        else:
+            await self._let_keep(ranks)
+            self._why_not = ""
+            logger.info(
+                "trainer ranks are started again up to %d times if one dies: the state of each step, %.2f GB, is kept "
+                "in host memory", self._max_restarts, sum(num_bytes) / 1e9,
+            )  # fmt: skip
+
+    @property
+    def next_number(self) -> int | None:
+        """Of the state after the step under way; None: none is kept."""
+        return None if self._why_not else self._num_kept + 1
+
+    def note(self, what: str, call: Call, timeout_s: float, returned: Any = None) -> None:
+        """All ranks have made a call that changes them. If they began to send a state in it, all of those before it are
+        whole.
+        """
+        if self._why_not:
+            return
+        self._noted.append(_Noted(self._num_kept, what, call, timeout_s, returned))
+        readiness = returned[1] if what == _STEP else Readiness.later
+        if readiness is Readiness.now:
+            self._num_kept += 1
+            self._noted = [one for one in self._noted if one.after >= self._num_kept - 1 or one.what == _CHECKPOINT]
+        elif readiness is Readiness.never:
+            self._why_not, self._noted = "a process that kept states is gone", []
+            logger.warning("a process that kept states is gone: a trainer rank that dies will end this run")
+
+    def checkpoint_is_written(self) -> None:
+        """All ranks' files of the newest checkpoint are there."""
+        self._noted = [one for one in self._noted if one.what != _CHECKPOINT]
+
+    def raise_if_checkpoint_lost(self) -> None:
+        """Once."""
+        if self._is_checkpoint_lost:
+            self._is_checkpoint_lost = False
+            raise CheckpointLost("a trainer rank died before its files were there")
+
+    async def after(self, ranks: Ranks, error: Exception) -> Ranks:
+        """Ranks in the place of these, of which a call failed.
+
+        Raises:
+            Exception: that error, if no rank is dead, or ranks may not be started again.
+            TrainingStopped: it cannot be done.
+        """
+        if self._why_not or not any(who in self._cluster.dead for who in ranks.names):
+            raise error
+        began = time.monotonic()
+        while True:
+            if self._num_begun >= self._max_restarts:
+                raise TrainingStopped(
+                    f"{error}. Trainer ranks are not started again: trainer.max_restarts={self._max_restarts} are used "
+                    "up. Find out why they die, and go on with slipstream resume"
+                ) from error
+            self._num_begun += 1
+            logger.warning(
+                "%s; all of %s are started again (%d of trainer.max_restarts=%d)",
+                error, counted(len(ranks.names), "trainer rank"), self._num_begun, self._max_restarts,
+            )  # fmt: skip
+            for actor in ranks.actors:
+                with contextlib.suppress(RayError):
+                    await self._cluster.in_thread(partial(kill_actor, actor))
+            # A step whose end was not told counts as unfinished: the call that failed is made again.
+            number, keepers = await self._keepers.newest(len(ranks.actors), self._num_kept)
+            if number < self._num_kept - 1:
+                raise TrainingStopped(f"{error}. No state of its last steps is left: go on with slipstream resume")
+            try:
+                starting = self._start(self._num_begun)
+                ranks = await wait_for(starting, "trainer ranks to start again", timeout_s=self._start_timeout_s)
+                started_s = time.monotonic() - began
+                again = await self._bring_up_to_date(ranks, number, keepers)
+            except (OrchestratorError, FleetError) as another:
+                error = another
+                continue
+            self.down_s.append(time.monotonic() - began)
+            logger.info(
+                "trainer ranks are up again after %.1f s (their start took %.1f s), with state %d; %s",
+                self.down_s[-1], started_s, number,
+                f"made again: {', '.join(again)}" if again else "no finished step was computed again",
+            )  # fmt: skip
+            return ranks
+
+    async def _bring_up_to_date(self, ranks: Ranks, number: int, keepers: Sequence[Address]) -> list[str]:
+        """Returns the names of the calls that were made again."""
+        if number:
+            await self._on_all(
+                ranks, "load_kept", lambda actor, rank: actor.load_kept.remote(keepers[rank], number), _READ_S
+            )
+        if self.engines.endpoints:
+            await self._on_all(ranks, "connect", self._meet_engines, _READ_S)
+        await self._let_keep(ranks)
+        self._is_checkpoint_lost |= any(one.after < number and one.what == _CHECKPOINT for one in self._noted)
+        again, self._noted, self._num_kept = [one for one in self._noted if one.after >= number], [], number
+        for one in again:
+            (now, *_) = await self._on_all(ranks, one.what, one.call, one.timeout_s)
+            self.note(one.what, one.call, one.timeout_s, now)
+            if one.what == _STEP and now[0].policy_version != one.returned[0].policy_version:
+                raise TrainingStopped(
+                    f"a step that had made version {one.returned[0].policy_version} made "
+                    f"{now[0].policy_version} when it was computed again"
+                )
+        return [one.what for one in again]
+
+    def _meet_engines(self, actor: type[TrainerActor], _: int) -> ObjectRef[Any]:
+        engines = self.engines
+        return actor.connect.remote(engines.endpoints, engines.slots, sorted(engines.absent))
+
+    async def _let_keep(self, ranks: Ranks) -> None:
+        keepers = await self._keepers.of([str(facts["node"]) for facts in ranks.facts])
+        await self._on_all(ranks, "keep_states", lambda actor, rank: actor.keep_states.remote(keepers[rank]), _READ_S)

@@ -1,0 +1,384 @@
+"""Ranks that are started again make the calls again that their state lacks, and no others; or the run ends, and why."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayError
+
+from slipstream.fleet.errors import WaitTimeout
+from slipstream.orchestrator.cluster import rebirth as rebirth_module
+from slipstream.orchestrator.cluster.keepers import Keepers, _nodes_of_keepers
+from slipstream.orchestrator.cluster.ray_handles import RayTrainerGroup
+from slipstream.orchestrator.cluster.rebirth import Ranks, Rebirth
+from slipstream.orchestrator.errors import CheckpointLost, TrainingStopped
+from slipstream.trainer.checkpoint.keeper import Readiness
+from slipstream.trainer.types import OptimStats
+
+ADDRESS = ("127.0.0.1", 1)
+
+
+class Method:
+    """An actor's: notes its calls, and fails if its process is dead."""
+
+    def __init__(self, actor: Actor, name: str) -> None:
+        self._actor, self._name = actor, name
+
+    def remote(self, *arguments: Any) -> Any:
+        return self._actor.answer(self._name, *arguments)
+
+
+class Actor:
+    """A rank whose version is the number of its updates."""
+
+    def __init__(self, cast: Cast, name: str) -> None:
+        self.cast, self.name = cast, name
+        self.calls: list[tuple[Any, ...]] = []
+        self.version = 0
+        self.is_dead = False
+        self.dies_in: set[str] = set()
+
+    def __getattr__(self, name: str) -> Method:
+        return Method(self, name)
+
+    def answer(self, name: str, *arguments: Any) -> Any:
+        if name in self.dies_in:
+            self.is_dead = True
+        if self.is_dead:
+            return RuntimeError(f"{self.name} died of SIGKILL")
+        self.calls.append((name, *arguments))
+        if name == "optimizer_step":
+            self.version += 1
+            readiness = self.cast.readiness if arguments[1] is not None else Readiness.later
+            if readiness is Readiness.now:
+                self.cast.kept = {arguments[1] - 1, arguments[1]} - {0}
+                self.cast.versions[arguments[1]] = self.version
+            return OptimStats(self.version, 1.0, 1e-3, is_finite=True), readiness
+        if name == "load_kept":
+            self.version = self.cast.versions[arguments[1]]
+        return self.cast.is_written if name == "has_written" else (name, *arguments)
+
+
+class Cast:
+    """A cluster, ranks and keepers; `kept` are the numbers of states that all ranks have."""
+
+    def __init__(self, *, max_restarts: int = 3, lack: str = "") -> None:
+        self.dead: dict[str, str] = {}
+        self.kept: set[int] = set()
+        self.is_written = True
+        self.readiness = Readiness.now
+        self.versions: dict[int, int] = {}
+        """Of each state."""
+        self.ended: list[Actor] = []
+        self.lives: list[list[Actor]] = []
+        self.start_fails = 0
+        self.lack = lack
+        self.rebirth = Rebirth(
+            self, self.start, self, self.call_all, max_restarts=max_restarts, start_timeout_s=5.0,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    async def group(self) -> RayTrainerGroup:
+        group = RayTrainerGroup(self, await self.start(0), self.rebirth, is_lora=True)  # type: ignore[arg-type]
+        await group.connect(["tcp://a", "tcp://b"], 5.0)
+        await group.outlive_ranks()
+        return group
+
+    async def start(self, life: int) -> Ranks:
+        if life and self.start_fails:
+            self.start_fails -= 1
+            raise WaitTimeout("gave up waiting for trainer ranks to start")
+        actors = [Actor(self, f"trainer-{rank}{f'.{life}' * bool(life)}") for rank in range(2)]
+        self.lives.append(actors)
+        return Ranks(actors, [actor.name for actor in actors], [{"state_bytes": 5, "node": "n"}] * 2)  # type: ignore[arg-type]
+
+    async def result_of(self, answer: Any, who: str, _: type) -> Any:
+        await asyncio.sleep(0)
+        if isinstance(answer, RuntimeError):
+            self.dead[who] = "died of SIGKILL"
+            raise TrainingStopped(str(answer))
+        return answer
+
+    async def call_all(self, ranks: Ranks, what: str, call: Any, timeout_s: float) -> list[Any]:
+        answers = [(call(actor, rank), actor.name) for rank, actor in enumerate(ranks.actors)]
+        return [await self.result_of(answer, name, TrainingStopped) for answer, name in answers]
+
+    async def in_thread(self, call: Any) -> None:
+        call()
+
+    async def lacks_room(self, nodes: Sequence[str], state_bytes: Sequence[int]) -> str:
+        assert (list(nodes), list(state_bytes)) == (["n", "n"], [5, 5])
+        return self.lack
+
+    async def of(self, nodes: Sequence[str]) -> list[list[tuple[str, int]]]:
+        return [[ADDRESS] for _ in nodes]
+
+    async def newest(self, num_ranks: int, most: int) -> tuple[int, list[tuple[str, int]]]:
+        number = max((one for one in self.kept if one <= most), default=0)
+        return number, [ADDRESS] * num_ranks if number else []
+
+    def names(self, life: int) -> list[str]:
+        """What rank 1 was called for."""
+        return [call[0] for call in self.lives[life][1].calls]
+
+
+@pytest.fixture(autouse=True)
+def ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(actor: Actor) -> None:
+        was_dead, actor.is_dead = actor.is_dead, True
+        actor.cast.ended.append(actor)
+        if was_dead:
+            raise RayError("it is dead")
+
+    monkeypatch.setattr(rebirth_module, "kill_actor", kill)
+
+
+async def step(group: RayTrainerGroup) -> OptimStats:
+    await group.forward_backward([[], []], SimpleNamespace())  # type: ignore[arg-type]
+    return await group.optimizer_step()
+
+
+async def test_a_step_whose_end_was_not_told_is_computed_again_though_its_state_is_kept(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cast = Cast()
+    group = await cast.group()
+    for version in (1, 2, 3):
+        assert (await step(group)).policy_version == version
+    await group.forward_backward([[], []], SimpleNamespace())  # type: ignore[arg-type]
+    cast.lives[0][1].dies_in = {"optimizer_step"}
+    with caplog.at_level(logging.INFO):
+        assert (await group.optimizer_step()).policy_version == 4
+    assert cast.ended == cast.lives[0], "the others, too"
+    assert cast.names(1) == ["load_kept", "connect", "keep_states", "forward_backward", "optimizer_step"]
+    assert cast.lives[1][1].calls[0] == ("load_kept", ADDRESS, 3)
+    assert cast.lives[1][1].calls[1] == ("connect", ["tcp://a", "tcp://b"], [], [])
+    assert cast.lives[1][1].calls[-1] == ("optimizer_step", True, 4)
+    said = caplog.text
+    assert "trainer-1 died of SIGKILL; all of 2 trainer ranks are started again (1 of trainer.max_restarts=3)" in said
+    assert "with state 3; made again: forward_backward" in said
+    assert len(group.down_s) == 1
+
+
+async def test_of_states_that_were_under_way_the_one_before_is_taken_and_a_finished_step_computed_again() -> None:
+    cast = Cast()
+    group = await cast.group()
+    for _ in range(3):
+        await step(group)
+    cast.kept = {2}  # some rank's third had not arrived
+    cast.lives[0][0].dies_in = {"publish"}
+    await group.publish(5.0)
+    assert cast.names(1)[3:] == ["forward_backward", "optimizer_step", "publish"]
+    assert cast.lives[1][0].version == 3
+
+
+async def test_steps_without_a_kept_state_are_computed_again_and_states_counted_on() -> None:
+    cast = Cast()
+    group = await cast.group()
+    for readiness in (Readiness.now, Readiness.later, Readiness.later):
+        cast.readiness = readiness
+        await step(group)
+    cast.readiness = Readiness.now
+    cast.lives[0][0].dies_in = {"forward_backward"}
+    await step(group)
+    assert cast.lives[1][0].version == 4
+    assert [call for call in cast.lives[1][1].calls if call[0] == "optimizer_step"] == [
+        ("optimizer_step", True, number) for number in (2, 3, 4)
+    ], "as counted anew"
+    cast.lives[1][0].dies_in = {"publish"}
+    await group.publish(5.0)
+    assert cast.names(2) == ["load_kept", "connect", "keep_states", "publish"]
+
+
+async def test_ranks_whose_keeper_is_gone_train_on_and_a_death_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    cast = Cast()
+    group = await cast.group()
+    await step(group)
+    cast.readiness = Readiness.never
+    for _ in range(2):
+        await step(group)
+    assert caplog.text.count("a process that kept states is gone: a trainer rank that dies will end this run") == 1
+    assert cast.lives[0][0].calls[-1] == ("optimizer_step", True, None)
+    cast.lives[0][1].is_dead = True
+    with pytest.raises(TrainingStopped, match=r"^trainer-1 died of SIGKILL$"):
+        await step(group)
+
+
+async def test_before_the_second_state_everything_since_the_start_is_made_again() -> None:
+    cast = Cast()
+    group = await cast.group()
+    await group.load_state("folder")  # type: ignore[arg-type]
+    await step(group)
+    cast.kept = set()
+    cast.lives[0][1].dies_in = {"score"}
+    await group.score([[], []], 1)
+    assert cast.names(1)[2:] == ["load_state", "forward_backward", "optimizer_step", "score"]
+
+
+async def test_engines_out_of_service_are_left_out_and_others_met_where_they_are_now() -> None:
+    cast = Cast()
+    group = await cast.group()
+    await step(group)
+    await group.reconnect(1, "tcp://b2", 5.0)
+    await group.publish(5.0, exclude=[0])
+    cast.lives[0][0].dies_in = {"forward_backward"}
+    await step(group)
+    assert ("connect", ["tcp://a", "tcp://b2"], [], [0]) in cast.lives[1][0].calls
+    await group.reconnect(0, "tcp://a2", 5.0)
+    cast.lives[1][0].dies_in = {"forward_backward"}
+    await step(group)
+    assert ("connect", ["tcp://a2", "tcp://b2"], [], []) in cast.lives[2][0].calls
+    await group.reconnect(3, "tcp://d", 5.0)  # a further worker, before another one
+    cast.lives[2][0].dies_in = {"forward_backward"}
+    await step(group)
+    assert ("connect", ["tcp://a2", "tcp://b2", "", "tcp://d"], [], []) in cast.lives[3][0].calls
+
+
+async def test_calls_that_fail_at_once_start_ranks_again_once() -> None:
+    cast = Cast()
+    group = await cast.group()
+    await step(group)
+    cast.lives[0][1].is_dead = True
+    stats, written, _ = await asyncio.gather(step(group), group.has_written(), group.disconnect([1]))
+    assert stats.policy_version == 2 and written and len(cast.lives) == 2
+
+
+async def test_a_checkpoint_under_way_is_begun_again_or_told_to_be_lost() -> None:
+    cast = Cast()
+    group = await cast.group()
+    for _ in range(2):
+        await step(group)
+    cast.is_written = False
+    await group.begin_checkpoint("folder", None)  # type: ignore[arg-type]
+    assert not await group.has_written()
+    cast.lives[0][1].is_dead = True
+    await step(group)  # of the state that the checkpoint is of
+    assert cast.names(1)[3] == "begin_checkpoint" and not await group.has_written()
+    cast.lives[1][0].is_dead = True
+    await step(group)
+    assert "begin_checkpoint" not in cast.names(2), "a step has passed"
+    with pytest.raises(CheckpointLost):
+        await group.has_written()
+    cast.is_written = True
+    await group.begin_checkpoint("another", None)  # type: ignore[arg-type]
+    assert await group.has_written()
+    cast.lives[2][0].is_dead = True
+    await group.publish(5.0)
+    assert "begin_checkpoint" not in cast.names(3), "its files were there"
+
+
+async def test_restarts_that_fail_count_and_the_last_one_ends_the_run() -> None:
+    cast = Cast(max_restarts=3)
+    group = await cast.group()
+    await step(group)
+    cast.start_fails = 1
+    cast.lives[0][0].is_dead = True
+    await step(group)
+    assert len(cast.lives) == 2 and len(group.down_s) == 1
+    cast.lives[1][0].is_dead = True
+    await step(group)
+    cast.lives[2][1].is_dead = True
+    with pytest.raises(TrainingStopped, match=r"trainer-1\.3 died of SIGKILL.*trainer.max_restarts=3 are used up"):
+        await step(group)
+
+
+async def test_without_a_death_or_a_state_the_error_ends_the_run() -> None:
+    cast = Cast()
+    group = await cast.group()
+
+    def fails(*_: Any) -> RuntimeError:
+        return RuntimeError("trainer-0 failed with ValueError: a batch")
+
+    cast.lives[0][0].answer = fails  # type: ignore[method-assign]
+    real = cast.result_of
+
+    async def result_of(answer: Any, who: str, kind: type) -> Any:
+        try:
+            return await real(answer, who, kind)
+        finally:
+            cast.dead.clear()
+
+    cast.result_of = result_of  # type: ignore[method-assign]
+    with pytest.raises(TrainingStopped, match="failed with ValueError"):
+        await step(group)
+    assert len(cast.lives) == 1
+    lost = Cast()
+    group = await lost.group()
+    for _ in range(3):
+        await step(group)
+    lost.kept = {1}
+    lost.lives[0][0].is_dead = True
+    with pytest.raises(TrainingStopped, match="No state of its last steps is left"):
+        await step(group)
+
+
+@pytest.mark.parametrize(("max_restarts", "lack"), [(0, ""), (3, "5.0 GB of a's memory, which has 1.0 GB left")])
+async def test_where_ranks_may_not_be_started_again_a_death_ends_the_run_as_it_is(
+    max_restarts: int, lack: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cast = Cast(max_restarts=max_restarts, lack=lack)
+    group = await cast.group()
+    assert ("a trainer rank that dies will end this run" in caplog.text) == bool(lack)
+    assert lack in caplog.text
+    await step(group)
+    assert "keep_states" not in cast.names(0)
+    cast.lives[0][1].is_dead = True
+    with pytest.raises(TrainingStopped, match=r"^trainer-1 died of SIGKILL$"):
+        await step(group)
+    assert len(cast.lives) == 1
+
+
+def test_a_state_is_kept_on_its_node_and_on_the_next_one() -> None:
+    nodes = ["a", "a", "b", "b", "c"]
+    assert [_nodes_of_keepers(node, nodes) for node in ("a", "b", "c")] == [["a", "b"], ["b", "c"], ["c", "a"]]
+    assert _nodes_of_keepers("a", ["a", "a"]) == ["a"]
+
+
+class KeeperActors:
+    """A cluster of keepers alone."""
+
+    def __init__(self, kept: dict[str, dict[int, list[int]]], free: int = 1000) -> None:
+        self._kept, self._free = kept, free
+        self.went_back: list[tuple[str, int]] = []
+        self.loss: Exception | None = None
+
+    async def new_actor_of_node(self, _: type, name: str, node: str) -> Any:
+        remote = SimpleNamespace
+        return SimpleNamespace(
+            begin=remote(remote=lambda *_: ((node, 1), self._free)),
+            kept=remote(remote=lambda: self._kept.get(node)),
+            go_back=remote(remote=lambda number: self.went_back.append((node, number)) or "done"),
+        )
+
+    async def result_of(self, answer: Any, _: str, error_type: type[Exception]) -> Any:
+        if answer is None:
+            raise self.loss or error_type("it died with its node")
+        return answer
+
+
+async def test_the_newest_state_that_all_ranks_have_is_found_where_it_is() -> None:
+    keepers = Keepers(KeeperActors({"a": {0: [3, 4], 1: [3]}, "b": {1: [3, 4], 0: [3]}}), b"", is_one_node=False)  # type: ignore[arg-type]
+    assert await keepers.of(["a", "b"]) == [[("a", 1), ("b", 1)], [("b", 1), ("a", 1)]]
+    assert await keepers.newest(2, 9) == (4, [("a", 1), ("b", 1)])
+    assert (await keepers.newest(2, 3))[0] == 3
+    left = KeeperActors({"a": {0: [3, 4], 1: [3]}})
+    halves = Keepers(left, b"", is_one_node=False)  # type: ignore[arg-type]
+    await halves.of(["a", "b"])
+    assert await halves.newest(2, 9) == (3, [("a", 1), ("a", 1)]), "node b is gone"
+    left.loss = RayError("its node does not exist any more")
+    assert (await halves.newest(2, 9))[0] == 3
+    assert left.went_back == [("a", 3)] * 2, "later states count no more"
+    empty = Keepers(KeeperActors({}), b"", is_one_node=True)  # type: ignore[arg-type]
+    assert await empty.newest(2, 9) == (0, [])
+
+
+async def test_room_is_counted_for_three_copies_and_five_with_several_nodes() -> None:
+    for nodes, needed in ((["a", "a"], 600), (["a", "b"], 500)):
+        for free, is_enough in ((needed, True), (needed - 1, False)):
+            keepers = Keepers(KeeperActors({}, free), b"", is_one_node=False)  # type: ignore[arg-type]
+            await keepers.of(nodes)
+            assert (await keepers.lacks_room(nodes, [100, 100]) == "") == is_enough, (nodes, free)

@@ -1,0 +1,183 @@
+"""States of finished steps in the memory of a process beside the trainer ranks, which outlives them.
+
+    rank r       --hold(r, number, parts)-->  Keeper     after a step, beside what follows it
+    rank r anew  <--give(r, number)---------  Keeper     after a rank has died
+
+States are counted. A keeper has room for two of a rank: the newest whole one, and the one that comes in over the older
+one. A rank sends a state only after all ranks' states before it are whole (rank.py), so there is always a number that
+every rank has.
+
+Owns: the memory, and the connections, one for each state that goes either way. Does not own what the bytes mean
+(rank_state.py), when they are sent (kept_states.py), or where keepers are (orchestrator/cluster/keepers.py). Needs no
+torch.
+Invariant: whoever does not know the run's key gets nothing and stores nothing. Bytes alone pass: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import struct
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import closing, contextmanager
+from enum import Enum
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+
+logger = logging.getLogger(__name__)
+
+SILENCE_S = 60
+"""A connection over which no byte has passed for so long is broken."""
+_BACKLOG = 256
+_MAX_REQUEST_BYTES = 1024
+
+Address = tuple[str, int]
+
+
+class Readiness(Enum):
+    """Of one rank to keep a state. The least ready rank counts for all."""
+
+    now = 0
+    later = 1
+    never = 2
+    """Its keeper is gone."""
+
+
+class Keeper:
+    """See the module's docstring.
+
+    Args:
+        host: Address to listen on.
+        key: The run's key.
+    """
+
+    def __init__(self, host: str, key: bytes) -> None:
+        self._key = key
+        self._listener = Listener((host, 0), backlog=_BACKLOG)
+        self._lock = threading.Lock()
+        self._whole: dict[int, dict[int, bytearray]] = {}
+        """Rank -> number -> state."""
+        self._accepting = threading.Thread(target=self._accept, daemon=True, name="keeper")
+        self._accepting.start()
+
+    @property
+    def address(self) -> Address:
+        """Where ranks reach it."""
+        host, port = self._listener.address  # pyright: ignore[reportAssignmentType] - of a socket of the internet
+        return str(host), int(port)
+
+    def kept(self) -> dict[int, list[int]]:
+        """The numbers of the states that each rank has here."""
+        with self._lock:
+            return {rank: sorted(states) for rank, states in self._whole.items()}
+
+    def go_back(self, number: int) -> None:
+        """Forget later states: ranks go on from this one."""
+        with self._lock:
+            for states in self._whole.values():
+                for later in [one for one in states if one > number]:
+                    del states[later]
+
+    def close(self) -> None:
+        """Accept no more."""
+        host, port = self.address
+        self._listener.close()
+        with socket.socket() as waking:  # accept() does not see that its socket was closed
+            waking.connect_ex((host, port))
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        with closing(connection), _socket_of(connection) as sock:
+            try:
+                deliver_challenge(connection, self._key)
+                answer_challenge(connection, self._key)
+                request = json.loads(connection.recv_bytes(_MAX_REQUEST_BYTES))
+                rank, number = int(request["rank"]), int(request["number"])
+                if request["verb"] == "hold":
+                    self._hold(rank, number, int(request["num_bytes"]), sock)
+                    connection.send_bytes(b"held")
+                else:
+                    with self._lock:
+                        state = self._whole[rank][number]
+                    connection.send_bytes(str(len(state)).encode())
+                    sock.sendall(state)
+            except (OSError, EOFError, ValueError, LookupError, AuthenticationError) as error:
+                logger.warning("a connection ended early: %s: %s", type(error).__name__, error)
+
+    def _hold(self, rank: int, number: int, num_bytes: int, sock: socket.socket) -> None:
+        with self._lock:
+            whole = self._whole.get(rank, {})
+            newest = max((one for one in whole if one < number), default=None)
+            self._whole[rank] = {} if newest is None else {newest: whole.pop(newest)}
+            free = next((state for state in whole.values() if len(state) == num_bytes), None)
+        state = bytearray(num_bytes) if free is None else free  # fresh memory comes page by page
+        _receive(sock, state)
+        with self._lock:
+            self._whole[rank][number] = state
+
+
+def hold(address: Address, key: bytes, rank: int, number: int, parts: Sequence[memoryview]) -> None:
+    """Let a keeper hold a state of this rank: these bytes, one part after the other. Returns when it is whole there.
+
+    Raises:
+        OSError: The keeper is gone, or silent.
+    """
+    num_bytes = sum(part.nbytes for part in parts)
+    with _asking(address, key, verb="hold", rank=rank, number=number, num_bytes=num_bytes) as (connection, sock):
+        for part in parts:
+            sock.sendall(part)
+        connection.recv_bytes()
+
+
+def take(address: Address, key: bytes, rank: int, number: int) -> bytearray:
+    """The state that a keeper holds.
+
+    Raises:
+        OSError: The keeper is gone, or silent, or has no such state.
+    """
+    with _asking(address, key, verb="give", rank=rank, number=number) as (connection, sock):
+        state = bytearray(int(connection.recv_bytes()))
+        _receive(sock, state)
+        return state
+
+
+@contextmanager
+def _asking(address: Address, key: bytes, **request: object) -> Generator[tuple[Connection, socket.socket]]:
+    """A connection on which a request was sent, and its socket."""
+    try:
+        with closing(Client(address)) as connection, _socket_of(connection) as sock:
+            answer_challenge(connection, key)
+            deliver_challenge(connection, key)
+            connection.send_bytes(json.dumps(request).encode())
+            yield connection, sock
+    except (EOFError, AuthenticationError) as error:
+        host, port = address
+        raise OSError(f"the keeper at {host}:{port} broke off ({type(error).__name__})") from error
+
+
+def _receive(sock: socket.socket, into: bytearray) -> None:
+    """Fill a buffer."""
+    view, start = memoryview(into), 0
+    while start < len(view):
+        got = sock.recv_into(view[start:])
+        if not got:
+            raise EOFError(f"{start} of {len(view)} bytes came")
+        start += got
+
+
+@contextmanager
+def _socket_of(connection: Connection) -> Generator[socket.socket]:
+    """The connection's socket: the connection itself copies what it sends and receives."""
+    with socket.socket(fileno=socket.dup(connection.fileno())) as sock:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", SILENCE_S, 0))
+        yield sock

@@ -1,0 +1,73 @@
+"""One rank's side of the states that outlive it: each finished step is copied, and sent to keepers beside what follows.
+
+    use(addresses)        keepers to send to, and memory for copies
+    readiness()           whether the state before is whole at the keepers, and long enough ago
+    begin(number, state)  copy now, send in a thread
+
+A copy holds up the step, by what a GPU's bus takes. So a state is left out where copying would take more than a
+twentieth of the time, and while the one before it is on its way.
+
+Owns: the copies and the thread. Does not own: the keepers (keeper.py), what a state holds (rank.py), its bytes
+(rank_state.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.trainer.checkpoint.background_writes import BackgroundWrites
+from slipstream.trainer.checkpoint.host_copies import HostCopies
+from slipstream.trainer.checkpoint.keeper import Address, Readiness, hold
+from slipstream.trainer.checkpoint.rank_state import rank_state_parts
+
+logger = logging.getLogger(__name__)
+
+
+_PAUSE = 20.0
+"""From one copy to the next, in times that a copy takes."""
+
+
+class KeptStates:
+    """See the module's docstring."""
+
+    def __init__(self, rank: int, key: bytes, device: torch.device) -> None:
+        self._rank, self._key = rank, key
+        self._copies, self._sends = HostCopies(device), BackgroundWrites()
+        self._keepers: Sequence[Address] = ()
+        self._not_before = 0.0
+
+    def use(self, keepers: Sequence[Address], num_bytes: int) -> None:
+        """Send to these from now on. Copies take so many bytes."""
+        self._keepers = keepers
+        self._sends.begin(partial(self._copies.prepare, num_bytes))
+
+    def readiness(self) -> Readiness:
+        """Does not wait."""
+        try:
+            is_sent = self._sends.are_done()
+        except (OSError, RuntimeError) as error:
+            logger.warning("rank %d: a step's state could not be kept in another process: %s", self._rank, error)
+            self._keepers = ()
+        if not self._keepers:
+            return Readiness.never
+        return Readiness.now if is_sent and time.monotonic() >= self._not_before else Readiness.later
+
+    def begin(
+        self, number: int, tensors: Mapping[str, Tensor], layout: dict[str, Any], progress: dict[str, int]
+    ) -> None:
+        """Copy a state, and begin to send it, if this rank is ready."""
+        began = time.monotonic()
+        self._copies.begin()
+        copied = {name: self._copies.copy(tensor) for name, tensor in tensors.items()}
+        self._copies.wait()
+        self._not_before = time.monotonic() + _PAUSE * (time.monotonic() - began)
+        parts = rank_state_parts(copied, layout, progress)
+        for keeper in self._keepers:
+            self._sends.begin(partial(hold, keeper, self._key, self._rank, number, parts))
