@@ -50,7 +50,7 @@ DPO_PANELS: Panels = (
     ("entropy, nats", ("policy/entropy",), "linear"),
     *TAUGHT_PANELS,
 )
-PANELS = {Objective.policy: RL_PANELS, Objective.sft: SFT_PANELS, Objective.dpo: DPO_PANELS}
+PANELS: dict[Objective, Panels] = {Objective.policy: RL_PANELS, Objective.sft: SFT_PANELS, Objective.dpo: DPO_PANELS}
 
 
 def _step_of(row: JsonObject, name: str) -> int:

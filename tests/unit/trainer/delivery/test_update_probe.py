@@ -39,8 +39,8 @@ def figures(rank: TrainerRank, versions: Sequence[int], quantization: BlockFp8 |
 
 def figure(rank: TrainerRank, quantization: BlockFp8 | None = None) -> float | None:
     """Of three versions."""
-    found = figures(rank, range(3), quantization)
-    return None if None in found else sum(found) / 3
+    found = [value for value in figures(rank, range(3), quantization) if value is not None]
+    return sum(found) / 3 if len(found) == 3 else None
 
 
 def whole_share(rank: TrainerRank) -> float:
