@@ -30,6 +30,14 @@ LATENT = ["model=tiny_deepseek_v3", "trainer.num_ranks=2", "trainer.ep_size=2"]
 DENSE = ["model=tiny_qwen3", "trainer.num_ranks=1", "trainer.ep_size=1"]
 SQUARE = {"hidden_size": 128}
 """Four heads of 32: some engines know no other width of heads than hidden_size / num_attention_heads."""
+LINEAR_ATTENTION = {
+    "full_attention_interval": 2,
+    "shared_expert_intermediate_size": 64,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", DENSE, SQUARE),
     "mistral": ("MistralForCausalLM", DENSE, {"sliding_window": 4}),
@@ -49,26 +57,12 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "qwen3_next": (
         "Qwen3NextForCausalLM",
         [*EXPERTS, "model.dtype=bfloat16"],  # the CPU engine's linear attention has no other format, nor other heads
-        {
-            "full_attention_interval": 2,
-            "shared_expert_intermediate_size": 64,
-            "linear_num_key_heads": 1,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-        },
+        LINEAR_ATTENTION,
     ),
     "qwen3_5_moe_text": (
         "Qwen3_5MoeForCausalLM",
         [*EXPERTS, "model.dtype=bfloat16"],
-        {
-            "full_attention_interval": 2,
-            "shared_expert_intermediate_size": 64,
-            "linear_num_key_heads": 1,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-        },
+        LINEAR_ATTENTION,
     ),
     "glm4_moe_lite": (
         "Glm4MoeLiteForCausalLM",

@@ -33,7 +33,7 @@ GEMMA3_DEFAULTS: dict[str, Any] = {
     "sliding_window": 4096,
     "max_position_embeddings": 131072,
 }
-"""Of transformers' class: published checkpoints with a vision tower leave out what is equal to them."""
+"""Defaults of transformers' class: published checkpoints with a vision tower leave out what is equal to them."""
 
 
 def gemma3(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
@@ -79,8 +79,8 @@ def _kinds(config: dict[str, Any]) -> list[str]:
 
 
 def _ropes(config: dict[str, Any], head_dim: int) -> list[RopeSpec]:
-    """Of full attention and of sliding windows, from `rope_parameters` by kind of layer (transformers 5), or from
-    fields of their own (before); `rope_scaling` is that of full attention."""
+    """The rotations of full attention and of sliding windows, from `rope_parameters` by kind of layer
+    (transformers 5), or from fields of their own (before); `rope_scaling` is that of full attention."""
     given: object = config.get("rope_parameters") or {}
     if not is_object(given) or set(given) - set(KINDS):
         raise ConfigError(f"model.hf_config.rope_parameters must be a mapping of {' and '.join(KINDS)}, got {given!r}")

@@ -121,7 +121,7 @@ class ModelSpec:
     attention: GqaSpec | MlaSpec
     rope: RopeSpec
     local_rope: RopeSpec | None = None
-    """Of layers with a sliding window; None: as `rope`."""
+    """The rotation in layers with a sliding window; None: as `rope`."""
     moe: MoeSpec | None = None
     delta_net: DeltaNetSpec | None = None
     """The linear attention that some layers have instead."""

@@ -44,7 +44,7 @@ from slipstream.rollout.in_vllm.fork_server import imports_read
 logger = logging.getLogger(__name__)
 
 NUM_TRIES = 3
-"""Of starting Ray. At a load of 32 on two cores two have failed, one after the other, after 83 and 94 s."""
+"""How often Ray is started. At a load of 32 on two cores two starts failed, one after the other, after 83 and 94 s."""
 _END_TIMEOUT_S = 20.0
 
 

@@ -49,7 +49,7 @@ from slipstream.orchestrator.files.startup import RUN, Startup
 logger = logging.getLogger(__name__)
 
 _NODE_TICKET = 0.001
-"""Of the one that Ray has for each node's name: enough to be placed there."""
+"""How much of the one resource that Ray has for each node's name: enough to be placed there."""
 
 
 class Cluster:

@@ -73,7 +73,7 @@ class Engines:
 
     endpoints: list[str] = field(default_factory=list[str])
     slots: list[str] = field(default_factory=list[str])
-    """Of adapter slots; empty without them."""
+    """Addresses of adapter slots; empty without them."""
     absent: set[int] = field(default_factory=set[int])
     """Out of service."""
 
@@ -144,7 +144,7 @@ class Rebirth:
 
     @property
     def next_number(self) -> int | None:
-        """Of the state after the step under way; None: none is kept."""
+        """The number of the state after the step under way; None: none is kept."""
         return None if self._why_not else self._num_kept + 1
 
     def note(self, what: str, call: Call, timeout_s: float, returned: Any = None) -> None:
