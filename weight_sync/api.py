@@ -173,6 +173,8 @@ class Sender:
             WeightSyncError: It does not answer, or has another layout than before. Raised alike on every rank. It gets
                 no further update until another reconnect().
         """
+        if not 0 <= engine < self._num_engines:
+            raise ProtocolError(f"reconnect() names replica {engine}; there are {self._num_engines}")
         self._publisher.reconnect(engine, endpoint)
 
     def plan_for(self, layouts: Sequence[tuple[DestLayout, ...]]) -> None:
@@ -214,6 +216,8 @@ class Sender:
             WeightSyncError: The single hook raised, or `exclude` names an engine that does not exist. Raised alike on
                 every rank.
         """
+        if unknown := sorted(set(exclude) - set(range(self._num_engines))):
+            raise ProtocolError(f"update() excludes replicas {unknown}; there are {self._num_engines}")
         hooks = _Hooks(request_hook, self._num_engines, exclude)
         refused = self._meeting.on_rank0(dict[int, str], hooks.start)
         report = self._publisher.publish(version, exclude={*exclude, *refused})

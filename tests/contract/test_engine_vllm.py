@@ -342,9 +342,7 @@ async def test_a_flipped_bit_is_named_keeps_the_worker_out_and_is_healed_by_the_
     assert_sampled_by(setup, prompt(8), rollout)
 
 
-async def test_responses_that_are_handed_over_go_on_as_if_nothing_had_happened(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_responses_that_are_handed_over_go_on_as_if_nothing_had_happened(setup: Setup) -> None:
     """Greedy tokens of a group that was ended on the way, and went on from there, are those of an undisturbed one."""
     greedy = SamplingConfig(temperature=0, max_tokens=200, stop_at_eos=False)
     undisturbed = await setup.worker.generate_group(prompt(11), 2, greedy)
@@ -353,7 +351,7 @@ async def test_responses_that_are_handed_over_go_on_as_if_nothing_had_happened(
     parts = await group
     assert [part.finish_reason for part in parts] == [ABORTED] * 2
     assert all(0 < len(part.token_ids) == len(part.logprobs) == len(part.policy_versions) < 200 for part in parts)
-    monkeypatch.setattr(setup.worker, "_is_going", False)  # another worker has the same weights
+    setup.worker._is_going = False  # as another worker, which has the same weights, never was
     whole = await setup.worker.generate_group(prompt(11), 2, greedy, None, parts)
     for one, other in zip(whole, undisturbed, strict=True):
         assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, "length")

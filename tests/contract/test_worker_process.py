@@ -104,7 +104,9 @@ asyncio.run(main(*sys.argv[1:]))
 @contextlib.contextmanager
 def program(text: str, *words: str, log: Path | None = None, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """A Python process whose stdout is read and whose stderr goes to the test's, or to `log`."""
-    environ = {**os.environ, "PYTHONPATH": import_path(), **environment}
+    left = {"VLLM_WORKER_MULTIPROC_METHOD"}  # by vLLM, in a process that has made a configuration for CPUs
+    environ = {name: value for name, value in os.environ.items() if name not in left}
+    environ |= {"PYTHONPATH": import_path(), **environment}
     command = [sys.executable, "-c", text, *words]
     stderr = contextlib.nullcontext() if log is None else log.open("w")
     pipe = subprocess.PIPE
