@@ -49,7 +49,7 @@ PROCESSES = {
 PROMPT = (
     "orchestrator/loop/sampler.py run",
     "fleet/router.py generate_group",
-    "fleet/supervisor.py least_loaded",
+    "fleet/roster.py least_loaded",
     "rollout/calls.py call",
     "rollout/calls.py _serve",
     "rollout/worker.py generate_group",
@@ -91,6 +91,7 @@ GONE = {
     "hops of a prompt": (
         "orchestrator/fleet/router.py generate_group",
         "orchestrator/fleet/supervisor.py least_loaded",
+        "fleet/supervisor.py least_loaded",
         "orchestrator/cluster/ray_handles.py generate_group",
         "rollout/sampling_calls.py generate_group",
         "rollout/sampling_calls.py _serve",

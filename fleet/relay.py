@@ -85,7 +85,7 @@ async def publish_by_relay(write: Write, supervisor: Supervisor, *, timeout_s: f
         supervisor: has begun the publish (`hold`).
         timeout_s: longest that one call to a rollout worker may take.
     """
-    replicas = supervisor.replicas
+    replicas = supervisor.roster.replicas
     waiting = by_node(replicas.values())
     rounds: list[PublishReport] = []
     primaries: list[list[int]] = []
@@ -121,7 +121,7 @@ async def _pass_on(primary: str, readers: Sequence[str], supervisor: Supervisor,
 
     So n readers take log2(n + 1) reads one after the other, where n readers of the primary alone would share its link.
     """
-    replicas = supervisor.replicas
+    replicas = supervisor.roster.replicas
     result = _NodeOutcome(untouched=list(readers))
     holders = [primary]
     while holders:
@@ -150,7 +150,7 @@ async def _read(peer_name: str, reader_name: str, supervisor: Supervisor, timeou
 
     The link stays open: closing it takes a second without sampling. The supervisor closes it when the peer dies.
     """
-    peer, reader = supervisor.replicas[peer_name].worker, supervisor.replicas[reader_name].worker
+    peer, reader = supervisor.roster.replicas[peer_name].worker, supervisor.roster.replicas[reader_name].worker
     try:
         offers = await wait_for(peer.offer(), f"offer on {peer.name}", timeout_s=timeout_s)
     except Exception as error:

@@ -1,8 +1,8 @@
 """One rollout worker as the controller's process sees it: its calls, its state, and what is noted about it.
 
 Owns: the facts about a worker, and the notes, also those of a publish and of a return. Does not own: its calls
-(rollout/worker_verbs.py), who changes a state and when (supervisor.py: nobody else writes here), who reads from whom in
-a publish (relay.py), or the worker behind the protocol (ray_handles.py).
+(rollout/worker_verbs.py), who changes a state and when (roster.py, supervisor.py, starts.py and scaling.py: nobody else
+writes here), who reads from whom in a publish (relay.py), or the worker behind the protocol (ray_handles.py).
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Router:
         """
         so_far: list[Rollout] = []
         while True:
-            replica = await self._supervisor.least_loaded()
+            replica = await self._supervisor.roster.least_loaded()
             worker, num_updates = replica.worker, replica.num_updates
             replica.num_in_flight += 1
             began = time.time()
@@ -104,7 +104,7 @@ class Router:
             How many keep it. Those with merged weights cannot. One that fails here stays in service: sampling will
             tell.
         """
-        serving = [one for one in self._supervisor.replicas.values() if one.state is ReplicaState.serving]
+        serving = [one for one in self._supervisor.roster.replicas.values() if one.state is ReplicaState.serving]
         kept = await asyncio.gather(
             *(asyncio.wait_for(one.worker.keep_version(version), KEEP_S) for one in serving), return_exceptions=True
         )
@@ -118,9 +118,9 @@ class Router:
 
         One try: a replica that fails here stays in service, because sampling will tell.
         """
-        if self._supervisor.num_serving == 0:
+        if self._supervisor.roster.num_serving == 0:
             return None
-        replica = await self._supervisor.least_loaded()
+        replica = await self._supervisor.roster.least_loaded()
         return await replica.worker.score(token_ids, version)
 
     async def _generate_on(

@@ -221,7 +221,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, own_ray:
         stack.callback(progress.say, "ending the run's processes")
         listening = asyncio.create_task(answer_requests(folder.root, supervisor))
         stack.callback(listening.cancel)
-        counting = asyncio.create_task(count_tokens(supervisor.replicas.values(), fleet_log))
+        counting = asyncio.create_task(count_tokens(supervisor.roster.replicas.values(), fleet_log))
         stack.callback(counting.cancel)
         await controller.start(resume_from)
         startup.end()

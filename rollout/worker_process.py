@@ -200,7 +200,7 @@ def log_to_stderr(name: str) -> None:
 
 async def _serve(connection: Connection, options: WorkerOptions, seed: int, host: str) -> None:
     """Make the worker, tell where it answers, and answer until the owner closes its end of the pipe. SIGTERM tells it
-    to go, which its run does with it (fleet/supervisor.py).
+    to go, which its run does with it (fleet/scaling.py).
     """
     try:
         worker = _make(options, seed, host)

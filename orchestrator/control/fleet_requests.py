@@ -5,7 +5,7 @@
     {"ask": "drain", "worker": 0}     hand worker 0's requests over, and end it
 
 Owns: what these requests mean. Does not own: how they reach the run (control_folder.py), nor how workers come and go
-(fleet/supervisor.py).
+(fleet/scaling.py) or are started again (fleet/supervisor.py).
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ async def carry_out(supervisor: Supervisor, request: JsonObject) -> list[str]:
     """
     match request["ask"]:
         case "scale":
-            return await supervisor.scale(int(request["rollout"]))
+            return await supervisor.scaling.scale(int(request["rollout"]))
         case "drain":
-            return [await supervisor.drain(_named(supervisor, "WORKER", request["worker"]))]
+            return [await supervisor.scaling.drain(_named(supervisor, "WORKER", request["worker"]))]
         case _:
             return await _recover(supervisor, request["worker"])
 
 
 def _named(supervisor: Supervisor, option: str, worker: int) -> str:
-    num_workers = len(supervisor.replicas)
+    num_workers = len(supervisor.roster.replicas)
     if worker not in range(num_workers):
         raise FleetRefusal(f"{option} {worker}: this run has {num_workers} rollout workers, 0 to {num_workers - 1}")
-    return list(supervisor.replicas)[worker]
+    return list(supervisor.roster.replicas)[worker]
 
 
 async def _recover(supervisor: Supervisor, worker: int | None) -> list[str]:
-    chosen = supervisor.out_of_service if worker is None else [_named(supervisor, "--worker", worker)]
+    chosen = supervisor.roster.out_of_service if worker is None else [_named(supervisor, "--worker", worker)]
     if not chosen:
-        starting = [one.process for one in supervisor.replicas.values() if one.state is ReplicaState.starting]
+        starting = [one.process for one in supervisor.roster.replicas.values() if one.state is ReplicaState.starting]
         if starting:
             return [f"{name} is being restarted already" for name in starting]
         return ["no rollout worker is out of service; --worker N restarts one all the same"]
     states = (ReplicaState.serving, ReplicaState.updating)
-    in_service = {name for name, replica in supervisor.replicas.items() if replica.state in states}
+    in_service = {name for name, replica in supervisor.roster.replicas.items() if replica.state in states}
     lines = [await supervisor.restart_now(name) for name in chosen]
-    are_taken = all(supervisor.replicas[name].state is ReplicaState.starting for name in chosen)
+    are_taken = all(supervisor.roster.replicas[name].state is ReplicaState.starting for name in chosen)
     if are_taken and in_service and in_service <= set(chosen):
         lines.append("no other rollout worker serves: sampling stands still until one is back")
     return lines

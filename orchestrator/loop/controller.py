@@ -92,7 +92,7 @@ class Controller(StepLoop):
 
     async def train(self) -> None:
         """Sample and train until the last step. Cancelled, it finishes the step under way and saves."""
-        ramp = Ramp(self._config, self.services.supervisor, self.buffer)
+        ramp = Ramp(self._config, self.services.supervisor.roster, self.buffer)
         if self.step == 0:
             await ramp.begin()
         sampling = asyncio.create_task(self.sampler.run())
@@ -209,7 +209,7 @@ class Controller(StepLoop):
         task = asyncio.ensure_future(sampling)
         try:
             while True:
-                stranded = asyncio.ensure_future(self.services.supervisor.stranded())
+                stranded = asyncio.ensure_future(self.services.supervisor.roster.stranded())
                 try:
                     await asyncio.wait({task, stranded}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
@@ -241,7 +241,7 @@ class Controller(StepLoop):
             self.buffer.take_batch(self.policy_version),
             lambda: (
                 f"a batch: {self.buffer.num_ready} of {groups_per_step} groups are in, "
-                f"{self.services.supervisor.num_serving} replicas serve, "
+                f"{self.services.supervisor.roster.num_serving} replicas serve, "
                 f"{self.sampler.num_uninformative - self._num_reported[1]} groups had equal rewards and were replaced"
             ),
             timeout_s=self.sampler.patience_s,
@@ -286,21 +286,21 @@ class Controller(StepLoop):
         counts = (
             self.services.router.num_failed_groups,
             self.sampler.num_uninformative,
-            supervisor.num_restarts,
-            len(supervisor.recoveries),
+            supervisor.starts.num_restarts,
+            len(supervisor.roster.recoveries),
             self.services.router.num_handed_over,
         )
         failed, uninformative, restarts, recoveries, handed_over = map(int.__sub__, counts, self._num_reported)
         self._num_reported = counts
         teacher = self.services.teacher
-        recent = supervisor.recoveries[len(supervisor.recoveries) - recoveries :]
+        recent = supervisor.roster.recoveries[len(supervisor.roster.recoveries) - recoveries :]
         return {
             **super()._counts(),
             **self.services.prompts.metrics(),
             "rollout/groups_failed": failed,
             "rollout/groups_uninformative": uninformative,
-            "rollout/replicas_serving": supervisor.num_serving,
-            "rollout/replicas_wanted": supervisor.num_wanted,
+            "rollout/replicas_serving": supervisor.roster.num_serving,
+            "rollout/replicas_wanted": supervisor.roster.num_wanted,
             "rollout/handed_over": handed_over,
             "rollout/restarts": restarts,
             "rollout/recoveries": recoveries,

@@ -24,7 +24,7 @@ from slipstream.fleet.replicas import ReplicaState
 from slipstream.orchestrator.loop.buffer import GroupBuffer
 
 if TYPE_CHECKING:
-    from slipstream.fleet.supervisor import Supervisor
+    from slipstream.fleet.roster import Roster
 
 ASK_EVERY_S = 0.25
 ANSWER_WITHIN_S = 2.0
@@ -43,12 +43,12 @@ def num_ahead(sampled_batches: float, max_staleness_steps: int) -> int:
 class Ramp:
     """See the module's docstring. `begin`, and then `run` beside the sampler."""
 
-    def __init__(self, config: RunConfig, supervisor: Supervisor, buffer: GroupBuffer) -> None:
+    def __init__(self, config: RunConfig, roster: Roster, buffer: GroupBuffer) -> None:
         algorithm = config.algorithm
         self._max_staleness_steps = algorithm.max_staleness_steps
         self._num_responses = algorithm.groups_per_step * algorithm.group_size
         self._max_tokens = config.max_response_tokens
-        self._supervisor, self._buffer = supervisor, buffer
+        self._roster, self._buffer = roster, buffer
         self._before = (0, 0)
 
     async def begin(self) -> None:
@@ -68,7 +68,7 @@ class Ramp:
 
     async def _sampled(self) -> tuple[int, int]:
         """Tokens and finished responses of all workers that serve and answer."""
-        serving = [one for one in self._supervisor.replicas.values() if one.state is ReplicaState.serving]
+        serving = [one for one in self._roster.replicas.values() if one.state is ReplicaState.serving]
         answers = await asyncio.gather(
             *(asyncio.wait_for(one.worker.progress(), ANSWER_WITHIN_S) for one in serving), return_exceptions=True
         )

@@ -221,7 +221,7 @@ async def test_a_killed_primary_is_replaced_in_the_same_publish(setup: Setup):
     assert time.monotonic() - began < 2 * TIMEOUT_S + 60
     assert [replica.committed for replica in report.replicas] == [False, True, True]
     assert report.num_relayed == 1, "2 read from 1, which the trainer wrote to"
-    reason = setup.supervisor.replicas["rollout-0"].reason
+    reason = setup.supervisor.roster.replicas["rollout-0"].reason
     assert "the engine's process was ended by SIGKILL" in reason, "the publish alone has noticed it"
     await setup.assert_equal(setup.handles[1:])
     report = await setup.publish()
@@ -229,8 +229,8 @@ async def test_a_killed_primary_is_replaced_in_the_same_publish(setup: Setup):
     assert report.num_relayed == 1
     await setup.assert_equal(setup.handles[1:])
     # What the supervisor does before it starts a successor; both go on serving, from another address.
-    await setup.supervisor.close_links_to(setup.supervisor.replicas["rollout-0"])
-    assert ["rollout-0" in replica.links for replica in setup.supervisor.replicas.values()] == [False] * 3
+    await setup.supervisor.starts.close_links_to(setup.supervisor.roster.replicas["rollout-0"])
+    assert ["rollout-0" in replica.links for replica in setup.supervisor.roster.replicas.values()] == [False] * 3
     report = await setup.publish()
     assert [replica.committed for replica in report.replicas] == [False, True, True]
     await setup.assert_equal(setup.handles[1:])
@@ -243,7 +243,7 @@ async def test_bytes_that_are_not_the_primarys_never_serve(setup: Setup):
     assert IntegrityError.__name__ in (report.replicas[2].error or "")
     with pytest.raises(ReplicaNotServing, match="samples only from a committed version"):
         await sample(setup.handles[2].worker)
-    assert [replica.state for replica in setup.supervisor.replicas.values()] == [
+    assert [replica.state for replica in setup.supervisor.roster.replicas.values()] == [
         ReplicaState.out, ReplicaState.serving, ReplicaState.out,
     ]  # fmt: skip
     await setup.assert_equal(setup.handles[1:2])

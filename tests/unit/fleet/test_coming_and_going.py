@@ -55,10 +55,10 @@ class Fleet:
 
     @property
     def states(self) -> list[ReplicaState]:
-        return [replica.state for replica in self.supervisor.replicas.values()]
+        return [replica.state for replica in self.supervisor.roster.replicas.values()]
 
     def worker(self, index: int) -> FakeWorker:
-        worker = self.supervisor.replicas[f"rollout-{index}"].worker
+        worker = self.supervisor.roster.replicas[f"rollout-{index}"].worker
         assert isinstance(worker, FakeWorker)
         return worker
 
@@ -90,7 +90,7 @@ async def test_further_workers_read_from_a_peer_and_serve_and_the_trainer_meets_
     fleet = Fleet(1)
     await fleet.publish(7)
     fleet.gate.clear()
-    assert await fleet.supervisor.scale(3) == ["rollout-1 is being started", "rollout-2 is being started"]
+    assert await fleet.supervisor.scaling.scale(3) == ["rollout-1 is being started", "rollout-2 is being started"]
     await fleet.until(S.serving, S.starting, S.starting)
     assert len(await fleet.router.generate_group(PROMPT, 2)) == 2, "the first one serves meanwhile"
     assert await fleet.publish(8) == [1, 2], "and publishes do not wait"
@@ -101,7 +101,7 @@ async def test_further_workers_read_from_a_peer_and_serve_and_the_trainer_meets_
     assert [replica.name for replica in held.joining] == ["rollout-1", "rollout-2"]
     assert held.exclude == []
     assert fleet.events(1) == [E.joining, E.process_up, E.up, E.read, E.serving]
-    assert (fleet.supervisor.num_restarts, fleet.supervisor.recoveries) == (0, []), "nothing has failed"
+    assert (fleet.supervisor.starts.num_restarts, fleet.supervisor.roster.recoveries) == (0, []), "nothing has failed"
 
 
 async def test_a_worker_that_is_one_too_many_hands_its_responses_to_another_with_their_tokens() -> None:
@@ -112,7 +112,7 @@ async def test_a_worker_that_is_one_too_many_hands_its_responses_to_another_with
     fleet.worker(0).gate = asyncio.Event()
     calls = [asyncio.create_task(fleet.router.generate_group(PROMPT, 2)) for _ in range(2)]
     await asyncio.sleep(0)
-    assert await fleet.supervisor.scale(1) == ["rollout-1 hands its requests over and ends"]
+    assert await fleet.supervisor.scaling.scale(1) == ["rollout-1 hands its requests over and ends"]
     await fleet.until(S.serving, S.gone)
     assert not calls[0].done()
     assert await fleet.publish(8) == [1]
@@ -122,15 +122,15 @@ async def test_a_worker_that_is_one_too_many_hands_its_responses_to_another_with
     assert (fleet.router.num_handed_over, fleet.router.num_failed_groups) == (2, 0)
     assert fleet.ended == ["rollout-1"]
     assert fleet.events(1)[-2:] == [E.leaving, E.gone]
-    assert fleet.supervisor.in_words == "1 of 1 rollout worker serve"
+    assert fleet.supervisor.roster.in_words == "1 of 1 rollout worker serve"
 
 
 async def test_a_worker_that_went_is_the_first_to_come_again() -> None:
     fleet = Fleet(3)
     await fleet.publish(0)
-    await fleet.supervisor.scale(1)
+    await fleet.supervisor.scaling.scale(1)
     await fleet.until(S.serving, S.gone, S.gone)
-    await fleet.supervisor.scale(2)
+    await fleet.supervisor.scaling.scale(2)
     await fleet.until(S.serving, S.serving, S.gone)
     assert fleet.started == ["rollout-1"]
     assert await fleet.publish(1) == [2]
@@ -141,9 +141,9 @@ async def test_those_that_do_not_serve_yet_go_first() -> None:
     fleet = Fleet(2)
     await fleet.publish(0)
     fleet.gate.clear()
-    await fleet.supervisor.fail(fleet.supervisor.replicas["rollout-0"], "it died")
+    await fleet.supervisor.fail(fleet.supervisor.roster.replicas["rollout-0"], "it died")
     await fleet.until(S.starting, S.serving)
-    await fleet.supervisor.scale(1)
+    await fleet.supervisor.scaling.scale(1)
     await fleet.until(S.gone, S.serving)
     fleet.gate.set()
     for _ in range(50):
@@ -155,7 +155,7 @@ async def test_a_worker_in_a_publish_goes_after_it() -> None:
     fleet = Fleet(2)
     await fleet.publish(0)
     await fleet.supervisor.hold()
-    await fleet.supervisor.scale(1)
+    await fleet.supervisor.scaling.scale(1)
     for _ in range(20):
         await asyncio.sleep(0)
     assert fleet.states == [S.updating, S.updating]
@@ -175,7 +175,7 @@ async def test_a_worker_that_cannot_hand_over_costs_its_responses_and_nothing_el
         raise ConnectionError("gone already")
 
     fleet.worker(1).before["hand_over"] = died
-    await fleet.supervisor.drain("rollout-1")
+    await fleet.supervisor.scaling.drain("rollout-1")
     await fleet.until(S.serving, S.gone)
     gate.set()
     assert [[rollout.token_ids for rollout in group] for group in await asyncio.gather(*calls)] == [[[5, 2]]] * 2
@@ -188,9 +188,9 @@ async def test_a_worker_that_is_told_to_go_goes_and_is_wanted_still() -> None:
     await fleet.publish(0)
     fleet.worker(0).told.set()
     await fleet.until(S.gone, S.serving)
-    assert fleet.supervisor.replicas["rollout-0"].reason == "it was told to go by SIGTERM"
-    assert fleet.supervisor.in_words == "1 of 2 rollout workers serve"
-    assert await fleet.supervisor.scale(2) == ["rollout-0 is being started"]
+    assert fleet.supervisor.roster.replicas["rollout-0"].reason == "it was told to go by SIGTERM"
+    assert fleet.supervisor.roster.in_words == "1 of 2 rollout workers serve"
+    assert await fleet.supervisor.scaling.scale(2) == ["rollout-0 is being started"]
     await fleet.until(S.serving, S.serving)
 
 
@@ -214,17 +214,17 @@ async def test_what_cannot_be_is_refused_and_nothing_is_done() -> None:
     await fleet.publish(0)
     for number in (0, -1):
         with pytest.raises(FleetRefusal, match=f"rollout={number}: a run needs at least one rollout worker"):
-            await fleet.supervisor.scale(number)
+            await fleet.supervisor.scaling.scale(number)
     with pytest.raises(FleetRefusal, match="no room for 2"):
-        await fleet.supervisor.scale(4)
+        await fleet.supervisor.scaling.scale(4)
     assert fleet.states == [S.serving, S.serving]
-    assert await fleet.supervisor.scale(2) == ["the run has 2 rollout workers already"]
-    await fleet.supervisor.drain("rollout-0")
+    assert await fleet.supervisor.scaling.scale(2) == ["the run has 2 rollout workers already"]
+    await fleet.supervisor.scaling.drain("rollout-0")
     await fleet.until(S.gone, S.serving)
     with pytest.raises(FleetRefusal, match=r"rollout-0 is gone already \(slipstream drain\)"):
-        await fleet.supervisor.drain("rollout-0")
+        await fleet.supervisor.scaling.drain("rollout-0")
     with pytest.raises(FleetRefusal, match="rollout-1 is the only rollout worker, and nobody could go on"):
-        await fleet.supervisor.drain("rollout-1")
+        await fleet.supervisor.scaling.drain("rollout-1")
     assert "slipstream scale asks for more" in await fleet.supervisor.restart_now("rollout-0")
     assert fleet.states == [S.gone, S.serving]
     assert fleet.started == []
@@ -233,16 +233,16 @@ async def test_what_cannot_be_is_refused_and_nothing_is_done() -> None:
 async def test_a_run_without_publishes_gets_no_further_worker() -> None:
     supervisor = Supervisor([FakeWorker(World(committed=[0]), 0)])
     with pytest.raises(FleetRefusal, match=r"weight_sync\.enabled=false"):
-        await supervisor.scale(2)
+        await supervisor.scaling.scale(2)
 
 
 async def test_workers_that_went_do_not_keep_a_run_waiting_for_those_that_failed() -> None:
     fleet = Fleet(2)
     await fleet.publish(0)
-    await fleet.supervisor.drain("rollout-1")
+    await fleet.supervisor.scaling.drain("rollout-1")
     await fleet.until(S.serving, S.gone)
-    fleet.supervisor._max_restarts = 0
-    await fleet.supervisor.fail(fleet.supervisor.replicas["rollout-0"], "it died")
+    fleet.supervisor.starts.max_restarts = 0
+    await fleet.supervisor.fail(fleet.supervisor.roster.replicas["rollout-0"], "it died")
     with pytest.raises(NoReplicasLeft, match="rollout-0: it died"):
         await fleet.router.generate_group(PROMPT, 1)
 
@@ -250,17 +250,17 @@ async def test_workers_that_went_do_not_keep_a_run_waiting_for_those_that_failed
 async def test_a_further_worker_that_cannot_be_started_is_out_and_is_tried_when_more_are_asked_for() -> None:
     fleet = Fleet(1)
     await fleet.publish(0)
-    plain, failures = fleet.supervisor._restart, [RuntimeError("no memory")]
+    failures = [RuntimeError("no memory")]
 
     async def fails(name: str) -> FakeWorker:
         if failures:
             raise failures.pop()
-        return await plain(name)
+        return await fleet.restart(name)
 
-    fleet.supervisor._restart = fails
-    await fleet.supervisor.scale(2)
+    fleet.supervisor.starts._restart = fails
+    await fleet.supervisor.scaling.scale(2)
     await fleet.until(S.serving, S.out)
-    assert "no memory" in fleet.supervisor.replicas["rollout-1"].reason
+    assert "no memory" in fleet.supervisor.roster.replicas["rollout-1"].reason
     assert await fleet.publish(1) == [1]
-    await fleet.supervisor.scale(2)
+    await fleet.supervisor.scaling.scale(2)
     await fleet.until(S.serving, S.serving)

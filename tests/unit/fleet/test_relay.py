@@ -79,7 +79,7 @@ class Cast:
 
     @property
     def states(self) -> list[ReplicaState]:
-        return [replica.state for replica in self.supervisor.replicas.values()]
+        return [replica.state for replica in self.supervisor.roster.replicas.values()]
 
     async def restart(self, index: int) -> Worker:
         self.world.diary.append(("restart", index))
@@ -229,7 +229,7 @@ async def test_a_version_that_moved_while_it_was_read_is_not_adopted() -> None:
     assert not report.replicas[1].committed
     assert "has moved on" in (report.replicas[1].error or "")
     assert ("adopt", 1, 1) not in cast.world.diary
-    await cast.supervisor.fail(cast.supervisor.replicas["rollout-0"], "it died")
+    await cast.supervisor.fail(cast.supervisor.roster.replicas["rollout-0"], "it died")
     await until(lambda: ("asked to release", 1) in cast.world.diary)  # its link pins the dead worker's memory
 
 
@@ -239,8 +239,8 @@ async def test_nobody_who_left_meanwhile_is_chosen() -> None:
     await cast.publish(0)
     held = await cast.supervisor.hold()
     assert held.exclude == []
-    await cast.supervisor.fail(cast.supervisor.replicas["rollout-0"], "a group on it failed")
-    assert by_node(cast.supervisor.replicas.values()) == {"a": ["rollout-1", "rollout-2"]}
+    await cast.supervisor.fail(cast.supervisor.roster.replicas["rollout-0"], "a group on it failed")
+    assert by_node(cast.supervisor.roster.replicas.values()) == {"a": ["rollout-1", "rollout-2"]}
 
 
 @on_jumping_clock
@@ -248,7 +248,7 @@ async def test_a_replica_that_fails_while_its_neighbours_read_is_left_alone() ->
     cast = Cast("aaa")
 
     async def a_neighbour_dies() -> None:
-        await cast.supervisor.fail(cast.supervisor.replicas["rollout-2"], "a group on it failed")
+        await cast.supervisor.fail(cast.supervisor.roster.replicas["rollout-2"], "a group on it failed")
 
     cast.workers[1].before["pull"] = a_neighbour_dies
     report = await cast.publish(1)
@@ -261,7 +261,7 @@ async def test_a_replica_that_fails_while_its_neighbours_read_is_left_alone() ->
 async def test_a_publish_to_nobody_is_made_all_the_same() -> None:
     cast = Cast("a", max_restarts=1)
     await cast.publish(0)
-    await cast.supervisor.fail(cast.supervisor.replicas["rollout-0"], "it died")
+    await cast.supervisor.fail(cast.supervisor.roster.replicas["rollout-0"], "it died")
     report = await cast.publish(1)
     assert cast.written[-1] == []
     assert report.num_committed == 0
@@ -274,7 +274,7 @@ async def test_a_replica_that_serves_is_written_rather_than_one_that_comes_back(
     for worker in cast.workers:
         worker.fails_at["offer"] = ConnectionError("busy")  # so that nobody fills it before the next publish
     cast.may_restart.set()
-    await cast.supervisor.fail(cast.supervisor.replicas["rollout-0"], "it died")
+    await cast.supervisor.fail(cast.supervisor.roster.replicas["rollout-0"], "it died")
     await until(lambda: cast.states[0] is S.pending)
     for worker in cast.workers:
         worker.fails_at.clear()
@@ -288,14 +288,14 @@ async def test_links_to_a_dead_worker_are_closed_before_it_is_started_again_and_
     cast = Cast("aaa")
     cast.may_restart.set()
     await cast.publish(0)
-    assert [sorted(replica.links) for replica in cast.supervisor.replicas.values()] == [
+    assert [sorted(replica.links) for replica in cast.supervisor.roster.replicas.values()] == [
         [],
         ["rollout-0"],
         ["rollout-0"],
     ]
     cast.world.diary.clear()
     await cast.supervisor.hold()
-    await cast.supervisor.fail(cast.supervisor.replicas["rollout-0"], "it died")
+    await cast.supervisor.fail(cast.supervisor.roster.replicas["rollout-0"], "it died")
     for _ in range(20):
         await asyncio.sleep(0)
     assert cast.world.diary == [], "a publish is under way"
@@ -304,7 +304,7 @@ async def test_links_to_a_dead_worker_are_closed_before_it_is_started_again_and_
     verbs = [entry[:2] for entry in cast.world.diary if entry[0] in ("release", "restart")]
     assert sorted(verbs[:2]) == [("release", 1), ("release", 2)]
     assert verbs[2] == ("restart", 0)
-    assert [replica.links for replica in cast.supervisor.replicas.values()] == [{}, {}, {}]
+    assert [replica.links for replica in cast.supervisor.roster.replicas.values()] == [{}, {}, {}]
 
 
 @on_jumping_clock
@@ -312,7 +312,7 @@ async def test_a_publish_waits_until_links_are_closed() -> None:
     cast = Cast("aa")
     await cast.publish(0)
     cast.workers[1].break_at("release", "hangs")
-    await cast.supervisor.fail(cast.supervisor.replicas["rollout-0"], "it died")
+    await cast.supervisor.fail(cast.supervisor.roster.replicas["rollout-0"], "it died")
     await until(lambda: ("asked to release", 1) in cast.world.diary)
     hold = asyncio.ensure_future(cast.supervisor.hold())
     await asyncio.sleep(0.01)

@@ -30,7 +30,7 @@ def make(num_workers: int = 2) -> tuple[Supervisor, list[FakeWorker]]:
 
 async def serve(supervisor: Supervisor) -> None:
     await supervisor.hold()
-    await supervisor.settle([outcome(True) for _ in supervisor.replicas.values()])
+    await supervisor.settle([outcome(True) for _ in supervisor.roster.replicas.values()])
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -88,7 +88,7 @@ async def test_request_that_crossed_a_publish_is_repeated_and_costs_nobody() -> 
     worker.before["generate_group"] = dirty_once
     assert len(await router.generate_group(PROMPT, 2)) == 2
     assert router.num_failed_groups == 0
-    assert supervisor.replicas["rollout-0"].state is ReplicaState.serving
+    assert supervisor.roster.replicas["rollout-0"].state is ReplicaState.serving
 
 
 async def test_replica_that_refuses_without_a_publish_goes_out() -> None:
@@ -118,10 +118,10 @@ async def test_hanging_request_times_out_and_moves_to_another_replica() -> None:
     workers[0].gate = asyncio.Event()
     assert len(await router.generate_group(PROMPT, 2)) == 2
     assert router.num_failed_groups == 1
-    assert supervisor.replicas["rollout-0"].state is ReplicaState.out
+    assert supervisor.roster.replicas["rollout-0"].state is ReplicaState.out
     assert (
         "gave up after 50 s of waiting for a group of 2 on rollout-0 (prompt 0)"
-        in supervisor.replicas["rollout-0"].reason
+        in supervisor.roster.replicas["rollout-0"].reason
     )
     assert asyncio.get_running_loop().time() == pytest.approx(1050)
 
@@ -160,18 +160,18 @@ async def test_groups_are_in_flight_until_they_are_answered_or_have_failed() -> 
     workers[0].gate = asyncio.Event()
     held = asyncio.create_task(router.generate_group(PROMPT, 2))
     await until(lambda: workers[0].num_groups == 1)
-    counts = [replica.num_in_flight for replica in supervisor.replicas.values()]
+    counts = [replica.num_in_flight for replica in supervisor.roster.replicas.values()]
     assert counts == [1, 0]
     for _ in range(2):
         await router.generate_group(PROMPT, 2)
-        assert [replica.num_in_flight for replica in supervisor.replicas.values()] == counts
+        assert [replica.num_in_flight for replica in supervisor.roster.replicas.values()] == counts
     assert [worker.num_groups for worker in workers] == [1, 2], "the one that is busy is not asked"
     workers[0].gate.set()
     await held
-    assert [replica.num_in_flight for replica in supervisor.replicas.values()] == [0, 0]
+    assert [replica.num_in_flight for replica in supervisor.roster.replicas.values()] == [0, 0]
     workers[0].fails_after = 0
     await router.generate_group(PROMPT, 2)
-    assert [replica.num_in_flight for replica in supervisor.replicas.values()] == [0, 0]
+    assert [replica.num_in_flight for replica in supervisor.roster.replicas.values()] == [0, 0]
     assert router.num_failed_groups == 1
     assert sorted(activity.who for activity in activities.take()) == ["rollout-0"] * 2 + ["rollout-1"] * 3
 
@@ -196,7 +196,7 @@ async def test_a_group_that_is_given_up_is_cancelled_at_its_worker() -> None:
     group.cancel()
     await until(group.done)
     await until(ended.is_set)
-    assert supervisor.replicas["rollout-0"].num_in_flight == 0
+    assert supervisor.roster.replicas["rollout-0"].num_in_flight == 0
 
 
 async def test_a_group_leaves_a_worker_that_goes_out_of_service_at_once() -> None:
@@ -206,11 +206,11 @@ async def test_a_group_leaves_a_worker_that_goes_out_of_service_at_once() -> Non
     workers[0].gate = asyncio.Event()
     group = asyncio.create_task(router.generate_group(PROMPT, 2))
     await until(lambda: workers[0].num_groups == 1)
-    await supervisor.fail(supervisor.replicas["rollout-0"], "its engine froze")
+    await supervisor.fail(supervisor.roster.replicas["rollout-0"], "its engine froze")
     await until(group.done)
     assert len(group.result()) == 2
     assert (workers[1].num_groups, router.num_failed_groups) == (1, 1)
-    assert supervisor.replicas["rollout-0"].reason == "its engine froze", "and not what the group says of it"
+    assert supervisor.roster.replicas["rollout-0"].reason == "its engine froze", "and not what the group says of it"
 
 
 async def test_a_worker_is_told_what_to_sample_and_from_which_version() -> None:
@@ -235,7 +235,7 @@ async def test_only_workers_that_serve_are_asked_to_keep_a_version_and_silence_c
     supervisor, workers = make(4)
     router = Router(supervisor, request_timeout_s=60)
     await serve(supervisor)
-    await supervisor.fail(supervisor.replicas["rollout-3"], "it died")
+    await supervisor.fail(supervisor.roster.replicas["rollout-3"], "it died")
     asked: list[tuple[int, int | None]] = []
 
     def answers(worker: FakeWorker, answer: bool | Exception) -> None:
@@ -251,7 +251,7 @@ async def test_only_workers_that_serve_are_asked_to_keep_a_version_and_silence_c
         answers(worker, answer)
     assert await router.keep_version(7) == 1
     assert sorted(asked) == [(0, 7), (1, 7), (2, 7)]
-    assert supervisor.num_serving == 3
+    assert supervisor.roster.num_serving == 3
 
 
 async def test_scores_come_from_the_least_loaded_worker_and_from_nobody_where_none_serves() -> None:
@@ -261,12 +261,12 @@ async def test_scores_come_from_the_least_loaded_worker_and_from_nobody_where_no
     await until(scoring.done)  # nobody is waited for
     assert scoring.result() is None
     await serve(supervisor)
-    supervisor.replicas["rollout-0"].num_in_flight = 1
+    supervisor.roster.replicas["rollout-0"].num_in_flight = 1
     assert await router.score([1, 5, 2], 0) == [-0.5, 0.0]
     workers[1].scores_fail = True
     with pytest.raises(ConnectionError):
         await router.score([1, 5, 2], 0)
-    assert supervisor.num_serving == 2
+    assert supervisor.roster.num_serving == 2
 
 
 async def test_a_worker_that_refuses_after_a_publish_or_a_restart_is_not_blamed() -> None:
@@ -285,9 +285,9 @@ async def test_a_worker_that_refuses_after_a_publish_or_a_restart_is_not_blamed(
 
     async def succeeded_meanwhile() -> None:
         worker.before.clear()
-        supervisor.replicas["rollout-0"].handle = FakeWorker(World(committed=[0]), 0)
+        supervisor.roster.replicas["rollout-0"].handle = FakeWorker(World(committed=[0]), 0)
         raise ReplicaDirty("this process is not that process")
 
     worker.before["generate_group"] = succeeded_meanwhile
     assert len(await router.generate_group(PROMPT, 2)) == 2
-    assert supervisor.num_serving == 1
+    assert supervisor.roster.num_serving == 1

@@ -25,7 +25,7 @@ def make(num_workers: int = 2) -> tuple[Supervisor, list[FakeWorker]]:
 
 async def serve(supervisor: Supervisor) -> None:
     await supervisor.hold()
-    await supervisor.settle([outcome(True) for _ in supervisor.replicas.values()])
+    await supervisor.settle([outcome(True) for _ in supervisor.roster.replicas.values()])
 
 
 async def test_replica_once_out_stays_out() -> None:
@@ -33,7 +33,10 @@ async def test_replica_once_out_stays_out() -> None:
     await supervisor.hold()
     await supervisor.settle([outcome(False, "IntegrityError: x"), outcome(True)])
     await serve(supervisor)
-    assert [replica.state for replica in supervisor.replicas.values()] == [ReplicaState.out, ReplicaState.serving]
+    assert [replica.state for replica in supervisor.roster.replicas.values()] == [
+        ReplicaState.out,
+        ReplicaState.serving,
+    ]
 
 
 async def test_a_death_that_a_publish_notices_is_told_with_how_it_came(caplog: pytest.LogCaptureFixture) -> None:
@@ -52,15 +55,15 @@ async def test_a_death_that_a_publish_notices_is_told_with_how_it_came(caplog: p
         "IntegrityError: x",
         workers[2].death,
     ]
-    assert [replica.reason for replica in supervisor.replicas.values()] == reasons
+    assert [replica.reason for replica in supervisor.roster.replicas.values()] == reasons
     assert [message.partition("left: ")[2] for message in caplog.messages] == reasons
     with pytest.raises(NoReplicasLeft, match="rollout-0: rollout-0 died of SIGSEGV"):
-        supervisor.require_replicas()
+        supervisor.roster.require_replicas()
 
 
 async def test_a_worker_that_was_replaced_while_it_was_asked_how_it_died_is_not_failed_again() -> None:
     supervisor, workers = make(2)
-    replica = supervisor.replicas["rollout-0"]
+    replica = supervisor.roster.replicas["rollout-0"]
 
     async def replaced() -> None:
         replica.handle, replica.state = workers[1], ReplicaState.recovering
@@ -80,7 +83,7 @@ async def test_a_worker_that_does_not_say_whether_it_is_alive_is_waited_for_brie
     began = asyncio.get_running_loop().time()
     await supervisor.settle([outcome(False, "PeerLost: x"), outcome(True)])
     assert asyncio.get_running_loop().time() - began < 10
-    assert supervisor.replicas["rollout-0"].reason == "PeerLost: x"
+    assert supervisor.roster.replicas["rollout-0"].reason == "PeerLost: x"
 
 
 async def publish_without_a_pause(supervisor: Supervisor, *outcomes: ReplicaReport) -> None:
@@ -94,19 +97,19 @@ async def test_in_adapter_mode_a_replica_serves_on_until_its_version_is_too_old(
     supervisor = Supervisor(workers, max_missed_publishes=1)
     await publish_without_a_pause(supervisor, outcome(True), outcome(True))
     await supervisor.hold(pauses=False)
-    assert supervisor.num_serving == 2, "nobody is held"
+    assert supervisor.roster.num_serving == 2, "nobody is held"
     await supervisor.settle([outcome(True), outcome(False, "a flipped bit")])
-    assert supervisor.num_serving == 2
+    assert supervisor.roster.num_serving == 2
     await publish_without_a_pause(supervisor, outcome(True), outcome(True))
     await publish_without_a_pause(supervisor, outcome(True), outcome(False, "a flipped bit"))
-    assert supervisor.num_serving == 2, "a commit starts the count anew"
+    assert supervisor.roster.num_serving == 2, "a commit starts the count anew"
     await publish_without_a_pause(supervisor, outcome(True), outcome(False, "again"))
-    assert supervisor.out_of_service == ["rollout-1"]
-    assert supervisor.replicas["rollout-1"].reason == "again"
+    assert supervisor.roster.out_of_service == ["rollout-1"]
+    assert supervisor.roster.replicas["rollout-1"].reason == "again"
 
 
 async def test_in_adapter_mode_a_first_publish_that_fails_leaves_nothing_to_serve() -> None:
     _, workers = make(1)
     supervisor = Supervisor(workers, max_missed_publishes=3)
     await publish_without_a_pause(supervisor, outcome(False, "the engine ignores adapters"))
-    assert supervisor.out_of_service == ["rollout-0"]
+    assert supervisor.roster.out_of_service == ["rollout-0"]

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import pytest
 from fakes.loop import FakeWorker, World, an_offer, outcome
 
-from slipstream.fleet import supervisor as supervisor_module
+from slipstream.fleet import roster as roster_module
 from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.fleet.fleet_log import FleetEvent, FleetRow
 from slipstream.fleet.replicas import ReplicaState
 from slipstream.fleet.router import Router
-from slipstream.fleet.supervisor import NUM_READS, Supervisor
+from slipstream.fleet.starts import NUM_READS
+from slipstream.fleet.supervisor import Supervisor
 from slipstream.rollout.types import Prompt
 
 PROMPT = Prompt(0, (1,), "p")
@@ -45,10 +46,10 @@ class Cast:
 
     @property
     def states(self) -> list[ReplicaState]:
-        return [replica.state for replica in self.supervisor.replicas.values()]
+        return [replica.state for replica in self.supervisor.roster.replicas.values()]
 
     def worker(self, index: int) -> FakeWorker:
-        worker = self.supervisor.replicas[f"rollout-{index}"].worker
+        worker = self.supervisor.roster.replicas[f"rollout-{index}"].worker
         assert isinstance(worker, FakeWorker)
         return worker
 
@@ -79,7 +80,7 @@ class Cast:
         return held.exclude
 
     async def fail(self, index: int) -> None:
-        await self.supervisor.fail(self.supervisor.replicas[f"rollout-{index}"], "it died")
+        await self.supervisor.fail(self.supervisor.roster.replicas[f"rollout-{index}"], "it died")
 
 
 async def broken_link() -> None:
@@ -113,9 +114,9 @@ async def test_a_failed_worker_is_restarted_and_filled_by_a_peer_while_the_other
     await until(lambda: cast.states[0] is S.serving)
     await until(lambda: cast.world.diary[-2:] == [("pull", 0, 7), ("release", 0)])
     assert cast.world.committed == [7, 7]
-    (recovery,) = cast.supervisor.recoveries
+    (recovery,) = cast.supervisor.roster.recoveries
     assert (recovery.replica, recovery.read_s) == ("rollout-0", 0.5)
-    assert cast.supervisor.num_restarts == 1
+    assert cast.supervisor.starts.num_restarts == 1
     held = await cast.supervisor.hold()
     assert held.exclude == []
     assert [(one.place, one.worker.endpoint) for one in held.joining] == [(0, "tcp://1")], "it is not met yet"
@@ -123,7 +124,7 @@ async def test_a_failed_worker_is_restarted_and_filled_by_a_peer_while_the_other
 
 async def test_every_step_of_a_restart_is_noted_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=50.0)
-    monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now))
+    monkeypatch.setattr(roster_module, "time", SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now))
     cast = Cast()
     await cast.publish(7)
     assert cast.events(0) == [("rollout-0", E.process_up), ("rollout-0", E.up)], "its first start"
@@ -149,7 +150,7 @@ async def test_every_step_of_a_restart_is_noted_with_its_time(monkeypatch: pytes
     assert by_event[E.read].facts == {"peer": "rollout-1", "version": 7, "bytes": 10, "read_s": 0.5, "verify_s": 0.1}
     assert by_event[E.failed].time == 50.0
     assert (by_event[E.serving].time, by_event[E.serving].facts["down_s"]) == (57.5, 7.5)
-    (recovery,) = cast.supervisor.recoveries
+    (recovery,) = cast.supervisor.roster.recoveries
     assert recovery.down_s == 7.5
 
 
@@ -176,7 +177,7 @@ async def test_the_first_attempt_comes_at_once_and_only_a_failed_one_is_followed
     await cast.publish(1)
     cast.failures = [RuntimeError("no memory")]
     await cast.fail(1)
-    await until(lambda: "no memory" in cast.supervisor.replicas["rollout-1"].reason)
+    await until(lambda: "no memory" in cast.supervisor.roster.replicas["rollout-1"].reason)
     for _ in range(20):
         await asyncio.sleep(0)
     assert cast.num_started == 3
@@ -230,7 +231,7 @@ async def test_a_worker_whose_reads_all_meet_a_publish_joins_the_next_one() -> N
     assert version == NUM_READS
     assert await cast.publish(9) == []
     assert cast.states == [S.serving, S.serving]
-    assert cast.supervisor.recoveries[0].read_s is None, "a publish brought the weights"
+    assert cast.supervisor.roster.recoveries[0].read_s is None, "a publish brought the weights"
 
 
 async def test_a_worker_that_comes_up_during_a_publish_reads_as_soon_as_a_peer_has_committed() -> None:
@@ -302,7 +303,7 @@ async def test_a_recovery_that_fails_leaves_the_worker_to_the_next_publish() -> 
 async def test_a_worker_with_nobody_to_read_from_is_stranded_until_it_is_published_to() -> None:
     cast = Cast(num_workers=1)
     await cast.publish(0)
-    stranded = asyncio.create_task(cast.supervisor.stranded())
+    stranded = asyncio.create_task(cast.supervisor.roster.stranded())
     group = asyncio.create_task(cast.router.generate_group(PROMPT, 2))
     await until(lambda: group.done() or cast.worker(0).num_groups == 1)
     assert not stranded.done()
@@ -323,8 +324,8 @@ async def test_restarts_are_counted_a_failed_one_too_and_end_for_good() -> None:
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.out)
     assert cast.num_started == 2
-    assert cast.supervisor.num_restarts == 0
-    assert "restart 2 of 2 failed: RuntimeError: no memory still" in cast.supervisor.replicas["rollout-0"].reason
+    assert cast.supervisor.starts.num_restarts == 0
+    assert "restart 2 of 2 failed: RuntimeError: no memory still" in cast.supervisor.roster.replicas["rollout-0"].reason
     cast.failures = [RuntimeError("a"), RuntimeError("b")]
     await cast.fail(1)
     with pytest.raises(NoReplicasLeft, match=r"no memory still.*b"):
@@ -345,7 +346,7 @@ async def test_a_late_failure_of_the_old_process_does_not_cost_its_successor() -
     old.before["generate_group"] = die_late
     group = asyncio.create_task(cast.router.generate_group(PROMPT, 2))
     await reached.wait()
-    replica = cast.supervisor.replicas["rollout-0"]
+    replica = cast.supervisor.roster.replicas["rollout-0"]
     left, replica.left = replica.left, asyncio.Event()  # the group does not hear of the failure
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.serving)
@@ -437,11 +438,11 @@ async def test_a_worker_that_lacks_its_base_says_where_it_goes_and_a_recovered_o
     cast.worker(1).before["offer"] = broken_link
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.pending)
-    assert cast.supervisor.replicas["rollout-0"].base_wanted_at == "tcp://base-1"
+    assert cast.supervisor.roster.replicas["rollout-0"].base_wanted_at == "tcp://base-1"
     cast.worker(1).before.clear()
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.serving)
-    assert cast.supervisor.replicas["rollout-0"].base_wanted_at == ""
+    assert cast.supervisor.roster.replicas["rollout-0"].base_wanted_at == ""
 
 
 async def test_a_worker_that_dies_while_it_comes_back_is_started_again() -> None:
@@ -475,8 +476,8 @@ async def test_a_worker_that_fails_during_a_publish_does_not_serve_at_its_end() 
     await alone.fail(0)
     await alone.supervisor.settle([outcome(True), outcome(True)])
     assert alone.states == [S.out, S.serving]
-    assert alone.supervisor.replicas["rollout-0"].reason == "it died"
-    assert alone.supervisor.recoveries == []
+    assert alone.supervisor.roster.replicas["rollout-0"].reason == "it died"
+    assert alone.supervisor.roster.recoveries == []
     await cast.supervisor.close()
 
 
@@ -486,14 +487,14 @@ async def test_a_worker_that_left_out_a_publish_is_not_changed_by_its_end() -> N
     cast.gate.clear()
     await cast.fail(0)
     await cast.supervisor.hold(pauses=False)
-    cast.supervisor.replicas["rollout-2"].state = S.pending
+    cast.supervisor.roster.replicas["rollout-2"].state = S.pending
     await cast.supervisor.settle([outcome(True), outcome(False, "its link stalled"), outcome(True)])
     assert cast.states == [S.starting, S.serving, S.pending]
-    assert [replica.num_missed for replica in cast.supervisor.replicas.values()] == [0, 1, 0]
+    assert [replica.num_missed for replica in cast.supervisor.roster.replicas.values()] == [0, 1, 0]
     await cast.supervisor.settle([outcome(False), outcome(False, "excluded"), outcome(False)])
     assert cast.states == [S.starting, S.serving, S.pending], "it was not held"
-    assert cast.supervisor.replicas["rollout-1"].num_missed == 1
-    assert not any(replica.is_held for replica in cast.supervisor.replicas.values())
+    assert cast.supervisor.roster.replicas["rollout-1"].num_missed == 1
+    assert not any(replica.is_held for replica in cast.supervisor.roster.replicas.values())
     await cast.supervisor.close()
 
 
@@ -534,15 +535,15 @@ async def test_a_worker_that_leaves_while_it_comes_back_stays_where_it_went(call
     go_on.set()
     await turns()
     assert cast.states == [S.starting, S.serving]
-    assert cast.supervisor.recoveries == []
-    assert cast.supervisor.replicas["rollout-0"].reason == "a restart was asked for"
+    assert cast.supervisor.roster.recoveries == []
+    assert cast.supervisor.roster.replicas["rollout-0"].reason == "a restart was asked for"
     assert call == "base_wanted_at" or E.waiting not in [event for _, event in cast.events(0)]
     cast.worker(1).before.clear()
     cast.gate.set()
     await until(lambda: cast.states == [S.serving, S.serving])
     assert cast.num_started == 2
     assert cast.world.committed == [0, 0]
-    assert len(cast.supervisor.recoveries) == 1
+    assert len(cast.supervisor.roster.recoveries) == 1
 
 
 async def test_a_worker_that_leaves_before_it_reads_reads_once() -> None:
@@ -580,25 +581,25 @@ async def test_the_pause_after_a_failed_attempt_doubles(monkeypatch: pytest.Monk
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.serving)
     assert pauses == [3.0, 6.0, 12.0]
-    assert (cast.num_started, cast.supervisor.num_restarts) == (4, 1)
+    assert (cast.num_started, cast.supervisor.starts.num_restarts) == (4, 1)
 
 
 async def test_the_peer_that_is_read_from_is_the_most_current_and_the_least_busy() -> None:
     cast = Cast(num_workers=4, max_missed_publishes=2)
     await cast.publish(0)
     for index, (num_missed, num_in_flight) in enumerate([(0, 0), (1, 0), (0, 2), (0, 1)]):
-        replica = cast.supervisor.replicas[f"rollout-{index}"]
+        replica = cast.supervisor.roster.replicas[f"rollout-{index}"]
         replica.num_missed, replica.num_in_flight = num_missed, num_in_flight
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.serving)
     assert [row.facts["peer"] for row in cast.rows if row.event is E.read] == ["rollout-3"]
-    assert cast.supervisor.replicas["rollout-0"].num_missed == 0
+    assert cast.supervisor.roster.replicas["rollout-0"].num_missed == 0
 
 
 async def test_what_a_restarted_worker_was_told_before_is_forgotten() -> None:
     cast = Cast()
     await cast.publish(0)
-    replica = cast.supervisor.replicas["rollout-0"]
+    replica = cast.supervisor.roster.replicas["rollout-0"]
     replica.num_missed, replica.base_wanted_at, replica.links = 3, "tcp://old", {"rollout-1": []}
     left = replica.left
     await cast.fail(0)
@@ -611,7 +612,9 @@ async def test_what_a_restarted_worker_was_told_before_is_forgotten() -> None:
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.pending)
     await cast.publish(1)
-    assert [one.read_s for one in cast.supervisor.recoveries] == [0.5, None], "the publish filled it, nothing was read"
+    assert [one.read_s for one in cast.supervisor.roster.recoveries] == [0.5, None], (
+        "the publish filled it, nothing was read"
+    )
 
 
 async def test_no_publish_begins_while_a_link_is_closed_and_no_link_is_closed_in_a_publish(
@@ -619,7 +622,7 @@ async def test_no_publish_begins_while_a_link_is_closed_and_no_link_is_closed_in
 ) -> None:
     cast = Cast(num_workers=4)
     await cast.publish(0)
-    cast.supervisor.replicas["rollout-3"].state = S.out
+    cast.supervisor.roster.replicas["rollout-3"].state = S.out
     cast.supervisor.linked("rollout-1", "rollout-0", [an_offer(0)])
     cast.supervisor.linked("rollout-2", "rollout-0", [an_offer(0)])
     await cast.supervisor.hold()
@@ -649,7 +652,10 @@ async def test_no_publish_begins_while_a_link_is_closed_and_no_link_is_closed_in
     await cast.supervisor.settle(outcomes)
     await until(lambda: cast.states == [S.serving] * 3 + [S.out])
     assert "rollout-2 keeps its link to rollout-0: the link broke" in caplog.text
-    assert not cast.supervisor.replicas["rollout-1"].links and not cast.supervisor.replicas["rollout-2"].links
+    assert (
+        not cast.supervisor.roster.replicas["rollout-1"].links
+        and not cast.supervisor.roster.replicas["rollout-2"].links
+    )
     assert cast.num_started == 1
 
 
@@ -685,34 +691,37 @@ async def test_a_worker_that_is_out_or_starting_fails_once() -> None:
     await cast.fail(0)
     assert [event for _, event in cast.events(0)].count(E.failed) == 2
     assert cast.states[0] is S.out
-    assert cast.supervisor.out_of_service == ["rollout-0"]
+    assert cast.supervisor.roster.out_of_service == ["rollout-0"]
 
 
 async def test_a_run_that_restarts_nobody_says_so() -> None:
     world = World(committed=[0])
     supervisor = Supervisor([FakeWorker(world, 0)], max_restarts=3)
     assert "does not restart workers" in await supervisor.restart_now("rollout-0")
-    await supervisor.fail(supervisor.replicas["rollout-0"], "it died")
-    assert supervisor.out_of_service == ["rollout-0"]
+    await supervisor.fail(supervisor.roster.replicas["rollout-0"], "it died")
+    assert supervisor.roster.out_of_service == ["rollout-0"]
     with pytest.raises(NoReplicasLeft, match="rollout-0: it died"):
-        supervisor.require_replicas()
+        supervisor.roster.require_replicas()
 
 
 async def test_a_stranded_worker_is_not_stranded_where_another_may_fill_it() -> None:
     """Neither one that serves, nor one in a publish, nor one that reads just now."""
     cast = Cast()
     for other in (S.serving, S.updating, S.recovering):
-        cast.supervisor.replicas["rollout-0"].state, cast.supervisor.replicas["rollout-1"].state = S.pending, other
-        stranded = asyncio.create_task(cast.supervisor.stranded())
+        cast.supervisor.roster.replicas["rollout-0"].state, cast.supervisor.roster.replicas["rollout-1"].state = (
+            S.pending,
+            other,
+        )
+        stranded = asyncio.create_task(cast.supervisor.roster.stranded())
         await turns()
         assert not stranded.done(), other
         stranded.cancel()
     for other in (S.pending, S.out, S.starting):
-        cast.supervisor.replicas["rollout-1"].state = other
-        stranded = asyncio.create_task(cast.supervisor.stranded())
+        cast.supervisor.roster.replicas["rollout-1"].state = other
+        stranded = asyncio.create_task(cast.supervisor.roster.stranded())
         await until(stranded.done)
-    cast.supervisor.replicas["rollout-0"].state = S.out
-    stranded = asyncio.create_task(cast.supervisor.stranded())
+    cast.supervisor.roster.replicas["rollout-0"].state = S.out
+    stranded = asyncio.create_task(cast.supervisor.roster.stranded())
     await turns()
     assert not stranded.done(), "nobody needs weights"
     stranded.cancel()

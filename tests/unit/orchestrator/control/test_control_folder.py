@@ -52,26 +52,26 @@ async def test_a_worker_is_restarted_on_request(run: Path) -> None:
     async with listening(run) as supervisor:
         (line,) = await asyncio.to_thread(ask, run, recover(1))
         assert line == "rollout-1 was pending and is being restarted"
-        while supervisor.num_restarts == 0:
+        while supervisor.starts.num_restarts == 0:
             await asyncio.sleep(0)
-        assert supervisor.replicas["rollout-0"].state is ReplicaState.pending
+        assert supervisor.roster.replicas["rollout-0"].state is ReplicaState.pending
 
 
 async def test_without_a_number_it_is_every_worker_that_is_out(run: Path) -> None:
     async with listening(run) as supervisor:
         (line,) = await asyncio.to_thread(ask, run, recover(None))
         assert "no rollout worker is out of service" in line
-        supervisor.replicas["rollout-1"].state = ReplicaState.starting
+        supervisor.roster.replicas["rollout-1"].state = ReplicaState.starting
         assert await asyncio.to_thread(ask, run, recover(None)) == ["rollout-1 is being restarted already"]
-        supervisor.replicas["rollout-0"].state = ReplicaState.out
+        supervisor.roster.replicas["rollout-0"].state = ReplicaState.out
         (line,) = await asyncio.to_thread(ask, run, recover(None))
         assert line == "rollout-0 was out and is being restarted"
 
 
 async def test_restarting_the_last_one_that_serves_is_told(run: Path) -> None:
     async with listening(run) as supervisor:
-        supervisor.replicas["rollout-0"].state = ReplicaState.out
-        supervisor.replicas["rollout-1"].state = ReplicaState.serving
+        supervisor.roster.replicas["rollout-0"].state = ReplicaState.out
+        supervisor.roster.replicas["rollout-1"].state = ReplicaState.serving
         lines = await asyncio.to_thread(ask, run, recover(1))
         assert lines == [
             "rollout-1 was serving and is being restarted",
@@ -84,7 +84,7 @@ async def test_workers_come_and_go_by_request_and_what_cannot_be_is_said(run: Pa
         return await asyncio.to_thread(ask, run, {"ask": "scale", "rollout": number})
 
     async with listening(run) as supervisor:
-        for replica in supervisor.replicas.values():
+        for replica in supervisor.roster.replicas.values():
             replica.state = ReplicaState.serving
         assert await scale(3) == ["rollout-2 is being started"]
         assert await scale(3) == ["the run has 3 rollout workers already"]
@@ -94,7 +94,7 @@ async def test_workers_come_and_go_by_request_and_what_cannot_be_is_said(run: Pa
         assert drained == ["rollout-1 hands its requests over and ends"]
         with pytest.raises(ConfigError, match="WORKER 7: this run has 3 rollout workers, 0 to 2"):
             await asyncio.to_thread(ask, run, {"ask": "drain", "worker": 7})
-        assert supervisor.num_wanted == 2
+        assert supervisor.roster.num_wanted == 2
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,8 @@ class Fleet:
         for replica in self.replicas:
             replica.state = ReplicaState.serving
         self.buffer = GroupBuffer(2, 3)
-        supervisor: Any = SimpleNamespace(replicas={one.name: one for one in self.replicas})
-        self.ramp = Ramp(CONFIG, supervisor, self.buffer)
+        roster: Any = SimpleNamespace(replicas={one.name: one for one in self.replicas})
+        self.ramp = Ramp(CONFIG, roster, self.buffer)
         self.tickets: list[int] = []
 
     async def claim(self) -> None:

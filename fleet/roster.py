@@ -1,0 +1,150 @@
+"""The rollout workers of a run, by name, and the state of each.
+
+Owns: every change of a state, the waits for one, and what is noted about it. Does not own: why a state changes
+(supervisor.py draws it), nor the facts about one worker (replicas.py).
+Invariant: whoever waits for states holds `changed`, and is told of every change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from slipstream.conf.plural import counted
+from slipstream.fleet.errors import NoReplicasLeft
+from slipstream.fleet.fleet_log import Fact, FleetEvent, FleetRow
+from slipstream.fleet.replicas import Recovery, Replica, ReplicaState, RolloutHandle
+
+logger = logging.getLogger(__name__)
+
+
+class Roster:
+    """See the module's docstring.
+
+    Args:
+        workers: in the order of the endpoints that the publisher was given.
+        note: called with every event of a worker (fleet_log.py).
+    """
+
+    def __init__(self, workers: Sequence[RolloutHandle], note: Callable[[FleetRow], None]) -> None:
+        self.replicas = {worker.name: Replica(worker.name, place, worker) for place, worker in enumerate(workers)}
+        """By name."""
+        self.num_wanted = len(workers)
+        """Workers that were asked for last."""
+        self.recoveries: list[Recovery] = []
+        """Every replica that came back, in order."""
+        self.num_publishes = 0
+        """Publishes that began."""
+        self.changed = asyncio.Condition()
+        self._write = note
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_serving(self) -> int:
+        """Replicas that take requests right now."""
+        return self.count(ReplicaState.serving)
+
+    @property
+    def out_of_service(self) -> list[str]:
+        """The replicas that do not come back by themselves."""
+        return [name for name, replica in self.replicas.items() if replica.state is ReplicaState.out]
+
+    @property
+    def is_hopeless(self) -> bool:
+        """No replica serves, or will by itself."""
+        return all(one.state in (ReplicaState.out, ReplicaState.gone) for one in self.replicas.values())
+
+    @property
+    def is_publishing(self) -> bool:
+        """A publish is under way, on some replicas at least."""
+        return any(one.is_held for one in self.replicas.values())
+
+    def require_replicas(self) -> None:
+        """Raise NoReplicasLeft, with every replica's reason, if all of them are out."""
+        if self.is_hopeless:
+            reasons = "; ".join(f"{replica.process}: {replica.reason}" for replica in self.replicas.values())
+            raise NoReplicasLeft(f"no rollout worker is left to sample from. {reasons}")
+
+    @property
+    def in_words(self) -> str:
+        """How many workers serve, for people: "2 of 3 rollout workers serve"."""
+        return f"{self.num_serving} of {counted(self.num_wanted, 'rollout worker')} serve"
+
+    async def least_loaded(self) -> Replica:
+        """Wait until a replica serves, and return the one with the fewest groups in flight.
+
+        Raises:
+            NoReplicasLeft: every replica is out.
+        """
+
+        def is_decided() -> bool:
+            return self.num_serving > 0 or self.is_hopeless
+
+        async with self.changed:
+            # No deadline: a publish, a restart and a recovery have theirs, and every other state ends with one of them.
+            await self.changed.wait_for(is_decided)
+        self.require_replicas()
+        serving = [replica for replica in self.replicas.values() if replica.state is ReplicaState.serving]
+        return min(serving, key=lambda replica: (replica.num_in_flight, replica.place))
+
+    async def stranded(self) -> None:
+        """Wait until a replica needs weights and no replica serves, from which it could read them."""
+
+        def is_stranded() -> bool:
+            others = (ReplicaState.serving, ReplicaState.updating, ReplicaState.recovering)
+            return self.count(ReplicaState.pending) > 0 and self.count(*others) == 0
+
+        async with self.changed:
+            await self.changed.wait_for(is_stranded)
+
+    async def leave(self, replica: Replica, state: ReplicaState, reason: str) -> None:
+        """Take a failed worker out of service; whoever waits for an answer of it gives up."""
+        async with self.changed:
+            replica.state, replica.reason, replica.failed_at = state, reason, time.monotonic()
+            replica.left.set()
+            self.changed.notify_all()
+        self.note(replica, FleetEvent.failed, reason=reason)
+
+    def serve(self, replica: Replica) -> None:
+        """Put it in service, and note its return if it had failed."""
+        replica.state = ReplicaState.serving
+        if replica.reason and replica.is_further:
+            start_s = time.monotonic() - replica.failed_at
+            self.note(replica, FleetEvent.serving, start_s=round(start_s, 3))
+            logger.info("%s serves, %.1f s after it was asked for: %s", replica.process, start_s, self.in_words)
+        elif replica.reason:
+            down_s = time.monotonic() - replica.failed_at
+            self.recoveries.append(Recovery(replica.name, down_s, replica.pulled.read_s if replica.pulled else None))
+            self.note(replica, FleetEvent.serving, down_s=round(down_s, 3))
+            logger.info("%s serves again, %.1f s after it failed", replica.process, down_s)
+        replica.reason, replica.is_further = "", False
+
+    def note(self, replica: Replica, event: FleetEvent, **facts: Fact) -> None:
+        """Write down what happens to a worker, now."""
+        self._write(FleetRow(time.time(), replica.place, replica.process, event, facts))
+
+    def note_start(self, replica: Replica) -> None:
+        """Write down how the start of a worker that is up went on."""
+        for name, at in sorted(replica.worker.started_at.items(), key=lambda item: item[1]):
+            facts: dict[str, Fact] = {"pid": replica.worker.pid} if name == FleetEvent.process_up else {}
+            self._write(FleetRow(at, replica.place, replica.process, FleetEvent(name), facts))
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do this beside everything else, until close()."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """Give up what goes on beside."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def count(self, *states: ReplicaState) -> int:
+        """How many are in one of these states."""
+        return sum(replica.state in states for replica in self.replicas.values())
