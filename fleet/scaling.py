@@ -122,7 +122,7 @@ class Scaling:
                 "it was asked for",
                 time.monotonic(),
             )
-            replica.is_further, replica.num_restarts = True, 0
+            replica.is_further = True
             self._roster.note(replica, FleetEvent.joining)
             self._starts.start(replica, is_asked_for=True)
         return [f"{replica.name} is being started" for replica in chosen]

@@ -82,8 +82,10 @@ class Starts:
         return self._restart is not None
 
     def start(self, replica: Replica, *, is_asked_for: bool = False) -> None:
-        """Start a worker, and fill it when it is up."""
-        most = max(1, self.max_restarts) if is_asked_for else self.max_restarts
+        """Start a worker, and fill it when it is up. One that is asked for is tried however often it has failed."""
+        most = self.max_restarts
+        if is_asked_for:
+            most, replica.num_restarts = max(1, most), 0
         self._under_way[replica.name] = self._roster.spawn(self._bring_back(replica, most))
 
     async def give_up(self, replica: Replica) -> None:

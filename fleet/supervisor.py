@@ -187,7 +187,6 @@ class Supervisor:
             return f"{replica.process} is {replica.state} ({replica.reason}): slipstream scale asks for more workers"
         before = replica.state
         await self.roster.leave(replica, ReplicaState.starting, "a restart was asked for")
-        replica.num_restarts = 0
         self.starts.start(replica, is_asked_for=True)
         logger.warning("%s was %s and is restarted on request", replica.process, before)
         return f"{replica.process} was {before} and is being restarted"

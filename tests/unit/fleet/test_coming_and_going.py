@@ -23,7 +23,7 @@ E = FleetEvent
 class Fleet:
     """A supervisor over fakes; further workers come when `gate` is open, and where there is `room` for them."""
 
-    def __init__(self, num_workers: int = 1, room: int = 4) -> None:
+    def __init__(self, num_workers: int = 1, room: int = 4, max_restarts: int = 1) -> None:
         self.world = World(committed=[-1] * num_workers)
         self.gate = asyncio.Event()
         self.gate.set()
@@ -33,7 +33,7 @@ class Fleet:
         self.rows: list[FleetRow] = []
         self.supervisor = Supervisor(
             [FakeWorker(self.world, i) for i in range(num_workers)],
-            restart=self.restart, make_room=self.make_room, end=self.end, max_restarts=1, backoff_s=0,
+            restart=self.restart, make_room=self.make_room, end=self.end, max_restarts=max_restarts, backoff_s=0,
             note=self.rows.append,
         )  # fmt: skip
         self.router = Router(self.supervisor, request_timeout_s=60)
@@ -86,8 +86,11 @@ class Fleet:
         raise AssertionError(f"it did not come to that, but to {self.states}")
 
 
-async def test_further_workers_read_from_a_peer_and_serve_and_the_trainer_meets_them_at_the_next_publish() -> None:
-    fleet = Fleet(1)
+@pytest.mark.parametrize("max_restarts", [0, 1])
+async def test_further_workers_read_from_a_peer_and_serve_and_the_trainer_meets_them_at_the_next_publish(
+    max_restarts: int,
+) -> None:
+    fleet = Fleet(1, max_restarts=max_restarts)
     await fleet.publish(7)
     fleet.gate.clear()
     assert await fleet.supervisor.scaling.scale(3) == ["rollout-1 is being started", "rollout-2 is being started"]
@@ -194,9 +197,29 @@ async def test_a_worker_that_is_told_to_go_goes_and_is_wanted_still() -> None:
     await fleet.until(S.serving, S.serving)
 
 
-async def test_the_last_worker_that_is_told_to_go_is_started_again_and_its_responses_wait() -> None:
-    fleet = Fleet(1)
+async def test_a_process_that_was_replaced_is_told_to_go_in_vain() -> None:
+    fleet = Fleet(2)
+    await fleet.publish(0)
+    before = fleet.worker(0)
+    await fleet.supervisor.fail(fleet.supervisor.roster.replicas["rollout-0"], "it died")
+    await fleet.until(S.serving, S.serving)
+    before.told.set()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert fleet.states == [S.serving, S.serving] and fleet.worker(0) is not before
+
+
+@pytest.mark.parametrize(("max_restarts", "num_failures"), [(0, 0), (1, 0), (1, 1)])
+async def test_the_last_worker_that_is_told_to_go_is_started_again_and_its_responses_wait(
+    max_restarts: int, num_failures: int
+) -> None:
+    """However often it may be restarted, and was: it did not fail."""
+    fleet = Fleet(1, max_restarts=max_restarts)
     await fleet.publish(3)
+    for _ in range(num_failures):
+        await fleet.supervisor.fail(fleet.supervisor.roster.replicas["rollout-0"], "it died")
+        await fleet.until(S.pending)
+        await fleet.publish(3)
     fleet.worker(0).gate = asyncio.Event()
     call = asyncio.create_task(fleet.router.generate_group(PROMPT, 1))
     await asyncio.sleep(0)

@@ -546,6 +546,29 @@ async def test_a_worker_that_leaves_while_it_comes_back_stays_where_it_went(call
     assert len(cast.supervisor.roster.recoveries) == 1
 
 
+async def test_a_call_of_the_process_before_that_fails_late_costs_its_successor_nothing() -> None:
+    cast = Cast()
+    await cast.publish(0)
+    reached, go_on = asyncio.Event(), asyncio.Event()
+
+    async def breaks_late() -> None:
+        reached.set()
+        await go_on.wait()
+        await broken_link()
+
+    cast.worker(1).before["offer"] = broken_link
+    cast.prepare = lambda worker: worker.before.update(base_wanted_at=breaks_late)
+    await cast.fail(0)
+    await until(reached.is_set)
+    cast.worker(1).before.clear()
+    cast.prepare = lambda worker: None
+    await cast.supervisor.restart_now("rollout-0")
+    await until(lambda: cast.states == [S.serving, S.serving])
+    go_on.set()
+    await turns()
+    assert cast.states == [S.serving, S.serving] and cast.num_started == 2
+
+
 async def test_a_worker_that_leaves_before_it_reads_reads_once() -> None:
     """A restart is asked for while the recovery before waits for the end of a publish."""
     cast = Cast()

@@ -414,11 +414,13 @@ def test_older_checkpoints_go_and_spared_ones_stay(tmp_path: Path) -> None:
     assert step_of(None) == 0
 
 
-def test_another_format_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", [2, None])
+def test_another_format_is_refused(tmp_path: Path, given: int | None) -> None:
     store = make_store(tmp_path)
     path = write(store)
     state = json.loads((path / "state.json").read_text())
-    (path / "state.json").write_text(json.dumps(state | {"format": 2}))
+    state = state | {"format": given} if given else {key: state[key] for key in state if key != "format"}
+    (path / "state.json").write_text(json.dumps(state))
     files = {str(file.relative_to(path)): {"num_bytes": file.stat().st_size, "crc32": zlib.crc32(file.read_bytes())}
              for file in path.rglob("*") if file.is_file() and file.name != "manifest.json"}  # fmt: skip
     assert json.loads((path / "manifest.json").read_text()) == {
@@ -426,7 +428,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
         "files": files | {"state.json": json.loads((path / "manifest.json").read_text())["files"]["state.json"]},
     }
     (path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
-    with pytest.raises(CheckpointError, match="has format 2, this version reads 1"):
+    with pytest.raises(CheckpointError, match=f"has format {given}, this version reads 1"):
         store.read(path)
     (path / "manifest.json").write_text("[]")
     with pytest.raises(CheckpointError, match="must hold a JSON object, got list"):

@@ -314,6 +314,9 @@ async def test_control_without_publishing_samples_from_version_0_for_ever(tmp_pa
     assert [entry for entry in loop.world.diary if entry[0] == "publish"] == [("publish", 0)]
     assert {entry[2] for entry in loop.world.diary if entry[0] == "sample"} == {0}
     assert [row["staleness/max"] for row in loop.rows[1:]] == [0, 1, 2, 3, 4]
+    again = Loop(tmp_path, replace(make_config(num_steps=6), weight_sync=Unpublished()), resume_step=5)
+    await again.run()
+    assert [version for version, _ in again.trainer.trained] == [5], "it goes on from the checkpoint"
 
 
 async def test_dynamic_sampling_replaces_groups_that_tell_nothing(tmp_path: Path) -> None:

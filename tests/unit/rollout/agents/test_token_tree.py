@@ -263,6 +263,7 @@ def test_a_longer_history_that_cannot_be_kept_gives_way_to_a_shorter_one() -> No
         ({"role": "assistant", "content": "fir st"}, False),
         ({"role": "assistant", "content": "first", "name": "Ann"}, False),
         ({"role": "assistant", "content": "first", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}, False),
+        ({"role": "assistant", "content": "first", "tool_calls": ["f"]}, False),
         ({"role": "user", "content": "first"}, False),
     ],
 )

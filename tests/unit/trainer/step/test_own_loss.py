@@ -41,6 +41,12 @@ def raises(tokens, algorithm):
 def refers(tokens, algorithm):
     return tokens.logprobs_N - tokens.ref_logprobs_N
 
+def wants_entropy(tokens, algorithm):
+    assert tokens.entropy_N.requires_grad
+    return clipped(tokens, algorithm)
+
+built_in = max
+
 def one_argument(tokens):
     return tokens.logprobs_N
 '''
@@ -60,6 +66,8 @@ def test_a_function_of_the_users_own_is_the_loss(path):
         torch.testing.assert_close(mine, shipped)
     try_loss(AlgorithmConfig(loss=f"{path}:clipped"))
     try_loss(AlgorithmConfig(loss=f"{path}:refers", kl_coef=0.1))
+    for coef in (0.1, -0.1):
+        try_loss(AlgorithmConfig(loss=f"{path}:wants_entropy", entropy_coef=coef))
 
 
 @pytest.mark.parametrize(
@@ -71,6 +79,7 @@ def test_a_function_of_the_users_own_is_the_loss(path):
         ("frozen", "without a gradient: they must depend on tokens.logprobs_N"),
         ("raises", "raised AttributeError: .*no_such_field"),
         ("refers", "raised TypeError: .*NoneType"),  # there is no reference without kl_coef
+        ("built_in", "raised TypeError: .*not supported between"),  # its signature cannot be read before
         ("one_argument", r"it must be \(tokens, algorithm\) -> a tensor"),
         ("nothing", "has no function 'nothing'"),
     ],

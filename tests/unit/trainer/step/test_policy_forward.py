@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,15 @@ def forward_of(played: Played, seen: list[Any], *, has_reference: bool, **algori
 
 
 DENOMINATORS = Denominators(num_valid_tokens=3, num_sequences=2, policy_version=5)
+
+
+@pytest.mark.parametrize("coef", [-0.1, 0.0, 0.1])
+def test_the_entropy_has_a_gradient_where_it_is_in_the_loss(coef: float) -> None:
+    played: Any = Played()
+    played.apply_head = lambda head, hidden_NH: head(hidden_NH.requires_grad_(), torch.ones(10, 1))
+    played.by, seen = SimpleNamespace(head=None), []
+    forward_of(played, seen, has_reference=False, entropy_coef=coef).loss(collate(SAMPLES, 5), DENOMINATORS)
+    assert seen[0][1].requires_grad == (coef != 0)
 
 
 def test_a_loss_is_given_each_counted_token_and_the_reference_runs_first() -> None:

@@ -371,6 +371,9 @@ def test_a_scalar_and_a_dim_of_size_one_cross():
     )
     plan = build_plan([source], [[layout]], max_task_bytes=1 << 20)
     assert sorted(task.num_bytes for task in plan.tasks[0]) == [4, 16]
+    regions = {piece.tensor: piece.region for task in plan.tasks[0] for piece in task.pieces}
+    assert regions == {shard.tensor: shard.region for shard in source.shards}
+    assert TaskTable.of(0, list(plan.tasks[0])) == plan.tasks[0], "the same columns from objects"
 
 
 def test_a_known_system_keeps_its_digests():

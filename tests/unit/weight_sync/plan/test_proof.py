@@ -302,6 +302,7 @@ def test_every_rank_must_hold_all_that_it_packs() -> None:
             held = dataclasses.replace(source, shards=(*shards, SourceShard(tensor, Region(*region))))
             said = is_refused(prove_coverage, joined.plan, [[joined.layout]], (held,))
             assert (said == "") == is_right, said
+            assert bool(is_refused(prove_by_element, joined.plan, [[joined.layout]], (held,))) != is_right
             assert is_right or (f"is to send {tensor} start" in said and "does not hold it" in said)
     assert "does not hold it" in is_refused(prove_coverage, joined.plan, [[joined.layout]], ())
 
