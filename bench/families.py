@@ -2,11 +2,12 @@
 
     python bench/families.py                     the families of docs/families.md
     python bench/families.py mixtral olmoe
+    python bench/families.py --gpu gemma3_text   on one GPU, which trainer and engine share, in bfloat16
 
 Each is the quick start with a tiny random model of that family, one engine, and two trainer ranks that share the
 experts, if there are any. Reward is held-out, before the first step and after the last one; k3 is the largest of all
 steps but the first two. Prints its environment and a table; writes bench/results/families-cpu.json, and keeps the rows
-there that are of the same environment.
+there that are of the same environment; families-gpu.json with --gpu.
 """
 
 from __future__ import annotations
@@ -74,12 +75,14 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
 SHOWN = ("eval_reward_first", "eval_reward_last", "k3_max", "publish_bytes", "wall_s")
 
 
-def words_of(family: str) -> list[str]:
+def words_of(family: str, on_gpu: bool) -> list[str]:
     """Options of a family's run."""
     architecture, preset, fields = FAMILIES[family]
+    if on_gpu:
+        preset = [preset[0], "model.dtype=bfloat16", "cluster.dashboard=false"]
     fields = {"model_type": family, "architectures": f"[{architecture}]", **fields}
     return [
-        "experiment=quickstart",
+        "experiment=quickstart_one_gpu" if on_gpu else "experiment=quickstart",
         *preset,
         *(f"++model.hf_config.{name}={value}" for name, value in fields.items()),
         "rollout.num_workers=1",
@@ -93,8 +96,10 @@ def main() -> None:
     """Run the named families one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; default: all")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "families-cpu.json")
+    parser.add_argument("--gpu", action="store_true", help="on one GPU, which trainer and engine share")
+    parser.add_argument("--out", type=Path, help="default: bench/results/families-<device>.json")
     args = parser.parse_args()
+    args.out = args.out or ROOT / "bench" / "results" / f"families-{'gpu' if args.gpu else 'cpu'}.json"
     unknown = set(args.families) - set(FAMILIES)
     if unknown:
         parser.error(f"families must be of {', '.join(FAMILIES)}, got {', '.join(sorted(unknown))}")
@@ -106,7 +111,7 @@ def main() -> None:
             report["runs"] = before["runs"]
     for family in args.families or FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
-            run_folder, wall_s = train(family, words_of(family), Path(folder))
+            run_folder, wall_s = train(family, words_of(family, args.gpu), Path(folder))
             report["runs"][family] = {"wall_s": wall_s, **figures(read_rows(run_folder))}
         args.out.write_text(json.dumps(report, indent=2) + "\n")
     print(f"{'':12}" + "".join(f"{name:>20}" for name in SHOWN))
