@@ -8,21 +8,35 @@ transformers and PEFT are imported inside functions, because in Unsloth's proces
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from typing import Any
 
 SEED = 3
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of a trainer rank among others."""
+
+    num_ranks: int = 1
+    ep_size: int = 1
+    rank: int = 0
+    rendezvous: str = ""
+
+
 class Ours:
     """The product's TrainerRank, used as in a run."""
 
-    def __init__(self, config: dict[str, Any], state: str, args: argparse.Namespace) -> None:
+    def __init__(
+        self, config: dict[str, Any], state: str, args: argparse.Namespace, place: Place | None = None
+    ) -> None:
         from slipstream.conf import schema
         from slipstream.trainer.options import TrainerOptions
         from slipstream.trainer.rank import TrainerRank
 
         adapters = "float32" if state in ("float32", "host") else "bfloat16"
         moments = "bfloat16" if state == "offload" else state
+        place = place or Place()
         self.rank = TrainerRank(
             TrainerOptions(
                 model=schema.ModelConfig(init=schema.Init.random, hf_config=config, dtype=schema.DType.bfloat16),
@@ -32,18 +46,21 @@ class Ours:
                     activation_checkpointing=True,
                     activations_on_host=state == "offload",
                     embedding_on_host=state == "int8",
+                    num_ranks=place.num_ranks,
+                    ep_size=place.ep_size,
                 ),
                 algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),
                 sampling_temperature=1.0,
                 weight_sync=schema.WeightSyncConfig(),
                 seed=SEED,
                 num_steps=1000,
-                world_size=1,
-                rendezvous="",
+                world_size=place.num_ranks,
+                rendezvous=place.rendezvous,
                 device=args.device,
                 hf_config=config,
                 sync_key=b"slipstream-bench-trainer",
-            )
+            ),
+            rank=place.rank,
         )
         self.facts = {"backends": self.rank.load()["backends"]}
         self.rank._writes.finish()  # it page-locks memory for checkpoints, and the device waits for that

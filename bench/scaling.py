@@ -1,0 +1,357 @@
+"""Do the trainer's GPUs add up? Tokens per second of 1, 2 and 4 ranks, and what the ranks wait for.
+
+    python bench/scaling.py                              24 layers of Qwen3-30B-A3B's shape, r=32, four GPUs
+    python bench/scaling.py --layouts 1x1 2x2 --tokens short
+    python bench/scaling.py --tiny                       two small layers, for a CPU
+
+A layout is RANKSxEP_SIZE: 2x2 has two ranks that share the experts and exchange rows of tokens, 2x1 two ranks whose
+expert weights are sharded and gathered ahead of each layer. Each rank is a process of its own, and each layout loads
+once. A step is forward, backward with activations computed again, and update, of 65,536 tokens in all, so that ranks
+share the work of one (strong scaling): `long` has 16 sequences of 4,096 in microbatches of 16,384, `short` 240 of 272
+in microbatches of 8,192. Layouts that fit beside each other run side by side.
+
+Printed per row: the median step; tokens/s of a rank, also as a share of one rank's; of one profiled step of rank 0 the
+device time of products and of everything else but exchanges, what of the exchanges nothing overlaps, what the GPU
+idles, and how often the host waits for it; the bytes that rank 0 sends in all-to-alls, and how long they take at the
+speed of a large all-to-all that is measured in the same processes. Losses of the first step are compared with one
+rank's. Writes bench/results/scaling-<device>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+from bench.environment import environment  # noqa: E402
+from bench.shapes import add_shape_options, model_config, shrink  # noqa: E402
+from bench.trainer import kind_of  # noqa: E402
+from bench.training.rows import Ours, Place  # noqa: E402
+
+LAYOUTS = ("1x1", "2x2", "2x1", "4x4", "4x1")
+WORKLOADS = {"long": (16, 4096, 16384), "short": (240, 272, 8192)}
+"""Sequences of a step, tokens of each, and the most of a microbatch."""
+TINY = {"long": (8, 64, 128), "short": (24, 9, 64)}
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpyAsync")
+LOSS_TOLERANCE = 5e-4
+"""Relative, of the mean over all tokens: layouts choose kernels by other numbers of rows."""
+LIMIT_S = 400
+"""For one layout."""
+
+
+# ---- one rank, in its own process ----
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    """Measure every workload of a layout; rank 0 writes the figures after each."""
+    import torch
+    import torch.distributed as dist
+
+    num_ranks, ep_size = sizes(args.layout)
+    place = Place(num_ranks, ep_size, args.rank_index, f"file://{args.out}.meet")
+    began = time.perf_counter()
+    subject = Ours(model_config(args), "float32", args, place)
+    report: dict[str, Any] = {"load_s": time.perf_counter() - began, **subject.facts, "workloads": {}}
+    report["all_to_all_gb_per_s"] = exchange_speed(args.device) if num_ranks > 1 else None
+    for name in args.tokens:
+        batch = microbatches(args, name, num_ranks, args.rank_index)
+        losses, times = [], []
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+        for _ in range(args.warmup + args.repeats):
+            sync(args.device, num_ranks)
+            began = time.perf_counter()
+            losses.append(step(subject, batch))
+            sync(args.device, num_ranks)
+            times.append(time.perf_counter() - began)
+        loss = torch.tensor(losses[0], dtype=torch.float64, device=args.device)
+        if num_ranks > 1:
+            dist.all_reduce(loss)
+        row = {"step_s": statistics.median(times[args.warmup :]), "steps_s": times, "first_loss": float(loss)}
+        row["tokens"] = args.workloads[name][0] * args.workloads[name][1]
+        if args.device == "cuda":
+            row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        row["sent_bytes"] = sent_bytes(subject, batch)
+        row["profile"] = profile(subject, batch) if args.device == "cuda" else None
+        report["workloads"][name] = row
+        if args.rank_index == 0:
+            args.out.write_text(json.dumps(report))
+
+
+def microbatches(args: argparse.Namespace, name: str, num_ranks: int, rank: int) -> tuple[list[list[Any]], int]:
+    """A rank's samples of a step, and the trained tokens of all ranks."""
+    import numpy as np
+
+    from slipstream.trainer.step.microbatches import pack
+    from slipstream.trainer.types import Sample
+
+    num_sequences, length, max_tokens = args.workloads[name]
+    mask = np.arange(length) > 0
+
+    def sample(index: int) -> Sample:
+        ids = np.random.default_rng(index).integers(0, args.vocab, length).astype(np.int32)
+        zeros = np.zeros(length, np.float32)
+        return Sample(
+            token_ids=ids, loss_mask=mask, rollout_logprobs=zeros, advantages=mask.astype(np.float32), oldest_version=0
+        )
+
+    mine = pack([length] * num_sequences, num_ranks, max_tokens)[rank]
+    return [[sample(index) for index in one] for one in mine], num_sequences * (length - 1)
+
+
+def step(subject: Ours, batch: tuple[list[list[Any]], int]) -> float:
+    """Forward, backward, update. Returns this rank's share of the mean loss before the update."""
+    from dataclasses import replace
+
+    from slipstream.trainer.types import Denominators
+
+    samples, num_trained = batch
+    version = subject.rank.policy_version
+    current = [[replace(sample, oldest_version=version) for sample in one] for one in samples]
+    num_sequences = num_trained // (len(samples[0][0].token_ids) - 1) if samples and samples[0] else 1
+    stats = subject.rank.forward_backward(current, Denominators(num_trained, num_sequences, version))
+    subject.rank.optimizer_step()
+    return float(stats.sums["sft/nll_sum"]) / num_trained
+
+
+def exchange_speed(device: str) -> float:
+    """GB/s that a rank sends to others in a large all-to-all."""
+    import torch
+    import torch.distributed as dist
+
+    num_ranks = dist.get_world_size()
+    sent = torch.empty(num_ranks * ((256 << 20) if device == "cuda" else (1 << 20)), dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+    times = []
+    for _ in range(8):
+        sync(device, num_ranks)
+        began = time.perf_counter()
+        dist.all_to_all_single(received, sent)
+        sync(device, num_ranks)
+        times.append(time.perf_counter() - began)
+    return sent.nbytes * (num_ranks - 1) / num_ranks / statistics.median(times[3:]) / 1e9
+
+
+def sent_bytes(subject: Ours, batch: tuple[list[list[Any]], int]) -> int:
+    """Bytes that this rank sends to others in the all-to-alls of one step."""
+    import torch.distributed as dist
+
+    original, total = dist.all_to_all_single, 0
+
+    def counted(out: Any, rows: Any, receive: Any = None, send: Any = None, group: Any = None, **more: Any) -> Any:
+        nonlocal total
+        own = dist.get_rank(group)
+        size = dist.get_world_size(group)
+        rows_to_itself = send[own] if send else len(rows) // size
+        total += (len(rows) - rows_to_itself) * rows[:1].nbytes
+        return original(out, rows, receive, send, group=group, **more)
+
+    dist.all_to_all_single = counted
+    try:
+        step(subject, batch)
+    finally:
+        dist.all_to_all_single = original
+    return total
+
+
+def profile(subject: Ours, batch: tuple[list[list[Any]], int]) -> dict[str, Any]:
+    """Where the device's time of one step goes, in seconds, and how often the host waits."""
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        began = time.perf_counter()
+        step(subject, batch)
+        torch.cuda.synchronize()
+        wall_s = time.perf_counter() - began
+    kinds: dict[str, float] = {}
+    busy: list[tuple[float, float]] = []
+    others: list[tuple[float, float]] = []
+    waits: dict[str, list[float]] = {}
+    for event in profiler.events():
+        span = (event.time_range.start, event.time_range.end)
+        if event.device_type is DeviceType.CUDA and not event.name.startswith(("nccl:", "ProfilerStep")):
+            kind = "exchange" if event.name.startswith("nccl") else kind_of(event.name)
+            kinds[kind] = kinds.get(kind, 0.0) + (span[1] - span[0]) / 1e6
+            busy.append(span)
+            if kind != "exchange":
+                others.append(span)
+        elif event.name in WAITS and span[1] - span[0] > 20:
+            waits.setdefault(event.name, []).append((span[1] - span[0]) / 1e6)
+    busy_s, others_s = covered(busy) / 1e6, covered(others) / 1e6
+    return {
+        "wall_s": wall_s,
+        "kinds_s": dict(sorted(kinds.items(), key=lambda item: -item[1])),
+        "exchange_alone_s": busy_s - others_s,
+        "idle_s": wall_s - busy_s,
+        "host_waits": {name: {"count": len(times), "total_s": sum(times)} for name, times in waits.items()},
+    }
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Length of the union."""
+    total, until = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, until))
+        until = max(until, stop)
+    return total
+
+
+def sync(device: str, num_ranks: int) -> None:
+    """Wait for the device and for the other ranks."""
+    import torch
+    import torch.distributed as dist
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+    if num_ranks > 1:
+        dist.barrier()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+
+# ---- the whole table ----
+
+
+def sizes(layout: str) -> tuple[int, int]:
+    """Ranks and ep_size of a layout."""
+    num_ranks, ep_size = map(int, layout.split("x"))
+    return num_ranks, ep_size
+
+
+def run_layout(layout: str, args: argparse.Namespace, gpus: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Start a layout's ranks and wait for them. Returns rank 0's figures."""
+    out = folder / f"{layout}.json"
+    ranks = []
+    for rank in range(sizes(layout)[0]):
+        command = [sys.executable, __file__, *sys.argv[1:], "--layout", layout, "--rank-index", str(rank)]
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": "1"}
+        ranks.append(subprocess.Popen([*command, "--out", str(out)], env=environment))
+    deadline = time.monotonic() + LIMIT_S
+    codes: list[int | None] = [None] * len(ranks)
+    while None in codes and time.monotonic() < deadline and not any(codes):
+        time.sleep(0.2)
+        codes = [rank.poll() for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"workloads": {}}
+    return found | ({"failed": f"exit codes {codes}"} if any(code != 0 for code in codes) else {})
+
+
+def run_all(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    """All layouts, as many at a time as GPUs are free for. On a CPU one at a time."""
+    free = args.gpus.split(",") if args.device == "cuda" else ["", "", "", ""]
+    condition, results = threading.Condition(), {}
+
+    def run(layout: str, gpus: list[str]) -> None:
+        results[layout] = run_layout(layout, args, gpus, folder)
+        with condition:
+            free.extend(gpus)
+            condition.notify()
+
+    threads = []
+    for layout in args.layouts:
+        needed = sizes(layout)[0] if args.device == "cuda" else len(free)
+        with condition:
+            condition.wait_for(lambda needed=needed: len(free) >= needed)
+            gpus = [free.pop(0) for _ in range(needed)]
+        threads.append(threading.Thread(target=run, args=(layout, gpus)))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    return {layout: results[layout] for layout in args.layouts}
+
+
+def print_table(rows: dict[str, dict[str, Any]], names: Sequence[str]) -> None:
+    """One line per workload and layout."""
+    heads = ("step s", "tok/s", "/rank", "of one", "peak GB", "alone s", "idle s", "waits", "sent GB", "wire s", "loss")
+    for name in names:
+        one = rows.get("1x1", {}).get("workloads", {}).get(name)
+        print(f"\n{name:10}" + "".join(f"{head:>10}" for head in heads))
+        for layout, row in rows.items():
+            if (cell := row["workloads"].get(name)) is None:
+                print(f"{layout:10}  {row.get('failed', 'not run')}")
+                continue
+            rate = cell["tokens"] / cell["step_s"]
+            each, speed = rate / sizes(layout)[0], row["all_to_all_gb_per_s"]
+            found = cell["profile"] or {"exchange_alone_s": 0.0, "idle_s": 0.0, "host_waits": {}}
+            waits = sum(one["count"] for one in found["host_waits"].values())
+            share = each / (one["tokens"] / one["step_s"]) if one else float("nan")
+            wire = cell["sent_bytes"] / speed / 1e9 if speed else 0.0
+            figures = (
+                cell["step_s"], rate, each, share, cell.get("peak_gb", 0.0), found["exchange_alone_s"],
+                found["idle_s"], waits, cell["sent_bytes"] / 1e9, wire, cell["first_loss"],
+            )  # fmt: skip
+            print(f"{layout:10}" + "".join(f"{value:>10.4g}" for value in figures))
+
+
+def do_losses_agree(rows: dict[str, dict[str, Any]], names: Sequence[str]) -> bool:
+    """Whether every layout's first loss of a workload is the first layout's."""
+    for name in names:
+        losses = [row["workloads"][name]["first_loss"] for row in rows.values() if name in row["workloads"]]
+        if losses and max(losses) - min(losses) > LOSS_TOLERANCE * abs(losses[0]):
+            print(f"losses of the first step differ: {name} {losses}")
+            return False
+    return True
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), metavar="RANKSxEP_SIZE")
+    parser.add_argument("--tokens", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
+    parser.add_argument("--gpus", default="0,1,2,3", help="that may be used")
+    add_shape_options(parser, rank=32)
+    parser.set_defaults(layers=24)
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="two small layers, for a CPU")
+    parser.add_argument("--out", type=Path, help="default: bench/results/scaling-<device>.json")
+    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
+    parser.add_argument("--layout", help=argparse.SUPPRESS)
+    parser.add_argument("--rank-index", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.workloads = WORKLOADS
+    if args.tiny:
+        shrink(args)
+        args.workloads = TINY
+    return args
+
+
+def main() -> None:
+    """Run the layouts."""
+    args = parse()
+    import torch
+
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.layout:
+        run_rank(args)
+        return
+    out = args.out or ROOT / "bench" / "results" / f"scaling-{'gpu' if args.device == 'cuda' else 'cpu'}.json"
+    given = {name: value for name, value in vars(args).items() if name not in ("out", "commit", "rank_index", "layout")}
+    report = {"environment": environment(args.commit), "arguments": given}
+    print(json.dumps(report["environment"]), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = run_all(args, Path(folder))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({**report, "rows": rows}, indent=1) + "\n")
+    print_table(rows, args.tokens)
+    if not do_losses_agree(rows, args.tokens) or any("failed" in row for row in rows.values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
