@@ -7,7 +7,7 @@
 Each is the quick start with a tiny random model of that family, one engine, and two trainer ranks that share the
 experts, if there are any. Reward is held-out, before the first step and after the last one; k3 is the largest of all
 steps but the first two. Prints its environment and a table; writes bench/results/families-cpu.json, and keeps the rows
-there that are of the same environment; families-gpu.json with --gpu.
+there that are of the same environment; families-one-gpu.json with --gpu.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ SQUARE = {"hidden_size": 128}
 """Four heads of 32: some engines know no other width of heads than hidden_size / num_attention_heads."""
 LINEAR_ATTENTION = {
     "full_attention_interval": 2,
+    "layer_types": "[linear_attention,full_attention]",  # vLLM 0.25 reads no other interval than 4
     "shared_expert_intermediate_size": 64,
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,
@@ -99,7 +100,7 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="on one GPU, which trainer and engine share")
     parser.add_argument("--out", type=Path, help="default: bench/results/families-<device>.json")
     args = parser.parse_args()
-    args.out = args.out or ROOT / "bench" / "results" / f"families-{'gpu' if args.gpu else 'cpu'}.json"
+    args.out = args.out or ROOT / "bench" / "results" / f"families-{'one-gpu' if args.gpu else 'cpu'}.json"
     unknown = set(args.families) - set(FAMILIES)
     if unknown:
         parser.error(f"families must be of {', '.join(FAMILIES)}, got {', '.join(sorted(unknown))}")
