@@ -13,8 +13,8 @@ in microbatches of 8,192. Layouts that fit beside each other run side by side.
 Printed per row: the median step; tokens/s of a rank, also as a share of one rank's; of one profiled step of rank 0 the
 device time of products and of everything else but exchanges, what of the exchanges nothing overlaps, what the GPU
 idles, and how often the host waits for it; the bytes that rank 0 sends in all-to-alls, and how long they take at the
-speed of a large all-to-all that is measured in the same processes. Losses of the first step are compared with one
-rank's. Writes bench/results/scaling-<device>.json.
+speed of a large all-to-all that is measured in the same processes. The loss and the norm of the gradients of the
+first step are compared with one rank's. Writes bench/results/scaling-<device>.json.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ WORKLOADS = {"long": (16, 4096, 16384), "short": (240, 272, 8192)}
 """Sequences of a step, tokens of each, and the most of a microbatch."""
 TINY = {"long": (8, 64, 128), "short": (24, 9, 64)}
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpyAsync")
-LOSS_TOLERANCE = 5e-4
-"""Relative, of the mean over all tokens: layouts choose kernels by other numbers of rows."""
+SHORT_WAIT_US = 20
+LOSS_TOLERANCE, NORM_TOLERANCE = 5e-4, 2e-2
+"""Relative, of the mean over all tokens and of the norm of all gradients: layouts choose kernels by other numbers of
+rows. A gradient that is lost would not change the first loss."""
 LIMIT_S = 400
 """For one layout."""
 
@@ -67,19 +69,20 @@ def run_rank(args: argparse.Namespace) -> None:
     report["all_to_all_gb_per_s"] = exchange_speed(args.device) if num_ranks > 1 else None
     for name in args.tokens:
         batch = microbatches(args, name, num_ranks, args.rank_index)
-        losses, times = [], []
+        found, times = [], []
         if args.device == "cuda":
             torch.cuda.empty_cache()
         for _ in range(args.warmup + args.repeats):
             sync(args.device, num_ranks)
             began = time.perf_counter()
-            losses.append(step(subject, batch))
+            found.append(step(subject, batch))
             sync(args.device, num_ranks)
             times.append(time.perf_counter() - began)
-        loss = torch.tensor(losses[0], dtype=torch.float64, device=args.device)
+        loss = torch.tensor(found[0][0], dtype=torch.float64, device=args.device)
         if num_ranks > 1:
             dist.all_reduce(loss)
         row = {"step_s": statistics.median(times[args.warmup :]), "steps_s": times, "first_loss": float(loss)}
+        row["first_norm"] = found[0][1]
         row["tokens"] = args.workloads[name][0] * args.workloads[name][1]
         if args.device == "cuda":
             row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
@@ -111,8 +114,9 @@ def microbatches(args: argparse.Namespace, name: str, num_ranks: int, rank: int)
     return [[sample(index) for index in one] for one in mine], num_sequences * (length - 1)
 
 
-def step(subject: Ours, batch: tuple[list[list[Any]], int]) -> float:
-    """Forward, backward, update. Returns this rank's share of the mean loss before the update."""
+def step(subject: Ours, batch: tuple[list[list[Any]], int]) -> tuple[float, float]:
+    """Forward, backward, update. Returns this rank's share of the mean loss before the update, and the norm of all
+    gradients."""
     from dataclasses import replace
 
     from slipstream.trainer.types import Denominators
@@ -122,8 +126,8 @@ def step(subject: Ours, batch: tuple[list[list[Any]], int]) -> float:
     current = [[replace(sample, oldest_version=version) for sample in one] for one in samples]
     num_sequences = num_trained // (len(samples[0][0].token_ids) - 1) if samples and samples[0] else 1
     stats = subject.rank.forward_backward(current, Denominators(num_trained, num_sequences, version))
-    subject.rank.optimizer_step()
-    return float(stats.sums["sft/nll_sum"]) / num_trained
+    norm = subject.rank.optimizer_step().grad_norm
+    return float(stats.sums["sft/nll_sum"]) / num_trained, norm
 
 
 def exchange_speed(device: str) -> float:
@@ -177,23 +181,30 @@ def profile(subject: Ours, batch: tuple[list[list[Any]], int]) -> dict[str, Any]
         step(subject, batch)
         torch.cuda.synchronize()
         wall_s = time.perf_counter() - began
+    events = [
+        (event.name, event.device_type is DeviceType.CUDA, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+    ]
+    return {"wall_s": wall_s, **read_profile(events, wall_s)}
+
+
+def read_profile(events: Sequence[tuple[str, bool, float, float]], wall_s: float) -> dict[str, Any]:
+    """Sum up a step's events: name, whether it is the device's, start and end in microseconds."""
     kinds: dict[str, float] = {}
     busy: list[tuple[float, float]] = []
     others: list[tuple[float, float]] = []
     waits: dict[str, list[float]] = {}
-    for event in profiler.events():
-        span = (event.time_range.start, event.time_range.end)
-        if event.device_type is DeviceType.CUDA and not event.name.startswith(("nccl:", "ProfilerStep")):
-            kind = "exchange" if event.name.startswith("nccl") else kind_of(event.name)
-            kinds[kind] = kinds.get(kind, 0.0) + (span[1] - span[0]) / 1e6
-            busy.append(span)
+    for name, is_device, start, stop in events:
+        if is_device and not name.startswith(("nccl:", "ProfilerStep")):
+            kind = "exchange" if name.startswith("nccl") else kind_of(name)
+            kinds[kind] = kinds.get(kind, 0.0) + (stop - start) / 1e6
+            busy.append((start, stop))
             if kind != "exchange":
-                others.append(span)
-        elif event.name in WAITS and span[1] - span[0] > 20:
-            waits.setdefault(event.name, []).append((span[1] - span[0]) / 1e6)
+                others.append((start, stop))
+        elif name in WAITS and stop - start > SHORT_WAIT_US:
+            waits.setdefault(name, []).append((stop - start) / 1e6)
     busy_s, others_s = covered(busy) / 1e6, covered(others) / 1e6
     return {
-        "wall_s": wall_s,
         "kinds_s": dict(sorted(kinds.items(), key=lambda item: -item[1])),
         "exchange_alone_s": busy_s - others_s,
         "idle_s": wall_s - busy_s,
@@ -277,7 +288,20 @@ def run_all(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]
 
 def print_table(rows: dict[str, dict[str, Any]], names: Sequence[str]) -> None:
     """One line per workload and layout."""
-    heads = ("step s", "tok/s", "/rank", "of one", "peak GB", "alone s", "idle s", "waits", "sent GB", "wire s", "loss")
+    heads = (
+        "step s",
+        "tok/s",
+        "/rank",
+        "of one",
+        "peak GB",
+        "alone s",
+        "idle s",
+        "waits",
+        "sent GB",
+        "wire s",
+        "loss",
+        "norm",
+    )
     for name in names:
         one = rows.get("1x1", {}).get("workloads", {}).get(name)
         print(f"\n{name:10}" + "".join(f"{head:>10}" for head in heads))
@@ -294,17 +318,20 @@ def print_table(rows: dict[str, dict[str, Any]], names: Sequence[str]) -> None:
             figures = (
                 cell["step_s"], rate, each, share, cell.get("peak_gb", 0.0), found["exchange_alone_s"],
                 found["idle_s"], waits, cell["sent_bytes"] / 1e9, wire, cell["first_loss"],
+                cell["first_norm"],
             )  # fmt: skip
             print(f"{layout:10}" + "".join(f"{value:>10.4g}" for value in figures))
 
 
-def do_losses_agree(rows: dict[str, dict[str, Any]], names: Sequence[str]) -> bool:
-    """Whether every layout's first loss of a workload is the first layout's."""
+def do_agree(rows: dict[str, dict[str, Any]], names: Sequence[str]) -> bool:
+    """Whether every layout's first loss and gradient of a workload is the first layout's."""
     for name in names:
-        losses = [row["workloads"][name]["first_loss"] for row in rows.values() if name in row["workloads"]]
-        if losses and max(losses) - min(losses) > LOSS_TOLERANCE * abs(losses[0]):
-            print(f"losses of the first step differ: {name} {losses}")
-            return False
+        cells = [row["workloads"][name] for row in rows.values() if name in row["workloads"]]
+        for key, tolerance in (("first_loss", LOSS_TOLERANCE), ("first_norm", NORM_TOLERANCE)):
+            found = [cell[key] for cell in cells]
+            if found and max(found) - min(found) > tolerance * abs(found[0]):
+                print(f"layouts differ: {name} {key} {found}")
+                return False
     return True
 
 
@@ -349,7 +376,7 @@ def main() -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({**report, "rows": rows}, indent=1) + "\n")
     print_table(rows, args.tokens)
-    if not do_losses_agree(rows, args.tokens) or any("failed" in row for row in rows.values()):
+    if not do_agree(rows, args.tokens) or any("failed" in row for row in rows.values()):
         sys.exit(1)
 
 
