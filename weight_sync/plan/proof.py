@@ -59,7 +59,7 @@ def prove_coverage(
     wanted = {(replica, layout.rank): layout for replica, layouts in enumerate(replicas) for layout in layouts}
     tables = list(plan.tasks.values())
     for table in tables:
-        num_sets = len(table.replica_sets) or 1
+        num_sets = len(table.replica_sets)
         for pair in as_list(np.unique(table.dest_rank * num_sets + table.replicas)):
             for replica in table.replica_sets[pair % num_sets]:
                 if (replica, pair // num_sets) not in wanted:

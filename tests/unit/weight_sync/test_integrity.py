@@ -70,10 +70,26 @@ def test_a_range_far_into_a_parameter_matches_its_definition_and_adds_up(offset_
 def test_as_many_blocks_are_hashed_at_once_as_the_scratch_has_room_for(
     num_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes, hash_chunk = [], integrity._hash_chunk
-    monkeypatch.setattr(integrity, "_hash_chunk", lambda data, at: (sizes.append(len(data)), hash_chunk(data, at))[1])
+    chunks, hash_chunk = [], integrity._hash_chunk
+    monkeypatch.setattr(
+        integrity, "_hash_chunk", lambda data, at: (chunks.append((at, at + len(data))), hash_chunk(data, at))[1]
+    )
     hash_bytes(random_bytes(7 * 4096), offset_bytes=5, scratch_bytes=num_blocks * MIN_SCRATCH_BYTES + 100)
-    assert max(sizes) == num_blocks * 4096 and sum(sizes) == 7 * 4096
+    ends = [*range(num_blocks * 4096, 7 * 4096 + 5, num_blocks * 4096), 7 * 4096 + 5]
+    assert chunks == list(zip([5, *ends], ends))
+
+
+def test_a_kernel_reads_a_range_in_units_that_divide_its_address_its_place_and_its_size() -> None:
+    base = torch.zeros(64, dtype=torch.uint8)
+    at_16, at_4, short, odd, nothing = base[:32], base[4:36], base[:20], base[:3], base[:0]
+    ranges = [(at_16, 0), (at_16, 4), (at_4, 0), (short, 0), (odd, 0), (nothing, 0), (at_16, 4080)]
+    tables = integrity._tables(ranges)
+    numbers = {table.alignment: table.rows[:, 5].tolist() for table in tables}
+    num_blocks = {table.alignment: table.rows[:, 4].tolist() for table in tables}
+    assert (numbers, num_blocks) == ({16: [0, 6], 4: [1, 2, 3], 1: [4]}, {16: [1, 2], 4: [1, 1, 1], 1: [1]})
+    assert {table.alignment: (table.max_blocks, len(table.across)) for table in tables} == {
+        16: (2, 2), 4: (1, 1), 1: (1, 1)
+    }  # fmt: skip
 
 
 @given(st.lists(st.integers(0, 9_001), max_size=6))

@@ -176,6 +176,7 @@ async def test_template_options_of_the_row_go_before_those_of_the_run(
 ) -> None:
     options = replace(config("behave"), data=DataConfig(chat_template_kwargs={"one": "a", "two": "b"}))
     async with running(options, tmp_path, "{{ messages[0].content }} {{ one }}{{ two }}") as (runner, engine):
+        (tmp_path / "model" / "tokenizer_config.json").unlink()  # it was read before the first request
         for own in (None, {"one": "c"}, '{"one": "d"}'):
             fields = {"what": "", "chat_template_kwargs": own}
             (episode,) = await runner.run_group(Prompt(3, (1, 5), "begin", fields), 1)

@@ -76,7 +76,14 @@ class World:
         self.engines = [MirrorEngine(metas, link, zone) for link in self.links]
         self.endpoints = [EndpointThread(engine, key=SYNC_KEY) for engine in self.engines]
         addresses = [endpoint.address for endpoint in self.endpoints]
+        self.zone = zone
         self.whole_bytes = self.rank.delivery.connect(addresses, MemoryTransport(self.fabric))["num_bytes"]
+
+    def add_engine(self) -> None:
+        metas = self.rank.delivery.source.layout().tensors
+        self.engines.append(MirrorEngine(metas, MemoryTransport(self.fabric), self.zone))
+        self.endpoints.append(EndpointThread(self.engines[-1], key=SYNC_KEY))
+        self.rank.delivery.reconnect(len(self.engines) - 1, self.endpoints[-1].address)
 
     def step(self) -> None:
         version = self.rank.policy_version
@@ -171,6 +178,13 @@ def test_an_engine_that_missed_a_version_gets_every_byte_and_the_others_what_cha
     report = world.publish()
     assert report.num_committed == 2 and world.all_hold_it()
     assert world.whole_bytes / 2 <= report.num_bytes < world.whole_bytes / 2 + 2 * one
+    world.add_engine()
+    sent = []
+    for _ in range(2):
+        world.step()
+        sent.append(world.publish().num_bytes)
+        assert world.all_hold_it()
+    assert sent[0] == 1.5 * world.whole_bytes > 2 * sent[1], "once, where a further one has joined"
 
 
 @pytest.mark.parametrize("waves", [1, 2])

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from slipstream.conf.schema import AlgorithmConfig, Correction, Normalization, RatioBaseline
-from slipstream.trainer.step.corrections import LOG_RATIO_BOUND
+from slipstream.trainer.step.corrections import LOG_RATIO_BOUND, importance_weights
 from slipstream.trainer.step.loss import CountedTokens, PolicyLoss, policy_loss
 from slipstream.trainer.types import Denominators
 
@@ -157,3 +157,13 @@ def test_a_product_that_overflows_is_bounded() -> None:
     result, grad = loss_of([wild], AlgorithmConfig(correction=Correction.sequence_tis, correction_max=1e30))
     assert grad == pytest.approx([-math.exp(LOG_RATIO_BOUND) / 100] * 100)
     assert math.isfinite(result.loss.item())
+
+
+def test_log_ratios_of_a_long_sequence_are_added_up_in_float64() -> None:
+    """In float32 none of the small ones would change a sum of 16."""
+    log_ratio_N = torch.tensor([16.0, *[8e-7] * 100_000, -16.0])
+    one_N = torch.ones(len(log_ratio_N), dtype=torch.int64)
+    algorithm = AlgorithmConfig(correction=Correction.sequence_tis, correction_max=2.0)
+    weights = importance_weights(log_ratio_N, one_N * len(one_N), one_N * 0, algorithm)
+    assert weights.weight_N.dtype == torch.float32
+    assert weights.weight_N[0].item() == pytest.approx(math.exp(0.08), abs=1e-3)

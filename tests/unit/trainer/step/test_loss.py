@@ -131,7 +131,7 @@ def test_entropy_is_added_and_weighed_like_a_token():
     tokens = CountedTokens(logprobs, zeros, torch.tensor([2, 2]), *numbered([2, 2]), torch.zeros(2, dtype=torch.int64))
     for coef in (0.1, -0.1):
         result = policy_loss(logprobs, entropy, tokens, AlgorithmConfig(entropy_coef=coef), Denominators(2, 1, 0))
-        assert result.loss.item() == pytest.approx(-coef * 2)
+        assert result.loss.item() == result.sums["loss/total_sum"].item() == pytest.approx(-coef * 2)
         (grad,) = torch.autograd.grad(result.loss, entropy)
         assert grad.tolist() == pytest.approx([-coef / 2] * 2)
         assert result.sums["loss/policy_sum"].item() == 0.0
@@ -374,6 +374,7 @@ def test_sums_are_those_that_a_row_is_made_of():
     """The list that tests of the rows start from, too."""
     result, _ = run(TRAINER, [-1.0], [-1.0], [1.0])
     assert result.sums.keys() == set(SUMS)
+    assert {value.dtype for value in result.sums.values()} == {torch.float64}, "also counts: one copy to the host"
     assert result.maxima.keys() == set(MAXIMA)
     assert {name: len(vector) for name, vector in result.vectors.items()} == VECTORS
 

@@ -168,6 +168,8 @@ def test_the_heaviest_bins_meet_and_the_least_loaded_rank_gets_the_heaviest():
     # 20 | 14, then 13 | 14: 33 beside 28, so the rank of 28 gets 12, though its last one was the heavier
     ranks = pack([20, 14, 14, 13, 12, 11], num_ranks=2, max_tokens=20, attention_equal_tokens=10**9)
     assert ranks == [[[0], [3], [5]], [[1], [2], [4]]]
+    ranks = pack([1, 1, 2], num_ranks=2, max_tokens=8, attention_equal_tokens=10**9)
+    assert ranks == [[[2]], [[0, 1]]], "the longest sample goes first"
 
 
 def test_a_bin_is_full_at_the_bound_and_a_sample_beyond_it_is_alone():

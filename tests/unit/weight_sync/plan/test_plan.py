@@ -376,6 +376,24 @@ def test_a_scalar_and_a_dim_of_size_one_cross():
     assert TaskTable.of(0, list(plan.tasks[0])) == plan.tasks[0], "the same columns from objects"
 
 
+def test_a_parameter_of_dense_and_of_expert_tensors_is_sent_in_both_groups():
+    """Neighbours in memory, of the same source."""
+    names, whole = ("layers.0.mlp.experts.0.w", "layers.0.mlp.shared.w"), Region((0, 0), (2, 4))
+    metas = tuple(TensorMeta(name, (2, 4), "float32") for name in names)
+    source = SourceLayout(0, metas, tuple(SourceShard(name, whole) for name in names))
+    loads = tuple(Load(name, whole, (0, 1), "p", 8 * number, (4, 1)) for number, name in enumerate(names))
+    plan = build_plan([source], [[DestLayout(0, (Param("p", (4, 4), "float32"),), loads)]], max_task_bytes=1 << 20)
+    assert [(task.mesh_group, task.dest_offset_bytes) for task in plan.tasks[0]] == [("dense", 32), ("experts", 0)]
+
+
+def test_ranks_may_have_other_parameters_in_another_order():
+    (source,), ((layout,),) = one_matrix()
+    (param,), (load,) = layout.params, layout.loads
+    more = DestLayout(1, (dataclasses.replace(param, name="q"), param), (dataclasses.replace(load, param="q"), load))
+    plan = build_plan([source], [[layout, more]], max_task_bytes=1 << 20)
+    assert {(task.dest_rank, task.param) for task in plan.tasks[0]} == {(0, "p"), (1, "p"), (1, "q")}
+
+
 def test_a_known_system_keeps_its_digests():
     """A planner that is made faster must make the same plan; one that should make another changes these numbers."""
     plan = build_plan(*small_system(), max_task_bytes=100)
@@ -504,6 +522,15 @@ def test_a_missing_shard_names_the_tensor_the_rows_and_the_parameter():
         PlanError, match=r"layers\.1\.qkv needs model\.layers\.1\.self_attn\.k_proj\.weight start \[2, 0\]"
     ):
         build_plan(sources, replicas, max_task_bytes=1 << 20)
+    (source,), ((layout,),) = one_matrix()
+    source = dataclasses.replace(source, shards=(SourceShard("t", Region((0, 0), (3, 6))),))
+    derived = Param("d", (4, 6), "float32", PostLoad.derived)
+    more = {
+        "params": (derived, *layout.params),
+        "loads": (dataclasses.replace(layout.loads[0], param="d"), *layout.loads),
+    }
+    with pytest.raises(PlanError, match=r"p needs t start \[3, 0\] shape \[1, 6\]"):  # what is derived needs nothing
+        build_plan([source], [[dataclasses.replace(layout, **more)]], max_task_bytes=1 << 20)
 
 
 def one_matrix(**changes):

@@ -402,12 +402,19 @@ def test_seconds_of_waiting_for_the_device_are_of_packing_and_count_once(monkeyp
     assert report.prepare_s == events.num_waits == len(world.pipeline.loads)
 
 
-def test_more_destinations_than_threads_are_written_all_the_same() -> None:
-    world = World(5)
-    assert len(world.bindings()) > MAX_LINK_THREADS
+def test_more_destinations_than_threads_are_written_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, write = World(5), MemoryTransport.write
+    threads: dict[str, set[str]] = {}
+
+    def write_here(self: MemoryTransport, session: str, *given: Any, **more: Any) -> None:
+        threads.setdefault(threading.current_thread().name, set()).add(session)
+        write(self, session, *given, **more)
+
+    monkeypatch.setattr(MemoryTransport, "write", write_here)
     report = world.run(1).report
     assert report.errors == {} and report.num_bytes == world.plan.summary().num_bytes
     assert all(world.arrived(replica, 1) for replica in range(5))
+    assert sorted(map(len, threads.values())) == [1] * (2 * MAX_LINK_THREADS - 10) + [2] * (10 - MAX_LINK_THREADS)
 
 
 def test_a_lane_waits_while_another_one_asks_the_device() -> None:

@@ -135,6 +135,16 @@ def test_replicas_share_one_packing() -> None:
     assert three.source.num_reads == one.source.num_reads
 
 
+def test_a_destination_is_written_its_own_packets_of_a_load() -> None:
+    slots = World(2, HASH_BYTES + 1024).pipeline._slots
+    assert slots is not None
+    for load in slots.loads:
+        tasks = [(number, task) for number, packet in enumerate(load.packets) for task in packet.tasks]
+        for dest, batch in load.batches.items():
+            assert batch.packets == [number for number, task in tasks if (task.replica, task.dest_rank) == dest]
+    assert any(batch.packets[0] for load in slots.loads for batch in load.batches.values()), "not all have the first"
+
+
 def test_a_watermark_without_room_for_staging_is_refused() -> None:
     with pytest.raises(WatermarkError, match="leaves no room for staging"):
         World(1, HASH_BYTES + 100)

@@ -13,7 +13,7 @@ from fakes.publish import PlainEngine, engine_bytes, engine_layout, engine_param
 
 from slipstream.weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
 from slipstream.weight_sync.integrity import HASH_MASK, hash_bytes
-from slipstream.weight_sync.layout import DestLayout, Fill, Param, Region
+from slipstream.weight_sync.layout import DestLayout, Fill, Load, Param, Region
 from slipstream.weight_sync.replica.messages import Expected
 from slipstream.weight_sync.replica.receiver import Receiver
 from slipstream.weight_sync.replica.version_state import Phase
@@ -421,6 +421,27 @@ def test_a_rank_that_was_filled_by_a_peer_knows_nothing_of_earlier_bytes() -> No
     with pytest.raises(IntegrityError, match=r"norm .* hash [0-9a-f]{16}, sent [0-9a-f]{16}") as told:
         rank.receiver.verify(5, 3, DIGEST, expected_of(5))
     assert "the version before" not in str(told.value)
+
+
+def test_changes_are_taken_against_what_was_held_and_once_in_an_epoch() -> None:
+    params = {"w": torch.ones(32, dtype=torch.bfloat16)}
+    layout = DestLayout(
+        0, (Param("w", (32,), "bfloat16"),), (Load("w", Region((0,), (32,)), (0,), "w", 0, (1,)),)
+    )  # fmt: skip
+    receiver = Receiver(params, layout, MemoryTransport(MemoryFabric()), landing_bytes=256)
+    expected = publish.expected_of({"w": (64, hash_bytes(params["w"]))})
+    receiver.begin(1, 1, DIGEST)
+    receiver.verify(1, 1, DIGEST, expected)
+    receiver.commit(1, 1)
+    held = receiver.begin(2, 2, DIGEST).holds
+    refused = [
+        ({"base": "other"}, f"against other, it held {held[:12]}"), ({"base": held}, "held nothing known"),
+        ({"changes": bytes(40)}, "against nothing, it held nothing known"),
+    ]  # fmt: skip
+    for given, said in refused:
+        with pytest.raises(ProtocolError, match=said):
+            receiver.verify(2, 2, DIGEST, replace(expected, **given))
+    receiver.verify(2, 2, DIGEST, expected)
 
 
 def test_fills_have_their_own_values_and_places() -> None:
