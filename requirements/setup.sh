@@ -76,7 +76,8 @@ rm -f .venv/.slipstream-stamp
 # wheel alone is trusted to the index, which may serve another build of it, or one for another Python.
 links=()
 for place in $(.venv/bin/python -m pip config get global.find-links 2>/dev/null || true); do links+=(--find-links "$place"); done
-install() { .venv/bin/uv pip install -q --python .venv/bin/python --compile-bytecode --no-deps "$@"; }
+# Compiling takes two minutes of a core; with UV_COMPILE_BYTECODE=0, first imports compile what they read.
+install() { UV_COMPILE_BYTECODE=${UV_COMPILE_BYTECODE:-1} .venv/bin/uv pip install -q --python .venv/bin/python --no-deps "$@"; }
 log=$(mktemp)
 if ! install --require-hashes "${links[@]}" -r "$lock" 2>"$log"; then
   [ "$target" = cpu ] || { cat "$log" >&2; fail "the packages of $lock could not be installed"; }
