@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fakes.vllm_layout import engine_layouts
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.schema import Device, LoraConfig, TrainerConfig
 from slipstream.trainer.delivery.planned_layouts import PlannedTrainer
+from slipstream.weight_sync.layout import DestLayout, SourceLayout
 from slipstream.weight_sync.plan.budget import Staging, reserved_bytes
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.plan.transfer_plan import TransferPlan
@@ -80,21 +82,28 @@ def measured() -> list[Any]:
     return found
 
 
-def trainer_of(num_ranks: int, lora_rank: int) -> TrainerConfig:
-    return TrainerConfig(num_ranks=num_ranks, ep_size=num_ranks, lora=LoraConfig(rank=lora_rank))
+# What rows share is made once; `model` is JSON.
+
+
+@functools.cache
+def trainer_of(model: str, lora_rank: int, num_ranks: int) -> tuple[Sequence[SourceLayout], int]:
+    """The layouts of its ranks, and the temporary bytes that they hold on a GPU."""
+    config = TrainerConfig(num_ranks=num_ranks, ep_size=num_ranks, lora=LoraConfig(rank=lora_rank))
+    trainer = PlannedTrainer(read_config(json.loads(model)), "bfloat16", config)
+    return trainer.layouts(), trainer.temporary_bytes(Device.cuda)
+
+
+@functools.cache
+def engine_of(model: str, tp_size: int, has_split_experts: bool) -> Sequence[DestLayout]:
+    return engine_layouts(read_config(json.loads(model)), tp_size, has_split_experts=has_split_experts)
 
 
 @functools.cache
 def plan_of(
     model: str, lora_rank: int, num_ranks: int, tp_size: int, has_split_experts: bool, max_task_bytes: int
 ) -> TransferPlan:
-    """Rows that differ in nothing else share it; `model` is JSON."""
-    spec = read_config(json.loads(model))
-    return build_plan(
-        PlannedTrainer(spec, "bfloat16", trainer_of(num_ranks, lora_rank)).layouts(),
-        [engine_layouts(spec, tp_size, has_split_experts=has_split_experts)],
-        max_task_bytes=max_task_bytes,
-    )
+    sources, _ = trainer_of(model, lora_rank, num_ranks)
+    return build_plan(sources, [engine_of(model, tp_size, has_split_experts)], max_task_bytes=max_task_bytes)
 
 
 @pytest.mark.parametrize(("case", "row"), measured())
@@ -102,14 +111,13 @@ def test_the_prediction_is_within_15_percent_of_what_was_measured(case: Case, ro
     """All but the wait for the engine's steps in flight, 35 to 137 ms in these runs, which is the requests', and what a
     host slower than the assumed one takes to launch a load."""
     report = case.report
-    spec = read_config(report["model"])
-    trainer = trainer_of(case.num_ranks, report["lora_rank"])
+    model = json.dumps(report["model"])
     watermark, verify_hashes = row["watermark_bytes"], row.get("verify_hashes", True)
-    source_bytes = PlannedTrainer(spec, "bfloat16", trainer).temporary_bytes(Device.cuda)
+    _, source_bytes = trainer_of(model, report["lora_rank"], case.num_ranks)
     held = reserved_bytes("cuda", watermark, source_bytes, verify_hashes=verify_hashes)
     staging = Staging(watermark_bytes=watermark, reserved_bytes=held)
     how = (case.num_ranks, case.tp_size, case.has_split_experts, staging.max_task_bytes)
-    plan = plan_of(json.dumps(report["model"]), report["lora_rank"], *how)
+    plan = plan_of(model, report["lora_rank"], *how)
     rates = dataclasses.replace(LinkRates(), **(IDLE if case.is_idle else {"begin_s": row["begin_s"]}))
     if row.get("num_loads", 0) > LAUNCH_BOUND_LOADS:
         launch_s = max(rates.load_launch_s, row["prepare_s"] / row["num_loads"])
