@@ -6,6 +6,7 @@
       OrchestratorError
         CheckpointError(ValueError)        a checkpoint is missing, damaged, or of a run with other options
         CheckpointLost(RuntimeError)       a trainer rank died that had not written its files of a checkpoint
+        ObjectStoreError(OSError)          a checkpoint cannot be written to, or read from, run.checkpoint_dir
         DiskFull(OSError)                  a file of the run could not be written: no space, or a quota
         PlacementError(RuntimeError)       the Ray cluster cannot hold the run's processes
         ClusterLost(RuntimeError)          a server of the run's own Ray cluster has ended
@@ -38,6 +39,10 @@ class CheckpointError(OrchestratorError, ValueError):
 
 class CheckpointLost(OrchestratorError, RuntimeError):
     """A trainer rank died before its files of a checkpoint were there. The run goes on, if it can, without it."""
+
+
+class ObjectStoreError(OrchestratorError, OSError):
+    """A checkpoint cannot be written to an object store, or read from it. The message says where, why, and the cure."""
 
 
 class DiskFull(OrchestratorError, OSError):

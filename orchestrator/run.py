@@ -34,7 +34,7 @@ from slipstream.orchestrator.files.curves import PANELS, draw_curves
 from slipstream.orchestrator.files.disk_space import naming_a_full_disk
 from slipstream.orchestrator.files.loggers.logger import open_loggers
 from slipstream.orchestrator.files.metrics_catalogue import RewardNames, catalogue
-from slipstream.orchestrator.files.run_checkpoint import CheckpointStore, complete_checkpoints, fingerprint, step_of
+from slipstream.orchestrator.files.run_checkpoint import checkpoints_of, complete_checkpoints, step_of
 from slipstream.orchestrator.files.run_folder import (
     RunFolder,
     changed_options,
@@ -166,13 +166,15 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, own_ray:
     model = prepare_model(config.model, folder.model)
     rows = PromptRows(config, TextEncoder(folder.model))
     prompts, eval_sets = rows.stream(), rows.held_out()
-    checkpoints = CheckpointStore(folder.checkpoints, keep=config.run.keep_checkpoints, options=fingerprint(config))
-    resume_from = checkpoints.to_resume(config.run.resume)
+    checkpoints = checkpoints_of(config, folder)
+    resume_from = await asyncio.to_thread(checkpoints.to_resume, config.run.resume)
+    await asyncio.to_thread(checkpoints.begin_sending)
 
     async with contextlib.AsyncExitStack() as stack:
         progress = stack.enter_context(ProgressLine(log.console))
         startup = Startup(folder.startup, partial(_show_start, progress, folder))
         stack.callback(note_started, folder)
+        stack.push_async_callback(asyncio.to_thread, checkpoints.finish_sending)
         rewards = RewardRunner(
             config.reward,
             max_response_tokens=config.rollout.sampling.max_tokens,
@@ -268,13 +270,15 @@ async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog, own_ray: 
     read = lesson_reader(config, encoder)
     training = training_stream(config.data, read, seed=config.run.seed)
     held_out = {name: items.found for name, items in held_out_items(config.data, read).items()}
-    checkpoints = CheckpointStore(folder.checkpoints, keep=config.run.keep_checkpoints, options=fingerprint(config))
-    resume_from = checkpoints.to_resume(config.run.resume)
+    checkpoints = checkpoints_of(config, folder)
+    resume_from = await asyncio.to_thread(checkpoints.to_resume, config.run.resume)
+    await asyncio.to_thread(checkpoints.begin_sending)
 
     async with contextlib.AsyncExitStack() as stack:
         progress = stack.enter_context(ProgressLine(log.console))
         startup = Startup(folder.startup, partial(_show_start, progress, folder))
         stack.callback(note_started, folder)
+        stack.push_async_callback(asyncio.to_thread, checkpoints.finish_sending)
         cluster = await stack.enter_async_context(Cluster(config, folder, startup, own_ray))
         await stack.enter_async_context(startup)  # left before the cluster: a start that fails is over then
         await cluster.start(model.hf_config)

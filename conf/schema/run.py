@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import ClassVar
+from urllib.parse import urlsplit
 
 from slipstream.conf.schema.algorithm import AlgorithmConfig, Objective
 from slipstream.conf.schema.cluster import ClusterConfig
@@ -35,7 +37,13 @@ class RunSection:
     dir: str = "runs"
     """Folder of the run folders. A run writes to <dir>/<name>-<date>-<time>."""
     resume: str | None = None
-    """Run folder whose newest checkpoint this run continues."""
+    """Run folder whose newest checkpoint this run continues, or its URL below `checkpoint_dir`."""
+    checkpoint_dir: str | None = None
+    """URL of a folder in an object store, such as s3://bucket/runs: each complete checkpoint is sent to
+    <checkpoint_dir>/<run> beside the steps that follow, and a resume on any machine goes on from there. Any file system
+    of fsspec will do whose package is installed. Credentials are never an option: drivers read the environment. null:
+    checkpoints stay in the run folder alone.
+    """
     seed: int = 0
     """Seed of weights, prompt order and sampling."""
     num_steps: int = 100
@@ -88,6 +96,21 @@ class RunSection:
             bool(self.name) and "/" not in self.name,
             f"run.name must be a file name, got {self.name!r}; the folder is run.dir",
         )
+        url = self.checkpoint_dir
+        require(
+            url is None or bool(re.fullmatch(r"\w[\w+.-]*://[^?]+", url)),
+            f"run.checkpoint_dir must be a URL such as s3://bucket/runs or file:///mnt/disk/runs, got {url!r}",
+        )
+        require(
+            url is None or urlsplit(url).password is None,
+            "run.checkpoint_dir holds a password, which would be in config.yaml; give credentials in the environment",
+        )
+        if self.resume is not None and "://" in self.resume:
+            above = self.resume.rstrip("/").rpartition("/")[0]
+            require(
+                url is not None and url.rstrip("/") == above,
+                f"run.resume={self.resume} is a URL: give run.checkpoint_dir={above}, too, where checkpoints go on",
+            )
         require(bool(self.dir), "run.dir must be a folder, got nothing; the working directory is run.dir=.")
         at_least(
             0,

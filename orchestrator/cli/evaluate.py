@@ -31,7 +31,14 @@ from slipstream.orchestrator.files.telemetry import read_rows
 from slipstream.orchestrator.inputs.model_files import download_first
 from slipstream.trainer.weights.stored_adapter import options_of, read_stored_adapter
 
-NO_USE = ("run.num_steps", "run.resume", "run.keep_best", "run.eval_beside", "trainer.lora.init_from")
+NO_USE = (
+    "run.num_steps",
+    "run.resume",
+    "run.checkpoint_dir",
+    "run.keep_best",
+    "run.eval_beside",
+    "trainer.lora.init_from",
+)
 """Options that an evaluation sets itself."""
 EVERY_SAMPLE = 1 << 30
 
@@ -137,6 +144,7 @@ def _evaluated(config: RunConfig, adapter: Path | None, name: str, weights: str 
         name=f"eval-{name}",
         dir=str(Path(config.run.dir) / "evals"),
         resume=None,
+        checkpoint_dir=None,
         num_steps=0,
         keep_best=None,
         eval_beside=False,

@@ -109,7 +109,7 @@ def train() -> Parser:
 def resume() -> Parser:
     """Flags of `slipstream resume`."""
     parser = Parser(texts.RESUME)
-    parser.positional("run")
+    parser.positional("run", type=str)
     _start_nothing(parser.flags())
     return parser
 

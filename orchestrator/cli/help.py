@@ -91,7 +91,7 @@ examples
 RESUME = CommandText(
     command="resume",
     usage="""\
-slipstream resume RUN [SECTION.OPTION=VALUE ...] [--cfg job | --dry-run]""",
+slipstream resume RUN|URL [SECTION.OPTION=VALUE ...] [--cfg job | --dry-run]""",
     about="""\
 Goes on with the run in the folder RUN, with the options that it had, from its newest checkpoint that is whole; rows of
 metrics.jsonl, logs and curves continue. A damaged checkpoint is named and put aside. Options that a checkpoint does not
@@ -101,6 +101,8 @@ examples
   slipstream resume runs/latest
   slipstream resume runs/quickstart-20260131-120000 run.num_steps=200 trainer.optim.lr=1e-3
       train longer, with another learning rate
+  slipstream resume s3://bucket/runs/quickstart-20260131-120000
+      on any machine, from the object store that run.checkpoint_dir named, in a folder of this name below run.dir
 
 It works from any folder: relative paths among the run's options (data.path, model.path) start where the run was
 started, and those that you give now where you are.""",

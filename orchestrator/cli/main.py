@@ -117,18 +117,22 @@ def _train(flags: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _resume(flags: argparse.Namespace, overrides: list[str]) -> int:
+    is_url = "://" in flags.run
     for word in overrides:
-        if (name := word.partition("=")[0].lstrip("+")) in ("run.resume", "run.dir", "run.name"):
+        name = word.partition("=")[0].lstrip("+")
+        if name in ("run.resume", "run.name", "run.checkpoint_dir" if is_url else "run.dir"):
             raise ConfigError(f"{name} has no effect with slipstream resume, which goes on in {flags.run}; remove it")
     from slipstream.conf.load import load_resolved_yaml
     from slipstream.orchestrator.cli.working_folder import stand_where_it_began
     from slipstream.orchestrator.files.run_folder import RunFolder, no_run_folder
 
-    folder = RunFolder(flags.run.resolve())
+    if is_url:
+        return _resume_from_store(flags.run.rstrip("/"), overrides, flags)
+    folder = RunFolder(Path(flags.run).resolve())
     try:
         saved = folder.config.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise no_run_folder(flags.run) from error
+        raise no_run_folder(Path(flags.run)) from error
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(
@@ -137,6 +141,24 @@ def _resume(flags: argparse.Namespace, overrides: list[str]) -> int:
     overrides = stand_where_it_began(folder, overrides)
     config = load_resolved_yaml(saved, overrides, subject=f"{folder.config}: ")
     return _start(replace(config, run=replace(config.run, resume=str(folder.root))), overrides, flags)
+
+
+def _resume_from_store(url: str, overrides: list[str], flags: argparse.Namespace) -> int:
+    """Go on with a run of which an object store has options and checkpoints (run.checkpoint_dir)."""
+    from slipstream.conf.load import load_resolved_yaml
+    from slipstream.orchestrator.errors import ObjectStoreError
+    from slipstream.orchestrator.files.object_store import CONFIG, ObjectStore
+
+    store = ObjectStore(url)
+    try:
+        saved = store.text(CONFIG)
+        if saved is None:
+            raise ConfigError(f"{url} holds no {CONFIG} of a run; it has: {', '.join(store.folders()) or 'nothing'}")
+    except ObjectStoreError as error:
+        raise ConfigError(str(error)) from error
+    config = load_resolved_yaml(saved, overrides, subject=f"{url}/{CONFIG}: ")
+    run = replace(config.run, resume=url, checkpoint_dir=url.rpartition("/")[0])
+    return _start(replace(config, run=run), overrides, flags)
 
 
 def _eval(flags: argparse.Namespace, overrides: list[str]) -> int:

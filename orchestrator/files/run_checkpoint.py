@@ -9,8 +9,10 @@
 
     begin(step) -> .step-000050.partial/ --trainer writes--> finish(): state, manifest, fsync, rename -> step-000050/
 
+With run.checkpoint_dir complete ones are sent to an object store, and a resume fetches one that is newer there.
+
 Owns: the format above, atomicity, how many are kept, and the check of a checkpoint against a resumed run's options.
-Does not own: what the trainer's files contain.
+Does not own: what the trainer's files contain, how they are sent (checkpoint_uploads.py, object_store.py).
 Invariant: a folder named step-* was complete when it got its name; a crash at any time leaves the previous one intact.
 """
 
@@ -24,6 +26,8 @@ import os
 import shutil
 import time
 import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -33,16 +37,18 @@ from slipstream.conf.json_files import JsonObject, is_object
 from slipstream.conf.schema import RunConfig
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import CheckpointError, TrainingStopped
+from slipstream.orchestrator.files.checkpoint_uploads import CheckpointUploads
+from slipstream.orchestrator.files.object_store import MANIFEST, ObjectStore
 from slipstream.orchestrator.files.run_folder import RunFolder, flatten, to_plain
 from slipstream.rollout.types import Group, Prompt, Rollout, Routes, Turn
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
-_MANIFEST = "manifest.json"
 _SETTLED_S = 2.0
 """A file that was written less long ago may change without another time of change: file systems have coarse clocks."""
 _CHUNK_BYTES = 1 << 22
+_SUMS_AT_ONCE = 8
 _FILES = frozenset({"model.path", "model.tokenizer", "data.path", "data.sources"})
 """Options in the fingerprint that name files of the user's, whose content it does not know."""
 
@@ -116,7 +122,7 @@ def named_checkpoints(folder: Path) -> list[Path]:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Those of them that are complete: a copy that broke off, or somebody's hand, leaves a name without a manifest."""
-    return [path for path in named_checkpoints(folder) if (path / _MANIFEST).is_file()]
+    return [path for path in named_checkpoints(folder) if (path / MANIFEST).is_file()]
 
 
 def step_of(path: Path | None) -> int:
@@ -140,6 +146,17 @@ def has_nothing_left(folder: RunFolder, num_steps: int) -> bool:
     return folder.adapter.is_dir() or folder.merged.is_dir() or error.startswith(f"{TrainingStopped.__name__}:")
 
 
+def checkpoints_of(config: RunConfig, folder: RunFolder) -> CheckpointStore:
+    """The checkpoints of a run with these options, in its folder and in its object store."""
+    url = config.run.checkpoint_dir
+    return CheckpointStore(
+        folder.checkpoints,
+        keep=config.run.keep_checkpoints,
+        options=fingerprint(config),
+        remote=None if url is None else ObjectStore(f"{url.rstrip('/')}/{folder.run_id}"),
+    )
+
+
 class CheckpointStore:
     """See the module's docstring.
 
@@ -147,15 +164,37 @@ class CheckpointStore:
         folder: the run folder's `checkpoints`.
         keep: how many complete checkpoints stay; older ones are removed after a new one is complete.
         options: `fingerprint` of this run's options.
+        remote: where complete ones are sent from begin_sending() on.
     """
 
-    def __init__(self, folder: Path, *, keep: int, options: JsonObject) -> None:
+    def __init__(self, folder: Path, *, keep: int, options: JsonObject, remote: ObjectStore | None = None) -> None:
         self.folder = folder
         self.spared: set[int] = set()
         """Steps whose checkpoints stay, however old they are."""
         self._keep = keep
         self._options = options
         self._verified: Path | None = None
+        self._remote = remote
+        self._uploads: CheckpointUploads | None = None
+
+    def begin_sending(self) -> None:
+        """Send each complete checkpoint to the object store, if there is one, from here on; and the newest one, if it
+        is not there.
+        """
+        if self._remote is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        record = self.folder / "remote.json"
+        self._uploads = CheckpointUploads(self._remote, record, keep=self._keep, spared=lambda: set(self.spared))
+        steps, newest = self._remote.steps(), self.newest()
+        self._uploads.begin(steps)
+        if newest is not None and step_of(newest) not in steps:
+            self._uploads.offer(newest)
+
+    def finish_sending(self) -> None:
+        """Wait until the last checkpoint is in the object store."""
+        if self._uploads is not None:
+            self._uploads.close()
 
     def newest(self) -> Path | None:
         """The complete checkpoint with the highest step."""
@@ -172,6 +211,8 @@ class CheckpointStore:
         """
         if resume is None:
             return None
+        if self._remote is not None:
+            self._fetch_newer(self._remote, resume)
         whole, damaged = self.newest_whole(resume)
         for path, problem in damaged.items():
             logger.warning("%s; going on from the checkpoint before it, %s", problem, whole.name)
@@ -179,6 +220,45 @@ class CheckpointStore:
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
         return whole
+
+    def step_to_resume(self, resume: str) -> tuple[int, list[str]]:
+        """The step of the checkpoint that to_resume() would return, and what is wrong with newer ones. Nothing is
+        fetched or renamed.
+
+        Raises:
+            CheckpointError: there is none, or it is of a run with other options.
+        """
+        newest = 0 if self._remote is None else max(self._remote.steps(), default=0)
+        if self._remote is not None and newest > self._newest_whole_step(resume):
+            saved = self._remote.document(newest, "state.json").get("options", {})
+            self._check_options(f"step {newest} in {self._remote.url}", saved)
+            return newest, []
+        whole, damaged = self.newest_whole(resume)
+        return self.read(whole).step, list(damaged.values())
+
+    def _newest_whole_step(self, resume: str) -> int:
+        try:
+            return step_of(self.newest_whole(resume)[0])
+        except CheckpointError:
+            return 0
+
+    def _fetch_newer(self, remote: ObjectStore, resume: str) -> None:
+        """Have the newest whole checkpoint of the object store here, unless one that is here is as new."""
+        here = self._newest_whole_step(resume)
+        for step in reversed([step for step in remote.steps() if step > here]):
+            logger.info("fetching step %d from %s", step, remote.url)
+            partial, final = self.begin(step), self.folder / f"step-{step:06d}"
+            remote.take(step, partial)
+            try:
+                _verify(partial)
+            except CheckpointError as error:
+                logger.warning("%s/%s is not whole: %s; looking at the one before it", remote.url, final.name, error)
+                self.discard(partial)
+                continue
+            shutil.rmtree(final, ignore_errors=True)  # it is damaged
+            partial.replace(final)
+            remote.take_records(self.folder.parent)
+            return
 
     def newest_whole(self, resume: str) -> tuple[Path, dict[Path, str]]:
         """The newest checkpoint whose files are as its manifest says, and what is wrong with each newer one.
@@ -230,8 +310,9 @@ class CheckpointStore:
                 indent=2,
             )
         )
-        files = {str(path.relative_to(partial)): _facts(path) for path in _files(partial)}
-        (partial / _MANIFEST).write_text(json.dumps({"format": _FORMAT, "files": files}, indent=2))
+        paths = _files(partial)
+        files = {str(path.relative_to(partial)): facts for path, facts in zip(paths, _all_facts(paths), strict=True)}
+        (partial / MANIFEST).write_text(json.dumps({"format": _FORMAT, "files": files}, indent=2))
         for path in [*_files(partial), *[p for p in partial.rglob("*") if p.is_dir()], partial]:
             _fsync(path)
         final = self.folder / f"step-{state.step:06d}"
@@ -239,13 +320,15 @@ class CheckpointStore:
             shutil.rmtree(final)
         partial.replace(final)
         _fsync(self.folder)
+        if self._uploads is not None:
+            self._uploads.offer(final)
         self.prune()
         return final
 
     def prune(self) -> None:
         """Remove all but the newest, and those that are spared."""
         for old in complete_checkpoints(self.folder)[: -self._keep]:
-            if step_of(old) not in self.spared:
+            if step_of(old) not in self.spared and not (self._uploads and self._uploads.needs(old)):
                 shutil.rmtree(old)
 
     def discard(self, partial: Path) -> None:
@@ -263,7 +346,7 @@ class CheckpointStore:
         raw = _read_json(path / "state.json")
         if raw.get("format") != _FORMAT:
             raise CheckpointError(f"{path} has format {raw.get('format')}, this version reads {_FORMAT}")
-        self._check_options(path, raw["options"])
+        self._check_options(str(path), raw["options"])
         groups: dict[int, Group] = {}
         in_flight: dict[int, Prompt] = {}
         with (path / "groups.jsonl").open() as lines:
@@ -287,7 +370,7 @@ class CheckpointStore:
             buffer=BufferState(raw["num_batches"], groups, in_flight),
         )
 
-    def _check_options(self, path: Path, saved: JsonObject) -> None:
+    def _check_options(self, path: str, saved: JsonObject) -> None:
         mine, theirs = dict(flatten(self._options)), dict(flatten(saved))
         differing = [key for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key)]
         if differing:
@@ -304,19 +387,19 @@ def _verify(path: Path) -> None:
     Raises:
         CheckpointError: a file is missing, damaged, or not to be read.
     """
-    if not (path / _MANIFEST).is_file():
-        raise CheckpointError(f"{path} lacks {_MANIFEST}, without which nothing says that it is whole")
-    files = _read_json(path / _MANIFEST).get("files")
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError(f"{path} lacks {MANIFEST}, without which nothing says that it is whole")
+    files = _read_json(path / MANIFEST).get("files")
     if not is_object(files):
         raise CheckpointError(f"{path} is damaged: its manifest lists no files")
-    for name, expected in files.items():
-        file = path / name
-        if not file.is_file():
+    for name in files:
+        if not (path / name).is_file():
             raise CheckpointError(f"{path} lacks {name}")
-        try:
-            actual = _facts(file)
-        except OSError as error:
-            raise CheckpointError(f"{path} is damaged: {name} cannot be read ({error.strerror})") from error
+    try:
+        found = _all_facts([path / name for name in files])
+    except OSError as error:
+        raise CheckpointError(f"{path} is damaged: {error.filename} cannot be read ({error.strerror})") from error
+    for (name, expected), actual in zip(files.items(), found, strict=True):
         if actual != expected:
             raise CheckpointError(f"{path} is damaged: {name} is {actual}, its manifest says {expected}")
 
@@ -329,6 +412,12 @@ def _read_json(path: Path) -> JsonObject:
     if not is_object(found):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(found).__name__}")
     return found
+
+
+def _all_facts(paths: Sequence[Path]) -> list[dict[str, int]]:
+    """Several files at once: each sum takes a core, and Python's lock is not held for it."""
+    with ThreadPoolExecutor(_SUMS_AT_ONCE) as threads:
+        return list(threads.map(_facts, paths))
 
 
 def _facts(path: Path) -> dict[str, int]:

@@ -123,14 +123,26 @@ class RunFolder:
     crashes = _Inside("crash")
 
 
+def resumed_folder(config: RunSection) -> Path | None:
+    """The folder of the run to resume; of one that is named by its URL the one of the same name below run.dir, which
+    may not be there yet. None: the run is a new one.
+    """
+    if config.resume is None or "://" not in config.resume:
+        return None if config.resume is None else Path(config.resume)
+    return Path(config.dir) / config.resume.rstrip("/").rpartition("/")[2]
+
+
 def open_run_folder(config: RunSection, now: datetime) -> RunFolder:
     """Create the run's folder, or open the one to resume.
 
     Raises:
         ConfigError: the folder to resume does not exist, or run.dir cannot be written.
     """
-    if config.resume is not None:
-        folder = RunFolder(Path(config.resume).resolve())
+    root = resumed_folder(config)
+    if root is not None and config.resume is not None:
+        folder = RunFolder(root.resolve())
+        if "://" in config.resume:
+            folder.root.mkdir(parents=True, exist_ok=True)
         if not folder.root.is_dir():
             raise ConfigError(f"run.resume={config.resume} is not a folder; give a run folder, e.g. runs/latest")
     else:

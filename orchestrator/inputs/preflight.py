@@ -18,6 +18,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,8 +36,9 @@ from slipstream.conf.schema import Device, Init, Objective, RunConfig, TrainMode
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import PreflightError
 from slipstream.orchestrator.figures.held_out import choosing_metrics
-from slipstream.orchestrator.files.run_checkpoint import CheckpointStore, fingerprint, has_nothing_left
-from slipstream.orchestrator.files.run_folder import RunFolder, follow_latest
+from slipstream.orchestrator.files.object_store import ObjectStore
+from slipstream.orchestrator.files.run_checkpoint import checkpoints_of, has_nothing_left
+from slipstream.orchestrator.files.run_folder import RunFolder, follow_latest, resumed_folder
 from slipstream.orchestrator.inputs.character_tokenizer import CHARACTERS, check_character_vocabulary
 from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.logger_checks import check_loggers
@@ -379,22 +381,20 @@ def check_run_folder(config: RunConfig, machine: Machine) -> Fact:
     """The run folder can be made and has room; a run to resume has a checkpoint."""
     run = config.run
     resumed = ""
-    if run.resume is not None:
-        root = Path(run.resume)
-        if not root.is_dir():
+    root = resumed_folder(run)
+    if root is not None and run.resume is not None:
+        if "://" not in run.resume and not root.is_dir():
             raise ConfigError(
                 f"run.resume={run.resume}: no such folder; give a run folder, for example {run.dir}/latest"
             )
-        checkpoints = CheckpointStore(RunFolder(root).checkpoints, keep=1, options=fingerprint(config))
-        newest, damaged = checkpoints.newest_whole(run.resume)
-        step = checkpoints.read(newest).step  # refuses a checkpoint of other options
+        step, damaged = checkpoints_of(config, RunFolder(root.resolve())).step_to_resume(run.resume)
         if step >= run.num_steps and has_nothing_left(RunFolder(root), run.num_steps):
             raise ConfigError(
                 f"run.resume={run.resume} has done {step} steps, and run.num_steps={run.num_steps}: nothing is left to "
                 "train; raise run.num_steps to go on, or start again with slipstream train"
             )
-        resumed = "".join(f"; {problem}" for problem in damaged.values()) + f"; goes on from step {step}"
-    target = Path(run.resume or run.dir)
+        resumed = "".join(f"; {problem}" for problem in damaged) + f"; goes on from step {step}"
+    target = root or Path(run.dir)
     existing = nearest_existing(target)
     if not existing.is_dir():
         raise ConfigError(f"run.dir={run.dir} lies below {existing}, which is a file; choose another folder")
@@ -407,6 +407,16 @@ def check_run_folder(config: RunConfig, machine: Machine) -> Fact:
             "another folder"
         )
     return Fact("run folder", f"{target} ({free / 1e9:.0f} GB free){resumed}")
+
+
+def check_checkpoint_dir(config: RunConfig) -> Fact | None:
+    """The object store takes, lists and gives back what is written."""
+    url = config.run.checkpoint_dir
+    if url is None or config.run.num_steps == 0:
+        return None
+    began_s = time.monotonic()
+    ObjectStore(url).check()
+    return Fact("checkpoints", f"go to {url}, too (written and read back in {time.monotonic() - began_s:.1f} s)")
 
 
 OPTION_CHECKS = (
@@ -424,6 +434,7 @@ OPTION_CHECKS = (
     check_teacher_answers,
     check_agent_loads,
     check_loggers,
+    check_checkpoint_dir,
 )
 MACHINE_CHECKS = (
     check_devices,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -29,14 +30,18 @@ ON_POLICY = ["run.num_steps=3", "run.eval_every_steps=0", *DATA]
 @pytest.fixture(scope="module")
 def on_policy(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """Three strictly on-policy steps."""
-    return train(ON_POLICY, tmp_path_factory.mktemp("on_policy"))
+    folder = tmp_path_factory.mktemp("on_policy")
+    return train([*ON_POLICY, f"run.checkpoint_dir=file://{folder}/store"], folder)
 
 
 @pytest.fixture(scope="module")
 def resumed(on_policy: FinishedRun) -> FinishedRun:
-    """Two more steps of the same run, with one engine."""
+    """Two more steps of the same run, with one engine, whose checkpoints on its own disk are lost."""
+    shutil.rmtree(on_policy.folder / "checkpoints")
+    store = f"file://{on_policy.folder.parent}/store"
     words = ["run.num_steps=5", "run.eval_every_steps=0", "rollout.num_workers=1", *DATA]
-    return train([*words, f"run.resume={on_policy.folder}"], on_policy.folder.parent)
+    words += [f"run.resume={on_policy.folder}", f"run.checkpoint_dir={store}"]
+    return train(words, on_policy.folder.parent)
 
 
 def test_every_step_is_on_policy_committed_everywhere_and_in_parity(on_policy: FinishedRun) -> None:

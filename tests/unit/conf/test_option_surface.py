@@ -10,6 +10,7 @@ OPTIONS = [
     "run.name",
     "run.dir",
     "run.resume",
+    "run.checkpoint_dir",
     "run.seed",
     "run.num_steps",
     "run.checkpoint_every_steps",

@@ -1,0 +1,169 @@
+"""A run's folder in an object store: what of a run outlives its machines (run.checkpoint_dir).
+
+    <run.checkpoint_dir>/NAME/
+      config.yaml, metrics.jsonl, ...     as in the run's own folder, as of the newest checkpoint
+      step-000050/                        as in the run's own folder (run_checkpoint.py)
+
+Owns: these names, what is asked of fsspec, and what its errors mean to people. Does not own: when a checkpoint is sent
+(checkpoint_uploads.py), what is in one, credentials: drivers of fsspec read them from the environment.
+Invariants: a checkpoint has a manifest only while all its other files are there: it is sent last, and removed first.
+Files pass through in parts, however large they are.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+
+from slipstream.conf.json_files import JsonObject, is_object
+from slipstream.orchestrator.errors import ObjectStoreError
+
+MANIFEST = "manifest.json"
+CONFIG = "config.yaml"
+RECORDS = ("metrics.jsonl", "evaluations.jsonl", "startup.jsonl", "checkpoints/best.json")
+"""Files of a run's folder that a resume on another machine goes on with."""
+_OPTIONS = {"file": {"auto_mkdir": True}, "s3": {"max_concurrency": 4}}
+"""What drivers are told. S3's holds so many parts of a file in memory at once, of 50 MB, twice."""
+_CURES = {
+    "NoCredentialsError": "give credentials as the driver looks for them: for S3 AWS_ACCESS_KEY_ID and "
+    "AWS_SECRET_ACCESS_KEY, ~/.aws/credentials or the machine's role",
+    "PermissionError": "its credentials must be allowed to list, read, write and delete there",
+    "FileNotFoundError": "a run makes no bucket",
+    "ImportError": "for s3:// pip install 'slipstream-rl[s3]', for gs:// pip install gcsfs, for abfs:// pip install "
+    "adlfs",
+    "EndpointConnectionError": "another address than Amazon's is AWS_ENDPOINT_URL",
+}
+"""Name of an error -> what to do."""
+
+
+class ObjectStore:
+    """See the module's docstring.
+
+    Args:
+        url: of the run's folder, or for check() of any folder.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+
+    @cached_property
+    def _place(self) -> tuple[Any, str]:
+        """fsspec's file system, and the folder's path in it."""
+        from fsspec.core import url_to_fs  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
+
+        return cast("tuple[Any, str]", url_to_fs(self.url, **_OPTIONS.get(self.url.partition("://")[0], {})))
+
+    def check(self) -> None:
+        """Write, list, read and remove a small object.
+
+        Raises:
+            ObjectStoreError: as all that follow.
+        """
+        with self._speaking("cannot be written") as (fs, root):
+            folder = f"{root}/.slipstream-{uuid.uuid4().hex}"
+            fs.pipe_file(f"{folder}/probe", b"{}")
+            if not fs.ls(folder, detail=False) or fs.cat_file(f"{folder}/probe") != b"{}":
+                raise OSError("what was written does not come back")
+            fs.rm(folder, recursive=True)
+
+    def folders(self) -> list[str]:
+        """Names of what lies in the folder."""
+        with self._speaking("cannot be listed") as (fs, root):
+            return sorted(PurePosixPath(path).name for path in fs.ls(root, detail=False))
+
+    def steps(self) -> list[int]:
+        """Of the complete checkpoints, ascending."""
+        with self._speaking("cannot be listed") as (fs, root):
+            found = fs.glob(f"{root}/step-*/{MANIFEST}")
+            return sorted(step for path in found if (step := _step(PurePosixPath(path).parent.name)) is not None)
+
+    def text(self, name: str) -> str | None:
+        """A small file; None: it is not there."""
+        with self._speaking(f"cannot be read ({name})") as (fs, root):
+            path = f"{root}/{name}"
+            return fs.cat_file(path).decode() if fs.exists(path) else None
+
+    def document(self, step: int, name: str) -> JsonObject:
+        """A JSON file of a checkpoint; empty where there is none."""
+        with self._speaking(f"cannot be read ({name} of step {step})"):
+            found = json.loads(self.text(f"{_name(step)}/{name}") or "{}")
+            return found if is_object(found) else {}
+
+    def send(self, checkpoint: Path, attempt: Callable[[Callable[[], None]], None]) -> None:
+        """Send a checkpoint, and the files of its run that a resume needs.
+
+        Args:
+            checkpoint: a complete one, in a run's folder.
+            attempt: calls what it gets, and again where that fails.
+        """
+        run = checkpoint.parent.parent
+        files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != MANIFEST]
+        files += [path for name in (CONFIG, *RECORDS) if (path := run / name).is_file()]
+        for path in [*files, checkpoint / MANIFEST]:
+            name = path.relative_to(checkpoint.parent if checkpoint in path.parents else run)
+            attempt(partial(self._put, path, str(name)))
+
+    def _put(self, path: Path, name: str) -> None:
+        with self._speaking(f"cannot be written ({name})") as (fs, root):
+            fs.put_file(str(path), f"{root}/{name}")
+
+    def take(self, step: int, into: Path) -> None:
+        """Fetch a checkpoint's files into a folder, its manifest last."""
+        names = [str(name) for name in self.document(step, MANIFEST).get("files", ())]
+        for name in names:
+            if name.startswith("/") or ".." in PurePosixPath(name).parts:
+                raise ObjectStoreError(f"{self.url}/{_name(step)}/{MANIFEST} lists {name!r}, outside of its folder")
+        for name in [*names, MANIFEST]:
+            self._get(f"{_name(step)}/{name}", into / name)
+
+    def take_records(self, run: Path) -> None:
+        """Fetch the files of a run that a resume goes on with, as far as they are there."""
+        for name in RECORDS:
+            self._get(name, run / name)
+
+    def _get(self, name: str, path: Path) -> None:
+        with self._speaking(f"cannot be read ({name})") as (fs, root):
+            if fs.exists(f"{root}/{name}"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                fs.get_file(f"{root}/{name}", str(path))
+
+    def prune(self, *, keep: int, spared: Iterable[int]) -> None:
+        """Remove all but the newest, those that are spared, and what an upload that broke off has left before them."""
+        complete = self.steps()
+        kept = {*complete[-keep:], *spared}
+        with self._speaking("cannot be pruned") as (fs, root):
+            for name in self.folders():
+                step = _step(name)
+                if step is None or step in kept or step > complete[-1]:
+                    continue
+                if step in complete:
+                    fs.rm_file(f"{root}/{name}/{MANIFEST}")
+                fs.rm(f"{root}/{name}", recursive=True)
+
+    @contextmanager
+    def _speaking(self, what: str) -> Generator[tuple[Any, str]]:
+        """fsspec's drivers raise whatever their libraries do."""
+        try:
+            fs, root = self._place
+            fs.invalidate_cache()
+            yield fs, root
+        except ObjectStoreError:
+            raise
+        except Exception as error:
+            kind = type(error).__name__
+            cure = f"; {_CURES[kind]}" if kind in _CURES else ""
+            raise ObjectStoreError(f"{self.url} {what}: {kind}: {error}{cure}") from error
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def _step(name: str) -> int | None:
+    number = name.removeprefix("step-")
+    return int(number) if number != name and number.isdecimal() else None

@@ -1,0 +1,170 @@
+"""Locks: a complete checkpoint is sent beside the run, the newest first, and none is lost to what fails meanwhile."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.load import load_run_config
+from slipstream.conf.schema import RunSection
+from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.errors import CheckpointError, ObjectStoreError
+from slipstream.orchestrator.files import checkpoint_uploads
+from slipstream.orchestrator.files.object_store import ObjectStore
+from slipstream.orchestrator.files.run_checkpoint import (
+    BufferState,
+    CheckpointStore,
+    RunState,
+    checkpoints_of,
+    fingerprint,
+    step_of,
+)
+from slipstream.orchestrator.files.run_folder import RunFolder, open_run_folder, write_description
+
+OPTIONS = ["experiment=quickstart", "cluster.dashboard=false"]
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> ObjectStore:
+    return ObjectStore(f"file://{tmp_path}/store/run-1")
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path, remote: ObjectStore) -> CheckpointStore:
+    options = fingerprint(load_run_config(OPTIONS))
+    return CheckpointStore(tmp_path / "run-1" / "checkpoints", keep=1, options=options, remote=remote)
+
+
+def write(checkpoints: CheckpointStore, step: int) -> Path:
+    partial = checkpoints.begin(step)
+    (partial / "trainer" / "rank-0.safetensors").write_bytes(bytes(1000))
+    return checkpoints.finish(partial, RunState(step, step, {"epoch": 0}, {}, BufferState()))
+
+
+def record_of(checkpoints: CheckpointStore) -> dict[str, object]:
+    return json.loads((checkpoints.folder / "remote.json").read_text())
+
+
+def test_the_newest_that_waits_is_sent_and_what_is_being_sent_stays_on_disk(
+    checkpoints: CheckpointStore, remote: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_sending, may_go_on, sent = threading.Event(), threading.Event(), []
+    send = ObjectStore.send
+
+    def slow(store: ObjectStore, path: Path, attempt: Callable[[Callable[[], None]], None]) -> None:
+        sent.append(step_of(path))
+        is_sending.set()
+        assert may_go_on.wait(30)
+        send(store, path, attempt)
+
+    monkeypatch.setattr(ObjectStore, "send", slow)
+    checkpoints.begin_sending()
+    write(checkpoints, 1)
+    assert is_sending.wait(30)
+    for step in (2, 3, 4):
+        write(checkpoints, step)
+    assert [path.name for path in sorted(checkpoints.folder.glob("step-*"))] == ["step-000001", "step-000004"]
+    may_go_on.set()
+    checkpoints.finish_sending()
+    assert sent == [1, 4]
+    assert remote.steps() == [4]
+    assert record_of(checkpoints) == {"url": remote.url, "step": 4, "problem": ""}
+
+
+def test_a_spared_checkpoint_stays_there_too(checkpoints: CheckpointStore, remote: ObjectStore) -> None:
+    checkpoints.spared.add(1)
+    for step in (1, 2, 3):
+        checkpoints.begin_sending()
+        write(checkpoints, step)
+        checkpoints.finish_sending()
+    assert remote.steps() == [1, 3]
+
+
+def test_a_file_is_tried_again_and_then_given_up_for_the_next_checkpoint(
+    checkpoints: CheckpointStore, remote: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_uploads, "PAUSES_S", (0.0, 0.0))
+    tries, put, failing = [], ObjectStore._put, 3  # pyright: ignore[reportPrivateUsage]
+
+    def fails(store: ObjectStore, path: Path, name: str) -> None:
+        tries.append(name)
+        if len(tries) <= failing:
+            raise ObjectStoreError("the network is away")
+        put(store, path, name)
+
+    monkeypatch.setattr(ObjectStore, "_put", fails)
+    checkpoints.begin_sending()
+    write(checkpoints, 1)
+    checkpoints.finish_sending()
+    assert tries == ["step-000001/groups.jsonl"] * 3
+    assert record_of(checkpoints)["problem"] == "the network is away"
+    tries.clear()
+    failing = 2
+    checkpoints.begin_sending()  # it is not there: sent again
+    checkpoints.finish_sending()
+    assert tries[:3] == ["step-000001/groups.jsonl"] * 3 and tries[-1] == "step-000001/manifest.json"
+    assert remote.steps() == [1]
+
+
+def test_a_manifest_that_names_files_elsewhere_is_refused(remote: ObjectStore, tmp_path: Path) -> None:
+    folder = tmp_path / "store" / "run-1" / "step-000001"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(json.dumps({"files": {"../../secret": {}}}))
+    with pytest.raises(ObjectStoreError, match="outside of its folder"):
+        remote.take(1, tmp_path / "here")
+
+
+def test_resume_takes_a_url(
+    remote: ObjectStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    above = remote.url.rpartition("/")[0]
+    config = load_run_config([*OPTIONS, "run.seed=7", f"run.checkpoint_dir={above}"])
+    folder = RunFolder(tmp_path / "run-1")
+    folder.root.mkdir()
+    write_description(folder, config, [])
+    checkpoints = checkpoints_of(config, folder)
+    checkpoints.begin_sending()
+    write(checkpoints, 3)
+    checkpoints.finish_sending()
+    elsewhere = tmp_path / "another machine"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert main(["resume", remote.url, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert f"go to {above}, too" in shown and "goes on from step 3\n" in shown
+    assert not list(elsewhere.iterdir())
+    for words, message in (
+        ([above], "holds no config.yaml of a run; it has: run-1"),
+        (["nothing://bucket/run"], "Protocol not known: nothing"),
+        ([remote.url, "run.checkpoint_dir=null"], "run.checkpoint_dir has no effect with slipstream resume"),
+    ):
+        assert main(["resume", *words]) == 2
+        assert message in capsys.readouterr().err
+    other = checkpoints_of(load_run_config([*OPTIONS, f"run.checkpoint_dir={above}"]), RunFolder(elsewhere / "run-1"))
+    with pytest.raises(CheckpointError, match=r"run\.seed: 7 there, 0 now"):
+        other.step_to_resume(remote.url)
+    section = RunSection(resume=remote.url, checkpoint_dir=above)
+    assert open_run_folder(section, now=None).root == elsewhere / "runs" / "run-1"  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"checkpoint_dir": "/mnt/disk"}, "must be a URL such as s3://bucket/runs or file:///mnt/disk/runs"),
+        ({"checkpoint_dir": "sftp://me:secret@host/runs"}, "holds a password"),
+        ({"resume": "s3://bucket/runs/run-1"}, "give run.checkpoint_dir=s3://bucket/runs"),
+        ({"resume": "s3://bucket/runs/run-1", "checkpoint_dir": "s3://other"}, "give run.checkpoint_dir=s3://bucket/"),
+    ],
+)
+def test_options_that_cannot_be(words: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        RunSection(**words)  # pyright: ignore[reportArgumentType]
+    assert "secret" not in str(refused.value)
