@@ -320,6 +320,7 @@ def _telemetry(config: RunConfig, folder: RunFolder, progress: ProgressLine, fir
         folder,
         num_steps=config.run.num_steps,
         first_step=first_step,
+        gpus=(config.trainer.num_ranks * config.gpus_of_rank, config.gpus_of_worker),
         progress=progress,
         loggers=open_loggers(config, folder, after_step=first_step, meanings=catalogue(rewards, evals)),
         rewards=rewards,

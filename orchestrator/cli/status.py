@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.json_files import JsonObject
+from slipstream.conf.json_files import JsonObject, object_in
+from slipstream.conf.plural import counted
 from slipstream.conf.schema import Objective
 from slipstream.orchestrator.control.run_state import dashboard_of, start_of, state_of
 from slipstream.orchestrator.figures.held_out import of_sets
+from slipstream.orchestrator.files.goodput import goodput_of
 from slipstream.orchestrator.files.run_checkpoint import complete_checkpoints, step_of
 from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
 from slipstream.orchestrator.files.run_log import format_s
@@ -99,6 +101,14 @@ class Status:
     """Where Ray's page is, with the file of its token; None unless the run goes on and has one."""
     checkpoint: int | None
     """Step of the newest one."""
+    remote: JsonObject
+    """Where checkpoints are sent: url, step of the newest one there, problem of the last try; empty: nowhere."""
+    loss_steps: int | None
+    """Finished steps that are lost with the machine: those after the newest checkpoint, the store's if there is one."""
+    rank_loss_steps: int | None
+    """Finished steps that a trainer rank's death would at most make again; None: it ends the run."""
+    goodput: JsonObject
+    """Of the whole run: share, quiet_tokens_per_gpu_s, gpu_s, and lost by cause; empty before three quiet steps."""
     start: tuple[str, ...]
     """What the last start of the run took, and for what; empty until it was up."""
     log: tuple[str, ...]
@@ -133,7 +143,12 @@ class Status:
         lines += [(name, str(self.counts[metric])) for metric, name in _COUNTED if self.counts.get(metric)]
         if self.dashboard is not None:
             lines.append(("Ray dashboard", self.dashboard))
-        lines.append(("checkpoint", "none" if self.checkpoint is None else f"step {self.checkpoint}"))
+        lines += self._losses()
+        if self.goodput:
+            lines.append(("goodput", f"{self.goodput['share']:.1%} of {self.goodput['gpu_s'] / 3600:.2f} GPU-hours"))
+            lines += [
+                (f"  {cause}", f"{share:.1%}") for cause, share in self.goodput["lost"].items() if share >= 0.0005
+            ]
         width = max(len(name) for name, _ in lines)
         text = [f"{name:<{width}}  {value}" for name, value in lines]
         if self.start:
@@ -141,6 +156,22 @@ class Status:
         if self.log:
             text += ["", "last warnings of run.log", *self.log]
         return "\n".join(text)
+
+    def _losses(self) -> list[tuple[str, str]]:
+        """The newest checkpoint, and what deaths would cost now."""
+        saved = "none" if self.checkpoint is None else f"step {self.checkpoint}"
+        if self.remote:
+            step, problem = self.remote.get("step"), self.remote.get("problem")
+            saved += f"; {'none' if step is None else f'step {step}'} in {self.remote.get('url')}"
+            saved += f" (the last try: {problem})" if problem else ""
+        lines = [("checkpoint", saved)]
+        if self.loss_steps is not None:
+            lines.append(("machine lost", f"costs {counted(self.loss_steps, 'finished step')}"))
+        if self.loss_steps is not None and self.state == "running":
+            kept = self.rank_loss_steps
+            cost = "ends the run" if kept is None else f"costs at most {counted(kept, 'finished step')}"
+            lines.append(("trainer rank lost", cost))
+        return lines
 
 
 def status_of(run: Path) -> Status:
@@ -163,7 +194,10 @@ def status_of(run: Path) -> Status:
     checkpoints = complete_checkpoints(folder.checkpoints)
     counted = [metric for metric, _ in _COUNTED]
     counted += [f"{area}/{name}" for area, _ in _FAILED for name in ("failures", "rollouts")]
+    remote = object_in(folder.checkpoints / "remote.json")
+    durable = remote.get("step") if remote else step_of(checkpoints[-1] if checkpoints else None)
     starts = [row for row in read_starts(folder.startup) if row["start"] == RUN]
+    goodput = goodput_of(rows, [row["total_s"] for row in starts])
     return Status(
         run=str(folder.root),
         state=state,
@@ -180,6 +214,10 @@ def status_of(run: Path) -> Status:
         replicas_wanted=next((row.get("rollout/replicas_wanted") for row in reversed(rows)), None),
         dashboard=dashboard_of(folder),
         checkpoint=step_of(checkpoints[-1]) if checkpoints else None,
+        remote=remote,
+        loss_steps=max(0, step - (durable or 0)) if step else None,
+        rank_loss_steps=rows[-1].get("trainer/unkept_steps") if rows else None,
+        goodput={} if goodput is None else asdict(goodput),
         start=tuple(line for row in starts[-1:] for line in describe(row)),
         log=_last_warnings(folder.log),
     )

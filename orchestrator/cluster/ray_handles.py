@@ -91,6 +91,11 @@ class RayTrainerGroup:
         """Seconds that each restart of the ranks took."""
         return self._rebirth.down_s
 
+    @property
+    def unkept_steps(self) -> int | None:
+        """See StepTrainer."""
+        return self._rebirth.unkept_steps
+
     async def outlive_ranks(self) -> None:
         """From now on a rank that dies does not end the run, as far as trainer.max_restarts and host memory go."""
         await self._rebirth.begin(self._ranks)

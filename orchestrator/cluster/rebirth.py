@@ -147,6 +147,16 @@ class Rebirth:
         """The number of the state after the step under way; None: none is kept."""
         return None if self._why_not else self._num_kept + 1
 
+    @property
+    def unkept_steps(self) -> int | None:
+        """Finished steps that would at most be made again if a rank died now; None: its death ends the run. The newest
+        state may still be on its way.
+        """
+        if self._why_not:
+            return None
+        noted = [one for one in self._noted if one.what == _STEP and one.after >= self._num_kept - 1]
+        return len({one.returned[0].policy_version for one in noted})
+
     def note(self, what: str, call: Call, timeout_s: float, returned: Any = None) -> None:
         """All ranks have made a call that changes them. If they began to send a state in it, all of those before it are
         whole.

@@ -137,11 +137,19 @@ METRICS: dict[str, str] = {
     "trainer/forward_backward_s": "seconds of forward and backward, slowest rank",
     "trainer/optimizer_s": "seconds of the optimizer step",
     "trainer/tokens_per_s_per_rank": "prompt and response tokens over those seconds and ranks",
+    "trainer/num_tokens": "prompt and response tokens that the step trained on, on all ranks",
     "trainer/num_microbatches": "microbatches of one rank",
     "trainer/peak_device_bytes": "most GPU memory of one rank in forward and backward; null on CPUs",
     "trainer/restarts": "times since the last step that all trainer ranks were started again, because one had died",
     "trainer/down_s": "seconds that this took, part of the step's",
+    "trainer/unkept_steps": "finished steps that a trainer rank's death makes again at most; null: it ends the run",
     "step/total_s": "seconds of the step, waits included",
+    "step/between_s": "seconds from the end of the step before to this one's start: copies for a checkpoint; null for "
+    "the first one after a start",
+    "step/redone_s": "at the first step after a resume: seconds of the steps that are made again; else null",
+    "step/gpus": "GPUs of the run, the trainer's and those of the workers that are wanted; on CPUs their processes",
+    "step/goodput": "share of the GPU-seconds of the last 100 steps that went into trained tokens, at the quiet rate "
+    "of a GPU (docs/checkpoints.md); null before three quiet steps",
 }
 
 REWARD_METRICS: dict[str, str] = {

@@ -181,10 +181,11 @@ class CheckpointStore:
         """Send each complete checkpoint to the object store, if there is one, from here on; and the newest one, if it
         is not there.
         """
+        record = self.folder / "remote.json"
         if self._remote is None:
+            record.unlink(missing_ok=True)  # of an earlier part of the run
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        record = self.folder / "remote.json"
         self._uploads = CheckpointUploads(self._remote, record, keep=self._keep, spared=lambda: set(self.spared))
         steps, newest = self._remote.steps(), self.newest()
         self._uploads.begin(steps)

@@ -133,6 +133,7 @@ def _rollout_metrics(record: StepRecord) -> dict[str, Value]:
         "rollout/evictions": sum(rollout.num_evictions for rollout in rollouts),
         **_route_metrics(rollouts, num_tokens),
         **_episode_metrics(rollouts, len(lengths)),
+        "trainer/num_tokens": num_tokens,
         "trainer/tokens_per_s_per_rank": num_tokens / train_s / record.num_ranks if train_s else None,
     }
 

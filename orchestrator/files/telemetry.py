@@ -24,13 +24,17 @@ import numpy as np
 from slipstream.conf.json_files import JsonObject
 from slipstream.orchestrator.figures.held_out import EvalNames, Evaluation, in_words
 from slipstream.orchestrator.files.disk_space import naming_a_full_disk
+from slipstream.orchestrator.files.goodput import goodput_of
 from slipstream.orchestrator.files.loggers.logger import Logger
 from slipstream.orchestrator.files.metrics_catalogue import NO_EVALS, NO_REWARDS, RewardNames, Value
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine
 from slipstream.orchestrator.files.samples import SampleLog
 from slipstream.orchestrator.files.step_rows import StepRecord, failed_of, row_of
-from slipstream.orchestrator.files.timeline import row_of_step, write_row
+from slipstream.orchestrator.files.timeline import StepTimeline, row_of_step, write_row
+
+NUM_GOODPUT_ROWS = 100
+"""step/goodput is of this many steps; that of a whole run is what `slipstream status` says."""
 
 
 class Telemetry:
@@ -41,6 +45,7 @@ class Telemetry:
         num_steps: steps of the whole run, for the time left.
         first_step: what was emitted after this step is removed: it belongs to work that a resumed run redoes.
         loggers: where rows go beside metrics.jsonl; closed with this.
+        gpus: the trainer's and one rollout worker's; on CPUs their processes.
         progress: the line on the terminal.
         rewards: names of the run's rewards.
         evals: names of its held-out sets, and of pass@k.
@@ -55,6 +60,7 @@ class Telemetry:
         num_steps: int,
         first_step: int,
         progress: ProgressLine,
+        gpus: tuple[float, float] = (1.0, 1.0),
         loggers: Sequence[Logger] = (),
         rewards: RewardNames = NO_REWARDS,
         evals: EvalNames = NO_EVALS,
@@ -66,7 +72,12 @@ class Telemetry:
         self._evals = evals
         self._num_steps = num_steps
         self._progress = progress
-        truncate_rows(folder.metrics, after_step=first_step)
+        kept, dropped = truncate_rows(folder.metrics, after_step=first_step)
+        self._gpus = gpus
+        self._rows: deque[JsonObject] = deque(kept[-NUM_GOODPUT_ROWS:], maxlen=NUM_GOODPUT_ROWS)
+        lost = ("step/total_s", "step/between_s", "step/redone_s")
+        self._redone_s = sum(row.get(name) or 0.0 for row in dropped for name in lost) if first_step else None
+        self._last_end_s: float | None = None
         truncate_rows(folder.timeline, after_step=first_step)
         truncate_rows(folder.evaluations, after_step=first_step)
         self._file: TextIO = folder.metrics.open("a")
@@ -89,6 +100,8 @@ class Telemetry:
     def step(self, record: StepRecord) -> dict[str, Value]:
         """Emit one row everywhere and return it."""
         row = row_of(record, self._rewards, self._evals)
+        if record.step:
+            self._add_goodput(row, record.timeline)
         finite = {name: _finite(value) for name, value in row.items()}
         with naming_a_full_disk(self._folder.metrics):
             self._file.write(json.dumps(finite) + "\n")
@@ -117,6 +130,18 @@ class Telemetry:
                 self._recent_s.append(float(seconds))
         self._progress.show(record.step, self._num_steps, self._describe(row), self._left_s(record.step))
         return row
+
+    def _add_goodput(self, row: dict[str, Value], timeline: StepTimeline | None) -> None:
+        """What the step's time is measured by, and the goodput up to it."""
+        row["step/gpus"] = self._gpus[0] + self._gpus[1] * float(row["rollout/replicas_wanted"] or 0)
+        row["step/redone_s"], self._redone_s = self._redone_s, None
+        if timeline is not None:
+            if self._last_end_s is not None:
+                row["step/between_s"] = max(0.0, timeline.from_s - self._last_end_s)
+            self._last_end_s = timeline.to_s
+        self._rows.append(row)
+        goodput = goodput_of(self._rows)
+        row["step/goodput"] = None if goodput is None else goodput.share
 
     @property
     def last_eval_reward(self) -> Value:
@@ -167,15 +192,17 @@ def read_rows(path: Path) -> list[JsonObject]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def truncate_rows(path: Path, *, after_step: int) -> None:
-    """Drop rows of steps beyond `after_step`, atomically: a step is in the file once, however often a run resumed."""
+def truncate_rows(path: Path, *, after_step: int) -> tuple[list[JsonObject], list[JsonObject]]:
+    """Drop rows of steps beyond `after_step`, atomically: a step is in the file once, however often a run resumed.
+    Returns (those that are kept, those that were dropped).
+    """
     rows = read_rows(path)
     kept = [row for row in rows if row["step"] <= after_step]
-    if not path.is_file():
-        return
-    temporary = path.with_suffix(".partial")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-    temporary.replace(path)
+    if path.is_file():
+        temporary = path.with_suffix(".partial")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        temporary.replace(path)
+    return kept, [row for row in rows if row["step"] > after_step]
 
 
 def _finite(value: Value) -> Value:

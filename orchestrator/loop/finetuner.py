@@ -75,6 +75,7 @@ class Finetuner(StepLoop):
         num_tokens = sum(sample.num_tokens for sample in samples)
         record.extra |= {
             "trainer/num_microbatches": len(microbatches[0]),
+            "trainer/num_tokens": num_tokens,
             "trainer/tokens_per_s_per_rank": num_tokens / clock.total_s / trainer.num_ranks,
             f"{self._objective}/epoch": self._stream.epoch,
         }
@@ -98,6 +99,7 @@ class Finetuner(StepLoop):
         of_all = _figures(everything, self._objective, "eval")
         self.held_out_figure = next(iter(of_all.values()))
         figures |= {"eval/step": self.step, **of_all, "eval/total_s": clock.total_s}
+        record.extra["eval/wait_s"] = clock.total_s
         await self._note(Evaluation(self.step, self.policy_version, {}, figures), record)
 
     def _packed(self, lessons: Sequence[Lesson]) -> tuple[list[Sample], list[list[list[Sample]]]]:

@@ -38,6 +38,11 @@ class StepTrainer(Protocol):
         """Per time that all ranks were started again because one had died: the seconds that it took."""
         ...
 
+    @property
+    def unkept_steps(self) -> int | None:
+        """Finished steps that the death of a rank would at most make again; None: it ends the run."""
+        ...
+
     async def forward_backward(
         self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
     ) -> list[LossStats]: ...

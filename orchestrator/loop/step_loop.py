@@ -110,7 +110,11 @@ class StepLoop(ABC):
         """Further numbers of the step whose row is about to be written."""
         down_s = self._step_trainer.down_s[self._num_restarts_told :]
         self._num_restarts_told += len(down_s)
-        return {"trainer/restarts": len(down_s), "trainer/down_s": sum(down_s) if down_s else None}
+        return {
+            "trainer/restarts": len(down_s),
+            "trainer/down_s": sum(down_s) if down_s else None,
+            "trainer/unkept_steps": self._step_trainer.unkept_steps,
+        }
 
     async def run_steps(self) -> None:
         """Every step that is left. Cancelled, it finishes the step under way and saves."""

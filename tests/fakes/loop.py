@@ -157,6 +157,7 @@ class FakeTrainer(Watched):
         self.is_slow_to_write = False
         self.extra_sums: dict[str, float] = {}
         self.down_s: list[float] = []
+        self.unkept_steps: int | None = None
         self.grad_norm = 1.0
         """Sums of every step's loss, over those of a trainer that agrees with its engines."""
         world.committed = [-1] * num_workers

@@ -100,6 +100,40 @@ def test_a_run_that_goes_on(run: Path) -> None:
     assert "fine" not in text and "steps refused" not in text
 
 
+def test_what_deaths_would_cost(run: Path) -> None:
+    write_rows(run, 50)
+    with alive(run):
+        assert "machine lost" in status_of(run).as_text() and status_of(run).loss_steps == 50
+        assert re.search(r"trainer rank lost +ends the run", status_of(run).as_text())
+    row = dict.fromkeys(METRICS) | {"step": 51, "step/total_s": 2.0, "trainer/unkept_steps": 1}
+    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (run / "checkpoints" / "step-000050").mkdir(parents=True)
+    (run / "checkpoints" / "step-000050" / "manifest.json").write_text("{}")
+    with alive(run):
+        text = status_of(run).as_text()
+    assert re.search(r"machine lost +costs 1 finished step\n", text)
+    assert re.search(r"trainer rank lost +costs at most 1 finished step", text)
+    sent = {"url": "s3://bucket/run", "step": 40, "problem": "no network"}
+    (run / "checkpoints" / "remote.json").write_text(json.dumps(sent))
+    status = status_of(run)
+    assert (status.checkpoint, status.loss_steps, status.remote) == (50, 11, sent)
+    assert re.search(r"step 50; step 40 in s3://bucket/run \(the last try: no network\)", status.as_text())
+    assert "trainer rank lost" not in status.as_text(), "the run has ended"
+
+
+def test_goodput_is_of_the_whole_run_with_its_starts(run: Path) -> None:
+    rows = [
+        dict.fromkeys(METRICS)
+        | {"step": step, "step/total_s": 2.0, "step/gpus": 4.0, "step/between_s": 0.0, "trainer/num_tokens": 100}
+        for step in range(1, 11)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "startup.jsonl").write_text(json.dumps({"start": "run", "total_s": 5.0, "spans": []}) + "\n")
+    status = status_of(run)
+    assert status.goodput["share"] == pytest.approx(0.8)
+    assert re.search(r"goodput +80.0% of 0.03 GPU-hours\n  start +20.0%", status.as_text())
+
+
 def test_a_run_that_is_over(run: Path) -> None:
     write_rows(run, 110)
     assert status_of(run).state == "stopped", "nothing was exported"

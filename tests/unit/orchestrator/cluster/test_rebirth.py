@@ -149,6 +149,7 @@ async def test_a_step_whose_end_was_not_told_is_computed_again_though_its_state_
     group = await cast.group()
     for version in (1, 2, 3):
         assert (await step(group)).policy_version == version
+        assert group.unkept_steps == 1, "its state may be on its way"
     await group.forward_backward([[], []], SimpleNamespace())  # type: ignore[arg-type]
     cast.lives[0][1].dies_in = {"optimizer_step"}
     with caplog.at_level(logging.INFO):
@@ -179,9 +180,10 @@ async def test_of_states_that_were_under_way_the_one_before_is_taken_and_a_finis
 async def test_steps_without_a_kept_state_are_computed_again_and_states_counted_on() -> None:
     cast = Cast()
     group = await cast.group()
-    for readiness in (Readiness.now, Readiness.later, Readiness.later):
+    for number, readiness in enumerate((Readiness.now, Readiness.later, Readiness.later)):
         cast.readiness = readiness
         await step(group)
+        assert group.unkept_steps == number + 1
     cast.readiness = Readiness.now
     cast.lives[0][0].dies_in = {"forward_backward"}
     await step(group)
@@ -203,6 +205,7 @@ async def test_ranks_whose_keeper_is_gone_train_on_and_a_death_ends_the_run(capl
         await step(group)
     assert caplog.text.count("a process that kept states is gone: a trainer rank that dies will end this run") == 1
     assert cast.lives[0][0].calls[-1] == ("optimizer_step", True, None)
+    assert group.unkept_steps is None
     cast.lives[0][1].is_dead = True
     with pytest.raises(TrainingStopped, match=r"^trainer-1 died of SIGKILL$"):
         await step(group)

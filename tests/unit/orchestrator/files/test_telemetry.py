@@ -260,6 +260,7 @@ def open_telemetry(
     rewards: RewardNames = NO_REWARDS,
     evals: EvalNames = NO_EVALS,
     samples_per_step: int = 0,
+    gpus: tuple[float, float] = (1.0, 1.0),
 ) -> Telemetry:
     progress = ProgressLine(console or Console(file=StringIO()))
     loggers = [TensorBoardEvents(folder / "tensorboard", after_step=first_step)]
@@ -268,6 +269,7 @@ def open_telemetry(
         num_steps=10,
         first_step=first_step,
         progress=progress,
+        gpus=gpus,
         loggers=loggers,
         rewards=rewards,
         evals=evals,
@@ -332,6 +334,27 @@ def test_curves_of_a_resumed_run_do_not_double_back(tmp_path: Path) -> None:
 def test_truncate_leaves_an_absent_file_absent(tmp_path: Path) -> None:
     truncate_rows(tmp_path / "metrics.jsonl", after_step=3)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_step_says_what_its_time_is_measured_by(tmp_path: Path) -> None:
+    """Steps of 2 s that begin 2.5 s apart, on 2 GPUs and 0.5 for each of 4 workers; then 4 to 6 are made again."""
+
+    def at(step: int) -> StepRecord:
+        extra = {**record(step).extra, "rollout/replicas_wanted": 4, "rollout/replicas_serving": 4}
+        timeline = StepTimeline(2.5 * step, 2.5 * step + 2.0)
+        return record(step, extra=extra, timeline=timeline, optim=OptimStats(step, 1.0, 1e-3, True))
+
+    with open_telemetry(tmp_path, gpus=(2.0, 0.5)) as telemetry:
+        rows = [telemetry.step(at(step)) for step in range(1, 7)]
+    assert {row["step/gpus"] for row in rows} == {4.0}
+    assert [row["step/between_s"] for row in rows] == [None, *[pytest.approx(0.5)] * 5]
+    assert [row["step/goodput"] for row in rows[:3]] == [None] * 3, "the first one compiles, and three are quiet"
+    # Six steps of 2 s, and five pauses of half a second.
+    assert rows[-1]["step/goodput"] == pytest.approx(12 / 14.5)
+    with open_telemetry(tmp_path, first_step=3, gpus=(2.0, 0.5)) as telemetry:
+        again = [telemetry.step(at(step)) for step in (4, 5)]
+    assert [row["step/redone_s"] for row in again] == [pytest.approx(3 * 2.5), None]
+    assert again[0]["step/between_s"] is None
 
 
 def test_numbers_that_are_not_finite_are_null_and_rows_stay_json(tmp_path: Path) -> None:
