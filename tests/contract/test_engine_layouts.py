@@ -41,9 +41,7 @@ def publish(folder: Path, *, source: WeightSource | None = None, num_workers: in
 @pytest.mark.parametrize(
     ("model", "tp_size", "expert_parallel"),
     [
-        ("llama", 1, False),
         ("glm4_moe", 1, False),
-        ("deepseek_v3", 1, False),
         ("deepseek_v3", 2, True),
         ("glm4_moe_lite", 1, False),
         ("qwen3_moe", 2, False),

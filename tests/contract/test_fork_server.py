@@ -25,24 +25,18 @@ from pathlib import Path
 from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 
-async def started(tp_size):
+async def main():
+    before = dict(os.environ)
     sampling = SamplingConfig(max_tokens=8)
-    config = RolloutConfig(tp_size=tp_size, max_model_len=64, kv_cache_bytes=64 << 20, sampling=sampling)
+    config = RolloutConfig(tp_size=2, max_model_len=64, kv_cache_bytes=64 << 20, sampling=sampling)
     engine = VllmEngine(Path(sys.argv[1]), config, dtype=DType.float32, device=Device.cpu, seed=0)
     await engine.prepare()
     from vllm.model_executor.models import registry
     registry._SUBPROCESS_COMMAND = ["false"]  # vLLM's own way to ask the class
     await engine.start()
-    return engine
-
-async def main():
-    before = dict(os.environ)
-    engines = [await started(1), await started(2)]
-    told = [os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == before.get("VLLM_WORKER_MULTIPROC_METHOD")]
-    for engine in engines:
-        (rollout,) = await engine.generate_group([1, 2, 3], 1, SamplingConfig(max_tokens=5, stop_at_eos=False))
-        told.append(len(rollout.token_ids))
-    print("\\ntold:", *told, flush=True)
+    unchanged = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == before.get("VLLM_WORKER_MULTIPROC_METHOD")
+    (rollout,) = await engine.generate_group([1, 2, 3], 1, SamplingConfig(max_tokens=5, stop_at_eos=False))
+    print("\\ntold:", unchanged, len(rollout.token_ids), flush=True)
     time.sleep(600)
 
 if __name__ == "__main__":
@@ -55,7 +49,7 @@ def environment_of_a_child(file: Path) -> None:
 
 
 def test_engines_and_ranks_are_forked_from_the_worker_and_all_end_with_it(tmp_path: Path) -> None:
-    """The second engine has two ranks. Of each process that imported vLLM anew there would be another command line."""
+    """Of each process that imported vLLM anew there would be another command line."""
     config = DENSE | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))
     script = tmp_path / "worker.py"
@@ -69,9 +63,9 @@ def test_engines_and_ranks_are_forked_from_the_worker_and_all_end_with_it(tmp_pa
             titles = [" ".join(process.cmdline()) for process in tree]
         finally:
             worker.kill()
-    assert told == ["True", "5", "5"]
+    assert told == ["True", "5"]
     assert sum("spawn_main" in title or "forkserver" in title for title in titles) == 0
-    assert sum("VLLM::EngineCore" in title for title in titles) == 2
+    assert sum("VLLM::EngineCore" in title for title in titles) == 1
     assert sum("VLLM::Worker" in title for title in titles) == 2
     _, alive = psutil.wait_procs(tree, timeout=TIMEOUT_S)
     assert not alive

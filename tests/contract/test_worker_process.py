@@ -20,7 +20,7 @@ from cases.vllm_process import import_path
 
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 BEFOREHAND = """
 import json, os, subprocess, sys
 from slipstream.conf.schema import Device
