@@ -49,6 +49,14 @@ class ParallelLayout:
         """The experts of every ep_rank in a layer."""
         return expert_shares(num_experts, self.ep_size, layer)
 
+    def most_of_ep_group(self, value: int) -> int:
+        """The largest value of the ep group's ranks. Collective; the host waits for the device."""
+        if self.ep_group is None:
+            return value
+        most = torch.tensor([value], device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.ep_group)
+        return int(most)
+
     @classmethod
     def single(cls, device: torch.device | str) -> ParallelLayout:
         """One rank, without torch.distributed."""

@@ -38,6 +38,7 @@ from slipstream.trainer.kernels.experts.gather import (
     gather_rows_triton,
 )
 from slipstream.trainer.kernels.experts.grouped_gemm import grouped_gradient_triton, grouped_product_triton
+from slipstream.trainer.kernels.experts.groups import RowGroups
 from slipstream.trainer.kernels.experts.low_rank import (
     add_dense_low_rank,
     add_dense_low_rank_torch,
@@ -103,6 +104,57 @@ def case_gather(device: str) -> None:
                 for tiling in (gather.GATHER, gather.GATHER_FROM_HOST):  # either place of x may take either
                     with mock.patch.multiple(gather, GATHER=tiling, GATHER_FROM_HOST=tiling):
                         assert torch.equal(gather_rows_triton(one, source), gather_rows_torch(one, source))
+
+
+def case_gather_up_to_the_last_end(device: str) -> None:
+    x, source = draw(7, H, device=device), torch.tensor([3, 3, 0, 6, 1] * 19, device=device)
+    ends = torch.tensor([5, 41], dtype=torch.int32, device=device)
+    for tiling in (gather.GATHER, gather.GATHER_FROM_HOST):
+        with mock.patch.multiple(gather, GATHER=tiling, GATHER_FROM_HOST=tiling):
+            assert torch.equal(gather_rows_triton(x, source, ends)[:41], x[source[:41]])
+
+
+def case_room_beyond_the_last_row(device: str) -> None:
+    """Rows that no expert has may hold anything, and change nothing."""
+    tight = groups_of(COUNTS, device)
+    wide = RowGroups(tight.counts_E, tight.num_rows + 3 * TILE_ROWS + 7, expected_rows=tight.num_rows)
+    for dtype in dtypes_of(device):
+        found, wanted = (_forward_and_backward(groups, dtype, device) for groups in (wide, tight))
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value), (name, dtype)
+
+
+def _forward_and_backward(groups: RowGroups, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
+    """Results of the kernels that walk groups, where rows that no expert has are not numbers."""
+    num_rows = sum(COUNTS)
+
+    def rows_of(*shape: int) -> torch.Tensor:
+        drawn = draw(num_rows, *shape, device=device, dtype=dtype)
+        return torch.cat([drawn, drawn.new_full((groups.num_rows - num_rows, *shape), torch.nan)])
+
+    adapter = InnerAdapter(draw(4, 2 * WIDTH, 4, device=device), draw(4, 4, WIDTH, device=device), 0.5)
+    x, source = draw(11, H, device=device, dtype=dtype), torch.arange(groups.num_rows, device=device) % 11
+    p_ERK, matrices = draw(4, 4, H, device=device), draw(4, H, WIDTH, device=device, dtype=dtype)
+    v_EK, p_ENR = draw(4, H, device=device, dtype=dtype), draw(4, WIDTH, 4, device=device)
+    rows, low, dots = gather_project_triton(x, source, p_ERK, groups, 0.7, v_EK)
+    assert dots is not None
+    out = {"rows": rows, "low": low, "dots": dots}
+    out["product"] = grouped_product_triton(rows, matrices, groups, low, p_ENR)
+    xa, db, dh, w = rows_of(4), rows_of(4), rows_of(WIDTH), rows_of()
+    for name, value in zip(("h", "ha"), activate_triton(rows_of(2 * WIDTH), xa, adapter, groups, SWIGLU), strict=True):
+        out[name] = value  # type: ignore[assignment]
+    grads = activate_backward_triton(rows_of(2 * WIDTH), xa, adapter, dh, db, w, groups, SWIGLU, True)
+    out |= zip(("dgu", "hw", "dw", "dba"), grads, strict=True)  # type: ignore[arg-type]
+    out = {name: value[:num_rows] for name, value in out.items()}
+    out["added"] = add_low_rank_triton(rows_of(WIDTH), low, p_ENR, None, groups)[:num_rows]
+    out["low gradient"] = low_rank_gradient_triton(low, x, groups, torch.empty_like(p_ERK), source, rows_of())
+    with mock.patch.object(low_rank, "CUT_FROM_ROWS", 0):
+        out["cut"] = low_rank_gradient_triton(low, x, groups, torch.empty_like(p_ERK), source)
+    if device == "cuda":  # of bfloat16 by grouped_mm
+        out["chosen gradient"] = grouped_gradient(rows, rows_of(WIDTH), groups, GroupedBackend.triton)
+        out["chosen product"] = grouped_product(rows, matrices, groups, GroupedBackend.triton)[:num_rows]
+    out["gradient"] = grouped_gradient_triton(rows, rows_of(WIDTH), groups)
+    return out
 
 
 def case_gather_project(device: str) -> None:
@@ -232,11 +284,18 @@ def case_weighted_sum(device: str) -> None:
             rows = draw(num_tokens * top_k, H, device=device, dtype=dtype)
             order = torch.randperm(num_tokens * top_k, generator=torch.Generator().manual_seed(2))
             row_of_choice, weights = order.view(num_tokens, top_k).to(device), draw(num_tokens, top_k, device=device)
+            row_of_choice[0], row_of_choice[1, 0] = -1, -1  # of other ranks; torch would take the last row
             for mode in CombineMode:
-                for one in (weights, None):
-                    mine = weighted_sum_triton(rows, one, row_of_choice, mode)
-                    wanted = weighted_sum_torch(rows, one, row_of_choice, mode)
-                    assert_near(mine, wanted, f"{mode} {dtype}")
+                for one, out_dtype in (
+                    (weights, dtype),
+                    (None, dtype),
+                    (weights, torch.float32),
+                    (None, torch.float32),
+                ):
+                    mine = weighted_sum_triton(rows, one, row_of_choice, mode, out_dtype)
+                    wanted = weighted_sum_torch(rows, one, row_of_choice, mode, out_dtype)
+                    assert_near(mine, wanted, f"{mode} {dtype} {out_dtype}")
+                    assert not mine[0].any()
 
 
 def case_sort_by_expert(device: str) -> None:

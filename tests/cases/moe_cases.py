@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,11 +13,32 @@ from torch import Tensor
 
 from cases.processes import run_processes
 from slipstream.conf.schema import LoraConfig
+from slipstream.trainer.moe import gathered
 from slipstream.trainer.moe.dispatch import plan_dispatch
 from slipstream.trainer.moe.experts import Experts
+from slipstream.trainer.moe.gathered import plan_gathered
 
 HIDDEN, WIDTH, NUM_EXPERTS, TOP_K, RANK = 64, 32, 8, 3, 8
 NUM_TOKENS = 37
+WAYS = [
+    (is_full, *way) for is_full in (False, True) for way in (("rows", 0), ("tokens", 1 << 30), ("tokens, counted", 0))
+]
+"""Whether all is trained; what travels; gathered.BOUND_BYTES."""
+
+
+def _drops_one(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The last rank's partial sums get lost."""
+    return _all_to_all(rows * (group.rank() < group.size() - 1), group)
+
+
+def _swaps_peers(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Partial sums go to the next rank."""
+    return _all_to_all(rows.roll(rows.shape[0] // group.size(), 0), group)
+
+
+_all_to_all = gathered._all_to_all
+FAULTS = {"dropped": _drops_one, "swapped": _swaps_peers}
+"""In the exchange of partial sums."""
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
@@ -74,11 +96,16 @@ def run(
     group: dist.ProcessGroup | None = None,
     rows: slice = slice(None),
     shares: list[int] | None = None,
+    most_tokens: int | None = None,
 ) -> dict[str, Tensor]:
-    """Output and every gradient, for the tokens in `rows`."""
+    """Output and every gradient, for the tokens in `rows`. With `most_tokens` tokens are gathered."""
     x, weights, ids, grad_out = make_batch(experts.compute_dtype)  # type: ignore[arg-type]
     x, weights = x.detach()[rows].requires_grad_(), weights.detach()[rows].requires_grad_()
-    out = experts(x, weights, plan_dispatch(ids[rows], NUM_EXPERTS, group, shares))
+    if group is None or most_tokens is None:
+        plan = plan_dispatch(ids[rows], NUM_EXPERTS, group, shares)
+    else:
+        plan = plan_gathered(ids[rows], weights, group, shares or equal_shares(group.size()), most_tokens, row_bytes=1)
+    out = experts(x, weights, plan)
     out.backward(grad_out[rows])
     grads = {name: p.grad for name, p in experts.named_parameters() if p.grad is not None}
     assert x.grad is not None and weights.grad is not None
@@ -91,6 +118,11 @@ def rows_of(rank: int, world_size: int) -> slice:
     return slice(cuts[rank], cuts[rank + 1])
 
 
+def equal_shares(world_size: int) -> list[int]:
+    """Experts of each rank."""
+    return [NUM_EXPERTS // world_size] * world_size
+
+
 def shares_of(world_size: int) -> list[int] | None:
     """Experts of each rank; those of four are unequal."""
     return [3, 1, NUM_EXPERTS - 6, 2] if world_size == 4 else None
@@ -99,20 +131,34 @@ def shares_of(world_size: int) -> list[int] | None:
 def _main(rank: int, world_size: int, folder: str, dtypes: list[torch.dtype]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
     try:
         shares = shares_of(world_size)
-        counts = shares or [NUM_EXPERTS // world_size] * world_size
-        results = {}
+        counts = shares or equal_shares(world_size)
+        results: dict[Any, Any] = {}
+        rows = [rows_of(one, world_size) for one in range(world_size)]
+        most_tokens = max(one.stop - one.start for one in rows)
         for dtype in dtypes:
-            experts = make_experts(first=sum(counts[:rank]), count=counts[rank], dtype=dtype)
-            results[dtype] = run(experts, dist.group.WORLD, rows_of(rank, world_size), shares)
+            for is_full, way, bound in WAYS:
+                gathered.BOUND_BYTES = bound
+                experts = make_experts(
+                    first=sum(counts[:rank]), count=counts[rank], dtype=dtype, is_full=is_full, has_bias=is_full
+                )
+                most = None if way == "rows" else most_tokens
+                found = run(experts, dist.group.WORLD, rows[rank], shares, most)
+                results[dtype, is_full, way] = found
+        experts = make_experts(first=sum(counts[:rank]), count=counts[rank])
+        for fault, exchange in FAULTS.items():
+            with mock.patch.object(gathered, "_all_to_all", exchange):
+                results[fault] = run(experts, dist.group.WORLD, rows[rank], shares, most_tokens)
+            experts.zero_grad()
         torch.save(results, f"{folder}/rank{rank}.pt")
     finally:
         dist.destroy_process_group()
 
 
-def run_expert_parallel(world_size: int, folder: Path, dtypes: list[torch.dtype]) -> list[dict[torch.dtype, Any]]:
-    """Results of every rank."""
+def run_expert_parallel(world_size: int, folder: Path, dtypes: list[torch.dtype]) -> list[dict[Any, Any]]:
+    """Results of every rank, by dtype, whether all is trained (with biases) and way."""
     run_processes(_main, (world_size, str(folder), dtypes), world_size)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from cases.processes import run_processes
 from cases.tiny_models import MIXED, base_logits_of, draw_b, logits_of, make_decoder, packed, probe_loss, trainer_config
 from slipstream.conf.architecture.families import read_config
-from slipstream.conf.schema import LoraConfig, TrainMode
+from slipstream.conf.schema import LoraConfig, NumericsConfig, TrainMode
 from slipstream.trainer.adapter_io import all_experts, load_adapter, save_adapter, save_merged
 from slipstream.trainer.model.build_decoder import build_decoder
 from slipstream.trainer.model.decoder import Decoder
@@ -38,6 +38,7 @@ class Scenario:
     hf_config: dict[str, Any] | None = None
     checkpointing: bool = True
     dtype: torch.dtype = torch.float32
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
 
     def decoder(self, layout: ParallelLayout | None = None) -> Decoder:
         """The same weights on any layout."""
@@ -45,6 +46,7 @@ class Scenario:
             self.mode,
             train_router=self.mode is TrainMode.full,
             activation_checkpointing=self.checkpointing,
+            numerics=self.numerics,
             num_ranks=layout.world_size if layout else 1,
             ep_size=layout.ep_size if layout else 1,
         )

@@ -57,6 +57,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trainer/step/microbatches.py": ("trainer/step/test_microbatches.py",),
     "trainer/step/optim.py": ("trainer/step/test_optim.py",),
     "trainer/moe/dispatch.py": ("trainer/moe/test_moe_block.py", "trainer/moe/test_moe_pieces.py"),
+    "trainer/moe/gathered.py": ("trainer/moe/test_moe_block.py", "trainer/moe/test_gathered.py"),
     "trainer/moe/routed.py": ("trainer/moe/test_moe_block.py", "trainer/moe/test_moe_pieces.py"),
     "trainer/moe/router.py": ("trainer/moe/test_moe_block.py", "trainer/moe/test_moe_pieces.py"),
     "trainer/rounding.py": ("trainer/test_rounding.py",),

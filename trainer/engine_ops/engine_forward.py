@@ -107,7 +107,9 @@ class EngineForward(Forward):
         logits_TE = self.operations.linear(x_TH, router.weight.to(x_TH.dtype))
         return *self.operations.route(x_TH, logits_TE, router.moe.top_k, router.moe.norm_topk_prob), None
 
-    def experts(self, block: MoeBlock, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, keep: KeepGateUp) -> Tensor:
+    def experts(
+        self, block: MoeBlock, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, keep: KeepGateUp, at: Place
+    ) -> Tensor:
         merged = published_experts(block.experts, x_TH.dtype, adapted=self.adapted)
         return self.operations.experts(x_TH, *merged, weights_TK, ids_TK)
 
@@ -133,7 +135,9 @@ class SlotForward(EngineForward):
     def output(self, linear: Linear, x_TO: Tensor) -> Tensor:
         return self.side_by_side([linear], x_TO)
 
-    def experts(self, block: MoeBlock, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, keep: KeepGateUp) -> Tensor:
+    def experts(
+        self, block: MoeBlock, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, keep: KeepGateUp, at: Place
+    ) -> Tensor:
         base = base_experts(block.experts, x_TH.dtype)
         if not self.adapted or not is_adapted(block.experts):
             return self.operations.experts(x_TH, *base, weights_TK, ids_TK)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.trainer.engine_ops.published_weights import is_adapted, published_experts, published_linears
 from slipstream.trainer.lora import Linear
-from slipstream.trainer.model.forward import Forward, KeepGateUp
+from slipstream.trainer.model.forward import Forward, KeepGateUp, Place
 from slipstream.trainer.moe.block import MoeBlock
 
 
@@ -31,7 +31,10 @@ class MergedForward(Forward):
     def linears(self, linears: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
         return tuple(F.linear(x, *published_linears([one], x.dtype, adapted=self.adapted)) for one in linears)
 
-    def experts(self, block: MoeBlock, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, keep: KeepGateUp) -> Tensor:
+    def experts(
+        self, block: MoeBlock, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, keep: KeepGateUp, at: Place
+    ) -> Tensor:
         is_merged = self.adapted and is_adapted(block.experts)
         merged = published_experts(block.experts, x_TH.dtype) if is_merged else None
-        return block.run_experts(x_TH, weights_TK, ids_TK, keep, adapted=False, merged=merged)
+        most = at.sequences.most_tokens
+        return block.run_experts(x_TH, weights_TK, ids_TK, keep, most_tokens=most, adapted=False, merged=merged)

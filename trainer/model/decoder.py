@@ -14,6 +14,7 @@ Shapes: T packed tokens, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -131,6 +132,8 @@ class Decoder(nn.Module):
         by = by or self.by
         if not token_ids_T.shape[0]:
             by = by.gradients_by or by  # kernels of engines take no empty microbatch
+        if self.layout.ep_group is not None:
+            sequences = replace(sequences, most_tokens=self.layout.most_of_ep_group(token_ids_T.shape[0]))
         x_TH, ropes = self.model.embed(token_ids_T), self.ropes(positions_T)
         run = Pass(by, ropes, sequences, routes, None if host is None else HostPass(host, len(self.model.layers)))
         for layer in self.model.layers:

@@ -144,9 +144,12 @@ class Forward:
         fed_TH = self.feed_forward(mlp, x_TH)
         return self.linears(gates, x_TH)[0].sigmoid() * fed_TH if gates else fed_TH
 
-    def experts(self, block: MoeBlock, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, keep: KeepGateUp) -> Tensor:
+    def experts(
+        self, block: MoeBlock, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, keep: KeepGateUp, at: Place
+    ) -> Tensor:
         """The weighted sum of each token's experts."""
-        return block.run_experts(x_TH, weights_TK, ids_TK, keep, adapted=self.adapted)
+        most = at.sequences.most_tokens
+        return block.run_experts(x_TH, weights_TK, ids_TK, keep, most_tokens=most, adapted=self.adapted)
 
     def add(
         self, mlp: DenseMlp | MoeBlock, x: Tensor, delta: Tensor, middle: Tensor, *fed: Tensor, once: bool

@@ -183,7 +183,7 @@ class DecoderLayer(nn.Module):
             gives, fed, owners = [MIDDLE, AFTER, *chosen], [ROUTED], [after, *block.owners_of_routing]
             rest.append(Operation("mlp.gate", (AFTER, ROUTES), chosen, lambda at, *x: at.by.route(block, *x)))
             routed = (AFTER, WEIGHTS, IDS, KEEP_GATE_UP)
-            last.append(Operation(ROUTED, routed, (ROUTED,), lambda at, *x: (at.by.experts(block, *x),)))
+            last.append(Operation(ROUTED, routed, (ROUTED,), lambda at, *x: (at.by.experts(block, *x, at),)))
             if block.shared:
                 fed, gives = [ROUTED, SHARED], [*gives, SHARED]
                 rest.append(Operation(SHARED, (AFTER,), (SHARED,), lambda at, x: (at.by.shared_experts(block, x),)))

@@ -32,6 +32,8 @@ class PackedSequences:
     """cu_seqlens on the host; empty: lengths are on the device alone."""
     padded_row_T: Tensor
     """int64 [T]; token t is row padded_row[t] of the padded batch flattened to [B * L]."""
+    most_tokens: int | None = None
+    """T of the ep_rank that has most; None: without expert parallelism, or not known."""
     block_masks: dict[int | None, Any] = field(default_factory=dict)
     """flex_attention's mask of each window in use, made by the first layer that needs it."""
 

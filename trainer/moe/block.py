@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.conf.architecture.model_spec import SHARED_GATE
-from slipstream.trainer.moe.dispatch import plan_dispatch
+from slipstream.trainer.moe.dispatch import Dispatch, plan_dispatch
 from slipstream.trainer.moe.experts import Experts
+from slipstream.trainer.moe.gathered import Gathered, gathers, plan_gathered
 from slipstream.trainer.moe.router import Router
 from slipstream.trainer.recompute import recomputation
 
@@ -64,14 +65,33 @@ class MoeBlock(nn.Module):
         experts_TK: Tensor,
         keep_gate_up: Callable[[Tensor], object] | None = None,
         *,
+        most_tokens: int | None = None,
         adapted: bool = True,
         merged: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run the routed experts, which keep little for backward if a recomputed part gave x_TH: the product of gate
-        and up only with `keep_gate_up`, which is called with it. The other arguments are those of Experts."""
-        plan = plan_dispatch(experts_TK, self.num_experts, self.ep_group, self.shares)
+        and up only with `keep_gate_up`, which is called with it. The other arguments are those of Experts.
+
+        Args:
+            most_tokens: The largest T of the ep_ranks; None: they did not tell each other, so that rows travel.
+        """
+        plan = self._plan(x_TH, weights_TK, experts_TK, most_tokens)
         again = recomputation(x_TH)
         return self.experts(x_TH, weights_TK, plan, again, keep_gate_up, adapted=adapted, merged=merged)
+
+    def _plan(
+        self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, most_tokens: int | None
+    ) -> Dispatch | Gathered:
+        group = self.ep_group
+        if (
+            group is None
+            or most_tokens is None
+            or not gathers(group.size(), experts_TK.shape[1], self.experts.combine_mode)
+        ):
+            return plan_dispatch(experts_TK, self.num_experts, group, self.shares)
+        shares = list(self.shares or [self.num_experts // group.size()] * group.size())
+        row_bytes = x_TH.shape[1] * x_TH.element_size()
+        return plan_gathered(experts_TK, weights_TK, group, shares, most_tokens, row_bytes)
 
     def combined(self, routed_TH: Tensor, shared_TH: Tensor | None = None) -> Tensor:
         """What the block adds to the residual stream, every step rounded."""

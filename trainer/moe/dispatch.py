@@ -1,4 +1,4 @@
-"""The way of a microbatch's tokens to the experts of one layer, and the all-to-all that takes them there.
+"""The way of a microbatch's tokens to the experts of one layer, and the all-to-all that takes a row there per choice.
 
     tokens [T] --source--> choices sorted by expert [S = T*K] --all-to-all--> rows of all ranks, by sender [R]
            --by expert, then sender--> rows [R] --experts--> ... and the same way back
@@ -6,7 +6,7 @@
 Owns the order of rows and the exchange; does not differentiate (trainer.moe.routed does). Row counts are exact: there
 is no padding and no capacity limit, and a rank with zero rows still joins every collective. An expert's rows are in the
 order of senders, then of tokens, as they would be on one rank. Without an expert-parallel group nothing is sent and the
-host does not wait for the device.
+host does not wait for the device. gathered.py has the way of fewer bytes, in which sums have another order.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slipstream.conf.schema import CombineMode
+from slipstream.trainer.kernels.experts.combine import weighted_sum
 from slipstream.trainer.kernels.experts.counting_sort import sort_by_expert
 from slipstream.trainer.kernels.experts.gather import gather_rows
 from slipstream.trainer.kernels.experts.groups import RowGroups
@@ -71,33 +73,55 @@ class Dispatch:
 
         return [self.choice_of_row_S, self.token_of_row_S, self.row_of_choice_TK, *of_groups, *of_exchange], again
 
-    def send(self, values: Tensor, source_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Bring values[source[i]] to the expert of row i.
+    def sending(self, values_TH: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Start to bring tokens to the experts of their choices.
 
         Returns:
-            A tensor, and for each row in expert order the index of its row in that tensor. The kernel that reads the
-            rows does this last gather.
+            A function that waits for it, before which other work may be queued. It returns a tensor, and for each row
+            in expert order the index of its row in that tensor. The kernel that reads the rows does this last gather.
         """
-        return self.sending(values, source_S)()
-
-    def sending(self, values: Tensor, source_S: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Start a `send`. Returns a function that waits for it and returns what `send` would. Work queued before that
-        call runs during the exchange."""
         exchange = self.exchange
         if exchange is None:
-            return lambda: (values, source_S)
-        rows = gather_rows(values, source_S) if values.dim() == 2 else values[source_S]
+            return lambda: (values_TH, self.token_of_row_S)
+        rows = gather_rows(values_TH, self.token_of_row_S)
         wait = _all_to_all(rows, exchange.send_splits, exchange.receive_splits, exchange.group)
         return lambda: (wait(), exchange.by_expert_R)
 
-    def send_back(self, rows: Tensor) -> Tensor:
-        """Bring rows in expert order back to their tokens' rank: [S, ...], sorted by expert as `send` took them."""
-        exchange = self.exchange
+    def weights_of_rows(self, weights_TK: Tensor) -> Tensor:
+        """The routing weight of each row in expert order."""
+        weights_S, exchange = weights_TK.flatten()[self.choice_of_row_S], self.exchange
         if exchange is None:
-            return rows
-        by_sender = exchange.by_sender_R
-        rows = gather_rows(rows, by_sender) if rows.dim() == 2 else rows[by_sender]
-        return _all_to_all(rows, exchange.receive_splits, exchange.send_splits, exchange.group)()
+            return weights_S
+        received = _all_to_all(weights_S, exchange.send_splits, exchange.receive_splits, exchange.group)()
+        return received[exchange.by_expert_R]
+
+    def combined(
+        self,
+        rows_SH: Tensor,
+        weights_TK: Tensor | None,
+        mode: CombineMode = CombineMode.fp32_once,
+        sum_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Bring rows in expert order back to their tokens' rank and sum those of each token: [T, H] in their dtype.
+
+        Args:
+            rows_SH: Not held by the caller, they end as soon as they are sorted for sending.
+            weights_TK, mode: As in weighted_sum.
+            sum_dtype: Of partial sums; here there are none.
+        """
+        exchange = self.exchange
+        if exchange is not None:
+            rows_SH = gather_rows(rows_SH, exchange.by_sender_R)
+            rows_SH = _all_to_all(rows_SH, exchange.receive_splits, exchange.send_splits, exchange.group)()
+        return weighted_sum(rows_SH, weights_TK, self.row_of_choice_TK, mode)
+
+    def weights_gradient(self, dw_S: Tensor) -> Tensor:
+        """[T, K], of values in expert order."""
+        exchange = self.exchange
+        if exchange is not None:
+            dw_S = dw_S[exchange.by_sender_R]
+            dw_S = _all_to_all(dw_S, exchange.receive_splits, exchange.send_splits, exchange.group)()
+        return dw_S[self.row_of_choice_TK]
 
 
 @torch.no_grad()

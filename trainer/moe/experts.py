@@ -23,6 +23,7 @@ from slipstream.conf.schema import CombineMode, LoraConfig
 from slipstream.trainer.lora import Adapted, adapter_dtype
 from slipstream.trainer.moe.bank import PackedBank, UnpackBuffers
 from slipstream.trainer.moe.dispatch import Dispatch
+from slipstream.trainer.moe.gathered import Gathered
 from slipstream.trainer.moe.grouped import GroupedBackend, choose_grouped_backend
 from slipstream.trainer.moe.routed import ExpertCall, routed_experts
 
@@ -85,7 +86,7 @@ class Experts(Adapted):
         self,
         x_TH: Tensor,
         weights_TK: Tensor,
-        plan: Dispatch,
+        plan: Dispatch | Gathered,
         x_again: Callable[[], Tensor] | None = None,
         keep_gate_up: Callable[[Tensor], object] | None = None,
         *,

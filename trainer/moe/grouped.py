@@ -3,7 +3,7 @@
 Owns the choice of kernel. The kernels and their limits:
 
     grouped_mm  torch.nn.functional.grouped_mm. Every stride must be a multiple of 16 bytes; an operand with stride 0 is
-                refused; rows past the last offset are never written (there are none: row counts are exact); some builds
+                refused; rows past the last offset are never written (see RowGroups); some builds
                 refuse zero rows in all; the weight gradient of a group without rows is garbage on some GPUs; transposed
                 weights run as a loop over experts except on Hopper and Blackwell.
     triton      trainer.kernels.experts.grouped_gemm: any GPU of compute capability 8.0 on; the same strides. It adds
@@ -101,7 +101,7 @@ def grouped_product(
         return x_SK.new_empty(0, matrices_EKN.shape[2])
     backend = backend_of_product(
         backend,
-        2 * x_SK.numel() * matrices_EKN.shape[2],
+        2 * groups.expected_rows * x_SK.shape[1] * matrices_EKN.shape[2],
         is_plain=low_SR is None and bias_EN is None and weights_S is None,
         is_grouped_mm_fast=has_fast_grouped_mm(x_SK.device, x_SK.dtype),
     )

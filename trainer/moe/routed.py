@@ -14,12 +14,15 @@
 
 Owns the order and what is kept. dw, the router's gradient, is <h, dh'> because <y, g> = <h, Wd^T g> + <ha, Bd^T g>
 (+ <bias, g>), so the down output is neither saved nor computed again. Weights are never merged with their adapters (no
-W + BA), and no gradient is computed for frozen weights. A dispatch over ranks costs two exchanges of rows forward and
-three backward (x, g, dXp); the exchange of x runs during the products of g. In a checkpointed layer so little is kept
-that recomputing this function would save nothing.
+W + BA), and no gradient is computed for frozen weights. Experts of several ranks cost two exchanges forward and three
+backward (x, g, dXp), of tokens (gathered.py) or of rows (dispatch.py); that of x runs during the products of g. In a
+checkpointed layer so little is kept that recomputing this function would save nothing.
 
-Invariant: a token's output depends only on the token and its experts' weights, not on which rank holds them nor on
-other tokens in the batch (except that grouped products choose kernels by row count). Every sum has a fixed order.
+Invariant: a token's output depends only on the token and its experts' weights, not on other tokens in the batch (except
+that grouped products choose kernels by row count). Every sum has a fixed order. Where rows travel, the output does not
+depend either on which rank holds an expert. Where tokens do, a rank sums its experts' rows before ranks are summed, all
+in float32 forward: another order of the same numbers, rounded once as on one rank. In backward, a rank's part of dx is
+rounded to the compute dtype before ranks are summed.
 """
 
 from __future__ import annotations
@@ -34,13 +37,13 @@ from torch.autograd.function import once_differentiable
 
 from slipstream.conf.architecture.activation import ExpertActivation
 from slipstream.conf.schema import CombineMode
-from slipstream.trainer.kernels.experts.combine import weighted_sum
 from slipstream.trainer.kernels.experts.gather import gather_project, gather_rows
 from slipstream.trainer.kernels.experts.groups import RowGroups
 from slipstream.trainer.kernels.experts.low_rank import low_rank_gradient
 from slipstream.trainer.kernels.experts.swiglu import InnerAdapter, activate, activate_backward
 from slipstream.trainer.moe.bank import PackedBank, Towards
 from slipstream.trainer.moe.dispatch import Dispatch
+from slipstream.trainer.moe.gathered import Gathered
 from slipstream.trainer.moe.grouped import GroupedBackend, grouped_gradient, grouped_product
 
 COPIED_ROWS = 128
@@ -79,7 +82,7 @@ def routed_experts(
     weights_TK: Tensor,
     base: tuple[Tensor | None, ...],
     adapters: tuple[Tensor | None, ...],
-    plan: Dispatch,
+    plan: Dispatch | Gathered,
     call: ExpertCall,
     x_again: Callable[[], Tensor] | None = None,
     keep_gate_up: Callable[[Tensor], object] | None = None,
@@ -118,7 +121,7 @@ class _RoutedExperts(torch.autograd.Function):
         b_gate_up: Tensor | None,
         a_down: Tensor | None,
         b_down: Tensor | None,
-        plan: Dispatch,
+        plan: Dispatch | Gathered,
         call: ExpertCall,
         x_again: Callable[[], Tensor] | None,
         keep_gate_up: Callable[[Tensor], object] | None,
@@ -128,9 +131,9 @@ class _RoutedExperts(torch.autograd.Function):
         a_gate_up, b_gate_up, a_down, b_down = (_narrowed(x, x_TH.dtype, groups) for x in stored)
         inner = _inner_adapter(a_down, b_gate_up, call.scale)
         wgu, wd = call.weights(gate_up, down, x_TH.dtype, Towards.output)
-        rows, source = plan.send(x_TH, plan.token_of_row_S)
+        rows, source = plan.sending(x_TH)()
         if a_gate_up is None:
-            rows, xa = gather_rows(rows, source), None
+            rows, xa = gather_rows(rows, source, groups.ends_E), None
         else:
             rows, xa, _ = gather_project(rows, source, a_gate_up, groups, scale=call.scale)
         gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend, bias_EN=gate_up_bias)
@@ -144,10 +147,12 @@ class _RoutedExperts(torch.autograd.Function):
         more = {"low_SR": ha, "p_ENR": b_down, "bias_EN": down_bias}
         weights_left: Tensor | None = weights_TK.contiguous()
         if call.weighs_in_product:
-            w_R, source = plan.send(weights_TK.flatten(), plan.choice_of_row_S)
-            more["weights_S"], weights_left = w_R[source], None
-        y = plan.send_back(  # no variable holds the product, so it is freed as soon as its rows are sorted for sending
-            grouped_product(h, wd.transpose(1, 2), groups, call.backend, **more)
+            more["weights_S"], weights_left = plan.weights_of_rows(weights_TK), None
+        out_TH = plan.combined(  # no variable holds the product, so it is freed as soon as it was read
+            grouped_product(h, wd.transpose(1, 2), groups, call.backend, **more),
+            weights_left,
+            call.mode,
+            torch.promote_types(x_TH.dtype, torch.float32),
         )
         ctx.call, ctx.x_again = call, x_again
         ctx.adapter_dtypes = [None if factor is None else factor.dtype for factor in stored]
@@ -155,7 +160,7 @@ class _RoutedExperts(torch.autograd.Function):
         of_adapters = (a_gate_up, b_gate_up, a_down, b_down, xa, ha)
         base = (gate_up, down, gate_up_bias, down_bias)
         ctx.save_for_backward(saved_x, saved_gu, weights_TK, *base, *of_adapters, *of_plan)
-        return weighted_sum(y, weights_left, plan.row_of_choice_TK, call.mode)
+        return out_TH
 
     @staticmethod
     @once_differentiable
@@ -163,7 +168,7 @@ class _RoutedExperts(torch.autograd.Function):
         x_TH, gu, weights_TK, gate_up, down, gate_up_bias, down_bias, *rest = ctx.saved_tensors
         a_gate_up, b_gate_up, a_down, b_down, xa, ha, *of_plan = rest
         call: ExpertCall = ctx.call
-        plan: Dispatch = ctx.plan_of(*of_plan)
+        plan: Dispatch | Gathered = ctx.plan_of(*of_plan)
         groups, dtype = plan.groups, dout_TH.dtype
         x_TH = ctx.x_again() if x_TH is None else x_TH
         _, _, does_gate_up, does_down, does_gate_up_bias, does_down_bias, *others = ctx.needs_input_grad
@@ -171,13 +176,12 @@ class _RoutedExperts(torch.autograd.Function):
         inner = _inner_adapter(a_down, b_gate_up, call.scale)
         wgu, wd = call.weights(gate_up, down, dtype, Towards.input)
 
-        w_R, source = plan.send(weights_TK.flatten(), plan.choice_of_row_S)
-        w_R = w_R[source]
-        received_g, source = plan.send(dout_TH.contiguous(), plan.token_of_row_S)
-        receive_x = plan.sending(x_TH, plan.token_of_row_S)  # runs during the products of g
+        w_R = plan.weights_of_rows(weights_TK)
+        received_g, source = plan.sending(dout_TH.contiguous())()
+        receive_x = plan.sending(x_TH)  # runs during the products of g
         db = g_dot_bias = None
         if b_down is None and down_bias is None:
-            g = gather_rows(received_g, source)
+            g = gather_rows(received_g, source, groups.ends_E)
         else:  # with a bias but no adapter, the projection has rank 0
             project = (
                 dout_TH.new_empty(groups.num_experts, 0, wd.shape[1]) if b_down is None else b_down.transpose(1, 2)
@@ -190,7 +194,7 @@ class _RoutedExperts(torch.autograd.Function):
         received_x, _ = receive_x()
         del receive_x
         is_saved = gu is not None
-        rows = gather_rows(received_x, source) if gu is None or does_gate_up else None
+        rows = gather_rows(received_x, source, groups.ends_E) if gu is None or does_gate_up else None
         if gu is None:
             assert rows is not None
             gu = grouped_product(rows, wgu.transpose(1, 2), groups, call.backend, bias_EN=gate_up_bias)
@@ -211,10 +215,8 @@ class _RoutedExperts(torch.autograd.Function):
         hw = hw if does_down else None  # hw and dx are the largest: free hw before dx is made, make dx before gradients
 
         a_turned = None if a_gate_up is None else a_gate_up.transpose(1, 2)
-        dx_TH = weighted_sum(  # no variable holds the product, as in forward
-            plan.send_back(grouped_product(dgu, wgu, groups, call.backend, low_SR=dba, p_ENR=a_turned)),
-            None,
-            plan.row_of_choice_TK,
+        dx_TH = plan.combined(  # no variable holds the product, as in forward
+            grouped_product(dgu, wgu, groups, call.backend, low_SR=dba, p_ENR=a_turned), None
         )
 
         if does_adapt:
@@ -237,7 +239,7 @@ class _RoutedExperts(torch.autograd.Function):
         if down_bias is not None and does_down_bias:
             grads["down_bias"] = torch.empty_like(down_bias)
             low_rank_gradient(w_R.to(dtype)[:, None], received_g, groups, grads["down_bias"][:, None], source_S=source)
-        dw_TK = plan.send_back(dw_R)[plan.row_of_choice_TK]
+        dw_TK = plan.weights_gradient(dw_R)
         names = ("gate_up", "down", "gate_up_bias", "down_bias", "a_gate_up", "b_gate_up", "a_down", "b_down")
         return dx_TH, dw_TK, *(grads.get(name) for name in names), None, None, None, None
 
@@ -247,7 +249,7 @@ def _narrowed(factor: Tensor | None, dtype: torch.dtype, groups: RowGroups) -> T
 
     The values are the same either way: kernels round what they read.
     """
-    is_read_often = factor is not None and groups.num_rows > COPIED_ROWS * factor.shape[0]
+    is_read_often = factor is not None and groups.expected_rows > COPIED_ROWS * factor.shape[0]
     return factor.to(dtype) if factor is not None and is_read_often else factor
 
 

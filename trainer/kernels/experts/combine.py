@@ -1,5 +1,7 @@
 """Sums over a token's K rows, in a fixed order: out[t] = sum over choices k of w[t, k] * rows[row_of_choice[t, k]].
 
+A choice whose row is -1 adds nothing.
+
 Owns the order and the roundings. CombineMode chooses what they match:
 
     fp32_once   products and sum in float32 over choices 0, 1, ..., one rounding: closest to the real number
@@ -23,9 +25,10 @@ from slipstream.trainer.kernels.launch import cdiv, next_power_of_2, programs
 
 
 def weighted_sum_torch(
-    rows_SH: Tensor, weights_TK: Tensor | None, row_of_choice_TK: Tensor, mode: CombineMode
+    rows_SH: Tensor, weights_TK: Tensor | None, row_of_choice_TK: Tensor, mode: CombineMode, out_dtype: torch.dtype
 ) -> Tensor:
     """The definition of `weighted_sum`."""
+    rows_SH = torch.cat([rows_SH, rows_SH.new_zeros(1, rows_SH.shape[1])])  # row -1
     wide = torch.promote_types(rows_SH.dtype, torch.float32)
     does_round_products, does_round_sums = _roundings(mode)
     shape = (row_of_choice_TK.shape[0], rows_SH.shape[1])
@@ -39,15 +42,15 @@ def weighted_sum_torch(
         out_TH += product
         if does_round_sums:
             out_TH = out_TH.to(rows_SH.dtype).to(wide)
-    return out_TH.to(rows_SH.dtype)
+    return out_TH.to(out_dtype)
 
 
 def weighted_sum_triton(
-    rows_SH: Tensor, weights_TK: Tensor | None, row_of_choice_TK: Tensor, mode: CombineMode
+    rows_SH: Tensor, weights_TK: Tensor | None, row_of_choice_TK: Tensor, mode: CombineMode, out_dtype: torch.dtype
 ) -> Tensor:
     """The same as weighted_sum_torch, by a kernel."""
     (num_tokens, top_k), num_columns = row_of_choice_TK.shape, rows_SH.shape[1]
-    out_TH = rows_SH.new_empty(num_tokens, num_columns)
+    out_TH = rows_SH.new_empty(num_tokens, num_columns, dtype=out_dtype)
     does_round_products, does_round_sums = _roundings(mode)
     if num_tokens:
         block = min(1024, next_power_of_2(num_columns))
@@ -60,24 +63,29 @@ def weighted_sum_triton(
 
 
 def weighted_sum(
-    rows_SH: Tensor, weights_TK: Tensor | None, row_of_choice_TK: Tensor, mode: CombineMode = CombineMode.fp32_once
+    rows_SH: Tensor,
+    weights_TK: Tensor | None,
+    row_of_choice_TK: Tensor,
+    mode: CombineMode = CombineMode.fp32_once,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Sum each token's rows.
 
     Args:
         rows_SH: one row per choice, contiguous.
         weights_TK: contiguous; None: all one.
-        row_of_choice_TK: int64, contiguous; the row of choice (t, k). Rows are sorted by expert.
+        row_of_choice_TK: int64, contiguous; the row of choice (t, k), or -1. Rows are sorted by expert.
         mode: where it rounds.
+        out_dtype: of the sums; None: that of rows.
 
     Returns:
-        [T, H] in rows' dtype.
+        [T, H].
     """
     if mode is CombineMode.hf_eager:  # ascending rows are ascending experts
         row_of_choice_TK, order_TK = row_of_choice_TK.sort(-1)
         weights_TK = None if weights_TK is None else weights_TK.gather(1, order_TK)
     implementation = weighted_sum_triton if rows_SH.is_cuda else weighted_sum_torch
-    return implementation(rows_SH, weights_TK, row_of_choice_TK, mode)
+    return implementation(rows_SH, weights_TK, row_of_choice_TK, mode, out_dtype or rows_SH.dtype)
 
 
 def _roundings(mode: CombineMode) -> tuple[bool, bool]:
@@ -94,11 +102,11 @@ def _weighted_sum(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_columns
-    dtype = out_ptr.dtype.element_ty
+    dtype = rows_ptr.dtype.element_ty
     acc = tl.zeros([BLOCK], dtype=tl.float32)
     for choice in tl.static_range(TOP_K):
         row = tl.load(row_of_choice_ptr + token * TOP_K + choice)
-        product = tl.load(rows_ptr + row * num_columns + columns, mask=inside, other=0.0).to(tl.float32)
+        product = tl.load(rows_ptr + row * num_columns + columns, mask=inside & (row >= 0), other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
             product *= tl.load(weights_ptr + token * TOP_K + choice).to(tl.float32)
         if ROUND_PRODUCTS:
@@ -106,4 +114,4 @@ def _weighted_sum(
         acc += product
         if ROUND_SUMS:
             acc = acc.to(dtype).to(tl.float32)
-    tl.store(out_ptr + token * num_columns + columns, acc.to(dtype), mask=inside)
+    tl.store(out_ptr + token * num_columns + columns, acc.to(out_ptr.dtype.element_ty), mask=inside)

@@ -34,7 +34,7 @@ CACHE_BYTES = 32 << 20
 """Bytes of tokens that stay in the cache in any order of reading. An H200's cache has 50 MB; writes use it, too."""
 
 
-def gather_rows_torch(x: Tensor, source_S: Tensor) -> Tensor:
+def gather_rows_torch(x: Tensor, source_S: Tensor, ends_E: Tensor | None = None) -> Tensor:
     """x[source]."""
     return x[source_S]
 
@@ -54,14 +54,14 @@ def gather_project_torch(
     return rows_SK, low_SR, dots_S
 
 
-def gather_rows_triton(x: Tensor, source_S: Tensor) -> Tensor:
+def gather_rows_triton(x: Tensor, source_S: Tensor, ends_E: Tensor | None = None) -> Tensor:
     """The same as gather_rows_torch, by a kernel."""
     num_rows, num_columns = source_S.shape[0], x.shape[1]
     out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=source_S.device)
     if num_rows:
         tiling = GATHER if x.is_cuda else GATHER_FROM_HOST
         programs(_gather, (cdiv(num_rows, tiling.rows), cdiv(num_columns, tiling.columns)))(
-            x, source_S, out, num_rows, num_columns, x.stride(0),
+            x, source_S, out, ends_E, num_rows, num_columns, x.stride(0), 0 if ends_E is None else len(ends_E),
             BLOCK_M=tiling.rows, BLOCK_K=tiling.columns, num_warps=tiling.warps,
         )  # fmt: skip
     return out
@@ -87,9 +87,10 @@ def gather_project_triton(
     return rows_SK, low_SR, dots_S
 
 
-def gather_rows(x: Tensor, source_S: Tensor) -> Tensor:
-    """Row source[i] of x for every i, [S, K], on source's device. x may be in page-locked memory of the host."""
-    return gather_rows_triton(x, source_S) if source_S.is_cuda else gather_rows_torch(x, source_S)
+def gather_rows(x: Tensor, source_S: Tensor, ends_E: Tensor | None = None) -> Tensor:
+    """Row source[i] of x for every i, [S, K], on source's device. x may be in page-locked memory of the host. With
+    ends (of RowGroups), rows from the last one on are not copied and hold anything."""
+    return (gather_rows_triton if source_S.is_cuda else gather_rows_torch)(x, source_S, ends_E)
 
 
 def gather_project(
@@ -113,7 +114,12 @@ def gather_project(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _gather(x_ptr, source_ptr, out_ptr, num_rows, num_columns, x_stride, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+def _gather(
+    x_ptr, source_ptr, out_ptr, ends_ptr, num_rows, num_columns, x_stride, num_ends,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    if ends_ptr is not None:
+        num_rows = tl.load(ends_ptr + num_ends - 1)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     is_row = rows < num_rows

@@ -66,7 +66,7 @@ def grouped_product_triton(
     is_turned = matrices_EKN.stride(1) == 1
     stored = (matrices_EKN.transpose(1, 2) if is_turned else matrices_EKN).flatten(0, 1)
     rank = 0 if low_SR is None else low_SR.shape[1]
-    tiling, shared = product_tiling(num_rows // num_experts, x_SK.element_size(), _capability(x_SK.device))
+    tiling, shared = product_tiling(groups.expected_rows // num_experts, x_SK.element_size(), _capability(x_SK.device))
     step = 128 // x_SK.element_size()
     tiles = groups.tiles(tiling.rows)
     programs(_product, (tiles.shape[0] * cdiv(num_columns, tiling.columns),))(

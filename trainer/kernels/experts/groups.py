@@ -2,7 +2,8 @@
 
 Owns the table that maps a thread block to its rows: tile i holds rows first..stop of one expert, at most tile_rows of
 them. The table has room for the worst case, so the host never reads its size back from the device; thread blocks beyond
-the last tile see first = stop and return. Invariant: counts_E sums to num_rows; there is no padding between experts.
+the last tile see first = stop and return. Invariant: counts_E sums to at most num_rows; there is no padding between
+experts. Rows beyond the counts are nobody's, are not computed, and hold anything.
 """
 
 from __future__ import annotations
@@ -24,11 +25,16 @@ MAX_ABREAST = 1 << 16
 class RowGroups:
     """counts_E rows of each of E experts, one expert after the other."""
 
-    def __init__(self, counts_E: Tensor, num_rows: int, ends_E: Tensor | None = None) -> None:
-        """Args: `ends_E`, the running sum of counts; None: computed here."""
+    def __init__(
+        self, counts_E: Tensor, num_rows: int, ends_E: Tensor | None = None, expected_rows: int | None = None
+    ) -> None:
+        """Args as the attributes; `ends_E` None: computed here; `expected_rows` None: all."""
         self.counts_E = counts_E
         """int64, on the rows' device."""
         self.num_rows = num_rows
+        """Rows that there is memory for."""
+        self.expected_rows = num_rows if expected_rows is None else expected_rows
+        """About how many experts have in all, to choose kernels by."""
         self.ends_E = counts_E.cumsum(0, dtype=torch.int32) if ends_E is None else ends_E
         """int32: one past each expert's last row."""
         self._tiles: dict[tuple[int, bool], Tensor] = {}
@@ -40,10 +46,11 @@ class RowGroups:
 
     def taken_apart(self) -> tuple[list[Tensor], Callable[..., RowGroups]]:
         """Its tensors, and a function that builds it from them again; `Dispatch.taken_apart` says why."""
-        num_rows, known, sizes = self.num_rows, self.__dict__.get("counts"), tuple(self._tiles)
+        known, sizes = self.__dict__.get("counts"), tuple(self._tiles)
+        num_rows, expected_rows = self.num_rows, self.expected_rows
 
         def again(counts_E: Tensor, ends_E: Tensor, *tiles: Tensor) -> RowGroups:
-            groups = RowGroups(counts_E, num_rows, ends_E)
+            groups = RowGroups(counts_E, num_rows, ends_E, expected_rows)
             groups._tiles.update(zip(sizes, tiles, strict=True))
             if known is not None:
                 groups.counts = known
@@ -66,9 +73,9 @@ class RowGroups:
 
     @cached_property
     def expert_of_row_S(self) -> Tensor:
-        """int64: the expert of every row."""
-        experts = torch.arange(self.num_experts, device=self.counts_E.device)
-        return experts.repeat_interleave(self.counts_E, output_size=self.num_rows)
+        """int64: the expert of every row; the last one, of nobody's."""
+        rows = torch.arange(self.num_rows, device=self.ends_E.device)
+        return torch.searchsorted(self.ends_E, rows, right=True).clamp_(max=self.num_experts - 1)
 
     def tiles(self, tile_rows: int, *, abreast: bool = False) -> Tensor:
         """int32 (number of tiles at most, 3): expert, first row, one past the last row.

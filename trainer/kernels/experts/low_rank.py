@@ -157,8 +157,8 @@ def low_rank_gradient_triton(
     tiling = tiling_of(GRADIENT, rank, left_SR.element_size())
     num_blocks, num_parts = cdiv(num_columns, tiling.columns), num_experts
     parts_P3 = sums_PRN = None
-    part_rows = next_power_of_2(cdiv(2 * max(groups.num_rows, 1), num_experts))
-    if groups.num_rows >= CUT_FROM_ROWS:
+    part_rows = next_power_of_2(cdiv(2 * max(groups.expected_rows, 1), num_experts))
+    if groups.expected_rows >= CUT_FROM_ROWS:
         parts_P3 = groups.tiles(part_rows)
         num_parts = parts_P3.shape[0]
         sums_PRN = torch.empty(num_parts, rank, num_columns, dtype=torch.float32, device=left_SR.device)

@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 import torch
 from cases.parallel_worker import Scenario, reference, run_ranks
-from cases.tiny_models import DEEPSEEK, DENSE, GPT_OSS, GPT_OSS_MXFP4, KIMI_INT4, MIXED, MOE, relative_error
+from cases.tiny_models import (
+    AS_TRANSFORMERS,
+    DEEPSEEK,
+    DENSE,
+    GPT_OSS,
+    GPT_OSS_MXFP4,
+    KIMI_INT4,
+    MIXED,
+    MOE,
+    relative_error,
+)
 from safetensors.torch import load_file
 
 from slipstream.conf.architecture.families import read_config
@@ -35,6 +45,8 @@ WORLD_2 = [
     Scenario("one_rank_without_tokens_ep1", 1, ((0, 1, 2, 3), ())),
     Scenario("one_rank_without_tokens_ep2", 2, ((), (0, 1, 2, 3))),
     Scenario("first_rank_has_all_ep2", 2, ((0, 1, 2, 3), ())),
+    Scenario("as_transformers_ep1", 1, ((0, 1, 2, 3), ()), numerics=AS_TRANSFORMERS),
+    Scenario("as_transformers_ep2", 2, ((0, 1, 2, 3), ()), numerics=AS_TRANSFORMERS),
     # One token, two experts: six experts and, in some layer, maybe a whole rank without rows.
     Scenario("experts_without_rows_ep2", 2, ((0,), ()), lengths=(1,), hf_config=MOE),
     Scenario("full_experts_without_rows_ep2", 2, ((0,), ()), lengths=(1,), mode=TrainMode.full, hf_config=MOE),
@@ -110,8 +122,9 @@ def test_gradients_accumulate_and_no_whole_parameter_goes_stale(worlds, alone, s
 
 
 def test_outputs_are_bitwise_those_of_one_rank_when_every_product_has_the_same_rows(worlds, alone):
-    """All tokens start on one rank, so no matrix product differs: what remains is the order of dispatch and combine."""
-    for name in ("one_rank_without_tokens_ep1", "one_rank_without_tokens_ep2", "first_rank_has_all_ep2"):
+    """All tokens start on one rank, so no matrix product differs: what remains is the order of dispatch and combine,
+    which as transformers has it does not depend on ranks."""
+    for name in ("one_rank_without_tokens_ep1", "as_transformers_ep1", "as_transformers_ep2"):
         scenario = next(s for s in WORLD_2 if s.name == name)
         logits = torch.cat([results["logits"] for results in ranks_of(worlds, scenario)])
         assert torch.equal(logits, alone[scenario.name]["logits"]), name

@@ -83,7 +83,7 @@ def test_rows_are_sorted_by_expert_and_come_back():
     experts_TK = some_routing()
     plan = plan_dispatch(experts_TK, 5, None)
     x = torch.arange(6.0)[:, None].expand(6, 2).contiguous()
-    values, source = plan.send(x, plan.token_of_row_S)
+    values, source = plan.sending(x)()
     rows = values[source]
     expert_of_row = experts_TK.flatten()[plan.choice_of_row_S]
     assert torch.equal(expert_of_row, expert_of_row.sort().values)
@@ -93,7 +93,9 @@ def test_rows_are_sorted_by_expert_and_come_back():
         assert bool((expert_of_row[places] == expert).all())
         tokens = plan.token_of_row_S[places]
         assert torch.equal(tokens, tokens.sort().values)  # stable
-    assert torch.equal(plan.send_back(rows)[plan.row_of_choice_TK], x[:, None].expand(6, 3, 2))
+    assert torch.equal(rows[plan.row_of_choice_TK], x[:, None].expand(6, 3, 2))
+    assert torch.equal(plan.combined(rows, None), 3 * x)
+    assert torch.equal(plan.weights_gradient(rows[:, 0]), x[:, :1].expand(6, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

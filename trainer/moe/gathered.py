@@ -1,0 +1,177 @@
+"""The way of a microbatch's tokens to the experts of one layer, where every ep_rank gets every token once.
+
+    tokens [T] --all-gather--> tokens of all ranks [N] --choices of own experts, sorted--> rows [S] --experts--> rows
+    rows --sum of each token's--> partial sums [N] --all-to-all--> partial sums by rank [R, T] --sum--> tokens [T]
+
+A token that each of R ranks has an expert for travels R - 1 times, and not once per choice; its partial sums come back,
+and not its rows. Every rank gets also the tokens that it has no expert for, so this is for groups of no more ranks than
+a token has experts (`gathers`), where few are.
+
+All sizes are known to the host: R ranks have R x M rows, of which each rank's own come first and the rest is padding.
+How many rows own experts get stays on the device where memory for all choices of all tokens is small (BOUND_BYTES), and
+the host does not wait; else it reads that one number.
+
+Owns the exchange and the order of sums: choices of a rank in float32, in the order of the router, then ranks in their
+order. So a sum may differ in its last bit from that of one rank, whose choices are all summed in the order of the
+router. An expert's rows are in the order of senders, then of tokens, as they would be on one rank.
+
+Shapes: T tokens of this rank, M of the rank that has most, N = R M, K choices of a token, S rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream.conf.schema import CombineMode
+from slipstream.trainer.kernels.experts.combine import weighted_sum
+from slipstream.trainer.kernels.experts.counting_sort import ExpertOrder, sort_by_expert
+from slipstream.trainer.kernels.experts.groups import RowGroups
+
+BOUND_BYTES = 512 << 20
+"""Of a row for each choice of each token: with more, rows have memory for as many as there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The way of one microbatch's tokens through one layer; the other one is dispatch.Dispatch."""
+
+    group: dist.ProcessGroup
+    num_tokens: int
+    """T."""
+    most_tokens: int
+    """M."""
+    choice_of_row_S: Tensor
+    """int64; row i, sorted by expert, is choice choice_of_row[i] = n * K + k. Beyond own experts' rows, of others."""
+    token_of_row_S: Tensor
+    """int64; row i is a copy of token token_of_row[i] of all ranks' tokens."""
+    row_of_choice_NK: Tensor
+    """The inverse; -1: an expert of another rank."""
+    weights_NK: Tensor
+    """Routing weights, float32."""
+    groups: RowGroups
+    """Rows of each local expert."""
+
+    def taken_apart(self) -> tuple[list[Tensor], Callable[..., Gathered]]:
+        """As `Dispatch.taken_apart`."""
+        of_groups, groups_of = self.groups.taken_apart()
+        fixed = (self.group, self.num_tokens, self.most_tokens)
+
+        def again(choices: Tensor, tokens: Tensor, rows: Tensor, weights: Tensor, *rest: Tensor) -> Gathered:
+            return Gathered(*fixed, choices, tokens, rows, weights, groups_of(*rest))
+
+        return [self.choice_of_row_S, self.token_of_row_S, self.row_of_choice_NK, self.weights_NK, *of_groups], again
+
+    def sending(self, values_TH: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+        """As `Dispatch.sending`."""
+        wait = _all_gather(_padded(values_TH, self.most_tokens), self.group)
+        return lambda: (wait(), self.token_of_row_S)
+
+    def weights_of_rows(self, weights_TK: Tensor) -> Tensor:
+        """As `Dispatch.weights_of_rows`; they came with the plan."""
+        return self.weights_NK.flatten()[self.choice_of_row_S]
+
+    def combined(
+        self,
+        rows_SH: Tensor,
+        weights_TK: Tensor | None,
+        mode: CombineMode = CombineMode.fp32_once,
+        sum_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """As `Dispatch.combined`; partial sums travel in sum_dtype."""
+        dtype, num_ranks = rows_SH.dtype, self.group.size()
+        weights_NK = None if weights_TK is None else self.weights_NK
+        rows_SH = weighted_sum(rows_SH, weights_NK, self.row_of_choice_NK, mode, sum_dtype)  # frees what it was given
+        rows_SH = _all_to_all(rows_SH, self.group)
+        tokens_T = torch.arange(self.num_tokens, device=rows_SH.device)
+        starts_R = torch.arange(num_ranks, device=rows_SH.device) * self.most_tokens
+        return weighted_sum(rows_SH, None, tokens_T[:, None] + starts_R, out_dtype=dtype)
+
+    def weights_gradient(self, dw_S: Tensor) -> Tensor:
+        """As `Dispatch.weights_gradient`."""
+        dw_NK = torch.cat([dw_S, dw_S.new_zeros(1)])[self.row_of_choice_NK]  # -1: the last
+        dw_RMK = _all_to_all(dw_NK, self.group).unflatten(0, (self.group.size(), -1))
+        return dw_RMK[:, : self.num_tokens].sum(0)
+
+
+def gathers(num_ranks: int, top_k: int, mode: CombineMode) -> bool:
+    """Whether tokens are gathered: where it saves bytes, or costs few for no waits, and the order of sums is free.
+
+    A token travels R - 1 times, and to K (R - 1) / R of other ranks' experts.
+    """
+    return num_ranks <= top_k and mode is not CombineMode.hf_eager
+
+
+@torch.no_grad()
+def plan_gathered(
+    experts_TK: Tensor,
+    weights_TK: Tensor,
+    group: dist.ProcessGroup,
+    shares: list[int],
+    most_tokens: int,
+    row_bytes: int,
+) -> Gathered:
+    """Gather choices and weights, and sort those of own experts.
+
+    Args:
+        experts_TK: The expert of each choice.
+        weights_TK: Its weight.
+        group: The ep_ranks.
+        shares: Experts of each ep_rank, in order.
+        most_tokens: The largest T of the group.
+        row_bytes: Of a token.
+    """
+    num_tokens, top_k = experts_TK.shape
+    assert num_tokens <= most_tokens, f"{num_tokens} tokens, of at most {most_tokens}"
+    num_local = shares[group.rank()]
+    numbers_TK = experts_TK.to(torch.int32) + 1  # 0: padding
+    sent = torch.cat([numbers_TK, weights_TK.to(torch.float32).view(torch.int32)], 1)
+    received = _all_gather(_padded(sent, most_tokens), group)()
+    weights_NK = received[:, top_k:].view(torch.float32).contiguous()
+    order, rows_NK = own_rows(received[:, :top_k].long() - 1, sum(shares[: group.rank()]), num_local)
+    counts_E, ends_E = order.counts_E[:-1], order.ends_E[:-1]
+    choices, tokens, num_rows = order.choice_of_row_S, order.token_of_row_S, rows_NK.numel()
+    if num_rows * row_bytes > BOUND_BYTES:
+        num_rows = int(ends_E[-1])
+        choices, tokens = choices[:num_rows].clone(), tokens[:num_rows].clone()
+    groups = RowGroups(counts_E, num_rows, ends_E, expected_rows=rows_NK.numel() * num_local // sum(shares))
+    return Gathered(group, num_tokens, most_tokens, choices, tokens, rows_NK, weights_NK, groups)
+
+
+def own_rows(experts_NK: Tensor, first: int, num_local: int) -> tuple[ExpertOrder, Tensor]:
+    """Sort choices by expert, those of own experts first..first+num_local-1 before all others, and the row of each own
+    choice; -1: it is another rank's, or padding (expert -1)."""
+    local_NK = experts_NK - first
+    is_own_NK = (local_NK >= 0) & (local_NK < num_local)
+    order = sort_by_expert(local_NK.where(is_own_NK, num_local).flatten(), num_local + 1, experts_NK.shape[1])
+    return order, order.row_of_choice_S.view_as(experts_NK).where(is_own_NK, -1)
+
+
+def _padded(rows: Tensor, num_rows: int) -> Tensor:
+    if rows.shape[0] == num_rows:
+        return rows.contiguous()
+    out = rows.new_zeros(num_rows, *rows.shape[1:])
+    out[: rows.shape[0]] = rows
+    return out
+
+
+def _all_gather(rows: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    out = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
+    work = dist.all_gather_into_tensor(out, rows, group=group, async_op=True)
+    assert work is not None
+
+    def wait() -> Tensor:
+        work.wait()
+        return out
+
+    return wait
+
+
+def _all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = torch.empty_like(rows)
+    dist.all_to_all_single(out, rows, group=group)
+    return out
