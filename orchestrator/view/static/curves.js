@@ -21,6 +21,7 @@ const PANELS = [
   { title: "Gradient norm", metrics: ["optim/grad_norm"] },
   { title: "Tokens per second", metrics: ["rollout/tokens_per_s", "trainer/tokens_per_s_per_rank"] },
   { title: "Replicas in service", metrics: ["rollout/replicas_serving"], zero: true },
+  { title: "Goodput of the last 100 steps", metrics: ["step/goodput"], zero: true },
 ];
 const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3], [1, 2]];
 const HEIGHT = 210;
