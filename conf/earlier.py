@@ -12,11 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.functions import under_one_name
-from slipstream.conf.json_files import is_object, object_or_empty
+from slipstream.conf.json_files import JsonObject, is_object, object_or_empty
 
 REWARD = "reward."
 """Options of a reward are there, and in reward.parts.NAME."""
@@ -143,7 +143,7 @@ def explain(name: str) -> str | None:
     return None if cure is None else f"there is no option {name} any more; {cure.replace(REWARD, where)}"
 
 
-def carried_over(options: dict[str, Any]) -> dict[str, Any]:
+def carried_over(options: JsonObject) -> JsonObject:
     """The options of an old run under the names of this release. Changes and returns `options`.
 
     Args:
@@ -160,14 +160,14 @@ def carried_over(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _join_team(options: dict[str, Any]) -> None:
+def _join_team(options: JsonObject) -> None:
     """The team of W&B begins the name of the project."""
     wandb = object_or_empty(object_or_empty(options.get("run")).get("wandb"))
     if team := wandb.pop("entity", None):
         wandb["project"] = f"{team}/{wandb.get('project', 'slipstream')}"
 
 
-def _rename_functions(options: dict[str, Any]) -> None:
+def _rename_functions(options: JsonObject) -> None:
     for name, value in options.items():
         if is_object(value):
             _rename_functions(value)
@@ -175,7 +175,7 @@ def _rename_functions(options: dict[str, Any]) -> None:
             options[name] = under_one_name(value)
 
 
-def _carry_over(options: dict[str, Any], where: str) -> None:
+def _carry_over(options: JsonObject, where: str) -> None:
     """Do it where options of a reward are: `where` is in the place of REWARD."""
     for old, new in MOVED.items():
         name, value = old.replace(REWARD, where), _take(options, old.replace(REWARD, where))
@@ -208,7 +208,7 @@ def _carry_over(options: dict[str, Any], where: str) -> None:
 _ABSENT = object()
 
 
-def _take(options: dict[str, Any], name: str) -> object:
+def _take(options: JsonObject, name: str) -> object:
     """Remove an option and return its value, or _ABSENT."""
     first, _, rest = name.partition(".")
     if not rest:
@@ -217,7 +217,7 @@ def _take(options: dict[str, Any], name: str) -> object:
     return _take(below, rest) if is_object(below) else _ABSENT
 
 
-def _put(options: dict[str, Any], name: str, value: object) -> None:
+def _put(options: JsonObject, name: str, value: object) -> None:
     first, _, rest = name.partition(".")
     if rest:
         _put(options.setdefault(first, {}), rest, value)

@@ -11,7 +11,9 @@ from slipstream.conf.errors import ConfigError
 
 JsonObject: TypeAlias = dict[str, Any]
 """An object of JSON, or a mapping of YAML."""
-HfConfig: TypeAlias = Mapping[str, Any]
+JsonMapping: TypeAlias = Mapping[str, Any]
+"""One that is only read."""
+HfConfig: TypeAlias = JsonMapping
 """A model's config.json."""
 
 

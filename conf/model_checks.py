@@ -6,12 +6,9 @@ options; orchestrator/inputs/preflight.py calls it for a model on disk, once the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from slipstream.conf.architecture.families import FAMILIES, check_engine_constants, family_of, kind_of
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.json_files import HfConfig
+from slipstream.conf.json_files import HfConfig, JsonMapping
 from slipstream.conf.schema import (
     MAX_EXPERT_RANK,
     Device,
@@ -128,7 +125,7 @@ def check_engine_forward_knows_the_model(config: RunConfig, hf_config: HfConfig)
     """The engine's forward is written down for some families, in 16 bits and without scaled positions."""
     if not config.is_bitwise:
         return
-    rope: Mapping[str, Any] = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    rope: JsonMapping = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
     scaling = rope.get("rope_type", rope.get("type", "default"))
     reason = None
     if not family_of(hf_config).has_engine_forward:
@@ -256,12 +253,12 @@ def check_cpu_engine_has_kernels(config: RunConfig, hf_config: HfConfig) -> None
 
 def packing_of(hf_config: HfConfig) -> str | None:
     """The format of four-bit weights that config.json asks for: "INT4", "MXFP4" or None."""
-    quantization: Mapping[str, Any] = hf_config.get("quantization_config") or {}
+    quantization: JsonMapping = hf_config.get("quantization_config") or {}
     if quantization.get("quant_method") == "mxfp4":
         return "MXFP4"
-    groups: Mapping[str, Any] = quantization.get("config_groups") or {}
+    groups: JsonMapping = quantization.get("config_groups") or {}
     for group in groups.values():
-        weights: Mapping[str, Any] = group.get("weights") or {}
+        weights: JsonMapping = group.get("weights") or {}
         if weights.get("num_bits") == 4 and weights.get("type", "int") == "int":
             return "INT4"
     return None

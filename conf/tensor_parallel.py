@@ -18,12 +18,12 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from slipstream.conf.architecture.families import family_of
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.json_files import HfConfig
+from slipstream.conf.json_files import HfConfig, JsonMapping
 from slipstream.conf.schema.rules import divisors
 
 VOCABULARY_PADDING = 64
@@ -127,7 +127,7 @@ def num_kv_heads_of(hf_config: HfConfig) -> int | None:
 
 def fp8_skipped(hf_config: HfConfig) -> Sequence[str] | None:
     """Modules that block-FP8 leaves out; None if engines have another format."""
-    quantization: Mapping[str, Any] = hf_config.get("quantization_config") or {}
+    quantization: JsonMapping = hf_config.get("quantization_config") or {}
     if quantization.get("quant_method") != "fp8" or not quantization.get("weight_block_size"):
         return None
     return quantization.get("modules_to_not_convert") or ()

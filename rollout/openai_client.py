@@ -19,9 +19,10 @@ import random
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
 
 import httpx
+
+from slipstream.conf.json_files import JsonObject
 
 TRY_AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Statuses of a server that may answer later."""
@@ -101,7 +102,7 @@ class OpenAIClient:
             trust_env=False,  # neither proxies nor .netrc
         )
 
-    async def post(self, path: str, body: dict[str, Any], deadline: float, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
+    async def post(self, path: str, body: JsonObject, deadline: float, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
         """The answer with status 200, after as many tries as it takes and there is time for.
 
         Args:
@@ -149,7 +150,7 @@ class OpenAIClient:
             raise NoAnswer(f"no request may leave before {self._timeout_option} is over")
         await asyncio.sleep(self._rate.take_turn(now) - now)
 
-    async def _post(self, path: str, body: dict[str, Any], max_bytes: int) -> tuple[int, httpx.Headers, bytes]:
+    async def _post(self, path: str, body: JsonObject, max_bytes: int) -> tuple[int, httpx.Headers, bytes]:
         async with self._client.stream("POST", self._base_url + path, json=body) as answer:
             data = bytearray()
             async for part in answer.aiter_bytes():

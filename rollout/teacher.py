@@ -20,8 +20,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import TeacherConfig
 from slipstream.rollout.branches import branches_of
 from slipstream.rollout.openai_client import MAX_ANSWER_BYTES, NoAnswer, OpenAIClient
@@ -42,7 +42,7 @@ class WrongAnswer(Exception):
     """The teacher answered, but not with the log-probabilities of the tokens that it was asked about."""
 
 
-def request_of(model: str, prompt: Sequence[int] | str) -> dict[str, Any]:
+def request_of(model: str, prompt: Sequence[int] | str) -> JsonObject:
     """The body that asks for the tokens of `prompt`, which is not continued, and for their log-probabilities."""
     return {
         "model": model,

@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import LoraConfig
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.trainer.errors import CheckpointError
@@ -71,7 +72,7 @@ class GatheredAdapter:
     """What the two files of an adapter hold, on the host: the policy may change meanwhile."""
 
     tensors: dict[str, Tensor]
-    config: dict[str, Any]
+    config: JsonObject
 
     def write(self, folder: Path | str) -> None:
         """Write adapter_model.safetensors (in trainer.lora.dtype) and adapter_config.json into a folder, which is made
@@ -196,7 +197,7 @@ def load_adapter(decoder: Decoder, folder: Path | str) -> int:
     return num_missing
 
 
-def _ranks(lora: LoraConfig) -> dict[str, Any]:
+def _ranks(lora: LoraConfig) -> JsonObject:
     """The fields of adapter_config.json that say rank and scale; the scale is the same for all."""
     ranks = {_ATTENTION: lora.attention_rank, _EXPERTS: lora.expert_rank}
     others = {pattern: rank for pattern, rank in ranks.items() if rank not in (None, lora.rank)}
@@ -238,7 +239,7 @@ def pack_expert_b(b_ENR: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def save_merged(decoder: Decoder, folder: Path | str, hf_config: dict[str, Any]) -> None:
+def save_merged(decoder: Decoder, folder: Path | str, hf_config: JsonObject) -> None:
     """Collective: write a Hugging Face checkpoint of W + scale * B @ A, in the formats that engines load.
 
     The holders of a tensor send it to rank 0, one tensor at a time. Rank 0 writes, and keeps at most one file of

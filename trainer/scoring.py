@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.conf.architecture.families import read_config
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import ModelConfig, TrainerConfig, TrainMode
 from slipstream.trainer.adapter_io import load_adapter, save_merged
 from slipstream.trainer.engine_ops.choose_forward import choose_forward
@@ -69,7 +69,7 @@ class Scorer:
     """
 
     def __init__(
-        self, model: ModelConfig, trainer: TrainerConfig, hf_config: dict[str, Any], *, seed: int, device: str,
+        self, model: ModelConfig, trainer: TrainerConfig, hf_config: JsonObject, *, seed: int, device: str,
         rounding_seed: int | None = None,
     ) -> None:  # fmt: skip
         self.device = torch.device(device)

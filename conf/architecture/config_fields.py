@@ -10,16 +10,17 @@ from typing import Any
 
 from slipstream.conf.architecture.attention_spec import GqaSpec, LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonObject
 
 
 def common_fields(
-    config: dict[str, Any],
+    config: JsonObject,
     architecture: str,
     *,
     rms_norm_eps: float = 1e-6,
     width: str = "intermediate_size",
     is_tied: bool = False,
-) -> dict[str, Any]:
+) -> JsonObject:
     """The fields of ModelSpec that every family reads alike. `width` is the field of feed-forwards; the head is the
     embedding table where the config does not say and `is_tied`."""
     refuse(config, "hidden_act", ("silu",))
@@ -41,7 +42,7 @@ def common_fields(
 
 
 def grouped_queries(
-    config: dict[str, Any],
+    config: JsonObject,
     head_dim: int,
     *,
     qkv_bias: bool,
@@ -90,7 +91,7 @@ def expert_sizes(config: dict[str, Any], *, width: str = "moe_intermediate_size"
 
 
 def rope_spec(
-    config: dict[str, Any],
+    config: JsonObject,
     head_dim: int,
     *,
     interleaved: bool = False,
@@ -111,7 +112,7 @@ def rope_spec(
     """
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
     given: Any = older or newer or {}
-    rope: dict[str, Any] = given
+    rope: JsonObject = given
     refuse(config, "original_max_position_embeddings", (None,))  # transformers prefers it to that of YaRN
     unknown = sorted(set(rope) - _ROPE_FIELDS - {*ignored}) if isinstance(given, dict) else [repr(given)]
     if unknown:
@@ -142,7 +143,7 @@ def rope_spec(
     )
 
 
-def _yarn(config: dict[str, Any], rope: dict[str, Any]) -> YarnScaling:
+def _yarn(config: JsonObject, rope: JsonObject) -> YarnScaling:
     original = rope.get("original_max_position_embeddings") or size(config, "max_position_embeddings")
     factor = rope.get("factor") or size(config, "max_position_embeddings") / original
     return YarnScaling(
@@ -157,7 +158,7 @@ def _yarn(config: dict[str, Any], rope: dict[str, Any]) -> YarnScaling:
     )
 
 
-def _llama3(config: dict[str, Any], rope: dict[str, Any]) -> Llama3Scaling:
+def _llama3(config: JsonObject, rope: JsonObject) -> Llama3Scaling:
     return Llama3Scaling(
         factor=float(_number(rope, "factor")),
         low_freq_factor=float(_number(rope, "low_freq_factor")),
@@ -166,20 +167,20 @@ def _llama3(config: dict[str, Any], rope: dict[str, Any]) -> Llama3Scaling:
     )
 
 
-def _linear(config: dict[str, Any], rope: dict[str, Any]) -> LinearScaling:
+def _linear(config: JsonObject, rope: JsonObject) -> LinearScaling:
     factor = _number(rope, "factor")
     if not isinstance(factor, float):
         raise ConfigError(f"model.hf_config: RoPE's factor must be written as {factor}.0: vLLM fails on a whole number")
     return LinearScaling(factor=factor)
 
 
-def refuse_windows(config: dict[str, Any]) -> None:
+def refuse_windows(config: JsonObject) -> None:
     """For families whose layers all see every earlier token: vLLM gives each layer a window that the config names."""
     refuse(config, "sliding_window", (None,))
     refuse_layer_types(config)
 
 
-def refuse_layer_types(config: dict[str, Any]) -> None:
+def refuse_layer_types(config: JsonObject) -> None:
     kinds = by_layer(config, "layer_types")
     if set(kinds) - {"full_attention"}:
         raise ConfigError(
@@ -188,21 +189,21 @@ def refuse_layer_types(config: dict[str, Any]) -> None:
         )
 
 
-def first_dense_layers(config: dict[str, Any]) -> int:
+def first_dense_layers(config: JsonObject) -> int:
     """Layers before the first one with experts. vLLM asks for the field, and transformers' default fits one model."""
     require(config, "first_k_dense_replace")
     return count(config, "first_k_dense_replace")
 
 
-def num_mtp_layers(config: dict[str, Any]) -> int:
+def num_mtp_layers(config: JsonObject) -> int:
     return count(config, "num_nextn_predict_layers", count(config, "num_mtp_layers", 0))
 
 
-def hidden_per_head(config: dict[str, Any]) -> int:
+def hidden_per_head(config: JsonObject) -> int:
     return size(config, "hidden_size") // size(config, "num_attention_heads")
 
 
-def size(config: dict[str, Any], key: str, default: int | None = None) -> int:
+def size(config: JsonObject, key: str, default: int | None = None) -> int:
     value = config.get(key)
     if value is None and default is not None:
         return default
@@ -211,7 +212,7 @@ def size(config: dict[str, Any], key: str, default: int | None = None) -> int:
     return value
 
 
-def count(config: dict[str, Any], key: str, default: int | None = None) -> int:
+def count(config: JsonObject, key: str, default: int | None = None) -> int:
     value = config.get(key)
     if value is None and default is not None:
         return default
@@ -220,14 +221,14 @@ def count(config: dict[str, Any], key: str, default: int | None = None) -> int:
     return value
 
 
-def by_layer(config: dict[str, Any], key: str) -> list[Any]:
+def by_layer(config: JsonObject, key: str) -> list[Any]:
     value: Any = config.get(key)
     if value is not None and not isinstance(value, list | tuple):
         raise ConfigError(f"model.hf_config.{key} must be a list about layers, got {value!r}")
     return [*(config.get(key) or ())]
 
 
-def refuse(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
+def refuse(config: JsonObject, key: str, allowed: tuple[Any, ...]) -> None:
     value = config.get(key, allowed[0])
     if value not in allowed:
         raise ConfigError(
@@ -236,7 +237,7 @@ def refuse(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
         )
 
 
-def require(config: dict[str, Any], *keys: str) -> None:
+def require(config: JsonObject, *keys: str) -> None:
     """Refuse a config without one of these fields: transformers' default is that of one model, or vLLM has another."""
     for key in keys:
         config.get(key)  # a reader that notes what is asked for
@@ -247,14 +248,14 @@ def require(config: dict[str, Any], *keys: str) -> None:
             )
 
 
-def number(config: dict[str, Any], key: str, default: float) -> float:
+def number(config: JsonObject, key: str, default: float) -> float:
     value = config.get(key, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
         raise ConfigError(f"model.hf_config.{key} must be a positive number, got {value!r}")
     return float(value)
 
 
-def _number(rope: dict[str, Any], key: str) -> float:
+def _number(rope: JsonObject, key: str) -> float:
     value = rope.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
         raise ConfigError(f"model.hf_config: RoPE's {key} must be a positive number, got {value!r}")
@@ -267,7 +268,7 @@ _ROPE_FIELDS = {
     *("low_freq_factor", "high_freq_factor"),
 }
 _Scaling = YarnScaling | Llama3Scaling | LinearScaling | None
-_ROPE_SCALINGS: dict[str, Callable[[dict[str, Any], dict[str, Any]], _Scaling]] = {
+_ROPE_SCALINGS: dict[str, Callable[[JsonObject, JsonObject], _Scaling]] = {
     "default": lambda config, rope: None,
     "linear": _linear,
     "llama3": _llama3,

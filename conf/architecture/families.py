@@ -7,7 +7,6 @@ it before anything starts. A new architecture is one entry of `FAMILIES`; see do
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +33,7 @@ from slipstream.conf.architecture.family import Family
 from slipstream.conf.architecture.model_spec import CORRECTION_BIAS, CheckpointNames, ModelSpec, MoeSpec, RouterScore
 from slipstream.conf.architecture.quantized_checkpoints import with_quantization
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.json_files import is_object
+from slipstream.conf.json_files import HfConfig, JsonObject, is_object
 from slipstream.conf.schema import MlaNormEps
 
 _GPT_OSS_YARN = {
@@ -50,7 +49,7 @@ HF_MLA_NORM_EPS = 1e-6
 """transformers builds q_a_layernorm and kv_a_layernorm of DeepSeek-V3 without an eps, so with this default."""
 
 
-def read_config(config: dict[str, Any], mla_norm_eps: MlaNormEps = MlaNormEps.rollout) -> ModelSpec:
+def read_config(config: JsonObject, mla_norm_eps: MlaNormEps = MlaNormEps.rollout) -> ModelSpec:
     """The spec of a config.json's dict. Missing optional fields take transformers' defaults.
 
     Args:
@@ -90,7 +89,7 @@ def read_config(config: dict[str, Any], mla_norm_eps: MlaNormEps = MlaNormEps.ro
     return with_quantization(spec, config["quantization_config"]) if quantization else spec
 
 
-def of_language_model(config: dict[str, Any]) -> dict[str, Any]:
+def of_language_model(config: JsonObject) -> JsonObject:
     """The config of the language model in a checkpoint that has a vision tower, too; any other config as it is.
 
     Args:
@@ -116,17 +115,17 @@ def of_language_model(config: dict[str, Any]) -> dict[str, Any]:
     return {**FAMILIES[name].left_out, **whole, **own, "model_type": name}
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
+def family_of(config: HfConfig) -> Family:
     """The family of a config.json's dict; one with the usual fields for a model_type that is not here."""
     return FAMILIES.get(kind_of(config), Family())
 
 
-def kind_of(config: Mapping[str, Any]) -> str:
+def kind_of(config: HfConfig) -> str:
     """model_type, as messages name a model."""
     return str(config.get("model_type"))
 
 
-def check_engine_constants(config: Mapping[str, Any]) -> None:
+def check_engine_constants(config: HfConfig) -> None:
     """Refuse a value that vLLM's model of the family has written down otherwise. Only runs with engines need this."""
     for key, value in family_of(config).engine_constants:
         if config.get(key, value) != value:
@@ -136,7 +135,7 @@ def check_engine_constants(config: Mapping[str, Any]) -> None:
             )
 
 
-def _deepseek_v3(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+def _deepseek_v3(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """DeepSeek-V3 (transformers models/deepseek_v3; https://arxiv.org/abs/2412.19437) and Kimi-K2: latent attention,
     sigmoid router, a shared expert. vLLM's router is another where scoring_func and topk_method are missing."""
     require(config, "n_group", "topk_group", "n_shared_experts", "routed_scaling_factor", "scoring_func", "topk_method")
@@ -153,7 +152,7 @@ def _deepseek_v3(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     )
 
 
-def _glm4_moe_lite(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+def _glm4_moe_lite(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """GLM-4.7-Flash (transformers models/glm4_moe_lite): DeepSeek-V3's latent attention, and GLM's experts and routing.
 
     vLLM's model counts dense layers by first_k_dense_replace; transformers' names them in mlp_layer_types, by default
@@ -182,7 +181,7 @@ def _glm4_moe_lite(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpe
     )
 
 
-def _latent_attention(config: dict[str, Any], rope: RopeSpec, norm_eps: float) -> MlaSpec:
+def _latent_attention(config: JsonObject, rope: RopeSpec, norm_eps: float) -> MlaSpec:
     """Low-rank queries, keys and values. vLLM's have no biases, turn pairs (2i, 2i + 1), and take fewer of YaRN's
     fields."""
     refuse(config, "attention_bias", (False, None))
@@ -229,7 +228,7 @@ def _check_engine_scales_alike(yarn: YarnScaling) -> None:
         )
 
 
-def _glm4_moe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+def _glm4_moe(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """GLM-4.5 and later with experts (transformers models/glm4_moe): DeepSeek-V3's feed-forward, and grouped-query
     attention that rotates half of each head. vLLM's head is its own."""
     require(config, "n_shared_experts")
@@ -252,7 +251,7 @@ def _glm4_moe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     )
 
 
-def _minimax_m2(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+def _minimax_m2(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """MiniMax-M2 (transformers models/minimax_m2): one norm over all heads of q, one over all of k, RoPE on a part of
     each head, experts by sigmoid under Mixtral's names. vLLM reads rotary_dim, use_routing_bias and scoring_func, which
     transformers' own config does not have."""
@@ -288,7 +287,7 @@ def _minimax_m2(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     )
 
 
-def _gpt_oss(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+def _gpt_oss(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """gpt-oss (transformers models/gpt_oss): sinks, a sliding window in every other layer, clamped SwiGLU, biases
     everywhere. vLLM's model has its biases, its eps, its windows' layers and YaRN written down."""
     for key, allowed in (
@@ -339,7 +338,7 @@ def _gpt_oss(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
 
 
 def _sigmoid_moe(
-    config: dict[str, Any], *, engine_rounds_logits: bool, scaling_factor: float = 1.0, num_shared: int = 0
+    config: JsonObject, *, engine_rounds_logits: bool, scaling_factor: float = 1.0, num_shared: int = 0
 ) -> MoeSpec:
     """DeepSeek-V3's experts: the first layers dense, the others routed by sigmoid scores, in groups.
 

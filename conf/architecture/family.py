@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.json_files import JsonMapping, JsonObject
 from slipstream.conf.schema import MlaNormEps
 
 
@@ -15,10 +15,10 @@ class Family:
     """One entry of `families.FAMILIES`. The defaults are those of a family that is not in it, which an engine may
     know."""
 
-    read: Callable[[dict[str, Any], MlaNormEps], ModelSpec] | None = None
+    read: Callable[[JsonObject, MlaNormEps], ModelSpec] | None = None
     wrapper: str | None = None
     """model_type of checkpoints in which this model is beside a vision tower, and its config is `text_config`."""
-    left_out: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    left_out: JsonMapping = field(default_factory=JsonObject)
     """Fields that such checkpoints need not have, and what transformers takes them for."""
     head_dim: int | None = None
     """Elements of a head where the config does not say; None: hidden_size / num_attention_heads."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from slipstream.conf.architecture.attention_spec import RopeSpec
 from slipstream.conf.architecture.config_fields import (
@@ -18,11 +17,11 @@ from slipstream.conf.architecture.config_fields import (
 )
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.json_files import is_object
+from slipstream.conf.json_files import JsonObject, is_object
 from slipstream.conf.schema import MlaNormEps
 
 KINDS = ("full_attention", "sliding_attention")
-GEMMA3_DEFAULTS: dict[str, Any] = {
+GEMMA3_DEFAULTS: JsonObject = {
     "vocab_size": 262208,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -36,7 +35,7 @@ GEMMA3_DEFAULTS: dict[str, Any] = {
 """Defaults of transformers' class: published checkpoints with a vision tower leave out what is equal to them."""
 
 
-def gemma3(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+def gemma3(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """Gemma 3 (transformers models/gemma3): a sliding window in five of six layers, with a RoPE of its own; norms of
     1 + weight before and after attention and feed-forward; GELU; scaled embeddings, which are the head, too."""
     refuse(config, "hidden_activation", ("gelu_pytorch_tanh",))
@@ -65,7 +64,7 @@ def gemma3(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     )
 
 
-def _kinds(config: dict[str, Any]) -> list[str]:
+def _kinds(config: JsonObject) -> list[str]:
     num_layers = size(config, "num_hidden_layers")
     # transformers reads the one and writes the other
     pattern = size(config, "sliding_window_pattern", size(config, "_sliding_window_pattern", 6))
@@ -78,7 +77,7 @@ def _kinds(config: dict[str, Any]) -> list[str]:
     return kinds
 
 
-def _ropes(config: dict[str, Any], head_dim: int) -> list[RopeSpec]:
+def _ropes(config: JsonObject, head_dim: int) -> list[RopeSpec]:
     """The rotations of full attention and of sliding windows, from `rope_parameters` by kind of layer
     (transformers 5), or from fields of their own (before); `rope_scaling` is that of full attention."""
     given: object = config.get("rope_parameters") or {}
@@ -91,7 +90,7 @@ def _ropes(config: dict[str, Any], head_dim: int) -> list[RopeSpec]:
         own: object = given.get(kind) or {}
         if not is_object(own) or not is_object(scaling):
             raise ConfigError(f"model.hf_config: RoPE of {kind} must be a mapping, got {own!r} and {scaling!r}")
-        fields: dict[str, Any] = {"model_type": config["model_type"], "rope_parameters": {**own, **scaling}}
+        fields: JsonObject = {"model_type": config["model_type"], "rope_parameters": {**own, **scaling}}
         for key in ("max_position_embeddings", "original_max_position_embeddings"):
             fields[key] = config.get(key)
         ropes.append(rope_spec(fields, head_dim, theta=theta))

@@ -8,7 +8,6 @@ model_type.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from slipstream.conf.architecture.attention_spec import DeltaNetSpec, GqaSpec
 from slipstream.conf.architecture.config_fields import (
@@ -25,10 +24,11 @@ from slipstream.conf.architecture.config_fields import (
 )
 from slipstream.conf.architecture.model_spec import CheckpointNames, ModelSpec, MoeSpec
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import MlaNormEps
 
 
-def llama(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+def llama(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """Llama 2 and 3 (transformers models/llama): no norms on q and k."""
     refuse(config, "mlp_bias", (False,))
     refuse_windows(config)
@@ -44,7 +44,7 @@ def llama(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     )
 
 
-def mistral(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+def mistral(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """Mistral (transformers models/mistral): Llama whose layers may all have a sliding window."""
     for key in ("attention_bias", "mlp_bias"):
         refuse(config, key, (False, None))
@@ -53,7 +53,7 @@ def mistral(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     return _mistral_like(config, "MistralForCausalLM", default_window=4096)
 
 
-def mixtral(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+def mixtral(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """Mixtral (transformers models/mixtral): Mistral's attention, every feed-forward a mixture of experts."""
     refuse(config, "router_jitter_noise", (0.0, None))
     moe = MoeSpec(
@@ -67,19 +67,19 @@ def mixtral(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     )
 
 
-def qwen2(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+def qwen2(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """Qwen2 and Qwen2.5 (transformers models/qwen2): biases on q, k and v."""
     return _qwen2_like(config, "Qwen2ForCausalLM")
 
 
-def qwen2_moe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+def qwen2_moe(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """Qwen1.5-MoE and Qwen2-MoE (transformers models/qwen2_moe): Qwen2 with routed experts and one that every token
     passes, weighed by a gate of its own."""
     refuse(config, "qkv_bias", (True,))
     return _qwen2_like(config, "Qwen2MoeForCausalLM", _with_shared_gate(config, _sparse_layers(config)))
 
 
-def qwen3(config: dict[str, Any], mla_norm_eps: MlaNormEps, *, moe: MoeSpec | None = None) -> ModelSpec:
+def qwen3(config: JsonObject, mla_norm_eps: MlaNormEps, *, moe: MoeSpec | None = None) -> ModelSpec:
     """Qwen3 (transformers models/qwen3): norms on the heads of q and k."""
     refuse(config, "use_sliding_window", (False, None))
     refuse_layer_types(config)
@@ -94,12 +94,12 @@ def qwen3(config: dict[str, Any], mla_norm_eps: MlaNormEps, *, moe: MoeSpec | No
     )
 
 
-def qwen3_moe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+def qwen3_moe(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """Qwen3-MoE (transformers models/qwen3_moe): Qwen3 whose feed-forwards are experts without a shared one."""
     return qwen3(config, mla_norm_eps, moe=_sparse_layers(config))
 
 
-def qwen3_next(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+def qwen3_next(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """Qwen3-Next (transformers models/qwen3_next): experts of which one is for every token, and perhaps dense layers.
     vLLM's head is its own."""
     refuse(config, "tie_word_embeddings", (False, None))
@@ -107,12 +107,12 @@ def qwen3_next(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     return _with_delta_net(config, "Qwen3NextForCausalLM", moe, has_fused_inputs=True)
 
 
-def qwen3_5(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+def qwen3_5(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """The language model of dense Qwen3.5 to 3.8 (transformers models/qwen3_5)."""
     return _with_delta_net(config, "Qwen3_5ForCausalLM", None, has_fused_inputs=False)
 
 
-def qwen3_5_moe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+def qwen3_5_moe(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """The language model of Qwen3.5-MoE and 3.6-MoE (transformers models/qwen3_5_moe): every layer has experts. Neither
     transformers nor vLLM reads the three fields that other families have for it."""
     refuse(config, "mlp_only_layers", ([], None))
@@ -124,7 +124,7 @@ def qwen3_5_moe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
     return _with_delta_net(config, "Qwen3_5MoeForCausalLM", moe, has_fused_inputs=False, width="moe_intermediate_size")
 
 
-def _with_shared_gate(config: dict[str, Any], moe: MoeSpec, default: int | None = None) -> MoeSpec:
+def _with_shared_gate(config: JsonObject, moe: MoeSpec, default: int | None = None) -> MoeSpec:
     """The same, and an expert that every token passes, weighed by a gate of its own; of `default` width, if the config
     does not say."""
     return replace(
@@ -136,7 +136,7 @@ def _with_shared_gate(config: dict[str, Any], moe: MoeSpec, default: int | None 
 
 
 def _with_delta_net(
-    config: dict[str, Any],
+    config: JsonObject,
     architecture: str,
     moe: MoeSpec | None,
     *,
@@ -195,7 +195,7 @@ def _with_delta_net(
     )
 
 
-def olmoe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
+def olmoe(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """OLMoE (transformers models/olmoe): norms over all of q and of k, weights of experts that are not normalized.
 
     vLLM's model has its eps, its norms' size, its untied head and its unnormalized weights written down, and clips
@@ -221,7 +221,7 @@ def olmoe(config: dict[str, Any], mla_norm_eps: MlaNormEps) -> ModelSpec:
 
 
 def _mistral_like(
-    config: dict[str, Any],
+    config: JsonObject,
     architecture: str,
     *,
     default_window: int | None,
@@ -258,7 +258,7 @@ def _mistral_like(
     )
 
 
-def _qwen2_like(config: dict[str, Any], architecture: str, moe: MoeSpec | None = None) -> ModelSpec:
+def _qwen2_like(config: JsonObject, architecture: str, moe: MoeSpec | None = None) -> ModelSpec:
     refuse(config, "use_sliding_window", (False, None))
     refuse_layer_types(config)
     refuse(config, "qk_norm", (False, None))
@@ -269,7 +269,7 @@ def _qwen2_like(config: dict[str, Any], architecture: str, moe: MoeSpec | None =
     )
 
 
-def _sparse_layers(config: dict[str, Any], *, norm_topk_prob: bool = False) -> MoeSpec:
+def _sparse_layers(config: JsonObject, *, norm_topk_prob: bool = False) -> MoeSpec:
     """Qwen's experts: some layers, by number, stay dense. `norm_topk_prob` counts where the config does not say."""
     sparse_step, dense_layers = size(config, "decoder_sparse_step", 1), by_layer(config, "mlp_only_layers")
     return MoeSpec(
@@ -281,14 +281,14 @@ def _sparse_layers(config: dict[str, Any], *, norm_topk_prob: bool = False) -> M
     )
 
 
-def _refuse_others_of_engine(config: dict[str, Any]) -> None:
+def _refuse_others_of_engine(config: JsonObject) -> None:
     """Fields that vLLM's Llama reads for other families' sake."""
     for key in ("bias", "qkv_bias"):
         refuse(config, key, (False, None))
     refuse(config, "logit_scale", (1.0, None))
 
 
-def _engine_head_dim(config: dict[str, Any]) -> int:
+def _engine_head_dim(config: JsonObject) -> int:
     """hidden_size / num_attention_heads; vLLM's model of the family knows no other."""
     head_dim = hidden_per_head(config)
     refuse(config, "head_dim", (head_dim, None))

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from slipstream.conf.architecture.model_spec import INT4_GROUP, CheckpointNames, ExpertFormat, ModelSpec
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonObject
 
 FP8_BLOCK = [128, 128]
 """Rows and columns under one scale, as DeepSeek-V3 is published."""
 
 
-def with_quantization(spec: ModelSpec, quantization: dict[str, Any]) -> ModelSpec:
+def with_quantization(spec: ModelSpec, quantization: JsonObject) -> ModelSpec:
     """The spec of a checkpoint with packed experts, or with blocks of FP8. Loading turns FP8 into the model's own
     format, and publishing turns it back. Every other quantization is refused by name."""
     if spec.delta_net is not None:
@@ -27,9 +27,9 @@ def with_quantization(spec: ModelSpec, quantization: dict[str, Any]) -> ModelSpe
         return spec
     if method == "mxfp4" and spec.moe is not None and spec.moe.is_fused:
         return _packed(spec, ExpertFormat.mxfp4)
-    named: dict[str, Any] = quantization.get("config_groups") or {}
+    named: JsonObject = quantization.get("config_groups") or {}
     groups = list(named.values())
-    weights: dict[str, Any] = groups[0].get("weights") or {} if len(groups) == 1 else {}
+    weights: JsonObject = groups[0].get("weights") or {} if len(groups) == 1 else {}
     wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": INT4_GROUP}
     got = {key: weights.get(key) for key in wanted}
     is_int4 = method == "compressed-tensors" and layout == "pack-quantized" and got == wanted

@@ -8,9 +8,10 @@ from typing import Any
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonObject
 
 
-def check_spelling(config: dict[str, Any], given: Collection[str]) -> None:
+def check_spelling(config: JsonObject, given: Collection[str]) -> None:
     """Refuse a given field that is not read and whose name is almost that of a field that is.
 
     Fields that only the engine reads may have any name: a config.json has many.
@@ -42,10 +43,10 @@ def _is_misspelling(name: str, known: str) -> bool:
     return min(likeness) >= 0.6 and sum(likeness) >= len(words) - 0.5
 
 
-class AskedConfig(dict[str, Any]):
+class AskedConfig(JsonObject):
     """A config that notes which fields are looked for."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: JsonObject) -> None:
         super().__init__(config)
         self.names: set[str] = set()
 

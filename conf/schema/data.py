@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
 
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema.read_if import REMOVE_ONE, If, read_if
 from slipstream.conf.schema.rules import above, at_least_or_null, require
 
@@ -91,7 +92,7 @@ class DataConfig:
     """Let the tokenizer add its special tokens to plain-text prompts. Chat prompts always go through the chat
     template.
     """
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    chat_template_kwargs: dict[str, Any] = field(default_factory=JsonObject)
     """Further variables of the model's chat template, for rows, held-out rows and agents' requests:
     `data.chat_template_kwargs.enable_thinking=false`. A row's column of this name, and a request's field, go first.
     """

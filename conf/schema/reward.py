@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema.read_if import If, read_if
 from slipstream.conf.schema.rules import above, at_least, at_least_or_null, require, section_of
 
@@ -44,7 +45,7 @@ class JudgeConfig:
     """The first group of the last match in the answer is the score."""
     scale: tuple[float, float] = (0.0, 10.0)
     """The score that is worth 0, and the one that is worth 1. A score out of this range is none."""
-    extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    extra: dict[str, Any] = field(default_factory=JsonObject)
     """Fields of the request beside temperature=0 and max_tokens=512, or in their place, such as
     {reasoning_effort: low}. null: the field is not sent.
     """
@@ -138,7 +139,7 @@ class RewardPart:
 class RewardConfig(RewardPart):
     """How responses are judged: by one reward, or by the weighted sum of several (reward.parts)."""
 
-    parts: dict[str, Any] = field(default_factory=dict[str, Any])
+    parts: dict[str, Any] = field(default_factory=JsonObject)
     """Several rewards by name, each with the options of this section that describe one: reward.parts.right.kind=regex
     reward.parts.brevity.kind=rewards.py:brevity reward.parts.brevity.weight=0.2. Empty: the section itself is the only
     reward.

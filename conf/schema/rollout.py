@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema.engine_arguments import check_engine_options
 from slipstream.conf.schema.read_if import REMOVE_ONE, If, read_if
 from slipstream.conf.schema.rules import above, at_least, at_least_or_null, require
@@ -183,7 +184,7 @@ class RolloutConfig:
     """Size of the KV cache of one engine rank. null: sized by gpu_memory_utilization (GPU) or 256 MiB (CPU)."""
     enforce_eager: bool = False
     """Skip CUDA graphs and torch.compile. Always on for CPU engines."""
-    engine_options: dict[str, Any] = field(default_factory=dict[str, Any])
+    engine_options: dict[str, Any] = field(default_factory=JsonObject)
     """Further arguments of vLLM's engine, by its names, such as {block_size: 32, async_scheduling: false}; those of
     compilation_config are added to ours. What Slipstream sets, or what would break layouts, exactness or memory, is
     refused. vLLM does not promise that an argument means the same in its next release.

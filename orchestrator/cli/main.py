@@ -412,7 +412,7 @@ def _scale(flags: argparse.Namespace, _: list[str]) -> int:
     from slipstream.orchestrator.control.control_folder import ask
 
     wanted: str | None = flags.wanted
-    name, _, number = (wanted or "").partition("=")
+    name, *_, number = (wanted or "").partition("=")
     if name != "rollout" or not number.removeprefix("-").isdecimal():
         given = "nothing" if wanted is None else repr(wanted)
         raise ConfigError(f"slipstream scale needs rollout=N after the run folder, e.g. rollout=3, got {given}")

@@ -12,13 +12,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.json_files import JsonObject, object_in
+from slipstream.conf.json_files import JsonMapping, JsonObject, object_in
 from slipstream.conf.plural import counted
 from slipstream.conf.schema import Objective
 from slipstream.orchestrator.control.run_state import dashboard_of, start_of, state_of
@@ -237,9 +236,9 @@ def _recent_mean(rows: Sequence[JsonObject], metric: str) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def _reward_parts(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str, str], ...]:
+def _reward_parts(rows: Sequence[JsonMapping]) -> tuple[tuple[str, str, str], ...]:
     """As _SHOWN, what each reward gives where there are several; from the names in the newest row."""
-    newest: Mapping[str, Any] = rows[-1] if rows else {}
+    newest: JsonMapping = rows[-1] if rows else {}
     names = [name for name in newest if name.startswith("reward/") and name.endswith("_mean")]
     return tuple((name, f"  {name[7:-5]}", ".3f") for name in names) if len(names) > 1 else ()
 

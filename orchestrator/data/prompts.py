@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from slipstream.conf.json_files import JsonObject, is_list, is_object, kind_of
+from slipstream.conf.json_files import JsonMapping, JsonObject, is_list, is_object, kind_of
 from slipstream.orchestrator.data.sources import Row, listed, other_names, renamed
 from slipstream.rollout.errors import DataError, RowTooLong, TemplateRefused
 from slipstream.rollout.text.messages import TEMPLATE_OPTIONS, TOOLS, Chat, template_options, text_messages, tools_of
@@ -68,7 +68,7 @@ class PromptReader:
     """For plain text; chat templates bring their own."""
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
     """data.columns."""
-    template_options: Mapping[str, Any] = field(default_factory=JsonObject)
+    template_options: JsonMapping = field(default_factory=JsonObject)
     """data.chat_template_kwargs."""
     is_for_agent: bool = False
     """The columns are an agent's task. It offers tools of its own, and its chats are rendered request by request."""
@@ -192,7 +192,7 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(one) for one in value] if is_list(value) else value
 
 
-def chat_of(messages: Sequence[JsonObject], columns: Mapping[str, Any], options: Mapping[str, Any], where: str) -> Chat:
+def chat_of(messages: Sequence[JsonObject], columns: JsonMapping, options: JsonMapping, where: str) -> Chat:
     """What the chat template is given of a row: its messages, its tools, and its options on top of the run's.
 
     Raises:
@@ -237,7 +237,7 @@ def _refusals_of(where: str) -> Generator[None]:
         raise DataError(f"{where}: the tokenizer's chat template refuses the messages: {e}") from e
 
 
-def check_no_chat_columns(columns: Mapping[str, Any], where: str) -> None:
+def check_no_chat_columns(columns: JsonMapping, where: str) -> None:
     """Refuse columns that are for chat templates beside plain text, which goes through none."""
     for name in (TOOLS, TEMPLATE_OPTIONS):
         if columns.get(name):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream import conf
-from slipstream.conf.json_files import JsonObject, is_object, object_or_empty
+from slipstream.conf.json_files import JsonMapping, JsonObject, is_object, object_or_empty
 from slipstream.rollout.errors import DataError
 
 PACKAGED = "pkg://"
@@ -113,13 +113,13 @@ def renamed(row: Row, columns: Mapping[str, str]) -> JsonObject:
     return found
 
 
-def listed(columns: Mapping[str, Any]) -> str:
+def listed(columns: JsonMapping) -> str:
     """Names of columns for a message, those of structs with their fields."""
     names = [f"{name}.{field}" for name, value in columns.items() for field in (object_or_empty(value) or ("",))]
     return ", ".join(sorted(name.removesuffix(".") for name in names)) or "none"
 
 
-def other_names(columns: Mapping[str, Any], *, with_answers: bool) -> str:
+def other_names(columns: JsonMapping, *, with_answers: bool) -> str:
     """What to set for a row whose columns have other systems' names, to end a message with; "" for names of nobody.
 
     Args:
@@ -141,7 +141,7 @@ def other_names(columns: Mapping[str, Any], *, with_answers: bool) -> str:
     return ""
 
 
-def _at(columns: Mapping[str, Any], path: str) -> list[Any]:
+def _at(columns: JsonMapping, path: str) -> list[Any]:
     """[the value at a dotted path], or [] when there is none. A column whose own name has dots goes first."""
     if path in columns:
         return [columns[path]]

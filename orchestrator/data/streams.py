@@ -20,11 +20,11 @@ from concurrent.futures import Future
 from dataclasses import astuple, dataclass
 from itertools import islice
 from threading import Thread
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from slipstream.conf.json_files import JsonObject
+from slipstream.conf.json_files import JsonMapping, JsonObject
 from slipstream.orchestrator.data.sources import START, Position, Row
 from slipstream.rollout.errors import DataError
 
@@ -80,7 +80,7 @@ class Stream(ABC, Generic[Item]):
         return {"data/epoch": self.epoch}
 
 
-def check_cursor(state: Mapping[str, Any], mine: Mapping[str, Any], options: Mapping[str, str]) -> None:
+def check_cursor(state: JsonMapping, mine: JsonMapping, options: Mapping[str, str]) -> None:
     """Refuse a cursor whose facts are not `mine`; `options` says which option each fact comes from."""
     for key, option in options.items():
         if state.get(key) != mine[key]:

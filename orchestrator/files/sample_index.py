@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from slipstream.conf.json_files import is_list, is_object
+from slipstream.conf.json_files import JsonMapping, is_list, is_object
 
 ENTRY = np.dtype(
     [
@@ -47,7 +47,7 @@ FAILED = 2
 _READ_BYTES = 1 << 20
 
 
-def entry_of(row: Mapping[str, Any], offset: int, length: int) -> np.ndarray[Any, Any]:
+def entry_of(row: JsonMapping, offset: int, length: int) -> np.ndarray[Any, Any]:
     """The entry of one row of samples.jsonl. What a row lacks is NaN or 0; rows of other versions are read, too."""
     reward = row.get("reward")
     kind = row.get("kind")

@@ -14,15 +14,14 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from slipstream.conf.json_files import JsonObject
+from slipstream.conf.json_files import JsonMapping, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +152,7 @@ def read_starts(file: Path) -> list[JsonObject]:
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.is_file() else []
 
 
-def describe(row: Mapping[str, Any]) -> list[str]:
+def describe(row: JsonMapping) -> list[str]:
     """One start, for people: the run's own phases, then those of the slowest of each kind of process."""
     spans = [Span(**span) for span in row["spans"]]
     by_name: dict[str, list[Span]] = {}

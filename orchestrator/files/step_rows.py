@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from slipstream.conf.json_files import JsonMapping
 from slipstream.orchestrator.figures.estimators import is_informative
 from slipstream.orchestrator.figures.held_out import EvalNames, Evaluation
 from slipstream.orchestrator.files.loss_metrics import loss_metrics
@@ -79,7 +80,7 @@ def row_of(record: StepRecord, rewards: RewardNames = NO_REWARDS, evals: EvalNam
     return row
 
 
-def failed_of(rows: Sequence[Mapping[str, Any]], area: str) -> str | None:
+def failed_of(rows: Sequence[JsonMapping], area: str) -> str | None:
     """How many of the rollouts in these rows have no reward, for people: "3 of 64". None: all have one.
 
     Args:

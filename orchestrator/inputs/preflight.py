@@ -19,16 +19,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from slipstream.conf.architecture.families import family_of, kind_of, read_config
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.errors import ConfigError, SlipstreamError
 from slipstream.conf.functions import is_function_path
+from slipstream.conf.json_files import HfConfig
 from slipstream.conf.model_checks import check_architecture, check_packed_base_reaches_engines
 from slipstream.conf.options import did_you_mean
 from slipstream.conf.plural import counted
@@ -153,7 +152,7 @@ def check_model(config: RunConfig) -> Fact:
     )
 
 
-def _check_engine_imports(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+def _check_engine_imports(config: RunConfig, hf_config: HfConfig) -> None:
     """Beside a family's language model, vLLM's file of it may have what reads pictures."""
     if config.algorithm.objective is not Objective.policy:
         return

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.json_files import JsonObject, object_in
+from slipstream.conf.json_files import JsonMapping, JsonObject, object_in
 from slipstream.conf.schema import ModelConfig
 from slipstream.rollout.errors import DataError, TokenizerError
 from slipstream.rollout.text.chat_template import ChatTemplate
@@ -121,7 +120,7 @@ class TextEncoder:
         self._template.check(chat)
         self._turns.check(chat, is_open=is_open)
 
-    def check_options(self, options: Mapping[str, Any], name: str) -> None:
+    def check_options(self, options: JsonMapping, name: str) -> None:
         """See ChatTemplate.check_options."""
         self.require_chat_template()
         self._template.check_options(options, name)

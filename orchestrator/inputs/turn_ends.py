@@ -9,10 +9,9 @@ which tokens are ends (rollout/text/ends.py), nor spans of answers (conversation
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
-from slipstream.conf.json_files import JsonObject
+from slipstream.conf.json_files import JsonMapping, JsonObject
 from slipstream.orchestrator.data.prompts import Encoder
 from slipstream.rollout.errors import DataError, TemplateRefused
 from slipstream.rollout.text.messages import Chat
@@ -29,7 +28,7 @@ _TURNS: dict[str, tuple[JsonObject, JsonObject]] = {
 _MARK = "an answer of no row"
 
 
-def end_after(answer: str, following: str, message: Mapping[str, Any], encoder: Encoder) -> str:
+def end_after(answer: str, following: str, message: JsonMapping, encoder: Encoder) -> str:
     """The text after an answer that ends it; empty if the answer has its end, or none is known.
 
     Args:
@@ -57,7 +56,7 @@ def unknown_end(encoder: Encoder) -> str | None:
     return None if is_known or not mark else after.strip()
 
 
-def _next_role(message: Mapping[str, Any]) -> str:
+def _next_role(message: JsonMapping) -> str:
     return "tool" if message.get("tool_calls") else "user"
 
 

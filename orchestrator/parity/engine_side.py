@@ -9,18 +9,19 @@ recorded (rollout/in_vllm/activations.py). The engine's processes, and with them
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from slipstream.conf.json_files import JsonMapping, JsonObject
 from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from slipstream.orchestrator.parity.progress import Count, Say, telling
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.engine.vllm_process import make_llm
 from slipstream.rollout.types import Routes, RoutingShape
 
-WITH_WEIGHTS: Mapping[str, Any] = {"load_format": "auto"}
+WITH_WEIGHTS: JsonMapping = {"load_format": "auto"}
 """The engine reads the checkpoint itself, instead of waiting for a publish."""
 
 
@@ -57,7 +58,7 @@ def sample_and_record(
     routing: RoutingShape | None = None,
     batch_invariant: bool = False,
     say: Say,
-    engine_arguments: Mapping[str, Any] = WITH_WEIGHTS,
+    engine_arguments: JsonMapping = WITH_WEIGHTS,
 ) -> list[Sampled]:
     """Sample one response to each prompt at temperature 1, score it again by prefill, and record activations.
 
@@ -77,7 +78,7 @@ def sample_and_record(
     config = replace(config, max_model_len=longest, sampling=sampling)
     config = replace(config, enforce_eager=config.enforce_eager or num_recorded > 0)
 
-    def build(arguments: dict[str, Any]) -> Any:
+    def build(arguments: JsonObject) -> Any:
         return make_llm({**arguments, **engine_arguments})
 
     async def run() -> list[Sampled]:

@@ -6,8 +6,8 @@ Plain data.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
+from slipstream.conf.json_files import JsonObject
 from slipstream.orchestrator.errors import PushError
 
 
@@ -45,7 +45,7 @@ class PushReport:
     """Seconds of the publish, from Begin to committed."""
     serving_s: float = 0.0
     """When the last engine was resumed."""
-    publish: dict[str, Any] = field(default_factory=dict)
+    publish: JsonObject = field(default_factory=dict)
     engines: dict[str, str] = field(default_factory=dict)
     """URL -> "" if the engine serves the checkpoint, otherwise why not."""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.conf.json_files import JsonMapping
 from slipstream.rollout.agents.episode import MODEL
 from slipstream.rollout.agents.failures import BLOCKED, DIED, NOT_A_NUMBER, RAISED
 from slipstream.rollout.errors import AgentError
@@ -52,7 +53,7 @@ def agent_pool(
     return UserPool(program, num_processes)
 
 
-async def run_episode(pool: UserPool, task: Mapping[str, Any], base_url: str, key: str) -> Outcome:
+async def run_episode(pool: UserPool, task: JsonMapping, base_url: str, key: str) -> Outcome:
     """Run one episode to its end. Cancelled, it cancels the agent's coroutine, and waits for nothing."""
     try:
         return await pool.ask([dict(task), base_url, key, MODEL], _outcome)

@@ -22,13 +22,14 @@ import aiohttp
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.functions import import_function
+from slipstream.conf.json_files import JsonObject
 from slipstream.rollout.agents.failures import NOT_A_NUMBER, RAISED
 from slipstream.rollout.agents.session import Session
 from slipstream.rollout.errors import AgentError
 from slipstream.rollout.plain_number import plain_number
 from slipstream.rollout.user_processes.serve import Answer, report_of, serve
 
-Agent = Callable[[dict[str, Any], Session], Awaitable[Any]]
+Agent = Callable[[JsonObject, Session], Awaitable[Any]]
 
 
 def load_agent(name: str) -> Agent:
@@ -52,7 +53,7 @@ def load_agent(name: str) -> Agent:
     return function
 
 
-async def _run(agent: Agent, client: aiohttp.ClientSession, task: dict[str, Any], *connection: str) -> list[Any]:
+async def _run(agent: Agent, client: aiohttp.ClientSession, task: JsonObject, *connection: str) -> list[Any]:
     """One episode. Returns the message that tells its end."""
     try:
         reward = await agent(task, Session(client, *connection))

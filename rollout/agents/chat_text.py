@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from slipstream.conf.json_files import JsonMapping, JsonObject
 from slipstream.rollout.agents.tool_calls import ToolCallParser
 from slipstream.rollout.errors import DataError
 from slipstream.rollout.text.chat_template import ChatTemplate
@@ -25,12 +25,12 @@ class Reply:
     """What a sampled turn says. Example: Reply("", [{"id": "call-1", "type": "function", "function": {...}}])."""
 
     content: str
-    tool_calls: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    tool_calls: list[JsonObject] = field(default_factory=list[JsonObject])
 
     @property
-    def message(self) -> dict[str, Any]:
+    def message(self) -> JsonObject:
         """The assistant's message, as OpenAI's protocol has it."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content or None}
+        message: JsonObject = {"role": "assistant", "content": self.content or None}
         if self.tool_calls:
             return message | {"tool_calls": self.tool_calls}
         return message | {"content": self.content}
@@ -70,9 +70,9 @@ class FolderChatText:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        options: Mapping[str, Any] | None = None,
+        messages: Sequence[JsonMapping],
+        tools: Sequence[JsonMapping],
+        options: JsonMapping | None = None,
     ) -> str:
         """The template's text, and what precedes an answer. `options`: further variables of the template."""
         return self._template.render(messages, is_open=True, tools=tools, options=options)
@@ -103,7 +103,7 @@ class FolderChatText:
         """Text, special tokens included."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
-    def reply(self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Reply:
+    def reply(self, token_ids: Sequence[int], tools: Sequence[JsonMapping]) -> Reply:
         """What the client gets of a sampled turn. The token that ended it is left out, as vLLM does."""
         said = list(token_ids[:-1]) if token_ids and token_ids[-1] in self.stop_texts else list(token_ids)
         if self._parser is None or not tools:
@@ -111,9 +111,9 @@ class FolderChatText:
         skips = self._parser.skips_special_tokens(tools)
         return Reply(*self._parser.parse(self._tokenizer.decode(said, skip_special_tokens=skips), tools))
 
-    def meaning(self, text: str, tools: Sequence[Mapping[str, Any]]) -> object:
+    def meaning(self, text: str, tools: Sequence[JsonMapping]) -> object:
         """The text without blanks and special tokens, and its tool calls as values."""
-        calls: list[dict[str, Any]] = []
+        calls: list[JsonObject] = []
         if self._parser is not None and tools:
             text, calls = self._parser.parse(text, tools)
         for special in self._specials:
@@ -121,7 +121,7 @@ class FolderChatText:
         return "".join(text.split()), [_call_meaning(call["function"]) for call in calls]
 
 
-def _call_meaning(function: Mapping[str, Any]) -> tuple[str, str]:
+def _call_meaning(function: JsonMapping) -> tuple[str, str]:
     arguments = function["arguments"]
     with contextlib.suppress(ValueError):
         arguments = json.dumps(json.loads(arguments), sort_keys=True)

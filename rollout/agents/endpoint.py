@@ -20,10 +20,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from aiohttp import web
 
+from slipstream.conf.json_files import JsonMapping, JsonObject
 from slipstream.rollout.agents.episode import MODEL, Answer, EngineFailed, Episode, EpisodeOver, LimitReached
 from slipstream.rollout.agents.request_fields import FIXED, FieldRefused, check_fields
 from slipstream.rollout.errors import DataError
@@ -126,7 +126,7 @@ class Endpoint:
             return await _stream(request, answer, body, is_chat=is_chat)
         return web.json_response(answer)
 
-    async def _sample(self, episode: Episode, body: Mapping[str, Any], *, is_chat: bool) -> list[Answer]:
+    async def _sample(self, episode: Episode, body: JsonMapping, *, is_chat: bool) -> list[Answer]:
         num = _number(body, "n", 1, most=MAX_CHOICES) or 1
         max_tokens = _number(body, "max_completion_tokens", 1) or _number(body, "max_tokens", 1)
         if is_chat:
@@ -139,7 +139,7 @@ class Endpoint:
             calls = [episode.complete(prompt, max_tokens=max_tokens) for _ in range(num)]
         return list(await asyncio.gather(*calls))
 
-    def _tell_what_is_fixed(self, body: Mapping[str, Any]) -> None:
+    def _tell_what_is_fixed(self, body: JsonMapping) -> None:
         """Say once of each field that a request's value was replaced."""
         for name in FIXED:
             asked, used = body.get(name), self._fixed[name]
@@ -155,7 +155,7 @@ class Endpoint:
         return self._episodes.get(key.strip()) if scheme.lower() == "bearer" else None
 
 
-async def _body_of(request: web.Request) -> dict[str, Any]:
+async def _body_of(request: web.Request) -> JsonObject:
     raw = await request.read()
     try:
         body = json.loads(raw)
@@ -166,7 +166,7 @@ async def _body_of(request: web.Request) -> dict[str, Any]:
     return body
 
 
-def _check_values(body: Mapping[str, Any], *, is_chat: bool) -> None:
+def _check_values(body: JsonMapping, *, is_chat: bool) -> None:
     """Refuse values of honoured fields that are not done. Raises: BadRequest."""
     if body.get("model") not in (None, MODEL):
         raise BadRequest(f'model={body["model"]!r:.40}: this endpoint has one model, "{MODEL}" (session.model)')
@@ -181,7 +181,7 @@ def _check_values(body: Mapping[str, Any], *, is_chat: bool) -> None:
         )
 
 
-def _number(body: Mapping[str, Any], name: str, least: int, *, most: int | None = None) -> int | None:
+def _number(body: JsonMapping, name: str, least: int, *, most: int | None = None) -> int | None:
     value = body.get(name)
     if value is None:
         return None
@@ -190,14 +190,14 @@ def _number(body: Mapping[str, Any], name: str, least: int, *, most: int | None 
     return value
 
 
-def _messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _messages_of(body: JsonMapping) -> list[JsonObject]:
     try:
         return text_messages(body.get("messages"))
     except DataError as e:
         raise BadRequest(f"messages: {e}") from e
 
 
-def _tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _tools_of(body: JsonMapping) -> list[JsonObject]:
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(
         isinstance(t, dict) and isinstance(t.get("function"), dict) for t in tools
@@ -206,7 +206,7 @@ def _tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [] if body.get("tool_choice") == "none" else tools
 
 
-def _prompt_of(body: Mapping[str, Any]) -> str | list[int]:
+def _prompt_of(body: JsonMapping) -> str | list[int]:
     prompt = body.get("prompt")
     if isinstance(prompt, str) and prompt:
         return prompt
@@ -215,7 +215,7 @@ def _prompt_of(body: Mapping[str, Any]) -> str | list[int]:
     raise BadRequest("prompt must be text, or a list of token ids; one prompt a request")
 
 
-def _chat_answer(answers: list[Answer], body: Mapping[str, Any]) -> dict[str, Any]:
+def _chat_answer(answers: list[Answer], body: JsonMapping) -> JsonObject:
     choices = [
         {
             "index": index,
@@ -228,7 +228,7 @@ def _chat_answer(answers: list[Answer], body: Mapping[str, Any]) -> dict[str, An
     return _envelope("chat.completion", "chatcmpl", answers, choices)
 
 
-def _completion_answer(answers: list[Answer], body: Mapping[str, Any]) -> dict[str, Any]:
+def _completion_answer(answers: list[Answer], body: JsonMapping) -> JsonObject:
     choices = [
         {
             "index": index,
@@ -248,14 +248,14 @@ def _completion_answer(answers: list[Answer], body: Mapping[str, Any]) -> dict[s
     return _envelope("text_completion", "cmpl", answers, choices)
 
 
-def _token_logprobs(answer: Answer) -> list[dict[str, Any]]:
+def _token_logprobs(answer: Answer) -> list[JsonObject]:
     return [
         {"token": token, "logprob": logprob, "bytes": list(token.encode(errors="replace")), "top_logprobs": []}
         for token, logprob in zip(answer.tokens, answer.sampled.logprobs, strict=True)
     ]
 
 
-def _envelope(kind: str, prefix: str, answers: list[Answer], choices: list[dict[str, Any]]) -> dict[str, Any]:
+def _envelope(kind: str, prefix: str, answers: list[Answer], choices: list[JsonObject]) -> JsonObject:
     num_prompt = answers[0].num_prompt_tokens
     num_sampled = sum(len(answer.sampled.token_ids) for answer in answers)
     return {
@@ -272,15 +272,13 @@ def _envelope(kind: str, prefix: str, answers: list[Answer], choices: list[dict[
     }
 
 
-async def _stream(
-    request: web.Request, answer: dict[str, Any], body: Mapping[str, Any], *, is_chat: bool
-) -> web.StreamResponse:
+async def _stream(request: web.Request, answer: JsonObject, body: JsonMapping, *, is_chat: bool) -> web.StreamResponse:
     """The whole answer as server-sent events."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     head = {key: answer[key] for key in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk" if is_chat else answer["object"]
-    events: list[dict[str, Any]] = []
+    events: list[JsonObject] = []
     for choice in answer["choices"]:
         index, reason = choice["index"], choice["finish_reason"]
         if is_chat:

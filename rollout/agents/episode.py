@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from slipstream.conf.json_files import JsonMapping
 from slipstream.rollout.agents.chat_text import FolderChatText, Reply
 from slipstream.rollout.agents.failures import TOKENS, TURNS
 from slipstream.rollout.agents.token_tree import Planned, TokenTree
@@ -109,7 +110,7 @@ class Episode:
         chat: FolderChatText,
         limits: Limits,
         generate: Generate,
-        template_options: Mapping[str, Any] | None = None,
+        template_options: JsonMapping | None = None,
     ) -> None:
         self.number = number
         self.key = key
@@ -133,10 +134,10 @@ class Episode:
 
     async def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
+        messages: Sequence[JsonMapping],
+        tools: Sequence[JsonMapping] = (),
         *,
-        options: Mapping[str, Any] | None = None,
+        options: JsonMapping | None = None,
         max_tokens: int | None = None,
     ) -> Answer:
         """One turn of a conversation.
@@ -153,9 +154,9 @@ class Episode:
 
     def check(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        options: Mapping[str, Any],
+        messages: Sequence[JsonMapping],
+        tools: Sequence[JsonMapping],
+        options: JsonMapping,
     ) -> None:
         """Refuse tools and template options that would have no effect. Raises: as FolderChatText.check()."""
         self._chat.check(Chat(messages, tools, {**self._template_options, **options}))
@@ -172,7 +173,7 @@ class Episode:
             request.cancel()
 
     async def _turn(
-        self, planned: Planned, max_tokens: int | None, tools: Sequence[Mapping[str, Any]], *, is_chat: bool
+        self, planned: Planned, max_tokens: int | None, tools: Sequence[JsonMapping], *, is_chat: bool
     ) -> Answer:
         most = self._most_tokens(planned, max_tokens)
         self._num_turns += 1

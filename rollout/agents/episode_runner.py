@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.conf.functions import keep_copy
+from slipstream.conf.json_files import JsonMapping
 from slipstream.conf.plural import counted
 from slipstream.conf.schema import EpisodesConfig, RunConfig, SamplingConfig
 from slipstream.rollout.agents.agent_pool import agent_pool
@@ -268,7 +269,7 @@ class EpisodeRunner:
         episode.sampled[request] = rollout
         self._send(["sampled", request, rollout.token_ids, rollout.logprobs, rollout.finish_reason])
 
-    def _finish(self, episode: _Open, said: Mapping[str, Any]) -> None:
+    def _finish(self, episode: _Open, said: JsonMapping) -> None:
         """Put the rollout together, in the order of the turns."""
         if episode.ended.done():
             return
@@ -301,7 +302,7 @@ class EpisodeRunner:
         )
         episode.ended.set_result(FinishedEpisode(rollout, said["reward"]))
 
-    def _report_once(self, said: Mapping[str, Any], prompt: Prompt) -> None:
+    def _report_once(self, said: JsonMapping, prompt: Prompt) -> None:
         """Log the first failure of each kind in full (for exceptions: of each class and place). Count the others."""
         self.first_report = self.first_report or said["report"]
         key = f"{said['failure']}: {said['place']}"

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from slipstream.conf.json_files import JsonMapping
+
 HONOURED = frozenset({"model", "max_tokens", "max_completion_tokens", "n", "logprobs", "stream", "stream_options"})
 HONOURED_OF_CHAT = frozenset({"messages", "tools", "tool_choice", "chat_template_kwargs"})
 HONOURED_OF_TEXT = frozenset({"prompt"})
@@ -109,7 +111,7 @@ class FieldRefused(Exception):
         self.name = name
 
 
-def check_fields(body: Mapping[str, Any], *, is_chat: bool) -> None:
+def check_fields(body: JsonMapping, *, is_chat: bool) -> None:
     """Refuse a request with a field that the endpoint would ignore.
 
     Raises:

@@ -31,8 +31,8 @@ import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from slipstream.conf.json_files import JsonObject
 from slipstream.rollout.agents.agent_pool import Outcome, agent_pool, run_episode
 from slipstream.rollout.agents.chat_text import FolderChatText
 from slipstream.rollout.agents.endpoint import Endpoint
@@ -112,7 +112,7 @@ class Service:
         answered = self._requests.get(request)
         return None if answered is None or answered.done() else answered
 
-    async def _run(self, number: int, task: dict[str, Any], template_options: dict[str, Any]) -> None:
+    async def _run(self, number: int, task: JsonObject, template_options: JsonObject) -> None:
         """One episode, from its key to the message that tells its end."""
         key = secrets.token_urlsafe(24)
         generate = partial(self._generate, number)
@@ -131,7 +131,7 @@ class Service:
         failure = outcome.failure
         if failure == RAISED:  # the agent passed on what the endpoint had told it
             failure = ENGINE if episode.engine_failed else episode.reached or RAISED
-        said: dict[str, Any] = {
+        said: JsonObject = {
             "failure": failure,
             "reward": outcome.reward,
             "report": outcome.report,

@@ -15,11 +15,13 @@ to the same endpoint. Owns no rule: limits are the endpoint's.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+
+from slipstream.conf.json_files import JsonMapping, JsonObject
 
 LIMIT_CODES = ("turn_limit_exceeded", "context_length_exceeded")
 
@@ -38,10 +40,10 @@ class ToolCall:
 
     id: str
     name: str
-    arguments: dict[str, Any] | str
+    arguments: JsonObject | str
     """As the model wrote them where that is not a JSON object."""
 
-    def result(self, content: object) -> dict[str, Any]:
+    def result(self, content: object) -> JsonObject:
         """The message that answers this call."""
         return {"role": "tool", "tool_call_id": self.id, "name": self.name, "content": str(content)}
 
@@ -50,7 +52,7 @@ class ToolCall:
 class ChatReply:
     """An answer."""
 
-    message: dict[str, Any]
+    message: JsonObject
     """To be appended to the messages, as it is: then the conversation keeps its tokens."""
     finish_reason: str
     """stop, length or tool_calls."""
@@ -77,8 +79,8 @@ class Session:
 
     async def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        messages: Sequence[JsonMapping],
+        tools: Sequence[JsonMapping] | None = None,
         **options: Any,
     ) -> ChatReply:
         """Send the whole conversation, get the next answer.
@@ -101,7 +103,7 @@ class Session:
         choice = (await self._post("/completions", {"prompt": prompt, **options}))["choices"][0]
         return ChatReply({"role": "assistant", "content": choice["text"]}, choice["finish_reason"])
 
-    async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _post(self, path: str, body: JsonMapping) -> JsonObject:
         headers = {"Authorization": f"Bearer {self.api_key}"}
         async with self._client.post(self.base_url + path, json={"model": self.model, **body}, headers=headers) as got:
             answer = await got.json()
@@ -112,7 +114,7 @@ class Session:
         raise kind(error["message"])
 
 
-def _tool_call(call: Mapping[str, Any]) -> ToolCall:
+def _tool_call(call: JsonMapping) -> ToolCall:
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"])

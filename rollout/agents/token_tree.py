@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from slipstream.conf.json_files import JsonMapping
 from slipstream.rollout.branches import context_of
 
 CONTINUED = ""
@@ -43,8 +44,8 @@ REASONS: dict[str, str] = {
 }
 """Why an episode has more than one branch -> meaning. Each is a metric: rollout/branches_<reason>."""
 
-Message = Mapping[str, Any]
-Tool = Mapping[str, Any]
+Message = JsonMapping
+Tool = JsonMapping
 
 
 class ChatText(Protocol):
@@ -55,9 +56,7 @@ class ChatText(Protocol):
         """Tokens that end a turn, with their texts."""
         ...
 
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any] | None = None
-    ) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: JsonMapping | None = None) -> str:
         """The template's text, and what precedes an answer. Raises what the template raises."""
         ...
 
@@ -123,7 +122,7 @@ class TokenTree:
         self._went_on_from: set[tuple[int | None, bytes]] = set()
 
     def plan(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: Mapping[str, Any] | None = None
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: JsonMapping | None = None
     ) -> Planned:
         """Find out what a chat request goes on from, and what is new in it.
 

@@ -10,10 +10,11 @@ import ast
 import importlib.util
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.conf.json_files import JsonMapping, JsonObject
 from slipstream.rollout.errors import AgentError
 
 logger = logging.getLogger(__name__)
@@ -63,12 +64,12 @@ class ToolCallParser:
                 f"of the model's family, one of {', '.join(parser_names())}"
             ) from e
 
-    def skips_special_tokens(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+    def skips_special_tokens(self, tools: Sequence[JsonMapping]) -> bool:
         """Whether the parser wants the text without special tokens."""
         request = self._request(tools)
         return self._made(request).adjust_request(request).skip_special_tokens
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    def parse(self, text: str, tools: Sequence[JsonMapping]) -> tuple[str, list[JsonObject]]:
         """(text beside the calls, the calls as OpenAI's protocol has them); no calls if the parser fails."""
         request = self._request(tools)
         try:
@@ -88,7 +89,7 @@ class ToolCallParser:
         ]
         return found.content or "", calls
 
-    def _request(self, tools: Sequence[Mapping[str, Any]]) -> Any:
+    def _request(self, tools: Sequence[JsonMapping]) -> Any:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         return ChatCompletionRequest.model_validate({"messages": [], "model": "policy", "tools": list(tools)})

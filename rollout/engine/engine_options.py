@@ -11,8 +11,8 @@ import os
 from collections.abc import MutableMapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Device, DType, RolloutConfig
 from slipstream.rollout.node_cache import cache_folder
 from slipstream.rollout.types import AdapterSlotsSpec
@@ -93,10 +93,10 @@ def engine_arguments(
     adapters: AdapterSlotsSpec | None = None,
     records_routes: bool = False,
     batch_invariant: bool = False,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Arguments of vLLM's AsyncEngineArgs. The same names hold for both supported releases."""
     is_cpu = device is not Device.cuda
-    arguments: dict[str, Any] = {
+    arguments: JsonObject = {
         "model": str(folder),
         "load_format": "dummy",  # a publish brings version 0, as every other version
         "skip_tokenizer_init": not config.sampling.stop,  # token ids in, token ids out; stop texts need text
@@ -219,6 +219,6 @@ def _has_latent_attention(folder: Path) -> bool:
     return _config_of(folder).get("kv_lora_rank") is not None
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
+def _config_of(folder: Path) -> JsonObject:
     file = folder / "config.json"
     return json.loads(file.read_text()) if file.is_file() else {}

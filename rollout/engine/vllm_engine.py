@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig
 from slipstream.rollout.engine.engine import CALL_TIMEOUT_S
 from slipstream.rollout.engine.engine_options import engine_arguments, warm_up_lengths
@@ -80,7 +81,7 @@ class VllmEngine:
         adapters: AdapterSlotsSpec | None = None,
         routing: RoutingShape | None = None,
         batch_invariant: bool = False,
-        make_llm: Callable[[dict[str, Any]], AsyncLLM] = make_llm,
+        make_llm: Callable[[JsonObject], AsyncLLM] = make_llm,
     ) -> None:
         self._config = config
         self._device = device

@@ -22,8 +22,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Device
 from slipstream.rollout.crash_reports import death_of_a_child, how_it_ended
 from slipstream.rollout.die_with_owner import OWNER_VARIABLE
@@ -60,7 +61,7 @@ SHUTDOWN_TIMEOUT_S = 1.0
 """How long the engine's processes get to end after SIGTERM. They hold nothing that must be saved."""
 
 
-def vllm_arguments(arguments: dict[str, Any]) -> AsyncEngineArgs:
+def vllm_arguments(arguments: JsonObject) -> AsyncEngineArgs:
     """Arguments in vLLM's class.
 
     Raises:
@@ -80,7 +81,7 @@ def vllm_arguments(arguments: dict[str, Any]) -> AsyncEngineArgs:
     return AsyncEngineArgs(**arguments)
 
 
-def make_llm(arguments: dict[str, Any]) -> AsyncLLM:
+def make_llm(arguments: JsonObject) -> AsyncLLM:
     """vLLM's engine, started. Its processes are forked from this one, which has imported vLLM, unless it has used a GPU
     or METHOD_VARIABLE says otherwise. Raises: see vllm_arguments().
     """
@@ -149,11 +150,11 @@ class VllmProcess:
 
     def __init__(
         self,
-        arguments: dict[str, Any],
+        arguments: JsonObject,
         device: Device,
         *,
         batch_invariant: bool,
-        make: Callable[[dict[str, Any]], AsyncLLM],
+        make: Callable[[JsonObject], AsyncLLM],
     ) -> None:
         self.arguments = arguments
         """What start() will hand to `make`."""

@@ -62,8 +62,13 @@ def _replies(method: Callable[..., Any]) -> Callable[..., tuple[str, str, Any]]:
 
 
 class WeightReceiver:
-    """Methods added to vLLM's worker. `self` is the worker: rank, device, vllm_config and get_model() are vLLM's."""
+    """Methods added to vLLM's worker, which has the first five attributes."""
 
+    rank: int
+    device: torch.device
+    vllm_config: Any
+    get_model: Callable[[], Any]
+    model_runner: Any
     _slipstream: Receiver
     _slipstream_transport: MooncakeTransport
     _slipstream_recorder: ActivationRecorder
@@ -99,16 +104,15 @@ class WeightReceiver:
         Returns:
             weight_sync.replica.messages.EngineRank, packed.
         """
-        worker: Any = self
         seconds = self.slipstream_seconds = {}
-        refuse_unwritable(worker.vllm_config)
-        model = worker.get_model()
+        refuse_unwritable(self.vllm_config)
+        model = self.get_model()
         metas = [TensorMeta(name, tuple(shape), dtype) for name, shape, dtype in tensors]
-        with timed(seconds, "record"), set_current_vllm_config(worker.vllm_config), without_adapters(worker):
-            forms = Forms.of(model, worker.vllm_config.model_config.dtype)
-            given = (model.load_weights, forms.params, metas, worker.rank)
+        with timed(seconds, "record"), set_current_vllm_config(self.vllm_config), without_adapters(self):
+            forms = Forms.of(model, self.vllm_config.model_config.dtype)
+            given = (model.load_weights, forms.params, metas, self.rank)
             with load_time_parameters(model):
-                own = expected[worker.rank] if worker.rank < len(expected) else ""
+                own = expected[self.rank] if self.rank < len(expected) else ""
                 layout = record_repeating(*given, post_load=forms.post_load) if own else None
                 self.slipstream_is_expected = layout is not None and layouts_digest((layout,)) == own
                 if layout is None or not self.slipstream_is_expected:
@@ -122,7 +126,7 @@ class WeightReceiver:
                 self._slipstream_transport,
                 repack=forms.repack,
                 recompute=forms.recompute,
-                synchronize=torch.cuda.synchronize if worker.device.type == "cuda" else None,
+                synchronize=torch.cuda.synchronize if self.device.type == "cuda" else None,
                 landing_bytes=landing_bytes,
             )
         with timed(seconds, "describe"):
@@ -137,9 +141,8 @@ class WeightReceiver:
         self._open_link(transport, host, timeout_s)
 
     def _open_link(self, transport: str, host: str, timeout_s: float) -> None:
-        worker: Any = self
         self._slipstream_transport = MooncakeTransport(
-            TransportKind(transport), device=worker.device.type, host=host, timeout_s=timeout_s
+            TransportKind(transport), device=self.device.type, host=host, timeout_s=timeout_s
         )
 
     @_replies
@@ -153,10 +156,9 @@ class WeightReceiver:
         Returns:
             weight_sync.replica.messages.EngineRank, packed.
         """
-        worker: Any = self
         metas = [TensorMeta(name, tuple(shape), dtype) for name, shape, dtype in tensors]
-        slots = AdapterSlots(worker, metas, self._slipstream_transport, worker.rank)
-        SlotServer(socket_address(folder, worker.rank), slots.handlers(), functools.partial(own_stream, worker.device))
+        slots = AdapterSlots(self, metas, self._slipstream_transport, self.rank)
+        SlotServer(socket_address(folder, self.rank), slots.handlers(), functools.partial(own_stream, self.device))
         described = pack(slots.describe())
         freeze_heap()
         return described
@@ -169,9 +171,8 @@ class WeightReceiver:
     @_replies
     def slipstream_verify(self, version: int, epoch: int, digest: str, expected: bytes) -> None:
         """Receiver.verify. `expected` is packed, one entry per rank."""
-        worker: Any = self
         per_rank = unpack(tuple[Expected, ...], expected)
-        self._slipstream.verify(version, epoch, digest, per_rank[worker.rank])
+        self._slipstream.verify(version, epoch, digest, per_rank[self.rank])
 
     @_replies
     def slipstream_commit(self, version: int, epoch: int) -> None:
@@ -191,9 +192,8 @@ class WeightReceiver:
     @_replies
     def slipstream_pull(self, offers: bytes, timeout_s: float) -> bytes:
         """recovery.pull from the peer's same rank. `offers` is packed, one entry per rank. Returns Pulled, packed."""
-        worker: Any = self
         per_rank = unpack(tuple[Offer, ...], offers)
-        return pack(pull(self._slipstream, per_rank[worker.rank], timeout_s=timeout_s))
+        return pack(pull(self._slipstream, per_rank[self.rank], timeout_s=timeout_s))
 
     @_replies
     def slipstream_adopt(self, version: int, epoch: int) -> None:
@@ -203,34 +203,29 @@ class WeightReceiver:
     @_replies
     def slipstream_release(self, offers: bytes) -> None:
         """recovery.release. `offers` as given to slipstream_pull."""
-        worker: Any = self
-        release(self._slipstream, unpack(tuple[Offer, ...], offers)[worker.rank])
+        release(self._slipstream, unpack(tuple[Offer, ...], offers)[self.rank])
 
     @_replies
     def slipstream_record_activations(self) -> None:
         """Record what the model computes from now on (activations.py). The engine must run eagerly."""
-        worker: Any = self
-        self._slipstream_recorder = ActivationRecorder(worker.get_model())
+        self._slipstream_recorder = ActivationRecorder(self.get_model())
 
     @_replies
     def slipstream_write_activations(self, file: str) -> None:
         """Stop recording and write what was recorded, as safetensors. Of several ranks, the first one's."""
-        worker: Any = self
         recorded = self._slipstream_recorder.finish()
-        if worker.rank == 0:
+        if self.rank == 0:
             save_file(recorded, file)
 
     @_replies
     def slipstream_read_params(self) -> dict[str, str]:
         """sha256 of every weight's bytes as the kernels read them. For tests, and for debugging a mismatch."""
-        worker: Any = self
-        return {name: _sha256(tensor) for name, tensor in readable(worker.get_model()).items()}
+        return {name: _sha256(tensor) for name, tensor in readable(self.get_model()).items()}
 
     @_replies
     def slipstream_read_slots(self) -> list[dict[str, str]]:
         """sha256 of every adapter buffer, by slot. For tests, and for debugging a mismatch."""
-        worker: Any = self
-        manager = worker.model_runner.lora_manager
+        manager = self.model_runner.lora_manager
         num_slots = manager.lora_config.max_loras
         buffers = slot_buffers(manager._adapter_manager.modules, num_slots)
         return [{name: _sha256(stacked[slot]) for name, stacked in buffers.items()} for slot in range(num_slots)]
@@ -238,9 +233,8 @@ class WeightReceiver:
     @_replies
     def slipstream_zero_params(self) -> None:
         """Set every weight to zero, to show that a publish replaces all of them. For tests."""
-        worker: Any = self
         with torch.no_grad():
-            for tensor in readable(worker.get_model()).values():
+            for tensor in readable(self.get_model()).values():
                 tensor.zero_()
 
 

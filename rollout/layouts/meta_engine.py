@@ -31,6 +31,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from slipstream.rollout.die_with_owner import OWNER_VARIABLE, end_with
 from slipstream.rollout.engine.engine_options import engine_arguments
@@ -58,7 +59,7 @@ class _WithoutMemory(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def record_all(request: dict[str, Any]) -> tuple[DestLayout, ...]:
+def record_all(request: JsonObject) -> tuple[DestLayout, ...]:
     """Record every rank of the engine that a request of offline_layout.py describes."""
     tensors = [TensorMeta(name, tuple(shape), dtype) for name, shape, dtype in request["tensors"]]
     dtype, tp_size = DType(request["dtype"]), int(request["tp_size"])

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
 
+from slipstream.conf.json_files import JsonObject
 from slipstream.rollout.errors import RewardError
 
 
@@ -25,7 +25,7 @@ def answer_text(answer: object) -> str:
     return str(answer).strip()
 
 
-def exact_match(response: str, fields: dict[str, Any], *, answer_key: str) -> tuple[float, str]:
+def exact_match(response: str, fields: JsonObject, *, answer_key: str) -> tuple[float, str]:
     """(1.0 if the response and the answer are equal once white space around them is gone; case counts, the response).
 
     Raises:
@@ -37,7 +37,7 @@ def exact_match(response: str, fields: dict[str, Any], *, answer_key: str) -> tu
 
 
 def regex_match(
-    response: str, fields: dict[str, Any], *, pattern: re.Pattern[str], answer_key: str
+    response: str, fields: JsonObject, *, pattern: re.Pattern[str], answer_key: str
 ) -> tuple[float, str | None]:
     """(1.0 if the first group of the pattern's first match equals the answer, that group); white space around both is
     ignored.

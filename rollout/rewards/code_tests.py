@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import CodeConfig
 from slipstream.rollout.errors import RewardError
 from slipstream.rollout.sandbox.sandbox import Limits, SandboxUnavailable, check_available, run
@@ -51,7 +52,7 @@ class Case:
     """Standard output; None: `given` is Python code."""
 
 
-def code_reward(config: CodeConfig, *, section: str, timeout_s: float) -> Callable[[str, str, dict[str, Any]], float]:
+def code_reward(config: CodeConfig, *, section: str, timeout_s: float) -> Callable[[str, str, JsonObject], float]:
     """(prompt, response, fields) -> 1.0 if the response's code passes all tests, otherwise 0.0, or with
     reward.code.partial the share of tests that it passes.
 
@@ -66,7 +67,7 @@ def code_reward(config: CodeConfig, *, section: str, timeout_s: float) -> Callab
         ) from e
     limits = Limits(**{name: value for name, value in asdict(config).items() if name != "partial"})
 
-    def judge(prompt: str, response: str, fields: dict[str, Any]) -> float:
+    def judge(prompt: str, response: str, fields: JsonObject) -> float:
         deadline = time.monotonic() + timeout_s - RESERVED_S
         code, cases = code_of(response), cases_of(fields["tests"])
         num_passed = 0

@@ -8,10 +8,10 @@ or a hang costs one sample, not the job.
 
 from __future__ import annotations
 
-from typing import Any
+from slipstream.conf.json_files import JsonObject
 
 
-def share_of_answer(prompt: str, response: str, fields: dict[str, Any]) -> float:
+def share_of_answer(prompt: str, response: str, fields: JsonObject) -> float:
     """Share of the response's characters that equal the one-character answer.
 
     It gives partial credit, so that a random policy gets rewards to learn from. Example: answer "e", response "ee3e"

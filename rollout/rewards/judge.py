@@ -19,8 +19,8 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import Any
 
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import RewardPart
 from slipstream.rollout.openai_client import OpenAIClient
 from slipstream.rollout.rewards.answer_text import compile_pattern
@@ -69,7 +69,7 @@ class Judge:
             count=count,
         )
 
-    async def judge(self, prompt: str, response: str, fields: dict[str, Any]) -> float:
+    async def judge(self, prompt: str, response: str, fields: JsonObject) -> float:
         """The verdict, as a share of the range reward.judge.scale.
 
         Raises:

@@ -9,10 +9,9 @@ read again, so a response cannot name places of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from slipstream.conf.json_files import JsonMapping
 from slipstream.conf.schema import RewardPart
 from slipstream.rollout.errors import RewardError
 
@@ -65,7 +64,7 @@ def columns_needed(config: RewardPart, section: str) -> list[tuple[str, str]]:
     return [("judge.prompt_file", name) for name in places if name not in GIVEN]
 
 
-def fill(template: str, prompt: str, response: str, fields: Mapping[str, Any]) -> str:
+def fill(template: str, prompt: str, response: str, fields: JsonMapping) -> str:
     """The text that the judge is sent.
 
     Raises:

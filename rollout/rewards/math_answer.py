@@ -15,6 +15,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
+from slipstream.conf.json_files import JsonObject
 from slipstream.rollout.rewards.answer_text import answer_text
 
 MAX_MEMORY_BYTES = 4 << 30
@@ -25,7 +26,7 @@ CALLS_PER_SAMPLE = 6
 """Calls of math-verify that have a time limit of their own: the answer, the response, and two readings of each."""
 
 
-def math_reward(*, answer_key: str, timeout_s: float) -> Callable[[str, str, dict[str, Any]], tuple[float, str | None]]:
+def math_reward(*, answer_key: str, timeout_s: float) -> Callable[[str, str, JsonObject], tuple[float, str | None]]:
     """(prompt, response, fields) -> (1.0 if the last boxed expression of the response, or else its last expression,
     equals the answer; 0.0 if not, if there is none, or if comparing them takes too long; that expression). Limits this
     process's memory.
@@ -46,7 +47,7 @@ def math_reward(*, answer_key: str, timeout_s: float) -> Callable[[str, str, dic
         is_marked = any(mark in answer for mark in ("\\boxed", "$", "\\(", "\\["))
         return tuple(parse(answer if is_marked else f"\\boxed{{{answer}}}", parsing_timeout=limit_s))
 
-    def judge(prompt: str, response: str, fields: dict[str, Any]) -> tuple[float, str | None]:
+    def judge(prompt: str, response: str, fields: JsonObject) -> tuple[float, str | None]:
         answer = expected(answer_text(fields[answer_key]))
         if not answer:
             raise ValueError(f"math-verify finds no expression in the answer {fields[answer_key]!r}")

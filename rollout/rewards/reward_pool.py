@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from slipstream.conf.json_files import JsonMapping
 from slipstream.conf.schema import RewardPart
 from slipstream.rollout.errors import RewardError
 from slipstream.rollout.rewards.counting import COUNTED
@@ -94,7 +94,7 @@ class RewardPool:
         self._limit_s += LATE_S if ready.is_async else 0.0
         return ready
 
-    async def judge(self, prompt: str, responses: Sequence[str], fields: Mapping[str, Any]) -> Answer:
+    async def judge(self, prompt: str, responses: Sequence[str], fields: JsonMapping) -> Answer:
         """What became of one sample, or of all samples of a group.
 
         Raises:
@@ -113,7 +113,7 @@ class RewardPool:
             await self._pool.close()
         await asyncio.gather(*self._calls, return_exceptions=True)
 
-    async def _judge(self, prompt: str, responses: Sequence[str], fields: Mapping[str, Any]) -> Answer:
+    async def _judge(self, prompt: str, responses: Sequence[str], fields: JsonMapping) -> Answer:
         if self._pool is None or self._pool.is_closed:
             raise RewardError("the reward runner is closed")
         limit = f"reward.timeout_s={self._config.timeout_s:g} seconds"

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slipstream.conf.json_files import is_list
+from slipstream.conf.json_files import JsonObject, is_list
 from slipstream.conf.schema import reward_part
 from slipstream.rollout.plain_number import plain_list, plain_number
 from slipstream.rollout.rewards.counting import counted
@@ -36,7 +36,7 @@ def _set_up(message: Any) -> tuple[Answer, list[object]]:
     return judge, [reward.is_async, reward.is_of_group, reward.source]
 
 
-def _judge(reward: Reward, prompt: str, responses: Sequence[str], fields: dict[str, Any]) -> list[Any]:
+def _judge(reward: Reward, prompt: str, responses: Sequence[str], fields: JsonObject) -> list[Any]:
     """Outcomes and counts of one sample, or of one group."""
     with counted() as counts:
         try:
@@ -48,7 +48,7 @@ def _judge(reward: Reward, prompt: str, responses: Sequence[str], fields: dict[s
 
 
 async def _judge_soon(
-    reward: Reward, timeout_s: float, prompt: str, responses: Sequence[str], fields: dict[str, Any]
+    reward: Reward, timeout_s: float, prompt: str, responses: Sequence[str], fields: JsonObject
 ) -> list[Any]:
     """The same for a coroutine."""
     with counted() as counts:

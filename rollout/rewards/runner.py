@@ -15,9 +15,9 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from slipstream.conf.functions import keep_copy
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.plural import counted
 from slipstream.conf.schema import RewardConfig
 from slipstream.rollout.errors import RewardError
@@ -189,5 +189,5 @@ def chosen_rewards(config: RewardConfig, prompt: Prompt, where: str = "") -> lis
     return [name for name in names if name in chosen]
 
 
-def _fields(prompt: Prompt, finish_reason: object) -> dict[str, Any]:
+def _fields(prompt: Prompt, finish_reason: object) -> JsonObject:
     return {FINISH_REASON: finish_reason, **prompt.fields}  # a column of that name wins

@@ -29,10 +29,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from slipstream.rollout.sandbox import syscalls
 
+Order: TypeAlias = dict[str, Any]
+"""What sandbox.py asks for: the program, its files and its limits."""
+Outcome: TypeAlias = dict[str, Any]
+"""What became of the program."""
 INSIDE_ID = 1000
 """User and group of the program, as it sees them."""
 OUTSIDE_ID = 65534
@@ -75,7 +79,7 @@ def main() -> None:
     json.dump(ended, sys.stdout)
 
 
-def run(order: dict[str, Any]) -> dict[str, Any]:
+def run(order: Order) -> Outcome:
     """The warden: starts the mason, writes the ids of its namespace, reads output, and ends all at the deadline.
 
     Raises:
@@ -107,7 +111,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
         _end(init, mason)
 
 
-def _watch(order: dict[str, Any], deadline: float, init: int, told: int, output: int, errors: int) -> dict[str, Any]:
+def _watch(order: Order, deadline: float, init: int, told: int, output: int, errors: int) -> Outcome:
     """Collect what the cell writes until init has ended, its time is up, or it wrote too much. (A daemon may hold the
     output open for longer than the program lives.)
     """
@@ -174,7 +178,7 @@ def _write_ids(mason: int) -> None:
             (process / f"{kind}_map").write_text(ids)
 
 
-def _build(order: dict[str, Any], to_ask: int, granted: int, to_tell: int, output: int, errors: int) -> None:
+def _build(order: Order, to_ask: int, granted: int, to_tell: int, output: int, errors: int) -> None:
     """The mason: makes the namespaces, starts init in them, and ends after it."""
     Path("/proc/self/oom_score_adj").write_text("1000")  # where memory is short, the cell goes before all else
     if os.geteuid() == 0:
@@ -197,7 +201,7 @@ def _build(order: dict[str, Any], to_ask: int, granted: int, to_tell: int, outpu
     os.waitpid(init, 0)
 
 
-def _make_root(order: dict[str, Any]) -> None:
+def _make_root(order: Order) -> None:
     """Mount the file system that the program is to see, in place of the machine's."""
     python = {folder: os.path.realpath(folder) for folder in order["python"]}
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
@@ -240,7 +244,7 @@ def _show(real: str, folder: str) -> None:
         _set_attributes(folder, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV)
 
 
-def _be_init(order: dict[str, Any], to_tell: int, output: int, errors: int) -> None:
+def _be_init(order: Order, to_tell: int, output: int, errors: int) -> None:
     """Process 1: starts the program, reaps what it leaves, counts what all of them use, and says how it ended."""
     _die_with_parent()
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # the program can read nothing of this process
@@ -254,7 +258,7 @@ def _be_init(order: dict[str, Any], to_tell: int, output: int, errors: int) -> N
         _or_tell(to_tell, lambda: _be_program(order, (stdin, output, errors), to_tell))
     for fd in (stdin, output, errors):
         os.close(fd)
-    said: dict[str, Any] = {}
+    said: Outcome = {}
     while not said:
         signal.sigtimedwait({signal.SIGCHLD}, TICK_S)
         with contextlib.suppress(ChildProcessError):
@@ -267,7 +271,7 @@ def _be_init(order: dict[str, Any], to_tell: int, output: int, errors: int) -> N
     os._exit(0)
 
 
-def _exceeded(order: dict[str, Any]) -> str:
+def _exceeded(order: Order) -> str:
     """Which limit all processes of the cell exceed together: "memory", "cpu" or ""."""
     disk = os.statvfs("/tmp")
     num_bytes = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
@@ -289,7 +293,7 @@ def _exceeded(order: dict[str, Any]) -> str:
     return "cpu" if cpu_s > order["cpu_s"] else ""
 
 
-def _be_program(order: dict[str, Any], streams: tuple[int, int, int], to_tell: int) -> None:
+def _be_program(order: Order, streams: tuple[int, int, int], to_tell: int) -> None:
     """The program's own process: streams, limits, no rights, the filter; then the program."""
     os.setsid()
     for target, fd in enumerate(streams):

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.conf.json_files import JsonMapping, JsonObject
 from slipstream.rollout.errors import DataError, TemplateRefused
 from slipstream.rollout.text.messages import TEMPLATE_OPTIONS, TOOLS, Chat
 from slipstream.rollout.text.plain_template import CLASS_TOKENS, read_plain, variables_of
@@ -75,7 +76,7 @@ class ChatTemplate:
         source = str(self._renderer.chat_template)
         return f"'{role}'" in source or f'"{role}"' in source
 
-    def check_options(self, options: Mapping[str, Any], name: str = TEMPLATE_OPTIONS) -> None:
+    def check_options(self, options: JsonMapping, name: str = TEMPLATE_OPTIONS) -> None:
         """Refuse options that are no variables of the template.
 
         Args:
@@ -102,11 +103,11 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[JsonMapping],
         *,
         is_open: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
+        tools: Sequence[JsonMapping] | None = None,
+        options: JsonMapping | None = None,
     ) -> str:
         """The template's text.
 
@@ -139,11 +140,11 @@ class ChatTemplate:
 
     def _render(
         self,
-        messages: list[dict[str, Any]],
+        messages: list[JsonObject],
         *,
         is_open: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: Mapping[str, Any] | None,
+        tools: Sequence[JsonMapping] | None,
+        options: JsonMapping | None,
     ) -> str:
         return str(
             self._renderer.apply_chat_template(
@@ -156,12 +157,12 @@ class ChatTemplate:
         )
 
 
-def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
+def _with_objects(message: JsonMapping) -> JsonObject:
     """The message with every tool call's arguments as an object, where they are one."""
     calls = message.get("tool_calls")
     if not calls:
         return dict(message)
-    parsed: list[dict[str, Any]] = []
+    parsed: list[JsonObject] = []
     for call in calls:
         function = dict(call.get("function") or {})
         with contextlib.suppress(KeyError, TypeError, ValueError):  # else the model's own words, rendered as they are

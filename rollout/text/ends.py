@@ -12,11 +12,10 @@ rollout.sampling.stop_token_ids, or leave all out (rollout.sampling.stop_at_eos=
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
-from slipstream.conf.json_files import read_json_object
+from slipstream.conf.json_files import JsonObject, read_json_object
 
 
 def end_token_ids(folder: Path, tokenizer: Tokenizer | None = None) -> list[int]:
@@ -47,5 +46,5 @@ def _tokenizer_end(folder: Path, tokenizer: Tokenizer | None) -> list[int]:
     return []
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> JsonObject:
     return read_json_object(file) if file.is_file() else {}

@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
+from slipstream.conf.json_files import JsonMapping, JsonObject
 from slipstream.rollout.errors import DataError
 
 TOOLS, TEMPLATE_OPTIONS = "tools", "chat_template_kwargs"
@@ -25,9 +25,9 @@ TOOLS, TEMPLATE_OPTIONS = "tools", "chat_template_kwargs"
 class Chat:
     """What a chat template takes."""
 
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    messages: Sequence[JsonMapping]
+    tools: Sequence[JsonMapping] = ()
+    options: JsonMapping = field(default_factory=JsonObject)
     """Further variables of the template."""
 
     def first(self, count: int) -> Chat:
@@ -35,7 +35,7 @@ class Chat:
         return replace(self, messages=self.messages[:count])
 
 
-def text_messages(value: object) -> list[dict[str, Any]]:
+def text_messages(value: object) -> list[JsonObject]:
     """The messages of a value, each with its content as text.
 
     Content may be a list of parts of type text, which are joined. It may be null or missing beside tool calls, and is
@@ -46,7 +46,7 @@ def text_messages(value: object) -> list[dict[str, Any]]:
     """
     if not isinstance(value, list) or not value:
         raise DataError("must be a non-empty list of messages with role and content")
-    found: list[dict[str, Any]] = []
+    found: list[JsonObject] = []
     for number, message in enumerate(value, start=1):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise DataError(f"message {number} must be an object with a role and content, got {message!r:.60}")
@@ -69,7 +69,7 @@ def _text(content: object, what: str, has_calls: bool) -> str | None:
     return "".join(part["text"] for part in content)
 
 
-def tools_of(value: object) -> list[dict[str, Any]]:
+def tools_of(value: object) -> list[JsonObject]:
     """The tools of a column, which may be JSON text: Parquet mixes up the fields of several tools. null: none.
 
     Raises:
@@ -81,7 +81,7 @@ def tools_of(value: object) -> list[dict[str, Any]]:
     return found
 
 
-def template_options(value: object) -> dict[str, Any]:
+def template_options(value: object) -> JsonObject:
     """The further variables of the template in a column or a request; may be JSON text. null: none.
 
     Raises:

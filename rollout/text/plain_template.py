@@ -23,6 +23,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from slipstream.conf.json_files import JsonMapping, JsonObject
+
 CLASS_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 """Variables of templates that a tokenizer class may fill with tokens of its own."""
 _OTHER_PLACES = ("tekken.json", "chat_template.json", "additional_chat_templates")
@@ -39,9 +41,9 @@ class PlainTemplate:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[JsonMapping],
         *,
-        tools: Sequence[Mapping[str, Any]] | None,
+        tools: Sequence[JsonMapping] | None,
         add_generation_prompt: bool,
         tokenize: bool = False,
         **options: Any,
@@ -64,7 +66,7 @@ def read_plain(folder: Path) -> PlainTemplate | None:
     description = folder / "tokenizer_config.json"
     if not description.is_file() or any((folder / name).exists() for name in _OTHER_PLACES):
         return None
-    config: dict[str, Any] = json.loads(description.read_text(encoding="utf-8"))
+    config: JsonObject = json.loads(description.read_text(encoding="utf-8"))
     file = folder / "chat_template.jinja"
     template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
     if not isinstance(template, str) or "auto_map" in config or isinstance(config.get("extra_special_tokens"), dict):

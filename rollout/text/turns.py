@@ -12,9 +12,9 @@ agents are not judged: an agent may say what it likes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from slipstream.conf.json_files import JsonMapping
 from slipstream.rollout.errors import DataError, TemplateRefused
 from slipstream.rollout.text.chat_template import ChatTemplate
 from slipstream.rollout.text.messages import Chat
@@ -80,11 +80,11 @@ class TurnCheck:
                 )
             last = place if number >= num_leading else last
 
-    def _render(self, chat: Chat, messages: Sequence[Mapping[str, Any]], is_open: bool) -> str:
+    def _render(self, chat: Chat, messages: Sequence[JsonMapping], is_open: bool) -> str:
         return self._template.render(messages, is_open=is_open, tools=chat.tools, options=chat.options)
 
 
-def _is_marked(message: Mapping[str, Any]) -> bool:
+def _is_marked(message: JsonMapping) -> bool:
     """Whether the template must write the content. Of earlier answers many leave out a part."""
     return bool(message["content"]) and message["role"] != "assistant"
 

@@ -15,11 +15,11 @@ engine's layout fails and names the tensor.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import HfConfig, JsonObject
 from slipstream.weight_sync.layout import TensorMeta
 
 BLOCK = 128
@@ -44,7 +44,7 @@ class BlockFp8:
     """Names of modules that stay as they are, as in quantization_config.modules_to_not_convert."""
 
     @staticmethod
-    def from_hf_config(hf_config: Mapping[str, Any]) -> BlockFp8 | None:
+    def from_hf_config(hf_config: HfConfig) -> BlockFp8 | None:
         """What `quantization_config` asks for; None without one, and for packed experts, which ModelSpec describes.
 
         Raises:
@@ -68,7 +68,7 @@ class BlockFp8:
         return BlockFp8(frozenset(given.get("modules_to_not_convert") or ()))
 
     @staticmethod
-    def hf_entry(tensors: Iterable[TensorMeta]) -> dict[str, Any]:
+    def hf_entry(tensors: Iterable[TensorMeta]) -> JsonObject:
         """`quantization_config` for a model without one: every projection except the head and the routers."""
         modules = (meta.name.removesuffix(".weight") for meta in tensors)
         kept = [module for module in modules if module == "lm_head" or _is_router(module)]

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.json_files import object_or_empty
+from slipstream.conf.json_files import JsonMapping, JsonObject, object_or_empty
 from slipstream.conf.schema import LoraConfig
 from slipstream.trainer.weights.adapter_names import PREFIX
 from slipstream.weight_sync.disk.safetensors_files import StoredTensor, read_header
@@ -69,7 +69,7 @@ class StoredAdapter:
     """What the files say."""
 
     folder: Path
-    fields: dict[str, Any]
+    fields: JsonObject
     """adapter_config.json."""
     factors: dict[str, StoredTensor]
 
@@ -125,7 +125,7 @@ def read_stored_adapter(folder: Path, subject: str) -> StoredAdapter:
     return StoredAdapter(folder, fields, read_header(folder / ADAPTER_FILE))
 
 
-def _refuse_other_functions(fields: Mapping[str, Any], of: str) -> None:
+def _refuse_other_functions(fields: JsonMapping, of: str) -> None:
     """Raise ConfigError for the first field that makes an adapter something else than W + scale * B @ A."""
     for field, kinds in (("r", int), ("lora_alpha", int | float)):
         value = fields.get(field)

@@ -23,9 +23,10 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
+
+from slipstream.conf.json_files import JsonObject
 
 Facts = dict[str, int | str]
 
@@ -149,7 +150,7 @@ def write_trace(file: Path, processes: Mapping[str, Sequence[Span]]) -> None:
         processes: Name -> spans. Tracks appear in the order in which they are first used.
     """
     first = min((span.start_s for spans in processes.values() for span in spans), default=0.0)
-    events: list[dict[str, Any]] = []
+    events: list[JsonObject] = []
     for pid, (process, spans) in enumerate(processes.items()):
         events.append(_name("process", pid, 0, process))
         tracks: dict[str, int] = {}
@@ -173,5 +174,5 @@ def write_trace(file: Path, processes: Mapping[str, Sequence[Span]]) -> None:
     file.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+def _name(kind: str, pid: int, tid: int, name: str) -> JsonObject:
     return {"ph": "M", "name": f"{kind}_name", "pid": pid, "tid": tid, "args": {"name": name}}

@@ -6,7 +6,8 @@ Owns: their names. Does not own: what is in a row (step_rows).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+
+from slipstream.conf.json_files import JsonObject
 
 
 class RayGauges:
@@ -18,7 +19,7 @@ class RayGauges:
 
     def __init__(self, meanings: Mapping[str, str]) -> None:
         self._meanings = meanings
-        self._gauges: dict[str, Any] = {}
+        self._gauges: JsonObject = {}
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Show a row."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from slipstream.conf.json_files import JsonMapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,5 +17,5 @@ class RunStart:
     """The run's name, and from which step on: run-20260131-120000-from-50."""
     group: str
     """The run's name: what all its starts have in common."""
-    options: Mapping[str, Any]
+    options: JsonMapping
     """Every option of the run by its full name."""
