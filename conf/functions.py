@@ -54,7 +54,7 @@ def import_function(option: str, value: str) -> Callable[..., Any]:
         raise ConfigError(f"{option}={value}: there is no file {Path(place).absolute()}")
     try:
         module = _load_file(Path(place)) if is_file else importlib.import_module(place)
-    except Exception as e:
+    except Exception as e:  # the user's own module runs here
         is_missing = isinstance(e, ModuleNotFoundError) and e.name in (place, place.partition(".")[0])
         cure = (
             "; start the run in the folder that holds it, put that folder on PYTHONPATH, or name the file: "

@@ -153,7 +153,7 @@ async def _read(peer_name: str, reader_name: str, supervisor: Supervisor, timeou
     peer, reader = supervisor.roster.replicas[peer_name].worker, supervisor.roster.replicas[reader_name].worker
     try:
         offers = await wait_for(peer.offer(), f"offer on {peer.name}", timeout_s=timeout_s)
-    except Exception as error:
+    except Exception as error:  # the boundary to another process
         raise _PeerLost(f"it committed, and then made no offer: {type(error).__name__}: {error}") from error
     began = time.monotonic()
     pulled = await wait_for(reader.pull(offers), f"pull on {reader.name}", timeout_s=timeout_s)

@@ -82,7 +82,7 @@ class Router:
                 is_serving = replica.worker is worker and replica.state is ReplicaState.serving
                 if is_serving and replica.num_updates == num_updates:
                     await self._supervisor.fail(replica, f"it committed the newest version, yet it refuses: {error}")
-            except Exception as error:
+            except Exception as error:  # the boundary to another process
                 logger.debug("a group on %s failed", worker.name, exc_info=True)
                 self.num_failed_groups += 1
                 if replica.worker is worker:  # otherwise its successor is up already, which did not fail

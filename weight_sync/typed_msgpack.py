@@ -133,7 +133,7 @@ def _layout_of(cls: type, value: Any) -> Any:
         return source_layout_from_bytes(data) if cls is SourceLayout else layouts_from_bytes(data)[0]
     except ProtocolError:
         raise
-    except Exception as e:
+    except Exception as e:  # bytes of a stranger may break the reading anywhere
         raise ProtocolError(f"expected a layout, got {len(data)} bytes that are none: {e}") from e
 
 

@@ -1,7 +1,7 @@
 """Flags of every command, declared once: argparse reads them, and `--help` is written from them.
 
 Owns: names, types, help and, where nothing else has them, defaults. Defaults of `push` and `plan` are those of
-PushOptions, Hardware and LinkRates. Does not own: what the flags mean (the commands), texts around them (help.py),
+PushOptions, Hardware and LinkRates. Does not own: what the flags mean (the commands), texts around them (texts.py),
 options of a run (conf/).
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
 from slipstream.conf.errors import ConfigError
-from slipstream.orchestrator.cli import help as texts
-from slipstream.orchestrator.cli.help import CommandText
+from slipstream.orchestrator.cli import option_help, texts
+from slipstream.orchestrator.cli.texts import CommandText
 
 Add = Callable[..., None]
 """Adds one flag: (its names, its value's type, or bool if it takes none, the value's name, text, more of argparse)."""
@@ -92,7 +92,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Texts as they are written, and flags folded beside them."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=28, width=texts.width())
+        super().__init__(prog, max_help_position=28, width=option_help.width())
 
 
 def train() -> Parser:

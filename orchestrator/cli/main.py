@@ -3,7 +3,8 @@ overrides.
 
     words --argparse--> flags, overrides --conf.load--> RunConfig --preflight--> --environment--> run.run
 
-Owns: which function a command calls. Does not own: flags (flags.py), help (help.py), how a command ends (exit.py).
+Owns: which function a command calls. Does not own: flags (flags.py), help (texts.py, option_help.py), how a command
+ends (exit.py).
 Invariant: importing this module loads neither torch, Ray nor vLLM, and `--help` answers at once.
 """
 
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slipstream.conf.errors import ConfigError, SlipstreamError
 from slipstream.orchestrator.cli import flags as cli_flags
-from slipstream.orchestrator.cli import help as cli_help
+from slipstream.orchestrator.cli import option_help, texts
 from slipstream.orchestrator.cli.exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, run_to_an_exit_code, say, tell
 from slipstream.orchestrator.signals import wound_down_by_signals
 from slipstream.orchestrator.socket_folder import for_engines_alone
@@ -66,10 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> int:
     command, rest = (words[0], words[1:]) if words else ("--help", [])
     if command in ("--help", "-h", "help"):
-        print(cli_help.TOP)
+        print(texts.TOP)
         return EXIT_OK
     if command == "--version":
-        print(cli_help.version())
+        print(texts.version())
         return EXIT_OK
     if command not in COMMANDS:
         from slipstream.conf.options import did_you_mean
@@ -106,9 +107,9 @@ def _train(flags: argparse.Namespace, overrides: list[str]) -> int:
     if flags.help_topic is not None:
         # `train experiment=x --help` and `train --help experiment=x`: the overrides are not a topic.
         if flags.help_topic and "=" not in flags.help_topic:
-            print(cli_help.topic(flags.help_topic, flags.config_dir))
+            print(option_help.topic(flags.help_topic, flags.config_dir))
         else:
-            print(f"{cli_flags.train().format_help()}\n{cli_help.options(flags.config_dir)}")
+            print(f"{cli_flags.train().format_help()}\n{option_help.options(flags.config_dir)}")
         return EXIT_OK
 
     from slipstream.conf.load import load_run_config

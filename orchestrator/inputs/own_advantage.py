@@ -53,7 +53,7 @@ def own_advantage(value: str) -> AdvantageFunction:
         penalized = groups if penalties is None else [_minus(*one) for one in zip(groups, penalties, strict=True)]
         try:
             found = function(penalized)
-        except Exception as error:
+        except Exception as error:  # the user's own function
             logger.exception("algorithm.advantage=%s failed", value)
             raise TrainingStopped(f"algorithm.advantage={value} raised {type(error).__name__}: {error}") from error
         return _checked(found, groups, value)

@@ -2,8 +2,9 @@
 
     RunConfig --one function per subject--> a Fact each, or a problem each --> PreflightReport, or one PreflightError
 
-Owns: checks of packages, model, adapter, tokenizer, reward and run folder, and the order of all checks. Does not own:
-rules between options (conf/checks.py), rows of data files (prompt_rows.py), the machine (machine_checks.py).
+Owns: checks of packages, model, adapter, tokenizer and run folder, and the order of all checks. Does not own: rules
+between options (conf/checks.py), rows of data files (prompt_rows.py), rewards, agents and other code that is given
+(given_code.py), the machine (machine_checks.py).
 Invariant: nothing is written but what `datasets` downloads into its cache, and neither torch nor Ray is loaded. It
 takes seconds, unless data is downloaded, or a large checkpoint is to be resumed, which is read whole. Every problem is
 found in one go, so that nobody repairs one to meet the next.
@@ -14,10 +15,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import pickle
-import socket
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +23,6 @@ from pathlib import Path
 from slipstream.conf.architecture.families import family_of, kind_of, read_config
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.errors import ConfigError, SlipstreamError
-from slipstream.conf.functions import is_function_path
 from slipstream.conf.json_files import HfConfig
 from slipstream.conf.model_checks import check_architecture, check_packed_base_reaches_engines
 from slipstream.conf.options import did_you_mean
@@ -40,6 +36,12 @@ from slipstream.orchestrator.files.run_checkpoint import checkpoints_of, has_not
 from slipstream.orchestrator.files.run_folder import RunFolder, follow_latest, resumed_folder
 from slipstream.orchestrator.inputs.character_tokenizer import CHARACTERS, check_character_vocabulary
 from slipstream.orchestrator.inputs.facts import Fact
+from slipstream.orchestrator.inputs.given_code import (
+    check_agent_loads,
+    check_algorithm_loads,
+    check_reward_loads,
+    check_teacher_answers,
+)
 from slipstream.orchestrator.inputs.logger_checks import check_loggers
 from slipstream.orchestrator.inputs.machine_checks import (
     check_dashboard_port,
@@ -52,27 +54,18 @@ from slipstream.orchestrator.inputs.machine_checks import (
 )
 from slipstream.orchestrator.inputs.model_files import check_checkpoint_files, download_first
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
-from slipstream.orchestrator.inputs.own_advantage import try_advantage
-from slipstream.orchestrator.inputs.prompt_rows import check_data, first_prompts
-from slipstream.orchestrator.inputs.reward_facts import who_judges
+from slipstream.orchestrator.inputs.prompt_rows import check_data
 from slipstream.orchestrator.inputs.text_encoder import (
     TextEncoder,
     check_holds_tokenizer,
-    template_knows_tools,
     tokenizer_folder,
 )
 from slipstream.orchestrator.machine import HERE, Machine, nearest_existing
-from slipstream.rollout.agents.episode_runner import check_agent
-from slipstream.rollout.agents.tool_calls import parser_names
 from slipstream.rollout.engine.engine_options import known_arguments
-from slipstream.rollout.rewards.runner import check_reward
 from slipstream.trainer.weights.stored_adapter import check_adapter_fits, read_stored_adapter
 
 MIN_FREE_BYTES = 256 << 20
 """Free space below which a run is refused: logs, metrics and the checkpoints of a tiny model."""
-
-TRY_S = 300.0
-"""Longest that a loss of the user's own may take to be tried, PyTorch's import included."""
 
 _PACKAGES = ("torch", "vllm", "ray", "mooncake", "transformers", "safetensors")
 
@@ -293,87 +286,6 @@ def check_training(config: RunConfig) -> Fact:
     else:
         step = f"{counted(algorithm.sequences_per_step, 'row')} a step"
     return Fact("training", f"{what}, lr {trainer.optim.lr:g}, {step}, {counted(run.num_steps, 'step')}")
-
-
-def check_reward_loads(config: RunConfig) -> Fact | None:
-    """The reward can be set up; tried in a process of its own, as in the run."""
-    if config.algorithm.objective is not Objective.policy:
-        return None
-    check_reward(config.reward)
-    return Fact("reward", who_judges(config))
-
-
-def check_algorithm_loads(config: RunConfig) -> Fact | None:
-    """A loss and an advantage of the user's own can be imported and called; the loss in a process of its own."""
-    algorithm = config.algorithm
-    own = [value for value in (algorithm.loss, algorithm.advantage) if is_function_path(value)]
-    if algorithm.objective is not Objective.policy or not own:
-        return None
-    problems: list[str] = []
-    if is_function_path(algorithm.advantage):
-        try:
-            try_advantage(config, first_prompts(config, most_rows=2))
-        except ConfigError as error:
-            problems.append(str(error))
-    if is_function_path(algorithm.loss):
-        command = [sys.executable, "-m", "slipstream.trainer.step.own_loss"]
-        tried = subprocess.run(command, input=pickle.dumps(algorithm), capture_output=True, timeout=TRY_S, check=False)
-        if tried.returncode != 0:
-            said = tried.stderr.decode(errors="replace").strip().splitlines()
-            problems.append(said[-1] if said else f"algorithm.loss={algorithm.loss} ended its process")
-    if problems:
-        raise ConfigError("; ".join(problems))
-    return Fact("algorithm", " and ".join(own))
-
-
-def check_teacher_answers(config: RunConfig) -> Fact | None:
-    """The teacher of distillation is there, and its tokens are the policy's."""
-    if config.algorithm.objective is not Objective.policy or config.algorithm.distill_coef == 0:
-        return None
-    if config.run.num_steps == 0:
-        return Fact("teacher", "not asked: no step is made")
-    from slipstream.orchestrator.inputs.teacher_check import check_teacher  # imports httpx
-
-    return Fact("teacher", check_teacher(config))
-
-
-def check_agent_loads(config: RunConfig) -> Fact | None:
-    """The agent can be imported, tried in a process of its own; its tool parser is known and its port is free."""
-    name, episodes = config.rollout.agent, config.rollout.episodes
-    if name is None or config.algorithm.objective is not Objective.policy:
-        return None
-    known = parser_names()
-    if episodes.tool_parser is not None and known and episodes.tool_parser not in known:
-        raise ConfigError(
-            f"rollout.episodes.tool_parser={episodes.tool_parser} is none of vLLM's: give one of {', '.join(known)}"
-        )
-    _check_template_knows_tools(config)
-    try:
-        family, kind, *_, address = socket.getaddrinfo(episodes.host, episodes.port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise ConfigError(
-            f"rollout.episodes.host={episodes.host} and rollout.episodes.port={episodes.port}: "
-            f"{error.strerror or error}; give an address of this machine and a free port, or port 0 for any"
-        ) from error
-    check_agent(config)
-    return Fact("agent", f"{name}, at most {counted(episodes.max_turns, 'turn')}")
-
-
-def _check_template_knows_tools(config: RunConfig) -> None:
-    """A parser of tool calls is for an agent with tools, which the chat template must show to the model."""
-    folder = tokenizer_folder(config.model)
-    is_characters = config.model.tokenizer == CHARACTERS  # its template knows none
-    if config.rollout.episodes.tool_parser is None or not (is_characters or folder.is_dir()):
-        return
-    if is_characters or not template_knows_tools(folder):
-        raise ConfigError(
-            f"rollout.episodes.tool_parser={config.rollout.episodes.tool_parser}, and the chat template of "
-            f"{'model.tokenizer=characters' if is_characters else folder} writes no tools: a model would never see "
-            "them; give model.tokenizer=FOLDER with a template that does, or rollout.episodes.tool_parser=null"
-        )
 
 
 def check_run_folder(config: RunConfig, machine: Machine) -> Fact:

@@ -125,7 +125,7 @@ class ViewServer:
             return _answer({"error": str(error)}, 400)
         except web.HTTPException as error:
             return _answer({"error": error.reason}, error.status)
-        except Exception as error:
+        except Exception as error:  # files of a run that goes on, or of another program
             logger.exception("%s could not be answered", request.path)
             return _answer({"error": f"a file of the run cannot be understood ({type(error).__name__}: {error})"}, 500)
 

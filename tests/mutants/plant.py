@@ -47,6 +47,10 @@ MODULES: dict[str, tuple[str, ...]] = {
         "weight_sync/publish/test_publisher_ranks.py",
         "weight_sync/publish/test_publisher_rejoin.py",
     ),
+    "weight_sync/publish/rank0.py": (
+        "weight_sync/publish/test_publisher.py",
+        "weight_sync/publish/test_publisher_rejoin.py",
+    ),
     "weight_sync/replica/receiver.py": ("weight_sync/replica/test_receiver.py", "weight_sync/replica/test_recovery.py"),
     "weight_sync/replica/version_state.py": ("weight_sync/replica/test_version_state.py",),
     "weight_sync/replica/recovery.py": ("weight_sync/replica/test_recovery.py",),

@@ -59,7 +59,7 @@ def _call(function: Callable[..., Any], value: str, tokens: LossTokens, algorith
         return TokenLosses(tokens.logprobs_N * 0.0, none_N, none_N)
     try:
         loss_N = function(tokens, algorithm)
-    except Exception as error:
+    except Exception as error:  # the user's own function
         raise TrainerError(f"algorithm.loss={value} raised {type(error).__name__}: {error}") from error
     wanted = tuple(tokens.logprobs_N.shape)
     if not isinstance(loss_N, Tensor) or tuple(loss_N.shape) != wanted:

@@ -155,7 +155,7 @@ def _attempt(make: Callable[[], T]) -> Outcome[T]:
         return make(), None
     except (WeightSyncError, ConfigError) as e:
         return None, e
-    except Exception as e:
+    except Exception as e:  # raised on every rank instead
         logger.error("unexpected error", exc_info=e)
         return None, WeightSyncError(f"{type(e).__name__}: {e}")
 

@@ -10,7 +10,7 @@ from fakes.template_tokenizer import QWEN, save_template_tokenizer
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_run_config
-from slipstream.orchestrator.inputs.preflight import check_agent_loads
+from slipstream.orchestrator.inputs.given_code import check_agent_loads
 
 GAME = ["experiment=agent_game", "cluster.device=cpu"]
 

@@ -10,7 +10,7 @@ from fakes.teacher_server import TeacherServer, teacher_server
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import RunConfig
-from slipstream.orchestrator.inputs.preflight import check_teacher_answers
+from slipstream.orchestrator.inputs.given_code import check_teacher_answers
 from slipstream.orchestrator.inputs.prompt_rows import RowEncoder
 
 

@@ -277,7 +277,7 @@ def test_a_silent_replica_costs_its_own_deadline() -> None:
     world = World(2, timeout_s=60)
     world.connect()
     entered, release = make_begin_hang(world.engines[0])
-    clients = world.publisher._clients
+    clients = world.publisher._rank0._clients
     assert clients is not None
     call = clients.call
 
@@ -341,7 +341,7 @@ def test_a_plan_made_for_expected_layouts_serves_those_engines_and_no_others(
         plans.append(1)
         return build_plan(*args, **options)
 
-    monkeypatch.setattr("slipstream.weight_sync.publish.publisher.build_plan", counted)
+    monkeypatch.setattr("slipstream.weight_sync.publish.rank0.build_plan", counted)
     expected = tuple(one.layout for one in (receiver.describe() for receiver in world.engines[0].receivers))
     try:
         world.publisher.plan_for([expected] * (2 if is_right else 1))

@@ -170,7 +170,7 @@ def test_a_rank_that_cannot_connect_is_an_error_on_every_rank(make, monkeypatch,
     owner = world.sources[broken] if verb == "layout" else world.publishers[broken]._pipeline
     with monkeypatch.context() as patch:
         patch.setattr(owner, verb, breaks)
-        layouts = world.publishers[0]._met
+        layouts = world.publishers[0]._rank0.met
         world.raises(PlanError, f"trainer rank {broken}: no room", lambda publisher: (
             publisher.plan_for(layouts), publisher.connect(world.addresses)
         ))  # fmt: skip

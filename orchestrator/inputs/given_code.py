@@ -1,0 +1,110 @@
+"""Checks of the code and the services that a run is given: reward, agent, loss, advantage and teacher are tried before.
+
+Owns: how each is tried, in a process of its own where it is the user's code. Does not own: the order of all checks
+(preflight.py).
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import subprocess
+import sys
+
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.functions import is_function_path
+from slipstream.conf.plural import counted
+from slipstream.conf.schema import Objective, RunConfig
+from slipstream.orchestrator.inputs.character_tokenizer import CHARACTERS
+from slipstream.orchestrator.inputs.facts import Fact
+from slipstream.orchestrator.inputs.own_advantage import try_advantage
+from slipstream.orchestrator.inputs.prompt_rows import first_prompts
+from slipstream.orchestrator.inputs.reward_facts import who_judges
+from slipstream.orchestrator.inputs.text_encoder import template_knows_tools, tokenizer_folder
+from slipstream.rollout.agents.episode_runner import check_agent
+from slipstream.rollout.agents.tool_calls import parser_names
+from slipstream.rollout.rewards.runner import check_reward
+
+TRY_S = 300.0
+"""Longest that a loss of the user's own may take to be tried, PyTorch's import included."""
+
+
+def check_reward_loads(config: RunConfig) -> Fact | None:
+    """The reward can be set up; tried in a process of its own, as in the run."""
+    if config.algorithm.objective is not Objective.policy:
+        return None
+    check_reward(config.reward)
+    return Fact("reward", who_judges(config))
+
+
+def check_algorithm_loads(config: RunConfig) -> Fact | None:
+    """A loss and an advantage of the user's own can be imported and called; the loss in a process of its own."""
+    algorithm = config.algorithm
+    own = [value for value in (algorithm.loss, algorithm.advantage) if is_function_path(value)]
+    if algorithm.objective is not Objective.policy or not own:
+        return None
+    problems: list[str] = []
+    if is_function_path(algorithm.advantage):
+        try:
+            try_advantage(config, first_prompts(config, most_rows=2))
+        except ConfigError as error:
+            problems.append(str(error))
+    if is_function_path(algorithm.loss):
+        command = [sys.executable, "-m", "slipstream.trainer.step.own_loss"]
+        tried = subprocess.run(command, input=pickle.dumps(algorithm), capture_output=True, timeout=TRY_S, check=False)
+        if tried.returncode != 0:
+            said = tried.stderr.decode(errors="replace").strip().splitlines()
+            problems.append(said[-1] if said else f"algorithm.loss={algorithm.loss} ended its process")
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return Fact("algorithm", " and ".join(own))
+
+
+def check_teacher_answers(config: RunConfig) -> Fact | None:
+    """The teacher of distillation is there, and its tokens are the policy's."""
+    if config.algorithm.objective is not Objective.policy or config.algorithm.distill_coef == 0:
+        return None
+    if config.run.num_steps == 0:
+        return Fact("teacher", "not asked: no step is made")
+    from slipstream.orchestrator.inputs.teacher_check import check_teacher  # imports httpx
+
+    return Fact("teacher", check_teacher(config))
+
+
+def check_agent_loads(config: RunConfig) -> Fact | None:
+    """The agent can be imported, tried in a process of its own; its tool parser is known and its port is free."""
+    name, episodes = config.rollout.agent, config.rollout.episodes
+    if name is None or config.algorithm.objective is not Objective.policy:
+        return None
+    known = parser_names()
+    if episodes.tool_parser is not None and known and episodes.tool_parser not in known:
+        raise ConfigError(
+            f"rollout.episodes.tool_parser={episodes.tool_parser} is none of vLLM's: give one of {', '.join(known)}"
+        )
+    _check_template_knows_tools(config)
+    try:
+        family, kind, *_, address = socket.getaddrinfo(episodes.host, episodes.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"rollout.episodes.host={episodes.host} and rollout.episodes.port={episodes.port}: "
+            f"{error.strerror or error}; give an address of this machine and a free port, or port 0 for any"
+        ) from error
+    check_agent(config)
+    return Fact("agent", f"{name}, at most {counted(episodes.max_turns, 'turn')}")
+
+
+def _check_template_knows_tools(config: RunConfig) -> None:
+    """A parser of tool calls is for an agent with tools, which the chat template must show to the model."""
+    folder = tokenizer_folder(config.model)
+    is_characters = config.model.tokenizer == CHARACTERS  # its template knows none
+    if config.rollout.episodes.tool_parser is None or not (is_characters or folder.is_dir()):
+        return
+    if is_characters or not template_knows_tools(folder):
+        raise ConfigError(
+            f"rollout.episodes.tool_parser={config.rollout.episodes.tool_parser}, and the chat template of "
+            f"{'model.tokenizer=characters' if is_characters else folder} writes no tools: a model would never see "
+            "them; give model.tokenizer=FOLDER with a template that does, or rollout.episodes.tool_parser=null"
+        )

@@ -1,0 +1,270 @@
+"""What trainer rank 0 does in a publish beside its part of the bytes: it plans for all ranks, and speaks to replicas.
+
+Owns: the sockets to replicas, epochs, the layouts that a plan is for, what every engine rank must hold, and how many
+parameters changed. Does not own: what all ranks do together and in which order (publisher.py), the messages of one
+publish (transaction.py), the plan itself (weight_sync/plan).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.conf.schema import WeightSyncConfig
+from slipstream.weight_sync.errors import LinkMismatch, PlanMismatch, ProtocolError, WeightSyncError
+from slipstream.weight_sync.layout import Destination, DestLayout, SourceLayout
+from slipstream.weight_sync.plan.columns import Flags, Ints
+from slipstream.weight_sync.plan.plan import build_plan
+from slipstream.weight_sync.plan.transfer_plan import PlanSummary
+from slipstream.weight_sync.publish.address_book import AddressBook, Addresses
+from slipstream.weight_sync.publish.bases import Bases, flags_of, joined_flags, with_changes
+from slipstream.weight_sync.publish.lanes import RankPublishReport
+from slipstream.weight_sync.publish.report import PublishReport
+from slipstream.weight_sync.publish.sums import Places, Sums
+from slipstream.weight_sync.publish.trace import write_trace
+from slipstream.weight_sync.publish.transaction import Alive, Transaction
+from slipstream.weight_sync.replica.control_client import ReplicaClients
+from slipstream.weight_sync.replica.expected import Planned
+from slipstream.weight_sync.replica.messages import Describe, Described, Expected, addresses_digest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What rank 0 sends to all ranks in Publisher.plan_for()."""
+
+    summary: PlanSummary
+    names: tuple[tuple[str, ...], ...]
+    """Lists of parameters. The same ranks of several replicas share one list."""
+    takes_changes: tuple[tuple[bool, ...], ...]
+    """Per name, whether changes alone may be sent for the parameter; empty if changes are never sent."""
+    names_of: dict[Destination, int]
+    """Per engine rank, the index of its list."""
+
+    def places(self) -> Places:
+        """The place of every parameter of every engine rank."""
+        return Places({dest: self.names[number] for dest, number in self.names_of.items()})
+
+    def flags(self) -> Flags:
+        """`takes_changes` of all places."""
+        return joined_flags(self.takes_changes[number] for number in self.names_of.values())
+
+
+class Rank0:
+    """See the module's docstring.
+
+    Args:
+        config: Deadlines, hashes, the watermark that the report names.
+        key: The run's key.
+        bases: What engines are known to hold, where changes alone are sent.
+    """
+
+    def __init__(self, config: WeightSyncConfig, key: bytes, bases: Bases) -> None:
+        self.met: list[tuple[DestLayout, ...]] = []
+        """Per replica: the layouts that it described in meet()."""
+        self._config = config
+        self._key = key
+        self._bases = bases
+        self._epoch = 0
+        self._clients: ReplicaClients | None = None
+        # Asks replicas to begin while this rank packs. Only one call runs at a time, because their sockets are shared.
+        self._asking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync-begin")
+        self._layouts: list[tuple[DestLayout, ...]] = []
+        """Per replica: the layouts that the plan is made for."""
+        self._planned: dict[Destination, Planned] = {}
+        """Per engine rank: what it must hold after any publish, except for the hashes."""
+        self._last_sums: dict[Destination, Ints] = {}
+        """Per engine rank that committed: its part of the sums of the last publish."""
+
+    def meet(
+        self, endpoints: Sequence[str], links: Collection[str], absent: Collection[int] | None, *, has_plan: bool
+    ) -> tuple[list[dict[str, Addresses]], bool]:
+        """Ask the replicas. Returns, per replica, its addresses by their digest, and whether the plan is for them."""
+        if self._clients is not None:
+            self._clients.close()
+        self._clients = ReplicaClients(endpoints, self._key)
+        out = {number for number, endpoint in enumerate(endpoints) if not endpoint} | set(absent or ())
+        asked = {number: endpoint for number, endpoint in enumerate(endpoints) if number not in out}
+        described = self._describe(asked, links, may_be_gone=absent is not None)
+        layouts = {number: tuple(item.layout for item in reply.ranks) for number, reply in described.items()}
+        first = next(iter(layouts.values()), ())
+        self.met = [layouts.get(number, first) for number in range(len(endpoints))]
+        self._epoch = max([self._epoch, *(reply.own_epoch for reply in described.values())])
+        addresses = {number: _addresses_of(reply) for number, reply in described.items()}
+        for number in set(range(len(endpoints))) - set(described):
+            self._clients.give_up(number, f"replica {number} was out of service when the trainer connected")
+        self._last_sums = {}
+        return [addresses.get(number, {}) for number in range(len(endpoints))], has_plan and self.met == self._layouts
+
+    def make_plan(
+        self, layouts: Sequence[tuple[DestLayout, ...]], facts: Sequence[tuple[SourceLayout, int]]
+    ) -> tuple[Agreed, list[dict[str, Any]]]:
+        """Plan. Returns what all ranks need, and each rank's own part, because a plan for a cluster is large."""
+        self._layouts = list(layouts)
+        plan = build_plan(
+            [layout for layout, _ in facts],
+            self._layouts,
+            max_task_bytes=min(limit for _, limit in facts),
+        )
+        distinct = {id(sizes): sizes for sizes in plan.expected.values()}  # ranks of several replicas share one
+        first_of: dict[int, Destination] = {}
+        for dest, sizes in plan.expected.items():
+            first_of.setdefault(id(sizes), dest)
+        planned = {number: Planned.of(sizes) for number, sizes in distinct.items()}
+        self._planned = {dest: planned[id(sizes)] for dest, sizes in plan.expected.items()}
+        positions = {number: position for position, number in enumerate(distinct)}
+        names_of = {dest: positions[id(sizes)] for dest, sizes in plan.expected.items()}
+        names = tuple(tuple(sizes) for sizes in distinct.values())
+        firsts = zip(names, first_of.values(), strict=True) if self._bases.is_on else ()
+        flags = tuple(flags_of(own, self._layouts[dest[0]][dest[1]]) for own, dest in firsts)
+        return Agreed(plan.summary(), names, flags, names_of), [plan.to_wire(rank) for rank in range(len(facts))]
+
+    def _describe(
+        self, endpoints: Mapping[int, str], links: Collection[str], *, may_be_gone: bool = False
+    ) -> dict[int, Described]:
+        """Ask these replicas for their descriptions. Refuse one that cannot be written to over `links`.
+
+        Args:
+            may_be_gone: Leave out those that do not answer; raise what the last one failed with if none does.
+        """
+        assert self._clients is not None
+        replies = self._clients.call(
+            Describe, {number: {} for number in endpoints}, dict.fromkeys(endpoints, self._config.timeout_s)
+        )
+        described: dict[int, Described] = {}
+        for number, endpoint in endpoints.items():
+            reply = replies[number]
+            if isinstance(reply, WeightSyncError):
+                if not may_be_gone or (not described and number == max(endpoints)):
+                    raise reply
+                logger.warning("%s is left out: %s", endpoint, reply)
+                continue
+            if not isinstance(reply, Described):
+                raise ProtocolError(f"{endpoint} answered Describe with {type(reply).__name__}")
+            if [item.layout.rank for item in reply.ranks] != list(range(len(reply.ranks))):
+                raise ProtocolError(f"{endpoint} described ranks {[item.layout.rank for item in reply.ranks]}")
+            described[number] = reply
+        for number, reply in described.items():
+            for item in reply.ranks:
+                if any(link != item.link for link in links):
+                    raise LinkMismatch(
+                        f"{endpoints[number]} receives over {item.link}, the trainer's ranks send over"
+                        f" {', '.join(sorted(links))}"
+                    )
+        return described
+
+    def add_replicas(self, more: Sequence[int]) -> None:
+        """Count on further replicas with the layouts of replica 0."""
+        self._layouts += [self._layouts[0]] * len(more)
+        first = [(rank, self._planned[0, rank]) for _, rank in self._engine_ranks(0)]
+        self._planned |= {(replica, rank): planned for replica in more for rank, planned in first}
+
+    def rejoin(self, replica: int, endpoint: str, link: str) -> dict[str, Addresses]:
+        """Meet the replica that replaces another, and check that the plan fits it. Returns its addresses by digest."""
+        assert self._clients is not None
+        self._clients.replace(replica, endpoint)
+        try:
+            described = self._describe({replica: endpoint}, {link})[replica]
+            if tuple(item.layout for item in described.ranks) != self._layouts[replica]:
+                raise PlanMismatch(
+                    f"replica {replica} came to {endpoint} with another layout than the plan was made for; give it the"
+                    " options, and the kind of machine, that it had before, or that the others have"
+                )
+        except WeightSyncError as e:
+            self._clients.give_up(replica, str(e))
+            raise
+        self._epoch = max(self._epoch, described.own_epoch)
+        self._last_sums = {dest: sums for dest, sums in self._last_sums.items() if dest[0] != replica}
+        return _addresses_of(described)
+
+    def begin(
+        self,
+        version: int,
+        included: Collection[int],
+        *,
+        endpoints: Sequence[str],
+        digest: str,
+        book: AddressBook,
+        places: Places,
+    ) -> tuple[Transaction, Future[Alive]]:
+        """Ask these replicas to begin, in a new epoch. Returns their transaction, and then who is alive."""
+        assert self._clients is not None
+        self._epoch += 1
+        transaction = Transaction(
+            self._clients,
+            book,
+            endpoints,
+            included,
+            version=version,
+            epoch=self._epoch,
+            digest=digest,
+            timeout_s=self._config.timeout_s,
+            held=self._bases.held,
+        )
+
+        def params(replica: int) -> list[Sequence[str]]:
+            """Per engine rank, the parameters that are written."""
+            return [places.params[dest] for dest in self._engine_ranks(replica)]
+
+        return transaction, self._asking.submit(transaction.begin, params)
+
+    def finish(
+        self, transaction: Transaction, results: Sequence[RankPublishReport], sums: Sums, trace: Path | None
+    ) -> PublishReport:
+        """Tell every replica that began to commit or to abort. Returns the report."""
+        expected: dict[Destination, Expected] = {}
+
+        def expected_of(number: int) -> tuple[Expected, ...]:
+            for dest in self._engine_ranks(number):
+                expected[dest] = self._expected(dest, sums)
+                if (base := transaction.bases.get(dest)) is not None:
+                    parts = (result.changes.get(dest, b"") for result in results)
+                    expected[dest] = with_changes(expected[dest], base, parts)
+            return tuple(expected[dest] for dest in self._engine_ranks(number))
+
+        transaction.finish(results, expected_of)
+        committed = {number for number, replica in enumerate(transaction.replicas) if replica.committed}
+        self._bases.note({dest: one for dest, one in expected.items() if dest[0] in committed})
+        num_changed = self._count_changed({d: sums.part(d) for d in sums.places.params if d[0] in committed})
+        report = transaction.report(
+            results, watermark_bytes=self._config.watermark_bytes, num_changed_params=num_changed
+        )
+        if trace is not None:
+            try:
+                write_trace(trace, transaction.spans(results))
+            except OSError:  # replicas serve the version even without a timeline
+                logger.exception("version %d: the timeline cannot be written to %s", report.version, trace)
+        return report
+
+    def close(self) -> None:
+        """Close the sockets."""
+        if self._clients is not None:
+            self._clients.close()
+            self._clients = None
+        self._asking.shutdown()
+
+    def _engine_ranks(self, replica: int) -> list[Destination]:
+        return [(replica, rank) for rank in range(len(self._layouts[replica]))]
+
+    def _expected(self, dest: Destination, sums: Sums) -> Expected:
+        """What an engine rank must hold before it may commit."""
+        num_bytes, hashes = sums.part(dest)
+        return self._planned[dest].write(num_bytes, hashes if self._config.verify_hashes else None)
+
+    def _count_changed(self, sums: Mapping[Destination, Ints]) -> int | None:
+        """Parameters whose bytes changed, of replicas that committed both now and before."""
+        known = [(part, self._last_sums[dest]) for dest, part in sums.items() if dest in self._last_sums]
+        self._last_sums |= sums
+        if not known or not self._config.verify_hashes:
+            return None
+        return sum(int((part != last).any(axis=0).sum()) for part, last in known)
+
+
+def _addresses_of(described: Described) -> dict[str, Addresses]:
+    """The addresses in a replica's description, by digest."""
+    return {addresses_digest(one.binding.addresses): one.binding.addresses for one in described.ranks}
