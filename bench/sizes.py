@@ -72,8 +72,8 @@ PUBLISH = (
     "weight_sync/replica/control_server.py _serve",
     "weight_sync/replica/control_server.py answer",
     "weight_sync/replica/control_server.py _begin",
-    "rollout/worker.py begin",
-    "rollout/worker.py _call_ranks",
+    "rollout/base_replica.py begin",
+    "rollout/base_replica.py _call_ranks",
     "rollout/engine/vllm_engine.py call_ranks",
     "rollout/in_vllm/worker_extension.py slipstream_begin",
     "weight_sync/replica/receiver.py begin",
@@ -96,7 +96,7 @@ GONE = {
         "rollout/sampling_calls.py generate_group",
         "rollout/sampling_calls.py _serve",
     ),
-    "hops of a publish": (),
+    "hops of a publish": ("rollout/worker.py begin", "rollout/worker.py _call_ranks"),
 }
 """What the working tree has no more, by the row that counts it."""
 

@@ -1,24 +1,11 @@
 """One rollout worker: an engine that samples groups, and its side of a publish. No Ray.
 
-Owns: when the engine may sample (only while every rank holds one committed version), the order of steps around a
-publish, seeds, and text. Does not own the engine, of which it knows what `engine/engine.py` declares, the proof of the
-bytes (`weight_sync.replica.receiver`, in the engine's processes) nor the control socket (`control_server.py`, which
-calls the handler methods below one at a time).
+Owns: when the engine may sample (only while every rank holds one committed version), its start and its end, seeds, and
+text. Does not own the engine, of which it knows what `engine/engine.py` declares, nor the steps of a publish and of a
+recovery (base_replica.py).
 Invariant: generate_group() starts requests only in phase CLEAN; tokens are stamped with the version that sampled them.
 
-    pause(v)     no new groups; the engine stands still
-    begin(v)     every rank DIRTY -> addresses to write to; KV blocks are dropped while bytes arrive
-    verify       every rank proves its bytes
-    commit(v)    every rank CLEAN(v); outputs from before the pause are stamped; the version moves; the engine resumes
-    abort        stays paused and DIRTY until a later begin..commit succeeds; requests in flight stay frozen
-
-and of its recovery from another worker, which gives its offer() and goes on sampling:
-
-    pull(offers) pause; every rank DIRTY, reads the peer's same rank, proves the bytes
-    adopt(v)     every rank CLEAN(v); the version moves; the engine resumes
-    release      every rank closes its link to the peer
-
-With adapter slots, these steps move the base weights, and adapter_replica.py moves the versions of the adapter: pull()
+With adapter slots, those steps move the base weights, and adapter_replica.py moves the versions of the adapter: pull()
 then also reads the peer's newest version into a slot, and adopt(v) puts that slot in service. A base that the engine
 loaded from disk is CLEAN from the start and is never written, offered or asked for.
 """
@@ -35,12 +22,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
 from slipstream.conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
 from slipstream.rollout.adapters.adapter_replica import AdapterReplica
+from slipstream.rollout.base_replica import BaseReplica
 from slipstream.rollout.continuation import go_on
 from slipstream.rollout.engine.engine import EngineWithSlots
 from slipstream.rollout.errors import EngineError, ReplicaNotServing
@@ -59,20 +46,16 @@ from slipstream.rollout.types import (
 )
 from slipstream.rollout.worker_verbs import StartStatus
 from slipstream.weight_sync.errors import PlanMismatch
-from slipstream.weight_sync.gc_freeze import allow_collections, freeze_heap, hold_collections
+from slipstream.weight_sync.gc_freeze import freeze_heap
 from slipstream.weight_sync.layout import TensorMeta
 from slipstream.weight_sync.record.layout_wire import layouts_digest
 from slipstream.weight_sync.replica.control_server import ReplicaEndpoint
-from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
-from slipstream.weight_sync.replica.recovery import Offer, Pulled, slowest
+from slipstream.weight_sync.replica.messages import EngineRank
+from slipstream.weight_sync.replica.recovery import Offer, Pulled
 from slipstream.weight_sync.replica.version_state import Phase, VersionState
-from slipstream.weight_sync.typed_msgpack import pack, unpack
+from slipstream.weight_sync.typed_msgpack import unpack
 
 logger = logging.getLogger(__name__)
-
-CALL_SLACK_S = 5.0
-"""The publisher gives a replica up after weight_sync.timeout_s. If a rank takes this much longer, the engine counts as
-dead."""
 
 
 class RolloutWorker:
@@ -118,7 +101,6 @@ class RolloutWorker:
     ) -> None:
         self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
         self._sampling = config.sampling
-        self.weight_sync = weight_sync
         self._tensors = [(meta.name, list(meta.shape), meta.dtype) for meta in tensors]
         self._layouts = ExpectedLayouts(
             tensors, tp_size=config.tp_size, enable_expert_parallel=config.enable_expert_parallel, dtype=dtype,
@@ -135,13 +117,8 @@ class RolloutWorker:
             folder, config, dtype=dtype, device=Device(device), seed=seed, adapters=adapters, routing=routing,
             batch_invariant=batch_invariant,
         )  # fmt: skip
-        self._endpoint = ReplicaEndpoint(self, key, host=host)
+        self.base = BaseReplica(self.engine, weight_sync, key, host)
         self._skip_special_tokens = not keep_special_tokens
-        self._ranks: list[EngineRank] = []
-        self._serving = asyncio.Event()
-        self._clearing: asyncio.Task[None] | None = None
-        """Task that drops the KV blocks of older weights; it ends before the engine resumes."""
-        self._limit_s = weight_sync.timeout_s + CALL_SLACK_S
         self._is_going = False
         self._told = asyncio.Event()
         self._told_by = ""
@@ -176,23 +153,23 @@ class RolloutWorker:
         await self.engine.start()
         self._reached("engine_up")
         try:
-            link = str(self.weight_sync.transport), self._host, self.weight_sync.timeout_s
+            link = str(self.base.config.transport), self._host, self.base.config.timeout_s
             if base is not None:
                 await self.engine.call_ranks("slipstream_open_link", *link)
-                self._endpoint.adopt(VersionState(Phase.clean, 0))  # the engine loaded it, and it never changes
+                self.base.endpoint.adopt(VersionState(Phase.clean, 0))  # the engine loaded it, and it never changes
             else:
-                given = self._tensors, *link, self._layouts.digests(), self.weight_sync.delta_bytes
+                given = self._tensors, *link, self._layouts.digests(), self.base.config.delta_bytes
                 replies = await self.engine.call_ranks("slipstream_describe", *given)
-                self._ranks = [unpack(EngineRank, reply) for reply in replies]
-                self._layouts.keep([layouts_digest((rank.layout,)) for rank in self._ranks])
+                self.base.ranks = [unpack(EngineRank, reply) for reply in replies]
+                self._layouts.keep([layouts_digest((rank.layout,)) for rank in self.base.ranks])
             if self._adapters is not None:
                 await self._open_slots(self._adapters)
             self._reached("layout_known")
             await self.engine.warm_up(None if self._adapters is None else Adapter(0, PROBE, "warm-up"))
             freeze_heap()
-            num_ranks = len(self._ranks) if self.adapter_replica is None else self.adapter_replica.num_ranks
+            num_ranks = len(self.base.ranks) if self.adapter_replica is None else self.adapter_replica.num_ranks
             logger.info("the engine is up: %d ranks, %d KV blocks", num_ranks, self.engine.num_kv_blocks)
-            address = await self._endpoint.start()
+            address = await self.base.endpoint.start()
             self._reached("up")
             return address
         except BaseException:
@@ -220,10 +197,10 @@ class RolloutWorker:
         tensors = [(meta.name, list(meta.shape), meta.dtype) for meta in adapters.tensors]
         replies = await self.engine.call_ranks("slipstream_open_slots", tensors, folder)
         ranks = [unpack(EngineRank, reply) for reply in replies]
-        clients = SlotClients(folder, len(ranks), self.weight_sync.timeout_s, lambda: self.engine.is_alive)
+        clients = SlotClients(folder, len(ranks), self.base.config.timeout_s, lambda: self.engine.is_alive)
         self._sockets.callback(clients.close)
         self.adapter_replica = AdapterReplica(
-            self.engine, ranks, clients, adapters.num_slots, self.weight_sync, has_base=lambda: self.state.is_serving
+            self.engine, ranks, clients, adapters.num_slots, self.base.config, has_base=lambda: self.state.is_serving
         )
         self._adapter_endpoint = ReplicaEndpoint(self.adapter_replica, self._key, host=self._host, pauses=False)
         await self._adapter_endpoint.start()
@@ -236,12 +213,12 @@ class RolloutWorker:
 
     @property
     def state(self) -> VersionState:
-        """Which version the engine's own weights hold. The endpoint owns it; this worker samples if it `is_serving`."""
-        return self._endpoint.state
+        """Which version the engine's own weights hold; this worker samples if it `is_serving`."""
+        return self.base.state
 
     def endpoint(self) -> str:
         """Address of the control endpoint."""
-        return self._endpoint.address
+        return self.base.endpoint.address
 
     async def generate_group(
         self,
@@ -290,13 +267,13 @@ class RolloutWorker:
                 rollouts = await self.engine.generate_group(prompt.token_ids, n, sampling, seed=seed)
             if self._is_going or not any(rollout.finish_reason == ABORTED for rollout in rollouts):
                 return [replace(rollout, text=self._decode(rollout)) for rollout in rollouts]
-            if self.weight_sync.pause_mode is not PauseMode.abort:
+            if self.base.config.pause_mode is not PauseMode.abort:
                 raise EngineError(
                     f"the engine aborted requests of prompt {prompt.prompt_id} although nobody asked it to"
                 )
             # pause_mode=abort ended the group. Siblings should have one version, so all of them start anew.
             so_far = ()
-            await self._serving.wait()
+            await self.base.serving.wait()
 
     async def _go_on(
         self, token_ids: Sequence[int], so_far: Sequence[Rollout], sampling: SamplingConfig, seed: int | None
@@ -363,9 +340,7 @@ class RolloutWorker:
         """
         if not self.state.is_serving:
             raise ReplicaNotServing(f"this rollout worker is {self.state.phase}: it has no committed version to give")
-        offers: list[Offer] = []
-        if self._ranks:
-            offers = [unpack(Offer, reply) for reply in await self._call_ranks("slipstream_offer")]
+        offers = await self.base.offer()
         return offers if self.adapter_replica is None else [*offers, *await self.adapter_replica.offer()]
 
     async def pull(self, offers: Sequence[Offer]) -> Pulled:
@@ -378,43 +353,22 @@ class RolloutWorker:
             WeightSyncError: Layouts differ, or bytes did not arrive or are not the peer's. This worker is DIRTY then,
                 and needs a publish.
         """
-        weights, slots = offers[: len(self._ranks)], offers[len(self._ranks) :]
+        weights, slots = offers[: len(self.base.ranks)], offers[len(self.base.ranks) :]
         num_slots = 0 if self.adapter_replica is None else self.adapter_replica.num_ranks
-        if (len(weights), len(slots)) != (len(self._ranks), num_slots):
+        if (len(weights), len(slots)) != (len(self.base.ranks), num_slots):
             raise PlanMismatch(
-                f"this engine reads {len(self._ranks)} ranks' weights and {num_slots} ranks' adapter slots; its peer"
-                f" makes {len(offers)} offers"
+                f"this engine reads {len(self.base.ranks)} ranks' weights and {num_slots} ranks' adapter slots; its "
+                f"peer makes {len(offers)} offers"
             )
         if self.adapter_replica is None:
-            return await self._pull_weights(weights)
+            return await self.base.pull(weights)
         if not weights:  # it loaded its base itself
             return await self.adapter_replica.pull(slots)
         if self.state.is_serving:  # it has read the base before, and no publish changes it
             return await self.adapter_replica.pull(slots)
-        pulled = await self._pull_weights(weights)
-        await self._adopt_weights(weights[0].version, weights[0].epoch)
+        pulled = await self.base.pull(weights)
+        await self.base.adopt(weights[0].version, weights[0].epoch)
         return pulled.then(await self.adapter_replica.pull(slots))
-
-    async def _pull_weights(self, offers: Sequence[Offer]) -> Pulled:
-        version, epoch, plan = offers[0].version, offers[0].epoch, offers[0].plan
-        self._endpoint.adopt(self.state.begin(version, epoch, plan))
-        self._serving.clear()
-        await self.engine.pause(self.weight_sync.pause_mode, timeout_s=self._limit_s)
-        self._clear_cache()
-        replies = await self.engine.call_ranks(
-            "slipstream_pull",
-            pack(list(offers)),
-            self.weight_sync.timeout_s,  # limits the read, which must end before the wait for it
-            timeout_s=2 * self._limit_s,
-        )
-        self._endpoint.adopt(self.state.verified(version, epoch, plan))
-        return slowest([unpack(Pulled, reply) for reply in replies])
-
-    async def _adopt_weights(self, version: int, epoch: int) -> None:
-        committed = self.state.committed(version, epoch)
-        self._endpoint.adopt(self.state.failed(epoch))  # until all of it is done
-        await self._put_in_service("slipstream_adopt", version, epoch)
-        self._endpoint.adopt(committed)
 
     async def adopt(self, version: int, epoch: int) -> None:
         """Serve what was pulled. The caller has checked that the peer's version did not change meanwhile.
@@ -423,86 +377,28 @@ class RolloutWorker:
             version, epoch: Those of the last offer.
         """
         if self.adapter_replica is None:
-            await self._adopt_weights(version, epoch)
+            await self.base.adopt(version, epoch)
         else:
             await self.adapter_replica.adopt(version, epoch)
 
     async def release(self, offers: Sequence[Offer]) -> None:
         """Close the links to the peer of pull(). Without adapter slots, this stops sampling for about a second."""
         if self.adapter_replica is None:
-            await self._call_ranks("slipstream_release", pack(list(offers)))
+            await self.base.release(offers)
         else:
-            await self.adapter_replica.release(offers[len(self._ranks) :])
+            await self.adapter_replica.release(offers[len(self.base.ranks) :])
 
     async def base_wanted_at(self) -> str:
         """Address to which the base must be sent before any adapter; "" if the base has arrived, or without slots."""
-        return "" if self.adapter_replica is None or self.state.is_serving else self._endpoint.address
+        return "" if self.adapter_replica is None or self.state.is_serving else self.base.endpoint.address
 
     async def stop(self) -> None:
         """Close the endpoint and end the engine. Idempotent."""
-        self._serving.clear()
-        allow_collections()
-        await self._endpoint.close()
-        if self._clearing is not None:
-            self._clearing.cancel()
-            await asyncio.gather(self._clearing, return_exceptions=True)
+        await self.base.close()
         if self._adapter_endpoint is not None:
             await self._adapter_endpoint.close()
         self._sockets.close()
         await asyncio.to_thread(self.engine.shutdown)
-
-    # -- weight_sync.replica.control_server.ReplicaHandler -----------------------------------------------------------
-
-    async def describe(self) -> Sequence[EngineRank]:
-        """What every engine rank must receive, and where."""
-        return self._ranks
-
-    async def pause(self, version: int, epoch: int, digest: str) -> None:
-        """Stop serving, then pause the engine. Only begin(), which comes later, lets bytes change, so no request
-        samples from a mixture of versions."""
-        self._serving.clear()
-        hold_collections()
-        await self.engine.pause(self.weight_sync.pause_mode, timeout_s=self._limit_s)
-
-    async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
-        """Let the publisher write into every rank, and start to drop KV blocks."""
-        replies = await self._call_ranks("slipstream_begin", version, epoch, digest, list(known))
-        self._clear_cache()
-        return [unpack(Bound, reply) for reply in replies]
-
-    async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
-        """Every rank proves its bytes."""
-        await self._call_ranks("slipstream_verify", version, epoch, digest, pack(list(expected)))
-
-    async def commit(self, version: int, epoch: int) -> None:
-        """Serve what was published."""
-        await self._put_in_service("slipstream_commit", version, epoch)
-
-    async def _put_in_service(self, method: str, version: int, epoch: int) -> None:
-        """Make every rank CLEAN, then resume. The stamp changes before the engine resumes, so that no token of new
-        weights gets the old version.
-        """
-        if self._clearing is not None:
-            await self._clearing
-        await self._call_ranks(method, version, epoch)
-        await self.engine.set_version(version)
-        await self.engine.resume(timeout_s=self._limit_s)
-        allow_collections()
-        self._serving.set()
-
-    def _clear_cache(self) -> None:
-        """Start to drop KV blocks. That takes milliseconds, and bytes already arrive meanwhile."""
-        if self.weight_sync.pause_mode is not PauseMode.keep_kv:
-            self._clearing = asyncio.create_task(self.engine.clear_cache(timeout_s=self._limit_s))
-
-    async def abort(self, epoch: int, reason: str) -> None:
-        """Stay paused and DIRTY."""
-        allow_collections()
-        await self._call_ranks("slipstream_abort", epoch, reason)
-
-    async def _call_ranks(self, method: str, *args: Any) -> list[Any]:
-        """Call all ranks, with a deadline: the endpoint waits here, and must be free again for a later publisher."""
-        return await self.engine.call_ranks(method, *args, timeout_s=self._limit_s)
 
     def _decode(self, rollout: Rollout) -> str:
         return self._tokenizer.decode(rollout.token_ids, skip_special_tokens=self._skip_special_tokens)

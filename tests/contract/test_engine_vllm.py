@@ -101,9 +101,9 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
 @pytest.fixture
 def keep_sync(setup: Setup) -> Iterator[None]:
     """The worker has its options again after the test."""
-    before = setup.worker.weight_sync
+    before = setup.worker.base.config
     yield
-    setup.worker.weight_sync = before
+    setup.worker.base.config = before
 
 
 def prompt(seed: int) -> Prompt:
@@ -267,7 +267,7 @@ async def test_a_prefix_of_older_weights_is_never_reused(setup: Setup):
 
 async def test_kept_kv_entries_do_not_reach_requests_of_a_newer_version(setup: Setup, keep_sync: None):
     """With keep_kv the cache is not cleared, and requests in flight use it on; later requests must not."""
-    setup.worker.weight_sync = dataclasses.replace(setup.worker.weight_sync, pause_mode=PauseMode.keep_kv)
+    setup.worker.base.config = dataclasses.replace(setup.worker.base.config, pause_mode=PauseMode.keep_kv)
     await setup.publish(0)
     group = await setup.start_long(prompt(6), 1)
     await setup.publish(1)
@@ -302,8 +302,8 @@ async def test_an_episode_crosses_a_publish_in_each_of_its_turns(setup: Setup, k
         await runner.start()
         runner.sample_with(generate)
         for keeps_kv in (False, True):
-            setup.worker.weight_sync = dataclasses.replace(
-                setup.worker.weight_sync, pause_mode=PauseMode.keep_kv if keeps_kv else PauseMode.keep
+            setup.worker.base.config = dataclasses.replace(
+                setup.worker.base.config, pause_mode=PauseMode.keep_kv if keeps_kv else PauseMode.keep
             )
             await setup.publish(0)
             given.clear()
@@ -316,7 +316,7 @@ async def test_an_episode_crosses_a_publish_in_each_of_its_turns(setup: Setup, k
 
 @pytest.mark.parametrize("mode", [PauseMode.wait, PauseMode.abort])
 async def test_other_pause_modes_give_groups_of_one_version(setup: Setup, keep_sync: None, mode: PauseMode):
-    setup.worker.weight_sync = dataclasses.replace(setup.worker.weight_sync, pause_mode=mode)
+    setup.worker.base.config = dataclasses.replace(setup.worker.base.config, pause_mode=mode)
     await setup.publish(0)
     group = await setup.start_long(prompt(7), 2)
     await setup.publish(1)

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from fakes.model_engine import BINDING, DESCRIBED, OFFER, REPLIES, ModelEngine
 
+import slipstream.rollout.base_replica
 import slipstream.rollout.engine.vllm_process
-import slipstream.rollout.worker
 from slipstream.conf.errors import SlipstreamError, named_error
 from slipstream.conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
@@ -109,9 +109,9 @@ def test_an_engine_that_shares_its_gpu_is_told_how_large_its_cache_is(
 async def ask(worker: RolloutWorker, kind: type[Message], version: int, epoch: int, **fields: Any) -> Any:
     """What a publisher's request does to a worker: its reply, or the error that the reply carries."""
     head: dict[str, Any] = {"run_id": "test", "client": "test", "request_id": 1}
-    described = await worker._endpoint.answer(Describe(**head))
+    described = await worker.base.endpoint.answer(Describe(**head))
     head |= {"incarnation": described.incarnation, "version": version, "epoch": epoch, "digest": "digest"}
-    reply = await worker._endpoint.answer(kind(**head, **fields))
+    reply = await worker.base.endpoint.answer(kind(**head, **fields))
     if isinstance(reply, Failed):
         raise (named_error(reply.error, SlipstreamError) or RuntimeError)(reply.text)
     return reply
@@ -160,7 +160,7 @@ async def test_start_describes_every_rank_and_stop_ends_the_engine(tmp_path):
     try:
         assert address == worker.endpoint()
         assert address.startswith("tcp://127.0.0.1:")
-        assert [rank.binding for rank in await worker.describe()] == [BINDING, BINDING]
+        assert [rank.binding for rank in await worker.base.describe()] == [BINDING, BINDING]
         assert engine.is_alive
     finally:
         await worker.stop()
@@ -229,7 +229,7 @@ class HangingLlm:
 
 @pytest.mark.parametrize("hangs", ["pause", "slipstream_begin"])
 async def test_a_rank_that_hangs_costs_one_begin_and_the_endpoint_answers_on(monkeypatch, tmp_path, hangs, caplog):
-    monkeypatch.setattr(slipstream.rollout.worker, "CALL_SLACK_S", 0.1)
+    monkeypatch.setattr(slipstream.rollout.base_replica, "CALL_SLACK_S", 0.1)
     monkeypatch.setattr(slipstream.rollout.engine.vllm_process, "WAIT_LOG_S", 0.05)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     save_character_tokenizer(tmp_path, vocab_size=64)

@@ -1,0 +1,158 @@
+"""A rollout worker's side of a publish of the engine's own weights, and of a recovery of them from another worker.
+
+    pause(v)     no new groups; the engine stands still
+    begin(v)     every rank DIRTY -> addresses to write to; KV blocks are dropped while bytes arrive
+    verify       every rank proves its bytes
+    commit(v)    every rank CLEAN(v); outputs from before the pause are stamped; the version moves; the engine resumes
+    abort        stays paused and DIRTY until a later begin..commit succeeds; requests in flight stay frozen
+
+    pull(offers) pause; every rank DIRTY, reads the peer's same rank, proves the bytes
+    adopt(v)     every rank CLEAN(v); the version moves; the engine resumes
+    release      every rank closes its link to the peer
+
+Owns: the order of these steps, and the endpoint at which publishers make theirs. Does not own: who samples when
+(worker.py), adapter slots (adapters/adapter_replica.py), the proof of the bytes (`weight_sync.replica.receiver`, in the
+engine's processes) nor the control socket (`control_server.py`, which calls the handler methods below one at a time).
+Invariant: `serving` is set only while every rank holds one committed version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from slipstream.conf.schema import PauseMode, WeightSyncConfig
+from slipstream.rollout.engine.engine import EngineWithSlots
+from slipstream.weight_sync.gc_freeze import allow_collections, hold_collections
+from slipstream.weight_sync.replica.control_server import ReplicaEndpoint
+from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
+from slipstream.weight_sync.replica.recovery import Offer, Pulled, slowest
+from slipstream.weight_sync.replica.version_state import VersionState
+from slipstream.weight_sync.typed_msgpack import pack, unpack
+
+CALL_SLACK_S = 5.0
+"""The publisher gives a replica up after weight_sync.timeout_s. If a rank takes this much longer, the engine counts as
+dead."""
+
+
+class BaseReplica:
+    """weight_sync.replica.control_server.ReplicaHandler over an engine's own weights.
+
+    Args:
+        engine: Need not be started yet.
+        config: Pause mode and deadline.
+        key: The run's key, shared with the publisher.
+        host: Address at which trainer ranks reach this worker.
+    """
+
+    def __init__(self, engine: EngineWithSlots, config: WeightSyncConfig, key: bytes, host: str) -> None:
+        self.config = config
+        self.ranks: list[EngineRank] = []
+        """What every engine rank must receive, and where; empty if the engine loaded its weights from disk."""
+        self.serving = asyncio.Event()
+        self.endpoint = ReplicaEndpoint(self, key, host=host)
+        self._engine = engine
+        self._clearing: asyncio.Task[None] | None = None
+        """Task that drops the KV blocks of older weights; it ends before the engine resumes."""
+        self._limit_s = config.timeout_s + CALL_SLACK_S
+
+    @property
+    def state(self) -> VersionState:
+        """Which version the weights hold. The endpoint owns it."""
+        return self.endpoint.state
+
+    async def close(self) -> None:
+        """Serve no more, and answer no publisher. Idempotent."""
+        self.serving.clear()
+        allow_collections()
+        await self.endpoint.close()
+        if self._clearing is not None:
+            self._clearing.cancel()
+            await asyncio.gather(self._clearing, return_exceptions=True)
+
+    # -- recovery ----------------------------------------------------------------------------------------------------
+
+    async def offer(self) -> list[Offer]:
+        """What every rank lets the same rank of a restarted worker read."""
+        return [unpack(Offer, reply) for reply in await self._call_ranks("slipstream_offer")] if self.ranks else []
+
+    async def pull(self, offers: Sequence[Offer]) -> Pulled:
+        """Read a peer's weights, rank by rank, and prove them. Does not serve before adopt()."""
+        version, epoch, plan = offers[0].version, offers[0].epoch, offers[0].plan
+        self.endpoint.adopt(self.state.begin(version, epoch, plan))
+        self.serving.clear()
+        await self._engine.pause(self.config.pause_mode, timeout_s=self._limit_s)
+        self._clear_cache()
+        replies = await self._engine.call_ranks(
+            "slipstream_pull",
+            pack(list(offers)),
+            self.config.timeout_s,  # limits the read, which must end before the wait for it
+            timeout_s=2 * self._limit_s,
+        )
+        self.endpoint.adopt(self.state.verified(version, epoch, plan))
+        return slowest([unpack(Pulled, reply) for reply in replies])
+
+    async def adopt(self, version: int, epoch: int) -> None:
+        """Serve what was pulled."""
+        committed = self.state.committed(version, epoch)
+        self.endpoint.adopt(self.state.failed(epoch))  # until all of it is done
+        await self._put_in_service("slipstream_adopt", version, epoch)
+        self.endpoint.adopt(committed)
+
+    async def release(self, offers: Sequence[Offer]) -> None:
+        """Close the links to the peer of pull(). This stops sampling for about a second."""
+        await self._call_ranks("slipstream_release", pack(list(offers)))
+
+    # -- weight_sync.replica.control_server.ReplicaHandler -----------------------------------------------------------
+
+    async def describe(self) -> Sequence[EngineRank]:
+        """What every engine rank must receive, and where."""
+        return self.ranks
+
+    async def pause(self, version: int, epoch: int, digest: str) -> None:
+        """Stop serving, then pause the engine. Only begin(), which comes later, lets bytes change, so no request
+        samples from a mixture of versions."""
+        self.serving.clear()
+        hold_collections()
+        await self._engine.pause(self.config.pause_mode, timeout_s=self._limit_s)
+
+    async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
+        """Let the publisher write into every rank, and start to drop KV blocks."""
+        replies = await self._call_ranks("slipstream_begin", version, epoch, digest, list(known))
+        self._clear_cache()
+        return [unpack(Bound, reply) for reply in replies]
+
+    async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
+        """Every rank proves its bytes."""
+        await self._call_ranks("slipstream_verify", version, epoch, digest, pack(list(expected)))
+
+    async def commit(self, version: int, epoch: int) -> None:
+        """Serve what was published."""
+        await self._put_in_service("slipstream_commit", version, epoch)
+
+    async def abort(self, epoch: int, reason: str) -> None:
+        """Stay paused and DIRTY."""
+        allow_collections()
+        await self._call_ranks("slipstream_abort", epoch, reason)
+
+    async def _put_in_service(self, method: str, version: int, epoch: int) -> None:
+        """Make every rank CLEAN, then resume. The stamp changes before the engine resumes, so that no token of new
+        weights gets the old version.
+        """
+        if self._clearing is not None:
+            await self._clearing
+        await self._call_ranks(method, version, epoch)
+        await self._engine.set_version(version)
+        await self._engine.resume(timeout_s=self._limit_s)
+        allow_collections()
+        self.serving.set()
+
+    def _clear_cache(self) -> None:
+        """Start to drop KV blocks. That takes milliseconds, and bytes already arrive meanwhile."""
+        if self.config.pause_mode is not PauseMode.keep_kv:
+            self._clearing = asyncio.create_task(self._engine.clear_cache(timeout_s=self._limit_s))
+
+    async def _call_ranks(self, method: str, *args: Any) -> list[Any]:
+        """Call all ranks, with a deadline: the endpoint waits here, and must be free again for a later publisher."""
+        return await self._engine.call_ranks(method, *args, timeout_s=self._limit_s)
