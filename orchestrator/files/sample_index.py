@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 
@@ -39,6 +39,8 @@ ENTRY = np.dtype(
 )
 """One row: its bytes (with the newline), its step, a number of KINDS, TRUNCATED and FAILED, and its figures, NaN where
 there is none."""
+Entries: TypeAlias = np.ndarray[Any, Any]
+"""Of ENTRY."""
 KINDS = ("training", "held-out")
 TRUNCATED = 1
 """The response ended by length."""
@@ -47,7 +49,7 @@ FAILED = 2
 _READ_BYTES = 1 << 20
 
 
-def entry_of(row: JsonMapping, offset: int, length: int) -> np.ndarray[Any, Any]:
+def entry_of(row: JsonMapping, offset: int, length: int) -> Entries:
     """The entry of one row of samples.jsonl. What a row lacks is NaN or 0; rows of other versions are read, too."""
     reward = row.get("reward")
     kind = row.get("kind")
@@ -70,12 +72,12 @@ def entry_of(row: JsonMapping, offset: int, length: int) -> np.ndarray[Any, Any]
     return np.array([values], ENTRY)
 
 
-def read_index(samples: Path, index: Path) -> np.ndarray[Any, Any]:
+def read_index(samples: Path, index: Path) -> Entries:
     """Entries of all whole rows. Never writes."""
     return extended(samples, _stored(index))
 
 
-def extended(samples: Path, entries: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def extended(samples: Path, entries: Entries) -> Entries:
     """The entries that fit the file, and those of the whole rows behind them."""
     try:
         with samples.open("rb") as file:
@@ -86,7 +88,7 @@ def extended(samples: Path, entries: np.ndarray[Any, Any]) -> np.ndarray[Any, An
         return np.zeros(0, ENTRY)
 
 
-def scan(file: BinaryIO, start: int) -> Iterator[np.ndarray[Any, Any]]:
+def scan(file: BinaryIO, start: int) -> Iterator[Entries]:
     """Entries of the whole rows from byte `start` on. A line that is no row is left out."""
     file.seek(start)
     while line := file.readline():
@@ -101,7 +103,7 @@ def scan(file: BinaryIO, start: int) -> Iterator[np.ndarray[Any, Any]]:
         start += len(line)
 
 
-def _stored(index: Path) -> np.ndarray[Any, Any]:
+def _stored(index: Path) -> Entries:
     try:
         content = index.read_bytes()
     except OSError:
@@ -109,7 +111,7 @@ def _stored(index: Path) -> np.ndarray[Any, Any]:
     return np.frombuffer(content[: len(content) // ENTRY.itemsize * ENTRY.itemsize], ENTRY)
 
 
-def _believed(entries: np.ndarray[Any, Any], size: int, file: BinaryIO) -> np.ndarray[Any, Any]:
+def _believed(entries: Entries, size: int, file: BinaryIO) -> Entries:
     """The first entries, as far as they lie behind each other within the file and its rows end where the last says."""
     ends = entries["offset"] + entries["length"]
     starts = np.concatenate([np.zeros(1, np.uint64), ends[:-1]]) if len(entries) else ends
@@ -127,9 +129,9 @@ def _believed(entries: np.ndarray[Any, Any], size: int, file: BinaryIO) -> np.nd
     return known
 
 
-def _whole(value: Any, bits: int) -> int:
+def _whole(value: object, bits: int) -> int:
     return min(max(value, 0), (1 << bits) - 1) if isinstance(value, int) else 0
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) else math.nan
