@@ -25,14 +25,14 @@ class Roster:
     """See the module's docstring.
 
     Args:
-        workers: in the order of the endpoints that the publisher was given.
+        workers: in the order of the endpoints that the publisher was given; None: that one has gone.
         note: called with every event of a worker (fleet_log.py).
     """
 
-    def __init__(self, workers: Sequence[RolloutHandle], note: Callable[[FleetRow], None]) -> None:
-        self.replicas = {worker.name: Replica(worker.name, place, worker) for place, worker in enumerate(workers)}
+    def __init__(self, workers: Sequence[RolloutHandle | None], note: Callable[[FleetRow], None]) -> None:
+        self.replicas = {one.name: one for one in map(_replica_of, range(len(workers)), workers)}
         """By name."""
-        self.num_wanted = len(workers)
+        self.num_wanted = sum(worker is not None for worker in workers)
         """Workers that were asked for last."""
         self.recoveries: list[Recovery] = []
         """Every replica that came back, in order."""
@@ -148,3 +148,10 @@ class Roster:
     def count(self, *states: ReplicaState) -> int:
         """How many are in one of these states."""
         return sum(replica.state in states for replica in self.replicas.values())
+
+
+def _replica_of(place: int, worker: RolloutHandle | None) -> Replica:
+    """With the name that the worker had first."""
+    if worker is None:
+        return Replica(f"rollout-{place}", place, None, ReplicaState.gone)
+    return Replica(worker.name.partition(".")[0], place, worker)

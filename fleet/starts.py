@@ -88,6 +88,19 @@ class Starts:
             most, replica.num_restarts = max(1, most), 0
         self._under_way[replica.name] = self._roster.spawn(self._bring_back(replica, most))
 
+    async def find_again(self, replica: Replica, is_known: bool) -> None:
+        """A worker that another controller left: whether it lives, and what it needs where the trainer has not met it.
+        One that has died is started again.
+        """
+        try:
+            await self.call(replica, "check", replica.worker.check())
+        except Exception as error:  # noqa: BLE001 - the boundary to another process
+            await self._failed(replica, str(error))
+            return
+        if not is_known:
+            replica.is_known = False
+            await self._wait_for_publish(replica, "the trainer has not met it")
+
     async def give_up(self, replica: Replica) -> None:
         """End a start that is under way, if there is one."""
         if (start := self._under_way.pop(replica.name, None)) is not None:

@@ -21,8 +21,9 @@ When no replica serves, the controller publishes the present version to `pending
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from slipstream.fleet.fleet_log import FleetEvent, FleetRow
@@ -46,7 +47,7 @@ class Supervisor:
     """See the module's docstring.
 
     Args:
-        workers: in the order of the endpoints that the publisher was given.
+        workers: in the order of the endpoints that the publisher was given; None: that one has gone.
         restart, max_restarts, backoff_s, recovery_timeout_s: starts.py. Without `restart`, failed workers stay out.
         make_room, end: scaling.py.
         max_missed_publishes: publishes in a row that may fail on a replica before it is out. More than 0 only in
@@ -56,7 +57,7 @@ class Supervisor:
 
     def __init__(
         self,
-        workers: Sequence[RolloutHandle],
+        workers: Sequence[RolloutHandle | None],
         *,
         restart: Callable[[str], Awaitable[RolloutHandle]] | None = None,
         make_room: Callable[[Sequence[str]], Awaitable[None]] = _done,
@@ -81,7 +82,17 @@ class Supervisor:
         self._is_closed = False
         self._max_missed_publishes = max_missed_publishes
         for replica in self.roster.replicas.values():
-            self._begin(replica)
+            if replica.handle is not None:
+                self._begin(replica)
+
+    async def find_again(self, known: Collection[str]) -> None:
+        """Look at workers that another controller left.
+
+        Args:
+            known: endpoints that the trainer has met.
+        """
+        found = [one for one in self.roster.replicas.values() if one.handle is not None]
+        await asyncio.gather(*(self.starts.find_again(one, one.worker.endpoint in known) for one in found))
 
     async def close(self) -> None:
         """Give up restarts under way. Workers that fail from here on are being ended: nothing follows."""

@@ -32,9 +32,10 @@ from slipstream.orchestrator.errors import DiskFull
 from slipstream.orchestrator.figures.held_out import TAUGHT_FIGURES, eval_names, in_words
 from slipstream.orchestrator.files.curves import PANELS, draw_curves
 from slipstream.orchestrator.files.disk_space import naming_a_full_disk
+from slipstream.orchestrator.files.journal import Journal, read_journal, remove_journal, write_journal
 from slipstream.orchestrator.files.loggers.logger import open_loggers
 from slipstream.orchestrator.files.metrics_catalogue import RewardNames, catalogue
-from slipstream.orchestrator.files.run_checkpoint import checkpoints_of, complete_checkpoints, step_of
+from slipstream.orchestrator.files.run_checkpoint import RunState, checkpoints_of, complete_checkpoints, step_of
 from slipstream.orchestrator.files.run_folder import (
     RunFolder,
     changed_options,
@@ -120,13 +121,14 @@ def run(config: RunConfig, overrides: list[str], folder: RunFolder) -> RunResult
         point_latest(folder.root)
         note_start(folder, clock_of_this_process()(), FIRST_PHASE)
         log.say(f"run folder: {folder.root}")
-        for option in changed_options(folder, config):
+        left = read_journal(folder)
+        for option in (changes := changed_options(folder, config)):
             log.say(f"resumed with another {option}")
         try:
             with naming_a_full_disk(folder.root):
                 write_description(folder, config, overrides)  # under the lock: they may be another process's
                 keep_sources(folder, config)
-                result = asyncio.run(_interruptible(_beside_ray(train, config, folder, log), folder))
+                result = asyncio.run(_beside_ray(train, config, folder, log, left, must_end=bool(changes)))
         except BaseException as error:
             logger.debug("the run has ended early", exc_info=True)  # run.log alone: the caller tells people
             if isinstance(error, DiskFull):
@@ -138,28 +140,51 @@ def run(config: RunConfig, overrides: list[str], folder: RunFolder) -> RunResult
     return result
 
 
-async def _interruptible(run: Coroutine[Any, Any, RunResult], folder: RunFolder) -> RunResult:
-    """The run, which Ctrl-C, SIGTERM and `slipstream stop` wind down."""
-    with second_interrupt_ends_at_once():
+@dataclass(frozen=True, slots=True)
+class _Ray:
+    """The run's own, if it has one, and what a controller left there that was killed."""
+
+    own: OwnRay | None
+    left: Journal | None
+
+
+async def _beside_ray(
+    train: Callable[[RunConfig, RunFolder, RunLog, _Ray], Coroutine[Any, Any, RunResult]],
+    config: RunConfig,
+    folder: RunFolder,
+    log: RunLog,
+    left: Journal | None,
+    *,
+    must_end: bool,
+) -> RunResult:
+    """The run, which Ctrl-C, SIGTERM and `slipstream stop` wind down. The servers of its own Ray begin to start before
+    anything else, which imports Ray, too; or they are those that another controller left.
+
+    Args:
+        left: what that controller wrote down.
+        must_end: whether its processes cannot be used: they have other options.
+    """
+    clusters: list[OwnRay] = []
+    with second_interrupt_ends_at_once(lambda: [own.hold(False) for own in clusters]):
         listening = asyncio.create_task(end_when_asked(folder.root))
         try:
-            return await run
+            if left is not None and must_end:
+                log.say("the run's processes have the options from before: they are ended, and all is started again")
+                own = OwnRay(config, folder)
+                await own.take_over(left.ray)
+                await own.end()
+                left = None
+            async with starting_ray(config, folder, None if left is None else left.ray) as own:
+                if left is not None and (own is None or not own.is_taken_over):
+                    log.say("no process of the run is alive any more: everything is started")
+                    left = None
+                clusters += [] if own is None else [own]
+                return await train(config, folder, log, _Ray(own, left))
         finally:
             listening.cancel()
 
 
-async def _beside_ray(
-    train: Callable[[RunConfig, RunFolder, RunLog, OwnRay | None], Coroutine[Any, Any, RunResult]],
-    config: RunConfig,
-    folder: RunFolder,
-    log: RunLog,
-) -> RunResult:
-    """The run; the servers of its own Ray begin to start before anything else, which imports Ray, too."""
-    async with starting_ray(config, folder) as own_ray:
-        return await train(config, folder, log, own_ray)
-
-
-async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, own_ray: OwnRay | None) -> RunResult:
+async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, ray: _Ray) -> RunResult:
     """Rollouts, rewards and publishes around the trainer (orchestrator.loop.controller)."""
     from slipstream.orchestrator.cluster.placement import Cluster  # imports Ray
 
@@ -167,7 +192,9 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, own_ray:
     rows = PromptRows(config, TextEncoder(folder.model))
     prompts, eval_sets = rows.stream(), rows.held_out()
     checkpoints = checkpoints_of(config, folder)
-    resume_from = await asyncio.to_thread(checkpoints.to_resume, config.run.resume)
+    resume_from = None
+    if ray.left is None:
+        resume_from = await asyncio.to_thread(checkpoints.to_resume, config.run.resume)
     await asyncio.to_thread(checkpoints.begin_sending)
 
     async with contextlib.AsyncExitStack() as stack:
@@ -189,11 +216,16 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, own_ray:
         if config.rollout.agent is not None:
             episodes = EpisodeRunner(config, model.folder, log_path=folder.root / "agents.log")
             stack.push_async_callback(episodes.close)
-        cluster = await stack.enter_async_context(Cluster(config, folder, startup, own_ray))
+        left = None if ray.left is None else ray.left.processes
+        cluster = await stack.enter_async_context(Cluster(config, folder, startup, ray.own, left))
         await stack.enter_async_context(startup)  # left before the cluster: a start that fails is over then
         starts = [rewards.start(), cluster.start(model.hf_config)]
         await together(*starts, *([] if episodes is None else [episodes.start()]))
-        telemetry = stack.enter_context(_telemetry(config, folder, progress, step_of(resume_from)))
+        found = ray.left.state if ray.left is not None and await _has_state(cluster, ray.left.state, log) else None
+        if found is None and ray.left is not None:
+            resume_from = await asyncio.to_thread(checkpoints.to_resume, config.run.resume)
+        first_step = step_of(resume_from) if found is None else found.step
+        telemetry = stack.enter_context(_telemetry(config, folder, progress, first_step))
         fleet_log = FleetLog(folder.fleet)
         supervisor = _supervisor(config, cluster, fleet_log)
         stack.push_async_callback(supervisor.close)
@@ -201,6 +233,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, own_ray:
         router = Router(supervisor, request_timeout_s=config.rollout.request_timeout_s, note=activities.note)
         if episodes is not None:
             episodes.sample_with(router.generate)
+        outlives = _outlives(config, ray.own)
         services = LoopServices(
             trainer=cluster.trainer,
             supervisor=supervisor,
@@ -214,20 +247,25 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, own_ray:
             telemetry=telemetry,
             checkpoints=checkpoints,
             traces=folder.traces,
+            before_step=None if outlives is None else partial(_hold, outlives, cluster, folder),
             on_clock=log.context.set,
         )
         controller = Controller(config, services)
-        startup.enter(
-            RUN, "publish and evaluation" if resume_from is None else f"publish of step {step_of(resume_from)}"
-        )
+        startup.enter(RUN, f"publish of step {first_step}" if config.run.resume else "publish and evaluation")
         stack.callback(progress.say, "ending the run's processes")
         listening = asyncio.create_task(answer_requests(folder.root, supervisor))
         stack.callback(listening.cancel)
         counting = asyncio.create_task(count_tokens(supervisor.roster.replicas.values(), fleet_log))
         stack.callback(counting.cancel)
-        await controller.start(resume_from)
+        if cluster.is_taken_over:
+            checkpoints.discard_unfinished()
+            await supervisor.find_again(cluster.trainer.known)
+        await (controller.start(resume_from) if found is None else controller.go_on(found))
         startup.end()
         note_started(folder)
+        if outlives is not None:
+            stack.callback(_let_go, outlives, folder)
+            await cluster.trainer.keep()
         await controller.train()
         export = await _export(cluster, config, folder)
         drawing = asyncio.create_task(_draw(config, folder))  # while the processes end
@@ -241,6 +279,38 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, own_ray:
         checkpoints.newest(),
         export,
     )
+
+
+def _outlives(config: RunConfig, own_ray: OwnRay | None) -> OwnRay | None:
+    """The Ray whose processes wait for another controller when theirs is killed. Those of a Ray that is not ours end
+    with it, and engines without publishes could not be brought to one version again.
+    """
+    return own_ray if config.weight_sync.enabled and config.run.num_steps > 0 else None
+
+
+async def _hold(own_ray: OwnRay, cluster: Cluster, folder: RunFolder, state: RunState) -> None:
+    """Write down what another controller needs. From now on processes outlive this one."""
+    await asyncio.to_thread(write_journal, folder, Journal(own_ray.whereabouts, cluster.living, state))
+    own_ray.hold(True)
+
+
+def _let_go(own_ray: OwnRay, folder: RunFolder) -> None:
+    """From now on they end with it."""
+    own_ray.hold(False)
+    remove_journal(folder)
+
+
+async def _has_state(cluster: Cluster, state: RunState, log: RunLog) -> bool:
+    """Whether the trainer that another controller left has this state now."""
+    if not cluster.is_taken_over:
+        return False
+    has_it = await cluster.trainer.return_to(state.policy_version)
+    log.say(
+        f"processes of the run are alive: it goes on after step {state.step}"
+        if has_it
+        else f"trainer ranks are alive, but the state of step {state.step} is gone: the newest checkpoint is read"
+    )
+    return has_it
 
 
 def _supervisor(config: RunConfig, cluster: Cluster, fleet_log: FleetLog) -> Supervisor:
@@ -261,7 +331,7 @@ def _supervisor(config: RunConfig, cluster: Cluster, fleet_log: FleetLog) -> Sup
     )
 
 
-async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog, own_ray: OwnRay | None) -> RunResult:
+async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog, ray: _Ray) -> RunResult:
     """The trainer alone, taught by given answers (orchestrator.loop.finetuner)."""
     from slipstream.orchestrator.cluster.placement import Cluster  # imports Ray
 
@@ -279,7 +349,7 @@ async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog, own_ray: 
         startup = Startup(folder.startup, partial(_show_start, progress, folder))
         stack.callback(note_started, folder)
         stack.push_async_callback(asyncio.to_thread, checkpoints.finish_sending)
-        cluster = await stack.enter_async_context(Cluster(config, folder, startup, own_ray))
+        cluster = await stack.enter_async_context(Cluster(config, folder, startup, ray.own))
         await stack.enter_async_context(startup)  # left before the cluster: a start that fails is over then
         await cluster.start(model.hf_config)
         startup.end()

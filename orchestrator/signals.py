@@ -12,7 +12,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -60,10 +60,13 @@ def wound_down_by_signals() -> Generator[list[int]]:
 
 
 @contextmanager
-def second_interrupt_ends_at_once() -> Generator[None]:
+def second_interrupt_ends_at_once(at_first: Callable[[], object] = lambda: None) -> Generator[None]:
     """Let the second Ctrl-C end the process on the spot. To be entered inside asyncio.run, which handles the first one.
 
     What the run has started ends then, too: its processes watch this one (ray_host.py, rollout.die_with_owner).
+
+    Args:
+        at_first: called by the handler of the first one.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
@@ -71,6 +74,7 @@ def second_interrupt_ends_at_once() -> Generator[None]:
         return
 
     def on_first(signum: int, frame: FrameType | None) -> None:
+        at_first()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         handler(signum, frame)
 

@@ -14,6 +14,10 @@ from pathlib import Path
 
 from slipstream.conf.errors import ConfigError
 
+DOOR = "controller"
+"""Name of the socket in a run's folder at which its processes wait for another controller."""
+HOLD, LET_GO = b"+", b"-"
+"""What a controller says there, and before over a pipe: whether they wait for another one if it is killed."""
 _LONGEST_PATH = 107
 _OTHERS = ("/tmp", "/var/tmp")
 _OF_A_RUN = "/slipstream-12345678/ray/session_2026-11-27_18-57-41_123456_4194304/sockets/plasma_store"

@@ -145,7 +145,8 @@ def verbs_of(protocol: type) -> dict[str, Verb]:
 
 
 class CallServer:
-    """The worker's end. All methods belong to one event loop.
+    """The worker's end. All methods belong to one event loop. It has one client: when another one calls, the one before
+    is gone, and what it asked is given up.
 
     Args:
         target: Implements the verbs.
@@ -165,6 +166,9 @@ class CallServer:
         """Where clients reach it, after start()."""
         self._context: zmq.asyncio.Context | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._client = b""
+        self._asked: set[asyncio.Task[None]] = set()
+        """By the client."""
 
     async def start(self) -> None:
         """Bind a free port and answer from now on."""
@@ -186,7 +190,13 @@ class CallServer:
     async def _serve(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             peer, *frames = await socket.recv_multipart()
-            self._begin(self._answer(socket, peer, b"".join(frames)))
+            if peer != self._client:
+                for task in self._asked:
+                    task.cancel()
+                self._client, self._asked = peer, set()
+            task = self._begin(self._answer(socket, peer, b"".join(frames)))
+            self._asked.add(task)
+            task.add_done_callback(self._asked.discard)
 
     async def _answer(self, socket: zmq.asyncio.Socket, peer: bytes, data: bytes) -> None:
         request = msgspec.msgpack.decode(data, type=_Request)
@@ -198,17 +208,18 @@ class CallServer:
         except SlipstreamError as raised:
             error, text = type(raised).__name__, str(raised)
         except (Exception, asyncio.CancelledError) as raised:  # the boundary of one call: its client raises it
-            if self._context is None:  # close() cancels this
+            if self._context is None or peer != self._client:  # close() cancels this, or another client came
                 raise
             logger.exception("%s failed", request.verb)
             error, text = EngineError.__name__, f"{request.verb} failed with {type(raised).__name__}: {raised}"
         text = text.encode(errors="replace").decode()  # a file's name may be no text
         await _send(socket, [peer], _Answer(request.number, error, text, msgspec.Raw(result)))
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -361,6 +361,17 @@ class TrainerRank:
         self._kept.begin(number, self.learner.state_tensors(), self._state_layout, self.learner.progress)
         return Readiness.now
 
+    def settle(self) -> int | None:
+        """Drop gradients, and wait for what is being written or sent: who asked for it is gone. Not collective.
+
+        Returns:
+            The policy version of the state that is left; None: a step's updates have begun, and have not ended.
+        """
+        self.learner.drop_gradients()
+        self._writes.settle()
+        self._kept.settle()
+        return None if self.learner.is_in_a_step else self.learner.policy_version
+
     def load_kept(self, keeper: Address, number: int) -> None:
         """Continue from a state that keep() sent. Raises as load_state(), and:
 

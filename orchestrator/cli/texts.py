@@ -75,8 +75,9 @@ RESUME = CommandText(
     usage="""\
 slipstream resume RUN|URL [SECTION.OPTION=VALUE ...] [--cfg job | --dry-run]""",
     about="""\
-Goes on with the run in the folder RUN, with the options that it had, from its newest checkpoint that is whole; rows of
-metrics.jsonl, logs and curves continue. A damaged checkpoint is named and put aside. Options that a checkpoint does not
+Goes on with the run in the folder RUN, with the options that it had: with its trainer ranks and engines, if its command
+was killed and they are alive, or from its newest checkpoint that is whole. Rows of metrics.jsonl, logs and curves
+continue. A damaged checkpoint is named and put aside. Options that a checkpoint does not
 depend on may be changed: a learning rate, the number of steps or of rollout workers.
 
 examples
@@ -137,7 +138,7 @@ slipstream stop RUN [--timeout-s S]""",
     about="""\
 Asks the run that goes on in the folder RUN to end, and waits until it has: it finishes its present step (for at most a
 minute), saves its state and ends all its processes, as with Ctrl-C in its terminal. Works from any machine that mounts
-the folder, also while the run still starts. A run that has ended already is left as it is.
+the folder, also while the run still starts. Of a run whose command was killed it ends what is alive on this machine.
 
 examples
   slipstream stop runs/latest

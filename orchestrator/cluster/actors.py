@@ -124,6 +124,16 @@ class TrainerActor:
         return stats, Readiness.later if keep_as is None else self._rank.keep(keep_as)
 
     @ray.method
+    def keep(self, number: int) -> Readiness:
+        """TrainerRank.keep."""
+        return self._rank.keep(number)
+
+    @ray.method
+    def settle(self) -> int | None:
+        """TrainerRank.settle."""
+        return self._rank.settle()
+
+    @ray.method
     def keep_states(self, keepers: Sequence[Address]) -> None:
         """TrainerRank.keep_states."""
         self._rank.keep_states(keepers)
@@ -195,7 +205,8 @@ class KeeperActor:
     @ray.method
     def begin(self, is_only_node: bool, key: bytes) -> tuple[Address, int]:
         """Keep states from now on. Returns where they are sent to, and how much memory the node has left."""
-        self._keeper = Keeper(nodes.address_of_this_node(is_only=is_only_node), key)
+        if self._keeper is None:
+            self._keeper = Keeper(nodes.address_of_this_node(is_only=is_only_node), key)
         return self._keeper.address, memory_bytes()[1]
 
     @ray.method

@@ -9,7 +9,7 @@
 Owns: that process (ray_host.py), its environment, the token, and the private folder. Does not own: what is done in the
 cluster (ray_cluster.py). Imports no Ray.
 Invariant: after `end`, every process of the cluster has ended, also after an error or an interrupt. When the controller
-is killed, ray_host.py sees to that.
+is killed, ray_host.py sees to that, unless another one takes its place in time (`hold`, `take_over`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import json
 import logging
 import os
 import sys
-from collections.abc import AsyncGenerator, Callable, Iterable
-from dataclasses import asdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -36,7 +37,9 @@ from slipstream.orchestrator.cluster.processes import end_processes
 from slipstream.orchestrator.cluster.ray_host import HOST, HostOptions
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import PlacementError
+from slipstream.orchestrator.files.journal import Whereabouts
 from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.socket_folder import HOLD, LET_GO
 from slipstream.rollout.crash_reports import death_in, how_it_ended
 from slipstream.rollout.engine.engine_options import compile_cache, set_engine_environment
 from slipstream.rollout.in_vllm.fork_server import imports_read
@@ -53,16 +56,22 @@ class ServerEnded(PlacementError):
 
 
 @contextlib.asynccontextmanager
-async def starting_ray(config: RunConfig, folder: RunFolder) -> AsyncGenerator[OwnRay | None]:
+async def starting_ray(
+    config: RunConfig, folder: RunFolder, left_by: Whereabouts | None = None
+) -> AsyncGenerator[OwnRay | None]:
     """The run's own cluster, which has begun to start, and ends with the block; None if cluster.ray_address names
     another one.
+
+    Args:
+        left_by: a controller that was killed left its cluster here, to be taken over if it is there still.
     """
     if config.cluster.ray_address is not None:
         yield None
         return
     own = OwnRay(config, folder)
     try:
-        await own.begin()
+        if left_by is None or not await own.take_over(left_by):
+            await own.begin()
         yield own
     finally:
         await own.end()
@@ -79,11 +88,13 @@ class OwnRay:
     def __init__(self, config: RunConfig, folder: RunFolder) -> None:
         self._config = config
         self._folder = folder
-        self._host: asyncio.subprocess.Process | None = None
+        self._host: _Host | None = None
         self._private: PrivateFolder | None = None
         self._lock: int | None = None
         self.dashboard: str | None = None
         """Host and port of Ray's page, once `address` has answered; None where the run has none."""
+        self.is_taken_over = False
+        """Whether it is one that a controller left that was killed."""
 
     @property
     def token(self) -> Path:
@@ -118,7 +129,8 @@ class OwnRay:
             object_store_bytes=cluster.object_store_bytes,
             workers_import_under=self._workers_import_under(environment) if has_workers else None,
         )
-        self._host = await asyncio.create_subprocess_exec(
+        self.is_taken_over = False
+        process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "slipstream.orchestrator.cluster.ray_host", json.dumps(asdict(options))),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -126,6 +138,38 @@ class OwnRay:
             pass_fds=(self._lock,),  # held until both processes are gone
             env=environment,
         )
+        assert process.stdin is not None and process.stdout is not None
+        pipe = process.stdin.get_extra_info("pipe")
+        self._host = _Host(process.pid, process.stdout, process.stdin, pipe.fileno(), process.wait)
+
+    async def take_over(self, left: Whereabouts) -> bool:
+        """Take the place of a controller that is gone. Returns whether its cluster is there still."""
+        private = PrivateFolder(Path(left.folder))
+        try:
+            reader, writer = await asyncio.open_unix_connection(str(private.door))
+        except OSError:
+            return False
+        sock = writer.get_extra_info("socket")
+        self._host = _Host(left.pid, reader, writer, sock.fileno(), partial(_end_of, left.pid))
+        self._private = private
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(private.token)
+        self.is_taken_over = True
+        return True
+
+    @property
+    def whereabouts(self) -> Whereabouts:
+        """For another controller."""
+        assert self._host is not None and self._private is not None
+        return Whereabouts(str(self._private.root), self._host.pid)
+
+    def hold(self, is_held: bool) -> None:
+        """From now on the cluster outlives this controller for a while (ray_host.LEASE_S), or does so no longer. May be
+        called by a handler of a signal.
+        """
+        if self._host is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                os.write(self._host.descriptor, HOLD if is_held else LET_GO)
 
     async def address(self) -> str:
         """Ray's address, once its servers are up. They are started again if one of them ends meanwhile: on a busy
@@ -151,10 +195,10 @@ class OwnRay:
     async def end(self) -> None:
         """Let the process end all that it holds, and remove the private folder. Harmless where there is none."""
         if self._host is not None:
-            assert self._host.stdin is not None
-            self._host.stdin.close()
+            self.hold(False)
+            self._host.writer.close()
             try:
-                await asyncio.wait_for(self._host.wait(), _END_TIMEOUT_S)
+                await asyncio.wait_for(self._host.end(), _END_TIMEOUT_S)
             except TimeoutError:
                 logger.warning("process %d, which holds Ray, does not end and is killed", self._host.pid)
                 await asyncio.to_thread(end_processes, _tree(self._host.pid), timeout_s=_END_TIMEOUT_S)
@@ -178,11 +222,10 @@ class OwnRay:
     async def _next_word(self) -> dict[str, str]:
         """What the process says next; that it has ended, where it says no more."""
         assert self._host is not None
-        assert self._host.stdout is not None
-        line = await self._host.stdout.readline()
+        line = await self._host.reader.readline()
         if line:
             return json.loads(line)
-        exit_code = await self._host.wait()
+        exit_code = await self._host.end()
         return {"lost": "ray_host", "how": f"it {death_in(self._folder.crashes / HOST) or how_it_ended(exit_code)}"}
 
     def _workers_import_under(self, environment: dict[str, str]) -> dict[str, str]:
@@ -192,6 +235,34 @@ class OwnRay:
         device = Device.cuda if resolve_device(self._config.cluster.device) == "cuda" else Device.cpu
         set_engine_environment(device, batch_invariant=self._config.is_bitwise, environment=there)
         return imports_read(there)
+
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """The process that holds the servers: a child of this one, or of a controller that is gone."""
+
+    pid: int
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    descriptor: int
+    """The writer's."""
+    end: Callable[[], Awaitable[int | None]]
+    """Waits for its end. Returns the exit code, where that is known."""
+
+
+async def _end_of(pid: int) -> None:
+    """Wait for the end of a process that may be nobody's child."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop, has_ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, has_ended.set)
+    try:
+        await has_ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
 
 
 def _tree(pid: int) -> Callable[[], Iterable[psutil.Process]]:

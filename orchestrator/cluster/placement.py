@@ -20,10 +20,11 @@ import math
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from ray.util.placement_group import PlacementGroup
 
 from slipstream.conf.errors import ConfigError
@@ -40,7 +41,8 @@ from slipstream.orchestrator.cluster.nodes import (
 from slipstream.orchestrator.cluster.own_ray import OwnRay
 from slipstream.orchestrator.cluster.ray_cluster import RayCluster
 from slipstream.orchestrator.cluster.ray_handles import RayRolloutWorker, RayTrainerGroup
-from slipstream.orchestrator.cluster.rollout_workers import RolloutWorkers, place_of
+from slipstream.orchestrator.cluster.rebirth import LivingRanks
+from slipstream.orchestrator.cluster.rollout_workers import LivingWorkers, RolloutWorkers, place_of
 from slipstream.orchestrator.cluster.trainer_ranks import start_trainer_ranks
 from slipstream.orchestrator.environment import RunDevice, resolve_device
 from slipstream.orchestrator.files.run_folder import RunFolder
@@ -50,6 +52,22 @@ logger = logging.getLogger(__name__)
 
 _NODE_TICKET = 0.001
 """How much of the one resource that Ray has for each node's name: enough to be placed there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Living:
+    """What another controller has to know of a run's processes to go on with them; Ray's servers apart (own_ray.py)."""
+
+    name: str
+    """The run's, in Ray."""
+    sync_key: bytes
+    group: str
+    """The run's own placement group."""
+    bundles: Sequence[int]
+    """Of each trainer rank."""
+    only_node: str | None
+    trainer: LivingRanks
+    rollout: LivingWorkers
 
 
 class Cluster:
@@ -63,20 +81,33 @@ class Cluster:
         folder: the run folder.
         startup: told what is done.
         own_ray: the run's own Ray, which has begun to start; None: cluster.ray_address names another.
+        left: what `living` was of a controller that was killed; used if own_ray holds its processes still.
     """
 
-    def __init__(self, config: RunConfig, folder: RunFolder, startup: Startup, own_ray: OwnRay | None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        startup: Startup,
+        own_ray: OwnRay | None,
+        left: str | None = None,
+    ) -> None:
         self._config = config = _with_absolute_paths(config)  # processes elsewhere have another working directory
         self._folder = folder
         self._startup = startup
         self._own_ray = own_ray
         self._device: RunDevice = resolve_device(config.cluster.device)
         self._has_workers = config.algorithm.objective is Objective.policy
-        self._sync_key = secrets.token_bytes(32)
+        self._left: Living | None = None
+        if left is not None and own_ray is not None and own_ray.is_taken_over:
+            self._left = msgspec.json.decode(left, type=Living)
+        self._sync_key = secrets.token_bytes(32) if self._left is None else self._left.sync_key
         """Authenticates the control messages of a publish; known to this run's processes alone."""
         self._ray: RayCluster | None = None
         self._trainer: RayTrainerGroup | None = None
         self._rollout: RolloutWorkers | None = None
+        self._group: PlacementGroup | None = None
+        self._bundles: Sequence[int] = ()
         self._only_node: str | None = None
         """The node of all processes; None: they are on several."""
         self._checked: set[str] = set()
@@ -86,7 +117,14 @@ class Cluster:
         run = asyncio.current_task()
         assert run is not None
         needs_gpus = self._device == "cuda"
-        self._ray = RayCluster(self._config, self._folder, self._own_ray, needs_gpus=needs_gpus, on_lost=run.cancel)
+        self._ray = RayCluster(
+            self._config,
+            self._folder,
+            self._own_ray,
+            needs_gpus=needs_gpus,
+            on_lost=run.cancel,
+            name=None if self._left is None else self._left.name,
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -103,9 +141,26 @@ class Cluster:
         return self._trainer
 
     @property
-    def workers(self) -> list[RayRolloutWorker]:
-        """Rollout workers, in the order in which the publisher knows them; after `start`."""
-        return [] if self._rollout is None else list(self._rollout.workers.values())
+    def workers(self) -> list[RayRolloutWorker | None]:
+        """Rollout workers, in the places in which the publisher knows them; after `start`. None: it has gone."""
+        workers = {} if self._rollout is None else self._rollout.workers
+        num_places = max((place_of(name) for name in workers), default=-1) + 1
+        return [workers.get(f"rollout-{place}") for place in range(num_places)]
+
+    @property
+    def living(self) -> str:
+        """For a controller that comes after this one: JSON of Living. Runs with rollout workers have one."""
+        assert self._ray is not None and self._group is not None and self._rollout is not None
+        living = Living(
+            self._ray.name,
+            self._sync_key,
+            self._ray.name_of(self._group),
+            self._bundles,
+            self._only_node,
+            self.trainer.living,
+            self._rollout.living,
+        )
+        return msgspec.json.encode(living).decode()
 
     async def start(self, hf_config: dict[str, Any]) -> None:
         """Start Ray, then trainer ranks and engines at the same time, then join them by a transfer plan."""
@@ -113,12 +168,15 @@ class Cluster:
         config = self._config
         self._startup.enter(RUN, "Ray")
         await self._ray.start()
+        if self.is_taken_over:
+            await self._take_over(self._ray, hf_config)
+            return
         self._startup.enter(RUN, "places in Ray")
-        group = await self._place(self._ray)
+        self._group = group = await self._place(self._ray)
         nodes = await self._ray.in_thread(lambda: nodes_of(group))
         is_one_node = len(set(nodes.values())) == 1
         self._only_node = nodes[0] if is_one_node else None
-        bundles = node_after_node({bundle: nodes[bundle] for bundle in range(config.trainer.num_ranks)})
+        self._bundles = node_after_node({bundle: nodes[bundle] for bundle in range(config.trainer.num_ranks)})
         if not self._ray.is_own:
             logger.info("nodes of the run: %s", describe_nodes(self._held(nodes)))
         if not is_one_node and config.weight_sync.transport is TransportKind.nvlink:
@@ -128,29 +186,38 @@ class Cluster:
             )
         await self._check(*nodes.values())
         self._startup.enter(RUN, "trainer ranks and engines" if self._has_workers else "trainer ranks")
-        trainer = self._start_trainer(self._ray, bundles, hf_config, is_one_node)
+        trainer = self._start_trainer(self._ray, hf_config, is_one_node)
         if not self._has_workers:
             await trainer
             await self.trainer.outlive_ranks()
             return
-        self._rollout = RolloutWorkers(
-            config,
-            self._ray,
-            model_folder=self._folder.model,
-            hf_config=hf_config,
-            device=self._device,
-            sync_key=self._sync_key,
-            is_one_node=is_one_node,
-            check_node=self._check,
-            startup=self._startup,
-        )
+        self._rollout = self._workers_of(self._ray, hf_config, is_one_node)
         await together(trainer, self._rollout.start(self._held(nodes)["rollout"]))
         self._startup.enter(RUN, "the plan of transfers")
         is_adapter_mode = config.weight_sync.mode is SyncMode.adapter
-        slots = [worker.endpoint for worker in self.workers] if is_adapter_mode else []
-        endpoints = [worker.base_endpoint for worker in self.workers]
+        workers = list(self._rollout.workers.values())
+        slots = [worker.endpoint for worker in workers] if is_adapter_mode else []
+        endpoints = [worker.base_endpoint for worker in workers]
         await together(
             self.trainer.connect(endpoints, config.cluster.start_timeout_s, slots), self.trainer.outlive_ranks()
+        )
+
+    @property
+    def is_taken_over(self) -> bool:
+        """Whether the processes are those that a controller left that was killed."""
+        return self._left is not None and self._own_ray is not None and self._own_ray.is_taken_over
+
+    async def _take_over(self, ray: RayCluster, hf_config: dict[str, Any]) -> None:
+        """Find what the other controller left; nothing is started."""
+        left = self._left
+        assert left is not None
+        self._startup.enter(RUN, "the living ranks and engines")
+        self._group = await ray.find_group(left.group)
+        self._only_node, self._bundles = left.only_node, left.bundles
+        is_one_node = left.only_node is not None
+        self._rollout = self._workers_of(ray, hf_config, is_one_node)
+        await together(
+            self._start_trainer(ray, hf_config, is_one_node, left.trainer), self._rollout.take_over(left.rollout)
         )
 
     async def restart_worker(self, name: str) -> RayRolloutWorker:
@@ -220,18 +287,32 @@ class Cluster:
         for problem in [] if self._rollout is None else await self._rollout.stop():
             logger.warning("while stopping: %s", problem)
 
+    def _workers_of(self, cluster: RayCluster, hf_config: dict[str, Any], is_one_node: bool) -> RolloutWorkers:
+        return RolloutWorkers(
+            self._config,
+            cluster,
+            model_folder=self._folder.model,
+            hf_config=hf_config,
+            device=self._device,
+            sync_key=self._sync_key,
+            is_one_node=is_one_node,
+            check_node=self._check,
+            startup=self._startup,
+        )
+
     async def _start_trainer(
-        self, cluster: RayCluster, bundles: list[int], hf_config: dict[str, Any], is_one_node: bool
+        self, cluster: RayCluster, hf_config: dict[str, Any], is_one_node: bool, left: LivingRanks | None = None
     ) -> None:
         self._trainer = await start_trainer_ranks(
             self._config,
             cluster,
-            bundles=bundles,
+            bundles=self._bundles,
             hf_config=hf_config,
             device=self._device,
             sync_key=self._sync_key,
             is_one_node=is_one_node,
             startup=self._startup,
+            left=left,
         )
 
     async def _place(self, cluster: RayCluster) -> PlacementGroup:

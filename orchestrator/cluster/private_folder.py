@@ -6,6 +6,7 @@
       shared_memory             names in /dev/shm that processes of the run have mapped
       ray/                      Ray's session: sockets and logs
       tmp/                      TMPDIR of everything that Ray starts
+      controller                a socket: where another controller takes the run over (ray_host.py)
       fork_server.log           what the fork server of rollout workers printed
 
 Owns: how that folder is made and removed, also that of a run whose processes were all killed; and the copy of the
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.orchestrator.cluster.processes import remove_shared_memory
-from slipstream.orchestrator.socket_folder import socket_folder
+from slipstream.orchestrator.socket_folder import DOOR, socket_folder
 
 _PREFIX = "slipstream-"
 _UNLOCKED_AGE_S = 24 * 3600.0
@@ -60,6 +61,11 @@ class PrivateFolder:
     def fork_server_log(self) -> Path:
         """Output of the fork server."""
         return self.root / "fork_server.log"
+
+    @property
+    def door(self) -> Path:
+        """Socket at which another controller takes the run over."""
+        return self.root / DOOR
 
     def note_shared_memory(self, names: set[str]) -> None:
         """Write down which names in /dev/shm go with this folder."""

@@ -8,6 +8,8 @@
 Owns: joining and leaving Ray, actors and placement groups, and what a call raises once Ray is lost. Does not own:
 Ray's servers (own_ray.py), which actors there are (trainer_ranks.py, rollout_workers.py), or what they do (actors.py).
 Invariant: after `stop`, every process that a cluster of our own started has ended, also after an error or an interrupt.
+What runs in such a cluster is detached: Ray does not end it with the driver, but our cluster's servers do, in time
+(own_ray.py).
 
 Ray's CPUs are tickets, not cores: a trainer rank and an engine ask for 1/100 each, so that the four processes of the
 quick start fit on two cores. GPUs are whole, one per trainer rank and `rollout.tp_size` per rollout worker, but
@@ -64,6 +66,7 @@ class RayCluster:
         own: the servers of our own cluster, which have begun to start; None: config.cluster.ray_address names another.
         needs_gpus: whether a process of the run gets GPUs.
         on_lost: called when a server of our own cluster has ended by itself.
+        name: of a run that is taken over; None: a new one.
     """
 
     def __init__(
@@ -74,19 +77,22 @@ class RayCluster:
         *,
         needs_gpus: bool,
         on_lost: Callable[[], object],
+        name: str | None = None,
     ) -> None:
         self.is_own = own is not None
         self._config = config
         self._folder = folder
         self._own = own
-        self.name = f"{folder.run_id}-{secrets.token_hex(4)}"
+        self.name = name or f"{folder.run_id}-{secrets.token_hex(4)}"
         """The run's name in Ray. Two runs of a shared cluster may have begun in the same second."""
         self._needs_gpus = needs_gpus
         self._crashes = folder.crashes
         self.dead: dict[str, str] = {}
         """Actors whose process has died, and how."""
         self._actors: list[object] = []
-        self._groups: list[PlacementGroup] = []
+        self._groups: dict[str, PlacementGroup] = {}
+        """By name; the first one is the run's own."""
+        self._lifetime = None if own is None else "detached"
         self._joining: asyncio.Future[None] | None = None
         self._listening: asyncio.Task[None] | None = None
         self._on_lost = on_lost
@@ -142,9 +148,11 @@ class RayCluster:
             PlacementError: there is no room.
         """
         bundles = [{"CPU": _CPU_TICKETS, **(on or {})} | ({"GPU": num} if self._needs_gpus else {}) for num in gpus]
-        name = f"{self.name}-{len(self._groups)}"
-        group = await self.in_thread(lambda: placement_group(bundles, strategy="PACK", name=name))
-        self._groups.append(group)
+        name = f"{self.name}-{secrets.token_hex(4)}"
+        group = await self.in_thread(
+            lambda: placement_group(bundles, strategy="PACK", name=name, lifetime=self._lifetime)
+        )
+        self._groups[name] = group
         ready = self.result_of(group.ready(), "the placement group", PlacementError)
         try:
             await wait_for(ready, f"room for {what}", timeout_s=timeout_s)
@@ -158,8 +166,27 @@ class RayCluster:
 
     async def give_back(self, group: PlacementGroup) -> None:
         """Reserve this no more. What runs there ends."""
-        self._groups.remove(group)
+        del self._groups[self.name_of(group)]
         await self.in_thread(lambda: ray.util.remove_placement_group(group))
+
+    def name_of(self, group: PlacementGroup) -> str:
+        """Under which find_group() finds it."""
+        return next(name for name, one in self._groups.items() if one == group)
+
+    async def find_group(self, name: str) -> PlacementGroup:
+        """What a controller reserved that is gone, the run's own first."""
+        self._groups[name] = await self.in_thread(lambda: ray.util.get_placement_group(name))
+        return self._groups[name]
+
+    async def find_actor(self, cls: type[ActorT], name: str) -> type[ActorT] | None:
+        """An actor that a controller started that is gone; None: it has died."""
+        try:
+            actor = await self.in_thread(lambda: cast("Any", ray.get_actor(name)))
+        except ValueError:
+            self.dead.setdefault(name, "died while the run had no controller")
+            return None
+        self._actors.append(actor)
+        return actor
 
     async def new_actor(
         self,
@@ -180,16 +207,27 @@ class RayCluster:
             num_gpus=num_gpus if self._needs_gpus else 0,
             max_concurrency=max_concurrency,
             max_restarts=0,
+            lifetime=self._lifetime,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                group or self._groups[0], placement_group_bundle_index=bundle
+                group or next(iter(self._groups.values())), placement_group_bundle_index=bundle
             ),
         )
         return await self._made(described, name)
 
     async def new_actor_of_node(self, cls: type[ActorT], name: str, node: str) -> type[ActorT]:
-        """Start an actor without a bundle on a node (Ray's id). Ray starts it there again when its process dies."""
+        """Start an actor without a bundle on a node (Ray's id), unless it is there. Ray starts it there again when its
+        process dies.
+        """
         where = NodeAffinitySchedulingStrategy(node, soft=False)
-        described = ray.remote(cls).options(num_cpus=0, num_gpus=0, max_restarts=-1, scheduling_strategy=where)
+        described = ray.remote(cls).options(
+            name=name,
+            get_if_exists=True,
+            num_cpus=0,
+            num_gpus=0,
+            max_restarts=-1,
+            lifetime=self._lifetime,
+            scheduling_strategy=where,
+        )
         return await self._made(described, name)
 
     async def _made(self, described: Any, name: str) -> Any:
@@ -285,10 +323,10 @@ class RayCluster:
             for actor in self._actors:
                 with contextlib.suppress(RayError):
                     kill_actor(actor)
-            for group in self._groups:
+            for group in self._groups.values():
                 with contextlib.suppress(RayError):
                     ray.util.remove_placement_group(group)
-        self._actors, self._groups = [], []
+        self._actors, self._groups = [], {}
         ray.shutdown()
 
 

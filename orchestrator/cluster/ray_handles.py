@@ -9,19 +9,23 @@ Invariant: weights never pass through the object store, only batches do.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ray import ObjectRef
 
+from slipstream.fleet.errors import FleetError
 from slipstream.fleet.waiting import wait_for
 from slipstream.orchestrator.cluster.actors import RolloutActor, TrainerActor
 from slipstream.orchestrator.cluster.nodes import ProcessId, end_trees
 from slipstream.orchestrator.cluster.ray_cluster import STOP_TIMEOUT_S, RayCluster, kill_actor
-from slipstream.orchestrator.cluster.rebirth import Call, Engines, Ranks, Rebirth
+from slipstream.orchestrator.cluster.rebirth import KEEP, Call, Engines, LivingRanks, Ranks, Rebirth
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.rollout.calls import Connection, WorkerClient
+from slipstream.trainer.checkpoint.keeper import Readiness
 from slipstream.trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
 
 if TYPE_CHECKING:
@@ -34,6 +38,10 @@ _SAVE_TIMEOUT_S = 1800.0
 _DEATH_TOLD_S = 10.0
 """How long after a rank's error it is asked whether another one has died, of which Ray tells within a second; on a very
 busy machine, later."""
+_SETTLE_S = 60.0
+"""Longest that ranks may be busy with what a controller asked for that is gone. They are started again then."""
+_KEEP_S = 10.0
+"""Longest wait until a rank has room for a copy of its state."""
 _STEP_TIMEOUT_S = 3600.0
 """Longest forward-backward of one batch. A backstop only: a rank that dies ends its call at once, and one that hangs in
 a collective fails there after 10 minutes (trainer.process_group). What is left is a rank that computes for ever."""
@@ -84,7 +92,7 @@ class RayTrainerGroup:
         self._rebirth = rebirth
         self._is_lora = is_lora
         self._mending = asyncio.Lock()
-        self.num_ranks = len(ranks.actors)
+        self.num_ranks = len(ranks.names)
 
     @property
     def down_s(self) -> list[float]:
@@ -99,6 +107,42 @@ class RayTrainerGroup:
     async def outlive_ranks(self) -> None:
         """From now on a rank that dies does not end the run, as far as trainer.max_restarts and host memory go."""
         await self._rebirth.begin(self._ranks)
+
+    async def keep(self) -> None:
+        """Keep the state that ranks have now, as after a step, if states are kept."""
+        deadline = time.monotonic() + _KEEP_S
+        readiness = Readiness.later
+        while readiness is Readiness.later and (number := self._rebirth.next_number) and time.monotonic() < deadline:
+            keep: Call = lambda actor, _, number=number: actor.keep.remote(number)  # noqa: E731
+            readiness = (await self._changing(KEEP, keep, _STEP_TIMEOUT_S))[0]
+            await asyncio.sleep(0.02)
+
+    @property
+    def known(self) -> set[str]:
+        """Endpoints of workers that ranks have met."""
+        return set(self._rebirth.engines.slots or self._rebirth.engines.endpoints)
+
+    @property
+    def living(self) -> LivingRanks:
+        """For a controller that comes after this one."""
+        return self._rebirth.living(self._ranks)
+
+    async def return_to(self, policy_version: int) -> bool:
+        """Ranks that a controller left that was killed: bring them to the state that was kept last, of this version.
+        Returns whether they have it. Those that died, or that do not answer, are started again with it.
+        """
+        ranks = self._ranks
+        settle: Call = lambda actor, _: actor.settle.remote()  # noqa: E731
+        try:
+            if any(name in self._cluster.dead for name in ranks.names):
+                raise TrainingStopped("; ".join(f"{name} {how}" for name, how in self._cluster.dead.items()))
+            versions = await call_all(self._cluster, ranks, "settle", settle, _SETTLE_S)
+        except (TrainingStopped, FleetError) as error:
+            if isinstance(error, FleetError):  # its peers were not called for what it waits for
+                self._cluster.dead |= dict.fromkeys(ranks.names, "does not answer")
+            self._ranks = await self._rebirth.after(ranks, error)
+            return True
+        return await self._rebirth.return_to(ranks) or set(versions) == {policy_version}
 
     async def warm_up(self, lengths: list[int], timeout_s: float) -> list[dict[str, float]]:
         """Try a made-up microbatch of sequences of these lengths (TrainerRank.warm_up)."""
@@ -234,45 +278,53 @@ class RayTrainerGroup:
                         self._ranks = await self._rebirth.after(ranks, error)
 
 
+@dataclass(frozen=True, slots=True)
+class LivingWorker:
+    """What another controller has to know of a rollout worker to go on with it."""
+
+    name: str
+    address: str
+    """Where it answers calls."""
+    endpoint: str
+    """Where versions are published: the adapter slots', in adapter mode."""
+    base_endpoint: str
+    """Where the base was sent at the start; the same without slots."""
+    processes: Sequence[ProcessId]
+    """The worker's, its engine's and the actor's."""
+    node: str
+    """Ray's id of the machine."""
+
+
 class RayRolloutWorker(WorkerClient):
     """One rollout worker, as the supervisor sees it.
 
     Args:
-        actor: started its process.
+        actor: started its process; None: the actor is dead.
         connection: to that process.
-        endpoint: where versions are published: the adapter slots', in adapter mode.
-        base_endpoint: where the base was sent at the start; the same without slots.
-        processes: the worker's, its engine's and the actor's.
-        node: Ray's id of the machine.
+        living: its facts.
         started_at: how far its start had come, and when.
     """
 
     def __init__(
         self,
-        actor: type[RolloutActor],
+        actor: type[RolloutActor] | None,
         connection: Connection,
-        *,
-        name: str,
-        endpoint: str,
-        base_endpoint: str,
-        processes: Sequence[ProcessId],
-        node: str,
+        living: LivingWorker,
         started_at: Mapping[str, float],
     ) -> None:
         super().__init__(connection)
-        self.name = name
-        self.node = node
-        self.endpoint = endpoint
-        self.base_endpoint = base_endpoint
+        self.living = living
+        self.name, self.node = living.name, living.node
+        self.endpoint, self.base_endpoint = living.endpoint, living.base_endpoint
         self._actor = actor
-        self._processes = list(processes)
-        self.pid = self._processes[0].pid
+        self.pid = living.processes[0].pid
         self.started_at = started_at
 
     def kill(self) -> None:
         """End what is left of it, also a process that is stopped and would never see the end of its parent."""
-        kill_actor(self._actor)
-        end_trees(self.node, self._processes)
+        if self._actor is not None:
+            kill_actor(self._actor)
+        end_trees(self.node, self.living.processes)
 
     async def end(self) -> None:
         """End the engine; Ray ends the processes."""

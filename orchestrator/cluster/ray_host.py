@@ -10,14 +10,18 @@ the controller can save and end it in order. The end of the controller, whatever
 then kills all that descends from it, keeps Ray's logs, and removes the run's private folder. When this process itself
 is killed, the kernel ends Ray's servers with it (Ray asks for that), and actors and engines follow them.
 
+While the run can be taken over (the controller has written HOLD, and no LET_GO since) a controller that is killed ends
+nothing yet: another one may come to the socket `controller` of the private folder, which stands for stdin and stdout
+from then on. If none comes within LEASE_S, all ends as above.
+
 Beside Ray it starts the fork server of this machine's rollout workers (rollout/in_vllm/fork_server.py), whose imports
 take longer than Ray's start.
 
 Owns: Ray's servers, and everything that descends from them (it is their subreaper, so that no process gets away by
 losing its parent). Does not own: who runs in the cluster.
-Writes to stdout, a JSON object a line: {"address": ..., "dashboard": ...} (host and port each) once Ray is up,
-{"failed": ...} where it does not start, and {"lost": "raylet", "how": "it was ended by SIGKILL"} when a server that
-nothing can do without has ended.
+Writes to stdout, a JSON object a line: {"address": ..., "dashboard": ...} (host and port each) once Ray is up, and
+again to each controller that comes, {"failed": ...} where it does not start, and {"lost": "raylet", "how": "it was
+ended by SIGKILL"} when a server that nothing can do without has ended.
 """
 
 from __future__ import annotations
@@ -29,19 +33,21 @@ import logging
 import os
 import select
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
 
 import psutil
 
 from slipstream.orchestrator.cluster.private_folder import PrivateFolder
 from slipstream.orchestrator.cluster.processes import SHARED_MEMORY, end_processes, shared_memory_of
 from slipstream.orchestrator.machine import count_cpus
+from slipstream.orchestrator.socket_folder import HOLD, LET_GO
 from slipstream.rollout import worker_process
 from slipstream.rollout.crash_reports import COMMAND, death_in, drop_empty_reports, report_crashes
 from slipstream.rollout.in_vllm import fork_server
@@ -52,6 +58,8 @@ _END_TIMEOUT_S = 10.0
 _VITAL = ("gcs_server", "raylet")
 HOST = "ray-host"
 """Name of this process, in the run folder too."""
+LEASE_S = 300.0
+"""How long everything waits for another controller. GPUs are held meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +86,7 @@ def main(options: HostOptions) -> None:
         signal.signal(signum, _ignore)  # the controller says when; SIG_IGN would be inherited by all that is started
     report_crashes(Path(options.crashes) / HOST)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    controller = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    controller = _Controller(sys.stdin.fileno(), os.dup(sys.stdout.fileno()))
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is none of our lines
     threading.Thread(target=_end_with_stdin, args=(options, controller), daemon=True).start()
     if options.workers_import_under is not None:
@@ -109,7 +117,7 @@ def _output_to(log: Path) -> Generator[None]:
         os.close(opened)
 
 
-def _start_ray(options: HostOptions, controller: TextIO) -> None:
+def _start_ray(options: HostOptions, controller: _Controller) -> None:
     import ray
 
     try:
@@ -125,13 +133,56 @@ def _start_ray(options: HostOptions, controller: TextIO) -> None:
             _temp_dir=str(PrivateFolder(Path(options.folder)).ray),
         )
     except Exception as error:  # noqa: BLE001 - what Ray raises depends on what failed; the controller says it
-        _say(controller, failed=f"{type(error).__name__}: {error}")
+        controller.say(failed=f"{type(error).__name__}: {error}")
     else:
-        _say(controller, address=ray.get_runtime_context().gcs_address, dashboard=str(joined.dashboard_url))
+        controller.greeting = {
+            "address": ray.get_runtime_context().gcs_address,
+            "dashboard": str(joined.dashboard_url),
+        }
+        controller.say(**controller.greeting)
 
 
-def _end_with_stdin(options: HostOptions, controller: TextIO) -> None:
-    """Watch until stdin is closed, then leave nothing behind."""
+class _Controller:
+    """The controller as this process reaches it.
+
+    Args:
+        reads, writes: descriptors; both stay open until another one comes.
+    """
+
+    def __init__(self, reads: int, writes: int) -> None:
+        self.greeting: dict[str, str] = {}
+        """Where Ray is, once it is up."""
+        self.is_held = False
+        """Whether another one may take its place."""
+        self._reads, self._writes = reads, writes
+
+    def fileno(self) -> int:
+        """Readable when it has written something, or is gone."""
+        return self._reads
+
+    def say(self, **facts: object) -> None:
+        """One line."""
+        with contextlib.suppress(OSError):  # it is gone
+            os.write(self._writes, (json.dumps(facts) + "\n").encode())
+
+    def has_gone(self) -> bool:
+        """Read what it wrote; whether that was the end."""
+        try:
+            word = os.read(self._reads, 1)
+        except ConnectionResetError:  # it was killed before it read all that was said
+            word = b""
+        if word in (HOLD, LET_GO):
+            self.is_held = word == HOLD
+        return not word
+
+    def comes(self, connection: socket.socket) -> None:
+        """Another one, which is told where Ray is. If it is killed, too, a third one may come."""
+        self._reads = self._writes = connection.detach()
+        self.say(**self.greeting)
+
+
+def _end_with_stdin(options: HostOptions, controller: _Controller) -> None:
+    """Watch until the controller has gone, then leave nothing behind."""
     folder = PrivateFolder(Path(options.folder))
     try:
         _watch(folder, controller)
@@ -140,7 +191,7 @@ def _end_with_stdin(options: HostOptions, controller: TextIO) -> None:
             sys.stderr.write(f"the command {how}\n")
         left = end_processes(_descendants, timeout_s=_END_TIMEOUT_S)
         if left:
-            _say(controller, left=left)
+            controller.say(left=left)
         if how:
             drop_empty_reports(Path(options.crashes))
         folder.keep_logs(Path(options.logs))
@@ -149,25 +200,38 @@ def _end_with_stdin(options: HostOptions, controller: TextIO) -> None:
         os._exit(0)  # Ray's own way out would wait for servers that are gone
 
 
-def _watch(folder: PrivateFolder, controller: TextIO) -> None:
-    """Say which server ends, and note the shared memory of all processes, until stdin is closed."""
+def _watch(folder: PrivateFolder, controller: _Controller) -> None:
+    """Say which server ends, and note the shared memory of all processes, until the controller has gone and none comes
+    in its place.
+    """
     names: set[str] = set()
     seen: set[str] = set()
     servers: dict[int, str] = {}
-    stdin = sys.stdin.fileno()
-    while True:
-        ready, _, _ = select.select([stdin, *servers], [], [], _LOOK_EVERY_S)
-        if stdin in ready and not os.read(stdin, 1):
-            return
-        for pidfd in set(ready) & servers.keys():
-            _say(controller, lost=servers.pop(pidfd), how=_how_it_ended(pidfd))
-        if not servers:
-            servers = _vital_servers()
-        present = set(os.listdir(SHARED_MEMORY))
-        if present - seen:
-            seen = present
-            names |= shared_memory_of(_descendants())
-            folder.note_shared_memory(names)
+    waits_until = None
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(str(folder.door))
+        door.listen()
+        while waits_until is None or time.monotonic() < waits_until:
+            who = controller.fileno() if waits_until is None else door.fileno()
+            ready, _, _ = select.select([who, *servers], [], [], _LOOK_EVERY_S)
+            if waits_until is None and who in ready and controller.has_gone():
+                if not controller.is_held:
+                    return
+                waits_until = time.monotonic() + LEASE_S
+            elif waits_until is not None and who in ready:
+                controller.comes(door.accept()[0])
+                waits_until = None
+            for pidfd in set(ready) & servers.keys():
+                if waits_until is not None:
+                    return
+                controller.say(lost=servers.pop(pidfd), how=_how_it_ended(pidfd))
+            if not servers:
+                servers = _vital_servers()
+            present = set(os.listdir(SHARED_MEMORY))
+            if present - seen:
+                seen = present
+                names |= shared_memory_of(_descendants())
+                folder.note_shared_memory(names)
 
 
 def _vital_servers() -> dict[int, str]:
@@ -190,12 +254,6 @@ def _how_it_ended(pidfd: int) -> str:
 
 def _descendants() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
-
-
-def _say(controller: TextIO, **facts: object) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the controller is gone
-        controller.write(json.dumps(facts) + "\n")
-        controller.flush()
 
 
 if __name__ == "__main__":

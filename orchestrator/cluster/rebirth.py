@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 Call = Callable[[type[TrainerActor], int], ObjectRef[Any]]
 """A call of one rank, given its actor and number."""
-_CHECKPOINT, _STEP = "begin_checkpoint", "optimizer_step"
+_CHECKPOINT, _STEP, KEEP = "begin_checkpoint", "optimizer_step", "keep"
 _READ_S = 600.0
 """Longest that reading a state, or meeting the engines, may take."""
 
@@ -85,6 +85,19 @@ class Engines:
         self.absent.discard(place)
 
 
+@dataclass(frozen=True, slots=True)
+class LivingRanks:
+    """What another controller has to know of the ranks to go on with them."""
+
+    names: Sequence[str]
+    facts: Sequence[dict[str, Any]]
+    engines: Engines
+    num_begun: int
+    number: int
+    """Of the state that they have, if it is kept; 0: it is not."""
+    why_not: str
+
+
 class Rebirth:
     """See the module's docstring.
 
@@ -117,6 +130,8 @@ class Rebirth:
         self._noted: list[_Noted] = []
         self._num_kept = 0
         """States that ranks began to send."""
+        self._first = 0
+        """The oldest state after which all calls are noted."""
         self._why_not = "the run had not begun"
         """Why a death ends the run; "" if it does not."""
         self._is_checkpoint_lost = False
@@ -135,7 +150,7 @@ class Rebirth:
         elif not self._max_restarts:
             self._why_not = "trainer.max_restarts=0"
         else:
-            await self._let_keep(ranks)
+            await self.let_keep(ranks)
             self._why_not = ""
             logger.info(
                 "trainer ranks are started again up to %d times if one dies: the state of each step, %.2f GB, is kept "
@@ -163,8 +178,9 @@ class Rebirth:
         """
         if self._why_not:
             return
-        self._noted.append(_Noted(self._num_kept, what, call, timeout_s, returned))
-        readiness = returned[1] if what == _STEP else Readiness.later
+        if what != KEEP:
+            self._noted.append(_Noted(self._num_kept, what, call, timeout_s, returned))
+        readiness = returned if what == KEEP else returned[1] if what == _STEP else Readiness.later
         if readiness is Readiness.now:
             self._num_kept += 1
             self._noted = [one for one in self._noted if one.after >= self._num_kept - 1 or one.what == _CHECKPOINT]
@@ -181,6 +197,34 @@ class Rebirth:
         if self._is_checkpoint_lost:
             self._is_checkpoint_lost = False
             raise CheckpointLost("a trainer rank died before its files were there")
+
+    def living(self, ranks: Ranks) -> LivingRanks:
+        """For a controller that comes after this one."""
+        is_kept = not any(one.after == self._num_kept for one in self._noted if one.what != _CHECKPOINT)
+        facts = [{name: fact[name] for name in ("state_bytes", "node")} for fact in ranks.facts]
+        number = self._num_kept if is_kept and not self._why_not else 0
+        return LivingRanks(ranks.names, facts, self.engines, self._num_begun, number, self._why_not)
+
+    async def take_over(self, living: LivingRanks) -> None:
+        """These ranks were started by a controller that is gone. return_to() comes next."""
+        self.engines, self._num_begun, self._why_not = living.engines, living.num_begun, living.why_not
+        self._num_kept, self._first = living.number, max(1, living.number)
+        if not self._why_not:
+            await self._keepers.of([str(facts["node"]) for facts in living.facts])
+
+    async def return_to(self, ranks: Ranks) -> bool:
+        """Take ranks back to the state of take_over(), if keepers have it; they are not started anew for that. Whether
+        they have it now.
+        """
+        number, keepers = await self._keepers.newest(len(ranks.actors), self._num_kept)
+        if not self._why_not:
+            await self.let_keep(ranks)
+        if not number or number != self._num_kept:
+            return False
+        await self._on_all(
+            ranks, "load_kept", lambda actor, rank: actor.load_kept.remote(keepers[rank], number), _READ_S
+        )
+        return True
 
     async def after(self, ranks: Ranks, error: Exception) -> Ranks:
         """Ranks in the place of these, of which a call failed.
@@ -207,8 +251,8 @@ class Rebirth:
                 with contextlib.suppress(RayError):
                     await self._cluster.in_thread(partial(kill_actor, actor))
             # A step whose end was not told counts as unfinished: the call that failed is made again.
-            number, keepers = await self._keepers.newest(len(ranks.actors), self._num_kept)
-            if number < self._num_kept - 1:
+            number, keepers = await self._keepers.newest(len(ranks.names), self._num_kept)
+            if number < max(self._num_kept - 1, self._first):
                 raise TrainingStopped(f"{error}. No state of its last steps is left: go on with slipstream resume")
             try:
                 starting = self._start(self._num_begun)
@@ -234,7 +278,7 @@ class Rebirth:
             )
         if self.engines.endpoints:
             await self._on_all(ranks, "connect", self._meet_engines, _READ_S)
-        await self._let_keep(ranks)
+        await self.let_keep(ranks)
         self._is_checkpoint_lost |= any(one.after < number and one.what == _CHECKPOINT for one in self._noted)
         again, self._noted, self._num_kept = [one for one in self._noted if one.after >= number], [], number
         for one in again:
@@ -251,6 +295,7 @@ class Rebirth:
         engines = self.engines
         return actor.connect.remote(engines.endpoints, engines.slots, sorted(engines.absent))
 
-    async def _let_keep(self, ranks: Ranks) -> None:
+    async def let_keep(self, ranks: Ranks) -> None:
+        """Let ranks send their states to keepers."""
         keepers = await self._keepers.of([str(facts["node"]) for facts in ranks.facts])
         await self._on_all(ranks, "keep_states", lambda actor, rank: actor.keep_states.remote(keepers[rank]), _READ_S)

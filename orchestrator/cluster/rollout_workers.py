@@ -15,7 +15,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from slipstream.conf.schema import Device, RunConfig, SyncMode
 from slipstream.fleet.waiting import all_started
 from slipstream.orchestrator.cluster.actors import ForkServerActor, RolloutActor
 from slipstream.orchestrator.cluster.ray_cluster import RayCluster, kill_actor
-from slipstream.orchestrator.cluster.ray_handles import RayRolloutWorker
+from slipstream.orchestrator.cluster.ray_handles import LivingWorker, RayRolloutWorker
 from slipstream.orchestrator.environment import RunDevice
 from slipstream.orchestrator.errors import OrchestratorError
 from slipstream.orchestrator.files.startup import Startup
@@ -42,12 +42,24 @@ from slipstream.trainer.weights.adapter_names import adapter_tensors, target_mod
 
 logger = logging.getLogger(__name__)
 
-_CONCURRENT_CALLS = 4
-"""How many calls to a worker's actor go on at once: one waits for the worker's end."""
+_CONCURRENT_CALLS = 100
+"""How many calls to a worker's actor go on at once: one of each controller that the run had waits for the worker's end.
+"""
 ROOM_TIMEOUT_S = 20.0
 """Longest wait for the room of further workers. A cluster that grows for them takes minutes: one asks again then."""
 _ASK_EVERY_S = 0.5
 """Pause between two questions to a worker that starts: how exact its phases are."""
+
+
+@dataclass(frozen=True, slots=True)
+class LivingWorkers:
+    """What another controller has to know of the workers to go on with them."""
+
+    workers: dict[str, LivingWorker]
+    """By the name that each had first."""
+    num_starts: dict[str, int]
+    rooms: dict[str, str]
+    """Names of the placement groups of further ones."""
 
 
 class RolloutWorkers:
@@ -119,6 +131,32 @@ class RolloutWorkers:
         num_seqs = self._options.config.max_num_seqs
         workers = counted(len(self.workers), "rollout worker")
         logger.info("up: %s; an engine takes up to %d requests at once", workers, num_seqs)
+
+    @property
+    def living(self) -> LivingWorkers:
+        """For a controller that comes after this one."""
+        rooms = {name: self._cluster.name_of(room) for name, room in self._rooms.items()}
+        return LivingWorkers(
+            {name: worker.living for name, worker in self.workers.items()}, dict(self._num_starts), rooms
+        )
+
+    async def take_over(self, left: LivingWorkers) -> None:
+        """Go on with workers that a controller left that was killed. A call to one that has died raises."""
+        self._num_starts.update(left.num_starts)
+        for first_name, room in left.rooms.items():
+            self._rooms[first_name] = await self._cluster.find_group(room)
+        for first_name, one in left.workers.items():
+            actor = await self._cluster.find_actor(RolloutActor, one.name)
+            ended = asyncio.ensure_future(self._ended(actor, one.name))
+            connection = WorkerClient.at(one.address, self._options.key, ended).connection
+            worker = RayRolloutWorker(actor, connection, one, {})  # pyright: ignore[reportAbstractUsage]
+            self.workers[first_name] = worker
+
+    async def _ended(self, actor: type[RolloutActor] | None, name: str) -> None:
+        """Raise how a worker has ended, once it has."""
+        if actor is None:
+            raise OrchestratorError(f"{name} {self._cluster.dead[name]}")
+        await self._cluster.result_of(actor.ended.remote(), name, OrchestratorError)
 
     async def make_room(self, names: Sequence[str], on: Mapping[str, float] | None) -> None:
         """Reserve what further workers need, all or none.
@@ -199,7 +237,7 @@ class RolloutWorkers:
             await self._check_node(node)  # one that takes the place of a lost node is new
             launch = actor.launch.remote(self._options, seed, self._is_one_node, await self._forks_on(node))
             address = await cluster.result_of(launch, name, OrchestratorError)
-            ended = asyncio.ensure_future(cluster.result_of(actor.ended.remote(), name, OrchestratorError))
+            ended = asyncio.ensure_future(self._ended(actor, name))
             worker = WorkerClient.at(address, self._options.key, ended)
             async with self._watched(worker, name):
                 await worker.prepare()
@@ -223,12 +261,8 @@ class RolloutWorkers:
         return RayRolloutWorker(  # pyright: ignore[reportAbstractUsage] - its base is filled in
             actor,
             worker.connection,
-            name=name,
-            endpoint=endpoint,
-            base_endpoint=base_endpoint,
-            processes=processes,
-            node=node,
-            started_at=started_at | status.reached,
+            LivingWorker(name, address, endpoint, base_endpoint, processes, node),
+            started_at | status.reached,
         )
 
     def _forks_on(self, node: str) -> asyncio.Future[type[ForkServerActor]]:

@@ -20,7 +20,7 @@ from slipstream.orchestrator.cluster.actors import TrainerActor
 from slipstream.orchestrator.cluster.keepers import Keepers
 from slipstream.orchestrator.cluster.ray_cluster import RayCluster, kill_actor
 from slipstream.orchestrator.cluster.ray_handles import RayTrainerGroup, call_all
-from slipstream.orchestrator.cluster.rebirth import Ranks, Rebirth
+from slipstream.orchestrator.cluster.rebirth import LivingRanks, Ranks, Rebirth
 from slipstream.orchestrator.environment import RunDevice
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.orchestrator.files.startup import Startup
@@ -40,6 +40,7 @@ async def start_trainer_ranks(
     sync_key: bytes,
     is_one_node: bool,
     startup: Startup,
+    left: LivingRanks | None = None,
 ) -> RayTrainerGroup:
     """Start all ranks, load the model on them, and on GPUs try a full microbatch. The group starts them in the same way
     again when one has died.
@@ -50,6 +51,7 @@ async def start_trainer_ranks(
         sync_key: authenticates the control messages of a publish.
         is_one_node: whether all processes of the run share one machine, hence loopback.
         startup: told what each rank does.
+        left: ranks that a controller left that was killed, instead of new ones: RayTrainerGroup.return_to comes next.
     """
     options = TrainerOptions(
         model=config.model,
@@ -71,7 +73,7 @@ async def start_trainer_ranks(
     async def start(life: int) -> Ranks:
         return await _start(config, cluster, options, bundles, life, is_one_node=is_one_node, startup=startup)
 
-    ranks = await start(0)
+    ranks = await start(0) if left is None else await _found(cluster, left)
     rebirth = Rebirth(
         cluster,
         start,
@@ -81,6 +83,9 @@ async def start_trainer_ranks(
         start_timeout_s=config.cluster.start_timeout_s,
     )
     group = RayTrainerGroup(cluster, ranks, rebirth, is_lora=config.trainer.mode is TrainMode.lora)
+    if left is not None:
+        await rebirth.take_over(left)
+        return group
     _log_start(ranks.facts)
     if device == "cuda" and config.algorithm.objective is Objective.policy:  # engines start meanwhile
         for name in ranks.names:
@@ -89,6 +94,12 @@ async def start_trainer_ranks(
     for name in ranks.names:
         startup.ready(name)
     return group
+
+
+async def _found(cluster: RayCluster, left: LivingRanks) -> Ranks:
+    """Of those that have died there is no actor, and the cluster knows them as dead."""
+    actors = [await cluster.find_actor(TrainerActor, name) for name in left.names]
+    return Ranks([actor for actor in actors if actor is not None], left.names, left.facts)
 
 
 async def _start(

@@ -31,6 +31,7 @@ from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Objective
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.control.fleet_requests import carry_out
+from slipstream.orchestrator.files.journal import door_of
 from slipstream.orchestrator.files.run_checkpoint import has_nothing_left
 from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
 from slipstream.rollout.crash_reports import COMMAND, death_in
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.5
 ANSWER_TIMEOUT_S = 30.0
 KILLED = "its process ended without a word: it was killed, or the machine went down"
+WAITS = "; its trainer ranks and engines are alive, and wait some minutes for slipstream resume, or for slipstream stop"
 _FLOCK = "@hhqqi4x"
 """struct flock of <fcntl.h>: type, whence, start, length (0: the whole file), pid."""
 
@@ -98,7 +100,8 @@ def how_it_ended(run: Path) -> tuple[str, str | None]:
         if not (folder / "alive").is_file():
             return "", None
         how = death_in(RunFolder(run).crashes / COMMAND)
-        return "failed", f"its process {how}" if how else KILLED
+        waits = WAITS if door_of(RunFolder(run)) is not None else ""
+        return "failed", (f"its process {how}" if how else KILLED) + waits
     except (OSError, ValueError, KeyError, TypeError):
         return "", None
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.control.control_folder import is_alive
+from slipstream.orchestrator.files.journal import end_what_waits
 from slipstream.orchestrator.files.run_checkpoint import complete_checkpoints, has_nothing_left, step_of
 from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
 
@@ -53,7 +54,8 @@ def stop(run: Path, *, timeout_s: float = STOP_TIMEOUT_S, say: Callable[[str], N
     if is_running is None:
         raise ConfigError(f"the run in {folder.root} belongs to another user, who alone may stop it; ask as that user")
     if not is_running:
-        return [f"the run in {folder.root} had ended already", *_how_to_go_on(folder, num_steps)]
+        ended = ["its trainer ranks and engines, which were alive, are ended"] if end_what_waits(folder) else []
+        return [f"the run in {folder.root} had ended already", *ended, *_how_to_go_on(folder, num_steps)]
     request = _request(folder.root)
     began_s = said_s = time.monotonic()
     say(f"waiting for {folder.root.name} to finish its step and to save its state")

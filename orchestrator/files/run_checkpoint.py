@@ -26,7 +26,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -77,6 +77,41 @@ class RunState:
     shuffle_rng: JsonObject
     """State of the generator that orders the minibatches of later epochs."""
     buffer: BufferState
+
+
+def lines_of(state: RunState) -> tuple[JsonObject, str]:
+    """A state as JSON: what is one value, and a line for each group and prompt of the buffer."""
+    buffered = [{"ticket": t, **asdict(group)} for t, group in sorted(state.buffer.groups.items())]
+    in_flight = [{"ticket": t, "prompt": asdict(prompt)} for t, prompt in sorted(state.buffer.in_flight.items())]
+    head = {
+        "step": state.step,
+        "policy_version": state.policy_version,
+        "prompts": state.prompts,
+        "shuffle_rng": state.shuffle_rng,
+        "num_batches": state.buffer.num_batches,
+    }
+    return head, "".join(json.dumps(row, default=_encode) + "\n" for row in [*buffered, *in_flight])
+
+
+def state_of(head: JsonObject, rows: Iterable[str]) -> RunState:
+    """What lines_of() wrote."""
+    groups: dict[int, Group] = {}
+    in_flight: dict[int, Prompt] = {}
+    for row in map(json.loads, rows):
+        if "rollouts" in row:
+            rollouts = [_to_rollout(rollout) for rollout in row["rollouts"]]
+            groups[row["ticket"]] = Group(
+                _to_prompt(row["prompt"]), rollouts, row["rewards"], row.get("parts", []), row.get("answers", [])
+            )
+        else:
+            in_flight[row["ticket"]] = _to_prompt(row["prompt"])
+    return RunState(
+        step=head["step"],
+        policy_version=head["policy_version"],
+        prompts=head["prompts"],
+        shuffle_rng=head["shuffle_rng"],
+        buffer=BufferState(head["num_batches"], groups, in_flight),
+    )
 
 
 def fingerprint(config: RunConfig) -> JsonObject:
@@ -293,24 +328,9 @@ class CheckpointStore:
 
     def finish(self, partial: Path, state: RunState) -> Path:
         """Add the run's state, make all files durable, name the folder, and remove the oldest. Returns the path."""
-        buffered = [{"ticket": t, **asdict(group)} for t, group in sorted(state.buffer.groups.items())]
-        in_flight = [{"ticket": t, "prompt": asdict(prompt)} for t, prompt in sorted(state.buffer.in_flight.items())]
-        rows = (json.dumps(row, default=_encode) + "\n" for row in [*buffered, *in_flight])
-        (partial / "groups.jsonl").write_text("".join(rows))
-        (partial / "state.json").write_text(
-            json.dumps(
-                {
-                    "format": _FORMAT,
-                    "step": state.step,
-                    "policy_version": state.policy_version,
-                    "prompts": state.prompts,
-                    "shuffle_rng": state.shuffle_rng,
-                    "num_batches": state.buffer.num_batches,
-                    "options": self._options,
-                },
-                indent=2,
-            )
-        )
+        head, rows = lines_of(state)
+        (partial / "groups.jsonl").write_text(rows)
+        (partial / "state.json").write_text(json.dumps({"format": _FORMAT, **head, "options": self._options}, indent=2))
         paths = _files(partial)
         files = {str(path.relative_to(partial)): facts for path, facts in zip(paths, _all_facts(paths), strict=True)}
         (partial / MANIFEST).write_text(json.dumps({"format": _FORMAT, "files": files}, indent=2))
@@ -332,6 +352,11 @@ class CheckpointStore:
             if step_of(old) not in self.spared and not (self._uploads and self._uploads.needs(old)):
                 shutil.rmtree(old)
 
+    def discard_unfinished(self) -> None:
+        """Remove what a controller began that was killed."""
+        for partial in self.folder.glob(".step-*.partial"):
+            self.discard(partial)
+
     def discard(self, partial: Path) -> None:
         """Remove what `begin` made and `finish` did not complete."""
         shutil.rmtree(partial, ignore_errors=True)
@@ -348,28 +373,8 @@ class CheckpointStore:
         if raw.get("format") != _FORMAT:
             raise CheckpointError(f"{path} has format {raw.get('format')}, this version reads {_FORMAT}")
         self._check_options(str(path), raw["options"])
-        groups: dict[int, Group] = {}
-        in_flight: dict[int, Prompt] = {}
-        with (path / "groups.jsonl").open() as lines:
-            for row in map(json.loads, lines):
-                if "rollouts" in row:
-                    rollouts = [_to_rollout(rollout) for rollout in row["rollouts"]]
-                    groups[row["ticket"]] = Group(
-                        _to_prompt(row["prompt"]),
-                        rollouts,
-                        row["rewards"],
-                        row.get("parts", []),
-                        row.get("answers", []),
-                    )
-                else:
-                    in_flight[row["ticket"]] = _to_prompt(row["prompt"])
-        return RunState(
-            step=raw["step"],
-            policy_version=raw["policy_version"],
-            prompts=raw["prompts"],
-            shuffle_rng=raw["shuffle_rng"],
-            buffer=BufferState(raw["num_batches"], groups, in_flight),
-        )
+        with (path / "groups.jsonl").open() as rows:
+            return state_of(raw, rows)
 
     def _check_options(self, path: str, saved: JsonObject) -> None:
         mine, theirs = dict(flatten(self._options)), dict(flatten(saved))

@@ -26,7 +26,7 @@
       ray/               logs of workers
       crash/             frames of all threads of a process that died of a signal
       control/           requests to the run while it goes on (slipstream recover, slipstream stop), what its start
-                         waits for, and where its page of Ray is
+                         waits for, where its page of Ray is, and what another controller needs to go on (journal)
 
 Owns: names and creation of these. Does not own: their content (telemetry, checkpoint, prepare write it).
 """
@@ -113,6 +113,7 @@ class RunFolder:
     tensorboard = _Inside("tensorboard")
     model = _Inside("model")
     starting = _Inside("control/starting.json")
+    journal = _Inside("control/journal")
     dashboard = _Inside("control/dashboard.json")
     traces = _Inside("traces")
     checkpoints = _Inside("checkpoints")

@@ -31,6 +31,7 @@ from slipstream.conf.schema import Device, Init, Objective, RunConfig, TrainMode
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import PreflightError
 from slipstream.orchestrator.figures.held_out import choosing_metrics
+from slipstream.orchestrator.files.journal import waits_for
 from slipstream.orchestrator.files.object_store import ObjectStore
 from slipstream.orchestrator.files.run_checkpoint import checkpoints_of, has_nothing_left
 from slipstream.orchestrator.files.run_folder import RunFolder, follow_latest, resumed_folder
@@ -89,7 +90,9 @@ def run_preflight(config: RunConfig, machine: Machine = HERE) -> PreflightReport
     config = follow_latest(replace(config, cluster=replace(config.cluster, device=device)))
     facts: list[Fact] = []
     problems: list[str] = []
-    for check in (*OPTION_CHECKS, *(partial(check, machine=machine) for check in MACHINE_CHECKS)):
+    # Processes that wait for a controller have their place on this machine.
+    of_machine = MACHINE_CHECKS if waits_for(config) is None else (check_run_folder,)
+    for check in (*OPTION_CHECKS, *(partial(check, machine=machine) for check in of_machine)):
         try:
             if (fact := check(config)) is not None:
                 facts += [fact, *fact.also]
@@ -298,7 +301,10 @@ def check_run_folder(config: RunConfig, machine: Machine) -> Fact:
             raise ConfigError(
                 f"run.resume={run.resume}: no such folder; give a run folder, for example {run.dir}/latest"
             )
-        step, damaged = checkpoints_of(config, RunFolder(root.resolve())).step_to_resume(run.resume)
+        if (left := waits_for(config)) is not None:
+            step, damaged = left.step, []
+        else:
+            step, damaged = checkpoints_of(config, RunFolder(root.resolve())).step_to_resume(run.resume)
         if step >= run.num_steps and has_nothing_left(RunFolder(root), run.num_steps):
             raise ConfigError(
                 f"run.resume={run.resume} has done {step} steps, and run.num_steps={run.num_steps}: nothing is left to "

@@ -75,8 +75,9 @@ class Controller(StepLoop):
 
     def __init__(self, config: RunConfig, services: LoopServices) -> None:
         super().__init__(
-            config, services.trainer, services.telemetry, services.checkpoints, services.on_clock, services.activities
-        )
+            config, services.trainer, services.telemetry, services.checkpoints, services.on_clock, services.activities,
+            services.before_step,
+        )  # fmt: skip
         self.services = services
         self.buffer = GroupBuffer(
             config.algorithm.groups_per_step,
@@ -105,6 +106,11 @@ class Controller(StepLoop):
             sampling.cancel()
             opening.cancel()
             await asyncio.gather(sampling, opening, return_exceptions=True)
+
+    async def go_on(self, state: RunState) -> None:
+        """Bring replicas to the version of this state, which the trainer has. They may hold a later one."""
+        self._go_on_from(state)
+        await self.publish()
 
     async def start(self, resume_from: Path | None) -> None:
         """Bring trainer and replicas to one version: 0, or the checkpoint's. A resumed run has row 0 already."""

@@ -7,7 +7,7 @@ worker (replicas.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -16,7 +16,7 @@ from slipstream.conf.json_files import JsonObject
 from slipstream.fleet.router import Router
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.files.metrics_catalogue import Value
-from slipstream.orchestrator.files.run_checkpoint import CheckpointStore
+from slipstream.orchestrator.files.run_checkpoint import CheckpointStore, RunState
 from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.files.timeline import TRAINER, Activities
 from slipstream.rollout.types import Judgement, Prompt, Rollout
@@ -131,6 +131,8 @@ class LoopServices:
     """None: one response to each prompt (rollout.agent=null)."""
     teacher: Teacher | None = None
     """None: no distillation (algorithm.distill_coef=0)."""
+    before_step: Callable[[RunState], Awaitable[None]] | None = None
+    """Given the state before each step; None: nobody wants it."""
     on_clock: Callable[[int, int], None] = lambda step, policy_version: None
     """Called with step and policy version whenever one changes; logs carry them."""
 

@@ -55,6 +55,7 @@ class StepLoop(ABC):
     Args:
         on_clock: told of every change of step and policy version; logs carry them.
         activities: where others note what they do, for the step's timeline.
+        before_step: given the state before each step, once all rows before it are written.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class StepLoop(ABC):
         checkpoints: CheckpointStore,
         on_clock: Callable[[int, int], None],
         activities: Activities | None = None,
+        before_step: Callable[[RunState], Awaitable[None]] | None = None,
     ) -> None:
         self.step = 0
         self.policy_version = 0
@@ -74,6 +76,7 @@ class StepLoop(ABC):
         self._checkpoints = checkpoints
         self._on_clock = on_clock
         self._activities = activities or Activities()
+        self._before_step = before_step
         self._best: BestCheckpoint | None = None
         if (metric := config.run.keep_best) is not None:
             first_step = step_of(checkpoints.newest()) if config.run.resume is not None else 0
@@ -121,6 +124,8 @@ class StepLoop(ABC):
         run = self._config.run
         try:
             while self.step < run.num_steps:
+                if self._before_step is not None:
+                    await self._before_step(self._state())
                 await self._next_step()
                 await self._stop_if_hopeless()
                 if self._completing is not None and self._completing.done():
@@ -220,10 +225,14 @@ class StepLoop(ABC):
     async def _load(self, path: Path) -> None:
         state = await asyncio.to_thread(self._checkpoints.read, path)
         await self._step_trainer.load_state(path / "trainer")
+        self._go_on_from(state)
+        logger.info("resumed from %s at step %d, policy version %d", path, self.step, self.policy_version)
+
+    def _go_on_from(self, state: RunState) -> None:
+        """The trainer has it."""
         self.step, self.policy_version = state.step, state.policy_version
         self._restore(state)
         self._on_clock(self.step, self.policy_version)
-        logger.info("resumed from %s at step %d, policy version %d", path, self.step, self.policy_version)
 
     async def _finish_step(self, work: Awaitable[None]) -> None:
         """Await the part of a step that must not be torn: also when the run is told to end."""

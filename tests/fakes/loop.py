@@ -30,7 +30,7 @@ from slipstream.fleet.router import Router
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.figures.held_out import eval_names
 from slipstream.orchestrator.files.metrics_catalogue import RewardNames
-from slipstream.orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
+from slipstream.orchestrator.files.run_checkpoint import CheckpointStore, RunState, fingerprint
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine
 from slipstream.orchestrator.files.telemetry import Telemetry, read_rows
@@ -467,6 +467,9 @@ class Loop:
         self.max_restarts = 0
         self.base_of_restarted = ""
         self.controller: Controller | None = None
+        self.before_step: Callable[[RunState], Awaitable[None]] | None = None
+        self.found: RunState | None = None
+        """What the trainer has, which another controller left."""
 
     async def restart(self, index: int) -> FakeWorker:
         self.world.diary.append(("restart", index))
@@ -508,10 +511,14 @@ class Loop:
                 telemetry=telemetry,
                 checkpoints=self.checkpoints,
                 traces=Path("traces"),
+                before_step=self.before_step,
             )
             self.controller = Controller(self.config, services)
             async with asyncio.timeout(120):
-                await self.controller.start(self.checkpoints.newest() if self.resume_step else None)
+                if self.found is None:
+                    await self.controller.start(self.checkpoints.newest() if self.resume_step else None)
+                else:
+                    await self.controller.go_on(self.found)
                 await self.controller.train()
         return self.controller
 

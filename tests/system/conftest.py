@@ -160,6 +160,10 @@ class RunUnderWay:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        deadline = time.monotonic() + 10
+        while self._process.poll() is None and time.monotonic() < deadline:  # killed, it would leave its processes
+            self._process.send_signal(signal.SIGINT)
+            time.sleep(0.05)
         self._process.kill()
         if kind is not None:
             print(self._said.read_text(), self.log if (self.folder / "run.log").exists() else "", sep="\n")
@@ -220,6 +224,12 @@ class RunUnderWay:
         """SIGTERM to the process and to its group, as `timeout` and batch systems send it."""
         self._process.terminate()
         os.killpg(self._process.pid, signal.SIGTERM)
+
+    def resume(self) -> None:
+        """`slipstream resume` of a run whose command has ended."""
+        words = [sys.executable, "-m", "slipstream.orchestrator.cli.main", "resume", str(self.folder.resolve())]
+        with self._said.open("a") as said:
+            self._process = subprocess.Popen(words, stdout=said, stderr=said, start_new_session=True)
 
     def stop(self) -> None:
         """Tell it to end, and see that it does."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -112,12 +114,41 @@ def test_trainer_ranks_that_are_killed_change_nothing_that_is_learned(on_policy:
             assert row[figure] == undisturbed[figure]
         assert row["optim/grad_norm"] == pytest.approx(undisturbed["optim/grad_norm"], rel=1e-3)
     assert samples_of(run.folder) == samples_of(on_policy.folder)
-    learned, expected = (
-        load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (run.folder, on_policy.folder)
-    )
-    assert learned.keys() == expected.keys()
-    assert max(float(abs(values - learned[name]).max()) for name, values in expected.items()) < 1e-4
-    assert max(float(abs(values).max()) for values in expected.values()) > 1e-3
+    assert_learned_the_same(run.folder, on_policy.folder)
+
+
+@pytest.mark.timeout(2 * RUN_TIMEOUT_S)
+def test_a_controller_that_is_killed_is_replaced_and_changes_nothing_that_is_learned(
+    on_policy: FinishedRun, tmp_path: Path
+) -> None:
+    """The same run. Its command is killed in the second step, and again in the publish after it. `slipstream resume`
+    goes on with the same processes.
+    """
+    with RunUnderWay([*ON_POLICY, "run.checkpoint_every_steps=0"], tmp_path) as run:
+        run.wait_until(lambda rows: len(rows) >= 2)
+        ranks, engines = trainer_ranks(run.folder), [run.engine_of(f"rollout-{number}") for number in (0, 1)]
+        ranks[1].suspend()
+        wait_until_idle(engines[0])  # what it samples for this step is there, and a rank is waited for
+        kill_command(run)
+        ranks[1].resume()
+        run.resume()
+        run.wait_for(lambda: "publish of version 2 begins" in run.log)
+        kill_command(run)  # in it, or soon after
+        run.resume()
+        assert run.exit_code() == 0
+    went_on = re.findall(r"processes of the run are alive: it goes on after step (\d)", run.said)
+    assert went_on in (["1", "1"], ["1", "2"])
+    assert run.log.count("its engine is process") == 2 and run.log.count("trainer ranks are processes") == 1
+    assert not any(process.is_running() for process in [*ranks, *engines])
+    assert [row["step"] for row in run.rows] == [0, 1, 2, 3]
+    for row, undisturbed in zip(run.rows[1:], on_policy.rows[1:], strict=True):
+        assert row["staleness/max"] == 0 and 0 <= row["parity/k3"] < 1e-3, "no sample is of a half published version"
+        assert row["sync/replicas_committed"] == 2
+        for figure in ("policy_version", "reward/mean", "data/seen_fraction", "data/share_error"):
+            assert row[figure] == undisturbed[figure]
+        assert row["optim/grad_norm"] == pytest.approx(undisturbed["optim/grad_norm"], rel=1e-3)
+    assert samples_of(run.folder) == samples_of(on_policy.folder)
+    assert_learned_the_same(run.folder, on_policy.folder)
 
 
 def test_a_resumed_run_goes_on_where_it_stopped(on_policy: FinishedRun, resumed: FinishedRun) -> None:
@@ -139,6 +170,20 @@ def test_a_resumed_run_draws_prompts_on_from_where_it_stopped(resumed: FinishedR
     groups_per_step = load_resolved_yaml((resumed.folder / "config.yaml").read_text()).algorithm.groups_per_step
     assert sum(cursor["counts"]) == 5 * groups_per_step
     assert [part["num_drawn"] for part in cursor["cursors"]] == cursor["counts"]
+
+
+def kill_command(run: RunUnderWay) -> None:
+    """With SIGKILL."""
+    os.kill(run.pid, signal.SIGKILL)
+    assert run.exit_code() == -signal.SIGKILL
+
+
+def assert_learned_the_same(one: Path, undisturbed: Path) -> None:
+    """Up to what the last bits of engines' log-probabilities change."""
+    learned, expected = (load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (one, undisturbed))
+    assert learned.keys() == expected.keys()
+    assert max(float(abs(values - learned[name]).max()) for name, values in expected.items()) < 1e-4
+    assert max(float(abs(values).max()) for values in expected.values()) > 1e-3
 
 
 def wait_until_idle(process: psutil.Process) -> None:

@@ -39,6 +39,11 @@ class BackgroundWrites:
             write.result()
         return True
 
+    def settle(self) -> None:
+        """Wait for all, and forget what failed: whoever asked for it is gone."""
+        wait(self._begun)
+        self._begun = []
+
     def finish(self) -> None:
         """Wait for all. Raises as are_done()."""
         wait(self._begun)

@@ -48,6 +48,10 @@ class KeptStates:
         self._keepers = keepers
         self._sends.begin(partial(self._copies.prepare, num_bytes))
 
+    def settle(self) -> None:
+        """Wait until what was begun is sent, or could not be."""
+        self._sends.settle()
+
     def readiness(self) -> Readiness:
         """Does not wait."""
         try:

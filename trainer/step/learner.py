@@ -34,7 +34,6 @@ class Learner:
         self._rank, self._device = rank, device
         self._local_loss = 0.0
         self._is_changed = False
-        """Whether an update was applied that no version counts yet."""
         self._trainable = [*dense_trainable(decoder), *expert_trainable(decoder)]
         self.shards = [TrainableShard(name, sharded_rows(name, param).detach()) for name, param in self._trainable]
         group = dist.group.WORLD if decoder.layout.world_size > 1 else None
@@ -44,6 +43,11 @@ class Learner:
     def progress(self) -> dict[str, int]:
         """What a checkpoint counts."""
         return {"policy_version": self.policy_version, "num_updates": self._optimizer.num_updates}
+
+    @property
+    def is_in_a_step(self) -> bool:
+        """Whether an update was applied that no version counts yet."""
+        return self._is_changed
 
     @property
     def num_bytes(self) -> int:
@@ -105,4 +109,5 @@ class Learner:
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(tensors["rng.device"], self._device)
         self.drop_gradients()
+        self._is_changed = False
         self.policy_version = progress["policy_version"]

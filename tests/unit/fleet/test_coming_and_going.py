@@ -287,3 +287,29 @@ async def test_a_further_worker_that_cannot_be_started_is_out_and_is_tried_when_
     assert await fleet.publish(1) == [1]
     await fleet.supervisor.scaling.scale(2)
     await fleet.until(S.serving, S.serving)
+
+
+async def test_what_another_controller_left_is_found_again_with_the_names_and_places_of_before() -> None:
+    world = World(committed=[3, -1, 3, 3])
+    workers = [FakeWorker(world, index) for index in range(4)]
+    workers[0].name = "rollout-0.2"
+    workers[2].death = "rollout-2 died while the run had no controller"
+    workers[3].wants_base_at = "tcp://base"
+    started: list[str] = []
+
+    async def restart(name: str) -> FakeWorker:
+        started.append(name)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    supervisor = Supervisor([workers[0], None, *workers[2:]], restart=restart, max_restarts=1)
+    roster = supervisor.roster
+    assert list(roster.replicas) == ["rollout-0", "rollout-1", "rollout-2", "rollout-3"] and roster.num_wanted == 3
+    await supervisor.find_again({workers[0].endpoint, workers[2].endpoint})
+    await asyncio.sleep(0)
+    assert [replica.state for replica in roster.replicas.values()] == [S.pending, S.gone, S.starting, S.pending]
+    assert started == ["rollout-2"] and "no controller" in roster.replicas["rollout-2"].reason
+    held = await supervisor.hold()
+    assert held.exclude == [1, 2]
+    assert [(one.name, one.base_wanted_at) for one in held.joining] == [("rollout-3", "tcp://base")]
+    await supervisor.close()

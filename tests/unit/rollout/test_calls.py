@@ -325,3 +325,22 @@ async def test_a_client_with_another_key_is_not_answered(worker: Worker, server:
         await asyncio.wait_for(stranger.generate_group(PROMPT, 1, None, None), 2.0)
     stranger.connection.close()
     assert not worker.asked
+
+
+async def test_what_a_client_asked_is_given_up_when_another_one_comes_in_its_place(
+    worker: Worker, server: CallServer, client: WorkerClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.may_answer.clear()
+    waits = asyncio.create_task(ask(client))
+    while not worker.asked:
+        await asyncio.sleep(0.01)
+    given_up = list(server._asked)
+    another = WorkerClient.at(server.address, KEY)
+    worker.may_answer = asyncio.Event()
+    worker.may_answer.set()
+    worker.sampled = [Rollout([1], [-0.5], [1], "a", "stop")]
+    assert await ask(another) == worker.sampled
+    assert [task.cancelled() for task in given_up] == [True] and not waits.done() and not caplog.records
+    assert await ask(another) == worker.sampled
+    waits.cancel()
+    another.connection.close()

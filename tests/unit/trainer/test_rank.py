@@ -319,6 +319,22 @@ def test_a_new_rank_goes_on_bitwise_from_a_kept_state():
     keeper.close()
 
 
+def test_a_rank_that_settles_has_sent_its_state_and_drops_what_it_was_asked_for(tmp_path):
+    rank, keeper, samples = make_rank(), Keeper("127.0.0.1", SYNC_KEY), make_samples()
+    rank.keep_states([keeper.address])
+    while rank.keep(1) is Readiness.later:
+        time.sleep(0.01)
+    rank.begin_checkpoint(tmp_path / "unwritable" / "\0")
+    rank.forward_backward([samples], count(samples))
+    assert rank.settle() == 0
+    assert keeper.kept() == {0: [1]} and rank.has_written(), "nobody wants that checkpoint any more"
+    assert rank.optimizer_step(ends_version=False).grad_norm == 0
+    assert rank.settle() is None, "in the midst of a step"
+    rank.load_kept(keeper.address, 1)
+    assert rank.settle() == 0
+    keeper.close()
+
+
 def test_a_rank_whose_keeper_is_gone_says_so_once_and_trains_on(caplog):
     rank, keeper = make_rank(), Keeper("127.0.0.1", SYNC_KEY)
     rank.keep_states([keeper.address])

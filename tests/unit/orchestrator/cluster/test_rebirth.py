@@ -61,6 +61,12 @@ class Actor:
             return OptimStats(self.version, 1.0, 1e-3, is_finite=True), readiness
         if name == "load_kept":
             self.version = self.cast.versions[arguments[1]]
+        if name == "keep":
+            self.cast.kept |= {arguments[0]}
+            self.cast.versions[arguments[0]] = self.version
+            return self.cast.readiness
+        if name == "settle":
+            return self.version
         return self.cast.is_written if name == "has_written" else (name, *arguments)
 
 
@@ -385,3 +391,105 @@ async def test_room_is_counted_for_three_copies_and_five_with_several_nodes() ->
             keepers = Keepers(KeeperActors({}, free), b"", is_one_node=False)  # type: ignore[arg-type]
             await keepers.of(nodes)
             assert (await keepers.lacks_room(nodes, [100, 100]) == "") == is_enough, (nodes, free)
+
+
+class AnotherController:
+    """Has the actors of a controller that was killed, and what that one wrote down."""
+
+    def __init__(self, cast: Cast, group: RayTrainerGroup) -> None:
+        self.cast, self.living = cast, group.living
+        cast.dead = {}
+        cast.rebirth = Rebirth(
+            cast, cast.start, cast, cast.call_all, max_restarts=3, start_timeout_s=5.0,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    async def group(self) -> RayTrainerGroup:
+        actors = [actor for actor in self.cast.lives[-1] if not actor.is_dead]
+        for actor in self.cast.lives[-1]:
+            actor.calls.clear()
+            if actor.is_dead:  # as RayCluster.find_actor has it
+                self.cast.dead[actor.name] = "died while the run had no controller"
+        ranks = Ranks(actors, self.living.names, self.living.facts)  # type: ignore[arg-type]
+        await self.cast.rebirth.take_over(self.living)
+        return RayTrainerGroup(self.cast, ranks, self.cast.rebirth, is_lora=True)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of Ray."""
+
+    async def call_all(cast: Cast, ranks: Ranks, what: str, call: Any, timeout_s: float) -> list[Any]:
+        return await cast.call_all(ranks, what, call, timeout_s)
+
+    monkeypatch.setattr("slipstream.orchestrator.cluster.ray_handles.call_all", call_all)
+
+
+async def steps(cast: Cast, num: int) -> RayTrainerGroup:
+    group = await cast.group()
+    await group.keep()
+    for _ in range(num):
+        await step(group)
+    return group
+
+
+@pytest.mark.usefixtures("all_calls")
+async def test_another_controller_takes_living_ranks_back_to_the_step_that_has_a_row() -> None:
+    cast = Cast()
+    group = await steps(cast, 2)
+    another = AnotherController(cast, group)
+    await step(group)  # after the other one wrote down where ranks are
+    group = await another.group()
+    assert await group.return_to(2)
+    assert [call[0] for call in cast.lives[0][0].calls] == ["settle", "keep_states", "load_kept"]
+    assert cast.lives[0][0].version == 2 and group.known == {"tcp://a", "tcp://b"} and len(cast.lives) == 1
+    assert (await step(group)).policy_version == 3
+    assert cast.lives[0][0].calls[-1] == ("optimizer_step", True, 4), "states are counted on"
+
+
+@pytest.mark.usefixtures("all_calls")
+async def test_of_a_rank_that_died_meanwhile_all_are_started_again() -> None:
+    cast = Cast()
+    group = await steps(cast, 2)
+    another = AnotherController(cast, group)
+    cast.lives[0][1].is_dead = True
+    group = await another.group()
+    assert await group.return_to(2)
+    assert cast.names(1) == ["load_kept", "connect", "keep_states"] and cast.lives[1][1].version == 2
+    assert group.num_ranks == 2
+    cast.lives[1][0].dies_in = {"forward_backward"}
+    assert (await step(group)).policy_version == 3, "and so are those after it"
+
+
+@pytest.mark.usefixtures("all_calls")
+async def test_without_a_kept_state_ranks_are_used_as_they_are_or_not_at_all() -> None:
+    for num_more, is_usable in ((0, True), (1, False)):
+        cast = Cast()
+        group = await steps(cast, 2)
+        cast.readiness = Readiness.later
+        await step(group)
+        another = AnotherController(cast, group)
+        for _ in range(num_more):
+            await step(group)
+        group = await another.group()
+        assert await group.return_to(3) == is_usable
+        assert "load_kept" not in [call[0] for call in cast.lives[0][0].calls]
+        cast.kept = set()
+        cast.lives[0][1].is_dead = True
+        with pytest.raises(TrainingStopped, match="No state of its last steps is left"):
+            await step(group)  # what ranks did before is not known to this controller
+
+
+@pytest.mark.usefixtures("all_calls")
+async def test_ranks_that_do_not_answer_are_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cast = Cast()
+    group = await AnotherController(cast, await steps(cast, 1)).group()
+    answered = cast.call_all
+
+    async def call_all(ranks: Ranks, what: str, call: Any, timeout_s: float) -> list[Any]:
+        if what == "settle":
+            raise WaitTimeout("gave up after 60 s of waiting for settle")
+        return await answered(ranks, what, call, timeout_s)
+
+    monkeypatch.setattr(cast, "call_all", call_all)
+    assert await group.return_to(1)
+    assert len(cast.lives) == 2 and cast.lives[1][0].version == 1

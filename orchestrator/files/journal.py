@@ -1,0 +1,111 @@
+"""What another controller needs to go on with a run whose controller was killed: written before each step.
+
+    runs/NAME/control/journal    0600: where the run's Ray is, its processes and their key, the state before the step
+
+Owns: the file. Does not own: what processes are (cluster/placement.py: Living), nor what is done with them (run.py).
+Invariant: the file is whole and of one instant, and is on the disk when `write_journal` returns. The rows of metrics of
+all steps before are written then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from slipstream.conf.schema import RunConfig
+from slipstream.orchestrator.files.run_checkpoint import BufferState, RunState, lines_of, state_of
+from slipstream.orchestrator.files.run_folder import RunFolder, changed_options, resumed_folder
+from slipstream.orchestrator.socket_folder import DOOR, LET_GO
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where a run's Ray is. Example: Whereabouts("/tmp/slipstream-1a2b3c4d", 4711)."""
+
+    folder: str
+    """The private folder."""
+    pid: int
+    """The process that holds Ray's servers."""
+
+    @property
+    def door(self) -> Path:
+        """Socket at which that process waits for another controller."""
+        return Path(self.folder) / DOOR
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """See the module's docstring."""
+
+    ray: Whereabouts
+    processes: str
+    """JSON of cluster/placement.py's Living, which only who imports Ray can read."""
+    state: RunState
+
+
+def write_journal(folder: RunFolder, journal: Journal) -> None:
+    """In the place of the one before. Of groups that wait for their step it holds the prompts alone: they are sampled
+    again. Their tokens would be megabytes at every step.
+    """
+    buffer = journal.state.buffer
+    prompts = {ticket: group.prompt for ticket, group in buffer.groups.items()}
+    buffer = BufferState(buffer.num_batches, {}, prompts | buffer.in_flight)
+    head, rows = lines_of(replace(journal.state, buffer=buffer))
+    first = json.dumps({"ray": asdict(journal.ray), "processes": journal.processes, "state": head})
+    partial = folder.journal.with_suffix(".partial")
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(f"{first}\n{rows}")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(folder.journal)
+
+
+def read_journal(folder: RunFolder) -> Journal | None:
+    """The run's; None: its processes ended with its controller, or it is another user's."""
+    try:
+        with folder.journal.open() as lines:
+            first = json.loads(next(lines))
+            return Journal(Whereabouts(**first["ray"]), first["processes"], state_of(first["state"], lines))
+    except (OSError, StopIteration, ValueError, KeyError, TypeError):
+        return None
+
+
+def door_of(folder: RunFolder) -> Path | None:
+    """Where the run's processes wait for another controller, if they do."""
+    journal = read_journal(folder)
+    return journal.ray.door if journal is not None and journal.ray.door.exists() else None
+
+
+def end_what_waits(folder: RunFolder) -> bool:
+    """End processes that wait for another controller, by a visit of one that leaves at once. Whether there were any."""
+    door = door_of(folder)
+    if door is None:
+        return False
+    with socket.socket(socket.AF_UNIX) as visit, suppress(OSError):  # they have just ended
+        visit.connect(str(door))
+        visit.sendall(LET_GO)
+    return True
+
+
+def remove_journal(folder: RunFolder) -> None:
+    """The run's processes end with its controller from now on."""
+    with suppress(OSError):
+        folder.journal.unlink()
+
+
+def waits_for(config: RunConfig) -> RunState | None:
+    """What the run that is to be resumed had reached, if its processes wait for another controller and its options are
+    as they were.
+    """
+    root = resumed_folder(config.run)
+    if root is None:
+        return None
+    folder = RunFolder(root)
+    journal = read_journal(folder)
+    if journal is not None and journal.ray.door.exists() and not changed_options(folder, config):
+        return journal.state
+    return None

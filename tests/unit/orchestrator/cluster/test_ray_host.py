@@ -1,0 +1,96 @@
+"""Locks: when a run's processes outlive its controller, for how long, and who takes its place. Without Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.conf.schema import RunConfig
+from slipstream.orchestrator.cluster import ray_host
+from slipstream.orchestrator.cluster.own_ray import OwnRay
+from slipstream.orchestrator.cluster.private_folder import PrivateFolder
+from slipstream.orchestrator.files.journal import Whereabouts
+from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.socket_folder import HOLD, LET_GO
+
+GREETING = {"address": "127.0.0.1:6379", "dashboard": ""}
+
+
+class Host:
+    """The part of ray_host.py that watches, in a thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = PrivateFolder(folder)
+        reads, self.controller = os.pipe()
+        hears, writes = os.pipe()
+        self.heard = os.fdopen(hears)
+        reached = ray_host._Controller(reads, writes)
+        reached.greeting = dict(GREETING)
+        self._thread = threading.Thread(target=ray_host._watch, args=(self.folder, reached), daemon=True)
+        self._thread.start()
+
+    def ends(self, within_s: float = 20.0) -> bool:
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    monkeypatch.setattr(ray_host, "_vital_servers", dict)
+    monkeypatch.setattr(ray_host, "_LOOK_EVERY_S", 0.05)
+    host = Host(tmp_path)
+    while not host.folder.door.exists():
+        pass
+    yield host
+
+
+@pytest.mark.parametrize("words", [b"", HOLD + LET_GO])
+def test_without_a_word_everything_ends_with_the_controller(host: Host, words: bytes) -> None:
+    os.write(host.controller, words)
+    assert not host.ends(0.3)
+    os.close(host.controller)
+    assert host.ends()
+
+
+def test_when_held_it_ends_after_the_lease(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_host, "LEASE_S", 0.8)
+    os.write(host.controller, HOLD)
+    os.close(host.controller)
+    assert not host.ends(0.4)
+    assert host.ends()
+
+
+async def test_another_controller_takes_the_place_and_may_be_killed_itself(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "another")
+    os.write(host.controller, HOLD)
+    os.close(host.controller)
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.connect(str(host.folder.door))
+        assert json.loads(killed.recv(200)) == GREETING
+    assert not host.ends(0.3)
+
+    own = OwnRay(RunConfig(), RunFolder(tmp_path))
+    left = Whereabouts(str(tmp_path), 1 << 30)
+    assert await own.take_over(left)
+    assert own.is_taken_over and own.whereabouts == left
+    assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "token")
+    assert await own.address() == GREETING["address"]
+    assert not host.ends(0.3)
+    await own.end()
+    assert host.ends()
+    assert not host.folder.door.exists(), "what the host would remove at its end is removed where it could not"
+
+
+async def test_where_nobody_waits_nothing_is_taken_over(tmp_path: Path) -> None:
+    own = OwnRay(RunConfig(), RunFolder(tmp_path))
+    assert not await own.take_over(Whereabouts(str(tmp_path / "gone"), 1 << 30))
+    assert not own.is_taken_over
+    await own.end()
