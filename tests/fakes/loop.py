@@ -278,6 +278,8 @@ class FakeWorker(Watched):
         self.told = asyncio.Event()
         self.is_going = False
         """Hands over: the first of two tokens was sampled."""
+        self.num_done = 0
+        """... but for so many responses, which have both."""
 
     async def keep_version(self, version: int | None) -> bool:
         return False
@@ -310,7 +312,8 @@ class FakeWorker(Watched):
             await self.gate.wait()
         await asyncio.sleep(0)
         if self.is_going:
-            return [Rollout([5], [-1.0], [version], "", ABORTED) for _ in range(n)]
+            begun = [Rollout([5], [-1.0], [version], "", ABORTED)] * (n - self.num_done)
+            return [Rollout([5, 2], [-1.0, -0.5], [version] * 2, "done", "stop")] * self.num_done + begun
         begun = [one.policy_versions for one in so_far] or [[]] * n
         texts = ["right" if i % 2 else "wrong" for i in range(n)]
         return [

@@ -128,6 +128,47 @@ async def test_a_worker_that_is_one_too_many_hands_its_responses_to_another_with
     assert fleet.supervisor.roster.in_words == "1 of 1 rollout worker serve"
 
 
+async def test_a_group_of_which_one_response_was_done_waits_for_the_others() -> None:
+    fleet = Fleet(2)
+    await fleet.publish(7)
+    fleet.worker(0).gate, fleet.worker(0).num_done = asyncio.Event(), 1
+    call = asyncio.create_task(fleet.router.generate_group(PROMPT, 3))
+    await asyncio.sleep(0)
+    await fleet.supervisor.scaling.drain("rollout-0")
+    assert [(one.token_ids, one.finish_reason) for one in await call] == [([5, 2], "stop")] * 3
+    assert fleet.router.num_handed_over == 2
+
+
+async def test_a_worker_that_is_out_was_not_asked_for_any_more() -> None:
+    fleet = Fleet(2, max_restarts=0)
+    await fleet.publish(0)
+    await fleet.supervisor.fail(fleet.supervisor.roster.replicas["rollout-1"], "it died")
+    await fleet.supervisor.scaling.drain("rollout-1")
+    await fleet.until(S.serving, S.gone)
+    assert fleet.supervisor.roster.in_words == "1 of 2 rollout workers serve", "drained is only what serves"
+
+
+async def test_a_worker_that_waits_is_stranded_as_soon_as_its_last_peer_leaves() -> None:
+    fleet, hand_over = Fleet(2), asyncio.Event()
+    await fleet.publish(0)
+
+    async def broken() -> None:
+        raise ConnectionError("no link")
+
+    async def takes_time() -> None:
+        await hand_over.wait()
+
+    fleet.worker(1).before.update(offer=broken, hand_over=takes_time)
+    await fleet.supervisor.fail(fleet.supervisor.roster.replicas["rollout-0"], "it died")
+    await fleet.until(S.pending, S.serving)
+    stranded = asyncio.create_task(fleet.supervisor.roster.stranded())
+    await fleet.supervisor.scaling.drain("rollout-1")
+    await fleet.until(S.pending, S.leaving)
+    await asyncio.wait_for(stranded, 5)
+    hand_over.set()
+    await fleet.until(S.pending, S.gone)
+
+
 async def test_a_worker_that_went_is_the_first_to_come_again() -> None:
     fleet = Fleet(3)
     await fleet.publish(0)
@@ -139,14 +180,20 @@ async def test_a_worker_that_went_is_the_first_to_come_again() -> None:
     assert await fleet.publish(1) == [2]
 
 
-async def test_those_that_do_not_serve_yet_go_first() -> None:
+@pytest.mark.parametrize("is_publishing", [False, True])
+async def test_those_that_do_not_serve_yet_go_first(is_publishing: bool) -> None:
     """The one that is being started would have cost its start; it is given up, and never serves."""
     fleet = Fleet(2)
     await fleet.publish(0)
     fleet.gate.clear()
     await fleet.supervisor.fail(fleet.supervisor.roster.replicas["rollout-0"], "it died")
     await fleet.until(S.starting, S.serving)
+    if is_publishing:
+        await fleet.supervisor.hold()
     await fleet.supervisor.scaling.scale(1)
+    if is_publishing:
+        await fleet.until(S.gone, S.updating)
+        await fleet.supervisor.settle([outcome(False), outcome(True)])
     await fleet.until(S.gone, S.serving)
     fleet.gate.set()
     for _ in range(50):

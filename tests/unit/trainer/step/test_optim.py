@@ -219,6 +219,12 @@ def test_gradients_of_another_dtype_and_empty_shards_between_others_count_in_the
     assert sorted(optimizer.state_tensors()) == ["a.exp_avg", "a.exp_avg_sq", "c.exp_avg", "c.exp_avg_sq"]
 
 
+def test_squares_of_norms_are_added_up_in_float64():
+    """2^24 + 1 is no number of float32."""
+    optimizer = make(OptimConfig(max_grad_norm=0.0), torch.zeros(1), torch.zeros(1))
+    assert optimizer.step([torch.tensor([4096.0]), torch.ones(1)], 0.0).grad_norm == math.sqrt((1 << 24) + 1)
+
+
 def test_the_rate_of_an_update_is_that_of_its_number_also_after_a_resume_and_a_refusal():
     """Warm-up 3: 1/4, 2/4, 3/4 of 4; a refused step has the rate of the update that it would have been."""
     config = OptimConfig(lr=4.0, warmup_steps=3)

@@ -389,9 +389,11 @@ def test_a_parameter_of_dense_and_of_expert_tensors_is_sent_in_both_groups():
 def test_ranks_may_have_other_parameters_in_another_order():
     (source,), ((layout,),) = one_matrix()
     (param,), (load,) = layout.params, layout.loads
-    more = DestLayout(1, (dataclasses.replace(param, name="q"), param), (dataclasses.replace(load, param="q"), load))
+    half = dataclasses.replace(load, param="q", region=Region((0, 0), (2, 6)))
+    more = DestLayout(1, (dataclasses.replace(param, name="q", shape=(2, 6)), param), (half, load))
     plan = build_plan([source], [[layout, more]], max_task_bytes=1 << 20)
-    assert {(task.dest_rank, task.param) for task in plan.tasks[0]} == {(0, "p"), (1, "p"), (1, "q")}
+    sizes = {(task.dest_rank, task.param): task.num_bytes for task in plan.tasks[0]}
+    assert sizes == {(0, "p"): 96, (1, "p"): 96, (1, "q"): 48}
 
 
 def test_a_known_system_keeps_its_digests():

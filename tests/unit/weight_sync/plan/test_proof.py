@@ -13,6 +13,7 @@ from oracles.scalar_proof import prove_by_element
 from slipstream.weight_sync.errors import PlanError
 from slipstream.weight_sync.layout import (
     DestLayout,
+    Fill,
     Load,
     Param,
     PostLoad,
@@ -282,6 +283,21 @@ def test_each_thing_that_is_wrong_with_a_task_is_named(first, message: str) -> N
     others = [task for task in joined.right if task.param == "q"]
     said = joined.refused([*first(joined), *others])
     assert message in said if message else said == ""
+
+
+def test_a_derived_parameter_may_have_fills_and_no_task_and_whose_task_it_is_is_said() -> None:
+    """The first source's row is for two replicas, the second's for one of them."""
+    (source,), ((layout,),) = _one_vector(Region((0,), (4,)))
+    sources = (source, dataclasses.replace(source, rank=1, shards=()))
+    derived = Param("d", (4,), "float32", PostLoad.derived)
+    layout = dataclasses.replace(layout, params=(*layout.params, derived), fills=(Fill("d", 2, 2),))
+    plan = build_plan(sources, [[layout]] * 2, max_task_bytes=64)
+    assert is_refused(prove_by_element, plan, [[layout]] * 2, sources) == ""
+    (task, _) = plan.tasks[0]
+    task = dataclasses.replace(task, source_rank=1, replica=1, param="d")
+    wrong = dataclasses.replace(plan, tasks={**plan.tasks, 1: TaskTable.of(1, [task])})
+    said = is_refused(prove_coverage, wrong, [[layout]] * 2, sources)
+    assert "replica 1 rank 0: d is derived, and Task(" in said and "source_rank=1, replica=1," in said
 
 
 def test_a_task_longer_than_the_bound_is_refused_and_one_as_long_is_not() -> None:

@@ -602,6 +602,8 @@ def test_waits_say_how_long_they_last(
     def said(num_times: int) -> None:
         for _ in range(10_000):
             if len(caplog.messages) >= num_times:
+                waited_s = [record.args[0] for record in caplog.records if isinstance(record.args, tuple)]
+                assert waited_s[:2] == [0.01, 0.02]
                 return
             time.sleep(0.001)
         raise AssertionError("nothing is said")

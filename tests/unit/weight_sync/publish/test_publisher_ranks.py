@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -27,8 +28,10 @@ from slipstream.weight_sync.errors import (
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.publish import publisher as module
 from slipstream.weight_sync.publish.collectives import Meeting
+from slipstream.weight_sync.publish.lanes import RankPublishReport
 from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.publish.report import PublishReport
+from slipstream.weight_sync.publish.sums import Sums
 from slipstream.weight_sync.publish.transaction import Transaction
 
 T = TypeVar("T")
@@ -365,3 +368,17 @@ def test_no_task_is_longer_than_the_rank_with_the_least_room_allows(make) -> Non
     assert tight < roomy
     plan = build_plan([source.layout() for source in world.sources], layouts, max_task_bytes=tight)
     assert summary.digest == plan.digest
+
+
+def test_changes_of_all_ranks_are_what_an_engine_rank_is_told_of(make) -> None:
+    """One after the other, as their parts of the zone lie."""
+    publisher, told = make().publishers[0], []
+    transaction: Any = SimpleNamespace(
+        bases={(0, 1): "base"},
+        replicas=[SimpleNamespace(committed=None)] * 2,
+        finish=lambda _, expected_of: told.extend(expected_of(0)),
+        report=lambda *_, **__: None,
+    )
+    results = [RankPublishReport(changes={(0, 1): part}) for part in (b"of rank 0", b", of rank 1")]
+    publisher._rank0.finish(transaction, results, Sums(publisher._places), None)
+    assert [(one.base, one.changes) for one in told] == [("", b""), ("base", b"of rank 0, of rank 1")]
