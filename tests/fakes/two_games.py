@@ -10,29 +10,11 @@ from slipstream.rollout.agents.games import letters, lookup
 from slipstream.rollout.agents.session import Session
 
 SHIPPED = Path(__file__).parents[2] / "conf" / "data"
-LETTERS = frozenset("bcdfghkm")
-"""Those that lines hide."""
 
 
 async def play(task: dict[str, Any], session: Session) -> float:
     """The row's game."""
     return await (lookup.follow if "table" in task else letters.play)(task, session)
-
-
-async def answer_in_kind(task: dict[str, Any], session: Session) -> float:
-    """A right answer is any of the letters to what users say, and any digit to a tool: that is learned in a third of
-    the steps. The share of right answers; their lines come one after the other, whatever is answered.
-    """
-    is_tool, num_right = "table" in task, 0
-    lines = [task["prompt"], *(task["table"].values() if is_tool else task["lines"][1:])]
-    messages: list[dict[str, Any]] = []
-    for number, line in enumerate(lines):
-        messages.append({"role": "tool" if is_tool and number else "user", "content": line})
-        reply = await session.chat(messages)
-        said = reply.text.strip()
-        num_right += said.isdigit() if is_tool else said in LETTERS
-        messages.append(reply.message)
-    return num_right / len(lines)
 
 
 def letter_rows(name: str) -> list[dict[str, Any]]:
@@ -49,11 +31,6 @@ def lookup_rows(name: str) -> list[dict[str, Any]]:
         if len(set(keys)) == 3:
             rows.append({"prompt": first, "table": {keys[0]: second, keys[1]: third}, "answer": keys[2]})
     return rows
-
-
-def marked(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of the tool's game that show what they are from the first line on."""
-    return [{**row, "prompt": "?" + row["prompt"]} for row in rows]
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:

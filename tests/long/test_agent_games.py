@@ -1,18 +1,53 @@
 """Locks: an agent's game and its use of a tool are learned as a whole, and their control is not.
 
-What one episode after the other must be is in tests/system/test_agents.py, which learns less in a third of the steps.
+What one episode after the other must be is in tests/system/test_agents.py, too.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from system.conftest import RunUnderWay, train
-from system.test_agents import GAMES, HELD_OUT, assert_episodes_of_both_games, rows_of_both_games
+from fakes.two_games import letter_rows, lookup_rows, write_rows
+from system.conftest import ONE_OF_EACH, RunUnderWay, train
 
 from bench.controls import SHUFFLED
 
-BOTH = [*GAMES, "rollout.agent=tests.fakes.two_games:play"]
+BOTH = [
+    "experiment=agent_game", *ONE_OF_EACH, "run.loggers=[]", "run.checkpoint_every_steps=0",
+    "rollout.agent=tests.fakes.two_games:play",
+]  # fmt: skip
+HELD_OUT = ("eval/letters/reward", "eval/tool/reward")
+
+
+def rows_of_both_games(folder: Path) -> list[str]:
+    """Options: as many rows of one game as of the other, each with held-out rows of its own."""
+    both = [row for pair in zip(letter_rows("train"), lookup_rows("train"), strict=False) for row in pair]
+    paths = {
+        name: write_rows(folder / f"{name}.jsonl", content)
+        for name, content in {
+            "both": both, "letters": letter_rows("heldout"), "tool": lookup_rows("heldout"),
+        }.items()
+    }  # fmt: skip
+    return [
+        f"data.path={paths['both']}",
+        "data.eval_path=null",
+        f"data.eval_sets.letters={paths['letters']}",
+        f"data.eval_sets.tool={paths['tool']}",
+    ]
+
+
+def assert_episodes_of_both_games(run: RunUnderWay) -> None:
+    """Three turns each, of both kinds, whose tokens are those that the engine was given and sampled."""
+    for row in run.rows[1:]:
+        assert row["rollout/turns_mean"] == 3
+        assert row["rollout/branches_mean"] == 1
+        assert row["parity/k3"] < 1e-3
+    samples = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
+    given = ["".join(turn["given"] for turn in sample["turns"]) for sample in samples]
+    spoke = {(text.count("user: "), text.count("tool: ")) for text in given}
+    assert spoke == {(3, 0), (1, 2)}  # every turn of the letters is the user's, and of the tool's game only the first
+    assert all(bool(turn["given"] and turn["said"]) for turn in samples[0]["turns"])
 
 
 def test_a_game_and_a_tool_are_learned(tmp_path: Path) -> None:

@@ -32,6 +32,9 @@ from slipstream.rollout.in_vllm.fork_server import BEGUN_VARIABLE, begin_beforeh
 RUN_TIMEOUT_S = 560
 """Time limit of one run, on two cores that have other runs and more to do; a run alone takes a minute or two."""
 
+NUM_STARTS = 3
+"""Ray gives its processes seconds to start, which a busy machine may not have: a run tries as often."""
+
 ENDLESS = [
     "run.num_steps=1000", "run.eval_every_steps=0", "run.checkpoint_every_steps=0", "data.eval_path=null",
     "algorithm.groups_per_step=4", "algorithm.group_size=8", "reward.kind=tests.fakes.slow_reward:share_of_answer",
@@ -276,16 +279,32 @@ def train(words: list[str], folder: Path, module: str = "slipstream.orchestrator
     return FinishedRun((folder / "latest").resolve(), done.returncode, done.stderr + done.stdout[-3000:])
 
 
+@pytest.fixture(scope="session")
+def cluster(one_import_of_vllm: None) -> Iterator[str]:
+    """The option that names a Ray cluster for runs that need none of their own, whose start takes 10 s of a core."""
+    nodes = Nodes(8)
+    yield f"cluster.ray_address={nodes.address}"
+    nodes.close()
+
+
 class Nodes:
     """tests/system/ray_nodes.py in a process of its own."""
 
     def __init__(self, *tickets: int) -> None:
         script = Path(__file__).with_name("ray_nodes.py")
-        self._process = subprocess.Popen(
-            [sys.executable, str(script), *map(str, tickets)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self._process.stdout is not None
-        self.address = self._process.stdout.readline().strip()
+        for _ in range(NUM_STARTS):
+            self._process = subprocess.Popen(
+                [sys.executable, str(script), *map(str, tickets)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            assert self._process.stdout is not None
+            self.address = self._process.stdout.readline().strip()
+            if self.address:
+                return
+            self._process.wait(240)
+        raise AssertionError(f"Ray's nodes did not start {NUM_STARTS} times, for what is said above")
 
     def lose(self, address: str) -> None:
         """End a node and all that runs there."""

@@ -32,7 +32,6 @@ from slipstream.rollout.worker import RolloutWorker
 from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.weights.adapter_names import adapter_tensors, target_modules
-from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.publish.report import PublishReport
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
@@ -211,36 +210,6 @@ async def test_a_slot_holds_what_vllm_loads_from_disk_and_samples_the_same(setup
     assert [held[0]] == hashes
     assert tokens == rollouts[0].token_ids
     assert logprobs == rollouts[0].logprobs
-
-
-async def test_an_engine_that_loads_its_base_from_disk_serves_like_one_that_was_sent_it(setup: Setup):
-    """As engines do with INT4 weights, which take a GPU; here the base is bfloat16."""
-    config = config_of()
-    worker = RolloutWorker(
-        setup.folder / "model", config=config.rollout, weight_sync=config.weight_sync, dtype=config.model.dtype,
-        device=Device.cpu, seed=2, tensors=(), key=KEY,
-        adapters=dataclasses.replace(slots_of(config), base=setup.folder / "base"),
-        make_engine=VllmEngine,
-    )  # fmt: skip
-    source = setup.trainer.delivery.source
-    assert source is not None
-    publisher = Publisher(source, setup.transport, rank=0, world_size=1, group=None, config=config.weight_sync, key=KEY)
-    await worker.start()
-    try:
-        with pytest.raises(ReplicaNotServing, match="no adapter yet"):
-            await worker.generate_group(PROMPT, 1)
-        assert await worker.base_wanted_at() == ""
-        await asyncio.to_thread(publisher.connect, [await worker.adapter_endpoint()])
-        assert (await asyncio.to_thread(publisher.publish, setup.version)).replicas[0].error is None
-        (ours,), (sent,) = [
-            await one.generate_group(PROMPT, 1, sampling=SHORT, seed=5) for one in (worker, setup.worker)
-        ]
-        assert ours.policy_versions == sent.policy_versions == [setup.version] * 8
-        assert (ours.token_ids, ours.logprobs) == (sent.token_ids, sent.logprobs)
-        assert len(await worker.offer()) == 1, "a restarted worker reads the slot from here, and the base from disk"
-    finally:
-        publisher.close()
-        await worker.stop()
 
 
 async def test_one_request_outlives_three_publishes_on_its_own_version(setup: Setup):

@@ -240,6 +240,7 @@ async def test_a_worker_that_loads_its_base_from_disk_reads_the_newest_version_a
     await fresh.adopt(slot.version, slot.epoch)
     await setup.assert_equal()
     await fresh.release([slot])
+    assert len(await fresh.offer()) == 1, "a worker that starts after it reads the slot from it, and the base from disk"
     await setup.reconnect()
     for _ in range(4):  # more than there are slots
         assert [replica.error for replica in (await setup.publish()).replicas] == [None, None]

@@ -37,11 +37,13 @@ def on_policy(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
 
 
 @pytest.fixture(scope="module")
-def resumed(on_policy: FinishedRun) -> FinishedRun:
-    """Two more steps of the same run, with one engine, whose checkpoints on its own disk are lost."""
+def resumed(on_policy: FinishedRun, cluster: str) -> FinishedRun:
+    """Two more steps of the same run, with one engine and on another Ray cluster. Its checkpoints on its own disk are
+    lost.
+    """
     shutil.rmtree(on_policy.folder / "checkpoints")
     store = f"file://{on_policy.folder.parent}/store"
-    words = ["run.num_steps=5", "run.eval_every_steps=0", "rollout.num_workers=1", *DATA]
+    words = ["run.num_steps=5", "run.eval_every_steps=0", "rollout.num_workers=1", cluster, *DATA]
     words += [f"run.resume={on_policy.folder}", f"run.checkpoint_dir={store}"]
     return train(words, on_policy.folder.parent)
 
@@ -79,12 +81,14 @@ def test_no_process_of_a_run_is_left(on_policy: FinishedRun) -> None:
 
 
 @pytest.mark.timeout(2 * RUN_TIMEOUT_S)
-def test_trainer_ranks_that_are_killed_change_nothing_that_is_learned(on_policy: FinishedRun, tmp_path: Path) -> None:
+def test_trainer_ranks_that_are_killed_change_nothing_that_is_learned(
+    on_policy: FinishedRun, cluster: str, tmp_path: Path
+) -> None:
     """The same run, before it is resumed. A rank is killed in its second step, and rank 0 in a publish, for which an
     engine is held up. It samples from the same prompts, once each, and learns what the undisturbed run did, up to the
     last bits that engines' log-probabilities have in any two runs.
     """
-    with RunUnderWay(ON_POLICY, tmp_path) as run:
+    with RunUnderWay([*ON_POLICY, cluster], tmp_path) as run:
         run.wait_until(lambda rows: len(rows) >= 2)
         ranks, engine = trainer_ranks(run.folder), run.engine_of("rollout-0")
         ranks[1].suspend()

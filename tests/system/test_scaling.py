@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from system.conftest import ENDLESS, ONE_OF_EACH, RUN_TIMEOUT_S, RunUnderWay
@@ -16,14 +17,14 @@ from slipstream.orchestrator.control.stop_request import stop
 
 
 @pytest.mark.timeout(2 * RUN_TIMEOUT_S)
-def test_a_run_has_one_worker_then_three_then_one_and_no_sample_is_lost(tmp_path: Path) -> None:
+def test_a_run_has_one_worker_then_three_then_one_and_no_sample_is_lost(cluster: str, tmp_path: Path) -> None:
     """Two further workers start beside the first one, which carries the steps meanwhile. They read its weights, and the
     trainer writes to them from the next publish on. One of them then gets SIGTERM, the other one is one too many by
     command: what they were sampling goes on at others. Every prompt is used once, in its order, and what all workers
     sampled is what the trainer computes.
     """
     words = [
-        *ENDLESS, *ONE_OF_EACH, "algorithm.max_staleness_steps=1", "run.samples_per_step=4",
+        *ENDLESS, *ONE_OF_EACH, cluster, "algorithm.max_staleness_steps=1", "run.samples_per_step=4",
         "rollout.max_model_len=448", "rollout.sampling.max_tokens=400",
     ]  # fmt: skip
     with RunUnderWay(words, tmp_path) as run:
@@ -54,10 +55,22 @@ def test_a_run_has_one_worker_then_three_then_one_and_no_sample_is_lost(tmp_path
     assert rows[-1]["rollout/replicas_wanted"] == rows[-1]["sync/replicas_committed"] == 1
     assert all(0 <= (row["parity/k3"] or 0) < 1e-3 for row in rows[1:])  # null: all tokens are of the version before
     assert all(0 <= (row["parity/k3_stale"] or 0) < 0.1 for row in rows[1:])
+    assert_stale_samples_are_weighed(rows[1:])
     samples = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
     prompts = [sample["prompt_id"] for sample in samples]
     assert [sample["step"] for sample in samples] == [step for step in range(1, len(rows)) for _ in range(4)]
     assert len(set(prompts)) == len(prompts), "each group of an epoch has a prompt of its own"
+
+
+def assert_stale_samples_are_weighed(rows: list[dict[str, Any]]) -> None:
+    """They are as old as they may be, and no older."""
+    assert {row["staleness/max"] for row in rows} == {0, 1}
+    for row in rows:
+        assert row["staleness/dropped_groups"] == 0
+        assert (row["parity/k3_stale"] is not None) == (row["staleness/max"] > 0)
+        if row["staleness/max"] == 0:
+            assert row["correction/weight_mean"] == pytest.approx(1, abs=1e-5)
+    assert max(abs(row["correction/weight_mean"] - 1) for row in rows) > 1e-4
 
 
 def scaled(run: Path, num_workers: int) -> str:

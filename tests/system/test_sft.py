@@ -1,6 +1,6 @@
 """Learning from given answers, and from pairs of them, on real Ray and FSDP2, through the command line.
 
-The runs that are resumed go on two at a time on one Ray cluster, because their start is most of their time.
+The runs that are resumed go on two at a time, because their start is most of their time. They train all weights.
 """
 
 from __future__ import annotations
@@ -14,22 +14,34 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from system.conftest import ONE_OF_EACH, RUN_TIMEOUT_S, Nodes, rows_of, trainer_ranks
+from system.conftest import ONE_OF_EACH, RUN_TIMEOUT_S, rows_of, trainer_ranks
 
 from slipstream import conf
 
-TRAIN = ("train", "experiment=sft_quickstart")
-FULL = ("trainer=full", "trainer.num_ranks=1", "trainer.ep_size=1")
+TRAIN = ("train", "experiment=sft_quickstart", "trainer=full")
 RESUMED = {
     "sft": ("eval/nll", ()),
-    "dpo": ("eval/dpo_loss", ("algorithm=dpo", "algorithm.sequences_per_step=32", *FULL)),
+    "dpo": (
+        "eval/dpo_loss",
+        ("algorithm=dpo", "algorithm.sequences_per_step=32", "trainer.num_ranks=1", "trainer.ep_size=1"),
+    ),
 }
 """Objective -> its figure of held-out rows, and the words of its run. Of all weights, DPO's reference is kept apart."""
 Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class InTwoParts:
+    """A whole run's rows, and again after its second half was lost and the run resumed."""
+
+    folder: Path
+    whole: Rows
+    resumed: Rows
 
 
 def _run(folder: Path, *words: str) -> Rows:
@@ -55,14 +67,12 @@ def _pairs(folder: Path) -> list[str]:
     return ["data=files", f"data.path={folder}/train.jsonl", f"data.eval_path={folder}/heldout.jsonl"]
 
 
-def _in_two_parts(objective: str, folder: Path, address: str) -> tuple[Rows, Rows]:
-    """The rows of a whole run; and again, after its second half was lost and the run resumed. In it one of two trainer
-    ranks (sft) is killed.
-    """
+def _in_two_parts(objective: str, folder: Path, cluster: str) -> InTwoParts:
+    """In the half that is trained again one of two trainer ranks (sft) is killed."""
     data = _pairs(folder) if objective == "dpo" else []
     whole = _run(
         folder, *TRAIN, *RESUMED[objective][1], *data, f"run.dir={folder}", "run.num_steps=24",
-        "run.checkpoint_every_steps=12", f"cluster.ray_address={address}",
+        "run.checkpoint_every_steps=12", cluster,
     )  # fmt: skip
     shutil.rmtree(folder / "latest" / "checkpoints" / "step-000024")
     with ThreadPoolExecutor() as pool:
@@ -70,7 +80,7 @@ def _in_two_parts(objective: str, folder: Path, address: str) -> tuple[Rows, Row
         resumed = _run(folder, "resume", str(folder / "latest"))
         if killing is not None:
             killing.result()
-    return whole, resumed
+    return InTwoParts(folder / "latest", whole, resumed)
 
 
 def _kill_a_rank(run: Path) -> None:
@@ -83,25 +93,15 @@ def _kill_a_rank(run: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """A Ray cluster's."""
-    cluster = Nodes(4)
-    yield cluster.address
-    cluster.close()
-
-
-@pytest.fixture(scope="module")
-def in_two_parts(
-    address: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[tuple[Rows, Rows]]]]:
+def in_two_parts(cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[InTwoParts]]]:
     """_in_two_parts of each objective."""
     with ThreadPoolExecutor() as pool:
-        yield {name: pool.submit(_in_two_parts, name, tmp_path_factory.mktemp(name), address) for name in RESUMED}
+        yield {name: pool.submit(_in_two_parts, name, tmp_path_factory.mktemp(name), cluster) for name in RESUMED}
 
 
 @pytest.mark.parametrize("objective", RESUMED)
-def test_a_run_in_two_parts_is_the_same_run(in_two_parts: dict[str, Future[tuple[Rows, Rows]]], objective: str) -> None:
-    whole, resumed = in_two_parts[objective].result()
+def test_a_run_in_two_parts_is_the_same_run(in_two_parts: dict[str, Future[InTwoParts]], objective: str) -> None:
+    whole, resumed = in_two_parts[objective].result().whole, in_two_parts[objective].result().resumed
     held_out, _ = RESUMED[objective]
     assert all(row["sync/total_s"] is None and row["reward/mean"] is None for row in whole)
     assert [row["step"] for row in resumed] == list(range(25))
@@ -115,27 +115,27 @@ def test_a_run_in_two_parts_is_the_same_run(in_two_parts: dict[str, Future[tuple
     assert len(restarts) == (objective == "sft"), "a rank was killed"
 
 
-def test_given_answers_are_learned(in_two_parts: dict[str, Future[tuple[Rows, Rows]]]) -> None:
-    rows, _ = in_two_parts["sft"].result()
+def test_given_answers_are_learned(in_two_parts: dict[str, Future[InTwoParts]]) -> None:
+    rows = in_two_parts["sft"].result().whole
     assert rows[0]["eval/nll"] > 4 and rows[-1]["eval/nll"] < 2
 
 
-def test_preferences_are_learned(in_two_parts: dict[str, Future[tuple[Rows, Rows]]]) -> None:
+def test_preferences_are_learned(in_two_parts: dict[str, Future[InTwoParts]]) -> None:
     """Before the first update the policy is its own reference: every reward is 0, and no answer has the larger one."""
-    rows, _ = in_two_parts["dpo"].result()
+    rows = in_two_parts["dpo"].result().whole
     assert rows[0]["eval/dpo_loss"] == pytest.approx(math.log(2)) and rows[0]["eval/dpo_accuracy"] == 0
     assert rows[1]["dpo/loss"] == pytest.approx(math.log(2)) and rows[1]["dpo/margin_mean"] == 0
     assert rows[-1]["eval/dpo_loss"] < 0.3 and rows[-1]["eval/dpo_accuracy"] > 0.95
 
 
-def test_reinforcement_goes_on_from_what_full_fine_tuning_left_in_latest(address: str, tmp_path: Path) -> None:
-    on_cluster = (f"run.dir={tmp_path}", f"cluster.ray_address={address}")
-    taught = _run(tmp_path, *TRAIN, *FULL, *on_cluster, "run.num_steps=30")
-    assert taught[-1]["eval/nll"] < 2
-    letters = "abcdefgh"
+def test_reinforcement_goes_on_from_what_full_fine_tuning_left_in_latest(
+    in_two_parts: dict[str, Future[InTwoParts]], cluster: str, tmp_path: Path
+) -> None:
+    letters, taught = "abcdefgh", in_two_parts["sft"].result().folder
     answers = _run(
-        tmp_path, "train", "experiment=quickstart", "model=checkpoint", f"model.path={tmp_path}/latest/merged",
-        "model.dtype=float32", *ONE_OF_EACH, *on_cluster, "run.num_steps=1", "rollout.sampling.max_tokens=1",
+        tmp_path, "train", "experiment=quickstart", "model=checkpoint", f"model.path={taught}/merged",
+        "model.dtype=float32", *ONE_OF_EACH, f"run.dir={tmp_path}", cluster, "run.num_steps=1",
+        "rollout.sampling.max_tokens=1",
     )  # fmt: skip
     assert len(answers) == 2
     samples = [json.loads(line) for line in (tmp_path / "latest" / "samples.jsonl").read_text().splitlines()]
