@@ -62,7 +62,7 @@ def run_rank(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     num_ranks, ep_size = sizes(args.layout)
-    place = Place(num_ranks, ep_size, args.rank_index, f"file://{args.out}.meet")
+    place = Place(num_ranks, ep_size, rank=args.rank_index, rendezvous=f"file://{args.out}.meet")
     began = time.perf_counter()
     subject = Ours(model_config(args), "float32", args, place)
     report: dict[str, Any] = {"load_s": time.perf_counter() - began, **subject.facts, "workloads": {}}

@@ -13,6 +13,7 @@ ELSEWHERE: Mapping[str, str] = {
     "rollout.num_workers or rollout.tp_size": "rollout.n_gpus_per_node rollout.nnodes deployment.num_infer_gpus",
     "rollout.tp_size": "actor_rollout_ref.rollout.tensor_model_parallel_size vllm_tensor_parallel_size inference.vllm.tensor_parallel_size",
     "trainer.ep_size": "actor_rollout_ref.actor.megatron.expert_model_parallel_size trainer.model.ep",
+    "trainer.cp_size": "actor_rollout_ref.actor.megatron.context_parallel_size trainer.model.cp",
     "run.num_steps": "trainer.total_training_steps trainer.total_epochs max_steps num_train_epochs",
     "algorithm.groups_per_step or algorithm.sequences_per_step": "data.train_batch_size generation_batch_size orchestrator.batch_size",
     "algorithm.group_size": "actor_rollout_ref.rollout.n num_generations orchestrator.group_size",

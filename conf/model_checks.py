@@ -6,7 +6,7 @@ options; orchestrator/inputs/preflight.py calls it for a model on disk, once the
 
 from __future__ import annotations
 
-from slipstream.conf.architecture.families import FAMILIES, check_engine_constants, family_of, kind_of
+from slipstream.conf.architecture.families import FAMILIES, check_engine_constants, family_of, kind_of, read_config
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig, JsonMapping
 from slipstream.conf.schema import (
@@ -44,6 +44,8 @@ CPU_ENGINE_LATENT = (512, 64)
 def check_architecture(config: RunConfig, hf_config: HfConfig) -> None:
     """Check every rule between the run and the model's config.json."""
     check_ep_size_fits_experts(config, hf_config)
+    if config.trainer.cp_size > 1:
+        read_config(dict(hf_config)).check_cp_size(config.trainer.cp_size)
     check_sequence_fits_model(config, hf_config)
     check_lora_adapts_something(config, hf_config)
     check_expert_rank_has_kernels(config, hf_config)

@@ -4,6 +4,7 @@
     ep      [0 1] [2 3]     an ep group holds every expert once, in nearly equal shares (moe/expert_placement.py)
     expert  [0 2] [1 3]     FSDP2 shards an expert bank over the ranks with the same ep_rank
     dense   [0 1 2 3]       FSDP2 shards everything else over all ranks, except frozen vectors, which every rank holds
+    cp      [0 1] [2 3]     with cp_size = 2: a cp group trains the same microbatches, each rank its tokens of them
 
 Does not own the process group: whoever starts the rank initializes torch.distributed (when world_size > 1). Does not
 own which module is sharded over which mesh (model/shard_decoder.py).
@@ -39,6 +40,14 @@ class ParallelLayout:
     """The num_ranks / ep_size ranks that hold the same experts; the dense mesh itself when ep_size is 1."""
     ep_group: dist.ProcessGroup | None
     """The ep_size ranks that together hold every expert."""
+    cp_size: int = 1
+    cp_group: dist.ProcessGroup | None = None
+    """The cp_size ranks that share the tokens of a microbatch (model/context.py)."""
+
+    @property
+    def cp_rank(self) -> int:
+        """Position in the cp group."""
+        return self.rank % self.cp_size
 
     @property
     def ep_rank(self) -> int:
@@ -63,17 +72,20 @@ class ParallelLayout:
         return cls(1, 1, 0, torch.device(device), None, None, None)
 
     @classmethod
-    def create(cls, world_size: int, ep_size: int, rank: int, device: torch.device | str) -> ParallelLayout:
+    def create(
+        cls, world_size: int, ep_size: int, rank: int, device: torch.device | str, cp_size: int = 1
+    ) -> ParallelLayout:
         """Build the meshes. Collective when world_size > 1, once torch.distributed is initialized.
 
         Raises:
             LayoutError: torch.distributed is missing, or has another world size or rank.
         """
         device = torch.device(device)
+        for name, size in (("ep_size", ep_size), ("cp_size", cp_size)):
+            if world_size % size:
+                raise LayoutError(f"rank {rank}: {name}={size} does not divide world_size={world_size}")
         if world_size == 1:
             return cls.single(device)
-        if world_size % ep_size:
-            raise LayoutError(f"rank {rank}: ep_size={ep_size} does not divide world_size={world_size}")
         if not dist.is_initialized() or dist.get_world_size() != world_size or dist.get_rank() != rank:
             raise LayoutError(
                 f"rank {rank}: initialize torch.distributed as rank {rank} of {world_size} before the layout is made"
@@ -83,6 +95,10 @@ class ParallelLayout:
         if 1 < ep_size < world_size:  # otherwise one of the two groups is all ranks and the other is one rank
             grid = init_device_mesh(device.type, (world_size // ep_size, ep_size), mesh_dim_names=("expert_data", "ep"))
             expert_mesh, ep_group = grid["expert_data"], grid["ep"].get_group()
+        cp_group = dist.group.WORLD
+        if 1 < cp_size < world_size:
+            grid = init_device_mesh(device.type, (world_size // cp_size, cp_size), mesh_dim_names=("data", "cp"))
+            cp_group = grid["cp"].get_group()
         return cls(
             world_size,
             ep_size,
@@ -91,6 +107,8 @@ class ParallelLayout:
             dense_mesh=dense,
             expert_mesh=expert_mesh if ep_size < world_size else None,
             ep_group=ep_group if ep_size > 1 else None,
+            cp_size=cp_size,
+            cp_group=cp_group if cp_size > 1 else None,
         )
 
 

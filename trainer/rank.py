@@ -123,7 +123,7 @@ class TrainerRank:
         """Build the decoder, fill its weights, set up the optimizer. Returns facts for the log."""
         started, options, trainer = time.perf_counter(), self._options, self._options.trainer
         spec = read_config(options.hf_config, trainer.numerics.places.mla_norm_eps)
-        layout = ParallelLayout.create(options.world_size, trainer.ep_size, self._rank, self._device)
+        layout = ParallelLayout.create(options.world_size, trainer.ep_size, self._rank, self._device, trainer.cp_size)
         dtype = getattr(torch, options.model.dtype.value)
         decoder = build_decoder(
             spec, dtype=dtype, device=self._device, trainer=trainer, layout=layout,

@@ -20,6 +20,7 @@ class Place:
 
     num_ranks: int = 1
     ep_size: int = 1
+    cp_size: int = 1
     rank: int = 0
     rendezvous: str = ""
 
@@ -48,6 +49,7 @@ class Ours:
                     embedding_on_host=state == "int8",
                     num_ranks=place.num_ranks,
                     ep_size=place.ep_size,
+                    cp_size=place.cp_size,
                 ),
                 algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),
                 sampling_temperature=1.0,

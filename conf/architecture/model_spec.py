@@ -14,6 +14,7 @@ from functools import lru_cache
 from slipstream.conf.architecture.activation import SWIGLU, ExpertActivation
 from slipstream.conf.architecture.attention_spec import DeltaNetSpec, GqaSpec, LinearShape, MlaSpec, RopeSpec
 from slipstream.conf.architecture.tensors import DTYPE_BYTES, TensorMeta
+from slipstream.conf.errors import ConfigError
 
 
 class RouterScore(StrEnum):
@@ -143,6 +144,16 @@ class ModelSpec:
     def is_delta_net(self, layer: int) -> bool:
         """Whether this layer's attention is the linear one."""
         return self.delta_net is not None and self.delta_net.layers[layer]
+
+    def check_cp_size(self, cp_size: int) -> None:
+        """Ranks can share the tokens of a sequence only if they can compute its attention apart."""
+        has_sinks = isinstance(self.attention, GqaSpec) and self.attention.sinks
+        what = "linear attention" if self.delta_net is not None else "attention sinks" if has_sinks else None
+        if cp_size > 1 and what is not None:
+            raise ConfigError(
+                f"trainer.cp_size={cp_size} is not for a model with {what}, and {self.family} has it; set "
+                "trainer.cp_size=1"
+            )
 
     def attention_name(self, layer: int) -> str:
         """A layer's attention in the checkpoint and in the trainer."""

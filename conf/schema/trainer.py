@@ -174,6 +174,11 @@ class TrainerConfig:
     num_experts / ep_size experts, FSDP2-sharded over num_ranks / ep_size ranks. If ep_size does not divide the number
     of experts, shares differ by one expert, and the larger ones move from layer to layer.
     """
+    cp_size: int = 1
+    """Context-parallel group size: so many neighbouring ranks share the tokens of every sequence, for sequences that do
+    not fit one rank (docs/long_contexts.md). It must divide num_ranks. It changes no value by more than the choice of a
+    kernel does. Not for models with linear attention or sinks.
+    """
     mode: TrainMode = TrainMode.lora
     """lora: train adapters on a frozen base. full: train every weight (kept in float32)."""
     lora: LoraConfig = field(default_factory=LoraConfig, metadata=read_if(If("trainer.mode=lora")))
@@ -184,8 +189,8 @@ class TrainerConfig:
     """
     optim: OptimConfig = field(default_factory=OptimConfig)
     max_microbatch_tokens: int = 16384
-    """The most tokens that one rank packs into one forward and backward pass. A longer sample gets a microbatch of its
-    own.
+    """The most tokens that one rank packs into one forward and backward pass; cp_size ranks together pack cp_size times
+    as many. A longer sample gets a microbatch of its own.
     """
     activation_checkpointing: bool = field(default=True, metadata=read_if(NOT_BITWISE))
     """Recompute each layer in the backward pass instead of keeping its activations. false is faster where memory is
@@ -245,14 +250,16 @@ class TrainerConfig:
             "trainer",
             num_ranks=self.num_ranks,
             ep_size=self.ep_size,
+            cp_size=self.cp_size,
             max_microbatch_tokens=self.max_microbatch_tokens,
         )
         sizes = ", ".join(str(size) for size in divisors(self.num_ranks))
-        require(
-            self.num_ranks % self.ep_size == 0,
-            f"trainer.ep_size must divide trainer.num_ranks, got ep_size={self.ep_size} and "
-            f"num_ranks={self.num_ranks}; it can be {sizes}",
-        )
+        for name, size in (("ep_size", self.ep_size), ("cp_size", self.cp_size)):
+            require(
+                self.num_ranks % size == 0,
+                f"trainer.{name} must divide trainer.num_ranks, got {name}={size} and "
+                f"num_ranks={self.num_ranks}; it can be {sizes}",
+            )
         require(
             not (self.optim.state is OptimState.host and self.lora.dtype is DType.bfloat16),
             "trainer.optim.state=host needs trainer.lora.dtype=float32, got bfloat16; choose trainer.optim.state=int8 "

@@ -160,7 +160,8 @@ async def _start(
 async def _warm_up(config: RunConfig, trainer: RayTrainerGroup) -> None:
     num_samples = config.algorithm.groups_per_step * config.algorithm.group_size
     longest = min(config.rollout.max_model_len, config.max_prompt_tokens + config.max_response_tokens)
-    lengths = full_microbatch(config.trainer.max_microbatch_tokens, longest, num_samples)
+    max_tokens = config.trainer.max_microbatch_tokens * config.trainer.cp_size
+    lengths = full_microbatch(max_tokens, longest, num_samples)
     found = await trainer.warm_up(lengths, config.cluster.start_timeout_s)
     logger.info(
         "a microbatch of %d sequences of %d tokens was tried in %.1f s; %.1f GB on a GPU at most",

@@ -106,7 +106,8 @@ class Finetuner(StepLoop):
         """(all samples, the microbatches of each rank)."""
         parts = [part for lesson in lessons for part in lesson.samples(self.policy_version)]
         lengths = [sum(sample.num_tokens for sample in part) for part in parts]
-        plan = pack(lengths, self._trainer.num_ranks, self._config.trainer.max_microbatch_tokens)
+        options = self._config.trainer
+        plan = pack(lengths, self._trainer.num_ranks, options.max_microbatch_tokens, cp_size=options.cp_size)
         microbatches = [[[one for i in indices for one in parts[i]] for indices in of_rank] for of_rank in plan]
         return [sample for part in parts for sample in part], microbatches
 

@@ -110,7 +110,8 @@ def _share_of(stats: LossStats, num_updates: int) -> LossStats:
 
 
 def _plan(samples: Sequence[Sample], trainer: PublishingTrainer, config: RunConfig) -> list[list[list[int]]]:
-    return pack([sample.num_tokens for sample in samples], trainer.num_ranks, config.trainer.max_microbatch_tokens)
+    lengths, options = [sample.num_tokens for sample in samples], config.trainer
+    return pack(lengths, trainer.num_ranks, options.max_microbatch_tokens, cp_size=options.cp_size)
 
 
 def _batches(samples: Sequence[Sample], plan: Sequence[list[list[int]]]) -> list[list[list[Sample]]]:

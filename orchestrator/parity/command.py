@@ -111,7 +111,7 @@ def load_config(options: ParityOptions, overrides: Sequence[str]) -> tuple[RunCo
         config = load_run_config([*words, *overrides], options.config_dir)
     return replace(
         config,
-        trainer=replace(config.trainer, num_ranks=1, ep_size=1),
+        trainer=replace(config.trainer, num_ranks=1, ep_size=1, cp_size=1),
         rollout=replace(config.rollout, num_workers=1, workers_per_gpu=1, tp_size=1, enable_expert_parallel=False),
     ), has_prompts
 

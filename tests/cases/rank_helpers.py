@@ -68,6 +68,7 @@ def make_rank(
     rendezvous: str = "",
     *,
     ep_size: int = 1,
+    cp_size: int = 1,
     mode: TrainMode = TrainMode.lora,
     dtype: DType = DType.float32,
     algorithm: AlgorithmConfig | None = None,
@@ -89,6 +90,7 @@ def make_rank(
             trainer=_OfFewTokens(
                 num_ranks=num_ranks or world_size,
                 ep_size=ep_size,
+                cp_size=cp_size,
                 mode=mode,
                 lora=replace(LORA, dtype=lora_dtype, init_from=None if init_from is None else str(init_from)),
                 optim=optim or OptimConfig(lr=1e-2),

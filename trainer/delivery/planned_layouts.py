@@ -89,7 +89,7 @@ class PlannedTrainer:
             trainer: How many ranks, and what they train.
         """
         self._spec, self._dtype, self._trainer = spec, dtype, trainer
-        whole = replace(trainer, num_ranks=1, ep_size=1, embedding_on_host=False, activations_on_host=False)
+        whole = replace(trainer, num_ranks=1, ep_size=1, cp_size=1, embedding_on_host=False, activations_on_host=False)
         self._decoder = build_decoder(spec, dtype=getattr(torch, dtype), device="meta", trainer=whole)
         self._holders: dict[int, list[int]] = {}
         """By id of an expert bank's parameter: the rank that holds each expert."""

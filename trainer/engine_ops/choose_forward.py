@@ -44,7 +44,9 @@ def choose_forward(
             return SlotForward(operations=operations, adapters=VllmAdapters(rank, device), slots=slots)
         return EngineForward(operations=operations, engine_ranks=engine_ranks)
     is_merged = trainer.numerics.adapters is AdapterValues.merged and trainer.mode is TrainMode.lora
-    kernel, told = _choose_attention(spec, dtype, trainer.numerics.places.attention, device)
+    kernel, told = None, f"the trainer's own (trainer.cp_size={trainer.cp_size})"
+    if trainer.cp_size == 1:
+        kernel, told = _choose_attention(spec, dtype, trainer.numerics.places.attention, device)
     kind = MergedForward if is_merged else Forward
     return kind(rounds_base_first=engines is SyncMode.adapter, attention=kernel, attention_values=told)
 

@@ -133,6 +133,9 @@ def attend(
     Returns:
         [T, N, V].
     """
+    if sequences.gather is not None:
+        assert engine is None and sinks_N is None, "neither takes keys of other ranks"
+        k_TGD, v_TGV = sequences.gather(k_TGD, v_TGV)
     if q_TND.shape[0] == 0:
         # No kernel takes zero rows. All inputs stay in the graph: under FSDP2 a parameter without a gradient on one
         # rank changes the size of that rank's reduce-scatter.
@@ -140,7 +143,8 @@ def attend(
         unused = (k_TGD.sum(-1, keepdim=True) + v_TGV).repeat_interleave(repeats, dim=1)
         unused = unused + q_TND.sum(-1, keepdim=True)
         return unused if sinks_N is None else unused + sinks_N.to(unused.dtype)[:, None]
-    is_long = backend is AttentionBackend.cudnn and window is None and sequences.is_long
+    is_whole = sequences.keys is None
+    is_long = backend is AttentionBackend.cudnn and window is None and sequences.is_long and is_whole
     if engine is not None:
         return engine_attention(
             engine, q_TND, k_TGD, v_TGV, sequences, scale,
@@ -160,12 +164,17 @@ def padded_attention(
     q_TND: Tensor, k_TGD: Tensor, v_TGV: Tensor, sequences: PackedSequences, scale: float, window: int | None = None
 ) -> Tensor:
     """Causal attention by scaled_dot_product_attention over a right-padded batch. Returns [T, N, V]."""
+    keys, mask = sequences.keys or sequences, None
+    if sequences.keys is not None:
+        mask = _visible_to_chunks(sequences, keys, window)
+    elif window is not None:
+        mask = _visible(sequences.max_length, window, q_TND.device)
     out = F.scaled_dot_product_attention(
         sequences.pad(q_TND),
-        sequences.pad(k_TGD),
-        sequences.pad(v_TGV),
-        attn_mask=None if window is None else _visible(sequences.max_length, window, q_TND.device),
-        is_causal=window is None,
+        keys.pad(k_TGD),
+        keys.pad(v_TGV),
+        attn_mask=mask,
+        is_causal=mask is None,
         scale=scale,
         enable_gqa=q_TND.shape[1] != k_TGD.shape[1],
     )
@@ -245,3 +254,12 @@ def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
     """bool [length, length]: which keys a query sees."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < (length if window is None else window))
+
+
+def _visible_to_chunks(chunks: PackedSequences, keys: PackedSequences, window: int | None) -> Tensor:
+    """bool [B, 1, L, longest of the keys]: which keys a query of a chunk sees. Its last query sees the last key."""
+    device = chunks.cu_seqlens.device
+    before_B = keys.cu_seqlens.diff() - chunks.cu_seqlens.diff()
+    distance = torch.arange(chunks.max_length, device=device)[:, None] - torch.arange(keys.max_length, device=device)
+    distance = distance + before_B[:, None, None, None]
+    return (distance >= 0) & (distance < (keys.max_length if window is None else window))

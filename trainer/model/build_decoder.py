@@ -45,7 +45,8 @@ def build_decoder(
         by: What computes the decoder; None: the trainer's kernels.
 
     Raises:
-        ConfigError: there are more ep_ranks than experts, or LoRA finds nothing to adapt.
+        ConfigError: there are more ep_ranks than experts, cp_size does not fit the attention, or LoRA finds nothing to
+            adapt.
     """
     device = torch.device(device)
     layout = layout if layout is not None else ParallelLayout.single(device)
@@ -88,6 +89,7 @@ def build_decoder(
 
 
 def _refuse_misfits(spec: ModelSpec, lora: LoraConfig | None, layout: ParallelLayout) -> None:
+    spec.check_cp_size(layout.cp_size)
     num_moe_layers = sum(spec.is_moe_layer(layer) for layer in range(spec.num_layers))
     if num_moe_layers == 0 and layout.ep_size > 1:
         raise ConfigError(f"trainer.ep_size must be 1 for a model without experts, got {layout.ep_size}")

@@ -94,26 +94,28 @@ class Decoder(nn.Module):
         self,
         token_ids_T: Tensor,
         positions_T: Tensor,
-        cu_seqlens: Tensor,
+        cu_seqlens: Tensor | PackedSequences,
         routes: RecordedRoutes | None = None,
         *,
         by: Forward | None = None,
     ) -> Tensor:
-        """Run the decoder over one microbatch.
+        """Run the decoder over one microbatch, or over this rank's tokens of it (context.py).
 
         Args:
             token_ids_T: int64 [T], sequences one after the other. T = 0 is a dummy microbatch: every collective still
                 runs, and every trainable parameter gets a gradient of zeros.
             positions_T: int64 [T], position of each token in its own sequence.
             cu_seqlens: int [num_sequences + 1], start of each sequence and T at the end; [0] when T = 0. Pass it on the
-                CPU if you can: it decides shapes, and the host waits to read it from a GPU.
+                CPU if you can: it decides shapes, and the host waits to read it from a GPU. Or where they lie.
             routes: experts to use instead of the routers' own choice. Each layer appends to its `flipped`.
             by: computes it, instead of the decoder's own.
 
         Returns:
             hidden_TH in the compute dtype.
         """
-        sequences = PackedSequences.from_cu_seqlens(cu_seqlens, token_ids_T.shape[0], token_ids_T.device)
+        sequences = cu_seqlens
+        if not isinstance(sequences, PackedSequences):
+            sequences = PackedSequences.from_cu_seqlens(sequences, token_ids_T.shape[0], token_ids_T.device)
         host = self.host if torch.is_grad_enabled() else None
         return self.hidden_states(token_ids_T, positions_T, sequences, routes, by=by, host=host)
 

@@ -135,12 +135,14 @@ def varlen_gradients(
 def _varlen_arguments(
     sequences: PackedSequences, scale: float, window: int | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(where sequences lie, dropout and causality; scale and window), as aten's operators take them."""
-    starts, length = sequences.cu_seqlens, sequences.max_length
+    """(where sequences lie, dropout and causality; scale and window), as aten's operators take them: the last query
+    of a sequence sees its last key."""
+    keys = sequences.keys or sequences
     span = {"scale": scale, "window_size_left": None, "window_size_right": None}
     if window is not None:
         span |= {"window_size_left": window - 1, "window_size_right": 0}
-    return (starts, starts, length, length, 0.0, window is None), span
+    lengths = (sequences.max_length, keys.max_length)
+    return (sequences.cu_seqlens, keys.cu_seqlens, *lengths, 0.0, window is None), span
 
 
 def cudnn_attention(

@@ -5,6 +5,7 @@ Shapes: T packed tokens, N heads, D head_dim, B sequences, L longest sequence.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,11 @@ class PackedSequences:
     """int64 [T]; token t is row padded_row[t] of the padded batch flattened to [B * L]."""
     most_tokens: int | None = None
     """T of the ep_rank that has most; None: without expert parallelism, or not known."""
+    keys: PackedSequences | None = None
+    """Where the keys of each sequence lie, if it is one chunk of a longer one (context.py): keys from that one's first
+    token to the chunk's last. None: at its queries."""
+    gather: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    """Makes of this rank's keys and values those that `keys` tells of. None: they are here."""
     block_masks: dict[int | None, Any] = field(default_factory=dict)
     """flex_attention's mask of each window in use, made by the first layer that needs it."""
 

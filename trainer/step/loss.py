@@ -24,7 +24,7 @@ them. parity.mask_log_ratio sets w_t to 0 with either baseline. Every log-ratio 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
@@ -72,6 +72,12 @@ class PolicyLoss:
     sums: dict[str, Tensor]
     maxima: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     vectors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def uncounted(self) -> PolicyLoss:
+        """The same with sums of 0, where another rank has the same tokens and counts them."""
+        sums = {name: torch.zeros_like(value) for name, value in self.sums.items()}
+        vectors = {name: torch.zeros_like(value) for name, value in self.vectors.items()}
+        return replace(self, sums=sums, vectors=vectors)
 
 
 def policy_loss(

@@ -37,6 +37,8 @@ def pack(
     num_ranks: int,
     max_tokens: int,
     attention_equal_tokens: int = ATTENTION_EQUAL_TOKENS,
+    *,
+    cp_size: int = 1,
 ) -> list[list[list[int]]]:
     """Assign samples to microbatches and microbatches to ranks.
 
@@ -47,8 +49,9 @@ def pack(
     Args:
         lengths: tokens of each sample, each >= 1.
         num_ranks: trainer ranks.
-        max_tokens: bound on the tokens of one microbatch; a longer sample gets a microbatch of its own.
+        max_tokens: bound on a rank's tokens of one microbatch; a longer sample gets a microbatch of its own.
         attention_equal_tokens: see ATTENTION_EQUAL_TOKENS.
+        cp_size: so many neighbouring ranks share the tokens of a microbatch; it divides num_ranks.
 
     Returns:
         Per rank, a list of microbatches; a microbatch is an ascending list of sample indices and may be empty.
@@ -56,6 +59,9 @@ def pack(
     Raises:
         ValueError: a length, `num_ranks` or `max_tokens` below 1.
     """
+    if cp_size > 1:
+        groups = pack(lengths, num_ranks // cp_size, max_tokens * cp_size, attention_equal_tokens)
+        return [microbatches for microbatches in groups for _ in range(cp_size)]
     if num_ranks < 1 or max_tokens < 1:
         raise ValueError(f"pack needs num_ranks >= 1 and max_tokens >= 1, got {num_ranks} and {max_tokens}")
     for index, length in enumerate(lengths):

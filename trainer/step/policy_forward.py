@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.conf.schema import AlgorithmConfig
+from slipstream.trainer.model.context import ContextCut
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.forward import Forward
 from slipstream.trainer.model.graphs import DecoderGraphs
@@ -68,8 +69,9 @@ class PolicyForward:
         ref_logprobs_N = None if micro.ref_logprobs is None else self._to_device(micro.ref_logprobs)
         if ref_logprobs_N is None and self.reference is not None:
             ref_logprobs_N = self._reference_logprobs(micro, self.reference)
-        routes = self._routes(micro)
-        logprobs_N, entropy_N = self._logprobs(micro, routes)
+        cut = self._cut(micro)
+        routes = self._routes(micro, cut)
+        logprobs_N, entropy_N = self._logprobs(micro, cut, routes)
         tokens = CountedTokens(
             rollout_logprobs_N=self._to_device(micro.rollout_logprobs),
             advantages_N=self._to_device(micro.advantages),
@@ -81,6 +83,8 @@ class PolicyForward:
             ref_logprobs_N=ref_logprobs_N,
         )
         part = self.loss_of(logprobs_N, entropy_N, tokens, self.algorithm, denominators, self.mask_log_ratio)
+        if cut is not None and cut.cp_rank:
+            part = part.uncounted()
         if routes is not None:
             part.sums["parity/num_flipped"] = torch.stack(routes.flipped).sum().double()
             part.sums["parity/num_routings"] = routes.num_routings.double()
@@ -91,7 +95,8 @@ class PolicyForward:
         """What updates of these samples need to know of the policy before the first one."""
         micro = collate(samples, policy_version)
         ref_logprobs_N = None if self.reference is None else self._reference_logprobs(micro, self.reference)
-        logprobs_N, _ = self._logprobs(micro, self._routes(micro))
+        cut = self._cut(micro)
+        logprobs_N, _ = self._logprobs(micro, cut, self._routes(micro, cut))
         kl_N = None
         if ref_logprobs_N is not None and self.algorithm.penalizes_rewards:
             kl_N = kl_estimates(logprobs_N, ref_logprobs_N, self.algorithm.kl_estimator)
@@ -106,30 +111,36 @@ class PolicyForward:
         return [Scores(logprobs, ref_logprobs, kl) for logprobs, ref_logprobs, kl in parts]
 
     def _reference_logprobs(self, micro: Microbatch, reference: ReferencePolicy) -> Tensor:
+        cut = self._cut(micro)
         with reference.active() as by:
-            return self._logprobs(micro, self._routes(micro), by)[0]
+            return self._logprobs(micro, cut, self._routes(micro, cut), by)[0]
 
-    def _routes(self, micro: Microbatch) -> RecordedRoutes | None:
+    def _cut(self, micro: Microbatch) -> ContextCut | None:
+        """This rank's tokens; None: all of them."""
+        layout = self.decoder.layout
+        return None if layout.cp_group is None else ContextCut.of(micro.cu_seqlens.tolist(), layout)
+
+    def _routes(self, micro: Microbatch, cut: ContextCut | None) -> RecordedRoutes | None:
         """What the engine recorded for one forward pass. The reference replays it too: its distance from the policy is
         one of weights, not of choices at near-ties."""
         if micro.routed_experts is None or micro.has_route is None:
             return None
-        return RecordedRoutes(self._to_device(micro.routed_experts), self._to_device(micro.has_route))
+        return RecordedRoutes(self._own(micro.routed_experts, cut), self._own(micro.has_route, cut))
 
     def _logprobs(
-        self, micro: Microbatch, routes: RecordedRoutes | None, by: Forward | None = None
+        self, micro: Microbatch, cut: ContextCut | None, routes: RecordedRoutes | None, by: Forward | None = None
     ) -> tuple[Tensor, Tensor]:
         """(log-probability, entropy) of every counted token. The head runs only on the rows that predict one."""
         run = self.graphs if self.graphs is not None and torch.is_grad_enabled() else partial(self.decoder, by=by)
-        hidden_TH = run(
-            self._to_device(micro.token_ids),
-            self._to_device(micro.positions),
-            torch.from_numpy(micro.cu_seqlens),  # stays on the host: it decides shapes
-            routes,
-        )
-        hidden_NH = hidden_TH.index_select(0, self._to_device(micro.predictor_rows))
-        targets_N = self._to_device(micro.targets)
-        return self.decoder.apply_head(
+        tokens = self._own(micro.token_ids, cut), self._own(micro.positions, cut)
+        rows_N, targets_N, predictions = self._to_device(micro.predictor_rows), self._to_device(micro.targets), None
+        if cut is None:  # the lengths stay on the host: they decide shapes
+            hidden_TH = run(*tokens, torch.from_numpy(micro.cu_seqlens), routes)
+        else:
+            hidden_TH = self.decoder(*tokens, cut.sequences, routes, by=by)
+            predictions = cut.predictions(micro.predictor_rows)
+            rows_N, targets_N = predictions.hidden_rows_n, targets_N[predictions.own_n]
+        found = self.decoder.apply_head(
             lambda rows_NH, weight_VH: token_logprobs(
                 rows_NH,
                 weight_VH,
@@ -139,8 +150,14 @@ class PolicyForward:
                 head=self.decoder.by.head,
                 differentiate_entropy=self.algorithm.entropy_coef != 0,
             ),
-            hidden_NH,
+            hidden_TH.index_select(0, rows_N),
         )
+        return found if predictions is None else predictions.whole(*found)
+
+    def _own(self, array: Any, cut: ContextCut | None) -> Tensor:
+        """Entries of this rank's tokens, of an array that has one per token."""
+        whole = self._to_device(array)
+        return whole if cut is None else whole.index_select(0, cut.rows_R)
 
     def _to_device(self, array: Any) -> Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -20,7 +20,7 @@ def full_microbatch(max_tokens: int, longest: int, num_samples: int) -> list[int
     A sample beyond `max_tokens` gets a microbatch of its own, which is then the fullest.
 
     Args:
-        max_tokens: trainer.max_microbatch_tokens.
+        max_tokens: trainer.max_microbatch_tokens times trainer.cp_size.
         longest: tokens of the longest possible sample.
         num_samples: samples of a whole batch.
 

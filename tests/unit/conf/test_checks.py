@@ -128,6 +128,7 @@ CASES = [
     ),
     (["model=tiny_qwen3"], "trainer.ep_size=2 needs a mixture of experts.*qwen3.*trainer.ep_size=1"),
     (["trainer.num_ranks=3"], "trainer.ep_size must divide trainer.num_ranks.*2.*3; it can be 1, 3"),
+    (["trainer.cp_size=3"], "trainer.cp_size must divide trainer.num_ranks.*3.*2; it can be 1, 2"),
     (["rollout.tp_size=3"], "rollout.tp_size=3 does not divide the model's 4 attention heads.*1, 2, 4"),
     (
         ["data.max_prompt_tokens=64"],

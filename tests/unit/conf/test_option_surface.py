@@ -36,6 +36,7 @@ OPTIONS = [
     "model.tokenizer",
     "trainer.num_ranks",
     "trainer.ep_size",
+    "trainer.cp_size",
     "trainer.mode",
     "trainer.lora.rank",
     "trainer.lora.attention_rank",
