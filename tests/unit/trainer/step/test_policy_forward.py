@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.conf.schema import AlgorithmConfig, KlEstimator, KlPlace
+from slipstream.trainer.parallel import ParallelLayout
 from slipstream.trainer.step.loss import CountedTokens, PolicyLoss
 from slipstream.trainer.step.microbatches import collate
 from slipstream.trainer.step.policy_forward import PolicyForward
@@ -33,6 +34,7 @@ class Played:
 
     def __init__(self) -> None:
         self.order: list[str] = []
+        self.layout = ParallelLayout.single("cpu")
 
     def __call__(self, token_ids: Tensor, positions: Tensor, cu_seqlens: Tensor, routes: Any, by: Any = None) -> Tensor:
         self.order.append("policy" if by is None else "reference")
