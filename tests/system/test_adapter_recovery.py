@@ -158,7 +158,7 @@ async def test_a_killed_worker_reads_base_and_newest_version_from_its_peer(setup
     offers = await peer.offer()
     pulled = await fresh.pull(offers)
     assert fresh.adapter_replica is not None
-    ranks = [*await fresh.describe(), *await fresh.adapter_replica.describe()]
+    ranks = [*await fresh.base.describe(), *await fresh.adapter_replica.describe()]
     assert pulled.num_bytes == sum(param.num_bytes for rank in ranks for param in rank.layout.params)
     with pytest.raises(ReplicaNotServing, match="no adapter yet"):
         await sample(fresh)
