@@ -194,7 +194,7 @@ def _experts(prefix: str, block: MoeBlock, at: Place, *, is_rounded: bool) -> di
     def compute(x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, ...]:
         own_dtype = at.by.route(block, x_TH[:1], None)[0].dtype
         weights_TK = weights_TK.to(own_dtype) * block.gate.factor_of_weights
-        routed_TH = at.by.experts(block, x_TH, weights_TK, ids_TK, None)
+        routed_TH = at.by.experts(block, x_TH, weights_TK, ids_TK, None, at)
         if is_rounded or block.gate.factor_of_output == 1.0:
             return (block.combined(routed_TH, None),)
         return (routed_TH.float() * block.gate.factor_of_output,)
