@@ -2,6 +2,7 @@
 
     python bench/scaling.py                              24 layers of Qwen3-30B-A3B's shape, r=32, four GPUs
     python bench/scaling.py --layouts 1x1 2x2 --tokens short
+    python bench/scaling.py --layouts 2x2 --rows-travel      as where a token has fewer experts than ranks
     python bench/scaling.py --tiny                       two small layers, for a CPU
 
 A layout is RANKSxEP_SIZE: 2x2 has two ranks that share the experts and exchange rows of tokens, 2x1 two ranks whose
@@ -61,6 +62,10 @@ def run_rank(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
+    if args.rows_travel:
+        from slipstream.trainer.moe import block
+
+        block.gathers = lambda *_: False
     num_ranks, ep_size = sizes(args.layout)
     place = Place(num_ranks, ep_size, rank=args.rank_index, rendezvous=f"file://{args.out}.meet")
     began = time.perf_counter()
@@ -182,8 +187,8 @@ def profile(subject: Ours, batch: tuple[list[list[Any]], int]) -> dict[str, Any]
         torch.cuda.synchronize()
         wall_s = time.perf_counter() - began
     events = [
-        (event.name, event.device_type is DeviceType.CUDA, event.time_range.start, event.time_range.end)
-        for event in profiler.events()
+        (event.name, event.device_type == DeviceType.CUDA, event.time_range.start, event.time_range.end)
+        for event in profiler.events() or []
     ]
     return {"wall_s": wall_s, **read_profile(events, wall_s)}
 
@@ -343,6 +348,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpus", default="0,1,2,3", help="that may be used")
     add_shape_options(parser, rank=32)
     parser.set_defaults(layers=24)
+    parser.add_argument("--rows-travel", action="store_true", help="a row per choice, not a token per rank, to compare")
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="two small layers, for a CPU")
