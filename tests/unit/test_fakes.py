@@ -19,6 +19,7 @@ from slipstream.orchestrator.data.streams import Mixed, Shuffled, Streamed
 from slipstream.orchestrator.loop.ports import Prompts, PublishingTrainer, Rewards, StepTrainer, TaughtTrainer
 from slipstream.orchestrator.push.sender_process import RankProcess
 from slipstream.rollout.adapters.adapter_replica import AdapterReplica
+from slipstream.rollout.base_replica import BaseReplica
 from slipstream.rollout.engine.engine import EngineWithSlots
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.rewards.runner import RewardRunner
@@ -55,7 +56,7 @@ PAIRS = [
     (WeightSource, TrainerWeightSource),
     (WeightSource, AdapterSource),
     (ReplicaHandler, PlainEngine),
-    (ReplicaHandler, RolloutWorker),
+    (ReplicaHandler, BaseReplica),
     (ReplicaHandler, AdapterReplica),
 ]
 

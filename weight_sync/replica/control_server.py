@@ -1,8 +1,8 @@
 """A replica's end of the control channel of a publish: a ZMQ server that answers one request at a time.
 
 Owns the socket, request order, replay protection, and the VersionState of the replica (all of its engine ranks
-together). Does not own what a request does: that is the `ReplicaHandler`, implemented by `rollout/worker.py`; nor the
-publisher's end (`control_client.py`). Carries messages only; weights never pass here.
+together). Does not own what a request does: that is the `ReplicaHandler`, implemented by `rollout/base_replica.py`; nor
+the publisher's end (`control_client.py`). Carries messages only; weights never pass here.
 
     Publisher (rank 0)                        ReplicaEndpoint                  ReplicaHandler
       Describe  ------------------------------->  describe()  --------------->  layout and binding of every engine rank
