@@ -205,6 +205,16 @@ def test_frozen_weights_get_no_gradient_product(monkeypatch):
     run(make_experts())
 
 
+@pytest.mark.parametrize("frozen", ["gate_up_lora_A", "down_lora_B"])
+def test_adapters_beside_a_frozen_factor_get_their_gradients(frozen):
+    whole, part = run(make_experts()), make_experts()
+    part.get_parameter(frozen).requires_grad_(False)
+    x, weights, ids, grad_out = make_batch()
+    part(x, weights, plan_dispatch(ids, NUM_EXPERTS, None)).backward(grad_out)
+    grads = {name: parameter.grad for name, parameter in part.named_parameters() if parameter.grad is not None}
+    assert len(grads) == 3 and all(torch.equal(grad, whole[name]) for name, grad in grads.items())
+
+
 def saved_beside_arguments(experts: Experts, *, is_recomputed: bool) -> tuple[int, int]:
     """How many floats and how many integers one call keeps for its backward."""
     x, weights, ids, _ = make_batch(torch.bfloat16)
