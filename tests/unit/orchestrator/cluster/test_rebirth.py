@@ -54,10 +54,11 @@ class Actor:
         self.calls.append((name, *arguments))
         if name == "optimizer_step":
             self.version += 1
-            readiness = self.cast.readiness if arguments[1] is not None else Readiness.later
-            if readiness is Readiness.now:
-                self.cast.kept = {arguments[1] - 1, arguments[1]} - {0}
-                self.cast.versions[arguments[1]] = self.version
+            step = arguments[1]
+            readiness = self.cast.readiness if step is not None else Readiness.later
+            if step is not None and readiness is Readiness.now:
+                self.cast.kept = {step - 1, step} - {0}
+                self.cast.versions[step] = self.version
             return OptimStats(self.version, 1.0, 1e-3, is_finite=True), readiness
         if name == "load_kept":
             self.version = self.cast.versions[arguments[1]]
@@ -110,7 +111,8 @@ class Cast:
         return answer
 
     async def call_all(self, ranks: Ranks, what: str, call: Any, timeout_s: float) -> list[Any]:
-        answers = [(call(actor, rank), actor.name) for rank, actor in enumerate(ranks.actors)]
+        played: list[Any] = list(ranks.actors)
+        answers = [(call(actor, rank), actor.name) for rank, actor in enumerate(played)]
         return [await self.result_of(answer, name, TrainingStopped) for answer, name in answers]
 
     async def in_thread(self, call: Any) -> None:
