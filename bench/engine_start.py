@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -148,7 +149,8 @@ def main() -> None:
 
 def stamped(log: str) -> list[str]:
     """vLLM's own lines with a time, which say where a start's seconds go."""
-    return [line[:160] for line in log.splitlines() if "INFO" in line][-60:]
+    lines = [line[:160] for line in log.splitlines() if "INFO" in line][-60:]
+    return [re.sub(r"\S*/(vllm/|\.cache/)", r"\1", line) for line in lines]  # without folders of the machine
 
 
 if __name__ == "__main__":

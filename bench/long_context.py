@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ sys.path[0] = str(ROOT)
 
 from bench.environment import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config, shrink  # noqa: E402
+from bench.training.rank_processes import run_ranks  # noqa: E402
 from bench.training.rows import Ours, Place  # noqa: E402
 
 LIMIT_S = 540
@@ -89,7 +89,7 @@ def draw(args: argparse.Namespace, length: int) -> Any:
 
 
 def norms(subject: Ours, token_ids: Any) -> dict[str, float]:
-    """Of each trained parameter's gradient, over all ranks; then the gradients are dropped."""
+    """Norm of each trained parameter's gradient over all ranks, by name. Drops the gradients."""
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -107,40 +107,6 @@ def norms(subject: Ours, token_ids: Any) -> dict[str, float]:
         dist.all_reduce(squares)
     subject.rank.learner.drop_gradients()
     return dict(zip([name for name, _ in trained], squares.sqrt().tolist(), strict=True))
-
-
-def run_ranks(size: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Start the ranks and wait for them. Returns their figures."""
-    out = folder / f"{size}.json"
-    gpus = ",".join(args.gpus.split(",")[:size])
-    environment_of_rank = os.environ | {"CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                __file__,
-                *sys.argv[1:],
-                "--size",
-                str(size),
-                "--rank-index",
-                str(rank),
-                "--out",
-                str(out),
-            ],
-            env=environment_of_rank,
-        )
-        for rank in range(size)
-    ]
-    deadline, codes = time.monotonic() + LIMIT_S, list[int | None]([None] * size)
-    while None in codes and time.monotonic() < deadline and not any(codes):
-        time.sleep(0.2)
-        codes = [rank.poll() for rank in ranks]
-        if any(code == 0 for code in codes) and out.exists() and "failed" in out.read_text():
-            break
-    for rank in ranks:
-        rank.kill()
-    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"rows": {}, "norms": {}}
-    return found | {"exit_codes": codes}
 
 
 def print_table(results: dict[int, dict[str, Any]], args: argparse.Namespace) -> None:
@@ -204,7 +170,12 @@ def main() -> None:
     report = {"environment": environment(args.commit), "arguments": given}
     print(json.dumps(report["environment"]), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        results = {size: run_ranks(size, args, Path(folder)) for size in args.ranks}
+        results = {}
+        for size in args.ranks:
+            words = [__file__, *sys.argv[1:], "--size", str(size)]
+            gpus = ",".join(args.gpus.split(",")[:size])
+            found = run_ranks(words, size, gpus, Path(folder, f"{size}.json"), LIMIT_S)
+            results[size] = {"rows": {}, "norms": {}} | found
     worst = worst_norms(results)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({**report, "ranks": results, "worst_norms": worst}, indent=1) + "\n")

@@ -22,9 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -39,6 +37,7 @@ sys.path[0] = str(ROOT)
 from bench.environment import environment  # noqa: E402
 from bench.shapes import add_shape_options, model_config, shrink  # noqa: E402
 from bench.trainer import kind_of  # noqa: E402
+from bench.training.rank_processes import run_ranks  # noqa: E402
 from bench.training.rows import Ours, Place  # noqa: E402
 
 LAYOUTS = ("1x1", "2x2", "2x1", "4x4", "4x1")
@@ -250,21 +249,11 @@ def sizes(layout: str) -> tuple[int, int]:
 
 def run_layout(layout: str, args: argparse.Namespace, gpus: Sequence[str], folder: Path) -> dict[str, Any]:
     """Start a layout's ranks and wait for them. Returns rank 0's figures."""
-    out = folder / f"{layout}.json"
-    ranks = []
-    for rank in range(sizes(layout)[0]):
-        command = [sys.executable, __file__, *sys.argv[1:], "--layout", layout, "--rank-index", str(rank)]
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": "1"}
-        ranks.append(subprocess.Popen([*command, "--out", str(out)], env=environment))
-    deadline = time.monotonic() + LIMIT_S
-    codes: list[int | None] = [None] * len(ranks)
-    while None in codes and time.monotonic() < deadline and not any(codes):
-        time.sleep(0.2)
-        codes = [rank.poll() for rank in ranks]
-    for rank in ranks:
-        rank.kill()
-    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"workloads": {}}
-    return found | ({"failed": f"exit codes {codes}"} if any(code != 0 for code in codes) else {})
+    words = [__file__, *sys.argv[1:], "--layout", layout]
+    found = run_ranks(words, sizes(layout)[0], ",".join(gpus), folder / f"{layout}.json", LIMIT_S)
+    codes = found.pop("exit_codes")
+    failed = {"failed": f"exit codes {codes}"} if any(code != 0 for code in codes) else {}
+    return {"workloads": {}} | found | failed
 
 
 def run_all(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ SEED = 3
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Of a trainer rank among others."""
+    """Where a trainer rank stands among the others, and where they meet."""
 
     num_ranks: int = 1
     ep_size: int = 1

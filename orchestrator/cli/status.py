@@ -107,7 +107,7 @@ class Status:
     rank_loss_steps: int | None
     """Finished steps that a trainer rank's death would at most make again; None: it ends the run."""
     goodput: JsonObject
-    """Of the whole run: share, quiet_tokens_per_gpu_s, gpu_s, and lost by cause; empty before three quiet steps."""
+    """The whole run's share, quiet_tokens_per_gpu_s, gpu_s, and lost by cause; empty before three quiet steps."""
     start: tuple[str, ...]
     """What the last start of the run took, and for what; empty until it was up."""
     log: tuple[str, ...]

@@ -64,7 +64,7 @@ class Living:
     group: str
     """The run's own placement group."""
     bundles: Sequence[int]
-    """Of each trainer rank."""
+    """The group's bundle in which each trainer rank stands."""
     only_node: str | None
     trainer: LivingRanks
     rollout: LivingWorkers

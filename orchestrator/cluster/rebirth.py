@@ -94,7 +94,7 @@ class LivingRanks:
     engines: Engines
     num_begun: int
     number: int
-    """Of the state that they have, if it is kept; 0: it is not."""
+    """The kept state that they have now; 0: what they have is not kept."""
     why_not: str
 
 

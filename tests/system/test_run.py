@@ -111,14 +111,7 @@ def test_trainer_ranks_that_are_killed_change_nothing_that_is_learned(
     assert [row["step"] for row in run.rows] == [0, 1, 2, 3]
     assert sum(row["trainer/restarts"] or 0 for row in run.rows) == 2
     assert all(row["trainer/down_s"] > 0 for row in run.rows if row["trainer/restarts"])
-    for row, undisturbed in zip(run.rows[1:], on_policy.rows[1:], strict=True):
-        assert row["staleness/max"] == 0 and 0 <= row["parity/k3"] < 1e-3, "no sample is of a half published version"
-        assert row["sync/replicas_committed"] == 2
-        for figure in ("policy_version", "reward/mean", "data/seen_fraction", "data/share_error"):
-            assert row[figure] == undisturbed[figure]
-        assert row["optim/grad_norm"] == pytest.approx(undisturbed["optim/grad_norm"], rel=1e-3)
-    assert samples_of(run.folder) == samples_of(on_policy.folder)
-    assert_learned_the_same(run.folder, on_policy.folder)
+    assert_as_undisturbed(run, on_policy)
 
 
 @pytest.mark.timeout(2 * RUN_TIMEOUT_S)
@@ -145,14 +138,7 @@ def test_a_controller_that_is_killed_is_replaced_and_changes_nothing_that_is_lea
     assert run.log.count("its engine is process") == 2 and run.log.count("trainer ranks are processes") == 1
     assert not any(process.is_running() for process in [*ranks, *engines])
     assert [row["step"] for row in run.rows] == [0, 1, 2, 3]
-    for row, undisturbed in zip(run.rows[1:], on_policy.rows[1:], strict=True):
-        assert row["staleness/max"] == 0 and 0 <= row["parity/k3"] < 1e-3, "no sample is of a half published version"
-        assert row["sync/replicas_committed"] == 2
-        for figure in ("policy_version", "reward/mean", "data/seen_fraction", "data/share_error"):
-            assert row[figure] == undisturbed[figure]
-        assert row["optim/grad_norm"] == pytest.approx(undisturbed["optim/grad_norm"], rel=1e-3)
-    assert samples_of(run.folder) == samples_of(on_policy.folder)
-    assert_learned_the_same(run.folder, on_policy.folder)
+    assert_as_undisturbed(run, on_policy)
 
 
 def test_a_resumed_run_goes_on_where_it_stopped(on_policy: FinishedRun, resumed: FinishedRun) -> None:
@@ -180,6 +166,18 @@ def kill_command(run: RunUnderWay) -> None:
     """With SIGKILL."""
     os.kill(run.pid, signal.SIGKILL)
     assert run.exit_code() == -signal.SIGKILL
+
+
+def assert_as_undisturbed(run: RunUnderWay, on_policy: FinishedRun) -> None:
+    """The same rows, samples and adapter as those of the run that nothing happened to."""
+    for row, undisturbed in zip(run.rows[1:], on_policy.rows[1:], strict=True):
+        assert row["staleness/max"] == 0 and 0 <= row["parity/k3"] < 1e-3, "no sample is of a half published version"
+        assert row["sync/replicas_committed"] == 2
+        for figure in ("policy_version", "reward/mean", "data/seen_fraction", "data/share_error"):
+            assert row[figure] == undisturbed[figure]
+        assert row["optim/grad_norm"] == pytest.approx(undisturbed["optim/grad_norm"], rel=1e-3)
+    assert samples_of(run.folder) == samples_of(on_policy.folder)
+    assert_learned_the_same(run.folder, on_policy.folder)
 
 
 def assert_learned_the_same(one: Path, undisturbed: Path) -> None:
