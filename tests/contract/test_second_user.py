@@ -158,6 +158,8 @@ def listeners() -> dict[int, bytes]:
     found: dict[int, bytes] = {}
     for file in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(file.name))) as one:
+            if one.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
             address, port = one.getsockname()[:2]
             if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and address in ("0.0.0.0", "::"):
                 found[port] = one.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0")
