@@ -328,6 +328,36 @@ def drain() -> Parser:
     return parser
 
 
+def chaos() -> Parser:
+    """Flags of `slipstream chaos`; their destinations are the fields of ChaosOptions."""
+    from slipstream.orchestrator.chaos.command import ChaosOptions
+
+    parser = Parser(texts.CHAOS)
+    parser.set_defaults(**_defaults(ChaosOptions))
+    parser.positional("run")
+    parser.positional("victims", type=str)
+    flag = parser.flags("flags: what is done")
+    flag("--list", bool, None, "show whom there is to harm on this machine, with process ids; harms nobody")
+    flag(
+        "--what",
+        str,
+        "W[,W]",
+        "kill (SIGKILL), stop (SIGSTOP, then SIGCONT), term (SIGTERM); default kill",
+        default="kill",
+    )
+    moments = "now, sampling, publish, verify, checkpoint, recovery, start; default now"
+    flag("--when", str, "M[,M]", moments, default="now")
+    flag("--stop-s", float, "S", "how long stop lasts; default %(default)g")
+    flag("--seed", int, "N", "of the draw; default: any, which is said")
+    flag("--resume", bool, None, "resume the run where it ends or its controller dies, as whoever watches it would")
+    flag = parser.flags("flags: how often")
+    flag("--every", float, "S", "seconds from one event to the next, or until the run is as before")
+    flag("--for", float, "S", "seconds in which events begin", dest="for_s")
+    flag("--patience-s", float, "S", "longest wait for a moment, and for the run to be as before; default %(default)g")
+    flag("--json", bool, None, "the events for programs")
+    return parser
+
+
 def _start_nothing(flag: Add) -> None:
     whole = "print every option of this run with its value, as YAML; starts nothing"
     flag("--cfg", str, None, whole, choices=["job"])

@@ -432,6 +432,23 @@ def _drain(flags: argparse.Namespace, _: list[str]) -> int:
     return EXIT_OK
 
 
+def _chaos(flags: argparse.Namespace, _: list[str]) -> int:
+    from slipstream.orchestrator.chaos import command as chaos_command
+    from slipstream.orchestrator.chaos.harm import AS_BEFORE
+
+    if flags.list:
+        found = chaos_command.listed(flags.run)
+        print(json.dumps(found, indent=2) if flags.json else chaos_command.list_text(found))
+        return EXIT_OK
+    given: dict[str, Any] = dict(vars(flags))
+    as_json, *_ = (given.pop(name) for name in ("json", "list", "help"))
+    for name in ("victims", "what", "when"):
+        given[name] = tuple(word for word in (given[name] or "").split(",") if word)
+    events = chaos_command.chaos(chaos_command.ChaosOptions(**given), tell)
+    print(chaos_command.report(flags.run, events, as_json=as_json))
+    return EXIT_OK if all(event.outcome == AS_BEFORE for event in events) else EXIT_FAILED
+
+
 def _flags_alone(parser: cli_flags.Parser, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_args(words), []
 
@@ -476,6 +493,7 @@ COMMANDS = {
     "recover": Command(cli_flags.recover, _recover, needs_run=True),
     "scale": Command(cli_flags.scale, _scale, needs_run=True),
     "drain": Command(cli_flags.drain, _drain, needs_run=True),
+    "chaos": Command(cli_flags.chaos, _chaos, needs_words=True, needs_run=True),
 }
 
 

@@ -43,6 +43,7 @@ commands
   recover   restart a rollout worker of a run that goes on
   scale     have more or fewer rollout workers in a run that goes on
   drain     let one rollout worker of a run that goes on hand its requests over, and end it
+  chaos     harm a run that goes on, on purpose, and say what that cost
 
 start here
   slipstream doctor
@@ -360,6 +361,37 @@ examples
   slipstream drain runs/latest rollout-1       its machine is needed, or will be taken""",
     end="""\
 exit code: 0 when the run has taken the request, 2 when there is no such run or worker, or it is the last one""",
+)
+
+CHAOS = CommandText(
+    command="chaos",
+    usage="""\
+slipstream chaos RUN --list
+       slipstream chaos RUN [VICTIM[,VICTIM]] [flags]""",
+    about="""\
+Kills, stops or ends a process of the run that goes on in the folder RUN, at a moment of your choice, and waits until
+the run is as before: steps go on, everybody is there again and serves. Prints what happened and what it cost, and
+appends it to RUN/chaos.jsonl. Where several victims, ways or moments are given, each event draws one of each.
+
+VICTIM is a kind, of which one process is drawn (engine, worker, trainer, keeper, reward, agent, controller, raylet,
+gcs, node), or a name that --list shows. Without it one is drawn that a run outlives by itself: engine, worker, trainer,
+reward or agent.
+A run whose raylet, gcs or node is killed ends; one whose controller is killed waits to be resumed (--resume).
+Only processes of this run and this user are touched, on this machine.
+
+examples
+  slipstream chaos runs/latest --list
+  slipstream chaos runs/latest trainer-1 --when publish
+  slipstream chaos runs/latest engine,worker --what kill,stop,term --when sampling,publish --every 60 --for 600 --seed 1
+      ten events; the same seed draws the same again
+  slipstream chaos runs/latest controller --when checkpoint --resume
+  slipstream chaos runs/latest trainer --when recovery
+      kills an engine first, and the trainer rank while that is started again
+
+verify is when engines check what they got, at the end of a publish. No file says so while it goes on, so it is aimed
+at by the time that publishes before took. The column met says whether a moment was still on when the blow fell.""",
+    end="""\
+exit code: 0 when the run was as before after every event, 1 when it was not, 2 for a mistake""",
 )
 
 

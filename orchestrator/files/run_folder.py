@@ -9,6 +9,7 @@
       evaluations.jsonl  one row per evaluation: its figures, and the step whose policy it began with
       fleet.jsonl        what happened to each rollout worker, and when; its tokens every two seconds
       startup.jsonl      one row per start: who did what, from when to when
+      chaos.jsonl        what slipstream chaos did to the run, and what that cost
       samples.jsonl      a few responses of every step, token by token, and of every evaluation
       samples.index      where each of its rows is, and what they are sorted by
       timeline.jsonl     one row per step: who did what, from when to when
@@ -105,6 +106,7 @@ class RunFolder:
     evaluations = _Inside("evaluations.jsonl")
     fleet = _Inside("fleet.jsonl")
     startup = _Inside("startup.jsonl")
+    chaos = _Inside("chaos.jsonl")
     samples = _Inside("samples.jsonl")
     samples_index = _Inside("samples.index")
     timeline = _Inside("timeline.jsonl")

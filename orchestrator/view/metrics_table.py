@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slipstream.conf.json_files import JsonObject
-from slipstream.orchestrator.view.growing_file import GrowingFile, objects
+from slipstream.orchestrator.files.growing_file import GrowingFile, objects
 
 Number = float | int | None
 

@@ -22,10 +22,10 @@ import numpy as np
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject, is_object, object_in
 from slipstream.orchestrator.control.run_state import state_of
+from slipstream.orchestrator.files.growing_file import GrowingFile, objects
 from slipstream.orchestrator.files.run_folder import RunFolder, flatten, saved_options
 from slipstream.orchestrator.files.sample_index import ENTRY, FAILED, KINDS, TRUNCATED, extended, read_index
 from slipstream.orchestrator.view.fleet_table import FleetTable
-from slipstream.orchestrator.view.growing_file import GrowingFile, objects
 from slipstream.orchestrator.view.metrics_table import MetricsTable
 from slipstream.orchestrator.view.sample_detail import detail, preview
 from slipstream.orchestrator.view.sample_query import PAGE, SampleQuery, chosen

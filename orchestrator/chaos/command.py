@@ -1,0 +1,217 @@
+"""`slipstream chaos`: draws from a seed whom to harm, how and when, does so, and shows what came of it.
+
+    words --> ChaosOptions --check--> draw, event by event --> Harm.do --> RUN/chaos.jsonl, and a table
+
+Owns: what may be asked of which run, the draw, the series and the table. Does not own: processes (victims.py), moments
+(moments.py), the blow and its cost (harm.py). Invariant: the draw depends on the seed, on the options and on the names
+of the run's processes, and on nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonObject
+from slipstream.conf.schema import Objective
+from slipstream.orchestrator.chaos.harm import ENDED, Blow, Event, Harm, What
+from slipstream.orchestrator.chaos.moments import Moment, RunWatch
+from slipstream.orchestrator.chaos.victims import OUTLIVED, Kind, Victim, victims_of
+from slipstream.orchestrator.control.control_folder import is_alive
+from slipstream.orchestrator.files.goodput import goodput_of
+from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
+from slipstream.orchestrator.files.telemetry import read_rows
+
+_Word = TypeVar("_Word", What, Moment)
+_COLUMNS = ("step", "what", "victim", "at", "met", "outcome", "steps after", "all after", "steps again", "groups again")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosOptions:
+    """What `slipstream chaos` is told."""
+
+    run: Path
+    victims: Sequence[str] = ()
+    """Kinds or names to draw from; none: kinds whose death a run outlives by itself."""
+    what: Sequence[str] = (What.kill,)
+    when: Sequence[str] = (Moment.now,)
+    seed: int | None = None
+    """None: drawn, and said."""
+    every: float | None = None
+    for_s: float | None = None
+    stop_s: float = 5.0
+    patience_s: float = 300.0
+    resume: bool = False
+
+
+def chaos(options: ChaosOptions, say: Callable[[str], None]) -> list[Event]:
+    """Harm the run once, or again and again.
+
+    Returns:
+        The events, which chaos.jsonl has, too.
+
+    Raises:
+        ConfigError: it is no run that can be harmed, or not like that.
+    """
+    folder, saved = _living(options.run)
+    what, when = _known(options.what, What, "--what"), _known(options.when, Moment, "--when")
+    _check_numbers(options)
+    _check_moments(when, saved, folder)
+    chosen = _chosen(options, folder, when)
+    seed = random.SystemRandom().randrange(1 << 31) if options.seed is None else options.seed
+    say(f"seed {seed}: {', '.join(chosen)} x {', '.join(what)} x {', '.join(when)}")
+    rng, events, began = random.Random(seed), list[Event](), time.monotonic()
+    harm = Harm(
+        folder, seed=seed, stop_s=options.stop_s, patience_s=options.patience_s, resumes=options.resume, say=say
+    )
+    for number in range(1 << 31):
+        blow = draw(rng, victims_of(folder), chosen, what, when, harm.publish_s)
+        events.append(harm.do(blow, number))
+        next_s = (number + 1) * (options.every or 0.0)
+        if options.for_s is None or next_s >= options.for_s or events[-1].outcome == ENDED or not is_alive(folder.root):
+            break
+        time.sleep(max(0.0, began + next_s - time.monotonic()))
+    return events
+
+
+def draw(
+    rng: random.Random, there: Sequence[Victim], chosen: Sequence[str], what: Sequence[What], when: Sequence[Moment],
+    publish_s: float,
+) -> Blow:  # fmt: skip
+    """The next event. A kind is drawn first, then one of its processes, so that many of a kind are not hit more often.
+
+    Args:
+        there: the run's processes now; a name that is not among them (in a start) is taken as it is.
+        chosen: kinds and names.
+        publish_s: what a publish takes: blows at one are spread over it.
+    """
+    word = rng.choice(list(chosen))
+    names = sorted(one.name for one in there if word in (one.kind, one.name)) or [_first_of(word)]
+    name, moment = rng.choice(names), rng.choice(list(when))
+    after_s = rng.random() * publish_s if moment is Moment.publish else 0.0
+    engines = sorted(one.name for one in there if one.kind is Kind.engine)
+    others = [one for one in engines if one.rpartition("-")[2] != name.rpartition("-")[2]] or engines
+    first = others[-1] if moment is Moment.recovery and others else ""
+    return Blow(Kind(name.partition("-")[0]), name, rng.choice(list(what)), moment, after_s, first)
+
+
+def _first_of(word: str) -> str:
+    """A name of a kind of which there is none yet."""
+    return f"{word}-0" if word in (*OUTLIVED, Kind.keeper) else word
+
+
+def listed(run: Path) -> list[JsonObject]:
+    """Whom there is to harm on this machine."""
+    folder, _ = _living(run)
+    found = victims_of(folder)
+    if not found:
+        raise ConfigError(f"the run in {folder.root} has no process on this machine; call it where the run is")
+    return [{"kind": one.kind, "name": one.name, "pids": one.pids, "outlived": one.kind in OUTLIVED} for one in found]
+
+
+def list_text(found: Sequence[JsonObject]) -> str:
+    """For people."""
+    lines = [("VICTIM", "processes", "")]
+    for one in found:
+        pids = one["pids"]
+        shown = ", ".join(map(str, pids[:6])) + (f", ... ({len(pids)})" if len(pids) > 6 else "")
+        lines.append((one["name"], shown, "" if one["outlived"] else "only if named"))
+    return _table(lines)
+
+
+def report(folder: Path, events: Sequence[Event], *, as_json: bool) -> str:
+    """What happened and what it cost."""
+    goodput = goodput_of(read_rows(RunFolder(folder.resolve()).metrics))
+    if as_json:
+        plain = None if goodput is None else asdict(goodput)
+        return json.dumps({"events": [asdict(event) for event in events], "goodput": plain}, indent=2)
+    lines: list[Sequence[str]] = [_COLUMNS]
+    for one in events:
+        outcome = f"{one.outcome}{', resumed' if one.resumed else ''}"
+        seconds = ("-" if s is None else f"{s:.1f} s" for s in (one.steps_after_s, one.all_after_s))
+        again = str(one.steps_again), str(one.groups_again)
+        met = "yes" if one.met else "no"
+        lines.append((str(max(0, one.step)), one.what, one.victim, one.asked, met, outcome, *seconds, *again))
+    text = _table(lines) + "".join(f"\n{one.victim}: {one.why}" for one in events if one.why and one.outcome == ENDED)
+    if goodput is not None:
+        lost = ", ".join(f"{cause} {share:.1%}" for cause, share in goodput.lost.items() if share >= 0.0005)
+        text += f"\n\ngoodput of the run's steps {goodput.share:.1%}" + (f"; lost to {lost}" if lost else "")
+    return text
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(f"{cell:<{n}}" for cell, n in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _living(run: Path) -> tuple[RunFolder, JsonObject]:
+    """The folder and the options of a run that goes on and is this user's."""
+    folder = RunFolder(run.resolve())
+    saved = saved_options(run)
+    control = folder.root / "control"
+    if is_alive(folder.root) is None or (control.exists() and control.stat().st_uid != os.geteuid()):
+        raise ConfigError(f"the run in {folder.root} belongs to another user, who alone may harm it; ask as that user")
+    if not is_alive(folder.root):
+        raise ConfigError(f"the run in {folder.root} has ended: there is nothing to harm. {folder.how_to_resume}")
+    return folder, saved
+
+
+def _known(words: Sequence[str], kinds: type[_Word], option: str) -> list[_Word]:
+    for word in words:
+        if word not in list(kinds):
+            raise ConfigError(f"{option} must be of {', '.join(kinds)}, got {word!r}; several are joined by commas")
+    return [kinds(word) for word in words]
+
+
+def _check_numbers(options: ChaosOptions) -> None:
+    if (options.every is None) != (options.for_s is None):
+        raise ConfigError("--every and --for go together, e.g. --every 60 --for 600; without both there is one event")
+    numbers = {"--every": options.every, "--for": options.for_s, "--stop-s": options.stop_s}
+    for name, number in (numbers | {"--patience-s": options.patience_s}).items():
+        if number is not None and not number > 0:
+            raise ConfigError(f"{name} must be > 0 seconds, got {number:g}")
+
+
+def _check_moments(when: Sequence[Moment], saved: JsonObject, folder: RunFolder) -> None:
+    """Whether these come in this run."""
+    run, objective = saved.get("run", {}), saved.get("algorithm", {}).get("objective", Objective.policy)
+    with_engines = (Moment.sampling, Moment.publish, Moment.verify, Moment.recovery)
+    for moment in when:
+        if moment in with_engines and objective != Objective.policy:
+            raise ConfigError(f"--when {moment}: the run is of algorithm={objective}, it has no rollout workers")
+        if moment in (Moment.publish, Moment.verify) and not saved.get("weight_sync", {}).get("enabled", True):
+            raise ConfigError(f"--when {moment}: the run publishes nothing (weight_sync.enabled=false)")
+        if moment is Moment.checkpoint and not run.get("checkpoint_every_steps"):
+            raise ConfigError("--when checkpoint: the run writes none before its end (run.checkpoint_every_steps=0)")
+        if moment is Moment.start and RunWatch(folder).step >= 0 and not folder.starting.exists():
+            raise ConfigError("--when start: the run has started; call it while slipstream status says starting")
+
+
+def _chosen(options: ChaosOptions, folder: RunFolder, when: Sequence[Moment]) -> list[str]:
+    """Kinds and names to draw from, all of which the run has."""
+    there = victims_of(folder)
+    kinds, names = [kind for kind in Kind if any(one.kind is kind for one in there)], {one.name for one in there}
+    outlived = [kind for kind in kinds if kind in OUTLIVED]
+    if not options.victims and not outlived and Moment.start not in when:
+        raise _lacks("VICTIM", folder, kinds)
+    for word in options.victims:
+        if word.partition("-")[0] not in list(Kind):
+            raise ConfigError(
+                f"VICTIM must be of {', '.join(Kind)}, or a name of slipstream chaos RUN --list, got {word!r}"
+            )
+        if word not in kinds and word not in names and Moment.start not in when:
+            raise _lacks(word, folder, kinds)
+    return list(options.victims or outlived or [Kind.trainer])
+
+
+def _lacks(word: str, folder: RunFolder, kinds: Sequence[Kind]) -> ConfigError:
+    there = f"it has {', '.join(kinds)}" if kinds else "call it where the run's processes are"
+    why = "; the Ray cluster that it uses is not its own" if word in (Kind.raylet, Kind.gcs, Kind.node) else ""
+    return ConfigError(f"the run in {folder.root} has no {word} on this machine{why}; {there}")

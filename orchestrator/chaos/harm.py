@@ -1,0 +1,272 @@
+"""One event: hit a process at a moment, wait until the run is as before or has ended, and say what it cost.
+
+    RunWatch.wait --> signal --> steps go on --> everybody is there again, and serves --> a row of chaos.jsonl
+
+Owns: the blow, the wait after it, and the figures of a row. Does not own: who is hit and when (draw.py), the table
+(command.py). Invariant: what was stopped goes on in any case, also where this command is interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+import psutil
+
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonObject
+from slipstream.orchestrator.chaos.moments import Moment, RunWatch
+from slipstream.orchestrator.chaos.victims import Kind, Victim, victims_of
+from slipstream.orchestrator.control.control_folder import ask, how_it_ended, is_alive
+from slipstream.orchestrator.control.run_state import start_of
+from slipstream.orchestrator.files.growing_file import GrowingFile, objects
+from slipstream.orchestrator.files.journal import door_of
+from slipstream.orchestrator.files.run_folder import RunFolder
+
+LOOK_EVERY_S = 0.5
+_DEATH_S = 10.0
+"""How long a process is watched that may outlive its signal."""
+AS_BEFORE, ENDED, NOT_YET, NOT_MET = "as before", "ended", "not as before", "not met"
+
+
+class What(StrEnum):
+    """What is done to it."""
+
+    kill = "kill"
+    stop = "stop"
+    term = "term"
+
+
+@dataclass(frozen=True, slots=True)
+class Blow:
+    """What is to be done. Example: Blow(Kind.engine, "engine-1", What.kill, Moment.publish, 0.02, "")."""
+
+    kind: Kind
+    name: str
+    what: What
+    moment: Moment
+    after_s: float = 0.0
+    """Seconds after the moment was seen."""
+    first: str = ""
+    """With Moment.recovery: whose engine is killed beforehand, if nobody is being started again."""
+
+
+@dataclass(slots=True)
+class Event:
+    """A row of chaos.jsonl."""
+
+    time: float
+    """Of the blow, in seconds since 1970."""
+    seed: int
+    number: int
+    """Of the events drawn from this seed."""
+    victim: str
+    pids: list[int]
+    what: str
+    stop_s: float | None
+    asked: str
+    """The moment."""
+    met: bool
+    """Whether it was that moment still when the blow had fallen."""
+    first: str
+    step: int
+    """Finished before."""
+    outcome: str = NOT_MET
+    why: str | None = None
+    """How the run ended."""
+    resumed: bool = False
+    """Whether the run ended, or its controller died, and it was resumed."""
+    steps_after_s: float | None = None
+    """Seconds from the blow to the end of the next step."""
+    all_after_s: float | None = None
+    """The same to the end of the next step that began with everybody there, and serving."""
+    steps_again: int = 0
+    """Finished steps that were computed again."""
+    groups_again: int = 0
+    """Groups sampled again because their worker failed."""
+    handed_over: int = 0
+    """Responses that another worker went on with."""
+    rewards_failed: int = 0
+    """Rollouts whose reward failed; they are left out of their step."""
+
+
+class Harm:
+    """See the module's docstring.
+
+    Args:
+        folder: the run's.
+        seed: noted in each row.
+        stop_s: how long What.stop lasts.
+        patience_s: longest wait for the moment, and for the run to be as before.
+        resumes: resume the run by `slipstream resume` where it ends or its controller dies.
+        say: told what goes on.
+    """
+
+    def __init__(
+        self, folder: RunFolder, *, seed: int, stop_s: float, patience_s: float, resumes: bool,
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._folder, self._seed, self._stop_s, self._patience_s = folder, seed, stop_s, patience_s
+        self._resumes, self._say = resumes, say
+        self._watch = RunWatch(folder)
+        self._timeline, self._metrics = GrowingFile(folder.timeline), GrowingFile(folder.metrics)
+        self._rows: dict[int, JsonObject] = {}
+        """The newest row of each step."""
+
+    @property
+    def publish_s(self) -> float:
+        """What a publish takes by now."""
+        self._watch.look()
+        return self._watch.publish_s()
+
+    def do(self, blow: Blow, number: int) -> Event:
+        """Carry one event out, and append its row."""
+        event = Event(
+            time.time(), self._seed, number, blow.name, [], blow.what,
+            self._stop_s if blow.what is What.stop else None, blow.moment, met=False, first="", step=0,
+        )  # fmt: skip
+        victim = self._find(blow)
+        before = Counter(one.kind for one in victims_of(self._folder) if one.kind is not Kind.node)
+        if victim is not None:
+            if blow.moment is Moment.recovery:
+                event.first = self._strike_first(blow)
+            if self._watch.wait(blow.moment, self._goes_on, timeout_s=self._patience_s):
+                time.sleep(blow.after_s)
+                self._strike(blow, victim, event)
+                self._wait(blow, event, before)
+        with self._folder.chaos.open("a") as file:
+            file.write(json.dumps(asdict(event)) + "\n")
+        return event
+
+    def _goes_on(self) -> bool:
+        return bool(is_alive(self._folder.root))
+
+    def _find(self, blow: Blow) -> Victim | None:
+        """The victim; in a start it may not be there yet."""
+        deadline = time.monotonic() + self._patience_s
+        while time.monotonic() < deadline and self._goes_on():
+            for victim in victims_of(self._folder):
+                if victim.name == blow.name:
+                    return victim
+            time.sleep(LOOK_EVERY_S)
+        return None
+
+    def _strike_first(self, blow: Blow) -> str:
+        """Let there be a recovery. Whose engine was killed for it."""
+        self._watch.look()
+        if self._watch.recovering:
+            return ""
+        for victim in victims_of(self._folder):
+            if victim.name == blow.first:
+                _send(victim, signal.SIGKILL)
+                self._say(f"{victim.name} killed first, so that there is a recovery")
+                return victim.name
+        return ""
+
+    def _strike(self, blow: Blow, victim: Victim, event: Event) -> None:
+        """Hit, and note what was met."""
+        event.step, event.pids, event.time = self._watch.step, victim.pids, time.time()
+        _send(victim, {What.kill: signal.SIGKILL, What.stop: signal.SIGSTOP, What.term: signal.SIGTERM}[blow.what])
+        at = time.time()
+        was_on = self._watch.is_on(blow.moment, at)
+        self._say(f"step {event.step}, {blow.moment}: {blow.what} {victim.name} ({_shown(victim.pids)})")
+        if blow.what is What.stop:
+            try:
+                psutil.wait_procs(victim.processes, timeout=self._stop_s)
+            finally:
+                _send(victim, signal.SIGCONT)
+        else:
+            psutil.wait_procs(victim.processes, timeout=_DEATH_S)
+        self._watch.look()  # it may have been over, and the log was read before
+        is_timed = blow.moment in (Moment.publish, Moment.verify)
+        event.met = was_on and (not is_timed or not self._watch.had_ended(at))
+
+    def _wait(self, blow: Blow, event: Event, wanted: Counter[Kind]) -> None:
+        """Until the run is as before, has ended, or patience has."""
+        began, asked_at, all_since, resumed = time.monotonic(), time.monotonic(), None, None
+        num_calls = len(self._watch.made_again)
+        event.outcome = NOT_YET
+        while time.monotonic() - began < self._patience_s:
+            time.sleep(LOOK_EVERY_S)
+            if not self._goes_on():
+                if resumed is not None and resumed.poll() is None:
+                    continue  # it looks at options and files still
+                state, error = how_it_ended(self._folder.root)
+                event.why = error or state
+                if self._resumes and resumed is None and state != "finished":
+                    resumed, event.resumed = self._resume(), True
+                    self._watch.recovering.clear()
+                elif resumed is not None or door_of(self._folder) is None:
+                    event.outcome = ENDED
+                    break
+                continue  # until somebody resumes it
+            self._watch.look()
+            all_since = (all_since or time.time()) if self._is_all_there(wanted) else None
+            if self._count(event, all_since) and start_of(self._folder) is None:
+                event.outcome = AS_BEFORE
+                break
+            if blow.what is What.term and time.monotonic() - asked_at > _DEATH_S:
+                asked_at = time.monotonic()
+                self._ask_for_all(wanted)
+        self._count(event, None)
+        event.steps_again += self._watch.made_again[num_calls:].count("optimizer_step")
+
+    def _is_all_there(self, wanted: Counter[Kind]) -> bool:
+        """Everybody that was there is, and nobody is being started again."""
+        if self._watch.recovering:
+            return False
+        now = Counter(one.kind for one in victims_of(self._folder))
+        return all(now[kind] >= number for kind, number in wanted.items())
+
+    def _count(self, event: Event, all_since: float | None) -> bool:
+        """Add up new rows. Whether a step has gone by that began after everybody was there again, and all served."""
+        timeline = [row for _, row in objects(self._timeline.news()) if row["to"] > event.time]
+        self._rows |= {row["step"]: row for _, row in objects(self._metrics.news())}
+        is_all = False
+        for row in timeline:
+            figures = self._rows[row["step"]]
+            event.groups_again += int(figures.get("rollout/groups_failed") or 0)
+            event.handed_over += int(figures.get("rollout/handed_over") or 0)
+            event.rewards_failed += int(figures.get("reward/failures") or 0)
+            if event.steps_after_s is None:
+                event.steps_after_s = round(row["to"] - event.time, 2)
+                event.steps_again += max(0, event.step - row["step"] + 1)
+            ends = event.time + (event.stop_s or 0.0)
+            if all_since is None or row["from"] < max(all_since, ends):
+                continue
+            if figures.get("rollout/replicas_serving") == figures.get("rollout/replicas_wanted"):
+                event.all_after_s = event.all_after_s or round(row["to"] - event.time, 2)
+                is_all = True
+        return is_all
+
+    def _resume(self) -> subprocess.Popen[bytes]:
+        """`slipstream resume`, as whatever watches over the run would call it."""
+        self._say("the run is resumed")
+        words = [sys.executable, "-m", "slipstream.orchestrator.cli.main", "resume", str(self._folder.root)]
+        with (self._folder.root / "chaos-resume.log").open("a") as said:
+            return subprocess.Popen(words, stdout=said, stderr=said, start_new_session=True)
+
+    def _ask_for_all(self, wanted: Counter[Kind]) -> None:
+        """A worker that was told to go is wanted still, and waits for somebody to ask for it."""
+        if wanted[Kind.worker]:
+            with suppress(ConfigError):  # it goes still
+                for line in ask(self._folder.root, {"ask": "scale", "rollout": wanted[Kind.worker]}):
+                    self._say(f"slipstream scale: {line}")
+
+
+def _send(victim: Victim, number: signal.Signals) -> None:
+    for process in victim.processes:
+        with suppress(psutil.Error):  # psutil refuses where another process has the number by now
+            process.send_signal(number)
+
+
+def _shown(pids: Sequence[int]) -> str:
+    return f"process {pids[0]}" if len(pids) == 1 else f"{len(pids)} processes"
