@@ -12,7 +12,7 @@ from fakes.loop import FakeWorker, World, an_offer, outcome
 from slipstream.fleet import roster as roster_module
 from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.fleet.fleet_log import FleetEvent, FleetRow
-from slipstream.fleet.replicas import ReplicaState
+from slipstream.fleet.replicas import Replica, ReplicaState
 from slipstream.fleet.router import Router
 from slipstream.fleet.starts import NUM_READS
 from slipstream.fleet.supervisor import Supervisor
@@ -48,8 +48,11 @@ class Cast:
     def states(self) -> list[ReplicaState]:
         return [replica.state for replica in self.supervisor.roster.replicas.values()]
 
+    def replica(self, index: int) -> Replica:
+        return self.supervisor.roster.replicas[f"rollout-{index}"]
+
     def worker(self, index: int) -> FakeWorker:
-        worker = self.supervisor.roster.replicas[f"rollout-{index}"].worker
+        worker = self.replica(index).worker
         assert isinstance(worker, FakeWorker)
         return worker
 
@@ -79,8 +82,18 @@ class Cast:
         await self.supervisor.settle([outcome(i not in held.exclude, "excluded") for i in range(len(self.states))])
         return held.exclude
 
+    async def serves(self, index: int) -> None:
+        await until(lambda: self.states[index] is S.serving)
+
     async def fail(self, index: int) -> None:
-        await self.supervisor.fail(self.supervisor.roster.replicas[f"rollout-{index}"], "it died")
+        await self.supervisor.fail(self.replica(index), "it died")
+
+
+async def serving(*args: int, **options: float) -> Cast:
+    """One whose workers hold version 0."""
+    cast = Cast(*args, **options)  # type: ignore[arg-type]
+    await cast.publish(0)
+    return cast
 
 
 async def broken_link() -> None:
@@ -111,7 +124,7 @@ async def test_a_failed_worker_is_restarted_and_filled_by_a_peer_while_the_other
     assert len(await cast.router.generate_group(PROMPT, 2)) == 2
     assert cast.worker(1).num_groups == 1
     cast.gate.set()
-    await until(lambda: cast.states[0] is S.serving)
+    await cast.serves(0)
     await until(lambda: cast.world.diary[-2:] == [("pull", 0, 7), ("release", 0)])
     assert cast.world.committed == [7, 7]
     (recovery,) = cast.supervisor.roster.recoveries
@@ -136,7 +149,7 @@ async def test_every_step_of_a_restart_is_noted_with_its_time(monkeypatch: pytes
 
     cast.prepare = started
     await cast.fail(0)
-    await until(lambda: cast.states[0] is S.serving)
+    await cast.serves(0)
     assert cast.events(0) == [
         ("rollout-0", E.failed), ("rollout-0", E.restarting),
         ("rollout-0.1", E.process_up), ("rollout-0.1", E.imported), ("rollout-0.1", E.up),
@@ -155,8 +168,7 @@ async def test_every_step_of_a_restart_is_noted_with_its_time(monkeypatch: pytes
 
 
 async def test_a_worker_that_waits_for_a_publish_and_one_that_stays_out_say_why() -> None:
-    cast = Cast(num_workers=1, max_restarts=1)
-    await cast.publish(0)
+    cast = await serving(num_workers=1, max_restarts=1)
     await cast.fail(0)
     await until(lambda: cast.states == [S.pending])
     assert cast.rows[-1].event is E.waiting
@@ -168,36 +180,31 @@ async def test_a_worker_that_waits_for_a_publish_and_one_that_stays_out_say_why(
 
 
 async def test_the_first_attempt_comes_at_once_and_only_a_failed_one_is_followed_by_a_pause() -> None:
-    cast = Cast(backoff_s=3600.0)
-    await cast.publish(0)
+    cast = await serving(backoff_s=3600.0)
     for times in (1, 2):  # a restart that succeeded costs the next one nothing
         await cast.fail(0)
-        await until(lambda: cast.states[0] is S.serving)
+        await cast.serves(0)
         assert cast.num_started == times
     await cast.publish(1)
     cast.failures = [RuntimeError("no memory")]
     await cast.fail(1)
-    await until(lambda: "no memory" in cast.supervisor.roster.replicas["rollout-1"].reason)
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await until(lambda: "no memory" in cast.replica(1).reason)
+    await turns()
     assert cast.num_started == 3
     await cast.supervisor.close()
 
 
 async def test_a_worker_that_ends_with_the_run_is_not_restarted() -> None:
-    cast = Cast()
-    await cast.publish(0)
+    cast = await serving()
     await cast.supervisor.close()
     await cast.fail(0)
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await turns()
     assert cast.num_started == 0
     assert E.failed not in [event for _, event in cast.events(0)]
 
 
 async def test_a_publish_leaves_out_whoever_is_recovering_and_what_it_read_meanwhile_is_read_again() -> None:
-    cast = Cast()
-    await cast.publish(0)
+    cast = await serving()
     offered, go_on = asyncio.Event(), asyncio.Event()
 
     async def read_slowly() -> None:
@@ -216,8 +223,7 @@ async def test_a_publish_leaves_out_whoever_is_recovering_and_what_it_read_meanw
 
 
 async def test_a_worker_whose_reads_all_meet_a_publish_joins_the_next_one() -> None:
-    cast = Cast()
-    await cast.publish(0)
+    cast = await serving()
     version = 0
 
     async def another_publish() -> None:
@@ -235,26 +241,23 @@ async def test_a_worker_whose_reads_all_meet_a_publish_joins_the_next_one() -> N
 
 
 async def test_a_worker_that_comes_up_during_a_publish_reads_as_soon_as_a_peer_has_committed() -> None:
-    cast = Cast()
-    await cast.publish(0)
+    cast = await serving()
     cast.gate.clear()
     await cast.fail(0)
     held = await cast.supervisor.hold()
     assert held.exclude == [0]
     cast.gate.set()
     await until(lambda: cast.states[0] is S.recovering)
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await turns()
     assert not any(entry[0] == "pull" for entry in cast.world.diary)
     cast.world.committed[1] = 1
     await cast.supervisor.settle([outcome(False, "excluded"), outcome(True)])
-    await until(lambda: cast.states[0] is S.serving)
+    await cast.serves(0)
     assert cast.world.committed == [1, 1]
 
 
 async def test_a_peer_that_moved_without_our_knowledge_is_noticed_by_its_second_offer() -> None:
-    cast = Cast()
-    await cast.publish(0)
+    cast = await serving()
 
     async def peer_moves() -> None:
         cast.world.committed[1] += 1
@@ -266,8 +269,7 @@ async def test_a_peer_that_moved_without_our_knowledge_is_noticed_by_its_second_
 
 
 async def test_a_publish_that_begins_after_the_peers_second_offer_makes_it_read_again_too() -> None:
-    cast = Cast()
-    await cast.publish(0)
+    cast = await serving()
 
     async def a_publish_begins() -> None:
         cast.worker(0).before.clear()
@@ -301,8 +303,7 @@ async def test_a_recovery_that_fails_leaves_the_worker_to_the_next_publish() -> 
 
 
 async def test_a_worker_with_nobody_to_read_from_is_stranded_until_it_is_published_to() -> None:
-    cast = Cast(num_workers=1)
-    await cast.publish(0)
+    cast = await serving(num_workers=1)
     stranded = asyncio.create_task(cast.supervisor.roster.stranded())
     group = asyncio.create_task(cast.router.generate_group(PROMPT, 2))
     await until(lambda: group.done() or cast.worker(0).num_groups == 1)
@@ -318,14 +319,13 @@ async def test_a_worker_with_nobody_to_read_from_is_stranded_until_it_is_publish
 
 
 async def test_restarts_are_counted_a_failed_one_too_and_end_for_good() -> None:
-    cast = Cast(max_restarts=2)
-    await cast.publish(0)
+    cast = await serving(max_restarts=2)
     cast.failures = [RuntimeError("no memory"), RuntimeError("no memory still")]
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.out)
     assert cast.num_started == 2
     assert cast.supervisor.starts.num_restarts == 0
-    assert "restart 2 of 2 failed: RuntimeError: no memory still" in cast.supervisor.roster.replicas["rollout-0"].reason
+    assert "restart 2 of 2 failed: RuntimeError: no memory still" in cast.replica(0).reason
     cast.failures = [RuntimeError("a"), RuntimeError("b")]
     await cast.fail(1)
     with pytest.raises(NoReplicasLeft, match=r"no memory still.*b"):
@@ -333,8 +333,7 @@ async def test_restarts_are_counted_a_failed_one_too_and_end_for_good() -> None:
 
 
 async def test_a_late_failure_of_the_old_process_does_not_cost_its_successor() -> None:
-    cast = Cast()
-    await cast.publish(0)
+    cast = await serving()
     old = cast.worker(0)
     reached, die = asyncio.Event(), asyncio.Event()
 
@@ -346,10 +345,10 @@ async def test_a_late_failure_of_the_old_process_does_not_cost_its_successor() -
     old.before["generate_group"] = die_late
     group = asyncio.create_task(cast.router.generate_group(PROMPT, 2))
     await reached.wait()
-    replica = cast.supervisor.roster.replicas["rollout-0"]
+    replica = cast.replica(0)
     left, replica.left = replica.left, asyncio.Event()  # the group does not hear of the failure
     await cast.fail(0)
-    await until(lambda: cast.states[0] is S.serving)
+    await cast.serves(0)
     die.set()
     assert len(await group) == 2
     assert cast.states == [S.serving, S.serving]
@@ -358,35 +357,32 @@ async def test_a_late_failure_of_the_old_process_does_not_cost_its_successor() -
 
 
 async def test_a_restart_on_request_takes_any_worker_and_grants_new_attempts() -> None:
-    cast = Cast(max_restarts=1)
-    await cast.publish(0)
+    cast = await serving(max_restarts=1)
     await cast.fail(0)
-    await until(lambda: cast.states[0] is S.serving)
+    await cast.serves(0)
     cast.failures = []
     await cast.fail(0)
     assert cast.states[0] is S.out
     assert "was out" in await cast.supervisor.restart_now("rollout-0")
-    await until(lambda: cast.states[0] is S.serving)
+    await cast.serves(0)
     cast.gate.clear()
     assert "was serving" in await cast.supervisor.restart_now("rollout-0")
     await until(lambda: cast.num_started == 3)
     assert "already" in await cast.supervisor.restart_now("rollout-0")
     cast.gate.set()
-    await until(lambda: cast.states[0] is S.serving)
+    await cast.serves(0)
 
 
 async def test_a_run_that_restarts_nothing_by_itself_gets_a_worker_back_on_request() -> None:
-    cast = Cast(max_restarts=0)
-    await cast.publish(0)
+    cast = await serving(max_restarts=0)
     await cast.fail(0)
     assert cast.states[0] is S.out
     await cast.supervisor.restart_now("rollout-0")
-    await until(lambda: cast.states[0] is S.serving)
+    await cast.serves(0)
 
 
 async def test_closing_gives_up_restarts_under_way() -> None:
-    cast = Cast()
-    await cast.publish(0)
+    cast = await serving()
     cast.gate.clear()
     await cast.fail(0)
     await until(lambda: cast.num_started == 1)
@@ -396,16 +392,14 @@ async def test_closing_gives_up_restarts_under_way() -> None:
 
 async def test_nobody_reads_from_a_peer_while_a_publish_goes_past_it() -> None:
     """In adapter mode a peer serves during a publish; what it offers then may be the version before."""
-    cast = Cast()
-    await cast.publish(0)
+    cast = await serving()
     cast.gate.clear()
     await cast.fail(0)
     await cast.supervisor.hold(pauses=False)
     assert cast.states == [S.starting, S.serving]
     cast.gate.set()
     await until(lambda: cast.states[0] is S.recovering)
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await turns()
     assert not any(entry[0] == "pull" for entry in cast.world.diary)
     cast.world.committed[1] = 1
     await cast.supervisor.settle([outcome(False, "excluded"), outcome(True)])
@@ -414,8 +408,7 @@ async def test_nobody_reads_from_a_peer_while_a_publish_goes_past_it() -> None:
 
 
 async def test_a_peer_that_missed_a_publish_gives_its_base_and_not_its_version() -> None:
-    cast = Cast(max_missed_publishes=1)
-    await cast.publish(0)
+    cast = await serving(max_missed_publishes=1)
     await cast.supervisor.hold(pauses=False)
     await cast.supervisor.settle([outcome(True), outcome(False, "its link stalled")])
     assert cast.states == [S.serving, S.serving]
@@ -428,8 +421,7 @@ async def test_a_peer_that_missed_a_publish_gives_its_base_and_not_its_version()
 
 
 async def test_a_worker_that_lacks_its_base_says_where_it_goes_and_a_recovered_one_lacks_nothing() -> None:
-    cast = Cast()
-    await cast.publish(0)
+    cast = await serving()
 
     def without_base(worker: FakeWorker) -> None:
         worker.wants_base_at = f"tcp://base-{cast.num_started}"
@@ -438,16 +430,15 @@ async def test_a_worker_that_lacks_its_base_says_where_it_goes_and_a_recovered_o
     cast.worker(1).before["offer"] = broken_link
     await cast.fail(0)
     await until(lambda: cast.states[0] is S.pending)
-    assert cast.supervisor.roster.replicas["rollout-0"].base_wanted_at == "tcp://base-1"
+    assert cast.replica(0).base_wanted_at == "tcp://base-1"
     cast.worker(1).before.clear()
     await cast.fail(0)
-    await until(lambda: cast.states[0] is S.serving)
-    assert cast.supervisor.roster.replicas["rollout-0"].base_wanted_at == ""
+    await cast.serves(0)
+    assert cast.replica(0).base_wanted_at == ""
 
 
 async def test_a_worker_that_dies_while_it_comes_back_is_started_again() -> None:
-    cast = Cast()
-    await cast.publish(0)
+    cast = await serving()
 
     async def dead() -> None:
         raise ConnectionError("the actor died")
@@ -458,14 +449,13 @@ async def test_a_worker_that_dies_while_it_comes_back_is_started_again() -> None
 
     cast.prepare = dies_once
     await cast.fail(0)
-    await until(lambda: cast.states[0] is S.serving)
+    await cast.serves(0)
     assert cast.num_started == 2
 
 
 async def test_a_worker_that_fails_during_a_publish_does_not_serve_at_its_end() -> None:
     """The report of a publish comes later than the failure, and says that the worker committed."""
-    cast = Cast()
-    await cast.publish(0)
+    cast = await serving()
     cast.gate.clear()
     await cast.supervisor.hold()
     await cast.fail(0)
@@ -482,18 +472,17 @@ async def test_a_worker_that_fails_during_a_publish_does_not_serve_at_its_end() 
 
 
 async def test_a_worker_that_left_out_a_publish_is_not_changed_by_its_end() -> None:
-    cast = Cast(num_workers=3, max_missed_publishes=1)
-    await cast.publish(0)
+    cast = await serving(num_workers=3, max_missed_publishes=1)
     cast.gate.clear()
     await cast.fail(0)
     await cast.supervisor.hold(pauses=False)
-    cast.supervisor.roster.replicas["rollout-2"].state = S.pending
+    cast.replica(2).state = S.pending
     await cast.supervisor.settle([outcome(True), outcome(False, "its link stalled"), outcome(True)])
     assert cast.states == [S.starting, S.serving, S.pending]
     assert [replica.num_missed for replica in cast.supervisor.roster.replicas.values()] == [0, 1, 0]
     await cast.supervisor.settle([outcome(False), outcome(False, "excluded"), outcome(False)])
     assert cast.states == [S.starting, S.serving, S.pending], "it was not held"
-    assert cast.supervisor.roster.replicas["rollout-1"].num_missed == 1
+    assert cast.replica(1).num_missed == 1
     assert not any(replica.is_held for replica in cast.supervisor.roster.replicas.values())
     await cast.supervisor.close()
 
@@ -502,8 +491,7 @@ async def test_a_worker_that_left_out_a_publish_is_not_changed_by_its_end() -> N
 async def test_a_worker_that_leaves_while_it_comes_back_stays_where_it_went(call: str) -> None:
     """A restart is asked for in the middle of every call of a recovery: what the old process answers changes nothing
     any more, and the peer is read from once more."""
-    cast = Cast()
-    await cast.publish(0)
+    cast = await serving()
     reached, go_on, num_calls = asyncio.Event(), asyncio.Event(), 0
 
     async def hold_on() -> None:
@@ -536,7 +524,7 @@ async def test_a_worker_that_leaves_while_it_comes_back_stays_where_it_went(call
     await turns()
     assert cast.states == [S.starting, S.serving]
     assert cast.supervisor.roster.recoveries == []
-    assert cast.supervisor.roster.replicas["rollout-0"].reason == "a restart was asked for"
+    assert cast.replica(0).reason == "a restart was asked for"
     assert call == "base_wanted_at" or E.waiting not in [event for _, event in cast.events(0)]
     cast.worker(1).before.clear()
     cast.gate.set()
@@ -547,8 +535,7 @@ async def test_a_worker_that_leaves_while_it_comes_back_stays_where_it_went(call
 
 
 async def test_a_call_of_the_process_before_that_fails_late_costs_its_successor_nothing() -> None:
-    cast = Cast()
-    await cast.publish(0)
+    cast = await serving()
     reached, go_on = asyncio.Event(), asyncio.Event()
 
     async def breaks_late() -> None:
@@ -571,8 +558,7 @@ async def test_a_call_of_the_process_before_that_fails_late_costs_its_successor_
 
 async def test_a_worker_that_leaves_before_it_reads_reads_once() -> None:
     """A restart is asked for while the recovery before waits for the end of a publish."""
-    cast = Cast()
-    await cast.publish(0)
+    cast = await serving()
     cast.gate.clear()
     await cast.fail(0)
     await cast.supervisor.hold()
@@ -586,7 +572,7 @@ async def test_a_worker_that_leaves_before_it_reads_reads_once() -> None:
     assert not any(entry[0] == "pull" for entry in cast.world.diary)
     assert cast.states[0] is S.starting
     cast.gate.set()
-    await until(lambda: cast.states[0] is S.serving)
+    await cast.serves(0)
     assert [entry for entry in cast.world.diary if entry[0] == "pull"] == [("pull", 0, 1)]
 
 
@@ -602,32 +588,30 @@ async def test_the_pause_after_a_failed_attempt_doubles(monkeypatch: pytest.Monk
     monkeypatch.setattr(asyncio, "sleep", at_once)
     cast.failures = [RuntimeError("a"), RuntimeError("b"), RuntimeError("c")]
     await cast.fail(0)
-    await until(lambda: cast.states[0] is S.serving)
+    await cast.serves(0)
     assert pauses == [3.0, 6.0, 12.0]
     assert (cast.num_started, cast.supervisor.starts.num_restarts) == (4, 1)
 
 
 async def test_the_peer_that_is_read_from_is_the_most_current_and_the_least_busy() -> None:
-    cast = Cast(num_workers=4, max_missed_publishes=2)
-    await cast.publish(0)
+    cast = await serving(num_workers=4, max_missed_publishes=2)
     for index, (num_missed, num_in_flight) in enumerate([(0, 0), (1, 0), (0, 2), (0, 1)]):
         replica = cast.supervisor.roster.replicas[f"rollout-{index}"]
         replica.num_missed, replica.num_in_flight = num_missed, num_in_flight
     await cast.fail(0)
-    await until(lambda: cast.states[0] is S.serving)
+    await cast.serves(0)
     assert [row.facts["peer"] for row in cast.rows if row.event is E.read] == ["rollout-3"]
-    assert cast.supervisor.roster.replicas["rollout-0"].num_missed == 0
+    assert cast.replica(0).num_missed == 0
 
 
 async def test_what_a_restarted_worker_was_told_before_is_forgotten() -> None:
-    cast = Cast()
-    await cast.publish(0)
-    replica = cast.supervisor.roster.replicas["rollout-0"]
+    cast = await serving()
+    replica = cast.replica(0)
     replica.num_missed, replica.base_wanted_at, replica.links = 3, "tcp://old", {"rollout-1": []}
     left = replica.left
     await cast.fail(0)
     assert left.is_set()
-    await until(lambda: cast.states[0] is S.serving)
+    await cast.serves(0)
     assert (replica.num_missed, replica.base_wanted_at, replica.links, replica.is_known) == (0, "", {}, False)
     assert replica.left is not left and not replica.left.is_set()
     assert replica.pulled is not None and replica.reason == ""
@@ -643,9 +627,8 @@ async def test_what_a_restarted_worker_was_told_before_is_forgotten() -> None:
 async def test_no_publish_begins_while_a_link_is_closed_and_no_link_is_closed_in_a_publish(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    cast = Cast(num_workers=4)
-    await cast.publish(0)
-    cast.supervisor.roster.replicas["rollout-3"].state = S.out
+    cast = await serving(num_workers=4)
+    cast.replica(3).state = S.out
     cast.supervisor.linked("rollout-1", "rollout-0", [an_offer(0)])
     cast.supervisor.linked("rollout-2", "rollout-0", [an_offer(0)])
     await cast.supervisor.hold()
@@ -675,10 +658,7 @@ async def test_no_publish_begins_while_a_link_is_closed_and_no_link_is_closed_in
     await cast.supervisor.settle(outcomes)
     await until(lambda: cast.states == [S.serving] * 3 + [S.out])
     assert "rollout-2 keeps its link to rollout-0: the link broke" in caplog.text
-    assert (
-        not cast.supervisor.roster.replicas["rollout-1"].links
-        and not cast.supervisor.roster.replicas["rollout-2"].links
-    )
+    assert not cast.replica(1).links and not cast.replica(2).links
     assert cast.num_started == 1
 
 
@@ -687,8 +667,7 @@ async def broken_release(offers: object) -> None:
 
 
 async def test_closing_ends_what_waits_and_nothing_fails_or_starts_after_it() -> None:
-    cast = Cast()
-    await cast.publish(0)
+    cast = await serving()
     cast.gate.clear()
     await cast.fail(0)
     await until(lambda: cast.num_started == 1)
@@ -701,15 +680,14 @@ async def test_closing_ends_what_waits_and_nothing_fails_or_starts_after_it() ->
 
 
 async def test_a_worker_that_is_out_or_starting_fails_once() -> None:
-    cast = Cast(max_restarts=1)
-    await cast.publish(0)
+    cast = await serving(max_restarts=1)
     cast.gate.clear()
     await cast.fail(0)
     await until(lambda: cast.num_started == 1)
     await cast.fail(0)
     assert [event for _, event in cast.events(0)].count(E.failed) == 1
     cast.gate.set()
-    await until(lambda: cast.states[0] is S.serving)
+    await cast.serves(0)
     await cast.fail(0)
     await cast.fail(0)
     assert [event for _, event in cast.events(0)].count(E.failed) == 2
@@ -731,7 +709,7 @@ async def test_a_stranded_worker_is_not_stranded_where_another_may_fill_it() -> 
     """Neither one that serves, nor one in a publish, nor one that reads just now."""
     cast = Cast()
     for other in (S.serving, S.updating, S.recovering):
-        cast.supervisor.roster.replicas["rollout-0"].state, cast.supervisor.roster.replicas["rollout-1"].state = (
+        cast.replica(0).state, cast.replica(1).state = (
             S.pending,
             other,
         )
@@ -740,10 +718,10 @@ async def test_a_stranded_worker_is_not_stranded_where_another_may_fill_it() -> 
         assert not stranded.done(), other
         stranded.cancel()
     for other in (S.pending, S.out, S.starting):
-        cast.supervisor.roster.replicas["rollout-1"].state = other
+        cast.replica(1).state = other
         stranded = asyncio.create_task(cast.supervisor.roster.stranded())
         await until(stranded.done)
-    cast.supervisor.roster.replicas["rollout-0"].state = S.out
+    cast.replica(0).state = S.out
     stranded = asyncio.create_task(cast.supervisor.roster.stranded())
     await turns()
     assert not stranded.done(), "nobody needs weights"

@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import pytest
+from fakes.reward_runs import running
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_run_config
@@ -18,7 +19,7 @@ from slipstream.conf.schema import CodeConfig, RewardConfig
 from slipstream.rollout.errors import RewardError
 from slipstream.rollout.rewards import code_tests
 from slipstream.rollout.rewards.code_tests import Case, cases_of, code_of
-from slipstream.rollout.rewards.runner import RewardRunner, check_reward
+from slipstream.rollout.rewards.runner import check_reward
 from slipstream.rollout.sandbox.sandbox import ROOT, Ended, Limits
 from slipstream.rollout.types import Prompt, Rollout
 
@@ -107,12 +108,8 @@ def can_run(config: RewardConfig) -> bool:
 
 
 async def rewards_of(config: RewardConfig, judged: list[tuple[str, Any]]) -> list[float | None]:
-    runner = RewardRunner(config)
-    await runner.start()
-    try:
+    async with running(config) as runner:
         return [(await runner.score_group(prompt(tests), [rollout(code)]))[0].reward for code, tests in judged]
-    finally:
-        await runner.close()
 
 
 CODE = RewardConfig(kind="code", timeout_s=120, code=CodeConfig(cpu_s=1, wall_s=30))

@@ -11,15 +11,18 @@ import textwrap
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+from fakes import reward_runs
+from fakes.reward_runs import rewards_of
 
 from slipstream.conf.schema import RewardConfig
 from slipstream.rollout.errors import RewardError
-from slipstream.rollout.rewards.runner import RewardRunner, check_reward
-from slipstream.rollout.types import Prompt, Rollout
+from slipstream.rollout.rewards.runner import check_reward
+from slipstream.rollout.types import Prompt
 
 REWARDS = r"""
 import json, os, pickle, struct, subprocess, sys, time
@@ -121,6 +124,10 @@ def environment(prompt, response, fields):
         json.dump(dict(os.environ), file)
     return 0.5
 """
+ATTACKS = (
+    "garbage", "no message", "a deep message", "a huge number", "digits that are none", "an unknown extension",
+    "no answer", "no number", "a number of another kind", "pickle", "bare pickle", "1 GB",
+)  # fmt: skip
 PROMPT = Prompt(0, (1,), "p", {})
 Score = Callable[..., Awaitable[list[float | None]]]
 
@@ -134,28 +141,17 @@ def folder(tmp_path: Path) -> Path:
 @asynccontextmanager
 async def running(folder: Path, name: str, *, timeout_s: float = 30.0, **options: int) -> AsyncIterator[Score]:
     config = RewardConfig(kind=f"{folder / 'hostile.py'}:{name}", timeout_s=timeout_s)
-    runner = RewardRunner(config, log_path=folder / "rewards.log", **options)
-
-    async def score(*responses: str) -> list[float | None]:
-        rollouts = [Rollout([5], [0.0], [0], text, "stop") for text in responses]
-        return [judgement.reward for judgement in await runner.score_group(PROMPT, rollouts)]
-
-    await runner.start()
-    try:
-        yield score
-    finally:
-        await runner.close()
+    async with reward_runs.running(config, log_path=folder / "rewards.log", **options) as runner:
+        yield partial(rewards_of, runner, PROMPT)
 
 
-@pytest.mark.parametrize(
-    "attack",
-    ["garbage", "no message", "a deep message", "a huge number", "digits that are none", "an unknown extension",
-     "no answer", "no number", "a number of another kind", "pickle", "bare pickle", "1 GB"],
-)  # fmt: skip
-async def test_what_a_reward_writes_to_its_connection_costs_one_sample_and_runs_nothing(folder, attack, caplog):
+async def test_what_a_reward_writes_to_its_connection_costs_one_sample_and_runs_nothing(folder, caplog):
     async with running(folder, "vandal") as score:
-        assert await score(attack, "good", "good") == [None, 0.5, 0.5]
-    assert "reward vandal failed (garbled) on prompt 0" in caplog.text
+        for attack in ATTACKS:
+            assert await score(attack, "good", "good") == [None, 0.5, 0.5], attack
+    assert {one.message.partition(";")[0] for one in caplog.records if "failed" in one.message} == {
+        "reward vandal failed (garbled) on prompt 0"
+    }
     assert not (folder / "planted").exists()
 
 
@@ -264,13 +260,9 @@ async def test_a_reward_gets_no_variable_but_what_programs_need_and_what_it_is_p
     monkeypatch.setenv("JUDGE_API_KEY", "of the judge")
     monkeypatch.setenv("HF_TOKEN", "of the owner")
     monkeypatch.setenv("LANG", "C.UTF-8")
-    runner = RewardRunner(RewardConfig(kind=f"{folder / 'hostile.py'}:environment", env=("JUDGE_API_KEY",)))
-    await runner.start()
-    try:
-        (judgement,) = await runner.score_group(PROMPT, [Rollout([5], [0.0], [0], "", "stop")])
-        assert judgement.reward == 0.5
-    finally:
-        await runner.close()
+    config = RewardConfig(kind=f"{folder / 'hostile.py'}:environment", env=("JUDGE_API_KEY",))
+    async with reward_runs.running(config) as runner:
+        assert await rewards_of(runner, PROMPT, "") == [0.5]
     seen = (folder / "environment").read_text()
     assert "of the judge" in seen
     assert "C.UTF-8" in seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -12,19 +13,21 @@ from typing import Any
 
 import httpx
 import pytest
+from fakes import reward_runs
 from fakes.judge_server import JudgeServer, judge_server
+from fakes.reward_runs import running
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import JudgeConfig, RewardConfig
 from slipstream.rollout.errors import RewardError
-from slipstream.rollout.openai_client import Rate, retry_after_s
+from slipstream.rollout.openai_client import NoAnswer, Rate, retry_after_s
 from slipstream.rollout.rewards import judge as judge_module
 from slipstream.rollout.rewards.counting import counted
 from slipstream.rollout.rewards.judge import Judge, NoVerdict
 from slipstream.rollout.rewards.judge_prompt import columns_needed, fill
 from slipstream.rollout.rewards.runner import RewardRunner, check_reward
-from slipstream.rollout.types import Prompt, Rollout
+from slipstream.rollout.types import Prompt
 
 PROMPT = Prompt(0, (1,), "2 + 2 = {{answer}}", {"answer": "four"})
 
@@ -42,20 +45,13 @@ async def judging(
 ) -> AsyncIterator[tuple[JudgeServer, RewardRunner]]:
     async with judge_server() as server:
         section = JudgeConfig(base_url=server.url, model="grader", prompt_file=str(template), **judge)
-        runner = RewardRunner(RewardConfig(kind="judge", judge=section, **(options or {})), log_path=log_path)
-        await runner.start()
-        try:
+        config = RewardConfig(kind="judge", judge=section, **(options or {}))
+        async with running(config, log_path=log_path) as runner:
             yield server, runner
-        finally:
-            await runner.close()
-
-
-def rollouts(*texts: str) -> list[Rollout]:
-    return [Rollout([5], [0.0], [0], text, "stop") for text in texts]
 
 
 async def rewards_of(runner: RewardRunner, *texts: str) -> list[float | None]:
-    return [judgement.reward for judgement in await runner.score_group(PROMPT, rollouts(*texts))]
+    return await reward_runs.rewards_of(runner, PROMPT, *texts)
 
 
 async def test_a_verdict_becomes_a_share_of_its_range_and_its_tokens_are_counted(template: Path):
@@ -87,33 +83,6 @@ async def test_what_may_pass_is_asked_again_and_counted(template: Path):
         }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "told", "num_requests"),
-    [
-        ("always broken", "gave no answer in 2 tries; the last one: status 503", 2),
-        ("busy for an hour", "gave no answer in 1 tries; the last one: status 429", 1),
-        ("silent", "gave no answer in 2 tries; the last one: TimeoutError", 2),
-        ("forbidden", "the judge refused the request with status 401: b'no such key'", 1),
-        ("elsewhere", "the judge refused the request with status 302", 1),
-        ("not JSON", "the judge's answer is no chat completion: b'<html>", 1),
-        ("not a completion", "the judge's answer is no chat completion", 1),
-        ("no text", "the judge's answer has no text", 1),
-        ("no number", "no number in the judge's verdict: 'I cannot say.'", 1),
-        ("out of range", "11 is not from 0 to 10 in the verdict", 1),
-        ("endless", "the judge answered more than 1048576 bytes", 1),
-    ],
-)
-async def test_no_verdict_leaves_the_sample_out_and_says_why(template, text, told, num_requests, caplog):
-    try_timeout_s = 1.0 if text == "silent" else 60.0
-    judge = {"max_tries": 2, "try_timeout_s": try_timeout_s}
-    async with judging(template, options={"timeout_s": 600}, **judge) as (server, runner):
-        assert await rewards_of(runner, text) == [None]
-        assert server.asked[text] == num_requests
-        assert runner.take_counts()["judge_requests"] == num_requests
-    assert told in caplog.text
-    assert "reward judge failed (raised) on prompt 0" in caplog.text
-
-
 async def test_a_judge_that_asks_for_patience_is_left_alone_by_all_samples(template: Path, caplog):
     """After one answer that names an hour, no other request leaves: each says at once that there is no time for it."""
     async with judging(template, options={"timeout_s": 60}) as (server, runner):
@@ -133,13 +102,9 @@ async def test_equal_questions_are_asked_once_and_remembered_by_later_runs(templ
         assert server.asked["no number"] == 2  # what is no verdict is not kept
         url = server.url
     section = JudgeConfig(base_url=url, model="grader", prompt_file=str(template), cache_path=cache)
-    later = RewardRunner(RewardConfig(kind="judge", judge=section))  # nobody listens there any more
-    await later.start()
-    try:
+    async with running(RewardConfig(kind="judge", judge=section)) as later:  # nobody listens there any more
         assert await rewards_of(later, "slow", "slow #2") == [0.7] * 2
         assert later.take_counts() == {"judge_cached": 2}
-    finally:
-        await later.close()
 
 
 async def test_the_cache_is_in_the_run_folder_unless_told_otherwise(template: Path, tmp_path: Path):
@@ -168,10 +133,39 @@ def test_turns_are_even_and_rest_while_the_judge_asks_for_patience():
 
 
 def a_judge(folder: Path | None = None, num_processes: int = 1, **judge: Any) -> Judge:
-    """One in this process; nobody listens where it asks."""
+    """One in this process; nobody listens where it asks, unless it is told another place."""
     section = JudgeConfig(**{"base_url": "http://127.0.0.1:1/v1", "model": "grader"} | judge)
-    config = RewardConfig(kind="judge", judge=section, num_processes=num_processes, timeout_s=7, max_concurrent=1)
+    config = RewardConfig(kind="judge", judge=section, num_processes=num_processes, timeout_s=60, max_concurrent=1)
     return Judge(config, "reward", folder)
+
+
+NO_VERDICT = {
+    "always broken": "gave no answer in 2 tries; the last one: status 503",
+    "forbidden": "the judge refused the request with status 401: b'no such key'",
+    "elsewhere": "the judge refused the request with status 302",
+    "not JSON": "the judge's answer is no chat completion: b'<html>",
+    "not a completion": "the judge's answer is no chat completion",
+    "no text": "the judge's answer has no text",
+    "no number": "no number in the judge's verdict: 'I cannot say.'",
+    "out of range": "11 is not from 0 to 10 in the verdict",
+    "endless": "the judge answered more than 1048576 bytes",
+    "silent": "gave no answer in 2 tries; the last one: TimeoutError",
+    "busy for an hour": "gave no answer in 1 tries; the last one: status 429",
+}
+"""What the judge does, and what is said of it."""
+
+
+async def test_no_verdict_says_why_and_asks_again_only_where_that_may_help(template: Path):
+    async with judge_server() as server:
+        asks = {"base_url": server.url, "prompt_file": str(template), "max_tries": 2}
+        patient, hasty = a_judge(**asks), a_judge(**asks, try_timeout_s=0.5)
+        for text, told in NO_VERDICT.items():
+            judge = hasty if text == "silent" else patient
+            with counted() as counts, pytest.raises((NoAnswer, NoVerdict), match=re.escape(told)):
+                await judge.judge("p", text, {"answer": "b"})
+            assert server.asked[text] == counts["requests"] == (2 if "in 2 tries" in told else 1), text
+        for judge in (patient, hasty):
+            await judge._client.close()
 
 
 def test_a_verdict_is_a_share_of_its_scale_and_both_ends_are_in_it():
@@ -193,7 +187,7 @@ async def test_only_what_is_asked_of_the_same_judge_in_the_same_way_is_remembere
     def asks(judge: Judge, response: str = "a"):
         async def post(path: str, body: dict[str, Any], deadline: float) -> bytes:
             asked.append((path, body))
-            assert deadline == 107.0, "timeout_s after it was asked"
+            assert deadline == 160.0, "timeout_s after it was asked"
             return b'{"choices": [{"message": {"content": "7"}}], "usage": {"prompt_tokens": -3}}'
 
         judge._client.post = post  # type: ignore[method-assign]
@@ -234,6 +228,7 @@ async def test_the_key_is_sent_and_written_nowhere(template: Path, tmp_path: Pat
     async with judging(template, api_key_env="MY_JUDGE_KEY", log_path=log) as (server, runner):
         assert await rewards_of(runner, "good", "forbidden", "no number") == [0.7, None, None]
         assert server.keys == {"Bearer sesame"}
+    assert "reward judge failed (raised) on prompt 0" in caplog.text and "no such key" in caplog.text
     assert "sesame" not in caplog.text
     for file in log.parent.iterdir():
         assert b"sesame" not in file.read_bytes()

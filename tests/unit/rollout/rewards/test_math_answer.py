@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from fakes.reward_runs import running
 
 from slipstream.conf.schema import RewardConfig
-from slipstream.rollout.rewards.runner import RewardRunner
 from slipstream.rollout.types import Prompt, Rollout
 
 CASES = [
@@ -35,17 +35,13 @@ def rollout(text: str) -> Rollout:
 
 
 async def test_answers_are_compared_by_what_they_mean():
-    runner = RewardRunner(RewardConfig(kind="math", timeout_s=60))
-    await runner.start()
-    try:
+    async with running(RewardConfig(kind="math", timeout_s=60)) as runner:
         for answer, response, expected in CASES:
             (judgement,) = await runner.score_group(prompt(answer), [rollout(response)])
             assert (answer, response, judgement.reward) == (answer, response, expected)
         written = [rollout("\\boxed{\\frac{1}{2}}"), rollout("so it is 1/2"), rollout("I do not know")]
         votes = [judgement.answer for judgement in await runner.score_group(prompt("2"), written)]
         assert votes == ["1/2", "1/2", None]
-    finally:
-        await runner.close()
 
 
 HOSTILE = [
@@ -58,23 +54,15 @@ HOSTILE = [
 
 async def test_a_hostile_expression_costs_its_sample_and_no_other():
     """Judged as wrong when math-verify's own limits end it, left out when the end of its process does."""
-    runner = RewardRunner(RewardConfig(kind="math", timeout_s=12, num_processes=2))
-    await runner.start()
-    try:
+    async with running(RewardConfig(kind="math", timeout_s=12, num_processes=2)) as runner:
         judged = await runner.score_group(prompt("42"), [rollout(text) for text in (*HOSTILE, "\\boxed{42}")])
-    finally:
-        await runner.close()
     *hostile, honest = (judgement.reward for judgement in judged)
     assert honest == 1.0
     assert set(hostile) <= {0.0, None}
 
 
 async def test_an_answer_without_an_expression_leaves_the_sample_out(caplog: pytest.LogCaptureFixture):
-    runner = RewardRunner(RewardConfig(kind="math"))
-    await runner.start()
-    try:
+    async with running(RewardConfig(kind="math")) as runner:
         (judgement,) = await runner.score_group(prompt(""), [rollout("\\boxed{42}")])
-    finally:
-        await runner.close()
     assert judgement.reward is None
     assert "math-verify finds no expression in the answer ''" in caplog.text

@@ -8,7 +8,9 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from slipstream.conf.schema import CodeConfig
 from slipstream.rollout.rewards import code_tests
@@ -134,6 +136,21 @@ def test_values_of_a_group_are_one_for_each_response() -> None:
         answer = answered(lambda p, texts, f, given=given: given, "a", "bb", is_of_group=True)
         assert values(answer) == [(NOT_A_NUMBER, None, None)] * 2
         assert answer is not None and f"one number per response, here 2, {got}" in answer.outcomes[0].report
+
+
+def test_numbers_of_numpy_and_torch_are_values() -> None:
+    for given, value in (
+        (np.bool_(True), 1.0), (np.array(0.25), 0.25), (torch.tensor(0.25), 0.25),
+        (np.array([0.25, 0.5]), None), (np.array(float("inf")), None), (10**400, None),
+    ):  # fmt: skip
+        found = answered(lambda p, text, f, given=given: given, "a")
+        assert [one[1] for one in values(found)] == [value], given
+    for given, of_each in (
+        (np.array([0, 1]) > 0, [0.0, 1.0]), (torch.tensor([0.25, 0.5]), [0.25, 0.5]), (np.zeros((2, 1)), [None] * 2),
+        ([1.0, "?"], [1.0, None]),
+    ):  # fmt: skip
+        found = answered(lambda p, texts, f, given=given: given, "a", "bb", is_of_group=True)
+        assert [one[1] for one in values(found)] == of_each, given
 
 
 async def test_a_coroutine_that_takes_too_long_is_late_and_one_that_times_out_itself_has_raised() -> None:

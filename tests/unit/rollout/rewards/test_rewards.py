@@ -12,12 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fakes.reward_runs import rewards_of, rollouts, running
 
 from slipstream.conf.schema import RewardConfig
 from slipstream.rollout.errors import RewardError
 from slipstream.rollout.rewards.function import load_reward
 from slipstream.rollout.rewards.outcomes import MAX_ANSWER
-from slipstream.rollout.rewards.runner import RewardRunner, check_reward
+from slipstream.rollout.rewards.runner import check_reward
 from slipstream.rollout.types import Prompt, Rollout
 
 REWARDS = """
@@ -88,14 +89,6 @@ def rewards_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "user_rewards"
 
 
-def rollouts(*texts: str) -> list[Rollout]:
-    return [Rollout([5], [0.0], [0], text, "stop") for text in texts]
-
-
-async def rewards_of(runner: RewardRunner, prompt: Prompt, siblings: list[Rollout]) -> list[float | None]:
-    return [judgement.reward for judgement in await runner.score_group(prompt, siblings)]
-
-
 PROMPT = Prompt(0, (1,), "p", {"answer": "a"})
 
 
@@ -111,12 +104,8 @@ def test_exact_match_compares_numbers_as_text():
 async def test_the_reward_none_asks_for_no_column_and_is_0_for_every_response():
     config = RewardConfig(kind="none")
     assert config.by_name["none"].columns == {}
-    runner = RewardRunner(config)
-    await runner.start()
-    try:
-        assert await rewards_of(runner, Prompt(0, (1,), "p"), rollouts("a", "")) == [0.0, 0.0]
-    finally:
-        await runner.close()
+    async with running(config) as runner:
+        assert await rewards_of(runner, Prompt(0, (1,), "p"), "a", "") == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -128,32 +117,27 @@ def test_regex_compares_the_first_group_of_the_first_match(response, expected):
     assert reward("p", response, {"answer": 42}) == expected
 
 
-async def test_each_failure_costs_one_sample_and_is_counted(rewards_module, caplog):
-    runner = RewardRunner(RewardConfig(kind=f"{rewards_module}:behave", timeout_s=5.0))
-    await runner.start()
-    try:
+async def test_each_failure_costs_one_sample_and_is_counted(rewards_module, caplog, tmp_path):
+    log = tmp_path / "rewards.log"
+    async with running(RewardConfig(kind=f"{rewards_module}:behave", timeout_s=5.0), log_path=log) as runner:
         texts = ["ok", "raise", "hang", "exit", "sys.exit", "string", "nan", "print", "raise", "ok"]
         with caplog.at_level(logging.WARNING, "slipstream.rollout.rewards.runner"):
             caplog.clear()
-            rewards = await rewards_of(runner, PROMPT, rollouts(*texts))
+            rewards = await rewards_of(runner, PROMPT, *texts)
         assert rewards == [0.5, None, None, None, None, None, None, 0.5, None, 0.5]
         told = [one.message.partition("(")[2].partition(")")[0] for one in caplog.records]
         # KeyError (twice raised, once told) and SystemExit; a string and a number that is none
         assert told == ["raised", "timeout", "died", "raised", "not_a_number", "not_a_number"]
         assert any("exit status 3" in record.message for record in caplog.records)
-        assert await rewards_of(runner, PROMPT, rollouts("ok")) == [0.5]
-    finally:
-        await runner.close()
-
-
-async def test_a_reward_that_closes_its_connection_holds_its_place_for_seconds_at_most(rewards_module, caplog):
-    runner = RewardRunner(RewardConfig(kind=f"{rewards_module}:behave", timeout_s=5.0))
-    await runner.start()
-    try:
-        assert await rewards_of(runner, PROMPT, rollouts("close", "ok")) == [None, 0.5]
+        caplog.clear()
+        assert await rewards_of(runner, PROMPT, "ok", "cannot parse 1", "cannot parse 2") == [0.5, None, None]
+        assert ["ValueError" in one.message for one in caplog.records] == [True], (
+            "whatever it quotes, it is of one kind"
+        )
+        # a place is held for seconds at most
+        assert await rewards_of(runner, PROMPT, "close", "ok") == [None, 0.5]
         assert "close no descriptor that you did not open" in caplog.text
-    finally:
-        await runner.close()
+    assert log.stat().st_size > 1 << 22, "what rewards print"
 
 
 def wait_until_stopped(pid: int) -> None:
@@ -164,33 +148,13 @@ def wait_until_stopped(pid: int) -> None:
 async def test_a_process_that_reads_nothing_is_replaced_when_its_time_is_up(rewards_module, caplog):
     """A sample larger than what a socket buffers is written no further than its reader reads."""
     large = Prompt(1, (1,), "p", {"answer": "x" * (1 << 21)})
-    runner = RewardRunner(RewardConfig(kind=f"{rewards_module}:behave", timeout_s=5.0))
-    await runner.start()
-    try:
-        (pid,) = await rewards_of(runner, large, rollouts("pid"))
+    async with running(RewardConfig(kind=f"{rewards_module}:behave", timeout_s=5.0)) as runner:
+        (pid,) = await rewards_of(runner, large, "pid")
         assert pid is not None
         os.kill(int(pid), signal.SIGSTOP)
         wait_until_stopped(int(pid))
-        assert await rewards_of(runner, large, rollouts("ok", "ok")) == [None, 0.5]
+        assert await rewards_of(runner, large, "ok", "ok") == [None, 0.5]
         assert "read no question within reward.timeout_s=5 seconds" in caplog.text
-    finally:
-        await runner.close()
-
-
-async def test_exceptions_that_quote_the_response_are_of_one_kind(rewards_module, caplog):
-    runner = RewardRunner(RewardConfig(kind=f"{rewards_module}:behave"))
-    await runner.start()
-    try:
-        with caplog.at_level(logging.WARNING, "slipstream.rollout.rewards.runner"):
-            caplog.clear()
-            rewards = await rewards_of(runner, PROMPT, rollouts("cannot parse 1", "cannot parse 2", "raise"))
-        assert rewards == [None, None, None]
-        assert [("ValueError" in one.message, "KeyError" in one.message) for one in caplog.records] == [
-            (True, False),
-            (False, True),
-        ]
-    finally:
-        await runner.close()
 
 
 @pytest.mark.parametrize("answer", [None, True, [1], {"a": 1}, float("nan")])
@@ -203,47 +167,24 @@ def test_the_text_of_what_is_no_answer_is_not_compared_with(kind, answer):
 
 
 async def test_a_missing_answer_column_costs_samples_not_the_run():
-    runner = RewardRunner(RewardConfig(answer_key="solution"))
-    await runner.start()
-    try:
-        assert await rewards_of(runner, PROMPT, rollouts("a")) == [None]
-    finally:
-        await runner.close()
+    async with running(RewardConfig(answer_key="solution")) as runner:
+        assert await rewards_of(runner, PROMPT, "a") == [None]
 
 
 async def test_several_processes_keep_the_order_of_rollouts(rewards_module):
-    runner = RewardRunner(RewardConfig(kind=f"{rewards_module}:length", num_processes=2))
-    await runner.start()
-    try:
+    async with running(RewardConfig(kind=f"{rewards_module}:length", num_processes=2)) as runner:
         texts = ["x" * (i % 7) for i in range(40)]
-        rewards = await rewards_of(runner, PROMPT, rollouts(*texts))
+        rewards = await rewards_of(runner, PROMPT, *texts)
         assert rewards == [float(len(text)) for text in texts]
-    finally:
-        await runner.close()
 
 
 async def test_a_reward_is_told_how_a_response_ended_unless_a_column_has_that_name(rewards_module):
-    runner = RewardRunner(RewardConfig(kind=f"{rewards_module}:is_complete"))
-    await runner.start()
-    try:
+    async with running(RewardConfig(kind=f"{rewards_module}:is_complete")) as runner:
         siblings = [Rollout([5], [0.0], [0], "a", reason) for reason in ("stop", "length")]
-        assert await rewards_of(runner, PROMPT, siblings) == [1.0, 0.0]
         column = replace(PROMPT, fields={**PROMPT.fields, "finish_reason": "stop"})
-        assert await rewards_of(runner, column, siblings) == [1.0, 1.0]
+        for prompt, wanted in ((PROMPT, [1.0, 0.0]), (column, [1.0, 1.0])):
+            assert [one.reward for one in await runner.score_group(prompt, siblings)] == wanted
         assert "finish_reason" not in PROMPT.fields
-    finally:
-        await runner.close()
-
-
-async def test_what_rewards_print_goes_to_the_log_file(rewards_module, tmp_path):
-    log = tmp_path / "rewards.log"
-    runner = RewardRunner(RewardConfig(kind=f"{rewards_module}:behave"), log_path=log)
-    await runner.start()
-    try:
-        await rewards_of(runner, PROMPT, rollouts("print"))
-    finally:
-        await runner.close()
-    assert log.stat().st_size > 1 << 22
 
 
 @pytest.mark.parametrize(
@@ -303,13 +244,9 @@ async def test_a_reward_in_a_file_works_from_any_folder_and_its_source_is_kept(t
     digest = hashlib.sha256(IN_A_FILE.encode()).hexdigest()
     for start, path in ((elsewhere, folder / "json.py"), (folder, Path("json.py")), (tmp_path, Path("mine/json.py"))):
         monkeypatch.chdir(start)
-        runner = RewardRunner(RewardConfig(kind=f"{path}:score"), log_path=tmp_path / "rewards.log")
-        with caplog.at_level(logging.INFO, "slipstream.conf.functions"):
-            await runner.start()
-        try:
-            assert await rewards_of(runner, PROMPT, rollouts("a")) == [0.25]
-        finally:
-            await runner.close()
+        caplog.set_level(logging.INFO, "slipstream.conf.functions")
+        async with running(RewardConfig(kind=f"{path}:score"), log_path=tmp_path / "rewards.log") as runner:
+            assert await rewards_of(runner, PROMPT, "a") == [0.25]
         assert (tmp_path / "reward_source.py").read_text() == IN_A_FILE
         assert f"{folder / 'json.py'}, sha256 {digest}" in caplog.text
 
@@ -319,13 +256,9 @@ def test_a_good_reward_passes_the_check(rewards_module):
 
 
 async def test_a_reward_may_tell_the_answer_that_a_majority_vote_counts(rewards_module):
-    runner = RewardRunner(RewardConfig(kind=f"{rewards_module}:voted"))
-    await runner.start()
-    try:
+    async with running(RewardConfig(kind=f"{rewards_module}:voted")) as runner:
         judged = await runner.score_group(PROMPT, rollouts("a", "none", "b" * 5000))
         assert [(one.reward, one.answer) for one in judged[:2]] == [(0.5, "a"), (0.25, None)]
         assert judged[2].reward == 0.5 and len(judged[2].answer or "") == MAX_ANSWER
         again, other = await runner.score_group(PROMPT, rollouts("b" * 5000, "b" * 5001))
         assert again.answer == judged[2].answer != other.answer
-    finally:
-        await runner.close()

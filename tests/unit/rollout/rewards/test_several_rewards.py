@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
+from fakes.reward_runs import rewards_of, rollouts, running
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_resolved_yaml, load_run_config, resolved_yaml
 from slipstream.conf.schema import RewardConfig
 from slipstream.rollout.errors import RewardError
-from slipstream.rollout.rewards.runner import RewardRunner, check_reward
-from slipstream.rollout.types import Judgement, Prompt, Rollout
+from slipstream.rollout.rewards.runner import check_reward
+from slipstream.rollout.types import Judgement, Prompt
 
 REWARDS = '''
 import asyncio, os, time
@@ -31,47 +29,8 @@ def rank(prompt, responses, fields):
     """The shortest gets 1, the others what remains of it."""
     if "raise" in responses:
         raise ValueError("one of them")
-    if "too few" in responses:
-        return [1.0]
-    if "one is text" in responses:
-        return [1.0 if response != "one is text" else "?" for response in responses]
     assert fields["finish_reason"] == ["stop"] * len(responses)
     return [min(map(len, responses)) / len(response) for response in responses]
-
-def numpy_bool(prompt, response, fields):
-    import numpy
-    return numpy.bool_(response == "a")
-
-def array(prompt, response, fields):
-    import numpy
-    return numpy.array(0.25)
-
-def tensor(prompt, response, fields):
-    import torch
-    return torch.tensor(0.25), response
-
-def array_of_two(prompt, response, fields):
-    import numpy
-    return numpy.array([0.25, 0.5])
-
-def not_finite(prompt, response, fields):
-    import numpy
-    return numpy.array(float("inf"))
-
-def too_large(prompt, response, fields):
-    return 10**400
-
-def group_array(prompt, responses, fields):
-    import numpy
-    return numpy.array([len(response) for response in responses]) > 1
-
-def group_tensor(prompt, responses, fields):
-    import torch
-    return torch.tensor([len(response) / 4 for response in responses])
-
-def group_matrix(prompt, responses, fields):
-    import numpy
-    return numpy.zeros((len(responses), 1))
 
 class Barrier:
     waiting = most = 0
@@ -129,20 +88,6 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def rollouts(*texts: str) -> list[Rollout]:
-    return [Rollout([5], [0.0], [0], text, "stop") for text in texts]
-
-
-@asynccontextmanager
-async def running(config: RewardConfig, **options: Any) -> AsyncIterator[RewardRunner]:
-    runner = RewardRunner(config, **options)
-    await runner.start()
-    try:
-        yield runner
-    finally:
-        await runner.close()
-
-
 async def test_the_weighted_sum_is_what_trains_and_each_part_is_kept(file: Path, caplog: pytest.LogCaptureFixture):
     parts = {"right": {}, "brevity": {"kind": f"{file}:length", "weight": -0.25}}
     with caplog.at_level(logging.WARNING, "slipstream.rollout.rewards.runner"):
@@ -177,65 +122,45 @@ async def test_a_row_names_the_rewards_that_judge_it(file: Path):
                 await runner.score_group(Prompt(0, (1,), "p", {"reward": wrong}), rollouts("b"))
 
 
-async def test_a_reward_with_responses_judges_the_whole_group_at_once(file: Path):
+async def test_a_reward_of_a_group_that_fails_costs_the_group(file: Path, caplog: pytest.LogCaptureFixture):
     async with running(RewardConfig(kind=f"{file}:rank")) as runner:
-        judged = await runner.score_group(PROMPT, rollouts("aaaa", "aa", "a"))
-    assert [one.reward for one in judged] == [0.25, 0.5, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("texts", "rewards", "told"),
-    [
-        (("raise", "a"), [None, None], "ValueError: one of them"),
-        (("too few", "a"), [None, None], "a list of one number per response, here 2, got 1 values"),
-        (("one is text", "a"), [None, 1.0], "a reward must be a finite number, got str: '?'"),
-    ],
-)
-async def test_a_reward_of_a_group_that_fails_costs_the_group_or_one_sample(file, texts, rewards, told, caplog):
-    async with running(RewardConfig(kind=f"{file}:rank")) as runner:
-        judged = await runner.score_group(PROMPT, rollouts(*texts))
-        assert [one.reward for one in judged] == rewards
-        assert told in caplog.text
-        assert [one.reward for one in await runner.score_group(PROMPT, rollouts("a", "b"))] == [1.0, 1.0]
+        assert await rewards_of(runner, PROMPT, "raise", "a") == [None, None]
+        assert "ValueError: one of them" in caplog.text
+        assert await rewards_of(runner, PROMPT, "aaaa", "aa", "a") == [0.25, 0.5, 1.0]
 
 
 async def test_coroutines_of_one_process_judge_at_the_same_time(file: Path):
     async with running(RewardConfig(kind=f"{file}:all_four", timeout_s=60)) as runner:
-        judged = await runner.score_group(PROMPT, rollouts("a", "b", "c", "d"))
-    assert [one.reward for one in judged] == [1.0] * 4
+        assert await rewards_of(runner, PROMPT, *"abcd") == [1.0] * 4
 
 
 async def test_max_concurrent_bounds_the_samples_of_one_process(file: Path):
     async with running(RewardConfig(kind=f"{file}:crowd", max_concurrent=3, timeout_s=60)) as runner:
-        judged = await runner.score_group(PROMPT, rollouts(*"abcdefghij"))
-    assert max(one.reward or 0.0 for one in judged) == 3
+        assert max(reward or 0.0 for reward in await rewards_of(runner, PROMPT, *"abcdefghij")) == 3
 
 
 async def test_a_coroutine_that_hangs_or_raises_costs_one_sample_and_its_process_goes_on(file: Path):
     async with running(RewardConfig(kind=f"{file}:behave", timeout_s=5)) as runner:
-        judged = await runner.score_group(PROMPT, rollouts("pid", "hang", "raise", "ok", "pid"))
-        (later,) = await runner.score_group(PROMPT, rollouts("pid"))
-    first, hung, raised, fine, last = (one.reward for one in judged)
-    assert (hung, raised, fine) == (None, None, 0.5)
-    assert first == last == later.reward
+        first, hung, raised, fine, last = await rewards_of(runner, PROMPT, "pid", "hang", "raise", "ok", "pid")
+        assert (hung, raised, fine) == (None, None, 0.5)
+        assert first == last == (await rewards_of(runner, PROMPT, "pid"))[0]
 
 
 @pytest.mark.parametrize("how", ["block", "exit"])
 async def test_a_coroutine_that_takes_its_process_costs_what_was_in_it(file: Path, how: str):
     async with running(RewardConfig(kind=f"{file}:behave", timeout_s=5)) as runner:
-        judged = await runner.score_group(PROMPT, rollouts("hang", how))
-        assert [one.reward for one in judged] == [None, None]
-        assert [one.reward for one in await runner.score_group(PROMPT, rollouts("ok", "ok"))] == [0.5, 0.5]
+        assert await rewards_of(runner, PROMPT, "hang", how) == [None, None]
+        assert await rewards_of(runner, PROMPT, "ok", "ok") == [0.5, 0.5]
 
 
 async def test_a_coroutine_may_judge_a_group(file: Path):
     async with running(RewardConfig(kind=f"{file}:of_group")) as runner:
-        assert [one.reward for one in await runner.score_group(PROMPT, rollouts("a", "bb"))] == [1.0, 2.0]
+        assert await rewards_of(runner, PROMPT, "a", "bb") == [1.0, 2.0]
 
 
 async def test_processes_judge_at_the_same_time(file: Path):
     async with running(RewardConfig(kind=f"{file}:meet", num_processes=2, timeout_s=60)) as runner:
-        assert [one.reward for one in await runner.score_group(PROMPT, rollouts("a", "b"))] == [1.0, 1.0]
+        assert await rewards_of(runner, PROMPT, "a", "b") == [1.0, 1.0]
 
 
 async def test_a_waiter_that_is_cancelled_does_not_free_the_place_of_its_sample(file: Path):
@@ -245,7 +170,7 @@ async def test_a_waiter_that_is_cancelled_does_not_free_the_place_of_its_sample(
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        assert [one.reward for one in await runner.score_group(PROMPT, rollouts("bb", "ccc"))] == [2.0, 3.0]
+        assert await rewards_of(runner, PROMPT, "bb", "ccc") == [2.0, 3.0]
 
 
 async def test_sources_of_several_rewards_are_kept_apart(file: Path, tmp_path: Path):
@@ -290,23 +215,3 @@ def test_parts_survive_the_file_that_a_run_keeps():
     assert load_resolved_yaml(resolved_yaml(config)) == config
     assert config.reward.names == ("right", "b")
     assert config.reward.by_name["b"].env == ("KEY",)
-
-
-@pytest.mark.parametrize(
-    ("function", "rewards"),
-    [
-        ("numpy_bool", [1.0, 0.0]),
-        ("array", [0.25, 0.25]),
-        ("tensor", [0.25, 0.25]),
-        ("group_array", [0.0, 1.0]),
-        ("group_tensor", [0.25, 0.5]),
-        ("array_of_two", [None, None]),
-        ("not_finite", [None, None]),
-        ("too_large", [None, None]),
-        ("group_matrix", [None, None]),
-    ],
-)
-async def test_numbers_of_numpy_and_torch_are_rewards(file: Path, function: str, rewards: list[float | None]):
-    async with running(RewardConfig(kind=f"{file}:{function}", timeout_s=60)) as runner:
-        judged = await runner.score_group(PROMPT, rollouts("a", "bb"))
-    assert [one.reward for one in judged] == rewards

@@ -5,13 +5,13 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
+from fakes.reward_runs import running
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import RewardConfig
-from slipstream.rollout.rewards.runner import RewardRunner
 from slipstream.rollout.rewards.shaping import length_punishment, overlong_punishment, shape
 from slipstream.rollout.types import Judgement, Prompt, Rollout
 
@@ -52,15 +52,10 @@ def test_shaping_is_weighted_and_off_by_default():
 
 
 async def test_what_length_adds_is_a_part_of_the_judgement_and_of_the_sum():
-    config = RewardConfig(overlong_tokens=2, overlong_penalty=0.5)
-    runner = RewardRunner(config, max_response_tokens=4)
-    await runner.start()
-    try:
+    async with running(RewardConfig(overlong_tokens=2, overlong_penalty=0.5), max_response_tokens=4) as runner:
         prompt = Prompt(0, (1,), "p", {"answer": "a"})
         rollouts = [Rollout([5] * n, [0.0] * n, [0] * n, "a", "stop") for n in (2, 3, 4)]
         judged = await runner.score_group(prompt, rollouts)
-    finally:
-        await runner.close()
     assert judged == [
         Judgement(1.0 + added, {"exact_match": 1.0, "overlong_penalty": added}, "a") for added in (0.0, -0.25, -0.5)
     ]
