@@ -328,9 +328,11 @@ def case_dequantize_mxfp4(device: str) -> None:
 
 
 def case_grouped_gemm(device: str) -> None:
-    # 1,024 rows an expert: the other tiling
-    for i, counts in enumerate((COUNTS, (0, 0, 700, 30), (1501, 547), (0, 0, 0, 0))):
-        groups, num_rows, num_experts = groups_of(counts, device), sum(counts), len(counts)
+    # The tiling is that of the rows that are expected: few, 64 and more, 1,024 and more an expert.
+    long = 2 * TILE_ROWS + 5
+    cases = (COUNTS, None), ((0, 0, long, 30), 4 * 64), ((long, 47), 2 * 1024), ((0, 0, 0, 0), None)
+    for i, (counts, expected_rows) in enumerate(cases):
+        groups, num_rows, num_experts = groups_of(counts, device, expected_rows), sum(counts), len(counts)
         for j, dtype in enumerate(dtypes_of(device)):
             x = draw(num_rows, H, device=device, dtype=dtype)
             weight = draw(num_experts, WIDTH, H, device=device, dtype=dtype)

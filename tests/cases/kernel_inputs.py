@@ -8,8 +8,8 @@ from torch import Tensor
 from slipstream.trainer.kernels.experts.groups import RowGroups
 
 TILE_ROWS = 64
-COUNTS = (3, 0, 2 * TILE_ROWS + 5, 1)
-"""An expert without rows, one of more than a tile of any kernel, one of a single row."""
+COUNTS = (3, 0, TILE_ROWS + 5, 1)
+"""An expert without rows, one of more than a tile, one of a single row."""
 H, WIDTH = 96, 72
 """Neither is a multiple of a block."""
 WIDE_RANK = 300
@@ -27,8 +27,8 @@ def is_tried(device: str, *places: int) -> bool:
     return device != "cpu" or sum(places) % 2 == 0
 
 
-def groups_of(counts: tuple[int, ...], device: str) -> RowGroups:
-    return RowGroups(torch.tensor(counts, device=device), sum(counts))
+def groups_of(counts: tuple[int, ...], device: str, expected_rows: int | None = None) -> RowGroups:
+    return RowGroups(torch.tensor(counts, device=device), sum(counts), expected_rows=expected_rows)
 
 
 def draw(*shape: int, device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

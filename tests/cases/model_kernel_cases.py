@@ -98,10 +98,10 @@ def case_norm_rotate(device: str) -> None:
     shapes = ((3, 1), 16, 8), ((9, 10), 24, 4), ((1, 2), 64, 32)
     for i, dtype in enumerate(dtypes_of(device)):
         for j, (num_heads, dim, half) in enumerate(shapes):
-            angles = draw(5, 1, half, device=device)
+            angles = draw(3, 1, half, device=device)
             wide, weights, douts = (
                 [draw(*shape, device=device, dtype=dtype, seed=seed) for seed, shape in enumerate(drawn)]
-                for drawn in ([(5, n, dim + 8) for n in num_heads], [(dim,)] * 2, [(5, n, dim) for n in num_heads])
+                for drawn in ([(3, n, dim + 8) for n in num_heads], [(dim,)] * 2, [(3, n, dim) for n in num_heads])
             )
             heads = [x[..., 8:] for x in wide]
             for (k, given), once in itertools.product(enumerate(([None, None], weights)), (False, True)):
@@ -195,7 +195,7 @@ def case_adamw(device: str) -> None:
     numbers = {"lr": 0.05, "weight_decay": 0.1, "eps": 1e-6}
     betas = (0.9, 0.99)
     for state in (torch.float32, torch.float16, torch.uint8):
-        size = 4096 if state is torch.uint8 else 1300
+        size = 1024 if state is torch.uint8 else 1300
         sizes = (size, 2 * size, size, size)  # one launch for three, one of them out of line
         starts = [draw(one + 1, device=device, seed=one)[int(i == 3) :][:one] for i, one in enumerate(sizes)]
         wanted, mine = [p.clone() for p in starts], list(starts)
@@ -207,7 +207,7 @@ def case_adamw(device: str) -> None:
             else:
                 pair = [torch.zeros(one.shape, dtype=state, device=device) for _ in range(2)]
             kept[len(kept[0]) >= len(sizes)].append(pair)
-        for step in range(1, 4):
+        for step in range(1, 3):
             grads = [draw(one, device=device, seed=10 * step + i) for i, one in enumerate(sizes)]
             for p, grad, pair in zip(wanted, grads, kept[0], strict=True):
                 single_param_adam(
@@ -251,7 +251,7 @@ def case_route(device: str) -> None:
     """Choice and weights, with ties (coarse logits), with a row that is not a number; the gradient is autograd's. Given
     experts get the bits that chosen ones get."""
     for i, dtype in enumerate(dtypes_of(device)):
-        for j, (num_tokens, num_experts, top_k) in enumerate(((37, 128, 8), (5, 12, 2), (3, 20, 20))):
+        for j, (num_tokens, num_experts, top_k) in enumerate(((11, 128, 8), (5, 12, 2), (3, 20, 20))):
             logits = draw(num_tokens, num_experts, device=device, dtype=dtype).mul_(2)
             dweights = draw(num_tokens, top_k, device=device, dtype=dtype, seed=1)
             for does_normalize in (False, True):
@@ -338,7 +338,8 @@ def case_merge(device: str) -> None:
     scale = 0.7
     if device == "cpu":
         drawn, scale = [(20 * values).round() for values in drawn], 0.5
-    for dtype, key in itertools.product((torch.float32, torch.bfloat16), (None, 2**31 - 7)):
+    formats = itertools.product((torch.float32, torch.bfloat16), (None, 2**31 - 7))
+    for i, (dtype, key) in enumerate(formats):
         base, b, a = drawn[0].to(dtype), *drawn[1:]
         everything = slice(0, WIDTH)
         whole = merged_bands(base, b, a, scale, Rows(0, len(base)), everything, key)[0]
@@ -356,14 +357,15 @@ def case_merge(device: str) -> None:
                 round_into(wanted, exact, key, torch.arange(500, 500 + len(base)), 0)
                 assert not torch.equal(wanted, exact.to(dtype)) and not torch.equal(wanted, cut.to(dtype))
             assert torch.equal(whole.cpu(), wanted)
-        for rows, columns in (
+        bands = (
             (Rows(TILE_ROWS, 2 * rows_a_factor), everything),  # from amid one A to amid another
             (Rows(rows_a_factor + 5, 70), slice(7, 40)),
             (Rows(3, 70, 6, rows_a_factor // 2), everything),  # a TP rank's part of gate and of up
             (Rows(rows_a_factor // 2, 75, 4, rows_a_factor // 2), slice(8, 9)),
             (Rows(5, rows_a_factor - 5, 3, rows_a_factor), everything),
             (Rows(9, 64, 2, 2 * rows_a_factor), slice(0, 33)),
-        ):
+        )
+        for rows, columns in [band for j, band in enumerate(bands) if is_tried(device, i // 2, i % 2, j)]:
             merged = merged_bands(base, b, a, scale, rows, columns, key)
             assert torch.equal(merged, rows.of(whole)[..., columns]), (rows, columns, dtype)
 

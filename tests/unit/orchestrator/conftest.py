@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes.reward_runs import try_each_reward_once
 
 
 @pytest.fixture
@@ -18,3 +19,10 @@ def short_tmpdir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr("tempfile.tempdir", None)
     yield Path(folder)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def each_reward_is_tried_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        try_each_reward_once(patch)
+        yield

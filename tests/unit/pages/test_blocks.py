@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from fakes.reward_runs import try_each_reward_once
 
 from slipstream.conf.options import GROUPS, options_by_name
 from tests.fakes.pages import Place, dry_run_ends, rows_of
@@ -81,6 +82,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     dry_run_ends(monkeypatch)
+    try_each_reward_once(monkeypatch)
     return Place(tmp_path, monkeypatch)
 
 
