@@ -30,7 +30,18 @@ from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
 from slipstream.orchestrator.files.telemetry import read_rows
 
 _Word = TypeVar("_Word", What, Moment)
-_COLUMNS = ("step", "what", "victim", "at", "met", "outcome", "steps after", "all after", "steps again", "groups again")
+_COLUMNS = (
+    "step",
+    "what",
+    "victim",
+    "at",
+    "met",
+    "outcome",
+    "longest step",
+    "all after",
+    "steps again",
+    "groups again",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +146,7 @@ def report(folder: Path, events: Sequence[Event], *, as_json: bool) -> str:
     lines: list[Sequence[str]] = [_COLUMNS]
     for one in events:
         outcome = f"{one.outcome}{', resumed' if one.resumed else ''}"
-        seconds = ("-" if s is None else f"{s:.1f} s" for s in (one.steps_after_s, one.all_after_s))
+        seconds = ("-" if s is None else f"{s:.1f} s" for s in (one.longest_s, one.all_after_s))
         again = str(one.steps_again), str(one.groups_again)
         met = "yes" if one.met else "no"
         lines.append((str(max(0, one.step)), one.what, one.victim, one.asked, met, outcome, *seconds, *again))

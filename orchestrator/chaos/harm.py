@@ -84,10 +84,10 @@ class Event:
     """How the run ended."""
     resumed: bool = False
     """Whether the run ended, or its controller died, and it was resumed."""
-    steps_after_s: float | None = None
-    """Seconds from the blow to the end of the next step."""
+    longest_s: float | None = None
+    """Longest time from the blow, or from the end of a step after it, to the end of the next step."""
     all_after_s: float | None = None
-    """The same to the end of the next step that began with everybody there, and serving."""
+    """From the blow to the end of the next step that began with everybody there, and serving."""
     steps_again: int = 0
     """Finished steps that were computed again."""
     groups_again: int = 0
@@ -118,6 +118,8 @@ class Harm:
         self._resumes, self._say = resumes, say
         self._watch = RunWatch(folder)
         self._timeline, self._metrics = GrowingFile(folder.timeline), GrowingFile(folder.metrics)
+        self._stepped_at = 0.0
+        """Of the blow, and then of the newest step after it, in seconds since 1970."""
         self._rows: dict[int, JsonObject] = {}
         """The newest row of each step."""
 
@@ -174,6 +176,7 @@ class Harm:
     def _strike(self, blow: Blow, victim: Victim, event: Event) -> None:
         """Hit, and note what was met."""
         event.step, event.pids, event.time = self._watch.step, victim.pids, time.time()
+        self._stepped_at = event.time
         _send(victim, {What.kill: signal.SIGKILL, What.stop: signal.SIGSTOP, What.term: signal.SIGTERM}[blow.what])
         at = time.time()
         was_on = self._watch.is_on(blow.moment, at)
@@ -191,7 +194,7 @@ class Harm:
 
     def _wait(self, blow: Blow, event: Event, wanted: Counter[Kind]) -> None:
         """Until the run is as before, has ended, or patience has."""
-        began, asked_at, all_since, resumed = time.monotonic(), time.monotonic(), None, None
+        began, asked_at, all_since, resumed = time.monotonic(), 0.0, None, None
         num_calls = len(self._watch.made_again)
         event.outcome = NOT_YET
         while time.monotonic() - began < self._patience_s:
@@ -209,22 +212,16 @@ class Harm:
                     break
                 continue  # until somebody resumes it
             self._watch.look()
-            all_since = (all_since or time.time()) if self._is_all_there(wanted) else None
+            missing = wanted - Counter(one.kind for one in victims_of(self._folder))
+            all_since = None if missing or self._watch.recovering else all_since or time.time()
             if self._count(event, all_since) and start_of(self._folder) is None:
                 event.outcome = AS_BEFORE
                 break
-            if blow.what is What.term and time.monotonic() - asked_at > _DEATH_S:
+            if blow.what is What.term and missing[Kind.worker] and time.monotonic() - asked_at > _DEATH_S:
                 asked_at = time.monotonic()
-                self._ask_for_all(wanted)
+                self._ask_for(wanted[Kind.worker])
         self._count(event, None)
         event.steps_again += self._watch.made_again[num_calls:].count("optimizer_step")
-
-    def _is_all_there(self, wanted: Counter[Kind]) -> bool:
-        """Everybody that was there is, and nobody is being started again."""
-        if self._watch.recovering:
-            return False
-        now = Counter(one.kind for one in victims_of(self._folder))
-        return all(now[kind] >= number for kind, number in wanted.items())
 
     def _count(self, event: Event, all_since: float | None) -> bool:
         """Add up new rows. Whether a step has gone by that began after everybody was there again, and all served."""
@@ -236,9 +233,10 @@ class Harm:
             event.groups_again += int(figures.get("rollout/groups_failed") or 0)
             event.handed_over += int(figures.get("rollout/handed_over") or 0)
             event.rewards_failed += int(figures.get("reward/failures") or 0)
-            if event.steps_after_s is None:
-                event.steps_after_s = round(row["to"] - event.time, 2)
+            if event.longest_s is None:
                 event.steps_again += max(0, event.step - row["step"] + 1)
+            event.longest_s = round(max(event.longest_s or 0.0, row["to"] - self._stepped_at), 2)
+            self._stepped_at = row["to"]
             ends = event.time + (event.stop_s or 0.0)
             if all_since is None or row["from"] < max(all_since, ends):
                 continue
@@ -254,12 +252,11 @@ class Harm:
         with (self._folder.root / "chaos-resume.log").open("a") as said:
             return subprocess.Popen(words, stdout=said, stderr=said, start_new_session=True)
 
-    def _ask_for_all(self, wanted: Counter[Kind]) -> None:
+    def _ask_for(self, num_workers: int) -> None:
         """A worker that was told to go is wanted still, and waits for somebody to ask for it."""
-        if wanted[Kind.worker]:
-            with suppress(ConfigError):  # it goes still
-                for line in ask(self._folder.root, {"ask": "scale", "rollout": wanted[Kind.worker]}):
-                    self._say(f"slipstream scale: {line}")
+        with suppress(ConfigError):  # it goes still
+            for line in ask(self._folder.root, {"ask": "scale", "rollout": num_workers}):
+                self._say(f"slipstream scale: {line}")
 
 
 def _send(victim: Victim, number: signal.Signals) -> None:

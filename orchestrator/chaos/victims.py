@@ -4,7 +4,7 @@
 
 Owns: kinds, names, and the proof that a process is this run's. Does not own: what is done to it (harm.py).
 Invariant: a process counts only if it is this user's and holds a report of this run's folder open
-(rollout/crash_reports.py), or descends from one that does: no name or number that another run may have counts.
+to write (rollout/crash_reports.py), or descends from one that does: no name or number that another run may have counts.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def victims_of(folder: RunFolder) -> list[Victim]:
 
 
 def _holders(folder: RunFolder) -> dict[str, psutil.Process]:
-    """Report's name -> the process that has it open. A fork that has not opened its own yet is younger than that."""
+    """Report's name -> the process that has it open to write. A fork that has not opened its own yet is younger."""
     reports = folder.crashes.resolve()
     found: dict[str, psutil.Process] = {}
     for process in psutil.process_iter():
@@ -98,7 +98,7 @@ def _holders(folder: RunFolder) -> dict[str, psutil.Process]:
                 continue
             for file in process.open_files():
                 head, _, name = file.path.rpartition("/")
-                if head == str(reports) and name.endswith(".txt"):
+                if head == str(reports) and name.endswith(".txt") and file.mode != "r":
                     older = found.get(name[:-4], process)
                     found[name[:-4]] = min(older, process, key=psutil.Process.create_time)
     return found

@@ -11,6 +11,7 @@ import pytest
 from system.conftest import ENDLESS, RUN_TIMEOUT_S, RunUnderWay, assert_workers_came_back
 
 from slipstream.conf.schema import SyncMode
+from slipstream.orchestrator.chaos.command import ChaosOptions, chaos
 from slipstream.orchestrator.control.stop_request import stop
 from slipstream.orchestrator.files.startup import read_starts
 
@@ -39,7 +40,8 @@ def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_st
         if is_merged:
             run.engine_of(killed).send_signal(signal.SIGSEGV)
         else:
-            run.worker(killed).kill()
+            (event,) = chaos(ChaosOptions(run=run.folder, victims=["worker-0"], patience_s=RUN_TIMEOUT_S), print)
+            assert (event.outcome, event.victim, event.steps_again) == ("as before", "worker-0", 0)
         run.wait_for_returns(1)
         assert f"{killed} is out of service and is restarted, 1 left: " in run.log
         if is_merged:
