@@ -35,13 +35,7 @@ from slipstream.orchestrator.files.disk_space import naming_a_full_disk
 from slipstream.orchestrator.files.journal import Journal, read_journal, remove_journal, write_journal
 from slipstream.orchestrator.files.loggers.logger import open_loggers
 from slipstream.orchestrator.files.metrics_catalogue import RewardNames, catalogue
-from slipstream.orchestrator.files.run_checkpoint import (
-    CheckpointStore,
-    RunState,
-    checkpoints_of,
-    complete_checkpoints,
-    step_of,
-)
+from slipstream.orchestrator.files.run_checkpoint import RunState, checkpoints_of, complete_checkpoints, step_of
 from slipstream.orchestrator.files.run_folder import (
     RunFolder,
     changed_options,
@@ -198,7 +192,9 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, ray: _Ra
     rows = PromptRows(config, TextEncoder(folder.model))
     prompts, eval_sets = rows.stream(), rows.held_out()
     checkpoints = checkpoints_of(config, folder)
-    origin = None if ray.left is not None else await _Origin.of_checkpoint(checkpoints, config)
+    resume_from = None
+    if ray.left is None:
+        resume_from = await asyncio.to_thread(checkpoints.to_resume, config.run.resume)
     await asyncio.to_thread(checkpoints.begin_sending)
 
     async with contextlib.AsyncExitStack() as stack:
@@ -206,16 +202,30 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, ray: _Ra
         startup = Startup(folder.startup, partial(_show_start, progress, folder))
         stack.callback(note_started, folder)
         stack.push_async_callback(asyncio.to_thread, checkpoints.finish_sending)
-        rewards, teacher, episodes = _judges(stack, config, folder, model.folder)
+        rewards = RewardRunner(
+            config.reward,
+            max_response_tokens=config.rollout.sampling.max_tokens,
+            log_path=folder.root / "rewards.log",
+        )
+        stack.push_async_callback(rewards.close)
+        teacher = None
+        if config.algorithm.distill_coef > 0:
+            teacher = Teacher(config.algorithm.teacher)
+            stack.push_async_callback(teacher.close)
+        episodes = None
+        if config.rollout.agent is not None:
+            episodes = EpisodeRunner(config, model.folder, log_path=folder.root / "agents.log")
+            stack.push_async_callback(episodes.close)
         left = None if ray.left is None else ray.left.processes
         cluster = await stack.enter_async_context(Cluster(config, folder, startup, ray.own, left))
         await stack.enter_async_context(startup)  # left before the cluster: a start that fails is over then
         starts = [rewards.start(), cluster.start(model.hf_config)]
         await together(*starts, *([] if episodes is None else [episodes.start()]))
-        if ray.left is not None and await _has_state(cluster, ray.left.state, log):
-            origin = _Origin(living=ray.left.state)
-        origin = origin or await _Origin.of_checkpoint(checkpoints, config)
-        telemetry = stack.enter_context(_telemetry(config, folder, progress, origin.step))
+        found = ray.left.state if ray.left is not None and await _has_state(cluster, ray.left.state, log) else None
+        if found is None and ray.left is not None:
+            resume_from = await asyncio.to_thread(checkpoints.to_resume, config.run.resume)
+        first_step = step_of(resume_from) if found is None else found.step
+        telemetry = stack.enter_context(_telemetry(config, folder, progress, first_step))
         fleet_log = FleetLog(folder.fleet)
         supervisor = _supervisor(config, cluster, fleet_log)
         stack.push_async_callback(supervisor.close)
@@ -241,7 +251,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, ray: _Ra
             on_clock=log.context.set,
         )
         controller = Controller(config, services)
-        startup.enter(RUN, f"publish of step {origin.step}" if config.run.resume else "publish and evaluation")
+        startup.enter(RUN, f"publish of step {first_step}" if config.run.resume else "publish and evaluation")
         stack.callback(progress.say, "ending the run's processes")
         listening = asyncio.create_task(answer_requests(folder.root, supervisor))
         stack.callback(listening.cancel)
@@ -250,7 +260,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, ray: _Ra
         if cluster.is_taken_over:
             checkpoints.discard_unfinished()
             await supervisor.find_again(cluster.trainer.known)
-        await (controller.start(origin.checkpoint) if origin.living is None else controller.go_on(origin.living))
+        await (controller.start(resume_from) if found is None else controller.go_on(found))
         startup.end()
         note_started(folder)
         if outlives is not None:
@@ -269,42 +279,6 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, ray: _Ra
         checkpoints.newest(),
         export,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """What a run goes on from: what the trainer has that another controller left, or a checkpoint, or nothing."""
-
-    checkpoint: Path | None = None
-    living: RunState | None = None
-
-    @classmethod
-    async def of_checkpoint(cls, checkpoints: CheckpointStore, config: RunConfig) -> _Origin:
-        """The one that run.resume names."""
-        return cls(await asyncio.to_thread(checkpoints.to_resume, config.run.resume))
-
-    @property
-    def step(self) -> int:
-        """The last step that is in it."""
-        return step_of(self.checkpoint) if self.living is None else self.living.step
-
-
-def _judges(
-    stack: contextlib.AsyncExitStack, config: RunConfig, folder: RunFolder, model_folder: Path
-) -> tuple[RewardRunner, Teacher | None, EpisodeRunner | None]:
-    """Who judges responses and who makes them in several turns, as far as the run has them; the stack closes them."""
-    rewards = RewardRunner(
-        config.reward, max_response_tokens=config.rollout.sampling.max_tokens, log_path=folder.root / "rewards.log"
-    )
-    stack.push_async_callback(rewards.close)
-    teacher = Teacher(config.algorithm.teacher) if config.algorithm.distill_coef > 0 else None
-    if teacher is not None:
-        stack.push_async_callback(teacher.close)
-    if config.rollout.agent is None:
-        return rewards, teacher, None
-    episodes = EpisodeRunner(config, model_folder, log_path=folder.root / "agents.log")
-    stack.push_async_callback(episodes.close)
-    return rewards, teacher, episodes
 
 
 def _outlives(config: RunConfig, own_ray: OwnRay | None) -> OwnRay | None:

@@ -50,6 +50,11 @@ class Keepers:
         addresses = {node: address for node, (_, address, _) in zip(dict.fromkeys(nodes), started, strict=True)}
         return [[addresses[one] for one in _nodes_of_keepers(node, nodes)] for node in nodes]
 
+    async def again(self) -> None:
+        """Look for all of them anew: one that died is started again by Ray, at another address and empty."""
+        nodes, self._by_node = list(self._by_node), {}
+        await together(*(self._on(node) for node in nodes))
+
     async def lacks_room(self, nodes: Sequence[str], state_bytes: Sequence[int]) -> str:
         """What there is too little of on a node, for people; "" if there is enough."""
         needed: Counter[str] = Counter()

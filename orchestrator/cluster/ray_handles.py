@@ -260,6 +260,8 @@ class RayTrainerGroup:
         """_on_all() of a call that changes what a rank holds: it is made again on ranks that start anew."""
         results = await self._on_all(what, call, timeout_s)
         self._rebirth.note(what, call, timeout_s, results[0])
+        async with self._mending:
+            await self._rebirth.keep_again(self._ranks)
         return results
 
     async def _on_all(

@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 Call = Callable[[type[TrainerActor], int], ObjectRef[Any]]
 """A call of one rank, given its actor and number."""
 _CHECKPOINT, _STEP, KEEP = "begin_checkpoint", "optimizer_step", "keep"
+_KEEPER_IS_GONE = "a process that kept states is gone"
+_AGAIN_S = 60.0
+"""How long Ray may take to start such a process again."""
 _READ_S = 600.0
 """Longest that reading a state, or meeting the engines, may take."""
 
@@ -167,7 +170,7 @@ class Rebirth:
         """Finished steps that would at most be made again if a rank died now; None: its death ends the run. The newest
         state may still be on its way.
         """
-        if self._why_not:
+        if self._why_not or self._num_kept < self._first:
             return None
         noted = [one for one in self._noted if one.what == _STEP and one.after >= self._num_kept - 1]
         return len({one.returned[0].policy_version for one in noted})
@@ -185,8 +188,26 @@ class Rebirth:
             self._num_kept += 1
             self._noted = [one for one in self._noted if one.after >= self._num_kept - 1 or one.what == _CHECKPOINT]
         elif readiness is Readiness.never:
-            self._why_not, self._noted = "a process that kept states is gone", []
-            logger.warning("a process that kept states is gone: a trainer rank that dies will end this run")
+            self._why_not, self._noted = _KEEPER_IS_GONE, [one for one in self._noted if one.what == _CHECKPOINT]
+
+    async def keep_again(self, ranks: Ranks) -> None:
+        """If a keeper has died: use the one that Ray starts in its place. It has nothing: until the state of the next
+        step is whole there, the death of a rank ends the run.
+        """
+        if self._why_not != _KEEPER_IS_GONE:
+            return
+        try:
+            await wait_for(self._keepers.again(), "a process that keeps states to start again", timeout_s=_AGAIN_S)
+            await self.let_keep(ranks)
+        except (OrchestratorError, FleetError, RayError) as error:
+            self._why_not = f"no process keeps states: {error}"
+            logger.warning(
+                "a process that kept states is gone, and another one cannot be had: %s; a trainer rank that dies will "
+                "end this run", error,
+            )  # fmt: skip
+            return
+        self._why_not, self._first = "", self._num_kept + 1
+        logger.warning("a process that kept states is gone; another one keeps them from the next step on")
 
     def checkpoint_is_written(self) -> None:
         """All ranks' files of the newest checkpoint are there."""

@@ -84,6 +84,7 @@ class Cast:
         self.ended: list[Actor] = []
         self.lives: list[list[Actor]] = []
         self.start_fails = 0
+        self.no_keeper: Exception | None = None
         self.lack = lack
         self.rebirth = Rebirth(
             self, self.start, self, self.call_all, max_restarts=max_restarts, start_timeout_s=5.0,  # type: ignore[arg-type]
@@ -124,6 +125,10 @@ class Cast:
 
     async def of(self, nodes: Sequence[str]) -> list[list[tuple[str, int]]]:
         return [[ADDRESS] for _ in nodes]
+
+    async def again(self) -> None:
+        if self.no_keeper is not None:
+            raise self.no_keeper
 
     async def newest(self, num_ranks: int, most: int) -> tuple[int, list[tuple[str, int]]]:
         number = max((one for one in self.kept if one <= most), default=0)
@@ -204,14 +209,45 @@ async def test_steps_without_a_kept_state_are_computed_again_and_states_counted_
     assert cast.names(2) == ["load_kept", "connect", "keep_states", "publish"]
 
 
-async def test_ranks_whose_keeper_is_gone_train_on_and_a_death_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
+async def test_ranks_whose_keeper_is_gone_send_to_the_one_in_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    """Until it has a whole state, a death would end the run."""
     cast = Cast()
     group = await cast.group()
     await step(group)
-    cast.readiness = Readiness.never
+    await step(group)
+    cast.readiness, cast.kept = Readiness.never, set()
+    await step(group)
+    assert cast.names(0).count("keep_states") == 2
+    assert caplog.text.count("a process that kept states is gone; another one keeps them from the next step on") == 1
+    assert group.unkept_steps is None
+    cast.readiness = Readiness.now
+    await step(group)
+    assert cast.kept - {2} == {3} and group.unkept_steps == 1
+    cast.lives[0][1].dies_in = {"publish"}
+    await group.publish(5.0)
+    assert cast.names(1) == ["load_kept", "connect", "keep_states", "publish"]
+
+
+async def test_a_death_before_the_keeper_in_its_place_has_a_state_ends_the_run() -> None:
+    cast = Cast()
+    group = await cast.group()
+    for cast.readiness in (Readiness.now, Readiness.now, Readiness.never):
+        await step(group)
+    cast.kept, cast.lives[0][1].is_dead = set(), True
+    with pytest.raises(TrainingStopped, match="No state of its last steps is left: go on with slipstream resume"):
+        await step(group)
+
+
+async def test_ranks_whose_keeper_stays_gone_train_on_and_a_death_ends_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cast = Cast()
+    group = await cast.group()
+    await step(group)
+    cast.readiness, cast.no_keeper = Readiness.never, RayError("its node is gone")
     for _ in range(2):
         await step(group)
-    assert caplog.text.count("a process that kept states is gone: a trainer rank that dies will end this run") == 1
+    assert caplog.text.count("another one cannot be had: its node is gone; a trainer rank that dies will end this") == 1
     assert cast.lives[0][0].calls[-1] == ("optimizer_step", True, None)
     assert group.unkept_steps is None
     cast.lives[0][1].is_dead = True
