@@ -184,18 +184,15 @@ class Delivery:
         )
 
     def _make_publisher(self, source: TrainerWeightSource | AdapterSource, transport: Transport) -> Publisher:
-        from slipstream.weight_sync.disk.kept_source import KeptSource
         from slipstream.weight_sync.publish.publisher import Publisher
 
-        config, device = self._config, self._device
-        is_kept = config.delta_bytes > 0 and isinstance(source, TrainerWeightSource) and not source.has_adapters
         return Publisher(
-            KeptSource(source, config.watermark_bytes, device) if is_kept else source,
+            source,
             transport,
             rank=self._rank,
             world_size=self._control.world_size,
             group=self._control.group,
-            config=config,
+            config=self._config,
             key=self._key,
-            device=device,
+            device=self._device,
         )
