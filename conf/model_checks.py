@@ -337,13 +337,15 @@ def check_fp8_engine_has_gpus(config: RunConfig, hf_config: HfConfig) -> None:
 
 
 def check_changes_can_be_sent(config: RunConfig, hf_config: HfConfig) -> None:
-    """Changes are those of bfloat16 values, against what the base and the last adapters give."""
+    """Changes are those of bfloat16 values. Under LoRA the last ones are computed again, at any time; in full training
+    they are kept on the host, and those of the publish before are gone once a wave has packed the present ones."""
     if config.weight_sync.delta_bytes == 0:
         return
     is_fp8 = config.model.engine_format is EngineFormat.block_fp8 or fp8_skipped(hf_config) is not None
     wrong = {
-        "trainer.mode=full, where the values that were published last are not kept": (
-            config.trainer.mode is TrainMode.full
+        f"weight_sync.publish_waves={config.weight_sync.publish_waves} with trainer.mode=full, because the values that "
+        "are kept of the last publish serve one wave": (
+            config.trainer.mode is TrainMode.full and config.weight_sync.publish_waves > 1
         ),
         "block-FP8 engines (model.engine_format, config.json)": is_fp8,
         f"model.dtype={config.model.dtype}": config.model.dtype is not DType.bfloat16,
@@ -351,8 +353,8 @@ def check_changes_can_be_sent(config: RunConfig, hf_config: HfConfig) -> None:
     for reason, is_so in wrong.items():
         if is_so:
             raise ConfigError(
-                f"weight_sync.delta_bytes={config.weight_sync.delta_bytes} sends changes of bfloat16 weights under "
-                f"LoRA, which contradicts {reason}; set weight_sync.delta_bytes=0 to send every byte"
+                f"weight_sync.delta_bytes={config.weight_sync.delta_bytes} sends changes of bfloat16 weights, "
+                f"which contradicts {reason}; set weight_sync.delta_bytes=0 to send every byte"
             )
 
 

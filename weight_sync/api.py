@@ -24,11 +24,13 @@ from torch import Tensor
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import WeightSyncConfig
 from slipstream.weight_sync.disk.copies import Held
+from slipstream.weight_sync.disk.kept_source import KeptSource
 from slipstream.weight_sync.disk.safetensors_source import NUM_THREADS, Checkpoint
 from slipstream.weight_sync.disk.tensor_source import TensorSource
 from slipstream.weight_sync.errors import ProtocolError, WeightSyncError
 from slipstream.weight_sync.layout import DTYPE_BYTES, DestLayout, Region, TensorMeta
 from slipstream.weight_sync.publish.collectives import Meeting
+from slipstream.weight_sync.publish.packing import MarkingSource
 from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.publish.report import PublishReport
 from slipstream.weight_sync.source import WeightSource
@@ -118,7 +120,8 @@ class Sender:
         rank, world_size, group: This rank, and a gloo group over all ranks (None if there is only one).
         device: Device of the staging memory; None: the current GPU, or else the CPU. Engines must use the same kind.
         host: Address at which engines on other machines reach this machine.
-        config: Link, watermark, deadline, hashes.
+        config: Link, watermark, deadline, hashes. With delta_bytes, engines whose landing zone has that size get only
+            what changed since the last update; the source's bytes as sent last are kept in host memory.
 
     Raises:
         WeightSyncError: An engine does not answer, or its parameters cannot be filled from these tensors.
@@ -142,6 +145,8 @@ class Sender:
         self._meeting = Meeting(rank, world_size, group)
         self._num_engines = 0
         self._transport = MooncakeTransport(config.transport, device=kind.type, host=host, timeout_s=config.timeout_s)
+        if config.delta_bytes and not isinstance(source, MarkingSource):
+            source = KeptSource(source, config.watermark_bytes, kind)
         self._publisher = Publisher(
             source, self._transport,
             rank=rank, world_size=world_size, group=group, config=config, key=key, device=kind,
@@ -189,6 +194,17 @@ class Sender:
             WeightSyncError: Such parameters cannot be filled from these tensors.
         """
         self._publisher.plan_for(layouts)
+
+    def note_base(self) -> None:
+        """Say that the source's present values are what engines may hold. Reads all of them, sends nothing. Collective.
+
+        The next update() sends an engine rank that proves to hold them only what differs, if config.delta_bytes and
+        the engine's landing zone have one size; the others get every byte.
+
+        Raises:
+            WeightSyncError: The source cannot be read. Raised alike on every rank.
+        """
+        self._publisher.note_base()
 
     @property
     def link(self) -> str:

@@ -108,8 +108,9 @@ class WeightSyncConfig:
     delta_bytes: int = 0
     """Send only elements that changed: so many bytes of each engine rank's GPU, beside the engine's own memory, take
     what changed (four bytes an element) before it is put in; what changed too much, or finds no room, goes whole. The
-    trainer keeps a copy of the adapters as published last, and its staging slots are a third smaller. 0: every publish
-    sends every byte. For links slower than NVLink. Needs mode=merged and trainer.mode=lora.
+    trainer keeps a copy of the adapters as published last (with trainer.mode=full: of its part of all weights, in host
+    memory), and its staging slots are a third smaller. 0: every publish sends every byte. For links slower than NVLink.
+    Needs mode=merged and bfloat16 engines.
     """
     pause_mode: PauseMode = field(
         default=PauseMode.keep, metadata=read_if(If("weight_sync.mode=merged", ", which never pauses an engine"))

@@ -202,6 +202,10 @@ def push() -> Parser:
     flag("--log-dir", Path, "DIR", "what the engines say; default %(default)s")
     flag = parser.flags("flags: the publish")
     flag("--to", str, "URL[,URL...]", "engines that run; may be given again", action="append", default=[])
+    base = "checkpoint that engines of --to may hold: to those that prove it, only what differs is sent"
+    flag("--base", Path, "DIR", base)
+    zone = "with --base: memory of each engine rank in which what differs arrives; default %(default)s"
+    flag("--delta-mib", int, "N", zone)
     ranks = "processes that read and send; default: one for each GPU in use, 1 on CPUs"
     flag("--ranks", int, "N", ranks, dest="num_ranks")
     flag("--threads", int, "N", "that read, in each rank; default %(default)s", dest="num_threads")

@@ -194,7 +194,7 @@ PUSH = CommandText(
     command="push",
     usage="""\
 slipstream push CHECKPOINT --start N [flags] [-- WORDS FOR vllm serve]
-       slipstream push CHECKPOINT --to URL[,URL...] [flags]""",
+       slipstream push CHECKPOINT --to URL[,URL...] [--base CHECKPOINT] [flags]""",
     about="""\
 Brings the weights of a Hugging Face checkpoint (safetensors) into vLLM engines, and proves every byte in their memory
 before they serve. The checkpoint is read once, by several ranks in parallel, each its share.
@@ -206,6 +206,8 @@ examples
       further words are for `vllm serve`
   slipstream push /checkpoints/step-400 --to http://127.0.0.1:8000,http://127.0.0.1:8001
       other weights of the same model into engines that run; requests in flight are frozen meanwhile, then go on
+  slipstream push /checkpoints/step-500 --base /checkpoints/step-400 --to http://127.0.0.1:8000
+      only what differs between the two, if the engine proves to hold the first; otherwise every byte
 
 An engine of yours can be pushed to when it was started with
   VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "slipstream"}'

@@ -23,7 +23,7 @@ from slipstream.conf.architecture.families import read_config
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig
 from slipstream.conf.model_checks import check_architecture, packing_of
-from slipstream.conf.schema import Device, Objective, Relay, RunConfig, SyncMode
+from slipstream.conf.schema import Device, Objective, Relay, RunConfig, SyncMode, TrainMode
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
 from slipstream.orchestrator.offline.hardware import Hardware
 from slipstream.orchestrator.offline.modes import ModeChoice, compare_modes
@@ -118,7 +118,9 @@ class DeltaChoice:
     changed too much to be sent by element."""
     total_s: float
     kept_bytes: int
-    """On the fullest trainer rank, beside the rest: the adapters as published last."""
+    """On the fullest trainer rank, beside the rest: the adapters as published last; in full training 0."""
+    host_bytes: int
+    """In full training, in host memory for the fullest trainer rank: what it published last."""
     zone_bytes: int
     """On every engine rank, beside the rest: weight_sync.delta_bytes."""
 
@@ -326,7 +328,9 @@ def _delta(
     share = fits * stream + 1 - fits
     found = predict(plan, placement, hardware.rates, staging, slow_ranks=hardware.slow_ranks, sent_share=share)
     num_bytes = round(share * summary.num_bytes)
-    return DeltaChoice(hardware.changed, num_bytes, found.total_s, planned.kept_bytes(), zone)
+    is_full = config.trainer.mode is TrainMode.full
+    host = max(int(table.num_bytes.sum()) for table in plan.tasks.values()) if is_full else 0
+    return DeltaChoice(hardware.changed, num_bytes, found.total_s, planned.kept_bytes(), host, zone)
 
 
 def _relayed(

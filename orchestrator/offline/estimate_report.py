@@ -218,7 +218,11 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
                 ("changed", f"{delta.changed:.2%}", "of all elements, assumed: sync/changed_fraction of a run says it"),
                 ("bytes", _gb(delta.num_bytes), f"instead of {_gb(summary.num_bytes)}"),
                 ("total", _s(delta.total_s), "to engines that hold the version before"),
-                ("trainer GPU", _gb(delta.kept_bytes), "more memory: the adapters as published last"),
+                (
+                    ("trainer host", _gb(delta.host_bytes), "more memory of a rank: its part as published last")
+                    if delta.host_bytes
+                    else ("trainer GPU", _gb(delta.kept_bytes), "more memory: the adapters as published last")
+                ),
                 ("rollout GPU", _gb(delta.zone_bytes), "more memory: what changed, before it is put in"),
             ],
         )

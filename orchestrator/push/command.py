@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream.conf.errors import ConfigError
@@ -40,8 +41,8 @@ from slipstream.rollout.errors import EngineError
 from slipstream.rollout.layouts.offline_layout import LayoutRequest, offline_layouts
 from slipstream.rollout.served.client import LOOPBACK, Rendezvous, ServedEngine
 from slipstream.rollout.served.servers import ServerProcess
-from slipstream.weight_sync.disk.safetensors_files import read_index, tensor_metas
-from slipstream.weight_sync.layout import DestLayout
+from slipstream.weight_sync.disk.safetensors_files import first_difference, read_index, tensor_metas
+from slipstream.weight_sync.layout import DestLayout, TensorMeta
 from slipstream.weight_sync.record.layout_wire import layouts_digest
 
 T = TypeVar("T")
@@ -75,6 +76,9 @@ class Push:
             "--tp", options.tp_size, self._hf_config, is_expert_parallel=options.enable_expert_parallel
         )
         self._tensors = tensor_metas(read_index(options.checkpoint, "CHECKPOINT"))
+        if options.base is not None:
+            _check_is_base(options.base, self._tensors)
+        self._landing_bytes = options.delta_mib << 20 if options.base is not None else 0
         self._device = Device(resolve_device(Device.auto, machine))
         self._gpus = visible_gpus(self._device, machine)
         if options.transport == "nvlink" and not self._gpus:
@@ -117,7 +121,8 @@ class Push:
         num_ranks = options.num_ranks or max(
             1, min(len(self._gpus), options.start * options.tp_size or len(self._gpus))
         )
-        report = PushReport(str(options.checkpoint), 0, num_ranks, self._device.value)
+        base = "" if options.base is None else str(options.base)
+        report = PushReport(str(options.checkpoint), 0, num_ranks, self._device.value, base=base)
         expected = _beside(self._expected_layouts, report) if options.start else None
         self._start_ranks(num_ranks, host)
         self._say(len(self._servers))
@@ -143,12 +148,14 @@ class Push:
         folder = self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-push-"))
         common = RankOptions(
             checkpoint=options.checkpoint,
+            base=options.base,
             world_size=num_ranks,
             num_threads=options.num_threads,
             device=self._device.value,
             host=host,
             transport=options.transport,
             watermark_bytes=options.watermark_mib << 20,
+            delta_bytes=self._landing_bytes,
             timeout_s=options.timeout_s,
             key=self._key,
             rendezvous=f"file://{folder}/rendezvous",
@@ -236,6 +243,7 @@ class Push:
                     meeting.remove(rank)
                     report.plan_s = max(report.plan_s, seconds.get("plan", 0.0))
                     report.connect_s = max(report.connect_s, seconds["connect"])
+                    report.base_s = max(report.base_s, seconds.get("base", 0.0))
                 case _:  # nothing yet
                     pass
 
@@ -251,6 +259,7 @@ class Push:
                 transport=options.transport,
                 timeout_s=options.timeout_s,
                 layouts=[layouts_digest((layout,)) for layout in layouts],
+                landing_bytes=self._landing_bytes,
             )
         finally:
             rendezvous.close()
@@ -268,6 +277,7 @@ class Push:
         slowest = max(attached, key=lambda engine: attached[engine][1])
         rank = max(slowest.attached, key=lambda rank: sum(rank.seconds.values()))
         report.attach_s = {"whole": attached[slowest][1], **rank.seconds}
+        report.num_engine_ranks = sum(len(engine.attached) for engine in engines)
         report.num_expected = sum(rank.is_expected for engine in engines for rank in engine.attached)
         for process in self._ranks:
             process.connect([address for addresses, _ in attached.values() for address in addresses])
@@ -332,6 +342,15 @@ def run_push(options: PushOptions, *, as_json: bool, stay: bool) -> None:
         check_all_serve(report)
         if options.start and stay:
             push.watch()
+
+
+def _check_is_base(base: Path, tensors: Sequence[TensorMeta]) -> None:
+    """Refuse a base that is no checkpoint of the same model."""
+    if difference := first_difference(tensors, tensor_metas(read_index(base, "--base"))):
+        raise ConfigError(
+            f"--base={base} is of another model than CHECKPOINT ({difference}); give what the engines hold, or leave "
+            "--base out to send every byte"
+        )
 
 
 def _finish(engine: ServedEngine) -> str:

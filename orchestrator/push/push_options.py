@@ -13,6 +13,8 @@ class PushOptions:
     """The flags of the command."""
 
     checkpoint: Path
+    base: Path | None = None
+    """What engines may hold already."""
     start: int = 0
     to: tuple[str, ...] = ()
     tp_size: int = 1
@@ -25,6 +27,7 @@ class PushOptions:
     num_threads: int = 8
     transport: str = "auto"
     watermark_mib: int = 1024
+    delta_mib: int = 1024
     timeout_s: float = 60.0
     start_timeout_s: float = 1800.0
     log_dir: Path = Path("push-logs")
@@ -35,7 +38,7 @@ class PushOptions:
             raise ConfigError("push needs either --start N (engines to start here) or --to URL[,URL...] (running ones)")
         ranks = 1 if self.num_ranks is None else self.num_ranks
         counts = {"start": self.start or 1, "tp": self.tp_size, "ranks": ranks, "threads": self.num_threads}
-        for name, value in {**counts, "watermark-mib": self.watermark_mib}.items():
+        for name, value in {**counts, "watermark-mib": self.watermark_mib, "delta-mib": self.delta_mib}.items():
             if value < 1:
                 raise ConfigError(f"--{name} must be >= 1, got {value}")
         for name, value in {"timeout-s": self.timeout_s, "start-timeout-s": self.start_timeout_s}.items():
@@ -43,5 +46,7 @@ class PushOptions:
                 raise ConfigError(f"--{name} must be > 0, got {value:g}")
         if self.port is not None and not 1 <= self.port <= 65536 - max(1, self.start):
             raise ConfigError(f"--port {self.port}: engines take one port each from there, and ports end at 65535")
+        if self.base is not None and not self.to:
+            raise ConfigError("--base is what running engines (--to) hold; those that --start starts hold nothing yet")
         if self.to and (self.serve_words or self.enable_expert_parallel or self.tp_size != 1):
             raise ConfigError("--tp, --expert-parallel and words after -- shape engines that --start starts, not --to")

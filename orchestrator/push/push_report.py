@@ -19,6 +19,8 @@ class PushReport:
     num_bytes: int
     num_ranks: int
     device: str
+    base: str = ""
+    """The checkpoint of --base."""
     link: str = ""
     read_s: float = 0.0
     """Seconds of the slowest rank's read."""
@@ -41,6 +43,9 @@ class PushReport:
     connect_s: float = 0.0
     """Seconds of connecting to the engines, allocating staging, and planning if it was not done, in the slowest
     rank."""
+    base_s: float = 0.0
+    """With a base: seconds until the slowest rank had read it, after it had connected, and packed it."""
+    num_engine_ranks: int = 0
     publish_s: float = 0.0
     """Seconds of the publish, from Begin to committed."""
     serving_s: float = 0.0
@@ -70,11 +75,21 @@ def describe(report: PushReport) -> str:
         + (f" ({report.expected_error})" if report.expected_error else "")
     )
     lines.append(f"  connect   {report.connect_s:8.2f} s   beside {report.plan_s:.2f} s of planning beforehand")
+    if report.base:
+        lines.append(f"  base      {report.base_s:8.2f} s   {_describe_changes(report)}")
     lines.append(f"  serving after {report.serving_s:.2f} s")
     for url, error in report.engines.items():
         ends = f"DOES NOT SERVE, it stays paused: {error}" if error else "serves the checkpoint, every byte verified"
         lines.append(f"  {url}  {ends}")
     return "\n".join(lines)
+
+
+def _describe_changes(report: PushReport) -> str:
+    """What the base has saved."""
+    publish = report.publish
+    share = "" if publish["changed_fraction"] is None else f"; {100 * publish['changed_fraction']:.3g} % of it differs"
+    holders = f"{publish['num_takers']} of {report.num_engine_ranks} engine ranks hold {report.base}"
+    return f"{holders}{share}; {publish['num_bytes']} bytes sent"
 
 
 def check_all_serve(report: PushReport) -> None:

@@ -3,11 +3,12 @@
 Owns: the process and the pipe to the command. Does not own reading or sending (`weight_sync.api`). Imports torch only
 after the environment says which GPU is its own.
 
-    command  -- spawn -->              read the share; open the link meanwhile
+    command  -- spawn -->              read the share (with a base, the base's); open the link meanwhile
              -- plan, layouts -->      plan for what the engines are expected to be (--start)
              <-- read --               bytes, seconds, page-locked bytes
              -- connect, endpoints --> connect to the engines, allocate staging; plan anew if they have other layouts;
-                                       may come before "read"
+                                       may come before "read". With a base: note what it would make of the engines,
+                                       then read the share of the checkpoint
              <-- connected --          seconds of these two steps
              -- publish -->            after "read" and "connected", with the engines paused
              <-- done --               the publish's report, link
@@ -24,7 +25,7 @@ import os
 import signal
 import time
 from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
@@ -41,6 +42,7 @@ from slipstream.weight_sync.layout import DestLayout
 
 if TYPE_CHECKING:
     from slipstream.weight_sync.api import Sender
+    from slipstream.weight_sync.disk.safetensors_source import Checkpoint, ReadReport
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +55,16 @@ class RankOptions:
     """Options that all ranks share."""
 
     checkpoint: Path
+    base: Path | None
+    """Read first; what engines may hold."""
     world_size: int
     num_threads: int
     device: str
     host: str
     transport: str
     watermark_bytes: int
+    delta_bytes: int
+    """Of the engines' landing zones; 0 without a base."""
     timeout_s: float
     key: bytes
     rendezvous: str
@@ -147,9 +153,8 @@ def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: 
     from slipstream.weight_sync.api import Sender
     from slipstream.weight_sync.disk.safetensors_source import Checkpoint
 
-    checkpoint = Checkpoint(
-        options.checkpoint, rank=rank, world_size=options.world_size, num_threads=options.num_threads
-    )
+    first = options.checkpoint if options.base is None else options.base
+    checkpoint = Checkpoint(first, rank=rank, world_size=options.world_size, num_threads=options.num_threads)
     source = checkpoint.source
     reader = ThreadPoolExecutor(1, "push-read")
     reading = reader.submit(checkpoint.read)
@@ -160,6 +165,7 @@ def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: 
     config = WeightSyncConfig(
         transport=TransportKind(options.transport),
         watermark_bytes=options.watermark_bytes,
+        delta_bytes=options.delta_bytes,
         timeout_s=options.timeout_s,
     )
     sender = Sender(
@@ -171,7 +177,7 @@ def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: 
     try:
         while True:
             num_read.value = checkpoint.num_bytes_read
-            if not told and reading.done():
+            if not told and (options.base is None or "base" in seconds) and reading.done():
                 report, told = reading.result(), True
                 pipe.send(("read", report.num_bytes, report.seconds, report.pinned_bytes))
             if not pipe.poll(POLL_S):
@@ -185,6 +191,11 @@ def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: 
                     sender.connect(value)
                     if not is_planned:
                         freeze_heap()
+                if options.base is not None:
+                    with _timed(seconds, "base"):
+                        _wait_for(reading, checkpoint, num_read)
+                        sender.note_base()
+                    reading = reader.submit(checkpoint.refresh, options.checkpoint)
                 pipe.send(("connected", seconds))
             else:
                 pipe.send(("done", sender.update(0), sender.link))
@@ -193,6 +204,13 @@ def _read_and_send(rank: int, options: RankOptions, pipe: Connection, num_read: 
         sender.close()
         if group is not None:
             dist.destroy_process_group()
+
+
+def _wait_for(reading: Future[ReadReport], checkpoint: Checkpoint, num_read: Synchronized[int]) -> None:
+    """Wait for a read, and say how far it is."""
+    while not wait([reading], POLL_S).done:
+        num_read.value = checkpoint.num_bytes_read
+    reading.result()
 
 
 def _plan_for(sender: Sender, layouts: Any) -> bool:

@@ -185,6 +185,11 @@ class WeightReceiver:
         self._slipstream.abort(epoch, reason)
 
     @_replies
+    def slipstream_close_landing(self) -> None:
+        """Receiver.close_landing."""
+        self._slipstream.close_landing()
+
+    @_replies
     def slipstream_offer(self) -> bytes:
         """recovery.make_offer, packed."""
         return pack(make_offer(self._slipstream))

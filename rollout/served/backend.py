@@ -76,6 +76,8 @@ class SlipstreamInitInfo(WeightTransferInitInfo):
     timeout_s: float = 60.0
     layouts: list[str] = field(default_factory=list)
     """Digest of the layout that each rank should have, by rank."""
+    landing_bytes: int = 0
+    """Memory for changes that come instead of whole parameters (weight_sync.delta_bytes)."""
 
 
 @dataclass
@@ -107,6 +109,10 @@ class _Handler:
         self._described = described
         self.is_open = False
         """Whether vLLM has said that weights may change."""
+
+    def close(self) -> None:
+        """Free the landing zone: objects of an attach outlive it, because vLLM's heap is frozen."""
+        _result(self._rank.slipstream_close_landing())
 
     async def describe(self) -> Sequence[EngineRank]:
         """See ReplicaHandler."""
@@ -179,11 +185,8 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         rank = _Rank(self.model, self.vllm_config, self.device)
         number = self.parallel_config.rank
         expected = init_info.layouts[number : number + 1]
-        described = _result(
-            rank.slipstream_describe(
-                init_info.tensors, init_info.transport, init_info.host, init_info.timeout_s, expected
-            )
-        )
+        link = init_info.transport, init_info.host, init_info.timeout_s
+        described = _result(rank.slipstream_describe(init_info.tensors, *link, expected, init_info.landing_bytes))
         report.is_expected, report.seconds = rank.slipstream_is_expected, rank.slipstream_seconds
         with timed(report.seconds, "endpoint"):
             self._handler = _Handler(rank, unpack(EngineRank, described))
@@ -235,6 +238,8 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         if self._thread is not None:
             self._thread.close()
         self._end_update()
+        if self._handler is not None:
+            self._handler.close()
         self._thread, self._handler = None, None
 
     def _end_update(self) -> None:

@@ -164,12 +164,14 @@ class ServedEngine:
         transport: str,
         timeout_s: float,
         layouts: Sequence[str] = (),
+        landing_bytes: int = 0,
     ) -> list[str]:
         """Ask every rank to open an endpoint. Returns their addresses, by rank.
 
         Args:
             layouts: Per rank, the digest of the layout that it should have, recorded over all layers
                 (offline_layout.py).
+            landing_bytes: Memory that every rank sets aside for changes until the next attach(); 0: none.
 
         Raises:
             EngineError: The server has no such route, or a rank refused: with the rank's own reason.
@@ -182,6 +184,7 @@ class ServedEngine:
             "transport": transport,
             "timeout_s": timeout_s,
             "layouts": list(layouts),
+            "landing_bytes": landing_bytes,
         }
         refused: EngineError | None = None
         try:

@@ -10,6 +10,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cases.vllm_process import import_path
 from fakes.sharded_checkpoints import TINY, save_checkpoint
+from safetensors.torch import load_file, save_file
 
 from slipstream.conf.schema import Device
 from slipstream.orchestrator.machine import HERE
@@ -38,7 +41,9 @@ VLLM_CACHE = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vl
 """What vLLM knows of classes of models; without it, it imports all of itself once more to look."""
 START_TIMEOUT_S = 240.0
 CHECKPOINTS = ("one", "two")
-"""Folders, each with weights of its own."""
+"""Folders. They differ in a few elements."""
+CHANGED = 0.02
+TWO_RANKS = ["--ranks", "2", "--delta-mib", "8", "--json"]
 
 
 def environment(*folders: Path) -> dict[str, str]:
@@ -128,8 +133,14 @@ class Server:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("push")
-    for seed, name in enumerate(CHECKPOINTS, start=1):
-        save_checkpoint(folder / name, TINY, seed=seed)
+    save_checkpoint(folder / "one", TINY, seed=1)
+    shutil.copytree(folder / "one", folder / "two")
+    generator = torch.Generator().manual_seed(2)
+    for file in (folder / "two").glob("*.safetensors"):
+        tensors = load_file(file)
+        for tensor in tensors.values():
+            tensor[torch.rand(tensor.shape, generator=generator) < CHANGED] += 1
+        save_file(tensors, file)
     return folder
 
 
@@ -149,15 +160,28 @@ def push(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_served_engine_holds_what_its_own_loader_makes_of_a_checkpoint(server: Server, folder: Path) -> None:
-    done = push(folder, "two", "--to", server.engine.url, "--ranks", "2", "--json")
+def report_of(server: Server, done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stdout + done.stderr + server.log.read_text()[-3000:]
-    report = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_served_engine_holds_what_its_own_loader_makes_of_a_checkpoint(server: Server, folder: Path) -> None:
+    """It does not hold the base that is named, so it gets every byte."""
+    report = report_of(server, push(folder, "two", "--base", "one", "--to", server.engine.url, *TWO_RANKS))
     assert report["engines"] == {server.engine.url: ""}
     assert report["num_bytes"] == sum(file.stat().st_size for file in (folder / "two").glob("*.safetensors")) - sum(
         8 + int.from_bytes(file.read_bytes()[:8], "little") for file in (folder / "two").glob("*.safetensors")
     )
+    assert (report["publish"]["num_takers"], report["publish"]["changed_fraction"]) == (0, None)
     assert held(server.engine) == oracle(folder / "two")
+
+
+def test_an_engine_that_holds_another_checkpoint_gets_what_differs(server: Server, folder: Path) -> None:
+    report = report_of(server, push(folder, "one", "--base", "two", "--to", server.engine.url, *TWO_RANKS))
+    assert held(server.engine) == oracle(folder / "one")
+    assert report["publish"]["num_takers"] == report["num_engine_ranks"] == 1
+    assert report["publish"]["changed_fraction"] == pytest.approx(CHANGED, rel=0.1)
+    assert report["publish"]["num_bytes"] < 0.9 * report["num_bytes"], "CPU engines repack experts, which go whole"
 
 
 def test_the_scripts_of_the_page_run_as_they_stand_there(server: Server, folder: Path) -> None:

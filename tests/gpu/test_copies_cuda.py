@@ -44,7 +44,7 @@ def test_slots_hold_slices_casts_and_permutations_of_what_is_on_disk(
     tensors = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in SHAPES.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     if not pinned:
-        monkeypatch.setattr("slipstream.weight_sync.disk.safetensors_source._pin", lambda _: False)
+        monkeypatch.setattr("slipstream.weight_sync.disk.safetensors_source.page_lock", lambda _: False)
     checkpoint = Checkpoint(tmp_path, scratch_bytes=1 << 10)
     report = checkpoint.read()
     assert (report.pinned_bytes > 0) == pinned

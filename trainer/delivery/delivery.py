@@ -184,15 +184,18 @@ class Delivery:
         )
 
     def _make_publisher(self, source: TrainerWeightSource | AdapterSource, transport: Transport) -> Publisher:
+        from slipstream.weight_sync.disk.kept_source import KeptSource
         from slipstream.weight_sync.publish.publisher import Publisher
 
+        config, device = self._config, self._device
+        is_kept = config.delta_bytes > 0 and isinstance(source, TrainerWeightSource) and not source.has_adapters
         return Publisher(
-            source,
+            KeptSource(source, config.watermark_bytes, device) if is_kept else source,
             transport,
             rank=self._rank,
             world_size=self._control.world_size,
             group=self._control.group,
-            config=self._config,
+            config=config,
             key=self._key,
-            device=self._device,
+            device=device,
         )

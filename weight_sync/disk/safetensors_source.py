@@ -16,15 +16,16 @@ Invariant: after read() returned, every byte of the share is the file's, and the
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -34,7 +35,13 @@ from torch import Tensor
 
 from slipstream.conf.errors import ConfigError
 from slipstream.weight_sync.disk.copies import Held
-from slipstream.weight_sync.disk.safetensors_files import DTYPES, StoredTensor, read_index, tensor_metas
+from slipstream.weight_sync.disk.safetensors_files import (
+    DTYPES,
+    StoredTensor,
+    first_difference,
+    read_index,
+    tensor_metas,
+)
 from slipstream.weight_sync.disk.tensor_source import SCRATCH_BYTES, TensorSource
 from slipstream.weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
 
@@ -81,6 +88,16 @@ class BlockPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of bytes of a file, and its place in a block."""
+
+    path: Path
+    offset: int
+    place: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReadReport:
     """What one rank did in one read()."""
 
@@ -118,6 +135,8 @@ class Checkpoint:
         self.tensors: tuple[TensorMeta, ...] = tensor_metas(index)
         """Every tensor of the checkpoint, the same on all ranks."""
         self._plans = plan_blocks(index, rank, world_size)
+        self._pieces = [_pieces_of(plan, index) for plan in self._plans]
+        """Per block, where its bytes are read."""
         self._memory: list[mmap.mmap] = []
         self._blocks: list[Tensor] = []
         self._pinned: set[int] = set()
@@ -154,9 +173,9 @@ class Checkpoint:
         began = time.monotonic()
         source = self.source
         source.missing = f"CHECKPOINT={self._folder} was not read whole: call read() again"
-        before = _stamps(self._plans)
+        before = _stamps(self._pieces)
         self.num_bytes_read = 0
-        jobs = [job for number, plan in enumerate(self._plans) for job in self._jobs(number, plan)]
+        jobs = [job for number in range(len(self._plans)) for job in self._jobs(number)]
         has_failed = threading.Event()
 
         def run(job: Callable[[], None]) -> None:
@@ -171,48 +190,55 @@ class Checkpoint:
         with ThreadPoolExecutor(self._num_threads, "weight-sync-read") as pool:
             for future in [pool.submit(run, job) for job in jobs]:
                 future.result()
-        if _stamps(self._plans) != before:
+        if _stamps(self._pieces) != before:
             raise ConfigError(f"CHECKPOINT={self._folder} changed while it was read; read it again")
         source.missing = ""
         pinned = sum(self._blocks[number].numel() for number in self._pinned)
         return ReadReport(self.num_bytes, time.monotonic() - began, pinned)
 
     def refresh(self, folder: Path | str | None = None) -> ReadReport:
-        """Read other weights of the same model into the same memory: those of `folder`, or the present files.
+        """Read other weights of the same model into the same memory: those of `folder`, which may lie in other files,
+        or the present ones.
 
         Publishers of `source` stay connected; publish again to send the weights. Do not call it during a publish.
 
         Raises:
-            ConfigError: The tensors differ in name, shape, format or place.
+            ConfigError: The tensors differ in name, shape or format.
         """
         where = self._folder if folder is None else Path(folder)
         index = read_index(where, "CHECKPOINT")
-        tensors = tensor_metas(index)
-        plans = plan_blocks(index, self._rank, self._world_size)
-        if tensors != self.tensors or [_place(plan) for plan in plans] != [_place(plan) for plan in self._plans]:
+        if difference := first_difference(tensor_metas(index), self.tensors):
             raise ConfigError(
-                f"CHECKPOINT={where} lays its tensors out in other files, shapes or formats than the one that was "
-                "registered; register it anew"
+                f"CHECKPOINT={where} has other tensors, shapes or formats than the one that was registered "
+                f"({difference}); register it anew"
             )
-        self._folder, self._plans = where, plans
+        self._folder = where
+        self._pieces = [_pieces_of(plan, index) for plan in self._plans]
         return self.read()
 
-    def _jobs(self, number: int, plan: BlockPlan) -> list[Callable[[], None]]:
+    def _jobs(self, number: int) -> list[Callable[[], None]]:
         """One job per chunk; the job that completes the block page-locks it."""
-        starts = range(plan.start, plan.stop, CHUNK_BYTES)
-        left = [len(starts)]
+        chunks = [
+            (
+                piece.path,
+                piece.offset + first,
+                self._blocks[number][piece.place :][first : piece.num_bytes][:CHUNK_BYTES],
+            )
+            for piece in self._pieces[number]
+            for first in range(0, piece.num_bytes, CHUNK_BYTES)
+        ]
+        left = [len(chunks)]
 
-        def job(start: int) -> None:
-            stop = min(start + CHUNK_BYTES, plan.stop)
-            _read_into(plan.path, start, self._blocks[number][start - plan.start : stop - plan.start])
+        def job(path: Path, offset: int, out: Tensor) -> None:
+            _read_into(path, offset, out)
             with self._lock:
-                self.num_bytes_read += stop - start
+                self.num_bytes_read += out.numel()
                 left[0] -= 1
                 is_last = left[0] == 0
-            if is_last and number not in self._pinned and torch.cuda.is_available() and _pin(self._memory[number]):
+            if is_last and number not in self._pinned and torch.cuda.is_available() and page_lock(self._memory[number]):
                 self._pinned.add(number)
 
-        return [lambda start=start: job(start) for start in starts]
+        return [functools.partial(job, *chunk) for chunk in chunks]
 
     def _held(self) -> list[Held]:
         return [
@@ -272,10 +298,17 @@ def _append(plans: list[BlockPlan], name: str, stored: StoredTensor, begin: int,
         plans.append(BlockPlan(stored.path, rows.offset, stop, (rows,)))
 
 
-def _place(plan: BlockPlan) -> object:
-    """What must be equal so that the same memory can hold another checkpoint: all but the folder and the values."""
-    rows = [(r.tensor, r.region, r.stored.shape, r.stored.dtype, r.offset - plan.start) for r in plan.rows]
-    return plan.path.name, plan.stop - plan.start, plan.start % _PAGE_BYTES, rows
+def _pieces_of(plan: BlockPlan, index: Mapping[str, StoredTensor]) -> tuple[Piece, ...]:
+    """Where a checkpoint of this index has the rows of a block; neighbours in the file and in the block are joined."""
+    pieces: list[Piece] = []
+    for rows in plan.rows:
+        own = replace(rows, stored=index[rows.tensor])
+        place, last = rows.offset - plan.start, pieces[-1] if pieces else None
+        if last is not None and last.path == own.stored.path and last.offset + place - last.place == own.offset:
+            pieces[-1] = replace(last, num_bytes=place + rows.num_bytes - last.place)
+        else:
+            pieces.append(Piece(own.stored.path, own.offset, place, rows.num_bytes))
+    return tuple(pieces)
 
 
 def _allocate(plan: BlockPlan) -> mmap.mmap:
@@ -308,7 +341,7 @@ def _read_into(path: Path, offset: int, out: Tensor) -> None:
         os.close(file)
 
 
-def _pin(memory: mmap.mmap) -> bool:
+def page_lock(memory: mmap.mmap) -> bool:
     """Page-lock memory that torch did not allocate. (torch's own pinned memory is rounded up to a power of two.)
 
     It is unlocked when nothing refers to the pages any more, not even a tensor.
@@ -322,9 +355,9 @@ def _pin(memory: mmap.mmap) -> bool:
     return True
 
 
-def _stamps(plans: Sequence[BlockPlan]) -> list[tuple[int, int]]:
+def _stamps(pieces: Sequence[Sequence[Piece]]) -> list[tuple[int, int]]:
     try:
-        stats = [plan.path.stat() for plan in plans]
+        stats = [path.stat() for path in sorted({piece.path for of in pieces for piece in of})]
     except OSError as error:
         raise ConfigError(f"the checkpoint cannot be read: {error}") from error
     return [(stat.st_size, stat.st_mtime_ns) for stat in stats]

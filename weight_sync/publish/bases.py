@@ -11,16 +11,16 @@ Invariant: after a publish that did not come to its end nobody takes changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from slipstream.weight_sync.layout import Binding, Destination, DestLayout
+from slipstream.weight_sync.layout import Binding, Destination
 from slipstream.weight_sync.plan.columns import Flags
 from slipstream.weight_sync.publish.landings import Landing, part_of_zone
 from slipstream.weight_sync.publish.packing import MarkingSource
-from slipstream.weight_sync.replica.landing import held_digest, takes_changes, zone_name
+from slipstream.weight_sync.replica.landing import held_digest, zone_name
 from slipstream.weight_sync.replica.messages import Expected
 from slipstream.weight_sync.source import WeightSource
 
@@ -56,10 +56,14 @@ class Bases:
         self.held = self._committed if self._is_whole else {}
         self._committed, self._is_whole = {}, False
 
-    def note(self, expected: Mapping[Destination, Expected]) -> None:
-        """Engine ranks committed, having proven this."""
+    def note(self, expected: Mapping[Destination, Expected], flags: Mapping[Destination, Sequence[bool]]) -> None:
+        """Engine ranks committed, having proven this.
+
+        Args:
+            flags: flags_of the parameters of each.
+        """
         if self.is_on:
-            self._committed |= {dest: held_digest(one) for dest, one in expected.items()}
+            self._committed |= {dest: held_digest(one, flags[dest]) for dest, one in expected.items()}
 
     def end(self) -> None:
         """The publish came to its end."""
@@ -85,12 +89,6 @@ class Bases:
 def with_changes(expected: Expected, base: str, parts: Iterable[bytes]) -> Expected:
     """What an engine rank that takes changes must hold, and what lies in its zone, part by part."""
     return replace(expected, base=base, changes=b"".join(parts))
-
-
-def flags_of(names: Iterable[str], layout: DestLayout) -> tuple[bool, ...]:
-    """Per name, whether changes alone may be sent for that parameter."""
-    able = takes_changes(layout)
-    return tuple(name in able for name in names)
 
 
 def joined_flags(parts: Iterable[tuple[bool, ...]]) -> Flags:

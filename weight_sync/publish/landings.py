@@ -98,6 +98,12 @@ class ChangeSlots:
             self._fills.append(tuple(filling(slot, self._marks) for slot in slots))
             self._packers.append(tuple(self._packer(packets, slot, n) for n, slot in enumerate(slots)))
         self._numbers = [_number_of_chunk(packets) for packets, _ in loads]
+        self._elements = [
+            sum(packets[index].tasks[0].num_bytes // ELEMENT_BYTES for index in numbers)
+            for (packets, _), numbers in zip(loads, self._numbers, strict=True)
+        ]
+        self._num_changed = torch.zeros((), dtype=torch.int64, device=device)
+        self._num_compared = 0
         self.was_asked, self._has_fitted = [False] * len(loads), [False] * len(loads)
         """Per load, whether an engine rank could have taken streams since it was packed, and whether one fitted."""
         self._num_skipped = [0] * len(loads)
@@ -108,6 +114,15 @@ class ChangeSlots:
     def num_bytes(self) -> int:
         """Bytes of device memory; counts are reserved beside hash sums (plan/budget.py)."""
         return sum(t.numel() * t.element_size() for t in (self._marks, self._streams))
+
+    def begin(self) -> None:
+        """A publish begins: nothing was compared in it yet."""
+        self._num_changed.zero_()
+        self._num_compared = 0
+
+    def found(self) -> tuple[int, int]:
+        """Elements that changed, and that were compared, in this publish. Waits for the device."""
+        return int(self._num_changed), self._num_compared
 
     def is_worth_it(self, load: int) -> bool:
         """Whether to pack changes of a load now. Call it once a publish."""
@@ -128,6 +143,8 @@ class ChangeSlots:
             counts = self._counts[slot][: len(numbers)]
             self._packers[load][slot].pack_to(counts)
             self._host_counts[slot][: len(numbers)].copy_(counts, non_blocking=True)
+            self._num_changed += counts.sum()
+            self._num_compared += self._elements[load]
 
     def stream_of(self, slot: int, load: int, index: int, packet: Packet) -> tuple[int, int] | None:
         """(address, records) of the stream of a load's packet, once the device has packed it; None: it goes whole."""

@@ -62,6 +62,9 @@ class RankPublishReport:
     """Its timeline; empty unless asked for."""
     changes: dict[Destination, bytes] = field(default_factory=dict[Destination, bytes])
     """Per engine rank that got changes alone: what lies in its zone (landings.py)."""
+    num_changed: int = 0
+    num_compared: int = 0
+    """Elements of this rank's that changed since the publish before, and that were compared."""
 
 
 @dataclass(slots=True)
@@ -272,6 +275,8 @@ class Replay:
         for (replica, _), seconds in self._seconds.items():
             self._result.report.write_s[replica] = max(seconds, self._result.report.write_s.get(replica, 0.0))
         hashes = self._slots.sums_of_packets()
+        if self._landings and self._slots.changes is not None:
+            self._result.report.num_changed, self._result.report.num_compared = self._slots.changes.found()
         for dest, spans in self._written.items():
             entries, num_written = self._slots.entries[dest], sum(span.stop - span.start for span in spans)
             at: slice | Ints = slice(None)

@@ -250,6 +250,30 @@ class Pipeline:
         except Exception as e:  # noqa: BLE001 - a value for now: the other ranks go on to a collective
             prepared.error = e
 
+    @torch.no_grad()
+    def survey(self) -> Sums:
+        """What a publish of the present values would send to every destination; nothing is sent. Collective in
+        source.begin(). The source sees every load filled."""
+        if self._slots is None:
+            raise PlanError("a survey before there is a plan")
+        sums, slots, tracer = Sums(self.places), self._slots, Tracer(self._device, is_on=False)
+        self._recover_slots()
+        try:
+            self._source.begin(0)
+            slots.begin()
+            for load in slots.loads:
+                filled = slots.pack(0, load, tracer)
+                if filled.ready is not None:
+                    filled.ready.synchronize()
+            slots.take_sums()
+            hashes = slots.sums_of_packets()
+            for entries in slots.entries.values():
+                sums.add(entries.columns, entries.sizes, hashes[entries.packets])
+        finally:
+            tracer.finish()
+            self._source.end()
+        return sums
+
     def cancel(self) -> None:
         """Drop what prepare() made, if run() will not follow. Rank-local; harmless if nothing is prepared."""
         if self._prepared is not None:

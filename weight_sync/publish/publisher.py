@@ -47,7 +47,7 @@ from slipstream.weight_sync.publish.lanes import RankPublishReport
 from slipstream.weight_sync.publish.pipeline import Pipeline
 from slipstream.weight_sync.publish.rank0 import Agreed, Rank0
 from slipstream.weight_sync.publish.report import PublishReport, joined
-from slipstream.weight_sync.publish.sums import Places
+from slipstream.weight_sync.publish.sums import Places, Sums
 from slipstream.weight_sync.publish.transaction import Alive
 from slipstream.weight_sync.publish.waves import assign_waves
 from slipstream.weight_sync.source import WeightSource
@@ -200,6 +200,23 @@ class Publisher:
         ]
         self._bases.end()
         return joined(reports, waves)
+
+    def note_base(self) -> None:
+        """Take the source's present values for what engine ranks may hold, and send nothing: those that prove to hold
+        them are sent only what differs, by the next publish. Collective.
+
+        Raises:
+            WeightSyncError: The source cannot be read. Raised alike on every rank.
+        """
+        if not self._is_connected:
+            raise ProtocolError("note_base() before connect()")
+        found: list[Sums] = []
+        self._bases.begin()
+        self._meeting.everywhere(None, lambda: found.append(self._pipeline.survey()))
+        self._meeting.add_up(found[0].table)
+        if self._meeting.rank == 0:
+            self._rank0.note_base(found[0])
+        self._bases.end()
 
     def _publish_wave(self, version: int, included: Sequence[int], trace: Path | None) -> PublishReport:
         """One transaction with the included replicas; the others are reported as excluded."""

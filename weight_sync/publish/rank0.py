@@ -21,7 +21,7 @@ from slipstream.weight_sync.plan.columns import Flags, Ints
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.plan.transfer_plan import PlanSummary
 from slipstream.weight_sync.publish.address_book import AddressBook, Addresses
-from slipstream.weight_sync.publish.bases import Bases, flags_of, joined_flags, with_changes
+from slipstream.weight_sync.publish.bases import Bases, joined_flags, with_changes
 from slipstream.weight_sync.publish.lanes import RankPublishReport
 from slipstream.weight_sync.publish.report import PublishReport
 from slipstream.weight_sync.publish.sums import Places, Sums
@@ -29,6 +29,7 @@ from slipstream.weight_sync.publish.trace import write_trace
 from slipstream.weight_sync.publish.transaction import Alive, Transaction
 from slipstream.weight_sync.replica.control_client import ReplicaClients
 from slipstream.weight_sync.replica.expected import Planned
+from slipstream.weight_sync.replica.landing import flags_of
 from slipstream.weight_sync.replica.messages import Describe, Described, Expected, addresses_digest
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,8 @@ class Rank0:
         """Per replica: the layouts that the plan is made for."""
         self._planned: dict[Destination, Planned] = {}
         """Per engine rank: what it must hold after any publish, except for the hashes."""
+        self._flags: dict[Destination, tuple[bool, ...]] = {}
+        """Per engine rank and parameter, whether changes alone may be sent; empty if they never are."""
         self._last_sums: dict[Destination, Ints] = {}
         """Per engine rank that committed: its part of the sums of the last publish."""
 
@@ -122,6 +125,7 @@ class Rank0:
         names = tuple(tuple(sizes) for sizes in distinct.values())
         firsts = zip(names, first_of.values(), strict=True) if self._bases.is_on else ()
         flags = tuple(flags_of(own, self._layouts[dest[0]][dest[1]]) for own, dest in firsts)
+        self._flags = {dest: flags[number] for dest, number in names_of.items()} if flags else {}
         return Agreed(plan.summary(), names, flags, names_of), [plan.to_wire(rank) for rank in range(len(facts))]
 
     def _describe(
@@ -161,8 +165,10 @@ class Rank0:
     def add_replicas(self, more: Sequence[int]) -> None:
         """Count on further replicas with the layouts of replica 0."""
         self._layouts += [self._layouts[0]] * len(more)
-        first = [(rank, self._planned[0, rank]) for _, rank in self._engine_ranks(0)]
-        self._planned |= {(replica, rank): planned for replica in more for rank, planned in first}
+        first = [rank for _, rank in self._engine_ranks(0)]
+        self._planned |= {(replica, rank): self._planned[0, rank] for replica in more for rank in first}
+        if self._flags:
+            self._flags |= {(replica, rank): self._flags[0, rank] for replica in more for rank in first}
 
     def rejoin(self, replica: int, endpoint: str, link: str) -> dict[str, Addresses]:
         """Meet the replica that replaces another, and check that the plan fits it. Returns its addresses by digest."""
@@ -229,7 +235,8 @@ class Rank0:
 
         transaction.finish(results, expected_of)
         committed = {number for number, replica in enumerate(transaction.replicas) if replica.committed}
-        self._bases.note({dest: one for dest, one in expected.items() if dest[0] in committed})
+        proven = {dest: one for dest, one in expected.items() if dest[0] in committed}
+        self._bases.note(self._with_peers(proven), self._flags)
         num_changed = self._count_changed({d: sums.part(d) for d in sums.places.params if d[0] in committed})
         report = transaction.report(
             results, watermark_bytes=self._config.watermark_bytes, num_changed_params=num_changed
@@ -240,6 +247,16 @@ class Rank0:
             except OSError:  # replicas serve the version even without a timeline
                 logger.exception("version %d: the timeline cannot be written to %s", report.version, trace)
         return report
+
+    def _with_peers(self, proven: Mapping[Destination, Expected]) -> dict[Destination, Expected]:
+        """What was proven, and for the same rank of every other replica the same: it may read it from a peer."""
+        at_rank = {(rank, one.planned): one for (_, rank), one in proven.items()}
+        all_ranks = {dest: at_rank.get((dest[1], planned.digest)) for dest, planned in self._planned.items()}
+        return {dest: one for dest, one in all_ranks.items() if one is not None} | dict(proven)
+
+    def note_base(self, sums: Sums) -> None:
+        """Engine ranks may hold what adds up to these sums."""
+        self._bases.note({dest: self._expected(dest, sums) for dest in sums.places.params}, self._flags)
 
     def close(self) -> None:
         """Close the sockets."""

@@ -63,7 +63,10 @@ class PublishReport:
     """Share of an adapter's update that is not in merged weights, from some of this rank's rows; None without one. This
     and changed_fraction are not the same on every rank."""
     changed_fraction: float | None = None
-    """Share of this rank's elements whose bits changed since the publish before, from some rows; None at the first."""
+    """Share of elements whose bits changed since the publish before: of all that were compared to send changes alone;
+    in a run, of this rank's, from some rows. None where nothing was compared."""
+    num_takers: int = 0
+    """Engine ranks that proved to hold what was published before, and so got changes alone."""
 
     @property
     def num_committed(self) -> int:
@@ -78,7 +81,18 @@ def joined(reports: Sequence[PublishReport], waves: Sequence[Sequence[int]]) -> 
         for number in wave:
             replicas[number] = report.replicas[number]
     changed = [report.num_changed_params for report in reports if report.num_changed_params is not None]
-    summed = ("begin_s", "idle_s", "mark_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s", "num_bytes")
+    summed = (
+        "begin_s",
+        "idle_s",
+        "mark_s",
+        "prepare_s",
+        "write_s",
+        "verify_s",
+        "commit_s",
+        "total_s",
+        "num_bytes",
+        "num_takers",
+    )
     return replace(
         reports[-1],
         replicas=tuple(replicas),

@@ -198,6 +198,8 @@ class Slots:
         """Begin a publish: no packet has a sum yet."""
         self._window = 0
         self._sums.zero_()
+        if self.changes is not None:
+            self.changes.begin()
 
     def pack(self, slot: int, load: Load, tracer: Tracer, *, with_streams: bool = False) -> Filled:
         """Fill a slot from the source and hash it, and pack its changes if asked to. The device may still be working on

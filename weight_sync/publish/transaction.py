@@ -186,6 +186,7 @@ class Transaction:
         """The result for every replica. Call it after `finish`."""
         done = [replica.committed for replica in self.replicas if replica.committed is not None]
         times = [replica.times for replica in self.replicas if replica.times is not None]
+        num_changed, num_compared = (sum(r.num_changed for r in results), sum(r.num_compared for r in results))
         return PublishReport(
             version=self._version,
             epoch=self._epoch,
@@ -206,6 +207,8 @@ class Transaction:
             peak_bytes=max(r.peak_bytes for r in results),
             watermark_bytes=watermark_bytes,
             num_changed_params=num_changed_params,
+            num_takers=len(self.bases),
+            changed_fraction=num_changed / num_compared if num_compared else None,
         )
 
     def spans(self, results: Sequence[RankPublishReport]) -> dict[str, list[Span]]:

@@ -13,7 +13,7 @@ Invariant: no element is written unless all rows of a commit, all counts and all
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -40,9 +40,23 @@ def takes_changes(layout: DestLayout) -> frozenset[str]:
     return frozenset(p.name for p in params if p.post_load is PostLoad.identity and p.dtype == "bfloat16")
 
 
-def held_digest(expected: Expected) -> str:
-    """What an engine rank holds once it has proven this; "" if hashes are off."""
-    return hashlib.sha256(expected.planned.encode() + expected.hashes).hexdigest() if expected.hashes else ""
+def flags_of(names: Iterable[str], layout: DestLayout) -> tuple[bool, ...]:
+    """Per name, whether changes alone may be sent for that parameter."""
+    able = takes_changes(layout)
+    return tuple(name in able for name in names)
+
+
+def held_digest(expected: Expected, flags: Sequence[bool]) -> str:
+    """What an engine rank holds once it has proven this, of the parameters that changes may be sent for: the others,
+    which always go whole, may hold other bytes at rest. "" if hashes are off.
+
+    Args:
+        flags: flags_of its parameters.
+    """
+    if not expected.hashes:
+        return ""
+    hashes = np.frombuffer(expected.hashes, "<u8")[np.array(flags, np.bool_)]
+    return hashlib.sha256(expected.planned.encode() + hashes.tobytes()).hexdigest()
 
 
 class LandingZone:
@@ -72,15 +86,22 @@ class LandingZone:
         except RuntimeError as e:  # torch.OutOfMemoryError is one
             raise WatermarkError(
                 f"rank {self._rank}: {device} has no room for weight_sync.delta_bytes={num_bytes} beside the engine; "
-                "lower it, or what the engine takes (rollout.kv_cache_bytes, rollout.gpu_memory_utilization)"
+                "lower it (of a push: --delta-mib), or what the engine takes (rollout.kv_cache_bytes, "
+                "rollout.gpu_memory_utilization)"
             ) from e
         self.num_bytes = num_bytes
+        self._transport = transport
         transport.register([self._zone])
 
     @property
     def address(self) -> int:
         """Where streams go."""
         return self._zone.data_ptr()
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._transport.unregister([self._zone])
+        self._zone = self._zone.new_empty(0)
 
     def apply(self, changes: bytes) -> None:
         """Put changes into the parameters.

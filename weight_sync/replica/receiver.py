@@ -22,13 +22,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from slipstream.weight_sync.errors import IntegrityError, ProtocolError
 from slipstream.weight_sync.integrity import HASH_MASK, RangeHashes, hash_bytes
 from slipstream.weight_sync.layout import Binding, DestLayout, Param, PostLoad
 from slipstream.weight_sync.replica.expected import Planned
-from slipstream.weight_sync.replica.landing import LandingZone, held_digest, zone_name
+from slipstream.weight_sync.replica.landing import LandingZone, flags_of, held_digest, zone_name
 from slipstream.weight_sync.replica.messages import EngineRank, Expected
 from slipstream.weight_sync.replica.version_state import VersionState
 from slipstream.weight_sync.transport.base import Transport
@@ -92,8 +93,11 @@ class Receiver:
             [start for _, start in self._places],
         )
         self._landing = LandingZone(landing_bytes, layout, self._params, transport) if landing_bytes else None
-        self._verified_holds = self._holds = ""
-        """held_digest of what was verified, and of what is committed."""
+        self._flags = flags_of([param.name for param in self._sent], layout)
+        self._verified_holds = ""
+        """held_digest of what was verified."""
+        self._holds: str | None = None
+        """... and of what is served; None: begin() has to hash it, because it came from a peer or was there before."""
         self._base = ""
         """... and of what was committed before the present epoch began."""
         self._whole: dict[tuple[tuple[str, int], ...], RangeHashes] = {}
@@ -143,9 +147,8 @@ class Receiver:
         """
         state = self._state.begin(version, epoch, digest)
         left_open = self._state.epoch > 0 and not self._state.is_serving
-        holds = self._holds if self._state.is_serving else ""
-        self._state, self._holds = state, ""
-        self._base = holds
+        holds = "" if left_open else self._holds
+        self._state, self._holds, self._base = state, "", ""
         if self._synchronize is not None:
             self._synchronize()
         moved = [name for name, address in self._addresses.items() if self._params[name].data_ptr() != address]
@@ -156,7 +159,8 @@ class Receiver:
             )
         if left_open:
             self._transport.renew()
-        return replace(self._binding(), holds=holds)
+        self._base = self._hashed_holds() if holds is None else holds
+        return replace(self._binding(), holds=self._base)
 
     def verify(self, version: int, epoch: int, digest: str, expected: Expected) -> None:
         """Prove that every byte of the transaction arrived.
@@ -187,7 +191,7 @@ class Receiver:
                 f" parameters do not hold the bytes that were sent: {shown}"
             )
         self._verified_hashes = actual
-        self._verified_holds = "" if self._landing is None else held_digest(expected)
+        self._verified_holds = "" if self._landing is None else held_digest(expected, self._flags)
         self._state = state
 
     def commit(self, version: int, epoch: int) -> None:
@@ -239,7 +243,7 @@ class Receiver:
     def adopt(self, version: int, epoch: int) -> None:
         """Serve what verify_at_rest proved."""
         self._state = self._state.committed(version, epoch)
-        self._wire_hashes, self.committed_hashes, self._holds = {}, self._offered_hashes, ""
+        self._wire_hashes, self.committed_hashes, self._holds = {}, self._offered_hashes, None
 
     def abort(self, epoch: int, reason: str) -> None:
         """Stay DIRTY: the publisher gave up on this epoch. No effect on a committed version."""
@@ -250,9 +254,22 @@ class Receiver:
         """Mark the rank DIRTY: the caller knows that the bytes are no longer what was committed."""
         self._state = self._state.invalidate()
 
+    def close_landing(self) -> None:
+        """Free the memory for changes. Every byte is sent from now on."""
+        if self._landing is not None:
+            self._landing.close()
+            self._landing = None
+
     def _binding(self) -> Binding:
         zone = {} if self._landing is None else {zone_name(self._landing.num_bytes): self._landing.address}
         return Binding(self._transport.session, self._addresses | zone)
+
+    def _hashed_holds(self) -> str:
+        """The held_digest of what is in memory now; "" if changes cannot land."""
+        if self._landing is None:
+            return ""
+        hashes = np.array(list(self._hash_covered().values()), np.uint64).view(np.int64)
+        return held_digest(self._planned.write(self._planned.num_bytes, hashes), self._flags)
 
     def _take_changes(self, expected: Expected) -> None:
         """Put what landed into the parameters, if it was computed against what this rank held."""

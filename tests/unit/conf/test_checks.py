@@ -206,8 +206,13 @@ CASES = [
         "weight_sync.delta_bytes=1000 needs weight_sync.mode=merged; 0 sends every byte",
     ),
     (
-        ["model.dtype=bfloat16", "trainer.mode=full", "weight_sync.delta_bytes=1000"],
-        "changes of bfloat16 weights under LoRA.*contradicts trainer.mode=full.*delta_bytes=0",
+        [
+            "model.dtype=bfloat16",
+            "trainer.mode=full",
+            "weight_sync.delta_bytes=1000",
+            "weight_sync.publish_waves=2",
+        ],
+        "delta_bytes=1000.*contradicts weight_sync.publish_waves=2 with trainer.mode=full.*delta_bytes=0",
     ),
     (["model.dtype=float32", "weight_sync.delta_bytes=1000"], "delta_bytes=1000.*contradicts model.dtype=float32"),
     (

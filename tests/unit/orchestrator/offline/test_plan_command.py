@@ -119,6 +119,11 @@ def test_a_publish_of_changes_is_planned_beside_the_whole_one() -> None:
     assert less.delta is not None
     assert less.delta.num_bytes == pytest.approx((share + 1) / 2 * report.summary.num_bytes, rel=1e-3)
     assert planned().delta is None
+    full = planned(*words, "trainer.mode=full", hardware=Hardware(rates=slow, changed=0.05))
+    assert full.delta is not None
+    assert full.delta.kept_bytes == 0 < full.delta.host_bytes
+    per_engine = full.summary.num_bytes / full.config.rollout.num_workers
+    assert per_engine / full.config.trainer.num_ranks <= full.delta.host_bytes < per_engine
     much = planned(*words, hardware=Hardware(rates=slow, changed=0.13)).delta  # more than a quarter of the bytes
     assert much is not None
     assert much.num_bytes == report.summary.num_bytes

@@ -72,6 +72,8 @@ def message(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--to", "http://127.0.0.1:8000/v1"], "addresses of vLLM servers"),
         (["--to", "http://127.0.0.1:8000", "--tp", "2"], "--tp, --expert-parallel"),
         (["--start", "1", "--watermark-mib", "0"], "--watermark-mib"),
+        (["--to", "http://127.0.0.1:8000", "--delta-mib", "0"], "--delta-mib must be >= 1, got 0"),
+        (["--start", "1", "--base", "old"], "--base is what running engines (--to) hold"),
         (["--start", "x"], "--start must be an integer, got 'x'. See: slipstream push --help"),
         (
             ["--start", "1", "--transport", "pigeon"],
@@ -110,6 +112,17 @@ def test_wrong_checkpoints_are_named(checkpoint: Path, tmp_path: Path, capsys: p
     file = sorted(checkpoint.glob("*.safetensors"))[0]
     (tmp_path / file.name).write_bytes(file.read_bytes()[:-1])
     assert "is cut short" in message(["push", str(tmp_path), "--start", "1"], capsys)
+
+
+def test_a_base_of_another_model_is_named(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["push", str(checkpoint), "--to", "http://127.0.0.1:8000", "--base"]
+    assert "--base=" in message([*words, str(tmp_path)], capsys)
+    save_checkpoint(tmp_path / "wider", {**TINY, "moe_intermediate_size": 2 * TINY["moe_intermediate_size"]}, seed=0)
+    save_checkpoint(tmp_path / "deeper", {**TINY, "num_hidden_layers": 3}, seed=0)
+    for name in ("wider", "deeper"):
+        text = message([*words, str(tmp_path / name)], capsys)
+        assert f"--base={tmp_path / name} is of another model than CHECKPOINT (model.layers." in text
+        assert " instead of " in text and "leave --base out to send every byte" in text
 
 
 def test_a_taken_port_is_named(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +165,17 @@ def test_help_teaches_and_names_every_flag(capsys: pytest.CaptureFixture[str]) -
         assert command in capsys.readouterr().out
     flags = (
         *("--start", "--to", "--tp", "--expert-parallel", "--dtype", "--host", "--port", "--ranks", "--threads"),
-        *("--transport", "--watermark-mib", "--timeout-s", "--start-timeout-s", "--log-dir", "--once", "--json"),
+        *(
+            "--base",
+            "--delta-mib",
+            "--transport",
+            "--watermark-mib",
+            "--timeout-s",
+            "--start-timeout-s",
+            "--log-dir",
+            "--once",
+            "--json",
+        ),
     )
     assert main(["push", "--help"]) == 0
     shown = capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +19,14 @@ from slipstream.weight_sync.errors import PlanError
 
 OPTIONS = RankOptions(
     checkpoint=Path(),
+    base=None,
     world_size=1,
     num_threads=1,
     device=Device.cpu.value,
     host="127.0.0.1",
     transport="tcp",
     watermark_bytes=1 << 20,
+    delta_bytes=0,
     timeout_s=5.0,
     key=bytes(32),
     rendezvous="",
@@ -45,6 +48,9 @@ class FakeSender:
 
     def connect(self, engines: object) -> None:
         self.calls.append("connect")
+
+    def note_base(self) -> None:
+        self.calls.append("note base")
 
     def update(self, version: int) -> str:
         self.calls.append("update")
@@ -76,3 +82,31 @@ def test_the_heap_is_frozen_once_when_there_is_a_plan(
         command.send((order, []))
     push_rank._read_and_send(0, OPTIONS, rank, SimpleNamespace(value=0))  # type: ignore[arg-type]
     assert found == calls
+
+
+def test_a_base_is_noted_once_engines_are_met_before_the_checkpoint_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    read = SimpleNamespace(num_bytes=1, seconds=0.1, pinned_bytes=0)
+
+    def reads(*folder: Path) -> SimpleNamespace:
+        found.append(f"read {folder or 'base'}")
+        return read
+
+    share = SimpleNamespace(source=None, read=reads, refresh=reads, num_bytes_read=1)
+    monkeypatch.setattr(api, "Sender", lambda *_, **__: FakeSender(found, True))
+    monkeypatch.setattr(checkpoint, "Checkpoint", lambda folder, **_: found.append(str(folder)) or share)
+    monkeypatch.setattr(push_rank, "freeze_heap", lambda: None)
+    options = dataclasses.replace(OPTIONS, base=Path("old"), checkpoint=Path("new"))
+    command, rank = Pipe()
+    command.send(("connect", []))
+    rank_thread = threading.Thread(
+        target=push_rank._read_and_send, args=(0, options, rank, SimpleNamespace(value=0)), daemon=True
+    )
+    rank_thread.start()
+    answers = [command.recv(), command.recv()]
+    command.send(("publish", None))
+    assert command.recv() == ("done", "a report", "tcp")
+    rank_thread.join(10)
+    assert [answer[0] for answer in answers] == ["connected", "read"]
+    assert answers[0][1].keys() == {"connect", "base"}
+    assert found == ["old", "read base", "connect", "note base", f"read {(Path('new'),)}", "update", "close"]

@@ -4,69 +4,40 @@ engines hold the same bytes as after a whole publish, less is sent, and nothing 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from cases.rank_helpers import SYNC_KEY, count, make_rank, make_samples
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
-from fakes.publish import EndpointThread, PlainEngine
-from safetensors.torch import load_file
+from fakes.mirror_engine import REPACKED, MirrorEngine
+from fakes.publish import EndpointThread
 
-from slipstream.conf.schema import DType, OptimConfig, WeightSyncConfig
+from slipstream.conf.schema import DType, OptimConfig, TrainMode, WeightSyncConfig
 from slipstream.trainer.rank import TrainerRank
-from slipstream.weight_sync.layout import DestLayout, Load, Param, PostLoad, Region, TensorMeta
 from slipstream.weight_sync.publish.landings import Landing
-from slipstream.weight_sync.replica.receiver import Receiver
 
 ZONE_BYTES = 1 << 16
-REPACKED = "model.layers.0.self_attn.q_proj.weight"
-
-
-class MirrorEngine(PlainEngine):
-    """One engine rank with the checkpoint's tensors, one to one, and a landing zone. One parameter is repacked."""
-
-    def __init__(self, metas: tuple[TensorMeta, ...], transport: MemoryTransport, landing_bytes: int) -> None:
-        params = {meta.name: torch.zeros(meta.shape, dtype=getattr(torch, meta.dtype)) for meta in metas}
-        kinds = {REPACKED: PostLoad.repack}
-        whole = {m.name: (m.name, Region((0,) * len(m.shape), m.shape), tuple(range(len(m.shape)))) for m in metas}
-        layout = DestLayout(
-            0,
-            tuple(Param(m.name, m.shape, m.dtype, kinds.get(m.name, PostLoad.identity)) for m in metas),
-            tuple(Load(*whole[name], name, 0, tensor.stride()) for name, tensor in params.items()),
-        )
-        self.params = [params]
-        self.receivers = [
-            Receiver(
-                params, layout, transport, repack=lambda _, tensor: tensor.copy_(tensor.flip(0).clone()),
-                recompute=lambda: None, landing_bytes=landing_bytes,
-            )
-        ]  # fmt: skip
-        self.calls, self.fail_on, self.aborted, self.abort_reasons = [], {}, threading.Event(), []
-
-    def holds(self, folder: Path) -> bool:
-        """Whether it holds an export, byte by byte."""
-        wanted: dict[str, torch.Tensor] = {}
-        for file in folder.glob("*.safetensors"):
-            wanted |= load_file(file)
-        wanted[REPACKED] = wanted[REPACKED].flip(0)
-        held = self.params[0]
-        return wanted.keys() == held.keys() and all(torch.equal(held[name], wanted[name]) for name in wanted)
 
 
 class World:
     """A trainer rank, and engines to which it publishes."""
 
     def __init__(
-        self, tmp_path: Path, num_engines: int = 1, lr: float = 1e-4, zone: int = ZONE_BYTES, **options: int
+        self,
+        tmp_path: Path,
+        num_engines: int = 1,
+        lr: float = 1e-4,
+        zone: int = ZONE_BYTES,
+        mode: TrainMode = TrainMode.lora,
+        **options: int,
     ) -> None:
         self.folder = tmp_path
         self.rank: TrainerRank = make_rank(
             dtype=DType.bfloat16,
+            mode=mode,
             optim=OptimConfig(lr=lr),
             weight_sync=WeightSyncConfig(**{"delta_bytes": ZONE_BYTES, "timeout_s": 5.0, **options}),
         )
@@ -132,6 +103,18 @@ def test_engines_hold_every_byte_of_each_version_and_get_fewer(make_world, water
         sent.append(report.num_bytes)
         world.step()
     assert sent[0] == world.whole_bytes, "nothing is known of an engine that was just met"
+    assert max(sent[1:]) < 0.5 * world.whole_bytes, sent
+
+
+def test_in_full_training_what_was_published_is_kept_and_compared(make_world):
+    world = make_world(lr=1e-6, mode=TrainMode.full)
+    sent = []
+    for _ in range(4):
+        report = world.publish()
+        assert report.num_committed == 1 and world.all_hold_it(), report
+        sent.append(report.num_bytes)
+        world.step()
+    assert sent[0] == world.whole_bytes
     assert max(sent[1:]) < 0.5 * world.whole_bytes, sent
 
 

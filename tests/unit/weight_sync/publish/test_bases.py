@@ -17,6 +17,7 @@ from slipstream.weight_sync.replica.landing import held_digest, zone_name
 from slipstream.weight_sync.replica.messages import Expected
 
 FIRST, SECOND = (0, 0), (1, 0)
+FLAGS = {FIRST: (True,), SECOND: (True,)}
 
 
 class Source:
@@ -43,18 +44,18 @@ def test_changes_are_for_those_that_committed_the_publish_before_if_it_came_to_i
     assert bases.is_on and not bases.has_kept
     bases.begin()
     assert bases.held == {}
-    bases.note({FIRST: expected(1)})
-    bases.note({SECOND: expected(2)})
+    bases.note({FIRST: expected(1)}, FLAGS)
+    bases.note({SECOND: expected(2)}, FLAGS)
     assert bases.held == {}, "not of the publish under way"
     bases.end()
     assert bases.has_kept and source.num_kept == 1
     bases.begin()
-    assert bases.held == {FIRST: held_digest(expected(1)), SECOND: held_digest(expected(2))}
-    assert held_digest(expected(1)) != held_digest(expected(2)) != ""
-    bases.note({SECOND: expected(3)})
+    assert bases.held == {FIRST: held_digest(expected(1), (True,)), SECOND: held_digest(expected(2), (True,))}
+    assert held_digest(expected(1), (True,)) != held_digest(expected(2), (True,)) != ""
+    bases.note({SECOND: expected(3)}, FLAGS)
     bases.begin()
     assert bases.held == {}, "the one before did not come to its end"
-    bases.note({FIRST: expected(4)})
+    bases.note({FIRST: expected(4)}, FLAGS)
     bases.end()
     bases.forget()
     bases.begin()
@@ -64,7 +65,7 @@ def test_changes_are_for_those_that_committed_the_publish_before_if_it_came_to_i
 def test_without_a_zone_or_without_marks_nobody_is_sent_changes() -> None:
     for bases in (Bases(Source(), 0, 0, 1), Bases(SimpleNamespace(read=None), 640, 0, 1)):  # type: ignore[arg-type]
         bases.begin()
-        bases.note({FIRST: expected(1)})
+        bases.note({FIRST: expected(1)}, FLAGS)
         bases.end()
         bases.begin()
         assert (bases.is_on, bases.has_kept, bases.held) == (False, False, {})
@@ -115,7 +116,18 @@ def test_parts_and_flags_of_ranks_are_one_after_the_other() -> None:
 
 def test_waves_of_a_publish_add_up_but_for_pauses_and_peaks() -> None:
     """Three replicas: the first wave has the second, the second wave the others."""
-    summed = ("begin_s", "idle_s", "mark_s", "prepare_s", "write_s", "verify_s", "commit_s", "total_s", "num_bytes")
+    summed = (
+        "begin_s",
+        "idle_s",
+        "mark_s",
+        "prepare_s",
+        "write_s",
+        "verify_s",
+        "commit_s",
+        "total_s",
+        "num_bytes",
+        "num_takers",
+    )
 
     def replicas(wave: str) -> tuple[ReplicaReport, ...]:
         return tuple(ReplicaReport(f"{wave} {number}", True) for number in range(3))
@@ -140,3 +152,10 @@ def test_waves_of_a_publish_add_up_but_for_pauses_and_peaks() -> None:
     more = joined([replace(reports[0], num_changed_params=n) for n in (3, 5)], [[1], [0, 2]])
     assert more.num_changed_params == 8 and more.pause_s == pytest.approx(2.0)
     assert joined([reports[1]] * 2, [[1], [0, 2]]).num_changed_params is None
+
+
+def test_a_digest_is_of_the_parameters_that_changes_may_be_sent_for() -> None:
+    first, second = (Expected("plan", b"", bytes([1] * 8 + [last] * 8)) for last in (2, 3))
+    assert held_digest(first, (True, False)) == held_digest(second, (True, False))
+    assert held_digest(first, (True, True)) != held_digest(second, (True, True))
+    assert held_digest(Expected("plan", b"", b""), (True, True)) == ""

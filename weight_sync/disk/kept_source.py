@@ -1,0 +1,163 @@
+"""A source, and in host memory the bytes that it gave at the last publish: what changed is found by comparing.
+
+For weights whose earlier values nothing else knows: a checkpoint on disk, tensors of any trainer, full training. (Under
+LoRA they are computed again: trainer/delivery/merged_source.py.)
+
+    fill a slot    source --> slot, and if changes are wanted: slot != kept --> marks; slot --> kept
+
+Owns: the kept bytes of each load, as large as what this rank packs in a publish, page-locked if there is CUDA; and
+whether they are of the publish before. Does not own the form of changes (weight_sync/changes.py). Invariant: where the
+kept bytes are not known to be those of the publish before, everything is marked.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from slipstream.weight_sync.disk.safetensors_source import page_lock
+from slipstream.weight_sync.layout import Region, SourceLayout
+from slipstream.weight_sync.plan.budget import aligned
+from slipstream.weight_sync.publish.packing import CompiledMarks, CompiledReads, FillSlot, PackedRead, compile_reads
+from slipstream.weight_sync.source import WeightSource
+
+SCRATCH_BYTES = 16 << 20
+"""Kept bytes that are on the device at once, to be compared there; on a CPU none have to be."""
+_NEVER = -2
+
+
+class KeptSource:
+    """MarkingSource over any WeightSource; see the module's docstring.
+
+    Args:
+        source: What is published.
+        watermark_bytes: weight_sync.watermark_bytes; scratch is at most a sixteenth of it.
+        device: Of the slots.
+    """
+
+    def __init__(self, source: WeightSource, watermark_bytes: int, device: torch.device | str) -> None:
+        self._source = source
+        self._device = torch.device(device)
+        is_cuda = self._device.type == "cuda"
+        self._scratch_bytes = min(SCRATCH_BYTES, aligned(watermark_bytes // 16)) if is_cuda else 0
+        self._scratch: Tensor | None = None
+        self._loads: WeakValueDictionary[tuple[PackedRead, ...], _Kept] = WeakValueDictionary()
+        """Of a plan; dropped with it."""
+        self._publish = 0
+        """Counts those that came to their end."""
+
+    @property
+    def temporary_bytes(self) -> int:
+        """The source's, and the scratch."""
+        return self._source.temporary_bytes + self._scratch_bytes
+
+    def layout(self) -> SourceLayout:
+        """The source's."""
+        return self._source.layout()
+
+    def begin(self, version: int) -> int:
+        """As the source's."""
+        return self._source.begin(version) + self._scratch_bytes
+
+    def read(self, tensor: str, region: Region, out: Tensor) -> None:
+        """As the source's."""
+        self._source.read(tensor, region, out)
+
+    def end(self) -> None:
+        """As the source's."""
+        self._source.end()
+
+    def keep(self) -> None:
+        """The publish came to its end: what was packed in it is what the next one is compared with."""
+        self._publish += 1
+
+    def compile_reads(self, reads: Sequence[PackedRead]) -> CompiledReads:
+        """As the source's; what fills a slot is kept."""
+        filling, kept = compile_reads(self._source, reads), self._kept(reads)
+
+        def with_keeping(slot: Tensor) -> FillSlot:
+            fill = filling(slot)
+
+            def fill_and_keep() -> None:
+                fill()
+                kept.take(slot, self._publish)
+
+            return fill_and_keep
+
+        return with_keeping
+
+    def compile_marked_reads(self, reads: Sequence[PackedRead]) -> CompiledMarks:
+        """See MarkingSource."""
+        filling, kept = compile_reads(self._source, reads), self._kept(reads)
+
+        def with_marks(slot: Tensor, marks: Tensor) -> FillSlot:
+            fill = filling(slot)
+
+            def fill_and_mark() -> None:
+                fill()
+                kept.mark(slot, marks, self._publish, self._compare)
+                kept.take(slot, self._publish)
+
+            return fill_and_mark
+
+        return with_marks
+
+    def _kept(self, reads: Sequence[PackedRead]) -> _Kept:
+        """What is kept of these reads, whether they are marked or not."""
+        key = tuple(reads)
+        kept = self._loads.get(key)
+        if kept is None:
+            kept = _Kept(max((read.offset_bytes + read.num_bytes for read in reads), default=0))
+            self._loads[key] = kept
+        return kept
+
+    def _compare(self, values: Tensor, kept: Tensor, differs: Tensor) -> None:
+        """differs = values != kept, of as many elements as there are."""
+        if not values.is_cuda:
+            torch.ne(values, kept, out=differs)
+            return
+        if self._scratch is None:
+            self._scratch = torch.empty(self._scratch_bytes // 2, dtype=torch.int16, device=values.device)
+        for first in range(0, len(values), len(self._scratch)):
+            part = slice(first, first + len(self._scratch))
+            before = self._scratch[: len(kept[part])]
+            before.copy_(kept[part], non_blocking=True)
+            torch.ne(values[part], before, out=differs[part])
+
+
+class _Kept:
+    """What a load held when it was packed last."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = aligned(num_bytes)  # packets and slots are, too
+        self._values: Tensor | None = None
+        self._publish = _NEVER
+        """In which it was packed."""
+
+    def take(self, slot: Tensor, publish: int) -> None:
+        """Copy the load that fills a slot."""
+        if self._values is None:
+            memory = mmap.mmap(-1, self._num_bytes)
+            if slot.is_cuda:
+                page_lock(memory)
+            self._values = torch.frombuffer(memory, dtype=torch.int16, count=self._num_bytes // 2)
+        self._values.copy_(self._elements(slot), non_blocking=True)
+        self._publish = publish
+
+    def mark(
+        self, slot: Tensor, marks: Tensor, publish: int, compare: Callable[[Tensor, Tensor, Tensor], None]
+    ) -> None:
+        """Mark the elements of a slot that differ; all, if what is kept is not of the publish before this one."""
+        values = self._elements(slot)
+        own_marks = marks[: len(values)]
+        if self._values is None or self._publish != publish - 1:
+            own_marks.fill_(1)
+        else:
+            compare(values, self._values, own_marks.view(torch.bool))
+
+    def _elements(self, slot: Tensor) -> Tensor:
+        return slot[: self._num_bytes].view(torch.int16)
