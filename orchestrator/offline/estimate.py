@@ -37,7 +37,7 @@ from slipstream.weight_sync.plan.budget import Staging, reserved_bytes
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.plan.transfer_plan import PlanSummary, TransferPlan
 from slipstream.weight_sync.prediction.links import LinkRates, Placement, place
-from slipstream.weight_sync.prediction.predict import Prediction, predict
+from slipstream.weight_sync.prediction.predict import BUS_BYTES_S, MARK_PASSES, Prediction, apply_passes, predict
 from slipstream.weight_sync.prediction.relayed import neighbours, relay_s, written_alone
 
 if TYPE_CHECKING:
@@ -117,6 +117,7 @@ class DeltaChoice:
     """Bytes that the trainer sends: what changed, and whole what finds no room in the fullest engine rank's zone, or
     changed too much to be sent by element."""
     total_s: float
+    """With the second merge, or in full training the comparison with what is kept on the host."""
     kept_bytes: int
     """On the fullest trainer rank, beside the rest: the adapters as published last; in full training 0."""
     host_bytes: int
@@ -326,9 +327,18 @@ def _delta(
     room = min(1.0, zone / (stream * max(summary.received_bytes.values())))
     fits = room if stream <= 1 / changes.STREAM_SHARE else 0.0
     share = fits * stream + 1 - fits
-    found = predict(plan, placement, hardware.rates, staging, slow_ranks=hardware.slow_ranks, sent_share=share)
-    num_bytes = round(share * summary.num_bytes)
     is_full = config.trainer.mode is TrainMode.full
+    found = predict(
+        plan,
+        placement,
+        hardware.rates,
+        staging,
+        slow_ranks=hardware.slow_ranks,
+        sent_share=share,
+        mark_passes=2 * hardware.rates.hbm_bytes_s / BUS_BYTES_S if is_full else MARK_PASSES,
+        apply_passes=apply_passes(hardware.changed),
+    )
+    num_bytes = round(share * summary.num_bytes)
     host = max(int(table.num_bytes.sum()) for table in plan.tasks.values()) if is_full else 0
     return DeltaChoice(hardware.changed, num_bytes, found.total_s, planned.kept_bytes(), host, zone)
 

@@ -217,7 +217,11 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
             [
                 ("changed", f"{delta.changed:.2%}", "of all elements, assumed: sync/changed_fraction of a run says it"),
                 ("bytes", _gb(delta.num_bytes), f"instead of {_gb(summary.num_bytes)}"),
-                ("total", _s(delta.total_s), "to engines that hold the version before"),
+                (
+                    "total",
+                    _s(delta.total_s),
+                    "to engines that hold the version before; finding what changed included",
+                ),
                 (
                     ("trainer host", _gb(delta.host_bytes), "more memory of a rank: its part as published last")
                     if delta.host_bytes

@@ -38,6 +38,12 @@ PACK_PASSES = 5.0
 rest is the merge's cost (79 ms for 61 GB with r=32, measured as LinkRates says)."""
 HASH_PASSES = 1.0
 """Further traffic per byte, on each side, if it is hashed."""
+MARK_PASSES = 5.5
+"""Further traffic per byte if changes are marked, by merging a second time with the factors published last: merging
+takes 87 ms and both together 182 ms for 61 GB on an H100 (docs/decisions/0036-a-publish-of-changes.md)."""
+BUS_BYTES_S = 55e9
+"""Page-locked host memory to a GPU, or back (bench/results/push-gpu.json): what was published last is copied both ways
+where it is kept on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,8 @@ def predict(
     slow_ranks: Mapping[int, float] | None = None,
     verify_hashes: bool = True,
     sent_share: float = 1.0,
+    mark_passes: float = 0.0,
+    apply_passes: float = 0.0,
 ) -> Prediction:
     """Predict one publish of a plan.
 
@@ -129,6 +137,8 @@ def predict(
         slow_ranks: trainer rank -> how many times slower its links and its memory are, >= 1.
         verify_hashes: hash on both sides.
         sent_share: part of the plan's bytes that cross the links; all are packed and hashed.
+        mark_passes, apply_passes: of a publish of changes: further traffic per packed byte to find what changed, and
+            per byte of an engine rank to put it in.
 
     Raises:
         PlanError: the placement lacks a rank.
@@ -149,7 +159,7 @@ def predict(
             in_s[into] += num_bytes * sent_share / rate
             used_out[rank].add(out)
             used_in[where].add(into)
-    pack_passes = PACK_PASSES + (HASH_PASSES if verify_hashes else 0.0)
+    pack_passes = PACK_PASSES + (HASH_PASSES if verify_hashes else 0.0) + mark_passes
     senders: list[SenderFigures] = []
     for rank, table in plan.tasks.items():
         busy_s = max((out_s[port] for port in used_out[rank]), default=0.0)
@@ -160,14 +170,14 @@ def predict(
     receive_s = {where: max(in_s[port] for port in used_in[where]) for where in used_in}
     last_received_s = write_start_s + max(receive_s.values(), default=0.0)
     write_end_s = max([write_start_s, last_received_s, *(one.end_s for one in senders)])
-    hash_passes = HASH_PASSES if verify_hashes else 0.0
+    verify_passes = (HASH_PASSES if verify_hashes else 0.0) + apply_passes
     receivers = tuple(
         ReceiverFigures(
             where,
             placement.engine_gpus[where],
             (num_bytes := sum(params.values())),
             receive_s.get(where, 0.0),
-            num_bytes * hash_passes / rates.hbm_bytes_s,
+            num_bytes * verify_passes / rates.hbm_bytes_s,
         )
         for where, params in plan.expected.items()
     )
@@ -222,6 +232,12 @@ def _sender(
         write_s,
         end_s if packing else 0.0,
     )
+
+
+def apply_passes(changed: float) -> float:
+    """Traffic per byte of an engine rank to check streams and to put in this share of the elements: a line near 16,
+    28, 38 and 56 ms at 0.5, 2, 5 and 12 % of 61 GB, measured beside MARK_PASSES."""
+    return 1.3 + 19.0 * changed
 
 
 def load_bytes(table: TaskTable, staging: Staging) -> tuple[Ints, int]:

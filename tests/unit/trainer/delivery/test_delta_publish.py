@@ -4,7 +4,7 @@ engines hold the same bytes as after a whole publish, less is sent, and nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,9 @@ from fakes.publish import EndpointThread
 
 from slipstream.conf.schema import DType, OptimConfig, TrainMode, WeightSyncConfig
 from slipstream.trainer.rank import TrainerRank
+from slipstream.weight_sync.changes import Landed
 from slipstream.weight_sync.publish.landings import Landing
+from slipstream.weight_sync.replica import landing
 
 ZONE_BYTES = 1 << 16
 
@@ -149,7 +151,7 @@ def test_an_engine_without_a_zone_or_with_another_one_gets_every_byte(make_world
             world.step()
 
 
-def test_an_engine_that_missed_a_version_gets_every_byte_and_the_others_what_changed(make_world):
+def test_an_engine_that_missed_two_versions_gets_every_byte_and_the_others_what_changed(make_world):
     world = make_world(2)
     world.publish()
     world.step()
@@ -158,8 +160,10 @@ def test_an_engine_that_missed_a_version_gets_every_byte_and_the_others_what_cha
     one = world.publish(exclude=[1]).num_bytes
     assert one < both < world.whole_bytes // 2
     world.step()
+    world.publish(exclude=[1])
+    world.step()
     report = world.publish()
-    assert report.num_committed == 2 and world.all_hold_it()
+    assert report.num_committed == 2 and world.all_hold_it() and report.num_takers == 1
     assert world.whole_bytes / 2 <= report.num_bytes < world.whole_bytes / 2 + 2 * one
     world.add_engine()
     sent = []
@@ -273,14 +277,21 @@ def test_each_fault_is_found_before_the_version_is_served_and_mended_by_a_whole_
 
 
 def test_a_part_of_a_zone_is_never_left():
-    landing = Landing(address=1000, first=16, stop=64)
-    assert [landing.take(size) for size in (1, 16, 20, 16)] == [16, 32, None, 48]
-    assert landing.take(1) is None
-    assert replace(landing, rows=[(1, 2, 3, 4, 5)]).to_bytes() == np.array([1, 2, 3, 4, 5], "<i8").tobytes()
+    part = Landing(address=1000, first=16, stop=64)
+    assert [part.take(size) for size in (1, 16, 20, 16)] == [16, 32, None, 48]
+    assert part.take(1) is None
+    assert replace(part, rows=[(1, 2, 3, 4, 5)]).to_bytes() == np.array([1, 2, 3, 4, 5], "<i8").tobytes()
 
 
-def test_an_engine_whose_publisher_died_amid_changes_gets_every_byte_of_the_next_one(make_world):
-    """Streams have landed, and nobody commits; a publisher that comes later is told nothing of what it holds."""
+PUBLISH = "slipstream.weight_sync.publish."
+
+
+@pytest.mark.parametrize(
+    "last",
+    ["transaction.Transaction.begin", "lanes.Replay.replay", "transaction.Transaction.finish", "bases.Bases.end"],
+)
+def test_after_a_publisher_died_at_any_stage_engines_get_every_byte_of_the_next_one(make_world, last):
+    """Before it asked them to begin, before a stream was written, once all have landed, and once all had committed."""
     world = make_world()
     for _ in range(2):
         world.publish()
@@ -290,13 +301,50 @@ def test_an_engine_whose_publisher_died_amid_changes_gets_every_byte_of_the_next
         def dies(*_: object) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr("slipstream.weight_sync.publish.transaction.Transaction.finish", dies)
+        patch.setattr(PUBLISH + last, dies)
         with pytest.raises(KeyboardInterrupt):
             world.publish()
-    assert not world.engines[0].receivers[0].state.is_serving
+    is_untouched = last in ("transaction.Transaction.begin", "bases.Bases.end")
+    assert world.engines[0].receivers[0].state.is_serving == is_untouched
     report = world.publish()
     assert report.num_committed == 1 and world.all_hold_it()
     assert report.num_bytes == world.whole_bytes
+
+
+@pytest.mark.parametrize("stage", ["begin", "verify", "half of the changes", "commit"])
+def test_after_an_engine_failed_at_any_stage_it_gets_every_byte_and_the_other_what_changed(
+    make_world, monkeypatch, stage
+):
+    world = make_world(2)
+    for _ in range(2):
+        world.publish()
+        world.step()
+    first = world.engines[0]
+    with monkeypatch.context() as patch:
+        if stage == "half of the changes":
+            real = landing.apply
+
+            def apply_half(landed: Sequence[Landed]) -> None:
+                real(landed[: len(landed) // 2])
+                raise RuntimeError("the engine died")
+
+            patch.setattr(landing, "apply", lambda landed: apply_half(landed) if owns(first, landed) else real(landed))
+        else:
+            first.fail_on[stage] = RuntimeError("the engine died")
+        report = world.publish()
+    assert [replica.committed for replica in report.replicas] == [False, True]
+    assert not first.receivers[0].state.is_serving or stage == "begin"
+    world.step()
+    report = world.publish()
+    assert report.num_committed == 2 and world.all_hold_it()
+    assert report.num_takers == 1
+    assert world.whole_bytes / 2 < report.num_bytes < world.whole_bytes
+
+
+def owns(engine: MirrorEngine, landed: Sequence[Landed]) -> bool:
+    """Whether streams are for this engine's parameters."""
+    places = {tensor.untyped_storage().data_ptr() for tensor in engine.params[0].values()}
+    return landed[0].values.untyped_storage().data_ptr() in places
 
 
 def test_loads_that_changed_too_much_are_not_marked_for_a_while(make_world, monkeypatch):

@@ -19,7 +19,7 @@ from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.plan.tasks import MESH_GROUPS, Piece, Task, TaskTable
 from slipstream.weight_sync.plan.transfer_plan import TransferPlan
 from slipstream.weight_sync.prediction.links import LinkRates, Placement, place
-from slipstream.weight_sync.prediction.predict import Prediction, load_bytes, predict
+from slipstream.weight_sync.prediction.predict import Prediction, apply_passes, load_bytes, predict
 from slipstream.weight_sync.publish import pipeline
 
 PROPERTY = settings(
@@ -225,6 +225,15 @@ def test_hashes_cost_a_pass_at_either_end():
     with_hashes, without = (run(even_plan(), rates, verify_hashes=flag) for flag in (True, False))
     assert (with_hashes.verify_s, without.verify_s) == pytest.approx((8.0, 0.0))
     assert with_hashes.prepare_s / without.prepare_s == pytest.approx(6 / 5)
+
+
+def test_what_changed_costs_passes_to_find_and_to_put_in_and_saves_bytes():
+    rates = dataclasses.replace(BARE, hbm_bytes_s=1e3)
+    whole, changes = run(even_plan(), rates), run(even_plan(), rates, sent_share=0.1, mark_passes=6, apply_passes=2)
+    assert changes.prepare_s == pytest.approx(2 * whole.prepare_s)
+    assert changes.verify_s == pytest.approx(3 * whole.verify_s)
+    assert changes.floor_s == pytest.approx(0.1 * whole.floor_s)
+    assert [round(61 / 3.87 * apply_passes(share)) for share in (0.005, 0.02, 0.05, 0.12)] == [22, 26, 35, 56]
 
 
 def test_messages_are_of_all_parameters_and_stand_before_the_proof():
