@@ -291,9 +291,9 @@ class CheckpointStore:
                 logger.warning("%s/%s is not whole: %s; looking at the one before it", remote.url, final.name, error)
                 self.discard(partial)
                 continue
+            remote.take_records(self.folder.parent)  # before the name: who finds one here fetches nothing again
             shutil.rmtree(final, ignore_errors=True)  # it is damaged
             partial.replace(final)
-            remote.take_records(self.folder.parent)
             return
 
     def newest_whole(self, resume: str) -> tuple[Path, dict[Path, str]]:

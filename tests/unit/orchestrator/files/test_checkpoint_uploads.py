@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import RunSection
 from slipstream.orchestrator.cli.main import main
@@ -112,6 +114,65 @@ def test_a_file_is_tried_again_and_then_given_up_for_the_next_checkpoint(
     checkpoints.finish_sending()
     assert tries[:3] == ["step-000001/groups.jsonl"] * 3 and tries[-1] == "step-000001/manifest.json"
     assert remote.steps() == [1]
+    tries.clear()
+    checkpoints.begin_sending()  # it is there
+    checkpoints.finish_sending()
+    assert not tries
+
+
+def fill(folder: Path, options: JsonObject, place: bytes, steps: Mapping[int, bool]) -> CheckpointStore:
+    """A run's checkpoints that hold a place's name; False: a byte is another one."""
+    (folder / "checkpoints").mkdir(parents=True)
+    store = CheckpointStore(folder / "checkpoints", keep=9, options=options)
+    for step, is_whole in steps.items():
+        partial = store.begin(step)
+        (partial / "trainer" / "rank-0.safetensors").write_bytes(place)
+        path = store.finish(partial, RunState(step, step, {}, {}, BufferState()))
+        if not is_whole:
+            (path / "trainer" / "rank-0.safetensors").write_bytes(place.upper())
+    return store
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "step", "place"),
+    [
+        ({}, {1: True, 3: True}, 3, b"there"),
+        ({2: True}, {1: True, 3: True, 4: True}, 4, b"there"),
+        ({2: True}, {3: True}, 3, b"there"),
+        ({3: True}, {3: True}, 3, b"here"),
+        ({4: True}, {3: True}, 4, b"here"),
+        ({2: True, 3: False}, {3: True}, 3, b"there"),
+        ({}, {1: True, 2: True, 3: False}, 2, b"there"),
+        ({2: True}, {1: True, 3: False}, 2, b"here"),
+        ({}, {1: False}, None, b""),
+    ],
+)
+def test_a_resume_goes_on_from_the_newest_whole_checkpoint_of_both_places(
+    here: dict[int, bool], there: dict[int, bool], step: int | None, place: bytes,
+    remote: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    options = fingerprint(load_run_config(OPTIONS))
+    sent = fill(tmp_path / "sent", options, b"there", there)
+    (tmp_path / "sent" / "metrics.jsonl").write_text("there")
+    for number in there:
+        remote.send(sent.folder / f"step-{number:06d}", lambda put: put())
+    folder = fill(tmp_path / "run-1", options, b"here", here).folder
+    store = CheckpointStore(folder, keep=9, options=options, remote=remote)
+    if all(there.values()):
+        assert store.step_to_resume("x")[0] == step
+    is_there = place == b"there"
+    if is_there:
+        with monkeypatch.context() as away, pytest.raises(ObjectStoreError):  # the next resume makes up for it
+            away.setattr(ObjectStore, "take_records", Mock(side_effect=ObjectStoreError("the network is away")))
+            store.to_resume("x")
+    if step is None:
+        with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+            store.to_resume("x")
+        return
+    assert store.to_resume("x") == folder / f"step-{step:06d}" == store.newest()
+    assert (folder / f"step-{step:06d}" / "trainer" / "rank-0.safetensors").read_bytes() == place
+    assert (tmp_path / "run-1" / "metrics.jsonl").exists() == is_there
+    assert not list(folder.glob(".step-*"))
 
 
 def test_a_manifest_that_names_files_elsewhere_is_refused(remote: ObjectStore, tmp_path: Path) -> None:
