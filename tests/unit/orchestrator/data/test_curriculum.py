@@ -64,12 +64,22 @@ def test_a_prompt_that_is_being_sampled_is_not_drawn_while_there_are_others() ->
     assert next(stream).prompt_id == 6
 
 
+def test_a_cursor_of_an_earlier_release_draws_the_same_prompts() -> None:
+    stream, drawn = middling(5), []
+    for _ in range(12):
+        drawn.append(next(stream).prompt_id)
+        stream.observe(drawn[-1], [float(drawn[-1] == 3), 0.0])
+    assert drawn == [6, 9, 9, 3, 12, 3, 3, 0, 3, 3, 3, 3]
+
+
 def test_rewards_outside_of_zero_and_one_count_as_these_and_failed_ones_do_not_count() -> None:
     stream = middling(1)
     stream.observe(next(stream).prompt_id, [-3.0, 7.0, None, 0.5])
     figures = stream.metrics()
     assert figures["data/success_rate"] == pytest.approx(0.5)
     assert (figures["data/seen_fraction"], figures["data/middling_fraction"]) == (1.0, 1.0)
+    stream.observe(next(stream).prompt_id, [1.0] * 3)  # three and half of the three before
+    assert stream.metrics()["data/success_rate"] == pytest.approx((3 + 1.5 / 2) / (3 + 3 / 2))
     assert middling(2).metrics()["data/success_rate"] is None
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from slipstream.conf.schema import DataConfig
 from slipstream.orchestrator.data.sources import START, Position, Row
-from slipstream.orchestrator.data.streams import Mixed, Shuffled, Stream, Streamed
+from slipstream.orchestrator.data.streams import Mixed, Shuffled, Stream, Streamed, digest
 from slipstream.orchestrator.data.training_stream import training_stream
 from slipstream.rollout.errors import DataError
 from slipstream.rollout.types import Prompt
@@ -186,6 +186,7 @@ def test_shares_approach_the_weights() -> None:
     stream = Mixed({"a": shuffled(7), "b": shuffled(7, first=100)}, [3, 1], seed=1)
     drawn = Counter(item.prompt_id >= 100 for item in islice(stream, 4000))
     assert abs(drawn[False] / 4000 - 0.75) < 0.03
+    assert stream.epoch == min(drawn.values()) // 7, "the passes over the source that has had the fewest"
     error = stream.metrics()["data/share_error"]
     assert error == pytest.approx(abs(drawn[False] / 4000 - 0.75))
 
@@ -199,6 +200,15 @@ def test_shares_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     line = caplog.messages[1]
     assert line.startswith("1000 items were drawn: a.jsonl 7")
     assert "asked for 75.0%" in line and "asked for 25.0%" in line
+
+
+def test_a_cursor_of_an_earlier_release_points_at_the_same_items() -> None:
+    """A run that was begun before is resumed: no seed and no draw may change."""
+    assert ids(shuffled(7), 10) == [5, 6, 2, 3, 4, 0, 1, 4, 2, 0]
+    assert ids(streamed(13, 5), 20) == [4, 2, 1, 3, 0, 7, 6, 9, 8, 5, 10, 11, 12, 1, 4, 0, 2, 3, 9, 8]
+    assert ids(mixed(), 16) == [5, 6, 2, 3, 4, 0, 1, 4, 2, 0, 3, 6, 200, 201, 5, 104]
+    cut = [Prompt(0, tokens, "") for tokens in ((1, 2), (3,), (1,), (2, 3))]
+    assert digest(cut[:2]) != digest(cut[2:]), "the same tokens, cut elsewhere"
 
 
 def test_the_order_within_a_source_does_not_depend_on_the_others() -> None:

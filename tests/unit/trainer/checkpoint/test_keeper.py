@@ -37,10 +37,12 @@ def test_each_rank_gets_its_own_state_of_a_step_back(keeper: Keeper) -> None:
 
 
 def test_a_state_stays_until_the_second_one_after_it_comes(keeper: Keeper) -> None:
-    for number in (1, 2, 3):
-        send(keeper, number, b"state %d" % number)
-    assert keeper.kept() == {0: [2, 3]}
-    assert [take(keeper.address, KEY, 0, number) for number in (2, 3)] == [b"state 2", b"state 3"]
+    states = {1: b"state 1", 2: b"state 2", 3: b"state 3", 4: b"small", 5: b"state 5"}
+    for number, state in states.items():
+        send(keeper, number, state)
+        held = {one: states[one] for one in (number - 1, number) if one}
+        assert keeper.kept() == {0: list(held)}
+        assert {one: take(keeper.address, KEY, 0, one) for one in held} == held
 
 
 def test_a_step_that_is_computed_again_takes_the_place_of_its_state(keeper: Keeper) -> None:
