@@ -165,7 +165,8 @@ def ask(run: Path, request: JsonObject, *, timeout_s: float = ANSWER_TIMEOUT_S) 
         while not answer.is_file():
             if time.monotonic() > deadline or not is_alive(run):
                 why = f"did not answer within {timeout_s:.0f} s" if is_alive(run) else "has just ended"
-                raise ConfigError(f"the run in {run} {why}; nothing was done. See {run / 'run.log'}")
+                done = "nothing was done" if _taken_back(asked) else "it had begun to do what was asked"
+                raise ConfigError(f"the run in {run} {why}; {done}. See {run / 'run.log'}")
             time.sleep(0.1)
         said = json.loads(answer.read_text())
     finally:
@@ -174,6 +175,15 @@ def ask(run: Path, request: JsonObject, *, timeout_s: float = ANSWER_TIMEOUT_S) 
     if not said["done"]:
         raise ConfigError("; ".join(said["lines"]))
     return said["lines"]
+
+
+def _taken_back(request: Path) -> bool:
+    """Whether the run has not begun with a request, and now never will."""
+    try:
+        request.unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 async def answer_requests(run: Path, supervisor: Supervisor) -> None:

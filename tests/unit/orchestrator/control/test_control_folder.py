@@ -129,7 +129,7 @@ async def test_mistakes_are_answered_and_cost_the_run_nothing(run: Path) -> None
         assert {path.name for path in (run / "control").iterdir()} == {"alive", "x.answer.json"}
 
 
-def test_a_run_that_is_over_is_told_apart(run: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_over_is_told_apart(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="is not alive; to go on with it"):
         ask(run, recover(0))
     with alive(run):
@@ -137,6 +137,9 @@ def test_a_run_that_is_over_is_told_apart(run: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="did not answer within 0 s; nothing was done"):
             ask(run, recover(0), timeout_s=0)
         assert list((run / "control").glob("*.json")) == [], "a request that was given up is not carried out"
+        with monkeypatch.context() as taken, pytest.raises(ConfigError, match="it had begun to do what was asked"):
+            taken.setattr(Path, "replace", lambda partial, target: partial.unlink())  # the run was at once there
+            ask(run, recover(0), timeout_s=0)
     assert not is_alive(run)
     with pytest.raises(ConfigError, match="not a run folder"):
         ask(tmp_path / "nowhere", recover(0))
