@@ -76,6 +76,7 @@ def test_versions_follow_each_other(rank: Rank) -> None:
     for version in range(3):
         rank.publish(version, version + 1)
     assert torch.equal(rank.params["w2"], engine_bytes(2, 0)["w2"])
+    assert rank.receiver.begin(3, 4, DIGEST).holds == "", "changes have nowhere to land"
 
 
 def test_hashes_at_rest_are_of_the_bytes_at_rest(rank: Rank) -> None:
@@ -198,9 +199,11 @@ def test_a_stale_epoch_is_refused_and_harmless(rank: Rank) -> None:
     assert rank.receiver.state.is_serving
 
 
-def test_a_moved_parameter_is_named(rank: Rank) -> None:
-    rank.params["qk"].set_(torch.zeros(4, 5, dtype=torch.bfloat16))
-    with pytest.raises(ProtocolError, match=r"moved .*qk"):
+def test_parameters_that_moved_up_or_down_are_named(rank: Rank) -> None:
+    one, other = (rank.params[name].view(-1)[:1] for name in ("norm", "qk"))
+    rank.params["norm"].set_(other)
+    rank.params["qk"].set_(one)
+    with pytest.raises(ProtocolError, match=r"^2 parameters of rank 0 moved .*(norm.*qk|qk.*norm)"):
         rank.receiver.begin(4, 1, DIGEST)
     assert not rank.receiver.state.is_serving
 
@@ -442,6 +445,13 @@ def test_changes_are_taken_against_what_was_held_and_once_in_an_epoch() -> None:
         with pytest.raises(ProtocolError, match=said):
             receiver.verify(2, 2, DIGEST, replace(expected, **given))
     receiver.verify(2, 2, DIGEST, expected)
+    receiver.commit(2, 2)
+    receiver.invalidate()
+    for version in (3, 4):  # memory that was released, and an epoch that did not commit
+        assert receiver.begin(version, version, DIGEST).holds == ""
+    receiver.verify_at_rest(4, 4, DIGEST, {})
+    receiver.adopt(4, 4)
+    assert receiver.begin(5, 5, DIGEST).holds == "", "it does not know what a peer's bytes were made of"
 
 
 def test_fills_have_their_own_values_and_places() -> None:

@@ -240,6 +240,7 @@ def test_pieces_are_parted_where_half_of_the_bytes_are() -> None:
     assert parts_of([30, 1, 1], 2) == [slice(0, 1), slice(1, 3)]
     assert parts_of([1], 2) == [slice(0, 1)] and parts_of([], 2) == []
     assert parts_of([0, 1, 1], 2) == [slice(0, 2), slice(2, 3)]
+    assert parts_of([1, 1, 0], 2) == [slice(0, 1), slice(1, 3)]
 
 
 def test_what_a_failed_read_had_not_copied_never_lands(pair: Pair) -> None:
