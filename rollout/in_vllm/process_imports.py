@@ -23,7 +23,7 @@ ANSWER_TIMEOUT_S = 30.0
 
 
 def import_vllm() -> None:
-    """Import what make_llm() and an EngineCore need: 6 s of a CPU's core, 15 s on a host with GPUs. It opens no GPU, so
+    """Import what make_llm() and an EngineCore need: 7 s of a CPU's core, 15 s on a host with GPUs. It opens no GPU, so
     that the process may be forked.
     """
     with without_torchao():
@@ -35,6 +35,8 @@ def import_vllm_as_users_do() -> None:
     with frozen_imports():
         for name in ("vllm.engine.arg_utils", "vllm.v1.engine.core", "vllm.v1.engine.async_llm"):
             import_module(name)
+        if import_module("vllm.platforms").current_platform.is_cpu():  # each engine would import it: 1.5 s of a core
+            import_module("vllm.v1.worker.cpu_worker")
 
 
 def num_gpus() -> int:

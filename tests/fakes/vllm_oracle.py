@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +15,6 @@ from unittest import mock
 import torch
 
 from slipstream.rollout.die_with_owner import OWNER_VARIABLE
-from slipstream.rollout.in_vllm import fork_server
 from slipstream.rollout.in_vllm.process_imports import import_vllm
 
 ONLY_THE_LIKELIEST = 1e-6
@@ -35,16 +36,15 @@ def models_inspected_here() -> Iterator[None]:
 
 @contextmanager
 def ranks_forked() -> Iterator[None]:
-    """On a CPU the ranks of an engine come from the process that imports vLLM once for all engines of workers of this
-    one. vLLM's own way is to spawn each, and to import vLLM in it."""
+    """On a CPU the ranks of an engine are forked from this process, which has imported vLLM. vLLM's own way is to spawn
+    each, and to import vLLM in it."""
     from vllm.v1.executor import multiproc_executor
 
     if torch.cuda.is_available():
         yield
         return
     os.environ.setdefault(OWNER_VARIABLE, str(os.getpid()))
-    fork_server.begin()
-    with mock.patch.object(multiproc_executor, "get_mp_context", fork_server.ForkContext):
+    with mock.patch.object(multiproc_executor, "get_mp_context", partial(multiprocessing.get_context, "fork")):
         yield
 
 
@@ -61,7 +61,7 @@ def imports_spared_by_collections() -> Iterator[None]:
 @contextmanager
 def engine_of(**arguments: Any) -> Iterator[Any]:
     """A vLLM engine of these arguments. It lies in this process, which imports vLLM once for all of them, but for the
-    ranks of several: a process takes five times the CPU time of an engine to import it."""
+    ranks of several."""
     ranks = ranks_forked() if arguments.get("tensor_parallel_size", 1) > 1 else nullcontext()
     with imports_spared_by_collections():
         from vllm import LLM
