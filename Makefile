@@ -7,7 +7,7 @@ RUN_DIR ?= runs
 TEST_ENV := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 GLOO_SOCKET_IFNAME=lo
 # Test files at a time; the longest come first (tests/longest_first.py).
 JOBS := 2
-SHARED := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+SHARED = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # What numpy's and torch's libraries pick on other CPUs: with AVX2, two threads and no AMX; with vectors of 16 bytes.
 CPU_zen := OPENBLAS_CORETYPE=Zen ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 DNNL_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2 PYTHONPATH=$(CURDIR)/tests/cases/another_cpu:$(CURDIR)
 CPU_old := OPENBLAS_CORETYPE=Nehalem ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 DNNL_MAX_CPU_ISA=SSE41
@@ -38,6 +38,7 @@ test: setup       ## Everything CI runs: unit, contract, system; fails at the en
 unit: setup       ## No GPU, network or Ray; 3 to 8 min on two cores
 	@$(TEST_ENV) $(CPU_$(PERSONALITY)) $(PY) -m pytest tests/unit -q $(SHARED) --durations=40
 
+contract: JOBS := 3 # they wait for processes and deadlines a quarter of their time
 contract: setup   ## Real Mooncake, real vLLM loaders, real processes, a real browser
 	@requirements/browser.sh
 	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(PY) -m pytest tests/contract -q $(SHARED) --durations=40
