@@ -184,8 +184,9 @@ def publish(mib: int, num_publishes: int, row: Row) -> None:
         report = sender.update(version)
         assert report.num_committed == 1, report.replicas
         names = ("total_s", "write_s", "prepare_s", "verify_s", "num_bytes")
-        figures = {name: getattr(report, name) for name in names}
-        measured.append(figures | {"link_bytes": sent_by_interface() - before})
+        figures: dict[str, float] = {name: getattr(report, name) for name in names}
+        figures["link_bytes"] = sent_by_interface() - before
+        measured.append(figures)
     print(json.dumps(medians(measured[warm_up:])), flush=True)
 
 

@@ -256,7 +256,7 @@ def _merged_sides(
     """Every weight, in the form that engines keep it in."""
     rollout, device, dtype = config.rollout, config.cluster.device, config.model.dtype
     quantization = BlockFp8.from_hf_config(hf_config)
-    staging = _staging(config, planned.temporary_bytes(device, quantization))
+    staging = _staging(config, planned.temporary_bytes(device, quantization) + _kept_scratch(config))
     request = LayoutRequest(
         hf_config=hf_config,
         tensors=engine_checkpoint(hf_config, dtype),
@@ -282,6 +282,14 @@ def _adapter_sides(config: RunConfig, hf_config: HfConfig, planned: PlannedTrain
 
 def _num_kv_heads(hf_config: HfConfig) -> int:
     return int(hf_config.get("num_key_value_heads") or 0)
+
+
+def _kept_scratch(config: RunConfig) -> int:
+    """Temporary memory of a rank that compares with what it keeps on the host."""
+    from slipstream.weight_sync.disk.kept_source import kept_scratch_bytes  # with torch, which --help does not need
+
+    sync, is_kept = config.weight_sync, config.trainer.mode is TrainMode.full and config.weight_sync.delta_bytes > 0
+    return kept_scratch_bytes(config.cluster.device.value, sync.watermark_bytes) if is_kept else 0
 
 
 def _staging(config: RunConfig, source_bytes: int) -> Staging:

@@ -42,8 +42,7 @@ class KeptSource:
     def __init__(self, source: WeightSource, watermark_bytes: int, device: torch.device | str) -> None:
         self._source = source
         self._device = torch.device(device)
-        is_cuda = self._device.type == "cuda"
-        self._scratch_bytes = min(SCRATCH_BYTES, aligned(watermark_bytes // 16)) if is_cuda else 0
+        self._scratch_bytes = kept_scratch_bytes(self._device.type, watermark_bytes)
         self._scratch: Tensor | None = None
         self._loads: WeakValueDictionary[tuple[PackedRead, ...], _Kept] = WeakValueDictionary()
         """Of a plan; dropped with it."""
@@ -127,6 +126,11 @@ class KeptSource:
             before = self._scratch[: len(kept[part])]
             before.copy_(kept[part], non_blocking=True)
             torch.ne(values[part], before, out=differs[part])
+
+
+def kept_scratch_bytes(device_type: str, watermark_bytes: int) -> int:
+    """Device memory for kept bytes."""
+    return min(SCRATCH_BYTES, aligned(watermark_bytes // 16)) if device_type == "cuda" else 0
 
 
 class _Kept:

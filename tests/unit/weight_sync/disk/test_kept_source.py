@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from slipstream.conf.schema import WeightSyncConfig
 from slipstream.weight_sync import api
 from slipstream.weight_sync.api import Sender, register_checkpoint, register_tensors
+from slipstream.weight_sync.replica.receiver import Receiver
 
 SHAPES = {"embed": (300, 16), REPACKED: (64, 64), "up": (200, 64), "down": (64, 200), "norm": (40,), "bias": (64,)}
 """bias is float32."""
@@ -183,3 +184,33 @@ def test_a_publish_that_does_not_end_leaves_nothing_that_is_compared_with(make, 
         assert report.num_committed == 1 and ends.hold(tmp_path) == [True]
         assert (report.num_bytes == NUM_BYTES) == is_whole
         step(tensors, 3)
+
+
+@pytest.mark.parametrize("is_put_in", [False, True])
+def test_after_a_push_that_died_an_engine_proves_the_base_anew_if_nothing_was_put_in(make, is_put_in, tmp_path) -> None:
+    tensors = values(0)
+    save(tensors, tmp_path / "old")
+    step(tensors, 1)
+    save(tensors, tmp_path / "new")
+    handle = register_checkpoint(tmp_path / "old")
+    ends = make(handle.source)
+    assert ends.sender.update(0).num_committed == 1
+    for stage in ("dies", "comes again"):
+        ends.sender.close()
+        ends.sender = ends.make_sender(handle.source)
+        handle.refresh(tmp_path / "old")
+        ends.sender.note_base()
+        handle.refresh(tmp_path / "new")
+        if stage == "dies":
+            ends.engines[0].fail_on["commit" if is_put_in else "verify"] = RuntimeError("the engine died")
+            assert ends.sender.update(1).num_committed == 0
+            old = ends.engines[0].receivers[0]
+            old.close_landing()
+            ends.links[0].unregister([old._params[param.name] for param in old.sent_params])
+            ends.engines[0].receivers[0] = Receiver(
+                old._params, old.layout, old.transport, repack=old._repack, recompute=old._recompute,
+                landing_bytes=ends.config.delta_bytes,
+            )  # fmt: skip
+    report = ends.sender.update(2)
+    assert report.num_committed == 1 and ends.hold(tmp_path / "new") == [True]
+    assert report.num_takers == (0 if is_put_in else 1)
