@@ -150,6 +150,7 @@ def test_after_the_first_update_weights_and_mismatch_are_those_of_before_it():
         result = policy_loss(now, torch.zeros(1), tokens, algorithm, counts)
         assert result.loss.item() == pytest.approx(wanted, rel=1e-6)
         assert result.maxima["parity/log_ratio_max"].item() == pytest.approx(LN(2))
+        assert result.sums["parity/prob_diff_sum"].item() == pytest.approx((2 - 1) * math.exp(-1))
         assert result.sums["policy/num_clipped_high"].item() == 1
         assert result.sums["policy/ratio_sum"].item() == pytest.approx(2)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from slipstream.trainer.weights.loading import (
     CheckpointReader,
     RandomReader,
     fill_uniform,
+    init_adapters,
     load_weights,
     open_reader,
     stream_key,
@@ -158,6 +160,22 @@ def test_an_element_of_a_fresh_adapter_is_splitmix64_of_its_key_and_index():
         flat = parameters[name].detach().flatten()
         for index in (0, 1, 77, flat.numel() - 1):
             assert float(flat[index]) == expected(name, index, parameters[name].shape[-1]), (name, index)
+    stack = parameters["model.layers.0.mlp.experts.down_lora_A"]
+    experts: Any = decoder.get_submodule("model.layers.0.mlp.experts")
+    experts.first_expert = 5  # as of a rank that holds later ones
+    init_adapters(decoder, seed=3)
+    index = 5 * stack[0].numel()
+    assert float(stack.flatten()[0]) == expected("model.layers.0.mlp.experts.down_lora_A", index, stack.shape[-1])
+
+
+def test_random_norms_change_nothing_in_whichever_way_a_family_writes_them():
+    """1, or 0 where one is added to it; linear attention's own norms have none added."""
+    spec: Any = SimpleNamespace(checkpoint_tensors=lambda dtype: [], norms_add_one=True)
+    own, others = "model.layers.0.linear_attn.norm.weight", "model.norm.weight"
+    for adds_one, values in ((True, (1.0, 0.0)), (False, (1.0, 1.0))):
+        spec.norms_add_one = adds_one
+        reader = RandomReader(spec, seed=0, std=1.0, device="cpu")
+        assert tuple(float(reader.read(name, Region((0,), (3,))).unique()) for name in (own, others)) == values
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
