@@ -63,10 +63,10 @@ def ids(stream: Stream[Prompt], count: int) -> list[int]:
 def test_a_pass_has_every_row_once_and_moves_none_by_more_than_the_buffer(
     count: int, buffer_rows: int, seed: int
 ) -> None:
-    stream = streamed(count, buffer_rows, seed)
+    stream, in_memory = streamed(count, buffer_rows, seed), shuffled(count)
     for _ in range(3):
         drawn = ids(stream, count)
-        assert sorted(drawn) == list(range(count))
+        assert sorted(drawn) == sorted(ids(in_memory, count)) == list(range(count))
         assert all(abs(place - number) < buffer_rows for place, number in enumerate(drawn))
 
 

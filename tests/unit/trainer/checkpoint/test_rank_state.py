@@ -89,9 +89,10 @@ def test_files_that_cannot_be_read_are_named(folder: Path) -> None:
         read(folder, rank=2)
     data, meta = folder / "rank-3.safetensors", folder / "rank-3.json"
     document = json.loads(meta.read_text())
-    meta.write_text(json.dumps(document | {"format_version": 2}))
-    with pytest.raises(CheckpointError, match=r"rank-3\.json has format 2, this version reads 1"):
-        read(folder)
+    for given in (2, None):
+        meta.write_text(json.dumps({**document, "format_version": given} if given else {"layout": document["layout"]}))
+        with pytest.raises(CheckpointError, match=rf"rank-3\.json has format {given}, this version reads 1"):
+            read(folder)
     meta.write_text("{")
     with pytest.raises(CheckpointError, match=r"rank-3\.json is not valid JSON"):
         read(folder)
