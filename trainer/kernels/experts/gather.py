@@ -5,7 +5,7 @@
 The copy that sorts rows also multiplies them with an adapter's first factor, so that the factor costs no second read of
 the rows. (Forward: tokens and A. Backward: output gradients and B, and the bias for the router's gradient.) A grouped
 product [W; A] would also read them once, but computes a whole tile of columns for the r columns of A
-(bench/moe_block.py measures both). A token is read from memory once, and from the cache for its other K - 1 copies: all
+(figures: docs/decisions/0008). A token is read from memory once, and from the cache for its other K - 1 copies: all
 programs take the same few columns of their rows before the next ones, or, when each program takes whole rows, programs
 that run side by side take the same part of every expert's rows.
 
