@@ -220,7 +220,9 @@ def left_behind() -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["cmdline"]) if "86413" in (process.info["cmdline"] or [])]
 
 
-async def test_what_an_agent_does_costs_its_own_episode(config: Callable[..., RunConfig], tmp_path: Path) -> None:
+async def test_what_an_agent_does_costs_its_own_episode(
+    config: Callable[..., RunConfig], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     expected = {
         "raise": "raised", "sys.exit": "raised", "nan": "not_a_number", "text": "not_a_number", "nothing": "",
         "print": "", "turns": "turns", "fork": "", "wait": "", "huge": "tokens", "leave": "", "tensor": "",
@@ -230,9 +232,11 @@ async def test_what_an_agent_does_costs_its_own_episode(config: Callable[..., Ru
         await play(runner, "raise")
         assert runner.first_report.endswith("KeyError: 'no such thing'\n") and "agents_here.py" in runner.first_report
         episodes = dict(zip(expected, await play(runner, *expected), strict=True))
-        again = (await play(runner, "wait"))[0]
+        again = (await play(runner, "wait", "heat", "heat"))[0]
         assert len(left_behind()) == 1
     assert not left_behind(), "what an agent starts ends with the run"
+    told = [record.getMessage() for record in caplog.records if "temperature" in record.getMessage()]
+    assert len(told) == 1 and "temperature=0.5 and gets the run's temperature=1" in told[0]
     assert MAX_LOG_BYTES <= (tmp_path / "agents.log").stat().st_size < MAX_LOG_BYTES + 1000, (
         "of 1 GB that a tool prints"
     )
@@ -277,7 +281,7 @@ async def test_a_request_that_its_agent_gave_up_is_sampled_no_further(
     assert (diary, episode.reward) == (["asked", "asked", "given up", "asked"], 0.5)
 
 
-async def test_an_agent_process_that_is_lost_is_replaced(
+async def test_an_agent_process_that_is_lost_is_replaced_and_a_lost_service_ends_its_group(
     config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(EpisodesConfig, "blocked_s", 8.0)
@@ -286,6 +290,14 @@ async def test_an_agent_process_that_is_lost_is_replaced(
         for what in ("exit", "block", "garbage"):
             (lost[what],) = await play(runner, what)
             fine += await play(runner, "wait")
+        group = asyncio.create_task(play(runner, "hang"))
+        service = next(
+            child for child in psutil.Process().children(recursive=True)
+            if "slipstream.rollout.agents.service" in child.cmdline() and "-P" in child.cmdline()[:4]
+        )  # fmt: skip
+        service.kill()
+        with pytest.raises(EngineDied, match=r"agents\.log"):
+            await group
     assert {what: (episode.rollout.failure, episode.reward) for what, episode in lost.items()} == {
         "exit": ("died", None), "block": ("blocked", None), "garbage": ("died", None)
     }  # fmt: skip
@@ -305,14 +317,7 @@ async def test_limits_on_tokens_are_kept_whatever_the_agent_asks_for(
     assert engine.most == [4, 4, 1]
 
 
-async def test_lost_engines_end_the_group_with_their_error(config: Callable[..., RunConfig], tmp_path: Path) -> None:
-    async with running(config(), tmp_path) as (runner, engine):
-        engine.error = EngineDied("all of them")
-        with pytest.raises(EngineDied, match="all of them"):
-            await runner.run_group(PROMPT, 2)
-
-
-async def test_an_engine_that_dies_in_the_middle_of_an_episode_costs_the_turn_that_it_sampled(
+async def test_an_engine_that_dies_costs_the_turn_that_it_sampled_and_the_last_one_the_group(
     config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     world = World(committed=[0, 0])
@@ -322,33 +327,16 @@ async def test_an_engine_that_dies_in_the_middle_of_an_episode_costs_the_turn_th
     await supervisor.hold()
     await supervisor.settle([outcome(True), outcome(True)])
     router = Router(supervisor, request_timeout_s=60)
-    async with running(config(), tmp_path) as (runner, _):
+    async with running(config(), tmp_path) as (runner, engine):
         runner.sample_with(router.generate)
         episodes = await runner.run_group(PROMPT, 3)
+        engine.error = EngineDied("all of them")
+        runner.sample_with(engine.generate)
+        with pytest.raises(EngineDied, match="all of them"):
+            await runner.run_group(PROMPT, 2)
     assert router.num_failed_groups >= 1
     assert [episode.rollout.failure for episode in episodes] == [""] * 3
     assert [len(episode.rollout.turns) for episode in episodes] == [3] * 3
-
-
-async def test_a_temperature_that_is_replaced_is_said_in_the_runs_log(
-    config: Callable[..., RunConfig], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with running(config("behave"), tmp_path) as (runner, _):
-        await play(runner, "heat", "heat")
-    told = [record.getMessage() for record in caplog.records if "temperature" in record.getMessage()]
-    assert len(told) == 1 and "temperature=0.5 and gets the run's temperature=1" in told[0]
-
-
-async def test_a_lost_service_ends_the_group_with_an_error(config: Callable[..., RunConfig], tmp_path: Path) -> None:
-    async with running(config("behave"), tmp_path) as (runner, _):
-        group = asyncio.create_task(play(runner, "hang"))
-        service = next(
-            child for child in psutil.Process().children(recursive=True)
-            if "slipstream.rollout.agents.service" in child.cmdline() and "-P" in child.cmdline()[:4]
-        )  # fmt: skip
-        service.kill()
-        with pytest.raises(EngineDied, match=r"agents\.log"):
-            await group
 
 
 @pytest.mark.parametrize(

@@ -73,10 +73,23 @@ def small_system(num_sources: int = 2, tp_size: int = 2, num_replicas: int = 2):
 
 @PROPERTY
 @given(system=systems(), max_task_bytes=st.integers(4, 400))
-def test_replaying_a_plan_leaves_what_the_loader_leaves(system, max_task_bytes):
+def test_a_plan_of_any_system_is_right(system, max_task_bytes):
     sources, replicas = system
-    values = checkpoint_values(sources[0].tensors)
     plan = build_plan(sources, replicas, max_task_bytes=max_task_bytes)
+    replaying_it_leaves_what_the_loader_leaves(plan, sources, replicas)
+    assert all(0 < task.num_bytes <= max_task_bytes for task in all_tasks(plan))
+    for source in sources:
+        it_holds_what_it_sends(source, plan)
+    expected_bytes_are_what_the_tasks_write(plan, replicas)
+    assert plan == build_plan(list(reversed(sources)), replicas, max_task_bytes=max_task_bytes), "is deterministic"
+    for source in sources:
+        part = rank_plan_from_wire(msgpack.unpackb(msgpack.packb(plan.to_wire(source.rank))))
+        assert part.tasks == plan.tasks[source.rank]
+        assert (part.digest, part.rank, part.max_task_bytes) == (plan.digest, source.rank, max_task_bytes)
+
+
+def replaying_it_leaves_what_the_loader_leaves(plan, sources, replicas):
+    values = checkpoint_values(sources[0].tensors)
     memory, writes = filled_by_tasks(replicas, all_tasks(plan), values)
     for replica, layouts in enumerate(replicas):
         for layout in layouts:
@@ -87,29 +100,17 @@ def test_replaying_a_plan_leaves_what_the_loader_leaves(system, max_task_bytes):
                 np.testing.assert_array_equal(writes[key], (wanted != UNWRITTEN).astype(int), err_msg=str(key))
 
 
-@PROPERTY
-@given(system=systems(), max_task_bytes=st.integers(4, 400))
-def test_no_task_passes_the_bound_and_each_source_holds_what_it_sends(system, max_task_bytes):
-    sources, replicas = system
-    plan = build_plan(sources, replicas, max_task_bytes=max_task_bytes)
-    assert all(0 < task.num_bytes <= max_task_bytes for task in all_tasks(plan))
-    for source in sources:
-        held: dict[str, np.ndarray] = {}
-        for meta in source.tensors:
-            held[meta.name] = np.zeros(meta.shape, dtype=bool)
-        for shard in source.shards:
-            held[shard.tensor][tuple(map(slice, shard.region.start, shard.region.stop))] = True
-        for task in plan.tasks[source.rank]:
-            assert task.source_rank == source.rank
-            for piece in task.pieces:
-                assert held[piece.tensor][tuple(map(slice, piece.region.start, piece.region.stop))].all(), piece
+def it_holds_what_it_sends(source, plan):
+    held = {meta.name: np.zeros(meta.shape, dtype=bool) for meta in source.tensors}
+    for shard in source.shards:
+        held[shard.tensor][tuple(map(slice, shard.region.start, shard.region.stop))] = True
+    for task in plan.tasks[source.rank]:
+        assert task.source_rank == source.rank
+        for piece in task.pieces:
+            assert held[piece.tensor][tuple(map(slice, piece.region.start, piece.region.stop))].all(), piece
 
 
-@PROPERTY
-@given(system=systems(), max_task_bytes=st.integers(4, 400))
-def test_expected_bytes_are_what_the_tasks_write(system, max_task_bytes):
-    sources, replicas = system
-    plan = build_plan(sources, replicas, max_task_bytes=max_task_bytes)
+def expected_bytes_are_what_the_tasks_write(plan, replicas):
     for replica, layouts in enumerate(replicas):
         for layout in layouts:
             written = {param.name: 0 for param in layout.params if param.post_load is not PostLoad.derived}
@@ -120,19 +121,6 @@ def test_expected_bytes_are_what_the_tasks_write(system, max_task_bytes):
     summary = plan.summary()
     assert sum(summary.sent_bytes.values()) == sum(summary.received_bytes.values()) == summary.num_bytes
     assert sum(summary.group_bytes.values()) == summary.num_bytes
-
-
-@PROPERTY
-@given(system=systems(), max_task_bytes=st.integers(4, 400))
-def test_a_plan_is_deterministic_and_survives_the_wire(system, max_task_bytes):
-    sources, replicas = system
-    plan = build_plan(sources, replicas, max_task_bytes=max_task_bytes)
-    again = build_plan(list(reversed(sources)), replicas, max_task_bytes=max_task_bytes)
-    assert plan == again
-    for source in sources:
-        part = rank_plan_from_wire(msgpack.unpackb(msgpack.packb(plan.to_wire(source.rank))))
-        assert part.tasks == plan.tasks[source.rank]
-        assert (part.digest, part.rank, part.max_task_bytes) == (plan.digest, source.rank, max_task_bytes)
 
 
 @PROPERTY
