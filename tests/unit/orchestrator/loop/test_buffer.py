@@ -125,11 +125,12 @@ async def test_too_old_group_is_dropped_counted_and_its_prompt_sampled_again() -
     buffer = GroupBuffer(groups_per_step=1, max_staleness_steps=1)
     ticket = await buffer.claim_ticket()
     await buffer.deliver(ticket, group_of(41, version=3))
+    await buffer.claim_ticket()
+    waiting = asyncio.create_task(buffer.claim_ticket())
     taking = asyncio.create_task(buffer.take_batch(5))  # staleness 2 > 1
-    await settle()
-    assert buffer.num_outstanding == 1
-    again = await claim(buffer)
-    assert again is not None and again.number == ticket.number
+    again = await done(waiting)
+    assert buffer.num_outstanding == 2
+    assert again.number == ticket.number
     assert again.prompt is not None and again.prompt.prompt_id == 41
     await buffer.deliver(again, group_of(41, version=4))
     batch = await done(taking)
