@@ -61,9 +61,10 @@ def test_a_prompt_that_is_being_sampled_is_not_drawn_while_there_are_others() ->
     assert sorted(first) == [0, 3, 6, 9]
     again = Counter(next(stream).prompt_id for _ in range(20))
     assert set(again) == set(first), "all are being sampled: by their weights again"
-    for _ in range(1 + again[6]):
-        stream.observe(6, [None] * 4)
-    assert next(stream).prompt_id == 6
+    for prompt_id in (6, 0, 9, 3):
+        for _ in range(1 + again[prompt_id]):
+            stream.observe(prompt_id, [None] * 4)
+        assert next(stream).prompt_id == prompt_id
 
 
 def test_a_cursor_of_an_earlier_release_draws_the_same_prompts() -> None:
