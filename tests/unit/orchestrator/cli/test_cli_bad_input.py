@@ -372,9 +372,9 @@ def test_run_to_resume_has_failed_after_its_last_step(refuse: Refuse, old_run: P
 @pytest.mark.parametrize("exported", ["adapter", "merged"])
 def test_a_run_that_exported_what_it_trained_has_nothing_left(exported: str, old_run: Path) -> None:
     folder = RunFolder(old_run.parent.parent)
-    assert not has_nothing_left(folder, 3)
+    assert not has_nothing_left(folder, 3) and has_nothing_left(folder, 2)
     getattr(folder, exported).mkdir()
-    assert has_nothing_left(folder, 3)
+    assert has_nothing_left(folder, 3) and not has_nothing_left(folder, 4)
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,7 @@ def test_outcomes_arrive_as_they_were_said_and_one_may_be_of_all_responses() -> 
         [[["score", 0.5], ["score", 0.5]], {}],  # of three responses
         [[["score", 0.5]] * 4, {}],
         [[], {}],
-        [[["score", math.nan]] * 3, {}],
-        [[["score", math.inf, "a"]] * 3, {}],
+        *([[["score", value, *answer]] * 3, {}] for value in (math.nan, math.inf, -math.inf) for answer in ([], ["a"])),
         [[["score", 1]] * 3, {}],
         [[["score", 0.5, "a" * (MAX_ANSWER + 1)]] * 3, {}],
         [[["score", 0.5, 7]] * 3, {}],
