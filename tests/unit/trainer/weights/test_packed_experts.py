@@ -232,6 +232,8 @@ def test_every_rank_loads_its_experts_bit_by_bit(kind, ep_rank, tmp_path):
     assert report.ignored == ()
     held = [one for one in packed_tensors(decoder) if not one.is_fact]
     assert report.num_packed_bytes == sum(b.numel() * b.element_size() for b in decoder.buffers())
+    plain = [p.numel() * p.element_size() for name, p in decoder.named_parameters() if "lora_" not in name]
+    assert report.num_bytes == report.num_packed_bytes + sum(plain)
     for one in held:
         whole = stored(MODELS[kind], one.tensor)
         wanted = whole[tuple(slice(a, b) for a, b in zip(one.region.start, one.region.stop, strict=True))]
