@@ -217,7 +217,8 @@ class Harm:
             if self._count(event, all_since) and start_of(self._folder) is None:
                 event.outcome = AS_BEFORE
                 break
-            if blow.what is What.term and missing[Kind.worker] and time.monotonic() - asked_at > _DEATH_S:
+            is_told = blow.what is What.term and blow.kind is Kind.worker
+            if is_told and missing[Kind.worker] and time.monotonic() - asked_at > _DEATH_S:
                 asked_at = time.monotonic()
                 self._ask_for(wanted[Kind.worker])
         self._count(event, None)
