@@ -163,6 +163,11 @@ class StepLoop(ABC):
         await self._completed()
         if self._checkpoints.of_step(self.step) is not None:
             return  # it has the same weights; groups that were finished since are sampled again
+        # Told to end meanwhile, ranks still write into that folder.
+        await finish_first(self._begun_save(), "a checkpoint that has begun", timeout_s=SAVE_S)
+
+    async def _begun_save(self) -> None:
+        """From the trainer's copy to the task that completes the checkpoint."""
         partial, times = self._checkpoints.begin(self.step), [time.monotonic()]
         adapter = partial / "adapter" if self._config.trainer.mode is TrainMode.lora else None
         with self._discarding_what_fails(partial):

@@ -115,6 +115,31 @@ async def test_a_run_that_is_told_to_end_waits_for_it(tmp_path: Path) -> None:
     assert loop.checkpoints.read(loop.checkpoints.newest()).step >= 3
 
 
+async def test_a_run_that_is_told_to_end_while_ranks_begin_one_lets_them_and_makes_no_second_one(
+    tmp_path: Path,
+) -> None:
+    """They write into its folder, which could not be made anew then."""
+    loop, begun, goes_on = Loop(tmp_path, make_config(num_steps=9)), asyncio.Event(), asyncio.Event()
+    begin, folders = loop.trainer.begin_checkpoint, list[Path]()
+
+    async def takes_its_time(folder: Path, adapter: Path | None) -> None:
+        folders.append(folder)
+        begun.set()
+        await goes_on.wait()
+        await begin(folder, adapter)
+
+    loop.trainer.begin_checkpoint = takes_its_time  # type: ignore[method-assign]
+    running = asyncio.create_task(loop.run())
+    await asyncio.wait_for(begun.wait(), 60)
+    running.cancel()
+    await asyncio.sleep(0.05)
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert len(folders) == 1
+    assert step_of(loop.checkpoints.newest()) == loop.rows[-1]["step"] == 2
+
+
 async def test_a_checkpoint_that_a_dead_rank_had_not_written_is_given_up_and_the_next_one_made(tmp_path: Path) -> None:
     loop, num_looks = Loop(tmp_path, make_config(num_steps=4)), 0
     written = loop.trainer.has_written
