@@ -32,6 +32,7 @@ _FACTS = re.compile(
     r"|(?P<up>rollout-\d+)(?:\.\d+)? (?:serves again|stays out of service|has gone)"
     r"|(?P<ranks_down>trainer ranks? are started again \(\d)|trainer ranks are (?P<ranks_up>up again)"
     r"|made again: (?P<again>.*)$"
+    r"|(?P<anew>up: \d+ rollout workers;)"
 )
 
 
@@ -94,6 +95,8 @@ class RunWatch:
             self.recovering.add(fact["down"] or "trainer")
         elif fact["up"] or fact["ranks_up"]:
             self.recovering.discard(fact["up"] or "trainer")
+        elif fact["anew"]:
+            self.recovering.clear()  # whatever the controller before had begun
         elif fact["again"]:
             self.made_again += fact["again"].split(", ")
 

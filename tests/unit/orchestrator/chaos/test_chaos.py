@@ -113,6 +113,9 @@ def test_moments_are_those_that_the_log_tells(folder: RunFolder) -> None:
     log(folder, 103.0, "fleet.roster: rollout-1.2 serves again, 0.9 s after it failed")
     watch.look()
     assert not watch.is_on(Moment.recovery, 103.0) and not watch.is_on(Moment.checkpoint, 103.0)
+    log(folder, 104.0, "fleet.supervisor: rollout-0 is out of service and is restarted, 1 left: it died")
+    log(folder, 110.0, "orchestrator.cluster.rollout_workers: up: 2 rollout workers; an engine takes up to 4 requests")
+    assert not RunWatch(folder).recovering, "the run was stopped meanwhile, and resumed with new workers"
     (folder.checkpoints / ".step-000002.partial").mkdir(parents=True)
     assert watch.is_on(Moment.checkpoint, 103.0)
 
