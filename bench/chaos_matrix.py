@@ -233,7 +233,11 @@ def checks_of(run: Path, *, is_policy: bool) -> dict[str, Any]:
         return found
     found["versions_as_steps"] = all(row["policy_version"] == row["step"] for row in rows)
     found["no_unverified_version"] = all(row["staleness/max"] == 0 and 0 <= row["parity/k3"] < 1e-3 for row in rows[1:])
-    samples = [row for row in rows_of(run / "samples.jsonl") if row["step"] > 0 and row["kind"] == "training"]
+    samples = [
+        row
+        for row in rows_of(run / "samples.jsonl")
+        if 0 < row["step"] <= rows[-1]["step"] and row["kind"] == "training"
+    ]
     prompts = {(sample["step"], sample["prompt_id"]) for sample in samples}
     found["every_step_has_its_groups"] = Counter(step for step, _ in prompts) == dict.fromkeys(range(1, len(rows)), 4)
     counts = Counter(prompt for _, prompt in prompts)
