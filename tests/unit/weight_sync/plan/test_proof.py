@@ -290,7 +290,9 @@ def test_a_derived_parameter_may_have_fills_and_no_task_and_whose_task_it_is_is_
     (source,), ((layout,),) = _one_vector(Region((0,), (4,)))
     sources = (source, dataclasses.replace(source, rank=1, shards=()))
     derived = Param("d", (4,), "float32", PostLoad.derived)
-    layout = dataclasses.replace(layout, params=(*layout.params, derived), fills=(Fill("d", 2, 2),))
+    filled = Param("e", (2,), "float32")
+    fills = (Fill("d", 2, 2), Fill("e", 0, 1), Fill("e", 1, 1))
+    layout = dataclasses.replace(layout, params=(*layout.params, derived, filled), fills=fills)
     plan = build_plan(sources, [[layout]] * 2, max_task_bytes=64)
     assert is_refused(prove_by_element, plan, [[layout]] * 2, sources) == ""
     (task, _) = plan.tasks[0]
@@ -310,16 +312,17 @@ def test_a_task_longer_than_the_bound_is_refused_and_one_as_long_is_not() -> Non
 def test_every_rank_must_hold_all_that_it_packs() -> None:
     """A shard that lacks a row at either end, of one tensor or of the other."""
     joined = Joined()
-    for tensor in "tu":
-        for region, is_right in ((((0, 0), (2, 4)), True), (((1, 0), (1, 4)), False), (((0, 0), (1, 4)), False),
-                                 (((0, 1), (2, 3)), False), (((0, 0), (2, 3)), False)):  # fmt: skip
+    for place, tensor in enumerate("tu"):
+        for region, wanting in ((((0, 0), (2, 4)), ""), (((1, 0), (1, 4)), "pq"), (((0, 0), (1, 4)), "qp"),
+                                (((0, 1), (2, 3)), "pp"), (((0, 0), (2, 3)), "pp")):  # fmt: skip
+            is_right = not wanting
             (source,) = joined.sources
             shards = [shard for shard in source.shards if shard.tensor != tensor]
             held = dataclasses.replace(source, shards=(*shards, SourceShard(tensor, Region(*region))))
             said = is_refused(prove_coverage, joined.plan, [[joined.layout]], (held,))
             assert (said == "") == is_right, said
             assert bool(is_refused(prove_by_element, joined.plan, [[joined.layout]], (held,))) != is_right
-            assert is_right or (f"is to send {tensor} start" in said and "does not hold it" in said)
+            assert is_right or (f"is to send {tensor} start" in said and f"to {wanting[place]}, and does not" in said)
     assert "does not hold it" in is_refused(prove_coverage, joined.plan, [[joined.layout]], ())
 
 
