@@ -1,21 +1,25 @@
-"""Cases that need vLLM, in one process that imports it once: importing takes longer than any of them.
-
-A test module calls `outcomes_of` for a fixture, and `run_cases` where it is itself run as a script.
+"""Cases that need vLLM and leave traces in their process, in one that is forked from the tests': importing vLLM takes
+longer than any of them.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from slipstream.conf.schema import Device
+from slipstream.rollout.engine.engine_options import engine_environment
 from slipstream.rollout.in_vllm.process_imports import import_vllm
 
 REPOSITORY = Path(__file__).parents[2]
+TIMEOUT_S = 240.0
+SAID = "said.txt"
+"""What the process of the cases wrote."""
 
 
 def import_path(*first: Path) -> str:
@@ -24,28 +28,36 @@ def import_path(*first: Path) -> str:
     return os.pathsep.join([*map(str, (*first, REPOSITORY, REPOSITORY / "tests")), *filter(None, [given])])
 
 
-def outcomes_of(script: str, folder: Path, cases: Sequence[str], on_path: Sequence[Path] = ()) -> dict[str, str]:
-    """By case, the traceback of what failed in `python SCRIPT FOLDER CASE ...`; "" where nothing did."""
-    env = {
-        **os.environ,
-        "PYTHONPATH": import_path(*on_path),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    command = [sys.executable, script, str(folder), *cases]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+def outcomes_of(
+    compare: Callable[[str, Path], None], folder: Path, cases: Sequence[str], on_path: Sequence[Path] = ()
+) -> dict[str, str]:
+    """By case, the traceback of what failed in `compare(case, an empty folder)`; "" where nothing did. All of them in
+    one process, which is forked from this one.
+
+    Args:
+        compare: Leaves vLLM ready for the next case.
+        on_path: Folders to import from there.
+    """
+    import_vllm()
+    process = multiprocessing.get_context("fork").Process(target=_run_cases, args=(compare, folder, cases, on_path))
+    process.start()
+    process.join(TIMEOUT_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    assert process.exitcode == 0, (folder / SAID).read_text()[-8000:]
     return json.loads((folder / "outcomes.json").read_text())
 
 
-def run_cases(compare: Callable[[str, Path], None]) -> None:
-    """compare(case, an empty folder) for each case of the command line; it leaves vLLM ready for the next one."""
-    folder, cases = Path(sys.argv[1]), sys.argv[2:]
-    import_vllm()
+def _run_cases(
+    compare: Callable[[str, Path], None], folder: Path, cases: Sequence[str], on_path: Sequence[Path]
+) -> None:
+    with (folder / SAID).open("w") as said:
+        for descriptor in (1, 2):
+            os.dup2(said.fileno(), descriptor)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not where pytest keeps what its own process says
+    os.environ.update(engine_environment(Device.cpu))
+    sys.path[:0] = map(str, on_path)
     outcomes: dict[str, str] = {}
     for case in cases:
         (folder / case).mkdir()

@@ -1,14 +1,13 @@
 """Layouts recorded on meta, without an engine, against those that the ranks of a live engine report.
 
 The live side is what a run does: vLLM with the product's own arguments and worker extension, asked to describe itself.
-One process, apart from that of the tests, imports vLLM once for all of them and for what needs no cache.
+One process, forked from that of the tests, has all of them and what needs no cache.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases.vllm_process import outcomes_of, run_cases
+from cases.vllm_process import outcomes_of
 from fakes.checkpoints import CONFIGS, FOR_GPUS
 from fakes.vllm_oracle import engine_of
 
@@ -25,7 +24,7 @@ from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from slipstream.conf.tensor_parallel import tp_problem
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint
 from slipstream.orchestrator.offline.record import layouts_digest, record
-from slipstream.rollout.engine.engine_options import engine_arguments, engine_environment
+from slipstream.rollout.engine.engine_options import engine_arguments
 from slipstream.rollout.errors import EngineError
 from slipstream.rollout.layouts.offline_layout import LayoutRequest, offline_layouts
 from slipstream.weight_sync.layout import DestLayout, PostLoad
@@ -78,7 +77,7 @@ def in_vllm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, s
     """What live engines said, a folder for each, and by case what failed in the one process of them all."""
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("live")
-    return folder, outcomes_of(__file__, folder, [*LIVE, *SIZES, *FAMILIES, *RECORDED])
+    return folder, outcomes_of(compare, folder, [*LIVE, *SIZES, *FAMILIES, *RECORDED])
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +256,7 @@ def record_and_keep(case: str, folder: Path) -> None:
 
 
 def compare(case: str, folder: Path) -> None:
-    """One case, in the process that has imported vLLM."""
+    """One case, in the process of them all."""
     if case in SIZES:
         build_sizes(case)
     elif case in FAMILIES:
@@ -266,8 +265,3 @@ def compare(case: str, folder: Path) -> None:
         record_and_keep(case, folder)
     else:
         ask_live_engine(case, folder)
-
-
-if __name__ == "__main__":
-    os.environ.update(engine_environment(Device.cpu))
-    run_cases(compare)

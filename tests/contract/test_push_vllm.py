@@ -1,12 +1,11 @@
 """`slipstream push` against real `vllm serve` processes: what is on disk is what vLLM's own loader would have made.
 
-The oracle loads the same folders by itself, in a process of its own. The plugin is found as an installed package's is:
-by an entry point, here in a folder that is made from pyproject.toml.
+The oracle loads the same folders by itself. The plugin is found as an installed package's is: by an entry point, here
+in a folder that is made from pyproject.toml. (Servers that the command starts: test_push_fleet.py.)
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -22,13 +21,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases.vllm_process import import_path
+from cases.pushing import SMALL, command, environment, held
 from fakes.sharded_checkpoints import TINY, save_checkpoint
+from fakes.vllm_oracle import vllm_loads
 from safetensors.torch import load_file, save_file
 
-from slipstream.conf.schema import Device
 from slipstream.orchestrator.machine import HERE
-from slipstream.rollout.engine.engine_options import engine_environment
 from slipstream.rollout.errors import EngineError
 from slipstream.rollout.served.client import Rendezvous, ServedEngine
 from slipstream.rollout.served.serve import VLLM_MODULE
@@ -36,23 +34,12 @@ from slipstream.weight_sync.disk.safetensors_files import read_index, tensor_met
 
 pytest.importorskip("vllm")
 REPOSITORY = Path(__file__).parents[2]
-SMALL = ["--max-model-len", "256", "--kv-cache-memory-bytes", str(16 << 20)]
-VLLM_CACHE = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"))
-"""What vLLM knows of classes of models; without it, it imports all of itself once more to look."""
 START_TIMEOUT_S = 240.0
-CHECKPOINTS = ("one", "two")
-"""Folders. They differ in a few elements."""
 CHANGED = 0.02
+"""Share of elements in which the checkpoints one and two differ."""
 TWO_RANKS = ["--ranks", "2", "--delta-mib", "8", "--json"]
-
-
-def environment(*folders: Path) -> dict[str, str]:
-    return {
-        **os.environ,
-        **engine_environment(Device.cpu),
-        "PYTHONPATH": import_path(*folders),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+LOADED: dict[Path, dict[str, str]] = {}
+"""What oracle() has loaded."""
 
 
 def install_entry_points(folder: Path) -> None:
@@ -65,34 +52,11 @@ def install_entry_points(folder: Path) -> None:
     (info / "entry_points.txt").write_text("\n".join(lines))
 
 
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "slipstream.orchestrator.cli.main", *words]
-
-
 def oracle(checkpoint: Path) -> dict[str, str]:
-    """Hashes of every parameter after vLLM's own load, which happens once for all checkpoints, in one process."""
-    file = checkpoint.with_suffix(".json")
-    if not file.exists():
-        text = """
-import json, sys
-from pathlib import Path
-from fakes.vllm_oracle import vllm_loads
-for folder in sys.argv[1:]:
-    Path(folder).with_suffix(".json").write_text(json.dumps(vllm_loads(Path(folder), "bfloat16")))
-"""
-        folders = [str(checkpoint.with_name(name)) for name in CHECKPOINTS]
-        subprocess.run(
-            [sys.executable, "-c", text, *folders], env=environment(), check=True, timeout=240, capture_output=True
-        )
-    return json.loads(file.read_text())
-
-
-def held(engine: ServedEngine) -> dict[str, str]:
-    """Hashes of every parameter that a served engine holds."""
-    (result,) = engine.call("slipstream_read_params")
-    error, text, hashes = ast.literal_eval(result) if isinstance(result, str) else result
-    assert not error, text
-    return hashes
+    """Hashes of every parameter after vLLM's own load."""
+    if checkpoint not in LOADED:
+        LOADED[checkpoint] = vllm_loads(checkpoint, "bfloat16")
+    return LOADED[checkpoint]
 
 
 class Server:
@@ -220,37 +184,3 @@ def test_an_update_that_fails_leaves_the_engine_paused_and_another_one_repairs_i
     assert done.returncode == 0, done.stdout + done.stderr
     assert held(server.engine) == oracle(folder / "two")
     assert not server.engine._request("GET", "/is_paused")["is_paused"]
-
-
-def test_a_fleet_starts_from_disk_serves_and_ends_with_the_command(folder: Path) -> None:
-    port = HERE.next_free_port(8500)
-    words = ["one", "--start", "1", "--port", str(port), "--json", "--", *SMALL]
-    process = subprocess.Popen(
-        command("push", *words),
-        cwd=folder,
-        env=environment() | {"HOME": str(folder), "VLLM_CACHE_ROOT": str(VLLM_CACHE)},  # no layout is cached yet
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    engine = ServedEngine(f"http://127.0.0.1:{port}")
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, process.communicate()[1] + "".join(f.read_text()[-3000:] for f in folder.glob("push-logs/*"))
-        report: dict[str, Any] = json.loads(line)
-        assert report["engines"] == {engine.url: ""}
-        assert report["serving_s"] >= max(report["disk_done_s"], report["engines_up_s"])
-        assert not report["expected_error"]
-        if report["expected_s"]:  # in time; a busy host may be late with it
-            assert report["expected_s"] < report["engines_up_s"]
-            assert report["num_expected"] == 1  # the layout recorded on meta is the engine's, and was planned for
-            assert report["plan_s"] > 0
-        assert set(report["attach_s"]) == {"whole", "record", "link", "register", "describe", "endpoint"}
-        assert held(engine) == oracle(folder / "one")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 143
-        assert not engine.is_healthy()
-    finally:
-        process.kill()
-        process.wait(120)

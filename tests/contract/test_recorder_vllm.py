@@ -1,7 +1,8 @@
 """The recorder against vLLM's own loaders: what was recorded, replayed, is what vLLM's `load_weights` writes.
 
-One process, which imports vLLM once, has one engine after the other. For each model it builds a tiny random checkpoint,
-starts vLLM with dummy weights, records its loader, and then lets the same loader load the real tensors as the oracle.
+One process, forked from that of the tests, has one engine after the other. For each model it builds a tiny random
+checkpoint, starts vLLM with dummy weights, records its loader, and then lets the same loader load the real tensors as
+the oracle.
 Experts are compared as loaded, before any repacking by a CPU backend. Block-FP8: cases/recorded_fp8.py.
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from cases import recorded_fp8
 from cases.recorded import replay_plan
-from cases.vllm_process import outcomes_of, run_cases
+from cases.vllm_process import outcomes_of
 
 MODELS = ["qwen3", "qwen2", "mistral", "olmoe", "minimax_m2", "qwen3_5_moe", "gemma3"]
 """Others are recorded and published in test_engine_layouts.py."""
@@ -25,7 +26,7 @@ NO_PICTURES = Path(__file__).parents[1] / "fakes" / "no_pictures"
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     pytest.importorskip("vllm")
     cases = [*MODELS, *recorded_fp8.CASES]
-    return outcomes_of(__file__, tmp_path_factory.mktemp("recorded"), cases, on_path=[NO_PICTURES])
+    return outcomes_of(compare, tmp_path_factory.mktemp("recorded"), cases, on_path=[NO_PICTURES])
 
 
 @pytest.mark.parametrize("case", [*MODELS, *recorded_fp8.CASES])
@@ -77,7 +78,3 @@ def compare(model_name: str, folder: Path) -> None:
         assert set(memory) == set(params)
         for name, param in params.items():
             assert torch.equal(memory[name].view(param.shape), param), name
-
-
-if __name__ == "__main__":
-    run_cases(compare)
