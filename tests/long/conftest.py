@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from system.conftest import one_import_of_vllm  # noqa: F401 - a fixture
+from system.conftest import cluster, one_import_of_vllm  # noqa: F401 - fixtures

@@ -26,7 +26,7 @@ from slipstream.conf.schema import Device
 from slipstream.orchestrator.files.telemetry import read_rows
 from slipstream.orchestrator.machine import DASHBOARD_PORT
 from slipstream.rollout import worker_process
-from slipstream.rollout.engine.engine_options import set_engine_environment
+from slipstream.rollout.engine.engine_options import compile_cache, set_engine_environment
 from slipstream.rollout.in_vllm.fork_server import BEGUN_VARIABLE, begin_beforehand, imports_read
 
 RUN_TIMEOUT_S = 560
@@ -45,18 +45,32 @@ and wait for their rewards.
 ONE_OF_EACH = ["trainer.num_ranks=1", "trainer.ep_size=1", "rollout.num_workers=1"]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_import_of_vllm(private_tmp: None) -> Iterator[None]:
-    """One process imports vLLM for all engines of this session, in runs and in the tests' own process. A run elsewhere
-    begins a process of its own for that, as in tests with `own_import`.
-    """
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Where xdist's processes share the tests, they share that one process of one_import_of_vllm(), too."""
+    if getattr(session.config.option, "dist", "no") != "no" and not hasattr(session.config, "workerinput"):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in compile_cache().items():
+                patch.setenv(name, os.environ.get(name, value))
+            begin_for_runs(patch)
+
+
+def begin_for_runs(patch: pytest.MonkeyPatch) -> None:
+    """Begin the process that imports vLLM for runs which start in this one's environment; unless it names one."""
     root = str(Path(__file__).parents[2])
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    patch.setenv("PYTHONPATH", os.pathsep.join(dict.fromkeys([root, *filter(None, given)])))
+    there = {"OMP_NUM_THREADS": "1", **os.environ}  # as Ray sets it
+    set_engine_environment(Device.cpu, batch_invariant=False, environment=there)
+    begin_beforehand(imports_read(there), also=[worker_process.PRELOAD])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_import_of_vllm(private_tmp: None) -> Iterator[None]:
+    """One process imports vLLM for the engines of all runs of this session. A run elsewhere begins a process of its own
+    for that, as in tests with `own_import`.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(dict.fromkeys([root, *filter(None, given)])))
-        there = {"OMP_NUM_THREADS": "1", **os.environ}  # as Ray sets it
-        set_engine_environment(Device.cpu, batch_invariant=False, environment=there)
-        begin_beforehand(imports_read(there), also=[worker_process.PRELOAD])
+        begin_for_runs(patch)
         yield
         del os.environ[BEGUN_VARIABLE]
 

@@ -1,7 +1,8 @@
-"""Locks: reinforcement learns and its control does not; an algorithm's loss is its formula, end to end.
+"""Locks: reinforcement learns; an algorithm's loss is its formula, end to end. (The control, which learns nothing:
+tests/long.)
 
-Three runs and an evaluation through the command line on real Ray, vLLM, Mooncake and FSDP2, two at a time, because
-their start is most of their time: one engine and one trainer rank each. Everything is asserted on metrics.jsonl, and on
+Two runs and an evaluation through the command line on real Ray, vLLM, Mooncake and FSDP2, two at a time, because their
+start is most of their time: one engine and one trainer rank each. Everything is asserted on metrics.jsonl, and on
 what the evaluation says.
 
 In RLOO's run a batch is one group, and a response is worth its length in tokens. With lengths l_i of mean m and
@@ -43,7 +44,6 @@ KL_COEF = 0.5
 
 RUNS = {
     "learned": LETTERS,
-    "no_publish": LETTERS,
     "rloo": [
         *SMALL, "algorithm=rloo", f"algorithm.kl_coef={KL_COEF}", "run.num_steps=4", "data.eval_path=null",
         "algorithm.groups_per_step=1", f"algorithm.group_size={GROUP_SIZE}",
@@ -61,12 +61,7 @@ def started(
     wanted = {name for item in request.session.items for name in RUNS if f"[{name}" in item.name}
     with ThreadPoolExecutor(max_workers=2) as pool:
         runs: dict[str, Future[Any]] = {
-            name: pool.submit(
-                train,
-                [*RUNS[name], cluster],
-                tmp_path_factory.mktemp(name),
-                "bench.controls" if name == "no_publish" else "slipstream.orchestrator.cli.main",
-            )
+            name: pool.submit(train, [*RUNS[name], cluster], tmp_path_factory.mktemp(name))
             for name in RUNS
             if name in wanted
         }
@@ -127,15 +122,6 @@ def test_an_adapter_alone_is_evaluated_as_its_samples_count(started: dict[str, F
         ]
         assert found[f"pass_at_{k}"]["mean"] == pytest.approx(statistics.mean(shares))
     assert not (Path(told["json"]).parent / "adapter").exists(), "it would be a copy of what was read"
-
-
-@run_of("no_publish")
-def test_without_publishes_nothing_is_learned(steps: list[dict[str, Any]]) -> None:
-    """Shuffled advantages are another control, which takes as long: bench/runs.py."""
-    assert steps[-1]["policy_version"] == steps[-1]["step"] == NUM_STEPS, "it trained as often"
-    assert all(row["optim/grad_norm"] > 0 for row in steps[1:6]), "later all rewards of a batch may be 0"
-    assert steps[-1]["eval/reward"] < 0.2
-    assert [row["staleness/max"] for row in steps[1:]] == list(range(NUM_STEPS))
 
 
 @run_of("rloo")

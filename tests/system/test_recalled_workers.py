@@ -17,15 +17,18 @@ from slipstream.orchestrator.files.startup import read_starts
 
 
 @pytest.mark.timeout(3 * RUN_TIMEOUT_S)
-@pytest.mark.parametrize("mode", [SyncMode.merged, SyncMode.adapter])
 def test_killed_and_recalled_workers_come_back_with_the_current_weights_while_steps_go_on(
-    cluster: str, tmp_path: Path, mode: SyncMode
+    cluster: str, tmp_path: Path
 ) -> None:
+    killed_and_recalled(cluster, tmp_path, SyncMode.merged)
+
+
+def killed_and_recalled(cluster: str, tmp_path: Path, mode: SyncMode) -> None:
     """A strictly on-policy run; one worker is killed, and with merged weights the other one then recalled by the
     command. Each time the one that is left carries the steps; the other is started again, takes the current version
     from its peer or from a publish, and samples. Merged weights are relayed, and the one that is recalled is worker 0,
     which the trainer writes to: it goes on with the other one. (Without a relay: test_ray_nodes.py.) What is killed is
-    an engine with merged weights, and a whole worker in adapter mode.
+    an engine with merged weights, and a whole worker in adapter mode (tests/long).
     """
     is_merged = mode is SyncMode.merged
     words = [
