@@ -302,6 +302,14 @@ def test_a_derived_parameter_may_have_fills_and_no_task_and_whose_task_it_is_is_
     assert "replica 1 rank 0: d is derived, and Task(" in said and "source_rank=1, replica=1," in said
 
 
+def test_a_task_is_the_same_by_its_place_and_in_its_turn_whichever_replicas_have_it() -> None:
+    one, other = Joined().right
+    tasks = [dataclasses.replace(task, replica=replica, dest_offset_bytes=at)
+             for task, replica, at in ((one, 0, 0), (one, 1, 0), (other, 1, 0), (other, 0, 32))]  # fmt: skip
+    table = TaskTable.of(0, tasks)
+    assert [table[place] for place in range(4)] == list(table) == tasks
+
+
 def test_a_task_longer_than_the_bound_is_refused_and_one_as_long_is_not() -> None:
     joined = Joined()
     tasks = [joined.task("p", *rows_of(0, 1)), *(task for task in joined.right if task.param == "q")]
