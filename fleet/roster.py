@@ -38,6 +38,8 @@ class Roster:
         """Every replica that came back, in order."""
         self.num_publishes = 0
         """Publishes that began."""
+        self.awaits_room = False
+        """Machines may come on which workers are started (following.py): without a worker the run waits for them."""
         self.changed = asyncio.Condition()
         self._write = note
         self._tasks: set[asyncio.Task[None]] = set()
@@ -55,7 +57,8 @@ class Roster:
     @property
     def is_hopeless(self) -> bool:
         """No replica serves, or will by itself."""
-        return all(one.state in (ReplicaState.out, ReplicaState.gone) for one in self.replicas.values())
+        ends = (ReplicaState.out, ReplicaState.gone)
+        return not self.awaits_room and all(one.state in ends for one in self.replicas.values())
 
     @property
     def is_publishing(self) -> bool:

@@ -1,10 +1,13 @@
-"""Rollout workers that come and go while the run goes on: `slipstream scale`, `slipstream drain`, SIGTERM to a worker.
+"""Rollout workers that come and go while the run goes on: `slipstream scale`, `slipstream drain`, SIGTERM to a worker,
+a notice to its machine, machines that come and leave.
 
     any state --told to go--> leaving --others have its requests, its process has ended--> gone --asked for--> starting
 
-Owns: how many workers are wanted, which ones go, and in which order one goes. Does not own: how one that comes is
+Owns: how many workers are wanted, which ones go, in which order one goes, and on which machine one starts that comes by
+itself. Does not own: when machines are looked at (following.py), how one that comes is
 started and filled (starts.py: as one that failed, under a name and in a place of its own; the trainer meets it at the
 next publish), nor how the responses of one that goes are sampled to their end (router.py).
+Of a range MIN..MAX, so many are wanted as machines have room for, and at most as many as were asked for last.
 Invariant: one that goes takes no request and no publish any more. It returns every response under way as it stands. The
 last one is started again: without it nobody would sample.
 """
@@ -14,7 +17,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from slipstream.conf.plural import counted
 from slipstream.fleet.errors import FleetRefusal
@@ -22,17 +26,33 @@ from slipstream.fleet.fleet_log import FleetEvent
 from slipstream.fleet.replicas import Replica, ReplicaState
 from slipstream.fleet.roster import Roster
 from slipstream.fleet.starts import Starts
+from slipstream.rollout.worker_verbs import NOTICE
 
 logger = logging.getLogger(__name__)
 IDLE_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a look at the machines finds."""
+
+    free: Mapping[str, int]
+    """Machine -> how many further workers it has room for."""
+    reserved: Mapping[str, str]
+    """Worker -> the machine where its room is reserved. Not in it: it has none, or its machine has left."""
+
+
+MakeRoom = Callable[[Mapping[str, str | None]], Awaitable[None]]
+"""Reserves what workers need, by name, each on a machine or (None) on any; or raises a SlipstreamError."""
 
 
 class Scaling:
     """See the module's docstring.
 
     Args:
-        make_room: reserves what workers of these names need, or raises a SlipstreamError.
         end: ends the worker of this name, and gives back what was reserved for it.
+        look: at the machines. None: workers come and go by command alone.
+        bounds: MIN and MAX. None: the run has a number of workers, whatever machines there are.
     """
 
     def __init__(
@@ -40,13 +60,35 @@ class Scaling:
         roster: Roster,
         starts: Starts,
         *,
-        make_room: Callable[[Sequence[str]], Awaitable[None]],
+        make_room: MakeRoom,
         end: Callable[[str], Awaitable[None]],
+        look: Callable[[], Awaitable[Room]] | None = None,
+        bounds: tuple[int, int] | None = None,
     ) -> None:
         self._roster = roster
         self._starts = starts
         self._make_room = make_room
         self._end = end
+        self._look = look
+        self._bounds = bounds
+        self._most = roster.num_wanted if bounds is None else bounds[1]
+        """Of a range: the number that was asked for last."""
+        self._shunned: set[str] = set()
+        """Machines whose workers were told to go: none starts there by itself."""
+        self._taken: set[str] = set()
+        """Those of them that will be taken away: none starts there."""
+        self._seen_lost: set[str] = set()
+        """Workers that had no place at the last look, and wait for one to start."""
+
+    @property
+    def num_asked(self) -> int:
+        """Workers that were asked for last, whether machines have room for them or not."""
+        return self._roster.num_wanted if self._bounds is None else self._most
+
+    def ask(self, num_workers: int) -> None:
+        """Of a range, so many were asked for in the run that this one goes on with."""
+        if self._bounds is not None:
+            self._most = min(max(self._bounds[0], num_workers), self._bounds[1])
 
     async def scale(self, num_workers: int) -> list[str]:
         """Have so many workers. Missing ones are started, beginning with those that ended; those with the highest
@@ -63,16 +105,20 @@ class Scaling:
             raise FleetRefusal(
                 f"rollout={num_workers}: a run needs at least one rollout worker; slipstream stop ends it"
             )
+        if self._bounds is not None and not self._bounds[0] <= num_workers <= self._bounds[1]:
+            least, most = self._bounds
+            raise FleetRefusal(f"rollout={num_workers}: this run has {least} to {most} workers (rollout.num_workers)")
         wanted = [one for one in roster.replicas.values() if one.is_wanted]
         lines: list[str] = []
         if (num_more := num_workers - len(wanted)) > 0:
-            lines = await self._add(num_more)
+            lines = await (self._add(num_more) if self._look is None else self._add_by_command(num_more))
         serve = (ReplicaState.serving, ReplicaState.updating)
         wanted.sort(key=lambda one: (one.state not in serve, one.place))
         for replica in wanted[num_workers:]:
             lines.append(f"{replica.process} hands its requests over and ends")
             roster.spawn(self._let_go(replica, f"{counted(num_workers, 'worker')} asked for"))
-        roster.num_wanted = num_workers
+        roster.num_wanted = self._most = num_workers
+        self._count_wanted()
         logger.info("slipstream scale: %s", "; ".join(lines) or f"{roster.in_words} already")
         return lines or [f"the run has {counted(num_workers, 'rollout worker')} already"]
 
@@ -92,6 +138,9 @@ class Scaling:
                 "before: slipstream scale RUN rollout=2"
             )
         roster.num_wanted -= replica.is_wanted
+        if self._bounds is not None:
+            self._most = max(self._bounds[0], self._most - replica.is_wanted)
+        self._shun(replica)
         roster.spawn(self._let_go(replica, "slipstream drain"))
         return f"{replica.process} hands its requests over and ends"
 
@@ -103,18 +152,94 @@ class Scaling:
         except Exception:  # noqa: BLE001 - it has died, which its next call tells
             return
         if replica.handle is worker and replica.is_wanted:
-            await self._let_go(replica, f"it was told to go by {who}")
+            self._shun(replica)
+            if is_taken := who == NOTICE and self._look is not None:
+                self._taken.add(worker.node)
+            await self._let_go(replica, f"it was told to go by {who}", is_lost=is_taken)
+
+    async def follow_once(self) -> None:
+        """Let workers go whose machine has left before they served, and start missing ones where there is room.
+
+        Raises:
+            SlipstreamError: What looked like room was none.
+        """
+        assert self._look is not None, "this run does not look at machines"
+        room = await self._look()
+        replicas = self._roster.replicas
+        may_be_lost = (ReplicaState.starting, ReplicaState.out)
+        lost = {one.name for one in replicas.values() if one.state in may_be_lost} - room.reserved.keys()
+        for name in lost & self._seen_lost:  # at the first look, Ray may be about to give it another place
+            self._roster.spawn(self._let_go(replicas[name], "its machine has left", is_lost=True))
+        self._seen_lost = lost
+        self._count_wanted()
+        num_out = self._roster.count(ReplicaState.out)
+        num_more = self.num_asked - sum(one.is_wanted for one in replicas.values()) - num_out
+        for line in await self._add_where_room_is(room, num_more, (ReplicaState.gone,), self._shunned):
+            logger.info("%s, because a machine has room for it", line)
+        self._count_wanted()
+
+    def _count_wanted(self) -> None:
+        """Of a range: those that machines have room for."""
+        if self._bounds is not None:
+            num_out = self._roster.count(ReplicaState.out)
+            self._roster.num_wanted = num_out + sum(one.is_wanted for one in self._roster.replicas.values())
+
+    def _shun(self, replica: Replica) -> None:
+        if replica.handle is not None:
+            self._shunned.add(replica.worker.node)
 
     async def _add(self, num_more: int) -> list[str]:
+        """Start workers, whose room is where Ray finds it: all of them, or none."""
+        self._require_weights()
+        chosen = self._chosen(num_more, (ReplicaState.gone, ReplicaState.out))
+        await self._make_room(dict.fromkeys(one.name for one in chosen))
+        return self._begin(chosen)
+
+    async def _add_by_command(self, num_more: int) -> list[str]:
+        """Start as many of them as there is room for now, on any machine."""
+        assert self._look is not None
+        self._require_weights()
+        self._shunned &= self._taken
+        states = (ReplicaState.gone, ReplicaState.out)
+        lines = await self._add_where_room_is(await self._look(), num_more, states, self._taken)
+        if num_later := num_more - len(lines):
+            lines.append(f"{counted(num_later, 'worker')} more: as soon as a machine has room")
+        return lines
+
+    async def _add_where_room_is(
+        self, room: Room, num_more: int, states: Sequence[ReplicaState], shunned: Collection[str]
+    ) -> list[str]:
+        """Start at most so many workers; those first that have their room still."""
+        free = [node for node, number in room.free.items() if node not in shunned for _ in range(min(number, num_more))]
+        where: dict[str, str | None] = {}
+        chosen: list[Replica] = []
+        own = {name for name, node in room.reserved.items() if node not in shunned}
+        for replica in self._chosen(max(0, num_more), states, own):
+            if replica.name in own:
+                chosen.append(replica)
+            elif free:
+                chosen.append(replica)
+                where[replica.name] = free.pop(0)
+        if where:
+            await self._make_room(where)
+        return self._begin(chosen)
+
+    def _require_weights(self) -> None:
         if not self._starts.are_possible:
             raise FleetRefusal(
                 "this run publishes no weights (weight_sync.enabled=false): a further worker would get none"
             )
+
+    def _chosen(self, num: int, states: Sequence[ReplicaState], first: Collection[str] = ()) -> list[Replica]:
+        """Those in these states, some of them first, and then new ones."""
         replicas = self._roster.replicas
-        idle = [one for one in replicas.values() if one.state in (ReplicaState.gone, ReplicaState.out)][:num_more]
-        places = range(len(replicas), len(replicas) + num_more - len(idle))
-        chosen = [*idle, *(Replica(f"rollout-{place}", place, None, ReplicaState.gone) for place in places)]
-        await self._make_room([one.name for one in chosen])
+        idle = [one for one in replicas.values() if one.state in states]
+        idle = sorted(idle, key=lambda one: one.name not in first)[:num]
+        places = range(len(replicas), len(replicas) + num - len(idle))
+        return [*idle, *(Replica(f"rollout-{place}", place, None, ReplicaState.gone) for place in places)]
+
+    def _begin(self, chosen: Sequence[Replica]) -> list[str]:
+        replicas = self._roster.replicas
         for replica in chosen:
             replicas[replica.name] = replica
             replica.state, replica.reason, replica.failed_at = (
@@ -127,8 +252,8 @@ class Scaling:
             self._starts.start(replica, is_asked_for=True)
         return [f"{replica.name} is being started" for replica in chosen]
 
-    async def _let_go(self, replica: Replica, why: str) -> None:
-        """Hand a worker's requests over, and end it; start it again if it is the last one."""
+    async def _let_go(self, replica: Replica, why: str, *, is_lost: bool = False) -> None:
+        """Hand a worker's requests over, and end it; start it again if it is the last one, and its machine is there."""
         roster = self._roster
         async with roster.changed:  # a publish that it takes part in ends before
             await roster.changed.wait_for(lambda: not replica.is_held)
@@ -142,7 +267,8 @@ class Scaling:
         if samples:
             await self._hand_over(replica)
         replica.left.set()
-        is_last = self._starts.are_possible and not any(other.is_wanted for other in roster.replicas.values())
+        others_serve = any(other.is_wanted for other in roster.replicas.values())
+        is_last = self._starts.are_possible and not is_lost and not others_serve
         if not is_last:
             await self._starts.close_links_to(replica)
             await self._ended(replica)

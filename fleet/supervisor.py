@@ -27,9 +27,10 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from slipstream.fleet.fleet_log import FleetEvent, FleetRow
+from slipstream.fleet.following import follow
 from slipstream.fleet.replicas import Held, Replica, ReplicaState, RolloutHandle, cause_of
 from slipstream.fleet.roster import Roster
-from slipstream.fleet.scaling import Scaling
+from slipstream.fleet.scaling import MakeRoom, Room, Scaling
 from slipstream.fleet.starts import Starts
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Supervisor:
     Args:
         workers: in the order of the endpoints that the publisher was given; None: that one has gone.
         restart, max_restarts, backoff_s, recovery_timeout_s: starts.py. Without `restart`, failed workers stay out.
-        make_room, end: scaling.py.
+        make_room, end, look, bounds: scaling.py.
         max_missed_publishes: publishes in a row that may fail on a replica before it is out. More than 0 only in
             adapter mode, where a replica goes on serving the version before; the buffer judges its samples' age.
         note: called with every event of a worker (fleet_log.py).
@@ -60,8 +61,10 @@ class Supervisor:
         workers: Sequence[RolloutHandle | None],
         *,
         restart: Callable[[str], Awaitable[RolloutHandle]] | None = None,
-        make_room: Callable[[Sequence[str]], Awaitable[None]] = _done,
+        make_room: MakeRoom = _done,
         end: Callable[[str], Awaitable[None]] = _done,
+        look: Callable[[], Awaitable[Room]] | None = None,
+        bounds: tuple[int, int] | None = None,
         max_restarts: int = 0,
         backoff_s: float = 1.0,
         recovery_timeout_s: float = 60.0,
@@ -78,7 +81,7 @@ class Supervisor:
             backoff_s=backoff_s,
             timeout_s=recovery_timeout_s,
         )
-        self.scaling = Scaling(self.roster, self.starts, make_room=make_room, end=end)
+        self.scaling = Scaling(self.roster, self.starts, make_room=make_room, end=end, look=look, bounds=bounds)
         self._is_closed = False
         self._max_missed_publishes = max_missed_publishes
         for replica in self.roster.replicas.values():
@@ -93,6 +96,10 @@ class Supervisor:
         """
         found = [one for one in self.roster.replicas.values() if one.handle is not None]
         await asyncio.gather(*(self.starts.find_again(one, one.worker.endpoint in known) for one in found))
+
+    def follow(self, *, patience_s: float) -> None:
+        """From now on workers come and go with machines (following.py)."""
+        self.roster.spawn(follow(self.roster, self.scaling, patience_s=patience_s))
 
     async def close(self) -> None:
         """Give up restarts under way. Workers that fail from here on are being ended: nothing follows."""

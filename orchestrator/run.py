@@ -24,7 +24,7 @@ from slipstream.fleet.router import Router
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.fleet.waiting import together
 from slipstream.orchestrator.cluster.own_ray import OwnRay, starting_ray
-from slipstream.orchestrator.control.control_folder import alive, answer_requests
+from slipstream.orchestrator.control.control_folder import alive, answer_requests, workers_asked
 from slipstream.orchestrator.control.run_state import note_start, note_started
 from slipstream.orchestrator.control.stop_request import end_when_asked
 from slipstream.orchestrator.data.training_stream import held_out_items, training_stream
@@ -122,6 +122,8 @@ def run(config: RunConfig, overrides: list[str], folder: RunFolder) -> RunResult
         note_start(folder, clock_of_this_process()(), FIRST_PHASE)
         log.say(f"run folder: {folder.root}")
         left = read_journal(folder)
+        if any(word.lstrip("+").startswith("rollout.num_workers=") for word in overrides):
+            folder.workers_asked.unlink(missing_ok=True)
         for option in (changes := changed_options(folder, config)):
             log.say(f"resumed with another {option}")
         try:
@@ -217,7 +219,8 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, ray: _Ra
             episodes = EpisodeRunner(config, model.folder, log_path=folder.root / "agents.log")
             stack.push_async_callback(episodes.close)
         left = None if ray.left is None else ray.left.processes
-        cluster = await stack.enter_async_context(Cluster(config, folder, startup, ray.own, left))
+        num_asked = workers_asked(folder)
+        cluster = await stack.enter_async_context(Cluster(config, folder, startup, ray.own, left, num_asked))
         await stack.enter_async_context(startup)  # left before the cluster: a start that fails is over then
         starts = [rewards.start(), cluster.start(model.hf_config)]
         await together(*starts, *([] if episodes is None else [episodes.start()]))
@@ -227,7 +230,7 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, ray: _Ra
         first_step = step_of(resume_from) if found is None else found.step
         telemetry = stack.enter_context(_telemetry(config, folder, progress, first_step))
         fleet_log = FleetLog(folder.fleet)
-        supervisor = _supervisor(config, cluster, fleet_log)
+        supervisor = _supervisor(config, cluster, fleet_log, num_asked)
         stack.push_async_callback(supervisor.close)
         activities = Activities()
         router = Router(supervisor, request_timeout_s=config.rollout.request_timeout_s, note=activities.note)
@@ -263,6 +266,8 @@ async def _reinforce(config: RunConfig, folder: RunFolder, log: RunLog, ray: _Ra
         await (controller.start(resume_from) if found is None else controller.go_on(found))
         startup.end()
         note_started(folder)
+        if config.rollout.follows_machines:
+            supervisor.follow(patience_s=config.cluster.start_timeout_s)
         if outlives is not None:
             stack.callback(_let_go, outlives, folder)
             await cluster.trainer.keep()
@@ -313,15 +318,17 @@ async def _has_state(cluster: Cluster, state: RunState, log: RunLog) -> bool:
     return has_it
 
 
-def _supervisor(config: RunConfig, cluster: Cluster, fleet_log: FleetLog) -> Supervisor:
+def _supervisor(config: RunConfig, cluster: Cluster, fleet_log: FleetLog, num_asked: int | None) -> Supervisor:
     """Who keeps the run's workers alive, as its options have it."""
     is_adapter_mode = config.weight_sync.mode is SyncMode.adapter
-    return Supervisor(
+    supervisor = Supervisor(
         cluster.workers,
         # Without publishes a worker that comes back would never get the version that the others sample from.
         restart=cluster.restart_worker if config.weight_sync.enabled else None,
         make_room=cluster.make_room,
         end=cluster.end_worker,
+        look=cluster.look if config.rollout.follows_machines else None,
+        bounds=config.rollout.bounds if config.rollout.is_range else None,
         max_restarts=config.rollout.max_restarts,
         backoff_s=config.rollout.restart_backoff_s,
         # Base and adapter are two reads.
@@ -329,6 +336,9 @@ def _supervisor(config: RunConfig, cluster: Cluster, fleet_log: FleetLog) -> Sup
         max_missed_publishes=config.algorithm.max_staleness_steps if is_adapter_mode else 0,
         note=fleet_log.write,
     )
+    if num_asked is not None:
+        supervisor.scaling.ask(num_asked)
+    return supervisor
 
 
 async def _finetune(config: RunConfig, folder: RunFolder, log: RunLog, ray: _Ray) -> RunResult:

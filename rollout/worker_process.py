@@ -39,6 +39,7 @@ from slipstream.rollout.die_with_owner import end_with
 from slipstream.rollout.engine.engine_options import METHOD_VARIABLE
 from slipstream.rollout.errors import EngineDied
 from slipstream.rollout.in_vllm import fork_server
+from slipstream.rollout.notice import tell_of_notice
 
 if TYPE_CHECKING:
     from slipstream.conf.schema import DType, RolloutConfig, WeightSyncConfig
@@ -200,18 +201,22 @@ def log_to_stderr(name: str) -> None:
 
 async def _serve(connection: Connection, options: WorkerOptions, seed: int, host: str) -> None:
     """Make the worker, tell where it answers, and answer until the owner closes its end of the pipe. SIGTERM tells it
-    to go, which its run does with it (fleet/scaling.py).
+    to go, or a notice (notice.py), which its run does with it (fleet/scaling.py).
     """
     try:
         worker = _make(options, seed, host)
         server = CallServer(worker, options.key, host=host)
         await server.start()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.tell_to_go, "SIGTERM")
+        notice = options.config.notice
+        watching = None if notice is None else asyncio.create_task(tell_of_notice(notice, worker.tell_to_go))
     except Exception as error:  # noqa: BLE001 - raised by start() in the owner's process
         connection.send(_as_sent(error))
         return
     connection.send(server.address)
     await _readable(connection)
+    if watching is not None:
+        watching.cancel()
 
 
 def _make(options: WorkerOptions, seed: int, host: str) -> RolloutWorker:

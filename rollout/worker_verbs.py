@@ -28,6 +28,10 @@ class StartStatus:
     """The worker's process, and those that it has started or asked for: its engine's."""
 
 
+NOTICE = "a notice that its machine is taken away"
+"""What told_to_go() returns of a worker that must not start again on its machine."""
+
+
 class RolloutVerbs(Protocol):
     """What a run asks of a worker that is up."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema.engine_arguments import check_engine_options
@@ -12,6 +14,7 @@ from slipstream.conf.schema.rules import above, at_least, at_least_or_null, requ
 
 ALL_ENGINES = ": rollout.num_workers is how many there are"
 DRAWN = If("rollout.eval.temperature!=0", ", which takes the likeliest token", REMOVE_ONE)
+SPREAD = If("cluster.ray_address!=null", ": the whole run is on one machine, and goes with it", "name a Ray cluster")
 EVALUATED = If("data.held_out_sources!={}", "data.eval_path=null and data.eval_sets={}", "give data.eval_path")
 
 
@@ -131,8 +134,10 @@ class EpisodesConfig:
 class RolloutConfig:
     """The rollout workers: one vLLM engine each."""
 
-    num_workers: int = 1
-    """Engines (replicas)."""
+    num_workers: int | str = 1
+    """Engines (replicas). MIN..MAX, such as 1..4: as many as machines have room for, at least MIN, and more and fewer
+    as machines of the Ray cluster come and go (docs/elastic.md).
+    """
     tp_size: int = 1
     """Tensor-parallel size of one engine; an engine uses tp_size devices. It must divide attention heads, feed-forwards
     and the vocabulary padded to a multiple of 64, and divide the key/value heads or be a multiple of them. With
@@ -194,6 +199,11 @@ class RolloutConfig:
     request_timeout_s: float = 600.0
     """If a group takes longer, it is given up, counted and sampled again on another worker, and its worker is taken out
     of service."""
+    notice: str | None = field(default=None, metadata=read_if(SPREAD))
+    """How a machine is told that it will be taken away: a file that appears there, such as /run/taken, or a URL that
+    answers 200 instead of 404, such as http://169.254.169.254/latest/meta-data/spot/instance-action. Its workers then
+    hand their requests over, and start on other machines (docs/elastic.md). null: nobody looks.
+    """
     max_restarts: int = 3
     """How often a worker that failed is started again in a run; 0: it stays out of service."""
     restart_backoff_s: ClassVar[float] = 1.0
@@ -202,10 +212,10 @@ class RolloutConfig:
     """
 
     def __post_init__(self) -> None:
+        self._check_num_workers()
         at_least(
             1,
             "rollout",
-            num_workers=self.num_workers,
             tp_size=self.tp_size,
             workers_per_gpu=self.workers_per_gpu,
             max_model_len=self.max_model_len,
@@ -216,7 +226,7 @@ class RolloutConfig:
             f"rollout.agent must be FILE.py:function, package.module:function or null, got {self.agent!r}",
         )
         require(
-            self.num_workers % self.workers_per_gpu == 0,
+            all(number % self.workers_per_gpu == 0 for number in self.bounds),
             f"rollout.workers_per_gpu={self.workers_per_gpu} must divide rollout.num_workers={self.num_workers}, the "
             f"number of all engines; set rollout.num_workers={self.workers_per_gpu} for one GPU of engines",
         )
@@ -241,6 +251,7 @@ class RolloutConfig:
             self.kv_cache_bytes is None or self.kv_cache_bytes > 0,
             f"rollout.kv_cache_bytes must be > 0 or null, got {self.kv_cache_bytes}",
         )
+        check_notice(self.notice)
         at_least(0, "rollout", max_restarts=self.max_restarts)
         above(0, "rollout", request_timeout_s=self.request_timeout_s)
         require(
@@ -249,10 +260,52 @@ class RolloutConfig:
             f"{self.sampling.max_tokens} and {self.max_model_len}",
         )
 
+    def _check_num_workers(self) -> None:
+        """A number, or a range of numbers."""
+        given = f"rollout.num_workers={self.num_workers}"
+        if not self.is_range:
+            at_least(1, "rollout", num_workers=int(self.num_workers))
+            return
+        require(
+            re.fullmatch(r"[0-9]{1,6}\.\.[0-9]{1,6}", str(self.num_workers)) is not None,
+            f"rollout.num_workers must be an integer or a range MIN..MAX, such as 2 or 1..4, got {self.num_workers!r}",
+        )
+        least, most = self.bounds
+        require(least >= 1, f"{given}: a run needs at least one rollout worker; write 1..{max(1, most)}")
+        require(least <= most, f"{given}: the first number is the fewest; write {most}..{least}")
+
+    @property
+    def follows_machines(self) -> bool:
+        """Whether workers come and go by themselves."""
+        return self.is_range or self.notice is not None
+
+    @property
+    def is_range(self) -> bool:
+        """Whether num_workers is MIN..MAX, so that the run follows the machines that there are."""
+        return isinstance(self.num_workers, str)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The fewest workers and the most; the same number twice where num_workers is one."""
+        least, _, most = str(self.num_workers).partition("..")
+        return int(least), int(most or least)
+
+    @property
+    def least_workers(self) -> int:
+        """Workers without which the run does not start."""
+        return self.bounds[0]
+
+    @property
+    def most_workers(self) -> int:
+        """The most workers that it starts with."""
+        return self.bounds[1]
+
     @property
     def num_gpus(self) -> int:
-        """GPUs of all engines together, where each has a GPU for every rank or workers_per_gpu of them share one."""
-        return self.num_workers * self.tp_size // self.workers_per_gpu
+        """GPUs of all engines together, where each has a GPU for every rank or workers_per_gpu of them share one; of
+        the fewest engines, if num_workers is a range.
+        """
+        return self.least_workers * self.tp_size // self.workers_per_gpu
 
     @property
     def eval_sampling(self) -> EvalSampling:
@@ -260,3 +313,15 @@ class RolloutConfig:
         own = {name: value for name in ("temperature", "seed") if (value := getattr(self.eval, name)) is not None}
         training = {item.name: getattr(self.sampling, item.name) for item in fields(self.sampling)}
         return EvalSampling(**{**training, **own}, drawing=self.eval)
+
+
+def check_notice(notice: str | None) -> None:
+    """A whole path or a URL of HTTP."""
+    if notice is None:
+        return
+    url = urlsplit(notice)
+    is_url = url.scheme in ("http", "https") and bool(url.hostname)
+    require(
+        notice.startswith("/") or is_url,
+        f"rollout.notice must be a whole path, such as /run/taken, or a URL, such as http://HOST/PATH, got {notice!r}",
+    )

@@ -185,7 +185,7 @@ class RunConfig:
 
     @property
     def _share_of_gpu(self) -> float:
-        return _share(1 + self.rollout.num_workers)
+        return _share(1 + self.rollout.most_workers)
 
     @property
     def is_bitwise(self) -> bool:
@@ -213,7 +213,7 @@ class RunConfig:
         if rollout.max_num_seqs is not None:
             return rollout.max_num_seqs
         num_groups = (algorithm.max_staleness_steps + 1) * algorithm.groups_per_step
-        num_groups = -(-min(num_groups, rollout.max_concurrent_groups) // rollout.num_workers)
+        num_groups = -(-min(num_groups, rollout.max_concurrent_groups) // rollout.least_workers)
         wanted = num_groups * algorithm.group_size
         if self.evaluates_beside:
             wanted += math.ceil(wanted * self.run.eval_share)
@@ -246,7 +246,7 @@ class RunConfig:
         rollout, run = self.rollout, self.run
         if not self.evaluates_beside:
             return rollout.max_concurrent_groups
-        num_seqs = self.engine_num_seqs * rollout.num_workers * run.eval_share / (1 + run.eval_share)
+        num_seqs = self.engine_num_seqs * rollout.least_workers * run.eval_share / (1 + run.eval_share)
         return max(1, int(num_seqs) // run.eval_samples_per_prompt)
 
     @property

@@ -341,7 +341,8 @@ slipstream scale RUN rollout=N""",
 Asks the run that goes on in the folder RUN to have N rollout workers from here on. A further one starts beside the
 others, reads the current weights from one of them and samples; the trainer writes to it from the next publish on. One
 that is too many hands its requests to others, with the tokens that it has sampled, and ends. Neither makes the trainer
-or the other workers wait. Nothing is done where there is no room in Ray for all that are missing.
+or the other workers wait. Nothing is done where there is no room in Ray for all that are missing. A run of
+rollout.num_workers=MIN..MAX takes an N between these as its most: those without room start when there is some.
 
 examples
   slipstream scale runs/latest rollout=3

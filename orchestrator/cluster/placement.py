@@ -19,7 +19,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,11 @@ import msgspec
 from ray.util.placement_group import PlacementGroup
 
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.plural import counted
 from slipstream.conf.schema import Objective, RunConfig, SyncMode, TransportKind
+from slipstream.fleet.scaling import Room
 from slipstream.fleet.waiting import together
 from slipstream.orchestrator.cluster.nodes import (
-    RAY_NODES,
     check_nodes,
     describe_nodes,
     most_gpus_of_a_node,
@@ -42,16 +43,15 @@ from slipstream.orchestrator.cluster.own_ray import OwnRay
 from slipstream.orchestrator.cluster.ray_cluster import RayCluster
 from slipstream.orchestrator.cluster.ray_handles import RayRolloutWorker, RayTrainerGroup
 from slipstream.orchestrator.cluster.rebirth import LivingRanks
-from slipstream.orchestrator.cluster.rollout_workers import LivingWorkers, RolloutWorkers, place_of
+from slipstream.orchestrator.cluster.rollout_workers import LivingWorkers, RolloutWorkers
+from slipstream.orchestrator.cluster.rooms import Rooms, place_of
 from slipstream.orchestrator.cluster.trainer_ranks import start_trainer_ranks
 from slipstream.orchestrator.environment import RunDevice, resolve_device
+from slipstream.orchestrator.errors import PlacementError
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.startup import RUN, Startup
 
 logger = logging.getLogger(__name__)
-
-_NODE_TICKET = 0.001
-"""How much of the one resource that Ray has for each node's name: enough to be placed there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,7 @@ class Cluster:
         startup: told what is done.
         own_ray: the run's own Ray, which has begun to start; None: cluster.ray_address names another.
         left: what `living` was of a controller that was killed; used if own_ray holds its processes still.
+        num_asked: rollout workers to start with, as far as there is room; None: as the options say.
     """
 
     def __init__(
@@ -91,12 +92,14 @@ class Cluster:
         startup: Startup,
         own_ray: OwnRay | None,
         left: str | None = None,
+        num_asked: int | None = None,
     ) -> None:
         self._config = config = _with_absolute_paths(config)  # processes elsewhere have another working directory
         self._folder = folder
         self._startup = startup
         self._own_ray = own_ray
         self._device: RunDevice = resolve_device(config.cluster.device)
+        self._num_asked = num_asked
         self._has_workers = config.algorithm.objective is Objective.policy
         self._left: Living | None = None
         if left is not None and own_ray is not None and own_ray.is_taken_over:
@@ -174,15 +177,18 @@ class Cluster:
         self._startup.enter(RUN, "places in Ray")
         self._group = group = await self._place(self._ray)
         nodes = await self._ray.in_thread(lambda: nodes_of(group))
-        is_one_node = len(set(nodes.values())) == 1
+        # Machines that come must reach the run's first ones, which then do not listen on loopback.
+        may_grow = config.rollout.follows_machines and self._has_workers and not self._ray.is_own
+        is_one_node = len(set(nodes.values())) == 1 and not may_grow
         self._only_node = nodes[0] if is_one_node else None
         self._bundles = node_after_node({bundle: nodes[bundle] for bundle in range(config.trainer.num_ranks)})
         if not self._ray.is_own:
             logger.info("nodes of the run: %s", describe_nodes(self._held(nodes)))
         if not is_one_node and config.weight_sync.transport is TransportKind.nvlink:
+            spread = "may come to several" if may_grow else f"is on {len(set(nodes.values()))}"
             raise ConfigError(
-                "weight_sync.transport=nvlink reaches the GPUs of one machine, and Ray placed the run on "
-                f"{len(set(nodes.values()))}; set weight_sync.transport=rdma, or auto"
+                f"weight_sync.transport=nvlink reaches the GPUs of one machine, and the run {spread}; set "
+                "weight_sync.transport=rdma, or auto"
             )
         await self._check(*nodes.values())
         self._startup.enter(RUN, "trainer ranks and engines" if self._has_workers else "trainer ranks")
@@ -192,7 +198,8 @@ class Cluster:
             await self.trainer.outlive_ranks()
             return
         self._rollout = self._workers_of(self._ray, hf_config, is_one_node)
-        await together(trainer, self._rollout.start(self._held(nodes)["rollout"]))
+        num_workers = await self._make_room_at_start(self._rollout.rooms)
+        await together(trainer, self._rollout.start(num_workers, self._held(nodes)["rollout"]))
         self._startup.enter(RUN, "the plan of transfers")
         is_adapter_mode = config.weight_sync.mode is SyncMode.adapter
         workers = list(self._rollout.workers.values())
@@ -237,18 +244,39 @@ class Cluster:
         finally:
             closing.cancel()
 
-    async def make_room(self, names: Sequence[str]) -> None:
-        """Reserve what further workers need. Where all of the run is on one machine they are, too: its processes listen
-        on loopback.
+    async def make_room(self, where: Mapping[str, str | None]) -> None:
+        """Reserve what further workers need (rooms.py). Where all of the run is on one machine they are, too: its
+        processes listen on loopback.
 
         Raises:
             PlacementError: there is no room.
         """
-        assert self._rollout is not None and self._ray is not None
-        on, node = None, self._only_node
-        if node is not None and not self._ray.is_own:
-            on = {f"node:{await self._ray.in_thread(lambda: RAY_NODES.name(node))}": _NODE_TICKET}
-        await self._rollout.make_room(names, on)
+        assert self._rollout is not None
+        await self._rollout.rooms.make(where)
+
+    async def look(self) -> Room:
+        """What room machines have for further workers."""
+        assert self._rollout is not None
+        return await self._rollout.rooms.look()
+
+    async def _make_room_at_start(self, rooms: Rooms) -> int:
+        """For workers beyond those of the run's own placement group, as far as there is room. Returns how many workers
+        start.
+        """
+        least, most = self._config.rollout.bounds
+        wanted = most if self._num_asked is None else self._num_asked
+        if wanted <= least:
+            return wanted
+        room = await rooms.look()
+        free = [node for node, number in room.free.items() for _ in range(min(number, wanted))][: wanted - least]
+        try:
+            await rooms.make({f"rollout-{least + index}": node for index, node in enumerate(free)})
+        except PlacementError as error:  # what Ray says to be free may be some moments old
+            logger.info("%s", error)
+            free = []
+        if (num_workers := least + len(free)) < wanted:
+            logger.info("there is room for %d of %s", num_workers, counted(wanted, "rollout worker"))
+        return num_workers
 
     async def end_worker(self, name: str) -> None:
         """End a worker for good: nobody sends it anything any more. Its memory is free once the trainer has closed its
@@ -288,6 +316,7 @@ class Cluster:
             logger.warning("while stopping: %s", problem)
 
     def _workers_of(self, cluster: RayCluster, hf_config: dict[str, Any], is_one_node: bool) -> RolloutWorkers:
+        assert self._group is not None
         return RolloutWorkers(
             self._config,
             cluster,
@@ -295,6 +324,7 @@ class Cluster:
             hf_config=hf_config,
             device=self._device,
             sync_key=self._sync_key,
+            rooms=Rooms(self._config, cluster, self._group, self._only_node),
             is_one_node=is_one_node,
             check_node=self._check,
             startup=self._startup,
@@ -323,7 +353,7 @@ class Cluster:
             PlacementError: there is no room.
         """
         num_ranks, rollout = self._config.trainer.num_ranks, self._config.rollout
-        num_workers = rollout.num_workers if self._has_workers else 0
+        num_workers = rollout.least_workers if self._has_workers else 0
         needs_gpus = self._device == "cuda"
         if needs_gpus and num_workers:
             most = await cluster.in_thread(most_gpus_of_a_node)

@@ -54,7 +54,7 @@ RAY_TIMEOUT_S = 300.0
 cores at a load of 32 a try took 57 to 94 s to fail."""
 PLACE_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 8.0
-_CPU_TICKETS = 0.01
+CPU_TICKETS = 0.01
 
 
 class RayCluster:
@@ -85,7 +85,7 @@ class RayCluster:
         self._own = own
         self.name = name or f"{folder.run_id}-{secrets.token_hex(4)}"
         """The run's name in Ray. Two runs of a shared cluster may have begun in the same second."""
-        self._needs_gpus = needs_gpus
+        self.needs_gpus = needs_gpus
         self._crashes = folder.crashes
         self.dead: dict[str, str] = {}
         """Actors whose process has died, and how."""
@@ -147,7 +147,7 @@ class RayCluster:
         Raises:
             PlacementError: there is no room.
         """
-        bundles = [{"CPU": _CPU_TICKETS, **(on or {})} | ({"GPU": num} if self._needs_gpus else {}) for num in gpus]
+        bundles = [{"CPU": CPU_TICKETS, **(on or {})} | ({"GPU": num} if self.needs_gpus else {}) for num in gpus]
         name = f"{self.name}-{secrets.token_hex(4)}"
         group = await self.in_thread(
             lambda: placement_group(bundles, strategy="PACK", name=name, lifetime=self._lifetime)
@@ -203,8 +203,8 @@ class RayCluster:
         """
         described = ray.remote(cls).options(
             name=name,
-            num_cpus=_CPU_TICKETS,
-            num_gpus=num_gpus if self._needs_gpus else 0,
+            num_cpus=CPU_TICKETS,
+            num_gpus=num_gpus if self.needs_gpus else 0,
             max_concurrency=max_concurrency,
             max_restarts=0,
             lifetime=self._lifetime,
@@ -312,7 +312,7 @@ class RayCluster:
                 f"({type(error).__name__}: {error}); give the address that `ray start` printed, of the same Ray "
                 "version, or let the run start its own cluster: cluster=local"
             ) from error
-        if not self.is_own and not self._needs_gpus and (num_gpus := ray.cluster_resources().get("GPU", 0)):
+        if not self.is_own and not self.needs_gpus and (num_gpus := ray.cluster_resources().get("GPU", 0)):
             logger.warning(
                 "the Ray cluster has %d GPUs, unused: cluster.device=cpu, or auto without one here", num_gpus
             )

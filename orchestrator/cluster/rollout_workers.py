@@ -1,8 +1,7 @@
 """Starts the rollout workers of a run, each in its bundle of the placement group, and starts one again that was lost.
-Those that are asked for while the run goes on each have a placement group of their own, which is given back with them.
 
-Owns: what workers are built from, their names and bundles, and the room of those that come later. Does not own: Ray
-(ray_cluster.py), a worker's process (actors.py), how one is called (rollout/calls.py), or when one is started again
+Owns: what workers are built from, their names and bundles. Does not own: the room of those that come later (rooms.py),
+Ray (ray_cluster.py), a worker's process (actors.py), how one is called (rollout/calls.py), or when one is started again
 (fleet/supervisor.py).
 Invariant: vLLM is imported by processes that the actors start, never here.
 """
@@ -14,7 +13,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from slipstream.fleet.waiting import all_started
 from slipstream.orchestrator.cluster.actors import ForkServerActor, RolloutActor
 from slipstream.orchestrator.cluster.ray_cluster import RayCluster, kill_actor
 from slipstream.orchestrator.cluster.ray_handles import LivingWorker, RayRolloutWorker
+from slipstream.orchestrator.cluster.rooms import Rooms, place_of
 from slipstream.orchestrator.environment import RunDevice
 from slipstream.orchestrator.errors import OrchestratorError
 from slipstream.orchestrator.files.startup import Startup
@@ -45,8 +45,6 @@ logger = logging.getLogger(__name__)
 _CONCURRENT_CALLS = 100
 """How many calls to a worker's actor go on at once: one of each controller that the run had waits for the worker's end.
 """
-ROOM_TIMEOUT_S = 20.0
-"""Longest wait for the room of further workers. A cluster that grows for them takes minutes: one asks again then."""
 _ASK_EVERY_S = 0.5
 """Pause between two questions to a worker that starts: how exact its phases are."""
 
@@ -69,6 +67,7 @@ class RolloutWorkers:
         model_folder: config and tokenizer, without weights.
         hf_config: the policy's Hugging Face config.
         sync_key: authenticates the control messages of a publish.
+        rooms: where workers have room.
         is_one_node: whether all processes of the run share one machine, hence loopback.
         check_node: raises where a node, given by Ray's id, does not fit the run.
         startup: told what each worker does, also one that is started again.
@@ -83,14 +82,14 @@ class RolloutWorkers:
         hf_config: dict[str, Any],
         device: RunDevice,
         sync_key: bytes,
+        rooms: Rooms,
         is_one_node: bool,
         check_node: Callable[[str], Awaitable[None]],
         startup: Startup,
     ) -> None:
         self.workers: dict[str, RayRolloutWorker] = {}
         """By the name that each had first, without those that have gone; after `start`."""
-        self._rooms: dict[str, PlacementGroup] = {}
-        """Of those that were asked for while the run went on."""
+        self.rooms = rooms
         self._config = config
         self._cluster = cluster
         self._is_one_node = is_one_node
@@ -113,18 +112,19 @@ class RolloutWorkers:
             batch_invariant=config.is_bitwise,
         )
 
-    async def start(self, nodes: Iterable[str]) -> None:
-        """Start all of them and their engines.
+    async def start(self, num_workers: int, nodes: Iterable[str]) -> None:
+        """Start so many, which have their room, and their engines.
 
         Args:
+            num_workers: those in the first places.
             nodes: Ray's ids of those that they will be on: their fork servers start at the same time.
         """
         for node in set(nodes):
             self._forks_on(node)
-        names = [f"rollout-{index}" for index in range(self._config.rollout.num_workers)]
+        names = [f"rollout-{index}" for index in range(num_workers)]
         self._startup.expect("engines", names)
         self._num_starts.update(names)
-        starts = [self._start(index, name) for index, name in enumerate(names)]
+        starts = [self._start(index, name, room=self.rooms.of(name)) for index, name in enumerate(names)]
         timeout_s = self._config.cluster.start_timeout_s
         started = await all_started(starts, "rollout workers", timeout_s=timeout_s)
         self.workers = dict(zip(names, started, strict=True))
@@ -135,16 +135,13 @@ class RolloutWorkers:
     @property
     def living(self) -> LivingWorkers:
         """For a controller that comes after this one."""
-        rooms = {name: self._cluster.name_of(room) for name, room in self._rooms.items()}
-        return LivingWorkers(
-            {name: worker.living for name, worker in self.workers.items()}, dict(self._num_starts), rooms
-        )
+        living = {name: worker.living for name, worker in self.workers.items()}
+        return LivingWorkers(living, dict(self._num_starts), self.rooms.living)
 
     async def take_over(self, left: LivingWorkers) -> None:
         """Go on with workers that a controller left that was killed. A call to one that has died raises."""
         self._num_starts.update(left.num_starts)
-        for first_name, room in left.rooms.items():
-            self._rooms[first_name] = await self._cluster.find_group(room)
+        await self.rooms.take_over(left.rooms)
         for first_name, one in left.workers.items():
             actor = await self._cluster.find_actor(RolloutActor, one.name)
             ended = asyncio.ensure_future(self._ended(actor, one.name))
@@ -158,29 +155,6 @@ class RolloutWorkers:
             raise OrchestratorError(f"{name} {self._cluster.dead[name]}")
         await self._cluster.result_of(actor.ended.remote(), name, OrchestratorError)
 
-    async def make_room(self, names: Sequence[str], on: Mapping[str, float] | None) -> None:
-        """Reserve what further workers need, all or none.
-
-        Args:
-            names: of the workers; those of the run's start have their room.
-            on: see RayCluster.place.
-
-        Raises:
-            PlacementError: there is no room for all of them.
-        """
-        made: dict[str, PlacementGroup] = {}
-        what = counted(len(names), "further rollout worker")
-        try:
-            for name in names:
-                if name not in self._rooms and place_of(name) >= self._config.rollout.num_workers:
-                    gpus = [self._config.gpus_of_worker]
-                    made[name] = await self._cluster.place(gpus, what, on=on, timeout_s=ROOM_TIMEOUT_S / len(names))
-        except BaseException:
-            for room in made.values():
-                await self._cluster.give_back(room)
-            raise
-        self._rooms |= made
-
     async def end(self, name: str) -> None:
         """End a worker for good, politely first. Its room is given back if it was asked for while the run went on; that
         of the others is the run's until its end.
@@ -192,8 +166,7 @@ class RolloutWorkers:
         finally:
             if worker is not None:
                 await asyncio.to_thread(worker.kill)
-            if (room := self._rooms.pop(name, None)) is not None:
-                await self._cluster.give_back(room)
+            await self.rooms.give_back(name)
 
     async def restart(self, first_name: str, until_free: Awaitable[float] | None) -> RayRolloutWorker:
         """Start a worker in its bundle, without the weights it may have had. What was left of it has ended.
@@ -207,7 +180,7 @@ class RolloutWorkers:
         name = f"{first_name}.{num_before}" if num_before else first_name  # Ray frees a dead actor's name late
         timeout_s = self._config.cluster.start_timeout_s
         self._startup.enter(name, "waiting for a process")
-        start = self._start(place_of(first_name), name, until_free, self._rooms.get(first_name))
+        start = self._start(place_of(first_name), name, until_free, self.rooms.of(first_name))
         try:
             (self.workers[first_name],) = await all_started([start], name, timeout_s=timeout_s)
         finally:
@@ -287,11 +260,6 @@ class RolloutWorkers:
             yield
         finally:
             watching.cancel()
-
-
-def place_of(name: str) -> int:
-    """A worker's place in the publisher's lists, from its first name."""
-    return int(name.rpartition("-")[2])
 
 
 def adapter_slots(config: RunConfig, hf_config: dict[str, Any]) -> AdapterSlotsSpec | None:

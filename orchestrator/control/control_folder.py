@@ -4,6 +4,7 @@
     runs/NAME/control/alive              0600: locked by the controller for as long as it lives, however it ends
     runs/NAME/control/ID.request.json    {"ask": "scale", "rollout": 3}, written by the command
     runs/NAME/control/ID.answer.json     {"done": true, "lines": [...]}, written by the controller
+    runs/NAME/control/workers_asked      how many workers were asked for last, for a resume
     runs/NAME/control/end.json           {"state": "failed", "error": "..."}, written by the controller when it ends
 
 Owns: both ends, and the lock that says whether a run is alive. The kernel drops the lock with the process, so none is
@@ -194,6 +195,8 @@ async def answer_requests(run: Path, supervisor: Supervisor) -> None:
                 asked = json.loads(request.read_text())
                 request.unlink()  # from here on it counts; gone already: whoever asked has given up
                 done, lines = True, await carry_out(supervisor, asked)
+                if asked["ask"] != "recover":
+                    _note_workers(run, supervisor.scaling.num_asked)
             except FileNotFoundError:
                 continue
             except SlipstreamError as error:
@@ -204,6 +207,21 @@ async def answer_requests(run: Path, supervisor: Supervisor) -> None:
                 done, lines = False, [f"{type(error).__name__}: {error}"]
             _write(request.with_name(request.name.replace(".request.", ".answer.")), {"done": done, "lines": lines})
         await asyncio.sleep(LOOK_EVERY_S)
+
+
+def _note_workers(run: Path, number: int) -> None:
+    try:
+        RunFolder(run).workers_asked.write_text(str(number))
+    except OSError as error:  # what was asked is being done
+        logger.warning("a resume will not know that %d workers were asked for: %s", number, error)
+
+
+def workers_asked(folder: RunFolder) -> int | None:
+    """How many workers were asked for last by `slipstream scale` or `drain`; None: nobody asked."""
+    try:
+        return int(folder.workers_asked.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def _write(path: Path, content: JsonObject) -> None:

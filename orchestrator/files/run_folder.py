@@ -117,6 +117,7 @@ class RunFolder:
     starting = _Inside("control/starting.json")
     journal = _Inside("control/journal")
     dashboard = _Inside("control/dashboard.json")
+    workers_asked = _Inside("control/workers_asked")
     traces = _Inside("traces")
     checkpoints = _Inside("checkpoints")
     best = _Inside("checkpoints/best")

@@ -16,7 +16,7 @@ from slipstream.conf.architecture.families import read_config
 from slipstream.conf.checks import check_expert_parallel_engine_has_gpus, check_transport_fits_device
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.plural import counted
-from slipstream.conf.schema import Device, DType, Objective, RunConfig, TransportKind
+from slipstream.conf.schema import Device, DType, Objective, RolloutConfig, RunConfig, TransportKind
 from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
 from slipstream.orchestrator.machine import DASHBOARD_PORT, Machine, answers
@@ -49,7 +49,7 @@ def check_devices(config: RunConfig, machine: Machine) -> Fact:
     if has_engines:
         check_expert_parallel_engine_has_gpus(config)
         check_transport_fits_device(config)
-        processes += f", {counted(rollout.num_workers, 'engine')}"
+        processes += f", {_engines(rollout)}"
         processes += f" of {rollout.tp_size} processes each" if rollout.tp_size > 1 else ""
         if rollout.workers_per_gpu > 1:
             processes += f", {rollout.workers_per_gpu} on a GPU"
@@ -85,14 +85,15 @@ def check_memory(config: RunConfig, machine: Machine) -> Fact:
     if config.cluster.device is not Device.cpu or config.cluster.ray_address is not None:
         return Fact("memory", "not looked at: GPUs, or the machines of a Ray cluster")
     num_ranks, rollout = config.trainer.num_ranks, config.rollout
-    num_workers = rollout.num_workers if config.algorithm.objective is Objective.policy else 0
+    num_workers = rollout.most_workers if config.algorithm.objective is Objective.policy else 0
     num_engine_ranks = num_workers * rollout.tp_size
     weights = _weight_bytes(config) * (1 + num_workers)
     cache = DEFAULT_CPU_CACHE_BYTES if rollout.kv_cache_bytes is None else rollout.kv_cache_bytes
     needed = weights + num_ranks * TRAINER_RANK_BYTES + num_engine_ranks * (ENGINE_RANK_BYTES + cache)
     _, available = machine.memory_bytes()
-    engines = f" and rollout.num_workers={num_workers} * rollout.tp_size={rollout.tp_size}" if num_workers else ""
-    processes = f"trainer.num_ranks={num_ranks}{engines}"
+    processes = f"trainer.num_ranks={num_ranks}"
+    if num_workers:
+        processes += f" and rollout.num_workers={rollout.num_workers} * rollout.tp_size={rollout.tp_size}"
     if needed > available:
         raise ConfigError(
             f"{processes} need at least {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are free; lower "
@@ -103,6 +104,12 @@ def check_memory(config: RunConfig, machine: Machine) -> Fact:
     if num_ranks + num_engine_ranks <= MAX_PROCESSES_PER_CORE * cores:
         return Fact("memory", found)
     return Fact("memory", f"{found}; {processes} are many processes for {cores} cores; lower them", is_warning=True)
+
+
+def _engines(rollout: RolloutConfig) -> str:
+    if rollout.is_range:
+        return f"{rollout.least_workers} to {counted(rollout.most_workers, 'engine')}"
+    return counted(rollout.least_workers, "engine")
 
 
 def _weight_bytes(config: RunConfig) -> int:
@@ -122,7 +129,7 @@ def check_shared_memory(config: RunConfig, machine: Machine) -> Fact:
     found = f"{free >> 20} MiB free"
     rollout, store = config.rollout, config.cluster.object_store_bytes
     is_in_several = config.algorithm.objective is Objective.policy and rollout.tp_size > 1
-    queues = rollout.num_workers * ENGINE_QUEUE_BYTES if is_in_several else 0
+    queues = rollout.most_workers * ENGINE_QUEUE_BYTES if is_in_several else 0
     cure = "enlarge it (docker run --shm-size=2g)"
     if queues > free:
         raise ConfigError(

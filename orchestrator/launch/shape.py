@@ -34,7 +34,7 @@ def shape_of(config: RunConfig, gpus_per_node: int) -> Shape:
         ConfigError: an engine does not fit a machine, or CPUs would have to be shared by machines.
     """
     cluster, rollout = config.cluster, config.rollout
-    num_workers = rollout.num_workers if config.algorithm.objective is Objective.policy else 0
+    num_workers = rollout.least_workers if config.algorithm.objective is Objective.policy else 0
     processes = config.trainer.num_ranks + num_workers
     if cluster.device is Device.cpu:
         return Shape(1, 0, processes)

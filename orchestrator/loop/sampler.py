@@ -100,7 +100,7 @@ class Sampler:
         """Longest time in which no group may be finished: every replica may fail once before the last one succeeds."""
         rollout, num_judged = self._config.rollout, self._config.algorithm.group_size
         restart_s = self._config.cluster.start_timeout_s if rollout.max_restarts else 0.0
-        requests_s = rollout.request_timeout_s * (rollout.num_workers + 1)
+        requests_s = rollout.request_timeout_s * (rollout.most_workers + 1)
         if rollout.agent is not None:
             requests_s = max(requests_s, rollout.episodes.timeout_s)
         judge_s = self._config.reward.longest_timeout_s

@@ -187,7 +187,7 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
         num_gpus = trainer.num_ranks + rollout.num_gpus
         if num_gpus >= MANY_GPUS:
             say(f"planning {num_gpus} GPUs, and proving the plan: some 10 s for Kimi-K2 on 384")
-        plan = build_plan(sources, [engine] * rollout.num_workers, max_task_bytes=staging.max_task_bytes)
+        plan = build_plan(sources, [engine] * rollout.most_workers, max_task_bytes=staging.max_task_bytes)
         placement = place(list(plan.tasks), list(plan.expected), hardware.ranks_per_node, rollout.workers_per_gpu)
         if unknown := sorted(set(hardware.slow_ranks) - set(plan.tasks)):
             raise PlanError(f"--slow-rank names trainer rank {unknown[0]}; there are {len(plan.tasks)}")

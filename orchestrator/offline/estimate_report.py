@@ -35,7 +35,7 @@ def as_plain(report: PlanReport) -> JsonObject:
             "device": report.config.cluster.device.value,
             "trainer_ranks": trainer.num_ranks,
             "ep_size": trainer.ep_size,
-            "engines": rollout.num_workers,
+            "engines": rollout.most_workers,
             "tp_size": rollout.tp_size,
             "enable_expert_parallel": rollout.enable_expert_parallel,
             "ranks_per_node": report.hardware.ranks_per_node,
@@ -135,6 +135,7 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
     trainer, rollout, rates = report.config.trainer, report.config.rollout, report.hardware.rates
     experts = f", {model.num_experts} experts (top-{model.top_k})" if model.num_experts else ""
     ep = ", experts split" if rollout.enable_expert_parallel else ""
+    least = f", at least {rollout.least_workers}" if rollout.is_range else ""
     slow = [f"trainer rank {rank} is {times:g} times slower" for rank, times in report.hardware.slow_ranks.items()]
     yield (
         "Run",
@@ -142,7 +143,7 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
             ("parameters", _millions(model.num_parameters), f"{model.family}: {model.num_layers} layers{experts}"),
             ("checkpoint", _gb(model.num_bytes), model.dtype),
             ("trainer", counted(trainer.num_ranks, "rank"), f"ep_size {trainer.ep_size}, mode {trainer.mode.value}"),
-            ("rollout", counted(rollout.num_workers, "engine"), f"tp_size {rollout.tp_size}{ep}"),
+            ("rollout", counted(rollout.most_workers, "engine"), f"tp_size {rollout.tp_size}{ep}{least}"),
             ("nodes", str(report.placement.num_nodes), f"{report.hardware.ranks_per_node} GPUs each, trainer first"),
             *([("faults", str(len(slow)), ", ".join(slow))] if slow else []),
         ],
@@ -234,7 +235,7 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
 
 
 def _relay_rows(relay: RelayChoice, report: PlanReport) -> list[_Row]:
-    num_readers = report.config.rollout.num_workers - relay.num_written
+    num_readers = report.config.rollout.most_workers - relay.num_written
     gain_s = report.prediction.total_s - relay.total_s
     verdict = f"{_s(abs(gain_s))} {'less' if gain_s > 0 else 'more'} than writing to every engine"
     return [

@@ -106,7 +106,7 @@ def compare_modes(
     if config.weight_sync.mode is SyncMode.adapter:
         return ModeChoice(None, 0, prediction.total_s, summary.num_bytes, slot_bytes, loss)
     sent = sum(slot.written_bytes().values())
-    num_bytes = sent * rollout.tp_size * rollout.num_workers
+    num_bytes = sent * rollout.tp_size * rollout.most_workers
     gpus = trainer.num_ranks + rollout.num_gpus
     rate = rates.nvlink_bytes_s if gpus <= ranks_per_node else rates.nic_bytes_s
     busiest = max(sent, num_bytes / trainer.num_ranks)

@@ -275,7 +275,7 @@ class FakeWorker(Watched):
         self.death = ""
         """How its process has ended."""
         self.scores_fail = False
-        self.told = asyncio.Event()
+        self.told, self.who_told = asyncio.Event(), "SIGTERM"
         self.is_going = False
         """Hands over: the first of two tokens was sampled."""
         self.num_done = 0
@@ -286,7 +286,7 @@ class FakeWorker(Watched):
 
     async def told_to_go(self) -> str:
         await self.told.wait()
-        return "SIGTERM"
+        return self.who_told
 
     async def hand_over(self) -> None:
         await self._reached("hand_over")

@@ -264,19 +264,19 @@ def trainer_ranks(run: Path) -> list[psutil.Process]:
     return [psutil.Process(int(pid)) for pid in pids.split(", ")]
 
 
-def assert_workers_came_back(rows: list[dict[str, Any]], *, times: int) -> None:
-    """One of two workers was away so many times. Each time the other one carried the steps; the one that came back
+def assert_workers_came_back(rows: list[dict[str, Any]], *, times: int, num_workers: int = 2) -> None:
+    """One of the workers was away so many times. Each time the others carried the steps; the one that came back
     takes every publish again, and in every batch the log-probabilities of all workers are the trainer's.
     """
     returns = [number for number, row in enumerate(rows) if row["rollout/recoveries"]]
     assert len(returns) == times == sum(row["rollout/restarts"] or 0 for row in rows)
     assert [row["policy_version"] for row in rows] == list(range(len(rows))), "no step was lost or repeated"
     for begin, end in itertools.pairwise([0, *returns]):
-        alone = [row for row in rows[begin:end] if row["rollout/replicas_serving"] == 1]
+        alone = [row for row in rows[begin:end] if row["rollout/replicas_serving"] == num_workers - 1]
         assert len(alone) >= 2, "steps went on while a worker was away"
         assert rows[end]["rollout/down_s"] > 0
-    assert {row["rollout/replicas_serving"] for row in rows[returns[-1] :]} == {2}
-    assert {row["sync/replicas_committed"] for row in rows[returns[-1] + 1 :]} == {2}
+    assert {row["rollout/replicas_serving"] for row in rows[returns[-1] :]} == {num_workers}
+    assert {row["sync/replicas_committed"] for row in rows[returns[-1] + 1 :]} == {num_workers}
     assert all(0 <= row["parity/k3"] < 1e-3 for row in rows[1:])
 
 
@@ -322,11 +322,18 @@ class Nodes:
 
     def lose(self, address: str) -> None:
         """End a node and all that runs there."""
+        assert self._asked(address) == "gone"
+
+    def join(self) -> str:
+        """Another node, with room. Returns its address."""
+        return self._asked("join")
+
+    def _asked(self, line: str) -> str:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(address + "\n")
+        self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
-        assert self._process.stdout.readline() == "gone\n"
+        return self._process.stdout.readline().strip()
 
     def close(self) -> None:
         """End the rest."""

@@ -3,13 +3,15 @@
     python ray_nodes.py TICKETS ...       tickets (hundredths of a CPU) that each node has left; the first is the head
 
 Prints the cluster's address. Then reads lines: an address ends that node, all its processes at once, as a power cut
-would. The end of the input ends the rest.
+would; "join" adds a node, whose tickets are all left. The end of the input ends the rest.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
+from typing import Any
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # more than one node on addresses of this machine
 os.environ["RAY_AUTH_MODE"] = "disabled"
@@ -23,13 +25,17 @@ from ray.util.placement_group import placement_group
 def main(tickets: list[int]) -> None:
     """See the module's docstring."""
     cluster = Cluster()
-    nodes = {
-        address: cluster.add_node(
+    addresses = (f"127.0.0.{number}" for number in itertools.count(2))
+
+    def add() -> tuple[str, Any]:
+        address = next(addresses)
+        node = cluster.add_node(
             node_ip_address=address, num_cpus=1, object_store_memory=100 << 20, include_dashboard=False,
             no_monitor=True, include_log_monitor=False,  # two processes, which import Ray
-        )
-        for address in (f"127.0.0.{number + 2}" for number in range(len(tickets)))
-    }  # fmt: skip
+        )  # fmt: skip
+        return address, node
+
+    nodes = dict(add() for _ in tickets)
     cluster.wait_for_nodes()
     ray.init(address=cluster.address, log_to_driver=False)
     taken = [{"CPU": 1 - left / 100, f"node:{address}": 0.01} for address, left in zip(nodes, tickets, strict=True)]
@@ -38,8 +44,13 @@ def main(tickets: list[int]) -> None:
     print(cluster.address, flush=True)
     try:
         for line in sys.stdin:
-            nodes.pop(line.strip()).kill_all_processes(check_alive=False, allow_graceful=False)
-            print("gone", flush=True)
+            if line.strip() == "join":
+                joined = dict([add()])
+                nodes |= joined
+                print(*joined, flush=True)
+            else:
+                nodes.pop(line.strip()).kill_all_processes(check_alive=False, allow_graceful=False)
+                print("gone", flush=True)
     finally:
         for node in reversed(nodes.values()):
             node.kill_all_processes(check_alive=False, allow_graceful=False)

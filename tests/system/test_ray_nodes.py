@@ -1,4 +1,4 @@
-"""A run over several nodes of a Ray cluster, one of which is lost on the way, and then an engine of another."""
+"""A run over several nodes of a Ray cluster: one joins, another is lost, and then an engine of a third one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from system.conftest import ENDLESS, RUN_TIMEOUT_S, Nodes, RunUnderWay, assert_w
 
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
-    """Room for three processes of a run on 127.0.0.2, and for one each on .3 and .4."""
+    """Room for three processes of a run on 127.0.0.2, and for one on .3."""
     with own_import():
-        nodes = Nodes(3, 1, 1)
+        nodes = Nodes(3, 1)
     try:
         yield nodes
     finally:
@@ -24,16 +24,20 @@ def nodes() -> Iterator[Nodes]:
 
 @pytest.mark.timeout(2 * RUN_TIMEOUT_S)
 def test_a_run_loses_a_node_and_an_engine_and_both_workers_come_back(tmp_path: Path, nodes: Nodes) -> None:
-    """Every process meets the others under its own node's address. Steps go on while a worker is away. The one of the
-    lost node comes back on another one, the one whose engine is killed on its own; each reads the current weights from
-    the worker of the other node, and samples what the trainer computes.
+    """Every process meets the others under its own node's address. Steps go on while a worker is away, and a node that
+    joins gets a further one by itself, of at most three. The one of the lost node comes back on the joined one, the one
+    whose engine is killed on its own; each reads the current weights from a worker of another node, and samples what
+    the trainer computes.
     """
-    with RunUnderWay([*ENDLESS, f"cluster.ray_address={nodes.address}"], tmp_path) as run:
+    words = [*ENDLESS, f"cluster.ray_address={nodes.address}", "rollout.num_workers=2..3"]
+    with RunUnderWay(words, tmp_path) as run:
         run.wait_until(lambda rows: len(rows) >= 2)
-        assert "127.0.0.2: 2 x trainer, 1 x rollout; 127.0.0." in run.log
+        assert "127.0.0.2: 2 x trainer, 1 x rollout; 127.0.0.3: 1 x rollout" in run.log
+        assert "there is room for 2 of 3 rollout workers" in run.log
         at = dict(re.findall(r"(rollout-\d) is process \d+ at tcp://([\d.]+):", run.log))
-        (lost,) = set(at.values()) - {"127.0.0.2"}
-        (spare,) = {"127.0.0.3", "127.0.0.4"} - {lost}
+        lost, spare = "127.0.0.3", nodes.join()
+        run.wait_until(lambda rows: rows[-1]["sync/replicas_committed"] == 3)
+        assert re.search(rf"rollout-2 is process \d+ at tcp://{re.escape(spare)}:", run.log)
         (left,) = (name for name, address in at.items() if address == "127.0.0.2")
         (gone,) = set(at) - {left}
         nodes.lose(lost)
@@ -47,12 +51,11 @@ def test_a_run_loses_a_node_and_an_engine_and_both_workers_come_back(tmp_path: P
     log, rows = run.log, run.rows
     assert f"node {lost} is lost" in log
     returns = [row for row in rows if row["rollout/recoveries"]]
-    for row, worker, address, peer in zip(
-        returns, (gone, left), (spare, "127.0.0.2"), (left, f"{gone}.1"), strict=True
-    ):
+    for row, worker, address in zip(returns, (gone, left), (spare, "127.0.0.2"), strict=True):
         assert re.search(rf"{worker}\.1 is process \d+ at tcp://{re.escape(address)}:", log)
-        assert re.search(rf"{worker}\.1 read \d+ bytes of version \d+ from {re.escape(peer)} ", log) or (
+        assert re.search(rf"{worker}\.1 read \d+ bytes of version \d+ from rollout-", log) or (
             row["rollout/recovery_read_s"] is None  # a publish came first
         )
-    assert_workers_came_back(rows, times=2)
+    assert (rows[1]["rollout/replicas_wanted"], rows[-1]["rollout/replicas_wanted"]) == (2, 3)
+    assert_workers_came_back(rows, times=2, num_workers=3)
     assert {row["sync/replicas_relayed"] for row in rows} == {0}

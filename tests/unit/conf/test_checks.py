@@ -34,6 +34,20 @@ CASES = [
         "cluster.share_gpu=true contradicts rollout.kv_cache_bytes=null.*set the cache's size",
     ),
     (["cluster.share_gpu=true", "cluster.device=cpu"], "cluster.share_gpu has no effect with cluster.device=cpu"),
+    (["rollout.num_workers=3..1"], "rollout.num_workers=3..1: the first number is the fewest; write 1..3"),
+    (["rollout.num_workers=0..2"], "rollout.num_workers=0..2: a run needs at least one rollout worker; write 1..2"),
+    (["rollout.num_workers=-1"], "rollout.num_workers must be >= 1, got -1"),
+    *(
+        ([f"rollout.num_workers={given}"], r"must be an integer or a range MIN..MAX, such as 2 or 1..4, got .*")
+        for given in ("many", "1..x", "..3", "1..2..3")
+    ),
+    (["experiment=quickstart_gpu", "rollout.num_workers=2..3", "rollout.workers_per_gpu=2"], "must divide"),
+    *(
+        ([f"rollout.notice={given}", "cluster.ray_address=10.0.0.1:6379"], "notice must be a whole path.*, or a URL")
+        for given in ("taken", "ftp://host/x", "http://", "http:/latest")
+    ),
+    (["rollout.notice=/run/taken"], "rollout.notice has no effect with cluster.ray_address=null: the whole run is on"),
+    (["algorithm=sft", "rollout.notice=/run/taken"], "rollout.notice has no effect with"),
     (["rollout.workers_per_gpu=0"], "rollout.workers_per_gpu must be >= 1, got 0"),
     (
         ["experiment=quickstart_gpu", "rollout.workers_per_gpu=3"],

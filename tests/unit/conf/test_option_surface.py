@@ -99,6 +99,7 @@ OPTIONS = [
     "rollout.engine_options",
     "rollout.max_concurrent_groups",
     "rollout.request_timeout_s",
+    "rollout.notice",
     "rollout.max_restarts",
     "weight_sync.mode",
     "weight_sync.rounding",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import pytest
 from fakes.loop import FakeWorker, World, outcome
@@ -46,7 +46,7 @@ class Fleet:
         self.world.committed[index] = -1
         return FakeWorker(self.world, index)
 
-    async def make_room(self, names: Sequence[str]) -> None:
+    async def make_room(self, names: Mapping[str, str | None]) -> None:
         if len(names) > self.room:
             raise FleetRefusal(f"no room for {len(names)}")
 

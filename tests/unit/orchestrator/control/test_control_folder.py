@@ -19,7 +19,16 @@ from slipstream.conf.errors import ConfigError
 from slipstream.fleet.replicas import ReplicaState
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.cli.main import main
-from slipstream.orchestrator.control.control_folder import KILLED, alive, answer_requests, ask, how_it_ended, is_alive
+from slipstream.orchestrator.control.control_folder import (
+    KILLED,
+    alive,
+    answer_requests,
+    ask,
+    how_it_ended,
+    is_alive,
+    workers_asked,
+)
+from slipstream.orchestrator.files.run_folder import RunFolder
 
 
 def recover(worker: int | None) -> dict[str, object]:
@@ -95,6 +104,16 @@ async def test_workers_come_and_go_by_request_and_what_cannot_be_is_said(run: Pa
         with pytest.raises(ConfigError, match="WORKER 7: this run has 3 rollout workers, 0 to 2"):
             await asyncio.to_thread(ask, run, {"ask": "drain", "worker": 7})
         assert supervisor.roster.num_wanted == 2
+        assert workers_asked(RunFolder(run)) == 2, "which a resume reads"
+
+
+async def test_a_range_takes_a_number_inside(run: Path) -> None:
+    async with listening(run) as supervisor:
+        supervisor.scaling._bounds = (2, 4)
+        for number in (1, 5):
+            with pytest.raises(ConfigError, match=rf"rollout={number}: this run has 2 to 4 workers"):
+                await asyncio.to_thread(ask, run, {"ask": "scale", "rollout": number})
+    assert workers_asked(RunFolder(run)) is None, "nothing was done"
 
 
 @pytest.mark.parametrize(

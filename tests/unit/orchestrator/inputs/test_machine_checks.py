@@ -45,6 +45,16 @@ def test_more_gpus_than_exist() -> None:
         assert option in message
 
 
+def test_of_a_range_gpus_are_needed_for_the_fewest_and_memory_for_the_most() -> None:
+    words = ["experiment=quickstart_gpu", "rollout.num_workers=1..3"]
+    fact = check_devices(load_run_config(words), Machine(count_gpus=lambda: 2))
+    assert fact.finding == "2 of 2 GPUs: 1 trainer rank, 1 to 3 engines"
+    small = Machine(memory_bytes=lambda: (1 << 34, 1 << 20))
+    assert "rollout.num_workers=1..3 * rollout.tp_size=1 need at least" in refused(
+        check_memory, small, "rollout.num_workers=1..3"
+    )
+
+
 def test_trainer_and_engine_may_share_the_one_gpu() -> None:
     config = load_run_config(["experiment=quickstart_one_gpu"])
     assert check_devices(config, Machine(count_gpus=lambda: 1)).finding.startswith("1 of 1 GPUs")

@@ -186,6 +186,11 @@ def test_machines_hold_the_run_and_are_as_few_as_possible(
     assert shape.nodes > 1 or not fits(1, shape.gpus - 1)
 
 
+def test_a_range_gets_machines_for_the_fewest_engines() -> None:
+    of_a_range = replace(EIGHT, rollout=replace(EIGHT.rollout, num_workers="2..9"))
+    assert shape_of(of_a_range, 8) == shape_of(replace(EIGHT, rollout=replace(EIGHT.rollout, num_workers=2)), 8)
+
+
 def test_runs_without_engines_and_on_cpus() -> None:
     sft = load_run_config(["experiment=arithmetic_sft_gpu"])
     assert shape_of(sft, 8) == Shape(1, sft.trainer.num_ranks, sft.trainer.num_ranks)

@@ -77,6 +77,13 @@ def test_the_figures_of_a_plan_add_up():
     assert report.rollout.weights * 2 >= report.model.num_bytes
 
 
+def test_of_a_range_the_most_engines_are_planned(capsys: pytest.CaptureFixture[str]):
+    report = planned("rollout.num_workers=1..3")
+    assert report.summary.num_bytes == planned("rollout.num_workers=3").summary.num_bytes
+    print_report(report)
+    assert "tp_size 1, at least 1" in capsys.readouterr().out
+
+
 def test_a_relay_is_planned_beside_the_publish_to_every_engine(capsys: pytest.CaptureFixture[str]):
     words = ["rollout.num_workers=6", "rollout.tp_size=2"]
     assert planned(*words).relay is None

@@ -1,0 +1,224 @@
+"""Locks: `rollout.num_workers=MIN..MAX` follows the machines that there are, and what was asked for by command."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+from fakes.loop import FakeWorker, World, outcome
+
+from slipstream.fleet.errors import FleetRefusal, NoReplicasLeft
+from slipstream.fleet.following import follow
+from slipstream.fleet.replicas import ReplicaState
+from slipstream.fleet.scaling import Room
+from slipstream.fleet.supervisor import Supervisor
+from slipstream.rollout.worker_verbs import NOTICE
+
+S = ReplicaState
+
+
+class Machines:
+    """Each has room for some workers; the run's first ones are on `m0`, where their room stays reserved."""
+
+    def __init__(self, rooms: Mapping[str, int], bounds: tuple[int, int] | None, num_workers: int) -> None:
+        self.free = dict(rooms)
+        self.reserved = {f"rollout-{place}": "m0" for place in range(num_workers)}
+        self.num_reserved = num_workers
+        self.world = World(committed=[-1] * num_workers)
+        self.up = asyncio.Event()
+        self.up.set()
+        workers = [FakeWorker(self.world, place) for place in range(num_workers)]
+        for worker in workers:
+            worker.node = "m0"
+        self.supervisor = Supervisor(
+            workers, restart=self.restart, make_room=self.make_room, end=self.end, look=self.look, bounds=bounds,
+            max_restarts=1, backoff_s=0,
+        )  # fmt: skip
+
+    async def look(self) -> Room:
+        return Room(dict(self.free), {name: node for name, node in self.reserved.items() if node in self.free})
+
+    async def make_room(self, where: Mapping[str, str | None]) -> None:
+        for name, node in where.items():
+            assert node is not None
+            if not self.free.get(node):
+                raise FleetRefusal(f"no room on {node}")
+            self.free[node] -= 1
+            self.reserved[name] = node
+
+    async def restart(self, name: str) -> FakeWorker:
+        await self.up.wait()
+        place = int(name[-1])
+        self.world.committed += [-1] * (place + 1 - len(self.world.committed))
+        self.world.committed[place] = -1
+        worker = FakeWorker(self.world, place)
+        worker.node = self.reserved[name]
+        return worker
+
+    async def end(self, name: str) -> None:
+        if int(name[-1]) >= self.num_reserved or self.reserved.get(name) not in (None, "m0"):
+            node = self.reserved.pop(name, "")
+            if node in self.free:
+                self.free[node] += 1
+
+    async def publish(self) -> None:
+        held = await self.supervisor.hold()
+        for replica in held.joining:
+            self.supervisor.joined(replica.name)
+        places = range(len(self.world.committed))
+        for place in set(places) - set(held.exclude):
+            self.world.committed[place] = 1
+        await self.supervisor.settle([outcome(place not in held.exclude, "excluded") for place in places])
+
+    @property
+    def states(self) -> list[ReplicaState]:
+        return [replica.state for replica in self.supervisor.roster.replicas.values()]
+
+    def node(self, place: int) -> str:
+        return self.supervisor.roster.replicas[f"rollout-{place}"].worker.node
+
+    async def until(self, *states: ReplicaState) -> None:
+        for _ in range(5000):
+            if self.states == list(states):
+                return
+            await asyncio.sleep(0.001)
+        raise AssertionError(f"it did not come to that, but to {self.states}")
+
+    def follow(self, patience_s: float = 60) -> asyncio.Task[None]:
+        roster, scaling = self.supervisor.roster, self.supervisor.scaling
+        return asyncio.create_task(follow(roster, scaling, patience_s=patience_s, every_s=0.001))
+
+
+async def test_a_machine_that_comes_gets_a_worker_and_one_that_leaves_takes_it() -> None:
+    machines = Machines({"m0": 0}, (1, 3), 1)
+    await machines.publish()
+    following = machines.follow()
+    await asyncio.sleep(0.02)
+    assert (machines.states, machines.supervisor.roster.num_wanted) == ([S.serving], 1), "no machine has room"
+    machines.free["m1"] = 1
+    await machines.until(S.serving, S.serving)
+    assert machines.node(1) == "m1" and machines.supervisor.roster.num_wanted == 2
+    machines.up.clear()
+    del machines.free["m1"]
+    await machines.supervisor.fail(machines.supervisor.roster.replicas["rollout-1"], "its machine is gone")
+    await machines.until(S.serving, S.gone)
+    await asyncio.sleep(0.01)
+    assert machines.supervisor.roster.num_wanted == 1, "no machine has room for another"
+    machines.up.set()
+    machines.free["m2"] = 5
+    await machines.until(S.serving, S.serving, S.serving)
+    assert (machines.node(1), machines.node(2), machines.free["m2"]) == ("m2", "m2", 3), "three are the most"
+    following.cancel()
+
+
+async def test_a_number_inside_the_range_is_obeyed_and_one_outside_is_refused() -> None:
+    machines = Machines({"m0": 0, "m1": 2}, (1, 3), 1)
+    scaling, roster = machines.supervisor.scaling, machines.supervisor.roster
+    await machines.publish()
+    following = machines.follow()
+    await machines.until(S.serving, S.serving, S.serving)
+    for number in (0, 4):
+        with pytest.raises(FleetRefusal, match=f"rollout={number}: (this run has 1 to 3 workers|a run needs at least)"):
+            await scaling.scale(number)
+    assert await scaling.scale(2) == ["rollout-2 hands its requests over and ends"]
+    await machines.until(S.serving, S.serving, S.gone)
+    await asyncio.sleep(0.02)
+    assert (machines.states[2], roster.num_wanted, scaling.num_asked) == (S.gone, 2, 2), "it stays so"
+    machines.free["m1"] = 0
+    assert await scaling.scale(3) == ["1 worker more: as soon as a machine has room"]
+    assert (roster.num_wanted, scaling.num_asked) == (2, 3)
+    machines.free["m3"] = 1
+    await machines.until(S.serving, S.serving, S.serving)
+    assert machines.node(2) == "m3"
+    following.cancel()
+
+
+async def test_whoever_was_told_to_go_starts_elsewhere_or_when_somebody_asks() -> None:
+    machines = Machines({"m0": 0, "m1": 1}, (1, 2), 1)
+    await machines.publish()
+    following = machines.follow()
+    await machines.until(S.serving, S.serving)
+    await machines.supervisor.scaling.drain("rollout-1")
+    await machines.until(S.serving, S.gone)
+    assert machines.supervisor.scaling.num_asked == 1
+    machines.supervisor.scaling.ask(9)
+    assert machines.supervisor.scaling.num_asked == 2, "the most of the range"
+    await asyncio.sleep(0.02)
+    assert machines.states == [S.serving, S.gone] and machines.free["m1"] == 1, "its machine may be needed or taken"
+    assert await machines.supervisor.scaling.scale(2) == ["rollout-1 is being started"]
+    await machines.until(S.serving, S.serving)
+    following.cancel()
+
+
+async def test_a_worker_that_failed_too_often_stays_out_and_nobody_takes_its_place() -> None:
+    machines = Machines({"m0": 0, "m1": 3}, (1, 2), 1)
+    await machines.publish()
+    following = machines.follow()
+    await machines.until(S.serving, S.serving)
+    machines.supervisor.roster.replicas["rollout-1"].num_restarts = 1
+    await machines.supervisor.fail(machines.supervisor.roster.replicas["rollout-1"], "it fails and fails")
+    await asyncio.sleep(0.02)
+    assert machines.states == [S.serving, S.out] and machines.supervisor.roster.num_wanted == 2
+    following.cancel()
+
+
+@pytest.mark.parametrize("comes", [True, False])
+async def test_a_run_without_a_worker_waits_for_a_machine_and_ends_when_none_comes(comes: bool) -> None:
+    machines = Machines({"m0": 0}, (1, 2), 1)
+    await machines.publish()
+    following = machines.follow(patience_s=60 if comes else 0.05)
+    machines.up.clear()
+    del machines.free["m0"]
+    await machines.supervisor.fail(machines.supervisor.roster.replicas["rollout-0"], "its machine is gone")
+    await machines.until(S.gone)
+    waiting = asyncio.create_task(machines.supervisor.roster.least_loaded())
+    await asyncio.sleep(0.01)
+    machines.up.set()
+    if comes:
+        assert not waiting.done()
+        machines.free["m1"] = 1
+        await machines.until(S.pending)
+        await machines.publish()
+        assert (await waiting).name == "rollout-0" and machines.node(0) == "m1"
+    else:
+        with pytest.raises(NoReplicasLeft, match="its machine has left"):
+            await asyncio.wait_for(waiting, 5)
+    following.cancel()
+
+
+async def test_room_that_another_run_took_is_looked_for_again(caplog: pytest.LogCaptureFixture) -> None:
+    machines = Machines({"m0": 0, "m1": 1}, (1, 2), 1)
+    await machines.publish()
+    real = machines.make_room
+
+    async def taken(where: Mapping[str, str | None]) -> None:
+        raise FleetRefusal("another run took it")
+
+    machines.supervisor.scaling._make_room = taken
+    following = machines.follow()
+    await asyncio.sleep(0.02)
+    assert machines.states == [S.serving]
+    assert caplog.text.count("another run took it") == 1, "said once"
+    machines.supervisor.scaling._make_room = real
+    await machines.until(S.serving, S.serving)
+    following.cancel()
+
+
+@pytest.mark.parametrize("bounds", [(1, 2), None])
+async def test_a_noticed_machine_gets_no_worker_again_not_even_by_command(bounds: tuple[int, int] | None) -> None:
+    machines = Machines({"m0": 0}, bounds, 1)
+    await machines.publish()
+    following = machines.follow()
+    told = machines.supervisor.roster.replicas["rollout-0"].worker
+    assert isinstance(told, FakeWorker)
+    told.who_told = NOTICE
+    told.told.set()
+    await machines.until(S.gone)
+    await asyncio.sleep(0.02)
+    assert machines.states == [S.gone], "the last one, too, waits for another machine"
+    assert await machines.supervisor.scaling.scale(1) == ["1 worker more: as soon as a machine has room"]
+    machines.free["m1"] = 1
+    await machines.until(S.pending)
+    assert machines.node(0) == "m1"
+    following.cancel()
