@@ -1,4 +1,4 @@
-"""What tests/system show of one mode or server, or of a run that learns: here of the other one, and of the
+"""What tests/system show of one mode, server or objective, or of a run that learns: here of the other one, and of the
 control.
 """
 
@@ -12,6 +12,7 @@ from system.test_ends import TAUGHT, kill_server
 from system.test_ends import run as run  # a fixture
 from system.test_learning import LETTERS, NUM_STEPS
 from system.test_recalled_workers import killed_and_recalled
+from system.test_sft import assert_the_same_run, in_two_parts
 
 from slipstream.conf.schema import SyncMode
 
@@ -36,3 +37,8 @@ def test_without_publishes_nothing_is_learned(cluster: str, tmp_path: Path) -> N
     assert all(row["optim/grad_norm"] > 0 for row in steps[1:6]), "later all rewards of a batch may be 0"
     assert steps[-1]["eval/reward"] < 0.2
     assert [row["staleness/max"] for row in steps[1:]] == list(range(NUM_STEPS))
+
+
+@pytest.mark.timeout(2 * RUN_TIMEOUT_S)
+def test_a_run_of_preferences_in_two_parts_is_the_same_run(cluster: str, tmp_path: Path) -> None:
+    assert_the_same_run("dpo", in_two_parts("dpo", tmp_path, cluster))

@@ -124,3 +124,16 @@ def test_it_learns_which_answer_is_preferred_and_nothing_where_pairs_are_swapped
         reached.append(held_out_share(rank))
     assert reached[0] > 0.9
     assert 0.3 < reached[1] < 0.7
+
+
+@pytest.mark.parametrize("mode", [TrainMode.lora, TrainMode.full])
+def test_what_goes_on_from_a_kept_state_has_the_reference_of_the_start(mode: TrainMode, tmp_path: Path) -> None:
+    first, again = (make_rank(mode=mode, algorithm=DPO) for _ in range(2))
+    first.forward_backward([flat(pairs(range(4)))], count(flat(pairs(range(4)))))
+    first.optimizer_step()
+    first.save_state(tmp_path)
+    again.load_state(tmp_path)
+    batch = flat(pairs(range(4, 8), version=1))
+    seen, wanted = (rank.forward_backward([batch], count(batch, 1)).sums for rank in (again, first))
+    assert seen == wanted
+    assert wanted["loss/total_sum"] != pytest.approx(np.log(2), abs=1e-4), "the policy has left its reference"
