@@ -71,6 +71,7 @@ GONE = (
     *(
         _gone(name, f"it is {value} in every run", value)
         for name, value in {
+            "algorithm.max_uninformative_batches": 10,
             "algorithm.sapo_tau_negative": 1.05,
             "algorithm.sapo_tau_positive": 1.0,
             "algorithm.teacher.max_tries": 6,
@@ -78,6 +79,8 @@ GONE = (
             "data.curriculum_floor": 0.1,
             "data.stream_buffer_rows": 1000,
             "parity.floor_sequences": 4,
+            "reward.judge.max_tries": 6,
+            "reward.judge.try_timeout_s": 60.0,
             "reward.code.disk_bytes": 64 << 20,
             "reward.code.max_processes": 32,
             "rollout.episodes.blocked_s": 30.0,

@@ -226,12 +226,9 @@ class AlgorithmConfig:
     """
     drop_zero_variance_groups: bool = False
     """Drop groups whose rewards are all equal and sample others in their place (dynamic sampling, DAPO)."""
-    max_uninformative_batches: int = field(
-        default=10,
-        metadata=read_if(If("algorithm.drop_zero_variance_groups=true", ", which drops none", "choose algorithm=dapo")),
-    )
+    max_uninformative_batches: ClassVar[int] = 10
     """Save the state and end the run after this many times groups_per_step groups in a row were dropped for equal
-    rewards: the prompts are solved, or too hard. 0: go on forever.
+    rewards: the prompts are solved, or too hard.
     """
 
     def __post_init__(self) -> None:
@@ -264,7 +261,6 @@ class AlgorithmConfig:
             max_staleness_steps=self.max_staleness_steps,
             kl_coef=self.kl_coef,
             distill_coef=self.distill_coef,
-            max_uninformative_batches=self.max_uninformative_batches,
         )
         require(
             not (self.objective is Objective.sft and self.normalization is Normalization.constant),

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
@@ -49,11 +49,11 @@ class JudgeConfig:
     """Fields of the request beside temperature=0 and max_tokens=512, or in their place, such as
     {reasoning_effort: low}. null: the field is not sent.
     """
-    max_tries: int = 6
+    max_tries: ClassVar[int] = 6
     """Requests for one verdict: after 429, 5xx, a lost connection or a timeout it is asked again, after the time that
     it names, or 0.5 s and twice as long each time.
     """
-    try_timeout_s: float = 60.0
+    try_timeout_s: ClassVar[float] = 60.0
     """Longest time of one request."""
     requests_per_minute: int | None = None
     """Requests that leave in a minute, from all processes. null: as many as reward.max_concurrent lets."""
@@ -249,9 +249,7 @@ def _check_judge(section: str, part: RewardPart) -> None:
         len(judge.scale) == 2 and 0 < judge.scale[1] - judge.scale[0] < math.inf,
         f"{section}.judge.scale must be two numbers, the lower one first, got {list(judge.scale)}",
     )
-    at_least(1, f"{section}.judge", max_tries=judge.max_tries)
     at_least_or_null(1, f"{section}.judge", requests_per_minute=judge.requests_per_minute)
-    above(0, f"{section}.judge", try_timeout_s=judge.try_timeout_s)
     if judge.requests_per_minute is not None:
         wait_s = 60 * part.max_concurrent * part.num_processes / judge.requests_per_minute
         require(

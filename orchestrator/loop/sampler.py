@@ -199,13 +199,12 @@ class Sampler:
         self._num_uninformative_in_a_row += 1
         algorithm = self._config.algorithm
         most = algorithm.max_uninformative_batches * algorithm.groups_per_step
-        if most and self._num_uninformative_in_a_row >= most:
+        if self._num_uninformative_in_a_row >= most:
             last = next((f"{reward:g}" for reward in group.rewards if reward is not None), "none")
             raise TrainingStopped(
                 f"{self._num_uninformative_in_a_row} groups in a row had equal rewards ({last} in the last one) and "
                 "were dropped (algorithm.drop_zero_variance_groups), so that no batch comes together: the prompts are "
-                "solved, or out of reach. Give others, or raise algorithm.max_uninformative_batches, and go on with "
-                "slipstream resume"
+                "solved, or out of reach. Give others, and go on with slipstream resume"
             )
         return False
 

@@ -104,9 +104,7 @@ async def test_a_response_that_the_teacher_failed_on_is_left_out(tmp_path: Path)
 
 
 async def test_responses_without_a_reward_and_groups_that_are_dropped_are_not_asked_about(tmp_path: Path) -> None:
-    config = make_config(
-        num_steps=2, distill_coef=1.0, teacher=TEACHER, drop_zero_variance_groups=True, max_uninformative_batches=99
-    )
+    config = make_config(num_steps=2, distill_coef=1.0, teacher=TEACHER, drop_zero_variance_groups=True)
     loop = Loop(tmp_path, config)
     loop.rewards.is_flat = lambda prompt: prompt.prompt_id % 2 == 0
     loop.teacher = FakeTeacher()

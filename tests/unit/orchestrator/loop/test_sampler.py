@@ -66,7 +66,7 @@ async def what_is_asked(
 ) -> dict[bool, list[tuple[int, SamplingConfig | None]]]:
     """Prompt and options of every group of a run of a few steps, training and held out."""
     await asyncio.to_thread(folder.mkdir, exist_ok=True)
-    config = make_config(drop_zero_variance_groups=drops_flat, max_uninformative_batches=99)
+    config = make_config(drop_zero_variance_groups=drops_flat)
     rollout = replace(config.rollout, sampling=training or SamplingConfig(), eval=EvalSamplingConfig(**evaluation))
     run = replace(config.run, eval_every_steps=1)
     loop = Loop(folder, replace(config, rollout=rollout, run=run), num_workers=1)
@@ -109,7 +109,7 @@ async def test_a_held_out_prompt_has_the_same_seed_in_every_evaluation(tmp_path:
 
 
 async def test_every_judged_group_is_told_to_the_order_of_prompts(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, make_config(num_steps=2, drop_zero_variance_groups=True, max_uninformative_batches=99))
+    loop = Loop(tmp_path, make_config(num_steps=2, drop_zero_variance_groups=True))
     loop.rewards.is_flat = lambda prompt: prompt.prompt_id % 2 == 0
     await loop.run()
     observed = dict(loop.prompts.observed)
@@ -139,9 +139,9 @@ async def test_the_runs_reward_judges_episodes_whose_agent_returned_none_and_did
 
 
 async def test_prompts_that_tell_nothing_end_the_run_with_its_state_saved(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, make_config(num_steps=9, drop_zero_variance_groups=True, max_uninformative_batches=5))
+    loop = Loop(tmp_path, make_config(num_steps=9, drop_zero_variance_groups=True))
     loop.rewards.is_flat = lambda prompt: loop.world.version >= 2
-    with pytest.raises(TrainingStopped, match=r"15 groups in a row had equal rewards \(1 in the last one\)"):
+    with pytest.raises(TrainingStopped, match=r"30 groups in a row had equal rewards \(1 in the last one\)"):
         await loop.run()
     assert loop.checkpoints.read(loop.checkpoints.newest()).step == 2
 

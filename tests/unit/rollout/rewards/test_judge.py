@@ -134,7 +134,9 @@ def test_turns_are_even_and_rest_while_the_judge_asks_for_patience():
 
 def a_judge(folder: Path | None = None, num_processes: int = 1, **judge: Any) -> Judge:
     """One in this process; nobody listens where it asks, unless it is told another place."""
-    section = JudgeConfig(**{"base_url": "http://127.0.0.1:1/v1", "model": "grader"} | judge)
+    constants = {name: judge.pop(name) for name in ("try_timeout_s", "max_tries") if name in judge}
+    kind = type("Asked", (JudgeConfig,), constants)
+    section = kind(**{"base_url": "http://127.0.0.1:1/v1", "model": "grader"} | judge)
     config = RewardConfig(kind="judge", judge=section, num_processes=num_processes, timeout_s=60, max_concurrent=1)
     return Judge(config, "reward", folder)
 
@@ -278,7 +280,6 @@ GIVEN = ["experiment=quickstart", "reward=judge", "reward.judge.base_url=http://
         (GIVEN[:3], r"reward\.judge\.model must be the name of a model at http://localhost/v1, got nothing"),
         ([*GIVEN, "reward.judge.base_url=localhost:8000"], r"reward\.judge\.base_url must be .*, got 'localhost:8000'"),
         ([*GIVEN, "reward.judge.scale=[10,10]"], r"reward\.judge\.scale must be two numbers.*got \[10"),
-        ([*GIVEN, "reward.judge.max_tries=0"], r"reward\.judge\.max_tries must be >= 1, got 0"),
         (
             [*GIVEN, "reward.judge.requests_per_minute=20"],
             r"lets the last of .* wait 192 s, and reward\.timeout",
