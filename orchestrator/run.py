@@ -34,8 +34,9 @@ from slipstream.orchestrator.files.curves import PANELS, draw_curves
 from slipstream.orchestrator.files.disk_space import naming_a_full_disk
 from slipstream.orchestrator.files.journal import Journal, read_journal, remove_journal, write_journal
 from slipstream.orchestrator.files.loggers.logger import open_loggers
+from slipstream.orchestrator.files.loop_state import RunState
 from slipstream.orchestrator.files.metrics_catalogue import RewardNames, catalogue
-from slipstream.orchestrator.files.run_checkpoint import RunState, checkpoints_of, complete_checkpoints, step_of
+from slipstream.orchestrator.files.run_checkpoint import checkpoints_of, complete_checkpoints, step_of
 from slipstream.orchestrator.files.run_folder import (
     RunFolder,
     changed_options,

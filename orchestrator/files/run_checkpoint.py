@@ -12,13 +12,13 @@
 With run.checkpoint_dir complete ones are sent to an object store, and a resume fetches one that is newer there.
 
 Owns: the format above, atomicity, how many are kept, and the check of a checkpoint against a resumed run's options.
-Does not own: what the trainer's files contain, how they are sent (checkpoint_uploads.py, object_store.py).
+Does not own: the lines of a state (loop_state.py), what the trainer's files contain, how they are sent
+(checkpoint_uploads.py, object_store.py).
 Invariant: a folder named step-* was complete when it got its name; a crash at any time leaves the previous one intact.
 """
 
 from __future__ import annotations
 
-import base64
 import functools
 import json
 import logging
@@ -26,21 +26,19 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-
-import numpy as np
 
 from slipstream.conf.json_files import JsonObject, is_object
 from slipstream.conf.schema import RunConfig
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import CheckpointError, TrainingStopped
 from slipstream.orchestrator.files.checkpoint_uploads import CheckpointUploads
+from slipstream.orchestrator.files.loop_state import RunState, lines_of, state_of
 from slipstream.orchestrator.files.object_store import MANIFEST, ObjectStore
 from slipstream.orchestrator.files.run_folder import RunFolder, flatten, to_plain
-from slipstream.rollout.types import Group, Prompt, Rollout, Routes, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -51,67 +49,6 @@ _CHUNK_BYTES = 1 << 22
 _SUMS_AT_ONCE = 8
 _FILES = frozenset({"model.path", "model.tokenizer", "data.path", "data.sources"})
 """Options in the fingerprint that name files of the user's, whose content it does not know."""
-
-
-@dataclass(frozen=True, slots=True)
-class BufferState:
-    """The rollout buffer between two steps. Example: BufferState(12, {97: Group(...)}, {98: Prompt(...)})."""
-
-    num_batches: int = 0
-    """Batches consumed."""
-    groups: dict[int, Group] = field(default_factory=dict[int, Group])
-    """Finished, not yet consumed, by ticket number."""
-    in_flight: dict[int, Prompt] = field(default_factory=dict[int, Prompt])
-    """Being sampled, by ticket number: to be sampled again."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunState:
-    """Everything beside the trainer's own files that the next step depends on."""
-
-    step: int
-    """Optimizer steps done, refused ones included."""
-    policy_version: int
-    prompts: JsonObject
-    """Cursor of the prompt stream (orchestrator.data.streams.Stream.state_dict)."""
-    shuffle_rng: JsonObject
-    """State of the generator that orders the minibatches of later epochs."""
-    buffer: BufferState
-
-
-def lines_of(state: RunState) -> tuple[JsonObject, str]:
-    """A state as JSON: what is one value, and a line for each group and prompt of the buffer."""
-    buffered = [{"ticket": t, **asdict(group)} for t, group in sorted(state.buffer.groups.items())]
-    in_flight = [{"ticket": t, "prompt": asdict(prompt)} for t, prompt in sorted(state.buffer.in_flight.items())]
-    head = {
-        "step": state.step,
-        "policy_version": state.policy_version,
-        "prompts": state.prompts,
-        "shuffle_rng": state.shuffle_rng,
-        "num_batches": state.buffer.num_batches,
-    }
-    return head, "".join(json.dumps(row, default=_encode) + "\n" for row in [*buffered, *in_flight])
-
-
-def state_of(head: JsonObject, rows: Iterable[str]) -> RunState:
-    """What lines_of() wrote."""
-    groups: dict[int, Group] = {}
-    in_flight: dict[int, Prompt] = {}
-    for row in map(json.loads, rows):
-        if "rollouts" in row:
-            rollouts = [_to_rollout(rollout) for rollout in row["rollouts"]]
-            groups[row["ticket"]] = Group(
-                _to_prompt(row["prompt"]), rollouts, row["rewards"], row.get("parts", []), row.get("answers", [])
-            )
-        else:
-            in_flight[row["ticket"]] = _to_prompt(row["prompt"])
-    return RunState(
-        step=head["step"],
-        policy_version=head["policy_version"],
-        prompts=head["prompts"],
-        shuffle_rng=head["shuffle_rng"],
-        buffer=BufferState(head["num_batches"], groups, in_flight),
-    )
 
 
 def fingerprint(config: RunConfig) -> JsonObject:
@@ -454,27 +391,3 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _encode(array: np.ndarray) -> JsonObject:
-    """What JSON holds of an array; json.dumps calls this for what it does not know, which in a group are arrays."""
-    data = base64.b64encode(array.tobytes()).decode()
-    return {"dtype": array.dtype.name, "shape": array.shape, "base64": data}
-
-
-def _decode(raw: JsonObject) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(raw["base64"]), raw["dtype"]).reshape(raw["shape"])
-
-
-def _to_rollout(raw: JsonObject) -> Rollout:
-    routes = _to_routes(raw.pop("routes", None))
-    turns = tuple(Turn(**turn | {"routes": _to_routes(turn["routes"])}) for turn in raw.pop("turns", ()))
-    return Rollout(**raw, routes=routes, turns=turns)
-
-
-def _to_routes(raw: JsonObject | None) -> Routes | None:
-    return None if raw is None else Routes(**{name: _decode(array) for name, array in raw.items()})
-
-
-def _to_prompt(raw: JsonObject) -> Prompt:
-    return Prompt(raw["prompt_id"], tuple(raw["token_ids"]), raw["text"], raw["fields"], raw.get("messages"))

@@ -46,8 +46,8 @@ import numpy as np
 from slipstream.conf.schema import RunConfig
 from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.fleet.waiting import wait_for
+from slipstream.orchestrator.files.loop_state import RunState
 from slipstream.orchestrator.files.metrics_catalogue import Value
-from slipstream.orchestrator.files.run_checkpoint import RunState
 from slipstream.orchestrator.files.samples import shown_rollouts
 from slipstream.orchestrator.files.step_rows import StepRecord
 from slipstream.orchestrator.files.timeline import TRAINER, StepTimeline

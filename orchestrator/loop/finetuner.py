@@ -18,7 +18,8 @@ from pathlib import Path
 from slipstream.conf.schema import Objective, RunConfig
 from slipstream.orchestrator.data.streams import Stream
 from slipstream.orchestrator.figures.held_out import TAUGHT_FIGURES, Evaluation, Figures
-from slipstream.orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState
+from slipstream.orchestrator.files.loop_state import BufferState, RunState
+from slipstream.orchestrator.files.run_checkpoint import CheckpointStore
 from slipstream.orchestrator.files.step_rows import StepRecord
 from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.inputs.conversations import Lesson

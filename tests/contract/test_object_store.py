@@ -17,8 +17,9 @@ import s3fs
 from slipstream.conf.schema import RunConfig, RunSection
 from slipstream.orchestrator.errors import ObjectStoreError
 from slipstream.orchestrator.files import checkpoint_uploads
+from slipstream.orchestrator.files.loop_state import BufferState, RunState
 from slipstream.orchestrator.files.object_store import ObjectStore
-from slipstream.orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, checkpoints_of, step_of
+from slipstream.orchestrator.files.run_checkpoint import CheckpointStore, checkpoints_of, step_of
 from slipstream.orchestrator.files.run_folder import RunFolder
 
 BUCKET = "bucket"

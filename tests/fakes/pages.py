@@ -20,7 +20,8 @@ from slipstream.conf.errors import SlipstreamError
 from slipstream.conf.load import load_run_config, resolved_yaml
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.data.sources import parse_hub_source
-from slipstream.orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint
+from slipstream.orchestrator.files.loop_state import BufferState, RunState
+from slipstream.orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
 from slipstream.orchestrator.inputs import machine_checks, preflight, teacher_check
 from slipstream.orchestrator.inputs.character_tokenizer import (
     ALPHABET,

@@ -29,7 +29,8 @@ from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.control.control_folder import alive
 from slipstream.orchestrator.data import training_stream
 from slipstream.orchestrator.errors import CheckpointError, TrainingStopped
-from slipstream.orchestrator.files.run_checkpoint import BufferState, CheckpointStore, RunState, fingerprint
+from slipstream.orchestrator.files.loop_state import BufferState, RunState
+from slipstream.orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
 from slipstream.orchestrator.files.run_folder import RunFolder, open_run_folder, point_latest, write_description
 from slipstream.orchestrator.push.push_options import PushOptions
 from slipstream.weight_sync.errors import WatermarkError

@@ -17,15 +17,9 @@ from slipstream.conf.schema import RunSection
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.errors import CheckpointError, ObjectStoreError
 from slipstream.orchestrator.files import checkpoint_uploads
+from slipstream.orchestrator.files.loop_state import BufferState, RunState
 from slipstream.orchestrator.files.object_store import ObjectStore
-from slipstream.orchestrator.files.run_checkpoint import (
-    BufferState,
-    CheckpointStore,
-    RunState,
-    checkpoints_of,
-    fingerprint,
-    step_of,
-)
+from slipstream.orchestrator.files.run_checkpoint import CheckpointStore, checkpoints_of, fingerprint, step_of
 from slipstream.orchestrator.files.run_folder import RunFolder, open_run_folder, write_description
 
 OPTIONS = ["experiment=quickstart", "cluster.dashboard=false"]

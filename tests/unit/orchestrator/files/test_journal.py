@@ -21,7 +21,7 @@ from slipstream.orchestrator.files.journal import (
     waits_for,
     write_journal,
 )
-from slipstream.orchestrator.files.run_checkpoint import BufferState, RunState
+from slipstream.orchestrator.files.loop_state import BufferState, RunState
 from slipstream.orchestrator.files.run_folder import RunFolder, to_plain
 from slipstream.orchestrator.socket_folder import DOOR, LET_GO
 from slipstream.rollout.types import Group, Prompt, Rollout

@@ -31,10 +31,9 @@ from slipstream.conf.schema import (
     TrainMode,
 )
 from slipstream.orchestrator.errors import CheckpointError
+from slipstream.orchestrator.files.loop_state import BufferState, RunState
 from slipstream.orchestrator.files.run_checkpoint import (
-    BufferState,
     CheckpointStore,
-    RunState,
     complete_checkpoints,
     fingerprint,
     named_checkpoints,

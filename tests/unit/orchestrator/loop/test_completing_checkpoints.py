@@ -12,7 +12,8 @@ import pytest
 from fakes.loop import Loop, make_config
 
 from slipstream.orchestrator.errors import CheckpointLost, DiskFull
-from slipstream.orchestrator.files.run_checkpoint import RunState, complete_checkpoints, step_of
+from slipstream.orchestrator.files.loop_state import RunState
+from slipstream.orchestrator.files.run_checkpoint import complete_checkpoints, step_of
 
 
 class Completing:
