@@ -83,7 +83,7 @@ def main() -> None:
 
 def sample(command: psutil.Process) -> dict[str, float]:
     """All processes of the run together."""
-    found = dict.fromkeys(FIGURES, 0.0)
+    found: dict[str, float] = dict.fromkeys(FIGURES, 0.0)
     for process in [command, *command.children(recursive=True)]:
         with suppress(psutil.Error):
             found["memory_gb"] += process.memory_full_info().pss / 1e9

@@ -129,7 +129,7 @@ def test_a_publish_of_changes_is_planned_beside_the_whole_one() -> None:
     full = planned(*words, "trainer.mode=full", hardware=Hardware(rates=slow, changed=0.05))
     assert full.delta is not None
     assert full.delta.kept_bytes == 0 < full.delta.host_bytes
-    per_engine = full.summary.num_bytes / full.config.rollout.num_workers
+    per_engine = full.summary.num_bytes / full.config.rollout.most_workers
     assert per_engine / full.config.trainer.num_ranks <= full.delta.host_bytes < per_engine
     much = planned(*words, hardware=Hardware(rates=slow, changed=0.13)).delta  # more than a quarter of the bytes
     assert much is not None
