@@ -255,7 +255,7 @@ class RunUnderWay:
 
     def exit_code(self) -> int:
         """Wait for the end."""
-        return self._process.wait(60)
+        return self._process.wait(RUN_TIMEOUT_S)
 
 
 def trainer_ranks(run: Path) -> list[psutil.Process]:
