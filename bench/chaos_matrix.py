@@ -225,7 +225,7 @@ def wait_for_end(run: Path) -> None:
 
 
 def checks_of(run: Path, *, is_policy: bool) -> dict[str, Any]:
-    """Of a run's files. All true, or it is a fault."""
+    """What a run's files say; whatever is not true is a fault."""
     rows = rows_of(run / "metrics.jsonl")
     found: dict[str, Any] = {"steps": rows[-1]["step"] if rows else None}
     found["every_row_once"] = [row["step"] for row in rows] == list(range(len(rows)))

@@ -72,7 +72,7 @@ class Scaling:
         self._look = look
         self._bounds = bounds
         self._most = roster.num_wanted if bounds is None else bounds[1]
-        """Of a range: the number that was asked for last."""
+        """The number that was asked for last, within the range."""
         self._shunned: set[str] = set()
         """Machines whose workers were told to go: none starts there by itself."""
         self._taken: set[str] = set()
@@ -86,7 +86,7 @@ class Scaling:
         return self._roster.num_wanted if self._bounds is None else self._most
 
     def ask(self, num_workers: int) -> None:
-        """Of a range, so many were asked for in the run that this one goes on with."""
+        """A resumed run with a range: so many were asked for before it ended."""
         if self._bounds is not None:
             self._most = min(max(self._bounds[0], num_workers), self._bounds[1])
 
@@ -179,7 +179,7 @@ class Scaling:
         self._count_wanted()
 
     def _count_wanted(self) -> None:
-        """Of a range: those that machines have room for."""
+        """In a range, those that machines have room for."""
         if self._bounds is not None:
             num_out = self._roster.count(ReplicaState.out)
             self._roster.num_wanted = num_out + sum(one.is_wanted for one in self._roster.replicas.values())

@@ -64,7 +64,7 @@ class Event:
     """A row of chaos.jsonl."""
 
     time: float
-    """Of the blow, in seconds since 1970."""
+    """When the blow fell, in seconds since 1970."""
     seed: int
     number: int
     """Of the events drawn from this seed."""
