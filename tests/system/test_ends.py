@@ -205,7 +205,7 @@ def test_a_rank_that_dies_of_a_signal_is_named_in_one_line_with_its_frames(run: 
         assert run.exit_code() == 1
         (report,) = (run.folder / "crash").resolve().iterdir()
         (line,) = [line for line in run.said.splitlines() if line.startswith("error: ")]
-        where = r"(main|another) thread in \S+:\d+, \w+(; \S+:\d+, \w+)?|a native thread, without Python frames"
+        where = r"(main|another) thread in \S+:\d+, [\w<>]+(; \S+:\d+, [\w<>]+)?|a native thread, without Python frames"
         dead = re.fullmatch(
             rf"error: TrainingStopped: (trainer-[01]) died of SIGSEGV \(({where})\); .*: {report}", line
         )
