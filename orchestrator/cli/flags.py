@@ -371,3 +371,8 @@ def _start_nothing(flag: Add) -> None:
 def _defaults(cls: Any) -> dict[str, Any]:
     """Field -> default of a dataclass, of those that have a plain one."""
     return {item.name: item.default for item in dataclasses.fields(cls) if item.default is not dataclasses.MISSING}
+
+
+def is_option(word: str) -> bool:
+    """Whether a word sets an option. A folder's path may have an equals sign, too."""
+    return "=" in word and not Path(word).is_dir()

@@ -1,0 +1,157 @@
+"""Commands that need no run: `plan`, `launch`, `push`, `parity`, `record`, `doctor`.
+
+Owns: from words to the call that answers, and its printing. Does not own: flags (flags.py).
+Invariant: importing this module loads neither torch, Ray nor vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from slipstream.conf.errors import ConfigError
+from slipstream.orchestrator.cli.exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, tell
+from slipstream.orchestrator.signals import wound_down_by_signals
+
+
+def launch(flags: argparse.Namespace, overrides: list[str]) -> int:
+    """Write a cluster's job that starts the run."""
+    from slipstream.conf.load import load_run_config
+    from slipstream.orchestrator.launch.command import launch as launch_text
+    from slipstream.orchestrator.launch.launch_options import LaunchOptions, Target
+
+    given: dict[str, Any] = dict(vars(flags))
+    output, config_dir, target, _ = (given.pop(name) for name in ("output", "config_dir", "target", "help"))
+    if target not in list(Target):
+        raise ConfigError(f"slipstream launch needs a target, one of {', '.join(Target)}, got {target!r}")
+    options = LaunchOptions(target=Target(target), **given)
+    text, what_to_do = launch_text(load_run_config(overrides, config_dir), overrides, options)
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        try:
+            output.write_text(text)
+        except OSError as error:
+            raise ConfigError(f"--output {output} cannot be written: {error.strerror}") from error
+        what_to_do = what_to_do.replace("FILE", str(output), 1)
+    tell(what_to_do)
+    return EXIT_OK
+
+
+def plan(flags: argparse.Namespace, overrides: list[str]) -> int:
+    """Predict a publish of the run."""
+    from slipstream.conf.load import check_model_reads_overrides, load_run_config
+    from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
+    from slipstream.orchestrator.offline import estimate as plan_command
+    from slipstream.orchestrator.offline import estimate_report as plan_report
+    from slipstream.orchestrator.offline import hardware as hardware_of
+    from slipstream.weight_sync.gc_freeze import allow_collections, hold_collections
+
+    config = load_run_config(overrides, flags.config_dir, reads_rows=False)
+    check_model_reads_overrides(config, overrides, resolve_hf_config(config.model))
+    hardware = hardware_of.Hardware(
+        rates=hardware_of.link_rates(nic_gb_s=flags.nic_gb_s, nvlink_gb_s=flags.nvlink_gb_s, hbm_gb_s=flags.hbm_gb_s),
+        changed=flags.changed,
+        ranks_per_node=flags.ranks_per_node,
+        slow_ranks=hardware_of.parse_slow_ranks(flags.slow_rank),
+        layout_cache=flags.layout_cache,
+    )
+    began_s = time.monotonic()
+
+    def say(phase: str) -> None:
+        print(f"{time.monotonic() - began_s:5.1f} s  {phase}", file=sys.stderr, flush=True)
+
+    hold_collections()  # nothing that a plan makes is in a cycle, and walking its million objects takes 3 of 20 s
+    try:
+        report = plan_command.plan_run(config, hardware, say)
+        picture = plan_report.write_picture(report, flags.output)
+    finally:
+        allow_collections()
+    if flags.json:
+        print(json.dumps(plan_report.as_plain(report), indent=2))
+        return EXIT_OK
+    plan_report.print_report(report)
+    print(f"timeline: {picture}\nNothing was started.")
+    return EXIT_OK
+
+
+def push(flags: argparse.Namespace, serve_words: list[str]) -> int:
+    """Publish a checkpoint to engines that serve."""
+    if flags.checkpoint is None:
+        raise ConfigError(
+            "push needs a CHECKPOINT: a Hugging Face folder with safetensors. See: slipstream push --help"
+        )
+    from slipstream.orchestrator.push.command import run_push
+    from slipstream.orchestrator.push.push_options import PushOptions
+
+    given: dict[str, Any] = dict(vars(flags))
+    is_once, as_json, _ = (given.pop(name) for name in ("once", "json", "help"))
+    given["to"] = tuple(url for word in flags.to for url in word.split(",") if url)
+    given["serve_words"] = tuple(serve_words)
+    options = PushOptions(**given)
+    with wound_down_by_signals() as received:
+        try:
+            run_push(options, as_json=as_json, stay=not is_once)
+        except KeyboardInterrupt:
+            tell("\nstopped; engines that were started here have ended.")
+            return 128 + received[0] if received else EXIT_INTERRUPTED
+    return EXIT_OK
+
+
+def parity(flags: argparse.Namespace, overrides: list[str]) -> int:
+    """Compare the trainer's log-probabilities with the engine's."""
+    from slipstream.orchestrator.parity import report as parity_report
+    from slipstream.orchestrator.parity.command import ParityOptions, run_parity
+
+    given: dict[str, Any] = dict(vars(flags))
+    as_json, _ = (given.pop(name) for name in ("json", "help"))
+    if overrides and "=" not in overrides[0]:
+        given["model"] = Path(overrides.pop(0))
+    options = ParityOptions(**given)
+    began_s = time.monotonic()
+
+    terminal = os.fdopen(os.dup(2), "w")  # descriptor 2 is the engine's log while there is an engine
+
+    def say(phase: str) -> None:
+        print(f"{time.monotonic() - began_s:5.1f} s  {phase}", file=terminal, flush=True)
+
+    with terminal:
+        report = run_parity(options, overrides, say)
+        figures, picture = parity_report.write_files(report, options.output)
+    if as_json:
+        print(json.dumps(report.as_plain(), indent=2))
+    else:
+        parity_report.print_report(report)
+        print(f"\nfigures: {figures}\npicture: {picture}")
+    return EXIT_OK if report.agrees else EXIT_FAILED
+
+
+def record(flags: argparse.Namespace, _: list[str]) -> int:
+    """Record an engine's layout of a model."""
+    if flags.model is None:
+        raise ConfigError("record needs a MODEL: a folder with config.json. See: slipstream record --help")
+    from slipstream.orchestrator.offline import record as record_command
+
+    report = record_command.record(
+        flags.model,
+        tp_size=flags.tp,
+        enable_expert_parallel=flags.expert_parallel,
+        dtype=flags.dtype,
+        device=flags.device,
+        cache=flags.layout_cache,
+        out=flags.out,
+    )
+    print(json.dumps(report.as_plain(), indent=2) if flags.json else report.as_text())
+    return EXIT_OK
+
+
+def doctor(flags: argparse.Namespace, _: list[str]) -> int:
+    """Whether a run can work on this machine."""
+    from slipstream.orchestrator.cli.doctor import run_doctor
+
+    return run_doctor(as_json=flags.json)

@@ -1,0 +1,106 @@
+"""Commands about a run that is there: what it does (`status`, `view`), what it is asked to do (`stop`, `recover`,
+`scale`, `drain`, `chaos`), and what it has made (`merge`).
+
+Owns: from words to the call that answers. Does not own: flags (flags.py), what is asked and answered (control, chaos).
+Invariant: importing this module loads neither torch, Ray nor vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from slipstream.conf.errors import ConfigError
+from slipstream.orchestrator.cli.exit import EXIT_FAILED, EXIT_OK, tell
+
+
+def merge(flags: argparse.Namespace, _: list[str]) -> int:
+    """Write the model that an adapter of the run makes."""
+    from slipstream.orchestrator.cli.merge import merge as merge_run
+
+    print(f"model: {merge_run(flags.run, flags.checkpoint, flags.output)}")
+    return EXIT_OK
+
+
+def stop(flags: argparse.Namespace, _: list[str]) -> int:
+    """Ask the run to save and end."""
+    if not flags.timeout_s > 0:
+        raise ConfigError(f"--timeout-s must be > 0, got {flags.timeout_s:g}")
+    from slipstream.orchestrator.control.stop_request import stop as stop_run
+
+    print("\n".join(stop_run(flags.run, timeout_s=flags.timeout_s, say=tell)))
+    return EXIT_OK
+
+
+def status(flags: argparse.Namespace, _: list[str]) -> int:
+    """What the run does now, or how it ended."""
+    from slipstream.orchestrator.cli import status as status_command
+
+    status = status_command.status_of(flags.run)
+    print(json.dumps(status.as_plain(), indent=2) if flags.json else status.as_text())
+    if flags.curves:
+        print(f"curves: {status_command.draw(Path(status.run))}", file=sys.stderr)
+    return EXIT_OK
+
+
+def view(flags: argparse.Namespace, _: list[str]) -> int:
+    """Serve the pages of runs, or write them into a file."""
+    from slipstream.orchestrator.view.command import ViewOptions, run_view
+
+    options = ViewOptions(runs=flags.runs or [Path("runs/latest")], port=flags.port, export=flags.export)
+    run_view(options, lambda line: print(line, flush=True))
+    return EXIT_OK
+
+
+def recover(flags: argparse.Namespace, _: list[str]) -> int:
+    """Ask the run to start a rollout worker again."""
+    from slipstream.orchestrator.control.control_folder import ask
+
+    print("\n".join(ask(flags.run, {"ask": "recover", "worker": flags.worker})))
+    return EXIT_OK
+
+
+def scale(flags: argparse.Namespace, _: list[str]) -> int:
+    """Ask the run for another number of rollout workers."""
+    from slipstream.orchestrator.control.control_folder import ask
+
+    wanted: str | None = flags.wanted
+    name, *_, number = (wanted or "").partition("=")
+    if name != "rollout" or not number.removeprefix("-").isdecimal():
+        given = "nothing" if wanted is None else repr(wanted)
+        raise ConfigError(f"slipstream scale needs rollout=N after the run folder, e.g. rollout=3, got {given}")
+    print("\n".join(ask(flags.run, {"ask": "scale", "rollout": int(number)})))
+    return EXIT_OK
+
+
+def drain(flags: argparse.Namespace, _: list[str]) -> int:
+    """Ask the run to send a rollout worker away."""
+    from slipstream.orchestrator.control.control_folder import ask
+
+    number = (flags.worker or "").removeprefix("rollout-")
+    if not number.isdecimal():
+        given = "nothing" if flags.worker is None else repr(flags.worker)
+        raise ConfigError(f"slipstream drain needs a rollout worker after the run folder, e.g. rollout-1, got {given}")
+    print("\n".join(ask(flags.run, {"ask": "drain", "worker": int(number)})))
+    return EXIT_OK
+
+
+def chaos(flags: argparse.Namespace, _: list[str]) -> int:
+    """Harm the run on purpose, and say what it cost."""
+    from slipstream.orchestrator.chaos import command as chaos_command
+    from slipstream.orchestrator.chaos.harm import AS_BEFORE
+
+    if flags.list:
+        found = chaos_command.listed(flags.run)
+        print(json.dumps(found, indent=2) if flags.json else chaos_command.list_text(found))
+        return EXIT_OK
+    given: dict[str, Any] = dict(vars(flags))
+    as_json, *_ = (given.pop(name) for name in ("json", "list", "help"))
+    for name in ("victims", "what", "when"):
+        given[name] = tuple(word for word in (given[name] or "").split(",") if word)
+    events = chaos_command.chaos(chaos_command.ChaosOptions(**given), tell)
+    print(chaos_command.report(flags.run, events, as_json=as_json))
+    return EXIT_OK if all(event.outcome == AS_BEFORE for event in events) else EXIT_FAILED
