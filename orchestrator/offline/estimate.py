@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.conf.architecture.families import read_config
+from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig
 from slipstream.conf.model_checks import check_architecture, packing_of
@@ -159,8 +160,6 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
     Raises:
         ConfigError: an option does not fit the model or the hardware, or the engine's layout cannot be recorded here.
     """
-    from slipstream.trainer.delivery.planned_layouts import PlannedTrainer  # here: --help needs no torch
-
     if config.algorithm.objective is not Objective.policy:
         raise ConfigError(
             f"algorithm={config.algorithm.objective} publishes nothing, so there is nothing to plan; choose a run "
@@ -170,76 +169,172 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
         config = replace(config, cluster=replace(config.cluster, device=Device.cuda))
     hf_config = resolve_hf_config(config.model)
     check_architecture(config, hf_config)
-    # A trainer's own weights are in model.dtype, whatever engines quantize them to; four-bit experts stay as they are.
-    packing = packing_of(hf_config)
-    plain = {key: value for key, value in hf_config.items() if key != "quantization_config"}
-    stored = read_config(hf_config if packing is not None else plain)
-    spec = stored.unpacked()
-    trainer, rollout, dtype = config.trainer, config.rollout, config.model.dtype
-    planned = PlannedTrainer(spec, dtype.value, trainer)
-    tensors = spec.checkpoint_tensors(dtype.value)
-    is_adapter = config.weight_sync.mode is SyncMode.adapter
+    model = _Model.of(hf_config, config)
+    if config.weight_sync.mode is SyncMode.adapter:
+        hardware = replace(hardware, rates=hardware.rates.without_pause())
     try:
-        if is_adapter:
-            staging, sources, engine = _adapter_sides(config, hf_config, planned)
-        else:
-            staging, sources, engine = _merged_sides(config, hf_config, planned, hardware.layout_cache, say)
-        num_gpus = trainer.num_ranks + rollout.num_gpus
-        if num_gpus >= MANY_GPUS:
-            say(f"planning {num_gpus} GPUs, and proving the plan: some 10 s for Kimi-K2 on 384")
-        plan = build_plan(sources, [engine] * rollout.most_workers, max_task_bytes=staging.max_task_bytes)
-        placement = place(list(plan.tasks), list(plan.expected), hardware.ranks_per_node, rollout.workers_per_gpu)
-        if unknown := sorted(set(hardware.slow_ranks) - set(plan.tasks)):
-            raise PlanError(f"--slow-rank names trainer rank {unknown[0]}; there are {len(plan.tasks)}")
-        if is_adapter:
-            hardware = replace(hardware, rates=hardware.rates.without_pause())
-        prediction, by_nic = _predicted(plan, placement, hardware, staging, config.weight_sync.verify_hashes)
-        relay = None
-        if config.weight_sync.relay is Relay.node:
-            relay = _relayed(config, sources, engine, placement, hardware, staging)
-        summary = plan.summary()
-        delta = _delta(config, planned, plan, summary, placement, hardware, staging)
-        modes = compare_modes(
-            config,
-            hf_config,
-            spec,
-            _num_kv_heads(hf_config),
-            hardware.rates,
-            hardware.ranks_per_node,
-            hardware.adapter_decode_loss,
-            prediction,
-            summary,
+        publish = _planned_publish(config, model, hardware, say)
+        prediction, summary = publish.predicted(), publish.plan.summary()
+        return PlanReport(
+            config=config,
+            hardware=hardware,
+            model=model.facts(),
+            summary=summary,
+            placement=publish.placement,
+            staging=publish.staging,
+            trainer=(publish.planned if model.packing is None else model.trainer(model.stored)).memory(),
+            rollout=_engine_memory(config, model.num_bytes, publish.engine),
+            prediction=prediction,
+            total_s_by_nic=publish.total_s_by_nic(prediction),
+            modes=compare_modes(config, hf_config, model.spec, _num_kv_heads(hf_config), hardware, prediction, summary),
+            relay=publish.relayed() if config.weight_sync.relay is Relay.node else None,
+            delta=publish.delta(summary) if config.weight_sync.delta_bytes else None,
         )
     except (EngineError, PlanError, WatermarkError) as error:
         raise ConfigError(str(error)) from error
-    num_parameters = sum(prod(meta.shape) for meta in tensors)
-    held = tensors if packing is None else stored.checkpoint_tensors(dtype.value)
-    num_bytes = sum(prod(meta.shape) * DTYPE_BYTES[meta.dtype] for meta in held)
-    fullest = max(_weight_bytes(layout) for layout in engine)
-    num_slots = config.num_adapter_slots if is_adapter else 0
-    return PlanReport(
-        config=config,
-        hardware=hardware,
-        model=ModelFacts(
-            spec.family,
-            spec.num_layers,
-            spec.moe.num_experts if spec.moe is not None else 0,
-            spec.moe.top_k if spec.moe is not None else 0,
-            num_parameters,
-            dtype.value if packing is None else f"{dtype.value}, experts {packing}",
-            num_bytes,
-        ),
-        summary=summary,
-        placement=placement,
-        staging=staging,
-        trainer=(planned if packing is None else PlannedTrainer(stored, dtype.value, trainer)).memory(),
-        rollout=RolloutMemory(num_bytes // rollout.tp_size if is_adapter else fullest, num_slots * fullest, num_slots),
-        prediction=prediction,
-        total_s_by_nic=by_nic,
-        modes=modes,
-        relay=relay,
-        delta=delta,
-    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """The policy as its checkpoint stores it, and as the trainer holds it."""
+
+    hf_config: HfConfig
+    config: RunConfig
+    stored: ModelSpec
+    """Four-bit experts as they are; all else in model.dtype, whatever engines quantize it to."""
+    packing: str | None
+    """Of four-bit experts."""
+
+    @classmethod
+    def of(cls, hf_config: HfConfig, config: RunConfig) -> _Model:
+        packing = packing_of(hf_config)
+        read = dict(hf_config)
+        if packing is None:
+            read.pop("quantization_config", None)
+        return cls(hf_config, config, read_config(read), packing)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """With every expert in model.dtype, as a publish sends it."""
+        return self.stored.unpacked()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole checkpoint."""
+        tensors = self.stored.checkpoint_tensors(self.config.model.dtype.value)
+        return sum(prod(meta.shape) * DTYPE_BYTES[meta.dtype] for meta in tensors)
+
+    def trainer(self, spec: ModelSpec) -> PlannedTrainer:
+        """The trainer's ranks with this form of the weights."""
+        from slipstream.trainer.delivery.planned_layouts import PlannedTrainer  # here: --help needs no torch
+
+        return PlannedTrainer(spec, self.config.model.dtype.value, self.config.trainer)
+
+    def facts(self) -> ModelFacts:
+        """For the report."""
+        spec, dtype = self.spec, self.config.model.dtype.value
+        return ModelFacts(
+            family=spec.family,
+            num_layers=spec.num_layers,
+            num_experts=spec.moe.num_experts if spec.moe is not None else 0,
+            top_k=spec.moe.top_k if spec.moe is not None else 0,
+            num_parameters=sum(prod(meta.shape) for meta in spec.checkpoint_tensors(dtype)),
+            dtype=dtype if self.packing is None else f"{dtype}, experts {self.packing}",
+            num_bytes=self.num_bytes,
+        )
+
+
+def _engine_memory(config: RunConfig, num_bytes: int, engine: Sequence[DestLayout]) -> RolloutMemory:
+    fullest = max(sum(param.num_bytes for param in layout.params) for layout in engine)
+    if config.weight_sync.mode is not SyncMode.adapter:
+        return RolloutMemory(fullest, 0, 0)
+    num_slots = config.num_adapter_slots
+    return RolloutMemory(num_bytes // config.rollout.tp_size, num_slots * fullest, num_slots)
+
+
+@dataclass(frozen=True, slots=True)
+class _Publish:
+    """A planned publish on that cluster: what every figure of time is made from."""
+
+    config: RunConfig
+    hardware: Hardware
+    planned: PlannedTrainer
+    staging: Staging
+    sources: Sequence[SourceLayout]
+    engine: Sequence[DestLayout]
+    """Of the ranks of one engine; all engines are alike."""
+    plan: TransferPlan
+    placement: Placement
+
+    def predicted(self, rates: LinkRates | None = None) -> Prediction:
+        """At the given rates, or those of the hardware."""
+        return predict(
+            self.plan,
+            self.placement,
+            rates or self.hardware.rates,
+            self.staging,
+            slow_ranks=self.hardware.slow_ranks,
+            verify_hashes=self.config.weight_sync.verify_hashes,
+        )
+
+    def total_s_by_nic(self, found: Prediction) -> dict[float, float]:
+        """Its seconds as found, and where a NIC delivers what NICs were seen to."""
+        nic = self.hardware.rates.nic_bytes_s
+        totals = {nic: found.total_s}
+        if self.placement.num_nodes > 1 and nic > SEEN_NIC_BYTES_S:
+            slower = replace(self.hardware.rates, nic_bytes_s=SEEN_NIC_BYTES_S)
+            totals[SEEN_NIC_BYTES_S] = self.predicted(slower).total_s
+        return totals
+
+    def relayed(self) -> RelayChoice:
+        """A plan for the replicas that are written, on the GPUs that they have anyway, and then the others' reads."""
+        verify_hashes, rates = self.config.weight_sync.verify_hashes, self.hardware.rates
+        readers = neighbours(self.placement)
+        plan = build_plan(self.sources, [self.engine] * len(readers), max_task_bytes=self.staging.max_task_bytes)
+        few = replace(self, plan=plan, placement=written_alone(self.placement, list(readers)))
+        read_s = relay_s(readers, self.engine, rates, verify_hashes=verify_hashes)
+        return RelayChoice(len(readers), plan.summary().num_bytes, few.predicted().total_s, read_s)
+
+    def delta(self, summary: PlanSummary) -> DeltaChoice:
+        """Only what changed, as far as an engine rank's zone has room for it; the rest whole."""
+        from slipstream.weight_sync import changes  # with torch, which --help does not need
+
+        zone, hardware = self.config.weight_sync.delta_bytes, self.hardware
+        stream = (changes.RECORD_BYTES * hardware.changed + changes.TILE_BYTES / changes.TILE) / changes.ELEMENT_BYTES
+        room = min(1.0, zone / (stream * max(summary.received_bytes.values())))
+        fits = room if stream <= 1 / changes.STREAM_SHARE else 0.0
+        share = fits * stream + 1 - fits
+        is_full = self.config.trainer.mode is TrainMode.full
+        found = predict(
+            self.plan,
+            self.placement,
+            hardware.rates,
+            self.staging,
+            slow_ranks=hardware.slow_ranks,
+            sent_share=share,
+            mark_passes=2 * hardware.rates.hbm_bytes_s / BUS_BYTES_S if is_full else MARK_PASSES,
+            apply_passes=apply_passes(hardware.changed),
+        )
+        num_bytes = round(share * summary.num_bytes)
+        host = max(int(table.num_bytes.sum()) for table in self.plan.tasks.values()) if is_full else 0
+        return DeltaChoice(hardware.changed, num_bytes, found.total_s, self.planned.kept_bytes(), host, zone)
+
+
+def _planned_publish(config: RunConfig, model: _Model, hardware: Hardware, say: Callable[[str], None]) -> _Publish:
+    """Both sides' layouts, and the plan between them."""
+    trainer, rollout, planned = config.trainer, config.rollout, model.trainer(model.spec)
+    if config.weight_sync.mode is SyncMode.adapter:
+        staging, sources, engine = _adapter_sides(config, model.hf_config, planned)
+    else:
+        staging, sources, engine = _merged_sides(config, model.hf_config, planned, hardware.layout_cache, say)
+    num_gpus = trainer.num_ranks + rollout.num_gpus
+    if num_gpus >= MANY_GPUS:
+        say(f"planning {num_gpus} GPUs, and proving the plan: some 10 s for Kimi-K2 on 384")
+    plan = build_plan(sources, [engine] * rollout.most_workers, max_task_bytes=staging.max_task_bytes)
+    placement = place(list(plan.tasks), list(plan.expected), hardware.ranks_per_node, rollout.workers_per_gpu)
+    if unknown := sorted(set(hardware.slow_ranks) - set(plan.tasks)):
+        raise PlanError(f"--slow-rank names trainer rank {unknown[0]}; there are {len(plan.tasks)}")
+    return _Publish(config, hardware, planned, staging, sources, engine, plan, placement)
 
 
 _Sides = tuple[Staging, Sequence[SourceLayout], Sequence[DestLayout]]
@@ -299,74 +394,3 @@ def _staging(config: RunConfig, source_bytes: int) -> Staging:
         device, sync.watermark_bytes, source_bytes, verify_hashes=sync.verify_hashes, has_changes=has_changes
     )
     return Staging(watermark_bytes=sync.watermark_bytes, reserved_bytes=reserved, has_changes=has_changes)
-
-
-def _predicted(
-    plan: TransferPlan, placement: Placement, hardware: Hardware, staging: Staging, verify_hashes: bool
-) -> tuple[Prediction, dict[float, float]]:
-    """The publish at the given rates, and its seconds where a NIC delivers what NICs were seen to."""
-
-    def run(rates: LinkRates) -> Prediction:
-        return predict(plan, placement, rates, staging, slow_ranks=hardware.slow_ranks, verify_hashes=verify_hashes)
-
-    found = run(hardware.rates)
-    totals = {hardware.rates.nic_bytes_s: found.total_s}
-    if placement.num_nodes > 1 and hardware.rates.nic_bytes_s > SEEN_NIC_BYTES_S:
-        totals[SEEN_NIC_BYTES_S] = run(replace(hardware.rates, nic_bytes_s=SEEN_NIC_BYTES_S)).total_s
-    return found, totals
-
-
-def _delta(
-    config: RunConfig,
-    planned: PlannedTrainer,
-    plan: TransferPlan,
-    summary: PlanSummary,
-    placement: Placement,
-    hardware: Hardware,
-    staging: Staging,
-) -> DeltaChoice | None:
-    """Only what changed, as far as an engine rank's zone has room for it; the rest whole."""
-    from slipstream.weight_sync import changes  # with torch, which --help does not need
-
-    zone = config.weight_sync.delta_bytes
-    if not zone:
-        return None
-    stream = (changes.RECORD_BYTES * hardware.changed + changes.TILE_BYTES / changes.TILE) / changes.ELEMENT_BYTES
-    room = min(1.0, zone / (stream * max(summary.received_bytes.values())))
-    fits = room if stream <= 1 / changes.STREAM_SHARE else 0.0
-    share = fits * stream + 1 - fits
-    is_full = config.trainer.mode is TrainMode.full
-    found = predict(
-        plan,
-        placement,
-        hardware.rates,
-        staging,
-        slow_ranks=hardware.slow_ranks,
-        sent_share=share,
-        mark_passes=2 * hardware.rates.hbm_bytes_s / BUS_BYTES_S if is_full else MARK_PASSES,
-        apply_passes=apply_passes(hardware.changed),
-    )
-    num_bytes = round(share * summary.num_bytes)
-    host = max(int(table.num_bytes.sum()) for table in plan.tasks.values()) if is_full else 0
-    return DeltaChoice(hardware.changed, num_bytes, found.total_s, planned.kept_bytes(), host, zone)
-
-
-def _relayed(
-    config: RunConfig,
-    sources: Sequence[SourceLayout],
-    engine: Sequence[DestLayout],
-    placement: Placement,
-    hardware: Hardware,
-    staging: Staging,
-) -> RelayChoice:
-    """A plan for the replicas that are written, on the GPUs that they have anyway, and the others' reads after it."""
-    readers, verify_hashes = neighbours(placement), config.weight_sync.verify_hashes
-    plan = build_plan(sources, [engine] * len(readers), max_task_bytes=staging.max_task_bytes)
-    few = written_alone(placement, list(readers))
-    found = predict(plan, few, hardware.rates, staging, slow_ranks=hardware.slow_ranks, verify_hashes=verify_hashes)
-    read_s = relay_s(readers, engine, hardware.rates, verify_hashes=verify_hashes)
-    return RelayChoice(len(readers), plan.summary().num_bytes, found.total_s, read_s)
-
-
-def _weight_bytes(layout: DestLayout) -> int:
-    return sum(param.num_bytes for param in layout.params)

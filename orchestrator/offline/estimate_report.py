@@ -17,8 +17,9 @@ from slipstream.conf.plural import counted
 from slipstream.conf.schema import SyncMode
 
 if TYPE_CHECKING:
-    from slipstream.orchestrator.offline.estimate import PlanReport, RelayChoice
+    from slipstream.orchestrator.offline.estimate import DeltaChoice, PlanReport, RelayChoice, RolloutMemory
     from slipstream.orchestrator.offline.modes import ModeChoice
+    from slipstream.weight_sync.plan.transfer_plan import PlanSummary
 
 MAX_ROWS = 40
 """Ranks that a picture shows of each side: the first ones; --json has them all."""
@@ -131,107 +132,114 @@ _Row = tuple[str, str, str]
 
 
 def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
-    model, summary, prediction = report.model, report.summary, report.prediction
-    trainer, rollout, rates = report.config.trainer, report.config.rollout, report.hardware.rates
+    """Title and rows of every table, in the order in which they are printed."""
+    rates = report.hardware.rates
+    link = (
+        f"NIC {rates.nic_bytes_s / 1e9:g}, NVLink {rates.nvlink_bytes_s / 1e9:g}, HBM {rates.hbm_bytes_s / 1e9:g} GB/s"
+    )
+    yield "Run", _run_rows(report)
+    yield f"Publish (plan {report.summary.digest[:12]})", _bytes_rows(report.summary)
+    yield (
+        "Memory of a trainer GPU, estimated (without activations and gathered layers)",
+        _trainer_rows(report),
+    )
+    yield (
+        "Memory of a rollout GPU, estimated (without KV cache, activations and CUDA graphs)",
+        _engine_rows(report.rollout),
+    )
+    yield f"Predicted publish ({link})", _time_rows(report)
+    if report.relay is not None:
+        yield "The same with weight_sync.relay=node", _relay_rows(report.relay, report)
+    if report.delta is not None:
+        yield (
+            "The same with what changed alone (weight_sync.delta_bytes)",
+            _delta_rows(report.delta, report.summary),
+        )
+    yield "Which mode", _mode_rows(report.modes)
+
+
+def _run_rows(report: PlanReport) -> list[_Row]:
+    model, trainer, rollout = report.model, report.config.trainer, report.config.rollout
     experts = f", {model.num_experts} experts (top-{model.top_k})" if model.num_experts else ""
     ep = ", experts split" if rollout.enable_expert_parallel else ""
     least = f", at least {rollout.least_workers}" if rollout.is_range else ""
     slow = [f"trainer rank {rank} is {times:g} times slower" for rank, times in report.hardware.slow_ranks.items()]
-    yield (
-        "Run",
-        [
-            ("parameters", _millions(model.num_parameters), f"{model.family}: {model.num_layers} layers{experts}"),
-            ("checkpoint", _gb(model.num_bytes), model.dtype),
-            ("trainer", counted(trainer.num_ranks, "rank"), f"ep_size {trainer.ep_size}, mode {trainer.mode.value}"),
-            ("rollout", counted(rollout.most_workers, "engine"), f"tp_size {rollout.tp_size}{ep}{least}"),
-            ("nodes", str(report.placement.num_nodes), f"{report.hardware.ranks_per_node} GPUs each, trainer first"),
-            *([("faults", str(len(slow)), ", ".join(slow))] if slow else []),
-        ],
-    )
+    return [
+        ("parameters", _millions(model.num_parameters), f"{model.family}: {model.num_layers} layers{experts}"),
+        ("checkpoint", _gb(model.num_bytes), model.dtype),
+        ("trainer", counted(trainer.num_ranks, "rank"), f"ep_size {trainer.ep_size}, mode {trainer.mode.value}"),
+        ("rollout", counted(rollout.most_workers, "engine"), f"tp_size {rollout.tp_size}{ep}{least}"),
+        ("nodes", str(report.placement.num_nodes), f"{report.hardware.ranks_per_node} GPUs each, trainer first"),
+        *([("faults", str(len(slow)), ", ".join(slow))] if slow else []),
+    ]
+
+
+def _bytes_rows(summary: PlanSummary) -> list[_Row]:
     sent, received = list(summary.sent_bytes.values()), list(summary.received_bytes.values())
     groups = ", ".join(f"{name} {_gb(size)}" for name, size in summary.group_bytes.items())
-    yield (
-        f"Publish (plan {summary.digest[:12]})",
-        [
-            ("bytes", _gb(summary.num_bytes), groups),
-            ("tasks", str(summary.num_tasks), f"the largest {_gb(summary.largest_task_bytes)}"),
-            ("a sender", _gb(sum(sent) / len(sent)), _spread(sent, summary.send_balance)),
-            ("a receiver", _gb(sum(received) / len(received)), _spread(received, summary.receive_balance)),
-        ],
-    )
-    memory, peak = report.trainer, prediction.peak_bytes
-    slots = "two slots, changes as large as a third," if report.staging.has_changes else "two slots"
-    yield (
-        "Memory of a trainer GPU, estimated (without activations and gathered layers)",
-        [
-            ("weights", _gb(memory.weights), ""),
-            ("adapters", _gb(memory.adapters), ""),
-            ("gradients", _gb(memory.gradients), ""),
-            ("optimizer", _gb(memory.optimizer), ""),
-            ("a publish", _gb(peak), f"{slots} and {_gb(report.staging.reserved_bytes)} more, of a watermark of "
-             f"{_gb(report.staging.watermark_bytes)}"),
-            ("together", _gb(memory.total + peak), memory.FORMULA),
-        ],
-    )  # fmt: skip
-    yield (
-        "Memory of a rollout GPU, estimated (without KV cache, activations and CUDA graphs)",
-        [
-            ("weights", _gb(report.rollout.weights), "" if report.rollout.num_slots else report.rollout.formula),
-            *(
-                [
-                    ("adapter slots", _gb(report.rollout.slots), f"{report.rollout.num_slots} of them"),
-                    ("together", _gb(report.rollout.weights + report.rollout.slots), report.rollout.formula),
-                ]
-                if report.rollout.num_slots
-                else []
-            ),
-        ],
-    )
-    link = (
-        f"NIC {rates.nic_bytes_s / 1e9:g}, NVLink {rates.nvlink_bytes_s / 1e9:g}, HBM {rates.hbm_bytes_s / 1e9:g} GB/s"
-    )
-    is_adapter = report.config.weight_sync.mode is SyncMode.adapter
+    return [
+        ("bytes", _gb(summary.num_bytes), groups),
+        ("tasks", str(summary.num_tasks), f"the largest {_gb(summary.largest_task_bytes)}"),
+        ("a sender", _gb(sum(sent) / len(sent)), _spread(sent, summary.send_balance)),
+        ("a receiver", _gb(sum(received) / len(received)), _spread(received, summary.receive_balance)),
+    ]
+
+
+def _trainer_rows(report: PlanReport) -> list[_Row]:
+    memory, staging, peak = report.trainer, report.staging, report.prediction.peak_bytes
+    slots = "two slots, changes as large as a third," if staging.has_changes else "two slots"
+    held = f"{slots} and {_gb(staging.reserved_bytes)} more, of a watermark of {_gb(staging.watermark_bytes)}"
+    return [
+        ("weights", _gb(memory.weights), ""),
+        ("adapters", _gb(memory.adapters), ""),
+        ("gradients", _gb(memory.gradients), ""),
+        ("optimizer", _gb(memory.optimizer), ""),
+        ("a publish", _gb(peak), held),
+        ("together", _gb(memory.total + peak), memory.FORMULA),
+    ]
+
+
+def _engine_rows(memory: RolloutMemory) -> list[_Row]:
+    if not memory.num_slots:
+        return [("weights", _gb(memory.weights), memory.formula)]
+    return [
+        ("weights", _gb(memory.weights), ""),
+        ("adapter slots", _gb(memory.slots), f"{memory.num_slots} of them"),
+        ("together", _gb(memory.weights + memory.slots), memory.formula),
+    ]
+
+
+def _time_rows(report: PlanReport) -> list[_Row]:
+    prediction, is_adapter = report.prediction, report.config.weight_sync.mode is SyncMode.adapter
     side = "receivers" if prediction.receiver_floor_s >= prediction.sender_floor_s else "senders"
     share = prediction.floor_s / prediction.total_s
-    yield (
-        f"Predicted publish ({link})",
-        [
-            ("begin", _s(prediction.begin_s), "" if is_adapter else "pause the engines"),
-            ("prepare", _s(prediction.prepare_s), "busiest rank: pack, merge, hash; overlaps with write"),
-            ("write", _s(prediction.write_s), "busiest rank"),
-            ("last byte", _s(prediction.write_end_s), "after the start"),
-            ("barrier", _s(prediction.barrier_s), ""),
-            ("verify", _s(prediction.verify_s), "hash what arrived"),
-            ("commit", _s(prediction.commit_s), "requests that follow use it" if is_adapter else "resume the engines"),
-            ("total", _s(prediction.total_s), f"the wire alone: {_s(prediction.floor_s)} ({side}; {share:.0%} of it)"),
-            *(
-                (f"at {rate / 1e9:g} GB/s", _s(seconds), "total, if a NIC delivers no more than that")
-                for rate, seconds in list(report.total_s_by_nic.items())[1:]
-            ),
-        ],
-    )
-    if report.relay is not None:
-        yield "The same with weight_sync.relay=node", _relay_rows(report.relay, report)
-    if (delta := report.delta) is not None:
-        yield (
-            "The same with what changed alone (weight_sync.delta_bytes)",
-            [
-                ("changed", f"{delta.changed:.2%}", "of all elements, assumed: sync/changed_fraction of a run says it"),
-                ("bytes", _gb(delta.num_bytes), f"instead of {_gb(summary.num_bytes)}"),
-                (
-                    "total",
-                    _s(delta.total_s),
-                    "to engines that hold the version before; finding what changed included",
-                ),
-                (
-                    ("trainer host", _gb(delta.host_bytes), "more memory of a rank: its part as published last")
-                    if delta.host_bytes
-                    else ("trainer GPU", _gb(delta.kept_bytes), "more memory: the adapters as published last")
-                ),
-                ("rollout GPU", _gb(delta.zone_bytes), "more memory: what changed, before it is put in"),
-            ],
-        )
-    yield "Which mode", _mode_rows(report.modes)
+    return [
+        ("begin", _s(prediction.begin_s), "" if is_adapter else "pause the engines"),
+        ("prepare", _s(prediction.prepare_s), "busiest rank: pack, merge, hash; overlaps with write"),
+        ("write", _s(prediction.write_s), "busiest rank"),
+        ("last byte", _s(prediction.write_end_s), "after the start"),
+        ("barrier", _s(prediction.barrier_s), ""),
+        ("verify", _s(prediction.verify_s), "hash what arrived"),
+        ("commit", _s(prediction.commit_s), "requests that follow use it" if is_adapter else "resume the engines"),
+        ("total", _s(prediction.total_s), f"the wire alone: {_s(prediction.floor_s)} ({side}; {share:.0%} of it)"),
+        *(
+            (f"at {rate / 1e9:g} GB/s", _s(seconds), "total, if a NIC delivers no more than that")
+            for rate, seconds in list(report.total_s_by_nic.items())[1:]
+        ),
+    ]
+
+
+def _delta_rows(delta: DeltaChoice, summary: PlanSummary) -> list[_Row]:
+    kept = ("trainer GPU", _gb(delta.kept_bytes), "more memory: the adapters as published last")
+    if delta.host_bytes:
+        kept = ("trainer host", _gb(delta.host_bytes), "more memory of a rank: its part as published last")
+    return [
+        ("changed", f"{delta.changed:.2%}", "of all elements, assumed: sync/changed_fraction of a run says it"),
+        ("bytes", _gb(delta.num_bytes), f"instead of {_gb(summary.num_bytes)}"),
+        ("total", _s(delta.total_s), "to engines that hold the version before; finding what changed included"),
+        kept,
+        ("rollout GPU", _gb(delta.zone_bytes), "more memory: what changed, before it is put in"),
+    ]
 
 
 def _relay_rows(relay: RelayChoice, report: PlanReport) -> list[_Row]:

@@ -13,11 +13,11 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig
 from slipstream.conf.model_checks import check_architecture
 from slipstream.conf.schema import DType, LoraConfig, RolloutConfig, RunConfig, SyncMode
+from slipstream.orchestrator.offline.hardware import Hardware
 from slipstream.rollout.layouts.offline_slots import offline_slot
 from slipstream.trainer.weights.adapter_names import adapter_tensors
 from slipstream.weight_sync.layout import DestLayout
 from slipstream.weight_sync.plan.transfer_plan import PlanSummary
-from slipstream.weight_sync.prediction.links import LinkRates
 from slipstream.weight_sync.prediction.predict import Prediction
 
 
@@ -83,9 +83,7 @@ def compare_modes(
     hf_config: HfConfig,
     spec: ModelSpec,
     num_kv_heads: int,
-    rates: LinkRates,
-    ranks_per_node: int,
-    decode_loss: float,
+    hardware: Hardware,
     prediction: Prediction,
     summary: PlanSummary,
 ) -> ModeChoice:
@@ -96,19 +94,19 @@ def compare_modes(
     Raises:
         EngineError: engines have no slot for one of the adapters.
     """
-    trainer, rollout, rates = config.trainer, config.rollout, rates.without_pause()
+    trainer, rollout, rates = config.trainer, config.rollout, hardware.rates.without_pause()
     refused = why_no_adapter(config, hf_config)
     if refused is not None:
         return ModeChoice(prediction.total_s, summary.num_bytes, None, 0, 0, 0.0, refused)
     slot = adapter_slot(spec, config.model.dtype, trainer.lora, rollout, num_kv_heads)
     slot_bytes = sum(param.num_bytes for param in slot.params)
-    loss = decode_loss if trainer.lora.experts and spec.moe is not None else 0.0
+    loss = hardware.adapter_decode_loss if trainer.lora.experts and spec.moe is not None else 0.0
     if config.weight_sync.mode is SyncMode.adapter:
         return ModeChoice(None, 0, prediction.total_s, summary.num_bytes, slot_bytes, loss)
     sent = sum(slot.written_bytes().values())
     num_bytes = sent * rollout.tp_size * rollout.most_workers
     gpus = trainer.num_ranks + rollout.num_gpus
-    rate = rates.nvlink_bytes_s if gpus <= ranks_per_node else rates.nic_bytes_s
+    rate = rates.nvlink_bytes_s if gpus <= hardware.ranks_per_node else rates.nic_bytes_s
     busiest = max(sent, num_bytes / trainer.num_ranks)
     # The engine goes on meanwhile, so nothing pauses; messages, threads and the slot's hash take their time.
     fixed_s = max(rates.begin_s, rates.source_begin_s) + rates.replay_s + rates.barrier_s + rates.commit_s
