@@ -24,7 +24,7 @@ from slipstream.weight_sync.layout import Region, SourceLayout, SourceShard, Ten
 from slipstream.weight_sync.publish import byte_collectives
 from slipstream.weight_sync.publish.byte_collectives import gather_bytes
 from slipstream.weight_sync.publish.collectives import Meeting, values
-from slipstream.weight_sync.typed_msgpack import unpack
+from slipstream.weight_sync.typed_msgpack import Sent, unpack
 
 NUM_RANKS = 3
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -116,8 +116,8 @@ def a_value_that_cannot_be_sent(meeting: Meeting) -> Any:
 
 
 def layouts_of_all(meeting: Meeting) -> Any:
-    found = meeting.attempts(tuple[SourceLayout, int], lambda: (source_layout(meeting.rank), meeting.rank))
-    return found == [((source_layout(rank), rank), None) for rank in range(NUM_RANKS)] if found else None
+    found = meeting.attempts(tuple[Sent[SourceLayout], int], lambda: (Sent(source_layout(meeting.rank)), meeting.rank))
+    return found == [((Sent(source_layout(rank)), rank), None) for rank in range(NUM_RANKS)] if found else None
 
 
 def tensors_of_which_one_cannot_be_sent(meeting: Meeting) -> Any:
@@ -132,7 +132,7 @@ def tensors_of_all(meeting: Meeting) -> Any:
 
 
 TOO_LONG = "trainer ranks send messages of [6, 2003, 6] bytes; at most 1000 are read"
-UNSENDABLE = "a value of type object cannot be sent to the other ranks: a message cannot hold"
+UNSENDABLE = "a value of type object cannot be sent to the other ranks: a message cannot hold object"
 CASES: list[tuple[Callable[[Meeting], Any], list[Any]]] = [
     (everyone_hears_rank0, [7, 7, 7]),
     (an_error_of_rank0, ["PlanError: no such tensor"] * 3),

@@ -28,9 +28,9 @@ from slipstream.rollout.engine.engine_options import engine_arguments
 from slipstream.rollout.errors import EngineError
 from slipstream.rollout.layouts.offline_layout import LayoutRequest, offline_layouts
 from slipstream.weight_sync.layout import DestLayout, PostLoad
-from slipstream.weight_sync.record.layout_wire import layouts_to_bytes
+from slipstream.weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes
 from slipstream.weight_sync.replica.messages import EngineRank
-from slipstream.weight_sync.typed_msgpack import pack, unpack
+from slipstream.weight_sync.typed_msgpack import unpack
 
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**CONFIGS["qwen3_tied"], "torch_dtype": "bfloat16"},
@@ -105,7 +105,7 @@ def test_a_layout_recorded_on_meta_is_the_live_engines(
         assert outcomes[kept] == "", outcomes[kept]
         cache = folder / kept
     recorded = offline_layouts(asked(model, tp_size=tp_size), cache)
-    expected = unpack(tuple[DestLayout, ...], (folder / case / kind).read_bytes())
+    expected = layouts_from_bytes((folder / case / kind).read_bytes())
     assert len(recorded) == len(expected) == tp_size
     for mine, theirs in zip(recorded, expected, strict=True):
         assert mine.params == theirs.params
@@ -208,7 +208,7 @@ def describe(engine: Any, model: str, known: Sequence[str] = ()) -> bytes:
     for error, text, described in engine.collective_rpc("slipstream_describe", args=given):
         assert not error, (error, text)
         layouts.append(unpack(EngineRank, described).layout)
-    return pack(tuple(layouts))
+    return layouts_to_bytes(layouts)
 
 
 def found_as_expected(worker: Any) -> bool:
@@ -227,7 +227,7 @@ def ask_live_engine(case: str, folder: Path) -> None:
     with engine_of(**engine_arguments(folder, config, dtype=DType.bfloat16, device=Device.cpu, seed=0)) as engine:
         loaded = describe(engine, model)
         (folder / "loaded").write_bytes(loaded)
-        known = [layouts_digest((layout,)) for layout in unpack(tuple[DestLayout, ...], loaded)]
+        known = [layouts_digest((layout,)) for layout in layouts_from_bytes(loaded)]
         for digests, are_true in ((known, True), (["0"] * tp_size, False)):
             assert describe(engine, model, digests) == loaded
             assert engine.collective_rpc(found_as_expected) == [are_true] * tp_size
@@ -243,7 +243,7 @@ def record_family(model: str, live: Path) -> None:
 
     request = request_of(MODELS[model], expert_parallel=False, device=Device.cpu)
     recorded = record_all({**request, "tp_size": 1, "every_layer": True})
-    assert recorded == unpack(tuple[DestLayout, ...], live.read_bytes())
+    assert recorded == layouts_from_bytes(live.read_bytes())
 
 
 def record_and_keep(case: str, folder: Path) -> None:

@@ -11,11 +11,11 @@ from slipstream.weight_sync.errors import IntegrityError
 from slipstream.weight_sync.layout import Binding, DestLayout, Param
 from slipstream.weight_sync.replica.messages import Bound, EngineRank
 from slipstream.weight_sync.replica.recovery import Offer, Pulled
-from slipstream.weight_sync.typed_msgpack import pack
+from slipstream.weight_sync.typed_msgpack import Sent, pack
 
 BINDING = Binding("session", {"w": 4096})
 OFFER = Offer(3, 7, "digest", "layout", "tcp", BINDING, {"w": (1 << 64) - 1})
-DESCRIBED = EngineRank(DestLayout(0, (Param("w", (2,), "float32"),), ()), BINDING, "tcp")
+DESCRIBED = EngineRank(Sent(DestLayout(0, (Param("w", (2,), "float32"),), ())), BINDING, "tcp")
 REPLIES = {
     "slipstream_describe": pack(DESCRIBED),
     "slipstream_begin": pack(Bound.of(BINDING)),

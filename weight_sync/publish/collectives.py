@@ -25,6 +25,7 @@ import logging
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -37,7 +38,7 @@ from slipstream.weight_sync.publish.byte_collectives import (
     gather_bytes,
     scatter_bytes,
 )
-from slipstream.weight_sync.typed_msgpack import from_plain, pack, unpack
+from slipstream.weight_sync.typed_msgpack import pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ def _packed(outcome: Outcome[object]) -> bytes:
 
 def _unpacked(kind: Kind, data: bytes) -> Outcome[Any]:
     """Inverse of _packed. Raises ProtocolError if the bytes are not of this kind."""
-    name, text, value = unpack(tuple[str, str, Any], data)
+    name, text, value = unpack(tuple[str, str, msgspec.Raw], data)
     if name:
         return None, (named_error(name, SlipstreamError) or WeightSyncError)(text)
-    return from_plain(kind, value), None
+    return unpack(kind, value), None

@@ -52,6 +52,7 @@ from slipstream.weight_sync.publish.transaction import Alive
 from slipstream.weight_sync.publish.waves import assign_waves
 from slipstream.weight_sync.source import WeightSource
 from slipstream.weight_sync.transport.base import Transport
+from slipstream.weight_sync.typed_msgpack import Sent
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ class Publisher:
         meeting = self._meeting
         self._digest, self._is_connected = "", False
         facts = meeting.attempts(
-            tuple[SourceLayout, int], lambda: (self._source.layout(), self._pipeline.max_task_bytes)
+            tuple[Sent[SourceLayout], int], lambda: (Sent(self._source.layout()), self._pipeline.max_task_bytes)
         )
         agreed, own_part = meeting.deal(Agreed, dict[str, Any], lambda: self._rank0.make_plan(layouts, values(facts)))
         summary = agreed.summary

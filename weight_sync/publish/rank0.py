@@ -31,6 +31,7 @@ from slipstream.weight_sync.replica.control_client import ReplicaClients
 from slipstream.weight_sync.replica.expected import Planned
 from slipstream.weight_sync.replica.landing import flags_of
 from slipstream.weight_sync.replica.messages import Describe, Described, Expected, addresses_digest
+from slipstream.weight_sync.typed_msgpack import Sent
 
 logger = logging.getLogger(__name__)
 
@@ -105,12 +106,12 @@ class Rank0:
         return [addresses.get(number, {}) for number in range(len(endpoints))], has_plan and self.met == self._layouts
 
     def make_plan(
-        self, layouts: Sequence[tuple[DestLayout, ...]], facts: Sequence[tuple[SourceLayout, int]]
+        self, layouts: Sequence[tuple[DestLayout, ...]], facts: Sequence[tuple[Sent[SourceLayout], int]]
     ) -> tuple[Agreed, list[dict[str, Any]]]:
         """Plan. Returns what all ranks need, and each rank's own part, because a plan for a cluster is large."""
         self._layouts = list(layouts)
         plan = build_plan(
-            [layout for layout, _ in facts],
+            [sent.layout for sent, _ in facts],
             self._layouts,
             max_task_bytes=min(limit for _, limit in facts),
         )

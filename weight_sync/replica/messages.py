@@ -14,18 +14,25 @@ import hmac
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from slipstream.weight_sync.errors import AuthenticationError, ProtocolError
 from slipstream.weight_sync.layout import Binding, DestLayout
-from slipstream.weight_sync.typed_msgpack import from_plain, pack, read
+from slipstream.weight_sync.typed_msgpack import Sent, pack, unpack
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRank:
     """What one engine rank tells a publisher: what it must receive, its present addresses, and its link."""
 
-    layout: DestLayout
+    sent: Sent[DestLayout]
     binding: Binding
     link: str
+
+    @property
+    def layout(self) -> DestLayout:
+        """What it must receive."""
+        return self.sent.layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +167,6 @@ class Failed(Message):
 
 REQUESTS: tuple[type[Message], ...] = (Describe, Begin, Commit, Abort)
 REPLIES: tuple[type[Message], ...] = (Described, Begun, Committed, Aborted, Failed)
-_KINDS = {cls.__name__: cls for cls in (*REQUESTS, *REPLIES)}
 _MAC_BYTES = hashlib.sha256().digest_size
 
 
@@ -203,16 +209,11 @@ class Signer:
         mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(kinds is REQUESTS, body)):
             raise AuthenticationError(f"a control message of {len(data)} bytes is not signed with this run's key")
-        try:
-            kind, plain = read(body)
-        except (ValueError, TypeError) as e:
-            raise ProtocolError(
-                f"a signed control message of {len(data)} bytes is not msgpack of [kind, fields]: {e}"
-            ) from e
-        cls = _KINDS.get(kind) if isinstance(kind, str) else None
-        if cls not in kinds:
+        kind, fields = unpack(tuple[str, msgspec.Raw], body)
+        cls = next((cls for cls in kinds if cls.__name__ == kind), None)
+        if cls is None:
             raise ProtocolError(f"control message kind {kind!r} is none of {', '.join(k.__name__ for k in kinds)}")
-        message = from_plain(cls, plain)
+        message = unpack(cls, fields)
         if message.run_id != self.run_id:
             raise AuthenticationError(f"a control message names run {message.run_id}, this is run {self.run_id}")
         return message

@@ -33,6 +33,7 @@ from slipstream.weight_sync.replica.landing import LandingZone, flags_of, held_d
 from slipstream.weight_sync.replica.messages import EngineRank, Expected
 from slipstream.weight_sync.replica.version_state import VersionState
 from slipstream.weight_sync.transport.base import Transport
+from slipstream.weight_sync.typed_msgpack import Sent
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class Receiver:
 
     def describe(self) -> EngineRank:
         """What must be sent here, and where it goes."""
-        return EngineRank(self._layout, self._binding(), self._transport.link)
+        return EngineRank(Sent(self._layout), self._binding(), self._transport.link)
 
     def enter_thread(self) -> None:
         """Make this rank's GPU the current one of another thread, which is to use the link."""

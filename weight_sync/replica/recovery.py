@@ -24,7 +24,6 @@ Invariant: a pull that fails in any way leaves the rank DIRTY, and the next publ
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import time
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.weight_sync.errors import LinkMismatch, PlanMismatch, ReplicaDirty, TransportError
 from slipstream.weight_sync.layout import Binding, DestLayout
-from slipstream.weight_sync.typed_msgpack import pack
+from slipstream.weight_sync.record.layout_wire import layouts_digest
 
 if TYPE_CHECKING:
     from slipstream.weight_sync.replica.receiver import (
@@ -87,7 +86,7 @@ def slowest(ranks: Sequence[Pulled]) -> Pulled:
 
 def layout_digest(layout: DestLayout) -> str:
     """Digest of everything that a rank holds and of where it comes from, including the rank's number."""
-    return hashlib.sha256(pack(layout)).hexdigest()
+    return layouts_digest((layout,))
 
 
 def make_offer(receiver: Receiver) -> Offer:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
-from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_layout
+from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine
 
 from slipstream.conf.schema import WeightSyncConfig
 from slipstream.weight_sync.errors import LinkMismatch, PlanError, ProtocolError, ReplicaError, WeightSyncError
@@ -370,7 +370,7 @@ def test_connect_names_a_replica_that_is_not_there() -> None:
 def test_connect_refuses_links_that_differ() -> None:
     world = World(1)
     described = world.engines[0].receivers[0].describe
-    world.engines[0].receivers[0].describe = lambda: type(described())(engine_layout(0), described().binding, "tcp")  # type: ignore[method-assign]
+    world.engines[0].receivers[0].describe = lambda: replace(described(), link="tcp")  # type: ignore[method-assign]
     with pytest.raises(LinkMismatch, match=r"receives over tcp.*send over memory"):
         world.connect()
     world.close()

@@ -16,6 +16,7 @@ from slipstream.weight_sync.publish.report import PublishReport
 from slipstream.weight_sync.replica.messages import Bound, addresses_digest
 from slipstream.weight_sync.replica.recovery import make_offer, pull
 from slipstream.weight_sync.replica.version_state import Phase, VersionState
+from slipstream.weight_sync.typed_msgpack import Sent
 
 
 class World:
@@ -154,7 +155,7 @@ def test_a_replica_that_comes_back_as_another_one_is_refused_and_gets_nothing(wo
     address = world.start(0)
     described = world.engines[0].receivers[0].describe
     world.engines[0].receivers[0].describe = lambda: replace(  # type: ignore[method-assign]
-        described(), layout=replace(engine_layout(0), fills=())
+        described(), sent=Sent(replace(engine_layout(0), fills=()))
     )
     with pytest.raises(PlanMismatch, match="another layout"):
         world.publisher.reconnect(0, address)
@@ -203,7 +204,7 @@ def test_a_further_replica_of_another_layout_is_refused_and_gets_nothing(worlds:
     other = world.engine()
     described = other.receivers[0].describe
     other.receivers[0].describe = lambda: replace(  # type: ignore[method-assign]
-        described(), layout=replace(engine_layout(0), fills=())
+        described(), sent=Sent(replace(engine_layout(0), fills=()))
     )
     world.endpoints.append(EndpointThread(other))
     with pytest.raises(PlanMismatch, match="another layout"):

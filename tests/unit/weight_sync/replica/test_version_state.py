@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import msgpack
+import numpy as np
 import pytest
 from fakes.publish import KEY, engine_layout
 from hypothesis import given, settings
@@ -32,7 +33,7 @@ from slipstream.weight_sync.replica.messages import (
     Signer,
 )
 from slipstream.weight_sync.replica.version_state import Phase, VersionState
-from slipstream.weight_sync.typed_msgpack import pack, unpack
+from slipstream.weight_sync.typed_msgpack import Sent, pack, unpack
 
 small = st.integers(0, 3)
 
@@ -122,7 +123,7 @@ def messages(signer: Signer) -> list[Message]:
         "run_id": signer.run_id, "client": "5e", "incarnation": "abc", "request_id": 9, "epoch": 4, "version": 3,
         "digest": "9f",
     }  # fmt: skip
-    rank = EngineRank(engine_layout(1), Binding("127.0.0.1:15000", {"qk": 1 << 46}), "tcp")
+    rank = EngineRank(Sent(engine_layout(1)), Binding("127.0.0.1:15000", {"qk": 1 << 46}), "tcp")
     return [
         Describe(**head),
         Described(**head, ranks=(rank,), own_epoch=3, own_version=2),
@@ -213,7 +214,7 @@ def test_the_key_is_not_shown() -> None:
 
 
 def test_plain_data_packs_for_other_channels() -> None:
-    rank = EngineRank(engine_layout(0), Binding("s", {"qk": 5}), "tcp")
+    rank = EngineRank(Sent(engine_layout(0)), Binding("s", {"qk": 5}), "tcp")
     assert unpack(EngineRank, pack(rank)) == rank
 
 
@@ -228,3 +229,12 @@ def test_only_the_present_transaction_fails_and_only_before_it_committed() -> No
     with pytest.raises(ProtocolError, match="names plan other, its begin named plan plan"):
         dirty.verified(3, 4, "other")
     assert (clean.is_serving, verified.is_serving, dirty.is_serving) == (True, False, False)
+
+
+def test_a_number_of_numpy_arrives_as_a_number_and_what_is_no_value_is_refused() -> None:
+    assert unpack(dict[str, float], pack({"wait_s": np.float64(1.5)})) == {"wait_s": 1.5}
+    with pytest.raises(TypeError, match="a message cannot hold object"):
+        pack([object()])
+    for broken in (b"", b"\xc1", pack(["1"])):
+        with pytest.raises(ProtocolError, match=r"expected list\[int\]"):
+            unpack(list[int], broken)
