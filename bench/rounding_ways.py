@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.trainer.lora import Adapted
 from slipstream.trainer.model.decoder import Decoder
-from slipstream.trainer.rounding import FP8_MAX
 from slipstream.trainer.weights.block_scales import dequantized
 from slipstream.trainer.weights.quantization import BLOCK, SCALE_SUFFIX, BlockFp8, scale_shape
 from slipstream.trainer.weights.shards import local_shards
 from slipstream.weight_sync.layout import Region
+from slipstream.weight_sync.merging.rounding import FP8_MAX
 
 Pairs = Sequence[tuple[list[int], list[int]]]
 SCORED_TOGETHER = 16

@@ -97,7 +97,7 @@ class _AdaptedLinears(torch.autograd.Function):
 
     Products of adapters, and their parts of the gradient of x, are added to products with W that are rounded already.
     In bfloat16 they are, after few steps of training, less than half a step of those, and rounding to nearest would
-    take them away again: see trainer.rounding.rounded_sum.
+    take them away again: see weight_sync.merging.rounding.rounded_sum.
     """
 
     @staticmethod

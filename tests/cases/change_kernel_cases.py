@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from slipstream.trainer.weights import merge, merge_kernel
-from slipstream.trainer.weights.merge_operands import MergeOperands
 from slipstream.weight_sync import change_kernels, changes
 from slipstream.weight_sync.change_kernels import Launch
 from slipstream.weight_sync.changes import TILE, Chunk, Landed, num_tiles
+from slipstream.weight_sync.merging import merge, merge_kernel
+from slipstream.weight_sync.merging.merge_operands import MergeOperands
 
 
 def bits(count: int, seed: int, device: str) -> torch.Tensor:

@@ -40,14 +40,15 @@ from slipstream.trainer.kernels.rms_norm import (
     rms_norm_triton,
     rotate_torch,
 )
-from slipstream.trainer.rounding import dithered, thresholds
-from slipstream.trainer.weights import fp8_kernels, merge, merge_kernel
-from slipstream.trainer.weights.merge import round_into
-from slipstream.trainer.weights.merge_operands import MergeOperands
+from slipstream.trainer.weights import fp8_kernels
 from slipstream.trainer.weights.quantization import BLOCK
 from slipstream.trainer.weights.row_runs import Rows
 from slipstream.weight_sync.hash_kernel import BLOCKS_A_PROGRAM, add_hashes
 from slipstream.weight_sync.integrity import _tables, _within_keys, hash_with_torch
+from slipstream.weight_sync.merging import merge, merge_kernel
+from slipstream.weight_sync.merging.merge import round_into
+from slipstream.weight_sync.merging.merge_operands import MergeOperands
+from slipstream.weight_sync.merging.rounding import dithered, thresholds
 
 
 def case_rms_norm(device: str) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from slipstream.trainer.weights.merge import merger
-from slipstream.trainer.weights.merge_operands import MergeOperands
+from slipstream.weight_sync.merging.merge import merger
+from slipstream.weight_sync.merging.merge_operands import MergeOperands
 
 
 def merge_rows(

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from slipstream.trainer.lora import Linear
 from slipstream.trainer.moe.experts import Experts
-from slipstream.trainer.weights.merge import merger
-from slipstream.trainer.weights.merge_operands import MergeOperands
+from slipstream.weight_sync.merging.merge import merger
+from slipstream.weight_sync.merging.merge_operands import MergeOperands
 
 
 def published_linears(

@@ -22,7 +22,7 @@ from slipstream.trainer.moe.bank import UnpackBuffers
 from slipstream.trainer.moe.experts import Experts
 from slipstream.trainer.moe.router import Router
 from slipstream.trainer.parallel import ParallelLayout, sharded_rows
-from slipstream.trainer.rounding import key_of
+from slipstream.weight_sync.merging.rounding import key_of
 
 
 def build_decoder(

@@ -28,7 +28,7 @@ from torch.optim.adamw import adamw
 from slipstream.conf.schema import OptimConfig, OptimState
 from slipstream.trainer.errors import TrainerError
 from slipstream.trainer.kernels.adamw_update import Codes, adamw_triton
-from slipstream.trainer.rounding import dithered
+from slipstream.weight_sync.merging.rounding import dithered
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -11,8 +11,8 @@ The rule is act_quant's: divide by amax / 448, cast. vLLM's per_block_cast_to_fp
 by the reciprocal of the same scale instead, which may choose the neighbouring FP8 value; they can read what is written
 here. A correctly rounded division has the same bits on every device.
 
-With thresholds (trainer.rounding) the base is cast to nearest, and what the adapter adds to its code is rounded by
-them: a weight that no adapter changes keeps the base's code, whose error is that of nearest.
+With thresholds (weight_sync.merging.rounding) the base is cast to nearest, and what the adapter adds to its code is
+rounded by them: a weight that no adapter changes keeps the base's code, whose error is that of nearest.
 
 As in merge.py there are two forms: on CUDA the kernels of fp8_kernels.py, one launch per parameter and per run of rows,
 without scratch; elsewhere torch, chunk by chunk.
@@ -37,11 +37,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.trainer.errors import LayoutError
-from slipstream.trainer.rounding import FP8_MAX
-from slipstream.trainer.weights.merge import round_into
 from slipstream.trainer.weights.quantization import (
     BLOCK,
-    MERGE_ROWS,
     SCALE_SUFFIX,
     held_bytes,
     owned_blocks,
@@ -53,6 +50,9 @@ from slipstream.trainer.weights.quantization import (
 from slipstream.trainer.weights.row_runs import RowRun, Rows, local_rows
 from slipstream.trainer.weights.shards import HeldTensor
 from slipstream.weight_sync.layout import Region, SourceShard
+from slipstream.weight_sync.merging.merge import round_into
+from slipstream.weight_sync.merging.rounding import FP8_MAX
+from slipstream.weight_sync.merging.rows_at_once import MERGE_ROWS
 from slipstream.weight_sync.publish.byte_collectives import all_gather_bytes
 from slipstream.weight_sync.typed_msgpack import pack, unpack
 

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.trainer.kernels.rounding import cut_bits
-from slipstream.trainer.weights.merge_kernel import (
+from slipstream.trainer.weights.quantization import BLOCK
+from slipstream.weight_sync.merging.merge_kernel import (
     NOT_SPECIALIZED,
     ROUNDING,
     TILE_COLUMNS,
@@ -24,8 +24,8 @@ from slipstream.trainer.weights.merge_kernel import (
     tile_thresholds,
     tiles_of,
 )
-from slipstream.trainer.weights.merge_operands import MergeOperands
-from slipstream.trainer.weights.quantization import BLOCK
+from slipstream.weight_sync.merging.merge_operands import MergeOperands
+from slipstream.weight_sync.merging.rounding_kernel import cut_bits
 
 assert BLOCK % TILE_COLUMNS == 0, "a tile's columns must lie in one block"
 

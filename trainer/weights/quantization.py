@@ -21,17 +21,12 @@ from dataclasses import dataclass
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig, JsonObject
 from slipstream.weight_sync.layout import TensorMeta
+from slipstream.weight_sync.merging.rows_at_once import MERGE_ROWS, ROUNDED_ROWS
 
 BLOCK = 128
 """Rows and columns of a block."""
 WEIGHT_DTYPE, SCALE_DTYPE = "float8_e4m3fn", "float32"
 SCALE_SUFFIX = "_scale_inv"
-MERGE_ROWS = 256
-"""Rows of one product of a merge on the host. Larger means fewer kernels, smaller means less scratch and less waste at
-the edges of a rectangle.
-"""
-ROUNDED_ROWS = 32
-"""Rows that are rounded at once on the host."""
 _NEVER = ("embed_tokens", "lm_head", "norm", "layernorm")
 """Ends of the names of modules that vLLM keeps in the model's own format."""
 

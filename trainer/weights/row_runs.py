@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from slipstream.trainer.parallel import local_part
-from slipstream.trainer.weights.merge import marker, merger
-from slipstream.trainer.weights.merge_operands import MergeOperands
+from slipstream.weight_sync.merging.merge import marker, merger
+from slipstream.weight_sync.merging.merge_operands import MergeOperands
 
 Kept = Mapping[nn.Parameter, Tensor]
 """Values that parameters of adapters had when they were last published, of this rank's part of each."""

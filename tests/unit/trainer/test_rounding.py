@@ -1,5 +1,5 @@
-"""Promises of trainer/rounding.py: the mean of rounded values is the value, a value of the format stays, and the
-threshold of an element depends on the seed, the parameter, and its place there alone.
+"""Promises of weight_sync/merging/rounding.py: the mean of rounded values is the value, a value of the format stays,
+and the threshold of an element depends on the seed, the parameter, and its place there alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.trainer.rounding import FP8_MAX, dithered, key_of, rounded_sum, thresholds
+from slipstream.weight_sync.merging.rounding import FP8_MAX, dithered, key_of, rounded_sum, thresholds
 
 FORMATS = [torch.bfloat16, torch.float8_e4m3fn]
 

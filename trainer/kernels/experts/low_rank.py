@@ -2,7 +2,8 @@
 
     rows[i] += low[i] @ P[e]^T + bias[e]              out[e] = sum over rows i of e: w[i] left[i]^T right[source[i]]
 
-bfloat16 rows are sums of trainer.rounding.rounded_sum: updates far below a step of a row's elements arrive in the mean.
+bfloat16 rows are sums of weight_sync.merging.rounding.rounded_sum: updates far below a step of a row's elements arrive
+in the mean.
 
 Both are bound by memory, and each reads the wide operand once. A gradient reads it as it was before the gather that
 sorted the rows: there a token is one row instead of K, and the cache has it for the other K - 1 reads. One thread block
@@ -32,8 +33,8 @@ from slipstream.trainer.kernels.launch import (
     programs,
     tiling_of,
 )
-from slipstream.trainer.kernels.rounding import rounded_sum as rounded_sum_of_tiles
-from slipstream.trainer.rounding import rounded_sum
+from slipstream.weight_sync.merging.rounding import rounded_sum
+from slipstream.weight_sync.merging.rounding_kernel import rounded_sum as rounded_sum_of_tiles
 
 ADD = {
     128: Tiling(64, 64, warps=4, stages=3),

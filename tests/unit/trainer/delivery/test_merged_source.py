@@ -22,10 +22,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from slipstream.conf.schema import DType, OptimConfig, TrainMode
 from slipstream.trainer.errors import LayoutError
 from slipstream.trainer.rank import TrainerRank
-from slipstream.trainer.rounding import key_of
 from slipstream.trainer.weights.loading import CheckpointReader, load_weights
 from slipstream.trainer.weights.shards import gather_lora_a
 from slipstream.weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
+from slipstream.weight_sync.merging.rounding import key_of
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.publish.packing import PackedRead
 from slipstream.weight_sync.publish.pipeline import Pipeline

@@ -30,10 +30,10 @@ from slipstream.trainer.kernels.experts.low_rank import (
 )
 from slipstream.trainer.kernels.experts.swiglu import InnerAdapter, activate_backward_triton, activate_triton
 from slipstream.trainer.moe.grouped import GroupedBackend, grouped_product
-from slipstream.trainer.weights import merge_kernel
-from slipstream.trainer.weights.merge_operands import MergeOperands
 from slipstream.weight_sync import change_kernels
 from slipstream.weight_sync.changes import TILE
+from slipstream.weight_sync.merging import merge_kernel
+from slipstream.weight_sync.merging.merge_operands import MergeOperands
 
 BLOCK_SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """The most that a thread block gets, by compute capability."""

@@ -1,4 +1,4 @@
-"""Promise of trainer/weights/merge.py: a rectangle's merge is bitwise the same slice of the whole stack's merge; of
+"""Promise of weight_sync/merging/merge.py: a rectangle's merge is bitwise the same slice of the whole stack's merge; of
 trainer/weights/row_runs.py: so are bands of rows at a pitch, which are one run.
 """
 
@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from slipstream.trainer.weights.merge import ALIGNMENT_BYTES, merger
-from slipstream.trainer.weights.quantization import MERGE_ROWS
 from slipstream.trainer.weights.row_runs import LoraDelta, RowRun, Rows
+from slipstream.weight_sync.merging.merge import ALIGNMENT_BYTES, merger
+from slipstream.weight_sync.merging.rows_at_once import MERGE_ROWS
 
 
 def make_factors(num_factors: int, rows: int, columns: int, rank: int, dtype: torch.dtype, is_aligned: bool):

@@ -23,9 +23,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from slipstream.trainer.rounding import dithered, thresholds
-from slipstream.trainer.weights.merge_operands import MergeOperands
-from slipstream.trainer.weights.quantization import MERGE_ROWS, ROUNDED_ROWS
+from slipstream.weight_sync.merging.merge_operands import MergeOperands
+from slipstream.weight_sync.merging.rounding import dithered, thresholds
+from slipstream.weight_sync.merging.rows_at_once import MERGE_ROWS, ROUNDED_ROWS
 
 ALIGNMENT_BYTES = 64
 """In bytes. torch's allocators align at least to this, and for aligned operands a BLAS library takes one code path."""
@@ -42,7 +42,7 @@ def merger(operands: MergeOperands, out_GRN: Tensor) -> Callable[[], object]:
         out_GRN: Any strides and float dtype, on the same device.
     """
     if operands.base_GRN.is_cuda:
-        from slipstream.trainer.weights import merge_kernel  # needs Triton, which a CPU host may lack
+        from slipstream.weight_sync.merging import merge_kernel  # needs Triton, which a CPU host may lack
 
         return merge_kernel.merger(operands, out_GRN)
     a_EKN, rows_a_factor = operands.a_EKN, operands.rows_a_factor
@@ -83,7 +83,7 @@ def marker(operands: MergeOperands, last: MergeOperands, out_GRN: Tensor, marks_
         marks_GRN: uint8, with the strides of `out`.
     """
     if operands.base_GRN.is_cuda:
-        from slipstream.trainer.weights import merge_kernel
+        from slipstream.weight_sync.merging import merge_kernel
 
         return merge_kernel.marker(operands, last, out_GRN, marks_GRN)
     merge = merger(operands, out_GRN)
@@ -133,7 +133,7 @@ def _merged_with_torch(
 
 
 def round_into(out_RN: Tensor, values_RN: Tensor, key: int, rows_R: Tensor, first_column: int) -> None:
-    """Round float32 values by thresholds into `out`, a few rows at a time; see trainer.rounding."""
+    """Round float32 values by thresholds into `out`, a few rows at a time; see weight_sync.merging.rounding."""
     columns = range(first_column, first_column + out_RN.shape[1])
     for out, values, rows in zip(*(part.split(ROUNDED_ROWS) for part in (out_RN, values_RN, rows_R)), strict=True):
         out.copy_(dithered(values, thresholds(key, rows, columns), out.dtype))

@@ -7,8 +7,8 @@ get is the value (stochastic rounding: Croci et al. 2022, https://doi.org/10.109
 belongs to an element of a parameter for the whole run, so that equal values give equal bits, and few elements change
 from version to version.
 
-Owns the thresholds and the rounding, as torch operations; trainer.kernels.rounding, merge_kernel.py and fp8_kernels.py
-repeat both, bit by bit. `rounded_sum` does the same for activations.
+Owns the thresholds and the rounding, as torch operations; rounding_kernel.py, merge_kernel.py and fp8_kernels.py repeat
+both, bit by bit. `rounded_sum` does the same for activations.
 
 Invariant: a threshold depends on the run's seed, the name of the parameter, and the element's row and column in the
 parameter as it is over all ranks. It does not depend on how ranks cut it, on what an engine asks for, or on a resume.

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.trainer.kernels.rounding import COLUMN_FACTOR, ROW_FACTOR, cut_bits, mix
-from slipstream.trainer.weights.merge_operands import MergeOperands
+from slipstream.weight_sync.merging.merge_operands import MergeOperands
+from slipstream.weight_sync.merging.rounding_kernel import COLUMN_FACTOR, ROW_FACTOR, cut_bits, mix
 
 TILE_ROWS, TILE_COLUMNS, TILE_RANK = 64, 64, 32
 PRECISION = "ieee"
@@ -98,7 +98,7 @@ def merged_tile(
 
 @triton.jit
 def tile_thresholds(key, stack_row, first_row, pitch, skipped_rows, first_column, band, at, columns):
-    """trainer.rounding.thresholds of a tile's elements, as uint32."""
+    """weight_sync.merging.rounding.thresholds of a tile's elements, as uint32."""
     rows = stack_row + first_row + band * pitch + at + skipped_rows
     rows = mix(rows.to(tl.uint32) * ROW_FACTOR + key.to(tl.uint32))
     return mix(rows[:, None] ^ ((first_column + columns).to(tl.uint32) * COLUMN_FACTOR)[None, :])

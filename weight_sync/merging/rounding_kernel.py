@@ -1,4 +1,4 @@
-"""trainer.rounding's operations for Triton kernels, bit by bit.
+"""weight_sync.merging.rounding's operations for Triton kernels, bit by bit.
 
 `rounded_sum` is for adapters: what a linear gives is rounded to bfloat16 before an adapter's product is added, and the
 sum of it and less than half a step is that number again, if it is rounded to nearest.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slipstream.trainer import rounding
+from slipstream.weight_sync.merging import rounding
 
 ROW_FACTOR, COLUMN_FACTOR, FIRST_MIX, SECOND_MIX = (
     tl.constexpr(factor) for factor in (rounding.ROW_FACTOR, rounding.COLUMN_FACTOR, *rounding.MIX_FACTORS)
@@ -34,7 +34,7 @@ def cut_bits(values, thresholds, NUM_BITS: tl.constexpr):
 
 @triton.jit
 def rounded_sum(values, added, columns):
-    """trainer.rounding.rounded_sum of float32 tiles; `columns` are those of the whole tensor."""
+    """weight_sync.merging.rounding.rounded_sum of float32 tiles; `columns` are those of the whole tensor."""
     bits = added.to(tl.uint32, bitcast=True) + values.to(tl.uint32, bitcast=True) * ROW_FACTOR
     thresholds = mix(bits ^ (columns.to(tl.uint32) * COLUMN_FACTOR)[None, :])
     return cut_bits(values + added, thresholds, 16)
