@@ -3,19 +3,21 @@
     python bench/scaling.py                              24 layers of Qwen3-30B-A3B's shape, r=32, four GPUs
     python bench/scaling.py --layouts 1x1 2x2 --tokens short
     python bench/scaling.py --layouts 2x2 --rows-travel      as where a token has fewer experts than ranks
+    python bench/scaling.py --layouts 2x2 --by-layer         dense weights gathered in every layer
     python bench/scaling.py --tiny                       two small layers, for a CPU
 
 A layout is RANKSxEP_SIZE: 2x2 has two ranks that share the experts and exchange rows of tokens, 2x1 two ranks whose
 expert weights are sharded and gathered ahead of each layer. Each rank is a process of its own, and each layout loads
-once. A step is forward, backward with activations computed again, and update, of 65,536 tokens in all, so that ranks
-share the work of one (strong scaling): `long` has 16 sequences of 4,096 in microbatches of 16,384, `short` 240 of 272
-in microbatches of 8,192. Layouts that fit beside each other run side by side.
+once. A step is forward, backward with activations computed again, and update. `long` has 16 sequences of 4,096 in
+microbatches of 16,384, `short` 240 of 272 in microbatches of 8,192: 65,536 tokens in all, so that ranks share the work
+of one (strong scaling). `weak-long` and `weak-short` have as many for each rank. Layouts that fit beside each other run
+side by side.
 
-Printed per row: the median step; tokens/s of a rank, also as a share of one rank's; of one profiled step of rank 0 the
-device time of products and of everything else but exchanges, what of the exchanges nothing overlaps, what the GPU
-idles, and how often the host waits for it; the bytes that rank 0 sends in all-to-alls, and how long they take at the
-speed of a large all-to-all that is measured in the same processes. The loss and the norm of the gradients of the
-first step are compared with one rank's. Writes bench/results/scaling-<device>.json.
+Printed per row: the median step; tokens/s of all ranks and of one, also as a share of one rank's alone; of one profiled
+step of rank 0 how long exchanges run on the device, what of that nothing overlaps, what the GPU idles, how often and
+how long the host waits for it, and what else the host does, in seconds; the bytes that rank 0 sends in all-to-alls, and
+how long they take at the speed of a large all-to-all that is measured in the same processes. The loss and the norm of
+the gradients of the first step are compared with one rank's. Writes bench/results/scaling-<device>.json.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ LAYOUTS = ("1x1", "2x2", "2x1", "4x4", "4x1")
 WORKLOADS = {"long": (16, 4096, 16384), "short": (240, 272, 8192)}
 """Sequences of a step, tokens of each, and the most of a microbatch."""
 TINY = {"long": (8, 64, 128), "short": (24, 9, 64)}
+WEAK = "weak-"
+"""Before a workload's name: so many sequences for each rank."""
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpyAsync")
 SHORT_WAIT_US = 20
 LOSS_TOLERANCE, NORM_TOLERANCE = 5e-4, 2e-2
@@ -65,6 +69,10 @@ def run_rank(args: argparse.Namespace) -> None:
         from slipstream.trainer.moe import block
 
         block.gathers = lambda *_: False
+    if args.by_layer:
+        from slipstream.trainer.model import shard_decoder
+
+        shard_decoder.WHOLE_SHARE = 0
     num_ranks, ep_size = sizes(args.layout)
     place = Place(num_ranks, ep_size, rank=args.rank_index, rendezvous=f"file://{args.out}.meet")
     began = time.perf_counter()
@@ -72,6 +80,8 @@ def run_rank(args: argparse.Namespace) -> None:
     report: dict[str, Any] = {"load_s": time.perf_counter() - began, **subject.facts, "workloads": {}}
     report["all_to_all_gb_per_s"] = exchange_speed(args.device) if num_ranks > 1 else None
     for name in args.tokens:
+        if num_ranks == 1 and name.startswith(WEAK):
+            continue
         batch = microbatches(args, name, num_ranks, args.rank_index)
         found, times = [], []
         if args.device == "cuda":
@@ -87,7 +97,9 @@ def run_rank(args: argparse.Namespace) -> None:
             dist.all_reduce(loss)
         row = {"step_s": statistics.median(times[args.warmup :]), "steps_s": times, "first_loss": float(loss)}
         row["first_norm"] = found[0][1]
-        row["tokens"] = args.workloads[name][0] * args.workloads[name][1]
+        num_sequences, length, _ = workload(args, name, num_ranks)
+        row["tokens"] = num_sequences * length
+        row["replays"] = 0 if subject.rank.policy.graphs is None else subject.rank.policy.graphs.num_replays
         if args.device == "cuda":
             row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         row["sent_bytes"] = sent_bytes(subject, batch)
@@ -97,6 +109,12 @@ def run_rank(args: argparse.Namespace) -> None:
             args.out.write_text(json.dumps(report))
 
 
+def workload(args: argparse.Namespace, name: str, num_ranks: int) -> tuple[int, int, int]:
+    """Sequences of a step of all ranks, tokens of each, and the most of a microbatch."""
+    num_sequences, length, max_tokens = args.workloads[name.removeprefix(WEAK)]
+    return num_sequences * (num_ranks if name.startswith(WEAK) else 1), length, max_tokens
+
+
 def microbatches(args: argparse.Namespace, name: str, num_ranks: int, rank: int) -> tuple[list[list[Any]], int]:
     """A rank's samples of a step, and the trained tokens of all ranks."""
     import numpy as np
@@ -104,7 +122,7 @@ def microbatches(args: argparse.Namespace, name: str, num_ranks: int, rank: int)
     from slipstream.trainer.step.microbatches import pack
     from slipstream.trainer.types import Sample
 
-    num_sequences, length, max_tokens = args.workloads[name]
+    num_sequences, length, max_tokens = workload(args, name, num_ranks)
     mask = np.arange(length) > 0
 
     def sample(index: int) -> Sample:
@@ -283,21 +301,11 @@ def run_all(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]
 def print_table(rows: dict[str, dict[str, Any]], names: Sequence[str]) -> None:
     """One line per workload and layout."""
     heads = (
-        "step s",
-        "tok/s",
-        "/rank",
-        "of one",
-        "peak GB",
-        "alone s",
-        "idle s",
-        "waits",
-        "sent GB",
-        "wire s",
-        "loss",
-        "norm",
-    )
+        "step s", "tok/s", "/rank", "of one", "peak GB", "exch s", "alone s", "idle s", "waits", "wait s", "host s",
+        "sent GB", "wire s", "loss", "norm",
+    )  # fmt: skip
     for name in names:
-        one = rows.get("1x1", {}).get("workloads", {}).get(name)
+        one = rows.get("1x1", {}).get("workloads", {}).get(name.removeprefix(WEAK))
         print(f"\n{name:10}" + "".join(f"{head:>10}" for head in heads))
         for layout, row in rows.items():
             if (cell := row["workloads"].get(name)) is None:
@@ -305,26 +313,27 @@ def print_table(rows: dict[str, dict[str, Any]], names: Sequence[str]) -> None:
                 continue
             rate = cell["tokens"] / cell["step_s"]
             each, speed = rate / sizes(layout)[0], row["all_to_all_gb_per_s"]
-            found = cell["profile"] or {"exchange_alone_s": 0.0, "idle_s": 0.0, "host_waits": {}}
-            waits = sum(one["count"] for one in found["host_waits"].values())
+            found = cell["profile"] or {"wall_s": 0.0, **read_profile([], 0.0)}
+            waits, waited_s = (sum(one[key] for one in found["host_waits"].values()) for key in ("count", "total_s"))
             share = each / (one["tokens"] / one["step_s"]) if one else float("nan")
             wire = cell["sent_bytes"] / speed / 1e9 if speed else 0.0
             figures = (
-                cell["step_s"], rate, each, share, cell.get("peak_gb", 0.0), found["exchange_alone_s"],
-                found["idle_s"], waits, cell["sent_bytes"] / 1e9, wire, cell["first_loss"],
-                cell["first_norm"],
+                cell["step_s"], rate, each, share, cell.get("peak_gb", 0.0),
+                found["kinds_s"].get("exchange", 0.0), found["exchange_alone_s"], found["idle_s"], waits, waited_s,
+                found["wall_s"] - waited_s, cell["sent_bytes"] / 1e9, wire, cell["first_loss"], cell["first_norm"],
             )  # fmt: skip
             print(f"{layout:10}" + "".join(f"{value:>10.4g}" for value in figures))
 
 
 def do_agree(rows: dict[str, dict[str, Any]], names: Sequence[str]) -> bool:
-    """Whether every layout's first loss and gradient of a workload is the first layout's."""
-    for name in names:
-        cells = [row["workloads"][name] for row in rows.values() if name in row["workloads"]]
+    """Whether layouts that train the same sequences of a workload have one first loss and gradient."""
+    found = [(name, row["workloads"][name]) for row in rows.values() for name in names if name in row["workloads"]]
+    for name, num_tokens in dict.fromkeys((name, cell["tokens"]) for name, cell in found):
+        cells = [cell for other, cell in found if (other, cell["tokens"]) == (name, num_tokens)]
         for key, tolerance in (("first_loss", LOSS_TOLERANCE), ("first_norm", NORM_TOLERANCE)):
-            found = [cell[key] for cell in cells]
-            if found and max(found) - min(found) > tolerance * abs(found[0]):
-                print(f"layouts differ: {name} {key} {found}")
+            values = [cell[key] for cell in cells]
+            if max(values) - min(values) > tolerance * abs(values[0]):
+                print(f"layouts differ: {name} {key} {values}")
                 return False
     return True
 
@@ -333,11 +342,13 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), metavar="RANKSxEP_SIZE")
-    parser.add_argument("--tokens", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
+    names = [*WORKLOADS, *(WEAK + name for name in WORKLOADS)]
+    parser.add_argument("--tokens", nargs="+", default=names, choices=names)
     parser.add_argument("--gpus", default="0,1,2,3", help="that may be used")
     add_shape_options(parser, rank=32)
     parser.set_defaults(layers=24)
     parser.add_argument("--rows-travel", action="store_true", help="a row per choice, not a token per rank, to compare")
+    parser.add_argument("--by-layer", action="store_true", help="dense weights gathered in every layer, to compare")
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="two small layers, for a CPU")

@@ -3,7 +3,7 @@
     ranks   0 1 2 3   (num_ranks = 4, ep_size = 2)
     ep      [0 1] [2 3]     an ep group holds every expert once, in nearly equal shares (moe/expert_placement.py)
     expert  [0 2] [1 3]     FSDP2 shards an expert bank over the ranks with the same ep_rank
-    dense   [0 1 2 3]       FSDP2 shards everything else over all ranks, except frozen vectors, which every rank holds
+    dense   [0 1 2 3]       everything else is sharded over all ranks, except frozen vectors, which every rank holds
     cp      [0 1] [2 3]     with cp_size = 2: a cp group trains the same microbatches, each rank its tokens of them
 
 Does not own the process group: whoever starts the rank initializes torch.distributed (when world_size > 1). Does not
@@ -66,6 +66,14 @@ class ParallelLayout:
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.ep_group)
         return int(most)
 
+    def least_of_ranks(self, value: int) -> int:
+        """The smallest value of all ranks. Collective; the host waits for the device."""
+        if self.dense_mesh is None:
+            return value
+        least = torch.tensor([value], device=self.device)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.dense_mesh.get_group())
+        return int(least)
+
     @classmethod
     def single(cls, device: torch.device | str) -> ParallelLayout:
         """One rank, without torch.distributed."""
@@ -121,6 +129,13 @@ def take_device(device: str, rank: int) -> torch.device:
     if "OMP_NUM_THREADS" not in os.environ:  # ranks share the machine's cores with engines: more threads slow both down
         torch.set_num_threads(1)
     return torch.device("cpu")
+
+
+def device_bytes(device: torch.device) -> int:
+    """Memory of a GPU, or of this machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, int]:

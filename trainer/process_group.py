@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -73,6 +74,14 @@ class ControlGroup:
         total = torch.tensor(value, dtype=torch.int64)
         dist.all_reduce(total, group=self.group)
         return int(total)
+
+    def most(self, values: Sequence[int]) -> list[int]:
+        """The largest of all ranks' values, one by one."""
+        if self.group is None or not values:
+            return list(values)
+        largest = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return largest.tolist()
 
     def leave(self) -> None:
         """Leave the process group. Idempotent."""

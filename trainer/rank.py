@@ -55,6 +55,8 @@ from slipstream.trainer.model.build_decoder import build_decoder
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.graphs import DecoderGraphs, refusal_of_graphs
 from slipstream.trainer.model.reference import ReferencePolicy
+from slipstream.trainer.model.shard_decoder import sharded_dense
+from slipstream.trainer.model.whole_weights import extra_bytes
 from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.parallel import ParallelLayout, take_device
 from slipstream.trainer.process_group import ControlGroup
@@ -129,6 +131,7 @@ class TrainerRank:
             spec, dtype=dtype, device=self._device, trainer=trainer, layout=layout,
             rounding_seed=options.seed if options.weight_sync.rounding is MergeRounding.dithered else None,
             by=choose_forward(spec, dtype, trainer, self._device, options.weight_sync.mode, options.engine_ranks),
+            may_be_whole=True,
         )  # fmt: skip
         reader = open_reader(options.model, spec, seed=options.seed, device=self._device)
         report = load_weights(decoder, reader, seed=options.seed)
@@ -166,6 +169,8 @@ class TrainerRank:
             "rank": self._rank,
             "device": str(self._device),
             "backends": decoder.backends,
+            "dense_weights": "layer by layer" if decoder.whole is None else "once a step",
+            "whole_bytes": extra_bytes(sharded_dense(decoder), layout.world_size),
             "cuda_graphs": f"none ({refusal})" if refusal is not None else f"up to {most_tokens} tokens",
             "num_parameters": sum(math.prod(meta.shape) for meta in spec.checkpoint_tensors(options.model.dtype.value)),
             "num_trainable_parameters": num_trainable,
@@ -250,13 +255,15 @@ class TrainerRank:
         self._control.agree("microbatches and denominators", (len(microbatches), denominators))
         self.learner.check_version(denominators.policy_version)
         accumulator = LossAccumulator()
-        for samples in microbatches:
-            part, logprobs_N = policy.loss(collate(samples, denominators.policy_version), denominators)
-            if learn:
-                part.loss.backward()
-            accumulator.add(part)
-            accumulator.show(samples, logprobs_N)
-            del part  # its graph, too: the next microbatch may be captured on another stream
+        with policy.decoder.in_use():
+            for samples, most_tokens in zip(microbatches, self._most_tokens(microbatches), strict=True):
+                micro = collate(samples, denominators.policy_version, most_tokens)
+                part, logprobs_N = policy.loss(micro, denominators)
+                if learn:
+                    part.loss.backward()
+                accumulator.add(part)
+                accumulator.show(samples, logprobs_N)
+                del part  # its graph, too: the next microbatch may be captured on another stream
         stats = accumulator.result()
         if self._device.type == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated(self._device)
@@ -272,7 +279,13 @@ class TrainerRank:
         policy = self.policy
         self._control.agree("microbatches and version", (len(microbatches), policy_version))
         self.learner.check_version(policy_version)
-        return [policy.scores(samples, policy_version) for samples in microbatches]
+        with policy.decoder.in_use():
+            each = zip(microbatches, self._most_tokens(microbatches), strict=True)
+            return [policy.scores(samples, policy_version, most_tokens) for samples, most_tokens in each]
+
+    def _most_tokens(self, microbatches: list[list[Sample]]) -> list[int]:
+        """Of each microbatch: its tokens on the rank that has most."""
+        return self._control.most([max(1, sum(one.num_tokens for one in samples)) for samples in microbatches])
 
     def optimizer_step(self, *, ends_version: bool = True) -> OptimStats:
         """Apply the gradients and drop them. If the norm or any rank's loss is not finite, no rank changes anything.

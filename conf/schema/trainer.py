@@ -168,7 +168,9 @@ class TrainerConfig:
     """The trainer's ranks: how many, how the model is laid over them, and how it is optimized."""
 
     num_ranks: int = 1
-    """Processes, one device each. Dense parameters are sharded over all of them by FSDP2."""
+    """Processes, one device each. Dense parameters are sharded over all of them, and gathered once a step where they
+    take at most an eighth of a device's memory, else layer by layer.
+    """
     ep_size: int = 1
     """Expert-parallel group size. It must divide num_ranks, and be at most the number of experts. Each ep_rank holds
     num_experts / ep_size experts, FSDP2-sharded over num_ranks / ep_size ranks. If ep_size does not divide the number

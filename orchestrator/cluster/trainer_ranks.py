@@ -183,6 +183,12 @@ def _log_start(facts: Sequence[dict[str, Any]]) -> None:
         first["num_trainable_parameters"],
         ", ".join(f"{part}: {backend}" for part, backend in chosen.items()),
     )
+    if len(facts) > 1:
+        logger.info(
+            "dense weights are gathered %s: whole they take %.2f GB more of a rank's memory, gradients included",
+            first["dense_weights"],
+            first["whole_bytes"] / 1e9,
+        )
     if first["mtp_tensors"]:
         logger.info("%d tensors of multi-token prediction layers are left out: not the policy's", first["mtp_tensors"])
     if first["unadapted_matrices"]:

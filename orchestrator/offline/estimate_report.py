@@ -60,6 +60,7 @@ def as_plain(report: PlanReport) -> JsonObject:
         "memory_estimate": {
             "trainer_gpu": {
                 **asdict(report.trainer),
+                "whole_from_device_bytes": report.trainer.least_device_bytes,
                 "publish": prediction.peak_bytes,
                 "watermark": sync.watermark_bytes,
                 "formula": report.trainer.FORMULA,
@@ -189,6 +190,7 @@ def _trainer_rows(report: PlanReport) -> list[_Row]:
     memory, staging, peak = report.trainer, report.staging, report.prediction.peak_bytes
     slots = "two slots, changes as large as a third," if staging.has_changes else "two slots"
     held = f"{slots} and {_gb(staging.reserved_bytes)} more, of a watermark of {_gb(staging.watermark_bytes)}"
+    whole = f"more, whole, on GPUs of at least {_gb(memory.least_device_bytes)}; on others gathered layer by layer"
     return [
         ("weights", _gb(memory.weights), ""),
         ("adapters", _gb(memory.adapters), ""),
@@ -196,6 +198,7 @@ def _trainer_rows(report: PlanReport) -> list[_Row]:
         ("optimizer", _gb(memory.optimizer), ""),
         ("a publish", _gb(peak), held),
         ("together", _gb(memory.total + peak), memory.FORMULA),
+        *([("dense weights", _gb(memory.whole), whole)] if memory.whole else []),
     ]
 
 

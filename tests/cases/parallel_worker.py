@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,9 +19,11 @@ from cases.tiny_models import MIXED, base_logits_of, draw_b, logits_of, make_dec
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.schema import LoraConfig, NumericsConfig, TrainMode
 from slipstream.trainer.adapter_io import all_experts, load_adapter, save_adapter, save_merged
+from slipstream.trainer.model import whole_weights
 from slipstream.trainer.model.build_decoder import build_decoder
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.shard_decoder import dense_trainable, expert_trainable
+from slipstream.trainer.model.whole_weights import WholeWeights
 from slipstream.trainer.parallel import ParallelLayout, local_part, whole
 from slipstream.trainer.process_group import ControlGroup
 from slipstream.trainer.weights.loading import CheckpointReader, RandomReader, load_weights
@@ -39,6 +44,10 @@ class Scenario:
     checkpointing: bool = True
     dtype: torch.dtype = torch.float32
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
+    is_whole: bool = False
+    """Whether dense parameters are gathered once a call, and not layer by layer."""
+    fault: str = ""
+    """What plant() breaks."""
 
     def decoder(self, layout: ParallelLayout | None = None) -> Decoder:
         """The same weights on any layout."""
@@ -51,7 +60,11 @@ class Scenario:
             ep_size=layout.ep_size if layout else 1,
         )
         device = layout.device if layout else "cpu"
-        return make_decoder(self.hf_config or MIXED, config, layout=layout, dtype=self.dtype, device=device)
+        made = make_decoder(
+            self.hf_config or MIXED, config, layout=layout, dtype=self.dtype, device=device, may_be_whole=self.is_whole
+        )
+        assert (made.whole is not None) == (self.is_whole and layout is not None)
+        return made
 
     def batch(self, sequences: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Some of the scenario's sequences, packed."""
@@ -88,22 +101,63 @@ def train_once(scenario: Scenario, layout: ParallelLayout) -> dict[str, Any]:
     trainable = dense_trainable(decoder) + expert_trainable(decoder)  # taken once, as the optimizer does
     token_ids, positions, cu_seqlens = scenario.batch(scenario.sequences[layout.rank])
     batch = (token_ids.to(layout.device), positions.to(layout.device), cu_seqlens)
-    logits = logits_of(decoder, batch)
-    probe_loss(logits, batch[0]).backward()
+    with decoder.in_use():
+        logits = logits_of(decoder, batch)
+        probe_loss(logits, batch[0]).backward()
     grads = gradients(decoder)
     squares = sum_of_local_squares(decoder)
     dist.all_reduce(squares)
 
     # A second backward adds to the first. A forward without a backward leaves nothing stale for the next step.
-    probe_loss(logits_of(decoder, batch), batch[0]).backward()
+    with decoder.in_use():
+        probe_loss(logits_of(decoder, batch), batch[0]).backward()
     twice = gradients(decoder)
+    if decoder.whole is not None:
+        fail_once(decoder, batch)
+    assert trainable == dense_trainable(decoder) + expert_trainable(decoder), "modules have rows again"
     with torch.no_grad():
-        base_logits_of(decoder, batch)
+        with decoder.in_use():
+            base_logits_of(decoder, batch)
         for _, parameter in trainable:
             local_part(parameter)[0].mul_(1.25)
-        moved = logits_of(decoder, batch)
+        with decoder.in_use():
+            moved = logits_of(decoder, batch)
     out = {"logits": logits.detach(), "grads": grads, "squares": squares, "twice": twice, "moved": moved}
     return {name: _to_cpu(value) for name, value in out.items()}
+
+
+def fail_once(decoder: Decoder, batch: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Nothing of a call that fails is in gradients of dense parameters, nor in the next call's."""
+    own = [parameter for _, parameter in dense_trainable(decoder)]
+    before = [local_part(one.grad)[0].clone() for one in own if one.grad is not None]
+    with suppress(ZeroDivisionError), decoder.in_use():
+        probe_loss(logits_of(decoder, batch), batch[0]).backward()
+        raise ZeroDivisionError
+    after = [local_part(one.grad)[0] for one in own if one.grad is not None]
+    assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
+    assert decoder.whole is not None
+    assert all(one.grad is None for one in decoder.whole.trainable)
+
+
+def planted(fault: str) -> AbstractContextManager[object]:
+    """Break how this process gathers or sums inside."""
+    gather = WholeWeights._gather
+    seen: set[int] = set()
+
+    def only_once(held: Sequence[Any]) -> None:
+        if not seen.issuperset(map(id, held)):
+            gather(held)
+        seen.update(map(id, held))
+
+    def own_rows_alone(weights: WholeWeights) -> None:
+        for held in weights._trained:
+            rows, start = local_part(held.rows)
+            if held.whole.grad is not None:
+                held.add_gradient(held.whole.grad[start : start + len(rows)].clone())
+
+    if fault == "gathered once and never again":
+        return patch.object(WholeWeights, "_gather", staticmethod(only_once))
+    return patch.object(WholeWeights, "_sum_gradients", own_rows_alone) if fault else nullcontext()
 
 
 def _to_cpu(value: Any) -> Any:
@@ -165,6 +219,7 @@ def _main(
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    whole_weights.BUCKET_BYTES = 1 << 14  # of many parameters more than one is summed at a time
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -174,7 +229,8 @@ def _main(
         results: dict[str, Any] = {}
         for scenario in scenarios:
             layout = ParallelLayout.create(world_size, scenario.ep_size, rank, device)
-            results[scenario.name] = train_once(scenario, layout)
+            with planted(scenario.fault):
+                results[scenario.name] = train_once(scenario, layout)
         for ep_size, hf_config in file_models:
             results[f"files_ep{ep_size}"] = files(Path(folder), ep_size, world_size, rank, hf_config)
         torch.save(results, f"{folder}/rank{rank}.pt")

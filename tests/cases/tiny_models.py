@@ -352,11 +352,14 @@ def make_decoder(
     mla_norm_eps: MlaNormEps = MlaNormEps.rollout,
     reader: TensorReader | None = None,
     by: Forward | None = None,
+    may_be_whole: bool = False,
 ) -> Decoder:
     """A decoder with a reader's weights, by default SpreadReader's; B is drawn from (name, expert) alone."""
     spec = read_config(hf_config, mla_norm_eps)
     trainer = trainer or trainer_config()
-    decoder = build_decoder(spec, dtype=dtype, device=device, trainer=trainer, layout=layout, by=by)
+    decoder = build_decoder(
+        spec, dtype=dtype, device=device, trainer=trainer, layout=layout, by=by, may_be_whole=may_be_whole
+    )
     load_weights(decoder, reader or SpreadReader(spec), seed=3)
     if nonzero_b:
         draw_b(decoder)

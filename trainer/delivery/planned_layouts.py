@@ -24,7 +24,8 @@ from slipstream.conf.schema import Device, TrainerConfig
 from slipstream.trainer.delivery.adapter_source import held_factors
 from slipstream.trainer.lora import Linear
 from slipstream.trainer.model.build_decoder import build_decoder
-from slipstream.trainer.model.shard_decoder import replicated_parameters
+from slipstream.trainer.model.shard_decoder import WHOLE_SHARE, replicated_parameters, sharded_dense
+from slipstream.trainer.model.whole_weights import extra_bytes
 from slipstream.trainer.moe.expert_placement import expert_shares
 from slipstream.trainer.moe.experts import Experts
 from slipstream.trainer.parallel import rows_of_rank
@@ -51,7 +52,8 @@ _Held = tuple[HeldTensor | FusedTensor, Region]
 
 @dataclass(frozen=True, slots=True)
 class TrainerMemory:
-    """Estimated bytes on one trainer rank, without activations, gathered FSDP2 units and the allocator's slack."""
+    """Estimated bytes on one trainer rank, without activations, layers that are gathered one by one and the allocator's
+    slack."""
 
     weights: int
     """Frozen weights in model.dtype (LoRA), or all weights in float32 (full). Packed experts as stored, and the two
@@ -63,6 +65,8 @@ class TrainerMemory:
     """Float32, of what is trained."""
     optimizer: int
     """Two float32 moments of what is trained."""
+    whole: int
+    """Other ranks' rows of dense parameters and of their gradients: on top, on GPUs of least_device_bytes or more."""
 
     FORMULA: ClassVar[str] = (
         "weights: elements held x bytes of model.dtype (LoRA) or 4 (full), packed experts as stored on every rank that "
@@ -73,8 +77,13 @@ class TrainerMemory:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """On any GPU: without `whole`."""
         return self.weights + self.adapters + self.gradients + self.optimizer
+
+    @property
+    def least_device_bytes(self) -> int:
+        """Memory of a GPU with which dense parameters are gathered once a step; with less, layer by layer."""
+        return int(self.whole / WHOLE_SHARE)
 
 
 class PlannedTrainer:
@@ -160,7 +169,13 @@ class PlannedTrainer:
             else:
                 weights += num_bytes
         fullest = int(trained.max())
-        return TrainerMemory(int(weights.max()) + self._packed_bytes(), int(adapters.max()), 4 * fullest, 8 * fullest)
+        return TrainerMemory(
+            weights=int(weights.max()) + self._packed_bytes(),
+            adapters=int(adapters.max()),
+            gradients=4 * fullest,
+            optimizer=8 * fullest,
+            whole=extra_bytes(sharded_dense(self._decoder), num_ranks),
+        )
 
     def _packed_bytes(self) -> int:
         """Packed experts of a rank, which FSDP2 does not shard (trainer/moe/bank.py), and two layers unpacked."""

@@ -17,7 +17,14 @@ from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.forward import Forward
 from slipstream.trainer.model.host_activations import HostPool
 from slipstream.trainer.model.layer import Build
-from slipstream.trainer.model.shard_decoder import dense_trainable, expert_trainable, shard_decoder
+from slipstream.trainer.model.shard_decoder import (
+    dense_trainable,
+    expert_trainable,
+    fits_whole,
+    shard_decoder,
+    sharded_dense,
+)
+from slipstream.trainer.model.whole_weights import WholeWeights
 from slipstream.trainer.moe.bank import UnpackBuffers
 from slipstream.trainer.moe.experts import Experts
 from slipstream.trainer.moe.router import Router
@@ -34,8 +41,9 @@ def build_decoder(
     layout: ParallelLayout | None = None,
     rounding_seed: int | None = None,
     by: Forward | None = None,
+    may_be_whole: bool = False,
 ) -> Decoder:
-    """Construct on meta, apply FSDP2, allocate on `device`. Values are undefined until
+    """Construct on meta, shard, allocate on `device`. Values are undefined until
     `trainer.weights.loading.load_weights`.
 
     Trainable weights are float32, adapters in trainer.lora.dtype; frozen weights (LoRA mode) are in `dtype`.
@@ -43,6 +51,8 @@ def build_decoder(
     Args:
         rounding_seed: The run's, for the thresholds by which merged weights are rounded. None: to nearest.
         by: What computes the decoder; None: the trainer's kernels.
+        may_be_whole: Whether dense parameters are gathered once a call where they fit. The decoder is then to be called
+            inside Decoder.in_use(), and all ranks build it together.
 
     Raises:
         ConfigError: there are more ep_ranks than experts, cp_size does not fit the attention, or LoRA finds nothing to
@@ -77,9 +87,13 @@ def build_decoder(
     _choose_trainable(decoder, trainer)
     if rounding_seed is not None:
         _name_merged_parameters(decoder, rounding_seed)
-    shard_decoder(decoder, layout)
+    is_whole = may_be_whole and fits_whole(decoder, layout)
+    shard_decoder(decoder, layout, is_whole=is_whole)
     decoder.to_empty(device=device)
-    trainable = (*dense_trainable(decoder), *expert_trainable(decoder))
+    if is_whole and layout.dense_mesh is not None:
+        decoder.whole = WholeWeights(sharded_dense(decoder), layout.dense_mesh)
+        missing += [(parameter, parameter.nbytes) for parameter in decoder.whole.trainable]
+    trainable = (*(() if is_whole else dense_trainable(decoder)), *expert_trainable(decoder))
     missing += [(parameter, sharded_rows(name, parameter).nbytes) for name, parameter in trainable]
     if trainer.embedding_on_host:
         table = decoder.model.embed_tokens

@@ -14,6 +14,7 @@ Shapes: T packed tokens, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ from slipstream.trainer.model.host_activations import HostPass, HostPool
 from slipstream.trainer.model.layer import Build, DecoderLayer, Pass
 from slipstream.trainer.model.packed_sequences import PackedSequences
 from slipstream.trainer.model.rope import RotaryEmbedding
+from slipstream.trainer.model.whole_weights import WholeWeights
 from slipstream.trainer.moe.experts import Experts
 from slipstream.trainer.moe.replay import RecordedRoutes
 
@@ -34,8 +36,8 @@ Out = TypeVar("Out")
 
 
 class VocabTable(nn.Module):
-    """A (V, H) weight. FSDP2 gathers it for forward, and again for the backward of what forward returns; it is whole
-    only then.
+    """A (V, H) weight. Where FSDP2 shards it, it is gathered for forward, and again for the backward of what forward
+    returns; it is whole only then.
 
     Embedding and head are two uses of this one class, so that tied embeddings are one parameter of one FSDP2 unit.
     """
@@ -89,6 +91,8 @@ class Decoder(nn.Module):
         """What computes it, where a call does not say otherwise."""
         self.host = build.host
         """Where layers keep what their backward needs; None: on the device."""
+        self.whole: WholeWeights | None = None
+        """Gathers dense parameters for `in_use`; None: there is one rank, or FSDP2 gathers them layer by layer."""
 
     def forward(
         self,
@@ -98,6 +102,7 @@ class Decoder(nn.Module):
         routes: RecordedRoutes | None = None,
         *,
         by: Forward | None = None,
+        most_tokens: int | None = None,
     ) -> Tensor:
         """Run the decoder over one microbatch, or over this rank's tokens of it (context.py).
 
@@ -109,6 +114,7 @@ class Decoder(nn.Module):
                 CPU if you can: it decides shapes, and the host waits to read it from a GPU. Or where they lie.
             routes: experts to use instead of the routers' own choice. Each layer appends to its `flipped`.
             by: computes it, instead of the decoder's own.
+            most_tokens: T of the rank that has most. None: with experts on several ranks, the host waits for that.
 
         Returns:
             hidden_TH in the compute dtype.
@@ -116,6 +122,7 @@ class Decoder(nn.Module):
         sequences = cu_seqlens
         if not isinstance(sequences, PackedSequences):
             sequences = PackedSequences.from_cu_seqlens(sequences, token_ids_T.shape[0], token_ids_T.device)
+            sequences = replace(sequences, most_tokens=most_tokens)
         host = self.host if torch.is_grad_enabled() else None
         return self.hidden_states(token_ids_T, positions_T, sequences, routes, by=by, host=host)
 
@@ -134,13 +141,18 @@ class Decoder(nn.Module):
         by = by or self.by
         if not token_ids_T.shape[0]:
             by = by.gradients_by or by  # kernels of engines take no empty microbatch
-        if self.layout.ep_group is not None:
+        if self.layout.ep_group is not None and sequences.most_tokens is None:
             sequences = replace(sequences, most_tokens=self.layout.most_of_ep_group(token_ids_T.shape[0]))
         x_TH, ropes = self.model.embed(token_ids_T), self.ropes(positions_T)
         run = Pass(by, ropes, sequences, routes, None if host is None else HostPass(host, len(self.model.layers)))
         for layer in self.model.layers:
             x_TH = layer(x_TH, run)
         return by.norm(self.model.norm, x_TH, run.take_sum())
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Microbatches run inside. Where dense parameters are gathered whole, they are so here and nowhere else, and
+        parameters that are read or changed are read or changed outside. Collective at either end."""
+        return nullcontext() if self.whole is None else self.whole.in_use()
 
     def ropes(self, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Cosines and sines of all layers, or of full attention and of sliding windows (DecoderLayer.rope)."""

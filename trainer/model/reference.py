@@ -51,7 +51,9 @@ class ReferencePolicy:
             kept = trained.clone()
             trained.copy_(initial)
             initial.copy_(kept)
-        # A unit that stayed gathered would go on computing with the values that were just swapped out.
+        # What stayed gathered would go on computing with the values that were just swapped out.
+        if self._decoder.whole is not None:
+            self._decoder.whole.renew()
         for module in self._decoder.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -1,4 +1,7 @@
-"""FSDP2 over a decoder: which module is sharded over which ranks, and which parameters train where.
+"""Which parameters of a decoder are sharded over which ranks, which of them train where, and who gathers them.
+
+Dense parameters are gathered once a call (whole_weights.py) where that takes little of the device's memory, and else
+layer by layer by FSDP2, in forward and again in backward. Sharded experts are always FSDP2's.
 
 Invariant: gradients are summed, never averaged. The loss is divided by counts of the whole batch before backward, and
 the all-to-all brings every row's gradient to the expert's owner. Hence the ranks' local gradient shards are disjoint
@@ -15,12 +18,20 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from slipstream.conf.architecture.model_spec import CORRECTION_BIAS
 from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.model.whole_weights import extra_bytes
 from slipstream.trainer.moe.experts import Experts
-from slipstream.trainer.parallel import ParallelLayout
+from slipstream.trainer.parallel import ParallelLayout, device_bytes
+
+WHOLE_SHARE = 1 / 8
+"""Of a device's memory that whole dense parameters may take beside this rank's rows of them."""
 
 
-def shard_decoder(decoder: Decoder, layout: ParallelLayout) -> None:
+def shard_decoder(decoder: Decoder, layout: ParallelLayout, *, is_whole: bool = False) -> None:
     """Apply FSDP2 in place; nothing on a single rank. Parameters may be on meta.
+
+    Args:
+        is_whole: Dense parameters are left to WholeWeights. Banks of experts then still have the decoder as their root,
+            under which FSDP2 gathers one while another is in use.
 
     Units: expert banks (over the expert mesh), layers, embedding, head, and the final norm as the root. Parameters are
     gathered in the compute dtype; gradients are reduced in float32 by a plain sum. Frozen 16-bit weights and float32
@@ -44,10 +55,34 @@ def shard_decoder(decoder: Decoder, layout: ParallelLayout) -> None:
     if layout.expert_mesh is not None:
         for bank in banks:
             shard(bank, layout.expert_mesh, set())
+    if is_whole:
+        if layout.expert_mesh is not None:
+            shard(decoder, layout.dense_mesh, set(decoder.parameters()))
+        return
     local = {parameter for bank in banks for parameter in bank.parameters()} | replicated_parameters(decoder)
     tables = [decoder.model.embed_tokens] if decoder.lm_head is None else [decoder.model.embed_tokens, decoder.lm_head]
     for module in (*tables, *decoder.model.layers, decoder):
         shard(module, layout.dense_mesh, local)
+
+
+def sharded_dense(decoder: Decoder) -> list[tuple[nn.Module, str]]:
+    """Where parameters are that are neither experts' nor on every rank whole: each module, and the name there."""
+    kept = _expert_parameter_ids(decoder) | set(map(id, replicated_parameters(decoder)))
+    return [
+        (module, name)
+        for module in decoder.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if id(parameter) not in kept
+    ]
+
+
+def fits_whole(decoder: Decoder, layout: ParallelLayout) -> bool:
+    """Whether dense parameters are gathered once a call. The same on every rank: the smallest device decides.
+    Collective."""
+    if layout.dense_mesh is None:
+        return False
+    room = layout.least_of_ranks(device_bytes(layout.device)) * WHOLE_SHARE
+    return extra_bytes(sharded_dense(decoder), layout.world_size) <= room
 
 
 def replicated_parameters(decoder: Decoder) -> set[nn.Parameter]:
@@ -72,7 +107,7 @@ def replicated_parameters(decoder: Decoder) -> set[nn.Parameter]:
 def dense_trainable(decoder: Decoder) -> list[tuple[str, nn.Parameter]]:
     """Trainable parameters outside expert banks: DTensors sharded over all ranks (plain tensors on one rank).
 
-    Gradients are summed over ranks by FSDP2.
+    Gradients are summed over ranks, by WholeWeights or FSDP2.
     """
     experts = _expert_parameter_ids(decoder)
     return [(n, p) for n, p in decoder.named_parameters() if p.requires_grad and id(p) not in experts]

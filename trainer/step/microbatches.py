@@ -171,9 +171,11 @@ class Microbatch:
     """[N] float32; None: some sample has none."""
     ref_logprobs: np.ndarray | None = None
     """[N] float32; None: some sample has none."""
+    most_tokens: int | None = None
+    """T of the rank that has most; None: ranks did not tell each other."""
 
 
-def collate(samples: Sequence[Sample], policy_version: int) -> Microbatch:
+def collate(samples: Sequence[Sample], policy_version: int, most_tokens: int | None = None) -> Microbatch:
     """Lay samples end to end and shift targets: entry t of a sample's arrays is about predicting token t from
     row t - 1.
 
@@ -181,6 +183,7 @@ def collate(samples: Sequence[Sample], policy_version: int) -> Microbatch:
         samples: members of one microbatch. Without samples, the microbatch is a single token 0 that does not count, so
             that every collective of a step still runs.
         policy_version: the version about to be trained.
+        most_tokens: of the microbatch of the rank that has most.
 
     Raises:
         ValueError: arrays of unequal length, a first token that counts (nothing precedes it), or a sample from
@@ -191,7 +194,10 @@ def collate(samples: Sequence[Sample], policy_version: int) -> Microbatch:
     if not samples:
         floats, ints = np.zeros(0, np.float32), np.zeros(0, np.int64)
         one = np.zeros(1, np.int64)
-        return Microbatch(one, one, np.array([0, 1], np.int32), ints, ints, floats, floats, ints, ints, ints, ints)
+        return Microbatch(
+            one, one, np.array([0, 1], np.int32), ints, ints, floats, floats, ints, ints, ints, ints,
+            most_tokens=most_tokens,
+        )  # fmt: skip
 
     cu_seqlens = np.cumsum([0] + [sample.num_tokens for sample in samples])
     counted = [np.flatnonzero(sample.loss_mask) for sample in samples]
@@ -214,6 +220,7 @@ def collate(samples: Sequence[Sample], policy_version: int) -> Microbatch:
         staleness=np.repeat(np.array([policy_version - sample.oldest_version for sample in samples]), num_counted),
         old_logprobs=_gather_known([sample.old_logprobs for sample in samples], counted),
         ref_logprobs=_gather_known([sample.ref_logprobs for sample in samples], counted),
+        most_tokens=most_tokens,
         **_routes(samples),
     )
 

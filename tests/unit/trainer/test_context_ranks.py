@@ -14,7 +14,7 @@ from cases.rank_helpers import MOE_CONFIG, VOCAB, count, fill_adapters, join_ran
 from cases.tiny_models import DEEPSEEK, DENSE, GEMMA3, MISTRAL
 
 from slipstream.conf.schema import AlgorithmConfig, Normalization, TrainMode
-from slipstream.trainer.model import context
+from slipstream.trainer.model import context, shard_decoder
 from slipstream.trainer.parallel import ParallelLayout
 from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.step.microbatches import pack
@@ -30,10 +30,12 @@ WORLDS = {
     2: [
         ("moe", 2, 2, ""), ("moe", 1, 2, "full"), ("dense", 1, 2, ""), ("latent", 1, 2, ""), ("window", 1, 2, ""),
         ("two windows", 1, 2, "full"), ("moe", 1, 2, "shifted"), ("moe", 1, 2, "dropped"),
+        ("moe", 2, 2, "by layer"), ("dense", 1, 2, "full by layer"),
     ],
     4: [("moe", 4, 4, ""), ("latent", 4, 2, ""), ("moe", 2, 4, "mixed"), ("moe", 2, 2, "mixed")],
 }  # fmt: skip
-"""Ranks -> model, ep_size, cp_size, and: full training, a fault, or experts over some of the ranks."""
+"""Ranks -> model, ep_size, cp_size, and: full training, a fault, experts over some of the ranks, or dense weights that
+are gathered layer by layer, as where they are large."""
 
 
 def samples_of(lengths: tuple[int, ...] = LENGTHS) -> list[Sample]:
@@ -93,19 +95,28 @@ def plant(fault: str) -> None:
         context._sum_of_ranks = lambda received, num_ranks: received.view(num_ranks, -1, received.shape[1])[0]
 
 
+def load(kind: str, model: str, *place: Any, **sizes: int) -> TrainerRank:
+    """A rank whose policy is not its reference: adapters that are not zero, or weights that have moved."""
+    mode, share = TrainMode.full if "full" in kind else TrainMode.lora, shard_decoder.WHOLE_SHARE
+    shard_decoder.WHOLE_SHARE = 0 if "by layer" in kind else share
+    made = make_rank(*place, mode=mode, algorithm=ALGORITHM, hf_config=MODELS[model], **sizes)
+    shard_decoder.WHOLE_SHARE = share
+    assert (made.decoder.whole is None) == ("by layer" in kind or made.decoder.layout.world_size == 1)
+    if kind != "mixed":
+        fill_adapters(made, made.decoder.layout.world_size)
+    if "full" in kind:
+        for shard in made.learner.shards:
+            shard.values.mul_(1.05)
+    return made
+
+
 def work(
     rank: int, world_size: int, rendezvous: str, _: Path, model: str, ep_size: int, cp_size: int, kind: str
 ) -> dict[str, Any]:
     """One process of one layout."""
-    mode = TrainMode.full if kind == "full" else TrainMode.lora
-    made = make_rank(
-        rank, world_size, rendezvous, ep_size=ep_size, cp_size=cp_size, mode=mode, algorithm=ALGORITHM,
-        hf_config=MODELS[model],
-    )  # fmt: skip
+    made = load(kind, model, rank, world_size, rendezvous, ep_size=ep_size, cp_size=cp_size)
     originals = context.ContextCut.of, context._sum_of_ranks
     plant(kind)
-    if kind != "mixed":
-        fill_adapters(made, world_size)
     made.warm_up([3, 4])  # of which nothing below may show
     plan = pack(LENGTHS, world_size, 16, cp_size=cp_size)
     found = train_once(made, [*plan[rank], []], routes=model == "moe")
@@ -139,11 +150,7 @@ def largest_error(parts: list[dict[str, Any]], want: dict[str, Any]) -> float:
 
 def of_one_rank(model: str, kind: str) -> dict[str, Any]:
     """The same of all samples on one rank."""
-    made = make_rank(
-        mode=TrainMode.full if kind == "full" else TrainMode.lora, algorithm=ALGORITHM, hf_config=MODELS[model]
-    )
-    if kind != "mixed":
-        fill_adapters(made, 1)
+    made = load(kind, model)
     return train_once(made, [list(range(len(LENGTHS)))], routes=model == "moe") | {"step": made.optimizer_step()}
 
 

@@ -34,9 +34,10 @@ from slipstream.trainer.delivery.adapter_source import AdapterSource
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.trainer.delivery.planned_layouts import PlannedTrainer
 from slipstream.trainer.model.build_decoder import build_decoder
+from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.moe.expert_placement import expert_shares
 from slipstream.trainer.moe.experts import Experts
-from slipstream.trainer.parallel import ParallelLayout
+from slipstream.trainer.parallel import ParallelLayout, local_part
 from slipstream.weight_sync.layout import SourceLayout
 
 ODD = {**MIXED, "vocab_size": 97, "num_experts": 6, "tie_word_embeddings": True}
@@ -69,10 +70,19 @@ def held_bytes(decoder: torch.nn.Module, *, trained: bool) -> int:
     return sum(p.numel() * p.element_size() for p in local)
 
 
+def whole_bytes(decoder: Decoder) -> int:
+    """Bytes of other ranks' rows of dense parameters, and of gradients as large as those of what is trained."""
+    held = [] if decoder.whole is None else decoder.whole._held
+    more = [(one.whole.untyped_storage().nbytes() - local_part(one.rows)[0].nbytes, one.whole) for one in held]
+    return sum(size * (2 if whole.requires_grad else 1) for size, whole in more)
+
+
 def report(rank: int, layout: ParallelLayout, model: str, trainer: TrainerConfig) -> tuple:
-    decoder = make_decoder(MODELS[model], trainer, dtype=torch.bfloat16, layout=layout, nonzero_b=False)
+    decoder = make_decoder(
+        MODELS[model], trainer, dtype=torch.bfloat16, layout=layout, nonzero_b=False, may_be_whole=True
+    )
     source = TrainerWeightSource(decoder, rank)
-    sizes = (held_bytes(decoder, trained=False), held_bytes(decoder, trained=True))
+    sizes = (held_bytes(decoder, trained=False), held_bytes(decoder, trained=True), whole_bytes(decoder))
     has_names = trainer.mode is TrainMode.lora and model in ("dense", "moe", "mixed", "odd", "seven", "qwen2_moe")
     adapter = AdapterSource(decoder, rank, trainer.lora).layout() if has_names else None
     return source.layout(), source.temporary_bytes, *sizes, adapter
@@ -115,7 +125,8 @@ def test_two_ranks_hold_what_was_foretold(two_ranks, case):
     model, trainer = CASES[case]
     planned = PlannedTrainer(read_config(MODELS[model]), "bfloat16", trainer)
     foretold = planned.layouts()
-    for rank, (layout, held, frozen, trained, adapter) in enumerate(two_ranks[case]):
+    for rank, (layout, held, frozen, trained, whole, adapter) in enumerate(two_ranks[case]):
+        assert whole == pytest.approx(planned.memory().whole, rel=0.02)
         if adapter is not None:
             assert sorted_shards(adapter) == sorted_shards(planned.adapter_layouts()[rank])
         assert sorted_shards(layout) == sorted_shards(foretold[rank])
@@ -132,15 +143,17 @@ def test_two_ranks_hold_what_was_foretold(two_ranks, case):
 def test_one_rank_holds_what_was_foretold(model, mode):
     trainer = trainer_config(mode)
     planned = PlannedTrainer(read_config(MODELS[model]), "bfloat16", trainer)
-    layout, held, frozen, trained, _ = report(0, ParallelLayout.single("cpu"), model, trainer)
+    layout, held, frozen, trained, whole, _ = report(0, ParallelLayout.single("cpu"), model, trainer)
     (foretold,) = planned.layouts()
     assert sorted_shards(layout) == sorted_shards(foretold)
     assert held == planned.temporary_bytes(Device.cpu)
     memory = planned.memory()
-    assert (memory.weights + memory.adapters, memory.gradients, memory.optimizer) == (
+    assert (memory.weights + memory.adapters, memory.gradients, memory.optimizer, memory.whole, whole) == (
         frozen + trained,
         trained,
         2 * trained,
+        0,
+        0,
     )
 
 

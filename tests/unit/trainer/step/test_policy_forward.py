@@ -36,7 +36,9 @@ class Played:
         self.order: list[str] = []
         self.layout = ParallelLayout.single("cpu")
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, cu_seqlens: Tensor, routes: Any, by: Any = None) -> Tensor:
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, cu_seqlens: Tensor, routes: Any, *, by: Any, most_tokens: int | None
+    ) -> Tensor:
         self.order.append("policy" if by is None else "reference")
         assert positions.tolist() == [0, 1, 2, 0, 1] and cu_seqlens.tolist() == [0, 3, 5]
         if routes is not None:
