@@ -1,7 +1,8 @@
 """Ends processes of a run for certain, and removes the shared memory that they had.
 
-Owns: SIGKILL of process trees, and the names in /dev/shm that processes leave there when they are killed. Does not own:
-which processes a run has (nodes.py, ray_host.py), nor ending them politely (rollout.worker, trainer.rank).
+Owns: SIGKILL of process trees, the names in /dev/shm that processes leave there when they are killed, and the ends of
+adopted orphans. Does not own: which processes a run has (nodes.py, ray_host.py), nor ending them politely
+(rollout.worker, trainer.rank).
 Invariant: of shared memory only what a killed process had mapped is removed, so another run keeps its own.
 
 Python's shared memory (vLLM makes some for every engine of several ranks) is removed by a process that Python starts
@@ -15,7 +16,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,18 @@ def end_processes(find: Callable[[], Iterable[psutil.Process]], *, timeout_s: fl
         psutil.wait_procs(alive, timeout=0.1)
     remove_shared_memory(names)
     return sorted(process.pid for process in alive)
+
+
+def reap_orphans(own: Collection[int]) -> None:
+    """Ask for the ends of children that this process has adopted, as a subreaper does, so that the dead ones go.
+
+    Args:
+        own: children that it has started: whoever started one asks for its end, and would learn nothing any more.
+    """
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):  # another thread has asked
+            if child.pid not in own and child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, os.WNOHANG)
 
 
 def shared_memory_of(processes: Iterable[psutil.Process]) -> set[str]:

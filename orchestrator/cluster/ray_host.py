@@ -18,7 +18,7 @@ Beside Ray it starts the fork server of this machine's rollout workers (rollout/
 take longer than Ray's start.
 
 Owns: Ray's servers, and everything that descends from them (it is their subreaper, so that no process gets away by
-losing its parent). Does not own: who runs in the cluster.
+losing its parent, and asks for their ends where nobody else can). Does not own: who runs in the cluster.
 Writes to stdout, a JSON object a line: {"address": ..., "dashboard": ...} (host and port each) once Ray is up, and
 again to each controller that comes, {"failed": ...} where it does not start, and {"lost": "raylet", "how": "it was
 ended by SIGKILL"} when a server that nothing can do without has ended.
@@ -45,7 +45,7 @@ from types import FrameType
 import psutil
 
 from slipstream.orchestrator.cluster.private_folder import PrivateFolder
-from slipstream.orchestrator.cluster.processes import SHARED_MEMORY, end_processes, shared_memory_of
+from slipstream.orchestrator.cluster.processes import SHARED_MEMORY, end_processes, reap_orphans, shared_memory_of
 from slipstream.orchestrator.machine import count_cpus
 from slipstream.orchestrator.socket_folder import HOLD, LET_GO
 from slipstream.rollout import worker_process
@@ -93,8 +93,10 @@ def main(options: HostOptions) -> None:
         with _output_to(PrivateFolder(Path(options.folder)).fork_server_log):
             fork_server.begin_beforehand(options.workers_import_under, also=[worker_process.PRELOAD])
     _start_ray(options, controller)
+    own = {child.pid for child in psutil.Process().children()}
     while True:  # the kernel ends Ray's servers when the thread that started them ends: this one must not
-        signal.pause()
+        reap_orphans(own)
+        time.sleep(_LOOK_EVERY_S)
 
 
 def _ignore(signum: int, frame: FrameType | None) -> None:
@@ -192,6 +194,9 @@ def _end_with_stdin(options: HostOptions, controller: _Controller) -> None:
         left = end_processes(_descendants, timeout_s=_END_TIMEOUT_S)
         if left:
             controller.say(left=left)
+        reap_orphans(
+            own=()
+        )  # all end with this one: who looks after it finds none of them, also not in the process table
         if how:
             drop_empty_reports(Path(options.crashes))
         folder.keep_logs(Path(options.logs))
@@ -207,6 +212,7 @@ def _watch(folder: PrivateFolder, controller: _Controller) -> None:
     names: set[str] = set()
     seen: set[str] = set()
     servers: dict[int, str] = {}
+    has_looked = False
     waits_until = None
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(str(folder.door))
@@ -225,8 +231,10 @@ def _watch(folder: PrivateFolder, controller: _Controller) -> None:
                 if waits_until is not None:
                     return
                 controller.say(lost=servers.pop(pidfd), how=_how_it_ended(pidfd))
-            if not servers:
+                os.close(pidfd)
+            if not has_looked:  # once: those that have ended stay children until somebody asks for their ends
                 servers = _vital_servers()
+                has_looked = bool(servers)
             present = set(os.listdir(SHARED_MEMORY))
             if present - seen:
                 seen = present

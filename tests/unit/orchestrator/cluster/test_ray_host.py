@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,9 +31,9 @@ class Host:
     def __init__(self, folder: Path) -> None:
         self.folder = PrivateFolder(folder)
         reads, self.controller = os.pipe()
-        hears, writes = os.pipe()
+        hears, self.hears_from = os.pipe()
         self.heard = os.fdopen(hears)
-        reached = ray_host._Controller(reads, writes)
+        reached = ray_host._Controller(reads, self.hears_from)
         reached.greeting = dict(GREETING)
         self._thread = threading.Thread(target=ray_host._watch, args=(self.folder, reached), daemon=True)
         self._thread.start()
@@ -87,6 +90,31 @@ async def test_another_controller_takes_the_place_and_may_be_killed_itself(
     await own.end()
     assert host.ends()
     assert not host.folder.door.exists(), "what the host would remove at its end is removed where it could not"
+
+
+def test_servers_that_end_are_told_once_and_the_end_of_the_controller_is_still_seen(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both at once, as where the whole node is killed. They stay children until Ray asks for their ends."""
+    servers = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    names = ("gcs_server", "raylet")
+    monkeypatch.setattr(
+        ray_host,
+        "_vital_servers",
+        lambda: {os.pidfd_open(server.pid): name for server, name in zip(servers, names, strict=True)},
+    )
+    time.sleep(0.2)
+    for server in servers:
+        server.kill()
+    told = [json.loads(host.heard.readline()) for _ in servers]
+    assert sorted(one["lost"] for one in told) == sorted(names)
+    assert {one["how"] for one in told} == {"it was ended by SIGKILL"}
+    time.sleep(0.2)
+    os.close(host.controller)
+    assert host.ends()
+    os.close(host.hears_from)
+    assert host.heard.read() == "", "each is told once"
+    assert [server.wait() for server in servers] == [-signal.SIGKILL] * 2
 
 
 async def test_where_nobody_waits_nothing_is_taken_over(tmp_path: Path) -> None:
