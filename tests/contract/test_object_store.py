@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import s3fs
+from cases.held_port import held_port
 
 from slipstream.conf.schema import RunConfig, RunSection
 from slipstream.orchestrator.errors import ObjectStoreError
@@ -29,18 +30,16 @@ BYTES = 1 << 20
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """The server's address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            until_s = time.monotonic() + 60
-            while socket.socket().connect_ex(("127.0.0.1", port)) and time.monotonic() < until_s:
-                time.sleep(0.05)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.kill()
+    with held_port() as port:
+        words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            try:
+                until_s = time.monotonic() + 60
+                while socket.socket().connect_ex(("127.0.0.1", port)) and time.monotonic() < until_s:
+                    time.sleep(0.05)
+                yield f"http://127.0.0.1:{port}"
+            finally:
+                process.kill()
 
 
 @pytest.fixture

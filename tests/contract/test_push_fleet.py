@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.held_port import held_port
 from cases.pushing import SMALL, command, environment, held
 from cases.tiny_models import DENSE, hf_model
 from fakes.vllm_oracle import vllm_loads
@@ -23,7 +24,6 @@ from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import TeacherConfig
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.orchestrator.inputs.teacher_check import check_teacher
-from slipstream.orchestrator.machine import HERE
 from slipstream.rollout.served.client import ServedEngine
 from slipstream.rollout.teacher import Teacher
 from slipstream.rollout.types import Prompt, Rollout, Turn
@@ -50,24 +50,24 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     model: Any = hf_model(MODEL)
     model.save_pretrained(folder / "big")
     save_character_tokenizer(folder / "big", vocab_size=MODEL["vocab_size"])
-    port = HERE.next_free_port(8500)
-    words = ["big", "--start", "1", "--port", str(port), "--dtype", "float32", "--json"]
-    process = subprocess.Popen(
-        command("push", *words, "--", *SMALL, "--served-model-name", "big"),
-        cwd=folder,
-        env=environment() | {"HOME": str(folder), "VLLM_CACHE_ROOT": str(VLLM_CACHE)},  # no layout is cached yet
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, process.communicate()[1] + "".join(f.read_text()[-3000:] for f in folder.glob("push-logs/*"))
-        yield Fleet(folder, ServedEngine(f"http://127.0.0.1:{port}"), process, json.loads(line))
-    finally:
-        process.kill()
-        process.wait(120)
+    with held_port() as port:
+        words = ["big", "--start", "1", "--port", str(port), "--dtype", "float32", "--json"]
+        process = subprocess.Popen(
+            command("push", *words, "--", *SMALL, "--served-model-name", "big"),
+            cwd=folder,
+            env=environment() | {"HOME": str(folder), "VLLM_CACHE_ROOT": str(VLLM_CACHE)},  # no layout is cached yet
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, process.communicate()[1] + "".join(f.read_text()[-3000:] for f in folder.glob("push-logs/*"))
+            yield Fleet(folder, ServedEngine(f"http://127.0.0.1:{port}"), process, json.loads(line))
+        finally:
+            process.kill()
+            process.wait(120)
 
 
 async def test_its_log_probabilities_are_those_of_transformers(fleet: Fleet) -> None:

@@ -21,12 +21,12 @@ from typing import Any
 
 import pytest
 import torch
+from cases.held_port import held_port
 from cases.pushing import SMALL, command, environment, held
 from fakes.sharded_checkpoints import TINY, save_checkpoint
 from fakes.vllm_oracle import vllm_loads
 from safetensors.torch import load_file, save_file
 
-from slipstream.orchestrator.machine import HERE
 from slipstream.rollout.errors import EngineError
 from slipstream.rollout.served.client import Rendezvous, ServedEngine
 from slipstream.rollout.served.serve import VLLM_MODULE
@@ -62,9 +62,8 @@ def oracle(checkpoint: Path) -> dict[str, str]:
 class Server:
     """`vllm serve` as its user starts it: with the plugin, without our command."""
 
-    def __init__(self, folder: Path, checkpoint: Path) -> None:
+    def __init__(self, folder: Path, checkpoint: Path, port: int) -> None:
         install_entry_points(folder / "installed")
-        port = HERE.next_free_port(8400)
         self.engine = ServedEngine(f"http://127.0.0.1:{port}")
         self.log = folder / "server.log"
         with self.log.open("wb") as log:
@@ -110,12 +109,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    server = Server(folder, folder / "one")
-    try:
-        server.wait()
-        yield server
-    finally:
-        server.close()
+    with held_port() as port:
+        server = Server(folder, folder / "one", port)
+        try:
+            server.wait()
+            yield server
+        finally:
+            server.close()
 
 
 def push(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -152,7 +152,9 @@ def test_the_scripts_of_the_page_run_as_they_stand_there(server: Server, folder:
     """The first halves the weights twice; the others send the checkpoint, the second one from two ranks."""
     scripts = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "push.md").read_text(), re.DOTALL)
     assert len(scripts) == 3
-    for script, words in zip(scripts, ([], ["-m", "torch.distributed.run", "--nproc-per-node", "2"], []), strict=True):
+    for script, words in zip(
+        scripts, ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], []), strict=True
+    ):
         text = script.replace("/models/Qwen3-30B-A3B", str(folder / "one"))
         (folder / "script.py").write_text(text.replace("http://127.0.0.1:8000", server.engine.url))
         done = subprocess.run(
