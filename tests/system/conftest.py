@@ -13,14 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from cases.mapped_files import maps_of
 
 from slipstream.conf.schema import Device
 from slipstream.orchestrator.files.telemetry import read_rows
@@ -41,6 +40,11 @@ ENDLESS = [
 ]  # fmt: skip
 """A run that goes on until it is stopped, and leaves most of the cores to what starts meanwhile: its steps are small
 and wait for their rewards.
+"""
+NAMED_SEGMENTS = """\
+from multiprocessing import shared_memory
+
+shared_memory._SHM_NAME_PREFIX = "/{prefix}"
 """
 ONE_OF_EACH = ["trainer.num_ranks=1", "trainer.ep_size=1", "rollout.num_workers=1"]
 
@@ -128,23 +132,26 @@ class FinishedRun:
 @contextlib.contextmanager
 def nothing_left() -> Iterator[Path]:
     """A folder like /tmp, which every user may enter and write; short, because sockets lie below it. Whatever runs
-    of the block leave there, in the process table or in /dev/shm fails it.
+    of the block leave there, in the process table or in /dev/shm fails it: their segments have names of their own,
+    because tests beside them kill what has segments, too.
     """
     folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
     folder.chmod(0o1777)
-    shared_before = set(os.listdir("/dev/shm"))
+    prefix = f"psm_{folder.name[-4:]}"
+    on_path = [Path(part) / "sitecustomize.py" for part in os.environ["PYTHONPATH"].split(os.pathsep)]
+    hidden = [file.read_text() for file in on_path if file.exists()][:1]  # by the one that is written here
+    (folder / "names").mkdir()
+    (folder / "names" / "sitecustomize.py").write_text("\n".join([*hidden, NAMED_SEGMENTS.format(prefix=prefix)]))
     with own_import(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder / "names"), os.environ["PYTHONPATH"]]))
         yield folder
     deadline = time.monotonic() + 30
     while (left := _processes_of(folder)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert left == []
     assert [path.name for path in folder.glob("slipstream-*") if path.lstat().st_uid == os.geteuid()] == []
-    # Segments that came meanwhile may be another run's: those are mapped by somebody.
-    mapped = " ".join(map(maps_of, psutil.process_iter()))
-    came = {path.name for path in Path("/dev/shm").glob("psm_*")} - shared_before
-    assert [name for name in came if name not in mapped] == []
+    assert list(Path("/dev/shm").glob(f"{prefix}*")) == []
     shutil.rmtree(folder)
 
 
@@ -262,6 +269,21 @@ def trainer_ranks(run: Path) -> list[psutil.Process]:
     """The processes of a run's trainer ranks, which run.log names each time that they start."""
     pids = re.findall(r"trainer ranks are processes ([\d, ]+)", (run / "run.log").read_text())[-1]
     return [psutil.Process(int(pid)) for pid in pids.split(", ")]
+
+
+def assert_all_end(processes: Sequence[psutil.Process], within_s: float = 30.0) -> None:
+    """They end soon. What only waits to be reaped has ended: psutil calls it running."""
+    deadline = time.monotonic() + within_s
+    while (left := [process for process in processes if _is_alive(process)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def assert_workers_came_back(rows: list[dict[str, Any]], *, times: int, num_workers: int = 2) -> None:

@@ -6,9 +6,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
-from system.conftest import ENDLESS, RUN_TIMEOUT_S, Nodes, RunUnderWay, assert_workers_came_back, own_import
+from system.conftest import (
+    ENDLESS,
+    RUN_TIMEOUT_S,
+    Nodes,
+    RunUnderWay,
+    assert_all_end,
+    assert_workers_came_back,
+    own_import,
+)
 
 
 @pytest.fixture
@@ -47,7 +54,7 @@ def test_a_run_loses_a_node_and_an_engine_and_both_workers_come_back(tmp_path: P
         engines = [run.engine_of(f"{worker}.1") for worker in (left, gone)]
         engines[0].suspend()  # it will not notice that its worker is gone
         run.stop()
-    assert psutil.wait_procs(engines, timeout=120)[1] == []
+    assert_all_end(engines, within_s=120)
     log, rows = run.log, run.rows
     assert f"node {lost} is lost" in log
     returns = [row for row in rows if row["rollout/recoveries"]]

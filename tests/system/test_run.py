@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from safetensors.numpy import load_file
-from system.conftest import RUN_TIMEOUT_S, FinishedRun, RunUnderWay, train, trainer_ranks
+from system.conftest import RUN_TIMEOUT_S, FinishedRun, RunUnderWay, assert_all_end, train, trainer_ranks
 
 from slipstream.conf.load import load_resolved_yaml
 from slipstream.orchestrator.files.startup import read_starts
@@ -136,7 +136,7 @@ def test_a_controller_that_is_killed_is_replaced_and_changes_nothing_that_is_lea
     went_on = re.findall(r"processes of the run are alive: it goes on after step (\d)", run.said)
     assert went_on in (["1", "1"], ["1", "2"])
     assert run.log.count("its engine is process") == 2 and run.log.count("trainer ranks are processes") == 1
-    assert not any(process.is_running() for process in [*ranks, *engines])
+    assert_all_end([*ranks, *engines])
     assert [row["step"] for row in run.rows] == [0, 1, 2, 3]
     assert_as_undisturbed(run, on_policy)
 
