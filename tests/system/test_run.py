@@ -189,11 +189,15 @@ def assert_learned_the_same(one: Path, undisturbed: Path) -> None:
 
 
 def wait_until_idle(process: psutil.Process) -> None:
-    """It has little to do for a second: what is held up waits for somebody else."""
-    used = -1.0
-    while (now := sum(process.cpu_times()[:2])) - used > 0.2:
-        used = now
-        time.sleep(1)
+    """For a second it has little to do, and waits for no core either, as on a busy machine: what is held up waits for
+    somebody else.
+    """
+    used, is_idle = -1.0, False
+    while (now := sum(process.cpu_times()[:2])) - used > 0.2 or not is_idle:
+        used, is_idle = now, True
+        for _ in range(20):
+            time.sleep(0.05)
+            is_idle &= process.status() != psutil.STATUS_RUNNING
 
 
 def samples_of(run: Path) -> list[tuple[object, ...]]:
