@@ -26,9 +26,8 @@ CODE = (".py", ".js", ".css", ".html", ".jinja")
 
 WAYS = {
     "Ray's calls, for what it places": "orchestrator/cluster/ray_handles.py",
-    "a worker's verbs: msgpack on a socket": "rollout/calls.py",
+    "verbs of a worker, and of an engine's rank while it samples: msgpack on a socket": "rollout/calls.py",
     "control of a publish: signed messages on a socket": "weight_sync/replica/control_client.py",
-    "busy slots, from the engine's ranks to the worker": "rollout/slot_channel.py",
     "fork server: which worker to fork": "rollout/in_vllm/fork_server.py",
     "user code: numbered questions on an inherited socket": "rollout/user_processes/channel.py",
     "push: the pipe of the sender": "orchestrator/push/sender_process.py",
@@ -73,9 +72,9 @@ PUBLISH = (
     "weight_sync/replica/control_server.py answer",
     "weight_sync/replica/control_server.py _begin",
     "rollout/base_replica.py begin",
-    "rollout/base_replica.py _call_ranks",
+    "rollout/base_replica.py _ask",
     "rollout/engine/vllm_engine.py call_ranks",
-    "rollout/in_vllm/worker_extension.py slipstream_begin",
+    "rollout/receivers.py begin",
     "weight_sync/replica/receiver.py begin",
 )
 """What the control of a publish passes from the loop to an engine's memory."""
@@ -83,6 +82,7 @@ GONE = {
     "ways to call another process": (
         "rollout/worker_process.py call",
         "rollout/sampling_calls.py",
+        "rollout/slot_channel.py",
         "orchestrator/fleet/control_folder.py",
         "rollout/rewards/processes/frames.py",
         "rollout/agents/channel.py",
@@ -96,7 +96,12 @@ GONE = {
         "rollout/sampling_calls.py generate_group",
         "rollout/sampling_calls.py _serve",
     ),
-    "hops of a publish": ("rollout/worker.py begin", "rollout/worker.py _call_ranks"),
+    "hops of a publish": (
+        "rollout/worker.py begin",
+        "rollout/worker.py _call_ranks",
+        "rollout/base_replica.py _call_ranks",
+        "rollout/in_vllm/worker_extension.py slipstream_begin",
+    ),
 }
 """What the working tree has no more, by the row that counts it."""
 

@@ -19,18 +19,21 @@ Invariant: `serving` is set only while every rank holds one committed version.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from slipstream.conf.schema import PauseMode, WeightSyncConfig
 from slipstream.rollout.engine.engine import EngineWithSlots
+from slipstream.rollout.receivers import WEIGHTS, Receivers
+from slipstream.rollout.verbs import verb_of
 from slipstream.weight_sync.gc_freeze import allow_collections, hold_collections
 from slipstream.weight_sync.replica.control_server import ReplicaEndpoint
 from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
 from slipstream.weight_sync.replica.recovery import Offer, Pulled, slowest
 from slipstream.weight_sync.replica.version_state import VersionState
-from slipstream.weight_sync.typed_msgpack import pack, unpack
 
+P = ParamSpec("P")
+T = TypeVar("T")
 CALL_SLACK_S = 5.0
 """The publisher gives a replica up after weight_sync.timeout_s. If a rank takes this much longer, the engine counts as
 dead."""
@@ -75,7 +78,7 @@ class BaseReplica:
 
     async def offer(self) -> list[Offer]:
         """What every rank lets the same rank of a restarted worker read."""
-        return [unpack(Offer, reply) for reply in await self._call_ranks("slipstream_offer")] if self.ranks else []
+        return await self._ask(self._limit_s, Receivers.offer, WEIGHTS) if self.ranks else []
 
     async def pull(self, offers: Sequence[Offer]) -> Pulled:
         """Read a peer's weights, rank by rank, and prove them. Does not serve before adopt()."""
@@ -84,25 +87,21 @@ class BaseReplica:
         self.serving.clear()
         await self._engine.pause(self.config.pause_mode, timeout_s=self._limit_s)
         self._clear_cache()
-        replies = await self._engine.call_ranks(
-            "slipstream_pull",
-            pack(list(offers)),
-            self.config.timeout_s,  # limits the read, which must end before the wait for it
-            timeout_s=2 * self._limit_s,
-        )
+        read_s = self.config.timeout_s  # limits the read, which must end before the wait for it
+        pulled = await self._ask(2 * self._limit_s, Receivers.pull, WEIGHTS, offers, read_s)
         self.endpoint.adopt(self.state.verified(version, epoch, plan))
-        return slowest([unpack(Pulled, reply) for reply in replies])
+        return slowest(pulled)
 
     async def adopt(self, version: int, epoch: int) -> None:
         """Serve what was pulled."""
         committed = self.state.committed(version, epoch)
         self.endpoint.adopt(self.state.failed(epoch))  # until all of it is done
-        await self._put_in_service("slipstream_adopt", version, epoch)
+        await self._put_in_service(Receivers.adopt, version, epoch)
         self.endpoint.adopt(committed)
 
     async def release(self, offers: Sequence[Offer]) -> None:
         """Close the links to the peer of pull(). This stops sampling for about a second."""
-        await self._call_ranks("slipstream_release", pack(list(offers)))
+        await self._ask(self._limit_s, Receivers.release, offers)
 
     # -- weight_sync.replica.control_server.ReplicaHandler -----------------------------------------------------------
 
@@ -119,30 +118,30 @@ class BaseReplica:
 
     async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
         """Let the publisher write into every rank, and start to drop KV blocks."""
-        replies = await self._call_ranks("slipstream_begin", version, epoch, digest, list(known))
+        bound = await self._ask(self._limit_s, Receivers.begin, WEIGHTS, version, epoch, digest, known)
         self._clear_cache()
-        return [unpack(Bound, reply) for reply in replies]
+        return bound
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
         """Every rank proves its bytes."""
-        await self._call_ranks("slipstream_verify", version, epoch, digest, pack(list(expected)))
+        await self._ask(self._limit_s, Receivers.verify, WEIGHTS, version, epoch, digest, expected)
 
     async def commit(self, version: int, epoch: int) -> None:
         """Serve what was published."""
-        await self._put_in_service("slipstream_commit", version, epoch)
+        await self._put_in_service(Receivers.commit, version, epoch)
 
     async def abort(self, epoch: int, reason: str) -> None:
         """Stay paused and DIRTY."""
         allow_collections()
-        await self._call_ranks("slipstream_abort", epoch, reason)
+        await self._ask(self._limit_s, Receivers.abort, WEIGHTS, epoch, reason)
 
-    async def _put_in_service(self, method: str, version: int, epoch: int) -> None:
+    async def _put_in_service(self, verb: Callable[[Any, int, int, int], None], version: int, epoch: int) -> None:
         """Make every rank CLEAN, then resume. The stamp changes before the engine resumes, so that no token of new
         weights gets the old version.
         """
         if self._clearing is not None:
             await self._clearing
-        await self._call_ranks(method, version, epoch)
+        await self._ask(self._limit_s, verb, WEIGHTS, version, epoch)
         await self._engine.set_version(version)
         await self._engine.resume(timeout_s=self._limit_s)
         allow_collections()
@@ -153,6 +152,10 @@ class BaseReplica:
         if self.config.pause_mode is not PauseMode.keep_kv:
             self._clearing = asyncio.create_task(self._engine.clear_cache(timeout_s=self._limit_s))
 
-    async def _call_ranks(self, method: str, *args: Any) -> list[Any]:
-        """Call all ranks, with a deadline: the endpoint waits here, and must be free again for a later publisher."""
-        return await self._engine.call_ranks(method, *args, timeout_s=self._limit_s)
+    async def _ask(
+        self, limit_s: float, verb: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]:
+        """Ask all ranks, with a deadline: the endpoint waits here, and must be free again for a later publisher."""
+        asked = verb_of(verb)
+        replies = await self._engine.call_ranks(f"slipstream_{asked.name}", asked.given(*args), timeout_s=limit_s)
+        return [asked.result.decode(reply) for reply in replies]

@@ -1,147 +1,95 @@
-"""Calls to a rollout worker: its verbs (worker_verbs.py), served by its process on one socket, and the client for them.
+"""Calls to another process: verbs of a protocol, served on one socket, and the client for them.
 
     controller                                                  rollout worker's process
       WorkerClient.score(tokens, 3) --(number, "score", args)-->  CallServer --> RolloutWorker.score(tokens, 3)
                                     <--(number, result or error)--               one task per call
 
-Server and client are made from the declaration: a verb's annotations say how its arguments and its result are read, and
-what does not fit them is an error of that call. Ray is not on this way (docs/decisions/0024-sampling-without-ray.md).
+    rollout worker's process                                    engine rank's process, while it samples
+      SlotRanks.ask(.., SlotReceivers.begin, ..) ---- the same ---->  serve_in_thread --> SlotReceivers.begin(..)
 
-Owns: both ends, their messages, and noticing the end of a connection. Does not own: what a verb does (worker.py), which
+Server and client are made from the declaration (worker_verbs.py, receivers.py). Ray is not on this way
+(docs/decisions/0024-sampling-without-ray.md).
+
+Owns: both ends, and noticing the end of a connection. Does not own: the messages (verbs.py), what a verb does, which
 worker is asked (fleet/router.py), or the keys of a connection (weight_sync/replica/curve.py).
-Invariant: every call is answered by its result or an error. When the worker's process or its machine is gone, its
-calls fail with EngineDied, or with what the one who watches the process says of its end.
+Invariant: every call is answered by its result or an error. When the server's process or its machine is gone, calls to
+it fail with EngineDied, or with what the one who watches the process says of its end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import inspect
 import itertools
 import logging
-import typing
+import sys
+import threading
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
 from typing import Any, Self, TypeVar
 
 import msgspec
-import numpy as np
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from slipstream.conf.errors import SlipstreamError, named_error
-from slipstream.conf.schema import EvalSampling, SamplingConfig
-from slipstream.rollout.errors import EngineDied, EngineError
-from slipstream.rollout.types import Prompt
-from slipstream.rollout.worker_verbs import RolloutVerbs, WorkerVerbs
+from slipstream.conf.errors import SlipstreamError
+from slipstream.rollout.errors import EngineDied, EngineError, error_class
+from slipstream.rollout.verbs import Answer, Request, Verb, failure_of, verbs_of
+from slipstream.rollout.worker_verbs import WorkerVerbs
 from slipstream.weight_sync.replica.control_client import HEARTBEAT_S, SILENCE_S
 from slipstream.weight_sync.replica.curve import connect_guarded, frames_of, serve_guarded
+from slipstream.weight_sync.typed_msgpack import pack
 
 logger = logging.getLogger(__name__)
 ClassT = TypeVar("ClassT", bound=type)
 
 END_TOLD_S = 3.0
 """How long after a connection broke one waits for what is said of the process's end."""
+SWITCH_S = 0.0005
+"""sys.setswitchinterval() in a process that serves in a thread. With Python's 5 ms, which pass at every call and after
+every wait for the device, waiting would be most of a publish into an adapter slot."""
 
 
-def _plain_of(value: Any) -> Any:
-    """Values of NumPy as msgpack has them."""
-    if isinstance(value, np.ndarray):
-        return value.dtype.name, value.shape, value.tobytes()
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"a call cannot carry {type(value).__name__}")
+def serve_in_thread(
+    target: object, key: bytes, protocol: type, context: Callable[[], AbstractContextManager[Any]]
+) -> str:
+    """Answer in a daemon thread, one call after the other, until this process ends: it has other work and no event
+    loop.
 
+    Args:
+        target: Implements the verbs, as plain methods.
+        key: The run's key.
+        protocol: Declares the verbs.
+        context: The thread enters it once; it sets the thread's device and stream.
 
-def _array_of(kind: type, value: Any) -> Any:
-    if kind is not np.ndarray:
-        raise TypeError(f"a call cannot carry {kind.__name__}")
-    dtype, shape, data = value
-    return np.frombuffer(data, dtype=dtype).reshape(shape).copy()  # so that it can be written
+    Returns:
+        Where clients on this machine reach it.
+    """
+    verbs, socket = verbs_of(protocol), zmq.Context().socket(zmq.ROUTER)
+    _set_unlimited(socket)
+    serve_guarded(socket, key)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
 
+    def serve() -> None:
+        with context():
+            while True:
+                peer, *frames = socket.recv_multipart()
+                request = msgspec.msgpack.decode(b"".join(frames), type=Request)
+                try:
+                    result = pack(verbs[request.verb].asked(target, request.arguments))
+                    answer = Answer(request.number, "", "", msgspec.Raw(result))
+                except SlipstreamError as raised:
+                    answer = failure_of(request, raised)
+                except Exception as raised:  # the caller gets the error, and the thread goes on
+                    logger.exception("%s failed", request.verb)
+                    answer = failure_of(request, raised)
+                socket.send_multipart([peer, *frames_of(pack(answer))])
 
-_encode = msgspec.msgpack.Encoder(enc_hook=_plain_of).encode
-
-
-class _PromptForm(msgspec.Struct, array_like=True):
-    """What a worker needs of a prompt: a row's other columns may be anything."""
-
-    prompt_id: int
-    token_ids: tuple[int, ...]
-
-
-class _SamplingForm(msgspec.Struct, array_like=True):
-    """One of the two."""
-
-    training: SamplingConfig | None
-    evaluation: EvalSampling | None
-
-
-_FORMS: dict[Any, Any] = {Prompt: _PromptForm, SamplingConfig | None: _SamplingForm | None}
-"""Type of a parameter -> as what it travels, where not as it is."""
-
-
-def _form_of(argument: object) -> object:
-    match argument:
-        case Prompt():
-            return _PromptForm(argument.prompt_id, argument.token_ids)
-        case EvalSampling():
-            return _SamplingForm(None, argument)
-        case SamplingConfig():
-            return _SamplingForm(argument, None)
-        case _:
-            return argument
-
-
-def _argument_of(form: object) -> object:
-    match form:
-        case _PromptForm():
-            return Prompt(form.prompt_id, form.token_ids, "")
-        case _SamplingForm():
-            return form.evaluation or form.training
-        case _:
-            return form
-
-
-class _Request(msgspec.Struct, array_like=True):
-    number: int
-    verb: str
-    arguments: msgspec.Raw
-
-
-class _Answer(msgspec.Struct, array_like=True):
-    number: int
-    error: str
-    """Name of the error's class; empty: none was raised."""
-    text: str
-    """The error's, or what failed in another way than by an error of ours."""
-    result: msgspec.Raw
-
-
-class Verb:
-    """One method of a protocol, as messages."""
-
-    def __init__(self, method: Callable[..., object]) -> None:
-        hints = typing.get_type_hints(method)
-        self.name = method.__name__
-        self.signature = inspect.signature(method)
-        declared = [hints[name] for name in list(self.signature.parameters)[1:]]
-        parameters = tuple(_FORMS.get(kind, kind) for kind in declared)
-        self.arguments = msgspec.msgpack.Decoder(tuple[parameters] if parameters else tuple[()], dec_hook=_array_of)
-        self.result = msgspec.msgpack.Decoder(hints["return"], dec_hook=_array_of)
-
-
-@functools.cache
-def verbs_of(protocol: type) -> dict[str, Verb]:
-    """A protocol's methods, by name."""
-    return {
-        name: Verb(method)
-        for base in protocol.__mro__
-        for name, method in vars(base).items()
-        if inspect.isfunction(method) and not name.startswith("_")
-    }
+    # Set once and not per call: the thread needs the interpreter even to see that there is a call.
+    sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
+    threading.Thread(target=serve, name=protocol.__name__, daemon=True).start()
+    return f"tcp://127.0.0.1:{port}"
 
 
 class CallServer:
@@ -149,19 +97,16 @@ class CallServer:
     is gone, and what it asked is given up.
 
     Args:
-        target: Implements the verbs.
+        target: Implements the verbs; nothing else of it can be called.
         key: The run's key.
-        protocol: Declares the verbs; nothing else of the target can be called.
         host: Address to bind: loopback unless controller and worker are on different machines.
     """
 
-    def __init__(
-        self, target: RolloutVerbs, key: bytes, *, host: str = "127.0.0.1", protocol: type = WorkerVerbs
-    ) -> None:
+    def __init__(self, target: WorkerVerbs, key: bytes, *, host: str = "127.0.0.1") -> None:
         self._target = target
         self._key = key
         self._host = host
-        self._verbs = verbs_of(protocol)
+        self._verbs = verbs_of(WorkerVerbs)
         self.address = ""
         """Where clients reach it, after start()."""
         self._context: zmq.asyncio.Context | None = None
@@ -173,7 +118,8 @@ class CallServer:
     async def start(self) -> None:
         """Bind a free port and answer from now on."""
         self._context = zmq.asyncio.Context()
-        socket = _unlimited(self._context.socket(zmq.ROUTER))
+        socket = self._context.socket(zmq.ROUTER)
+        _set_unlimited(socket)
         serve_guarded(socket, self._key)
         port = socket.bind_to_random_port(f"tcp://{self._host}")
         self.address = f"tcp://{self._host}:{port}"
@@ -199,21 +145,17 @@ class CallServer:
             task.add_done_callback(self._asked.discard)
 
     async def _answer(self, socket: zmq.asyncio.Socket, peer: bytes, data: bytes) -> None:
-        request = msgspec.msgpack.decode(data, type=_Request)
-        result, error, text = _encode(None), "", ""
+        request = msgspec.msgpack.decode(data, type=Request)
         try:
-            verb = self._verbs[request.verb]
-            call = getattr(self._target, verb.name)
-            result = _encode(await call(*map(_argument_of, verb.arguments.decode(request.arguments))))
-        except SlipstreamError as raised:
-            error, text = type(raised).__name__, str(raised)
+            result = pack(await self._verbs[request.verb].asked(self._target, request.arguments))
+            answer = Answer(request.number, "", "", msgspec.Raw(result))
         except (Exception, asyncio.CancelledError) as raised:  # the boundary of one call: its client raises it
             if self._context is None or peer != self._client:  # close() cancels this, or another client came
                 raise
-            logger.exception("%s failed", request.verb)
-            error, text = EngineError.__name__, f"{request.verb} failed with {type(raised).__name__}: {raised}"
-        text = text.encode(errors="replace").decode()  # a file's name may be no text
-        await _send(socket, [peer], _Answer(request.number, error, text, msgspec.Raw(result)))
+            if not isinstance(raised, SlipstreamError):
+                logger.exception("%s failed", request.verb)
+            answer = failure_of(request, raised)
+        await _send(socket, [peer], answer)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -228,12 +170,12 @@ class CallServer:
 
 
 class Connection:
-    """The controller's end, for one worker. All methods belong to one event loop.
+    """A caller's end, for one server. All methods belong to one event loop.
 
     Args:
         address: The server's.
         key: The run's key.
-        ended: Done when the worker's process has ended; its exception says how. Cancelled by close(). None: nobody
+        ended: Done when the server's process has ended; its exception says how. Cancelled by close(). None: nobody
             watches it.
     """
 
@@ -243,7 +185,8 @@ class Connection:
         self._numbers = itertools.count()
         self._pending: dict[int, tuple[Verb, asyncio.Future[Any]]] = {}
         self._context = zmq.asyncio.Context()
-        self._socket = _unlimited(self._context.socket(zmq.DEALER))
+        self._socket = self._context.socket(zmq.DEALER)
+        _set_unlimited(self._socket)
         connect_guarded(self._socket, key)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1000 * HEARTBEAT_S)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1000 * SILENCE_S)
@@ -267,8 +210,7 @@ class Connection:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._pending[number] = verb, answer
         try:
-            given = msgspec.Raw(_encode([*map(_form_of, arguments)]))
-            await _send(self._socket, [], _Request(number, verb.name, given))
+            await _send(self._socket, [], Request(number, verb.name, msgspec.Raw(verb.given(*arguments))))
             return await answer
         finally:
             self._pending.pop(number, None)
@@ -291,13 +233,12 @@ class Connection:
 
     async def _read(self) -> None:
         while True:
-            answer = msgspec.msgpack.decode(b"".join(await self._socket.recv_multipart()), type=_Answer)
+            answer = msgspec.msgpack.decode(b"".join(await self._socket.recv_multipart()), type=Answer)
             verb, waits = self._pending.get(answer.number, (None, None))
             if verb is None or waits is None or waits.done():  # whoever waited has given up
                 continue
             if answer.error:
-                error = named_error(answer.error, SlipstreamError) or EngineError
-                waits.set_exception(error(answer.text))
+                waits.set_exception(error_class(answer.error)(answer.text))
                 continue
             try:
                 waits.set_result(verb.result.decode(answer.result))
@@ -315,7 +256,7 @@ class Connection:
         told = self._ended.exception() if self._ended is not None and _has_failed(self._ended) else None
         if isinstance(told, SlipstreamError):
             return type(told)(str(told))
-        return EngineDied(f"the connection to the rollout worker at {self._address} is closed")
+        return EngineDied(f"the connection to the process at {self._address} is closed")
 
 
 def _calls(protocol: type) -> Callable[[ClassT], ClassT]:
@@ -355,14 +296,12 @@ def _has_failed(future: asyncio.Future[Any]) -> bool:
     return future.done() and not future.cancelled()
 
 
-def _unlimited(socket: zmq.asyncio.Socket) -> zmq.asyncio.Socket:
+def _set_unlimited(socket: zmq.Socket[Any] | zmq.asyncio.Socket) -> None:
     """The run bounds how many calls there are, and a message that does not fit must not be dropped."""
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    return socket
+    for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
+        socket.setsockopt(option, 0)
 
 
 async def _send(socket: zmq.asyncio.Socket, peer: list[bytes], message: object) -> None:
     with contextlib.suppress(zmq.ZMQError):  # the other end is gone, or this one is closing
-        await socket.send_multipart([*peer, *frames_of(_encode(message))])  # pyright: ignore[reportUnknownMemberType]
+        await socket.send_multipart([*peer, *frames_of(pack(message))])  # pyright: ignore[reportUnknownMemberType]

@@ -72,5 +72,5 @@ class ReplicaNotServing(RolloutError, ReplicaDirty):
 
 
 def error_class(name: str) -> type[Exception]:
-    """The class of an error whose name an engine rank sent; EngineError if the name is not one of Slipstream's."""
+    """The class of an error whose name another process sent; EngineError if the name is not one of Slipstream's."""
     return named_error(name, SlipstreamError) or EngineError

@@ -17,7 +17,6 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,12 +26,12 @@ from tokenizers import Tokenizer
 
 from slipstream.conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
 from slipstream.rollout.adapters.adapter_replica import AdapterReplica
+from slipstream.rollout.adapters.slot_ranks import SlotRanks
 from slipstream.rollout.base_replica import BaseReplica
 from slipstream.rollout.continuation import go_on
 from slipstream.rollout.engine.engine import EngineWithSlots
 from slipstream.rollout.errors import EngineError, ReplicaNotServing
 from slipstream.rollout.layouts.known_layouts import ExpectedLayouts
-from slipstream.rollout.slot_channel import SlotClients
 from slipstream.rollout.types import (
     ABORTED,
     NOTHING_YET,
@@ -112,7 +111,7 @@ class RolloutWorker:
         self.adapter_replica: AdapterReplica | None = None
         self._adapter_endpoint: ReplicaEndpoint | None = None
         self._sockets = contextlib.ExitStack()
-        """The folder of the slots' sockets, and our ends of them."""
+        """Our ends of the slots' sockets."""
         self.engine = make_engine(
             folder, config, dtype=dtype, device=Device(device), seed=seed, adapters=adapters, routing=routing,
             batch_invariant=batch_invariant,
@@ -193,14 +192,14 @@ class RolloutWorker:
         self.started_at[event] = time.time()
 
     async def _open_slots(self, adapters: AdapterSlotsSpec) -> None:
-        folder = self._sockets.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-slots-"))
         tensors = [(meta.name, list(meta.shape), meta.dtype) for meta in adapters.tensors]
-        replies = await self.engine.call_ranks("slipstream_open_slots", tensors, folder)
-        ranks = [unpack(EngineRank, reply) for reply in replies]
-        clients = SlotClients(folder, len(ranks), self.base.config.timeout_s, lambda: self.engine.is_alive)
-        self._sockets.callback(clients.close)
+        replies = await self.engine.call_ranks("slipstream_open_slots", tensors, self._key)
+        opened = [unpack(tuple[str, EngineRank], reply) for reply in replies]
+        asked = SlotRanks([address for address, _ in opened], self._key)
+        self._sockets.callback(asked.close)
+        ranks = [rank for _, rank in opened]
         self.adapter_replica = AdapterReplica(
-            self.engine, ranks, clients, adapters.num_slots, self.base.config, has_base=lambda: self.state.is_serving
+            self.engine, ranks, asked, adapters.num_slots, self.base.config, has_base=lambda: self.state.is_serving
         )
         self._adapter_endpoint = ReplicaEndpoint(self.adapter_replica, self._key, host=self._host, pauses=False)
         await self._adapter_endpoint.start()

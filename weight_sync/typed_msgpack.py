@@ -1,8 +1,8 @@
 """Dataclasses of plain values as msgpack, checked against their types on arrival. Never pickle.
 
-msgspec reads and writes them; a layout, which it would write load by load, travels as the bytes of
-`record/layout_wire.py` (`Sent`). The reader names the type that it expects; bytes that do not fit it raise
-ProtocolError.
+msgspec reads and writes them. A layout, which it would write load by load, travels as the bytes of
+`record/layout_wire.py` (`Sent`), an array of NumPy as its dtype, shape and bytes. The reader names the type that it
+expects; bytes that do not fit it raise ProtocolError.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import typing
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
 
 from slipstream.weight_sync.errors import ProtocolError
 from slipstream.weight_sync.layout import DestLayout, SourceLayout
@@ -44,7 +45,7 @@ class Sent(Generic[Layout]):
 def unpack(cls: type[T], data: bytes | msgspec.Raw) -> T:
     """Inverse of pack, for a known type, e.g. unpack(EngineRank, data). Raises ProtocolError if it does not fit."""
     try:
-        return _decoder(cls).decode(data)
+        return decoder_of(cls).decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise ProtocolError(f"expected {cls}, got {len(bytes(data))} bytes that are none: {e}") from e
 
@@ -53,26 +54,32 @@ def _plain_of(value: Any) -> Any:
     if isinstance(value, Sent):
         layout: DestLayout | SourceLayout = typing.cast(Any, value).layout
         return layouts_to_bytes((layout,)) if isinstance(layout, DestLayout) else source_layout_to_bytes(layout)
-    for kind in (float, int, str):  # msgspec takes no classes of these, such as NumPy's float64
-        if isinstance(value, kind):
-            return kind(value)
+    if isinstance(value, np.ndarray):
+        array = typing.cast(Any, value)
+        return array.dtype.name, array.shape, array.tobytes()
+    if isinstance(value, np.generic):
+        return typing.cast(Any, value).item()
     raise TypeError(f"a message cannot hold {type(value).__name__}")
 
 
 pack = msgspec.msgpack.Encoder(enc_hook=_plain_of).encode
-"""Encode dataclasses of plain values, tuples, lists and dicts of them, and layouts that are Sent."""
+"""Encode dataclasses of plain values, tuples, lists and dicts of them, arrays, and layouts that are Sent."""
 
 
-def _layout_of(kind: Any, data: Any) -> Any:
-    """Read a layout. Its 20,000 loads are read as columns, which is quick."""
+def _special_of(kind: Any, data: Any) -> Any:
+    """Read a layout or an array. A layout's 20,000 loads are read as columns, which is quick."""
     try:
+        if kind is np.ndarray:
+            dtype, shape, content = data
+            return np.frombuffer(content, dtype=dtype).reshape(shape).copy()  # so that it can be written
         if typing.get_args(kind) == (SourceLayout,):
             return Sent(source_layout_from_bytes(data))
         return Sent(layouts_from_bytes(data)[0])
     except Exception as e:  # bytes of a stranger may break the reading anywhere
-        raise ProtocolError(f"expected a layout, got {type(data).__name__} that is none: {e}") from e
+        raise ValueError(f"expected {kind}, got {type(data).__name__} that is none: {e}") from e
 
 
 @functools.cache
-def _decoder(cls: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(cls, dec_hook=_layout_of)
+def decoder_of(cls: Any) -> msgspec.msgpack.Decoder[Any]:
+    """Reads a value of this type. Raises msgspec.MsgspecError if the bytes are none."""
+    return msgspec.msgpack.Decoder(cls, dec_hook=_special_of)

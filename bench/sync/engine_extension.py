@@ -25,16 +25,18 @@ class MeasuredReceiver(WeightReceiver, PeerHooks):
         """Begin with an empty list."""
         self._allocated = []
 
-    def slipstream_begin(self, version: int, epoch: int, digest: str, known: Any) -> Any:
+    def slipstream_begin(self, given: bytes) -> Any:
         """As the product's; also resets the allocator's peak."""
-        reply = super().slipstream_begin(version, epoch, digest, known)
+        product: Any = super()
+        reply = product.slipstream_begin(given)
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
         return reply
 
-    def slipstream_commit(self, version: int, epoch: int) -> Any:
+    def slipstream_commit(self, given: bytes) -> Any:
         """As the product's; also notes by how much the peak since begin exceeds what is still allocated."""
-        reply = super().slipstream_commit(version, epoch)
+        product: Any = super()
+        reply = product.slipstream_commit(given)
         if torch.cuda.is_initialized():
             self._allocated.append(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
         return reply

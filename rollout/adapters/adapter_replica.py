@@ -26,19 +26,24 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from slipstream.conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
+from slipstream.rollout.adapters.kinds import kind_of, last_of_kind
 from slipstream.rollout.adapters.slot_leases import SlotTable
+from slipstream.rollout.adapters.slot_ranks import SlotRanks
 from slipstream.rollout.continuation import go_on
 from slipstream.rollout.engine.engine import EngineWithSlots
 from slipstream.rollout.errors import EngineError, ReplicaNotServing, SlotsBusy
-from slipstream.rollout.slot_channel import SlotClients
+from slipstream.rollout.receivers import SlotReceivers
 from slipstream.rollout.types import ABORTED, PROBE, Adapter, Rollout
 from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
 from slipstream.weight_sync.replica.recovery import Offer, Pulled, slowest
-from slipstream.weight_sync.typed_msgpack import pack, unpack
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 PROBE_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8)
 MAX_RESTARTS = 2
@@ -53,7 +58,7 @@ class AdapterReplica:
     Args:
         engine: Started, with LoRA.
         ranks: Every engine rank's slots: layout, and the binding of one slot.
-        clients: Calls to those ranks.
+        asked: Those ranks.
         num_slots: Slots of the engine.
         config: on_busy_slot and the deadline.
         has_base: Whether the engine's own weights have arrived; until then it is paused.
@@ -63,14 +68,14 @@ class AdapterReplica:
         self,
         engine: EngineWithSlots,
         ranks: Sequence[EngineRank],
-        clients: SlotClients,
+        asked: SlotRanks,
         num_slots: int,
         config: WeightSyncConfig,
         has_base: Callable[[], bool],
     ) -> None:
         self._engine = engine
         self._ranks = list(ranks)
-        self._clients = clients
+        self._asked = asked
         self.config = config
         self._has_base = has_base
         self._num_slots = num_slots
@@ -177,22 +182,22 @@ class AdapterReplica:
     async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
         """Choose a slot that no request reads, and let every rank receive into it."""
         slot = await self._take_slot(version)
-        replies = await self._clients.call("begin", slot, version, epoch, digest, list(known))
-        return [unpack(Bound, reply) for reply in replies]
+        return await self._ask(SlotReceivers.begin, slot, version, epoch, digest, known)
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
         """Every rank proves its bytes."""
-        await self._clients.call("verify", self._writing, version, epoch, digest, pack(list(expected)))
+        assert self._writing is not None
+        await self._ask(SlotReceivers.verify, self._writing, version, epoch, digest, expected)
 
     async def commit(self, version: int, epoch: int) -> None:
         """Requests that start from here on use `version`."""
-        await self._flip("commit", version, epoch)
+        await self._flip(SlotReceivers.commit, version, epoch)
 
     async def abort(self, epoch: int, reason: str) -> None:
         """The slot stays empty; the next begin() takes it again, on a fresh connection."""
         slot, self._writing = self._writing, None
         if slot is not None:
-            await self._clients.call("abort", slot, epoch, reason)
+            await self._ask(SlotReceivers.abort, slot, epoch, reason)
 
     # -- recovery of a restarted worker --------------------------------------------------------------------------
 
@@ -201,24 +206,26 @@ class AdapterReplica:
         newest = self._table.newest
         if newest is None:
             raise ReplicaNotServing("this rollout worker has no adapter yet that another one could read")
-        return [unpack(Offer, reply) for reply in await self._clients.call("offer", newest.slot)]
+        return await self._ask(SlotReceivers.offer, newest.slot)
 
     async def pull(self, offers: Sequence[Offer]) -> Pulled:
         """Fill a free slot from a peer's newest one. No request reads it before adopt(). Arguments as Worker.pull."""
         slot = await self._take_slot(offers[0].version)
         limit_s = self.config.timeout_s  # limits the read, which must end before the wait for it
-        replies = await self._clients.call("pull", slot, pack(list(offers)), limit_s, timeout_s=2 * limit_s)
-        return slowest([unpack(Pulled, reply) for reply in replies])
+        return slowest(await self._asked.ask(2 * limit_s, SlotReceivers.pull, slot, offers, limit_s))
 
     async def adopt(self, version: int, epoch: int) -> None:
         """Requests that start from here on use what was pulled."""
-        await self._flip("adopt", version, epoch)
+        await self._flip(SlotReceivers.adopt, version, epoch)
 
     async def release(self, offers: Sequence[Offer]) -> None:
-        """Close the links to a peer, over the slot channel, because vLLM's own calls would interrupt sampling."""
-        await self._clients.call("release", pack(list(offers)))
+        """Close the links to a peer. vLLM's own calls would interrupt sampling."""
+        await self._ask(SlotReceivers.release, offers)
 
     # -- both --------------------------------------------------------------------------------------------------------
+
+    async def _ask(self, verb: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        return await self._asked.ask(self.config.timeout_s, verb, *args, **kwargs)
 
     async def _take_slot(self, version: int) -> int:
         """Choose a slot for `version` that no request reads. The first time, prove that the engine applies adapters."""
@@ -232,9 +239,9 @@ class AdapterReplica:
         self._writing = slot
         return slot
 
-    async def _flip(self, method: str, version: int, epoch: int) -> None:
+    async def _flip(self, verb: Callable[[Any, int, int, int], None], version: int, epoch: int) -> None:
         assert self._writing is not None
-        await self._clients.call(method, self._writing, version, epoch)
+        await self._ask(verb, self._writing, version, epoch)
         self._table.commit(self._writing, version)
         self._writing = None
 
@@ -258,7 +265,7 @@ class AdapterReplica:
 
     async def _probe(self) -> None:
         """In every slot, noise in the factors of each kind of module must change the next token's distribution."""
-        (kinds, *_) = await self._clients.call("kinds")
+        kinds = sorted({kind_of(param.name) for param in self._ranks[0].layout.params})
         for slot in range(self._num_slots):
             if ignored := await self._ignored(slot, kinds):
                 raise EngineError(
@@ -271,13 +278,15 @@ class AdapterReplica:
     async def _ignored(self, slot: int, kinds: Sequence[str]) -> list[str]:
         """The kinds whose factors in this slot change nothing. Leaves the slot empty."""
 
+        factors = [param.name for param in self._ranks[0].layout.params]
+
         async def said_with(kind: str) -> dict[int, float]:
-            await self._clients.call("fill", slot, kind, 1)
+            await self._ask(SlotReceivers.fill, slot, last_of_kind(factors, kind), 1)
             what = f"probe of {kind or 'nothing'} in slot {slot}"
             return await self._engine.next_logprobs(PROBE_TOKENS, Adapter(slot, PROBE, what))
 
         silent = await said_with("")
         # All of these requests run the same kernels on the same slot: an adapter that is ignored changes no bit.
         ignored = [kind for kind in kinds if await said_with(kind) == silent]
-        await self._clients.call("fill", slot, "", 1)
+        await self._ask(SlotReceivers.fill, slot, [], 1)
         return ignored

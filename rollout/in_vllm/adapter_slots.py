@@ -7,7 +7,7 @@ own, which is never unloaded. Requests name that number; the slot holds what a o
     0     1         layers.0.self_attn.qkv_proj.lora_a.0[0], ...       requests that name id 1
     1     2         ...                              [1]               requests that name id 2
 
-Owns: recording one slot's layout, one Receiver per slot, the copy of what gate and up share, and noise for the probe.
+Owns: recording one slot's layout, one Receiver per slot, and the copy of what gate and up share.
 (vLLM's LoRA loader runs over recording tensors, once per slot. In every slot but the first, the first layer of each
 kind is recorded, and must be as in the first.) Does not own: which slot is free or which version it holds
 (rollout/adapters/slot_leases.py, in the rollout worker). The engine is not paused.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,93 +28,43 @@ from vllm.lora.request import LoRARequest
 
 from slipstream.rollout.errors import UnsupportedWeights
 from slipstream.rollout.in_vllm.vllm_patches import adapters_from_memory
+from slipstream.rollout.receivers import SlotReceivers
 from slipstream.weight_sync.layout import DestLayout, PostLoad, TensorMeta
 from slipstream.weight_sync.record.recorder import record_layout
 from slipstream.weight_sync.record.repeated_layers import layer_of, layers_by_kind
-from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
+from slipstream.weight_sync.replica.messages import EngineRank
 from slipstream.weight_sync.replica.receiver import Receiver
-from slipstream.weight_sync.replica.recovery import Offer, make_offer, pull, release
 from slipstream.weight_sync.transport.base import Transport
-from slipstream.weight_sync.typed_msgpack import pack, unpack
 
 _EXPERT_BUFFERS = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked")
 _LINEAR_BUFFERS = ("lora_a_stacked", "lora_b_stacked")
 _GATE_A, _UP_A = ".w13_lora_a.0", ".w13_lora_a.1"
-_NOISE_STD = 0.5
-"""Standard deviation of the probe's noise: far above any trained factor, so that it shows despite small norms and
-bfloat16."""
 
 
-class AdapterSlots:
-    """All slots of one engine rank.
+def slot_receivers(
+    worker: Any, tensors: Sequence[TensorMeta], transport: Transport, rank: int
+) -> tuple[SlotReceivers, EngineRank]:
+    """Make the receivers of all slots of one engine rank, which registers their memory. Call it once.
 
     Args:
         worker: vLLM's worker, with LoRA enabled.
         tensors: Every factor of the adapter, at the slots' rank.
         transport: The link; the trainer writes under its session.
         rank: This engine rank inside its replica.
+
+    Returns:
+        They, and the layout of a slot with the first slot's addresses. A publish gets those of its slot from begin().
     """
-
-    def __init__(self, worker: Any, tensors: Sequence[TensorMeta], transport: Transport, rank: int) -> None:
-        manager = worker.model_runner.lora_manager
-        self._num_slots: int = manager.lora_config.max_loras
-        self._buffers = slot_buffers(manager._adapter_manager.modules, self._num_slots)
-        layout = with_shared_a(record_slot(manager, self._buffers, tensors, rank))
-        self._receivers = [
-            Receiver(params, layout, transport, recompute=functools.partial(copy_shared_a, params, layout))
-            for params in map(self._params, range(self._num_slots))
-        ]
-
-    def _params(self, slot: int) -> dict[str, Tensor]:
-        return {name: stacked[slot] for name, stacked in self._buffers.items()}
-
-    def describe(self) -> EngineRank:
-        """Layout of a slot, with the first slot's addresses. A publish gets those of its slot from begin()."""
-        return self._receivers[0].describe()
-
-    def handlers(self) -> Mapping[str, Callable[..., Any]]:
-        """What a SlotServer offers."""
-        return {
-            "begin": self._begin,
-            "verify": self._verify,
-            "commit": lambda slot, version, epoch: self._receivers[slot].commit(version, epoch),
-            "abort": lambda slot, epoch, reason: self._receivers[slot].abort(epoch, reason),
-            "offer": lambda slot: pack(make_offer(self._receivers[slot])),
-            "pull": self._pull,
-            "adopt": lambda slot, version, epoch: self._receivers[slot].adopt(version, epoch),
-            "release": lambda offers: release(self._receivers[0], self._own(tuple[Offer, ...], offers)),
-            "kinds": lambda: sorted({_kind(name) for name in self._buffers}),
-            "fill": self._fill,
-        }
-
-    def _begin(self, slot: int, version: int, epoch: int, digest: str, known: Sequence[str]) -> bytes:
-        return pack(Bound.of(self._receivers[slot].begin(version, epoch, digest), known))
-
-    def _verify(self, slot: int, version: int, epoch: int, digest: str, expected: bytes) -> None:
-        self._receivers[slot].verify(version, epoch, digest, self._own(tuple[Expected, ...], expected))
-
-    def _pull(self, slot: int, offers: bytes, timeout_s: float) -> bytes:
-        return pack(pull(self._receivers[slot], self._own(tuple[Offer, ...], offers), timeout_s=timeout_s))
-
-    def _own(self, kind: Any, packed: bytes) -> Any:
-        """This rank's entry of a packed tuple."""
-        return unpack(kind, packed)[self._receivers[0].layout.rank]
-
-    @torch.inference_mode()
-    def _fill(self, slot: int, kind: str, seed: int) -> None:
-        """Put noise into the factors of one kind of module, in the last layer that has it, and zeros into all others;
-        kind "" zeroes the slot.
-        """
-        noisy = last_of_kind(self._buffers, kind)
-        for name, tensor in self._params(slot).items():
-            if name in noisy:
-                generator = torch.Generator(tensor.device).manual_seed(seed)
-                tensor.normal_(0.0, _NOISE_STD, generator=generator)
-            else:
-                tensor.zero_()
-        if next(iter(self._buffers.values())).is_cuda:
-            torch.cuda.current_stream().synchronize()
-        self._receivers[slot].invalidate()
+    manager = worker.model_runner.lora_manager
+    num_slots: int = manager.lora_config.max_loras
+    buffers = slot_buffers(manager._adapter_manager.modules, num_slots)
+    layout = with_shared_a(record_slot(manager, buffers, tensors, rank))
+    slots = [{name: stacked[slot] for name, stacked in buffers.items()} for slot in range(num_slots)]
+    receivers = [
+        Receiver(params, layout, transport, recompute=functools.partial(copy_shared_a, params, layout))
+        for params in slots
+    ]
+    return SlotReceivers(receivers, slots), receivers[0].describe()
 
 
 def with_shared_a(layout: DestLayout) -> DestLayout:
@@ -149,22 +99,6 @@ def copy_shared_a(params: Mapping[str, Tensor], layout: DestLayout) -> None:
 
 def _gate_a(name: str) -> str:
     return name.removesuffix(_UP_A) + _GATE_A
-
-
-def last_of_kind(buffers: Iterable[str], kind: str) -> set[str]:
-    """The buffers of one kind of module in the last layer that has it: whatever acts there, acts through the fewest
-    other layers. (Where the first layer alone acts, noise in all of them shows nothing.)
-    """
-    of_kind = [name for name in buffers if _kind(name) == kind]
-    last = max(map(layer_of, of_kind), default=-1)
-    return {name for name in of_kind if layer_of(name) == last}
-
-
-def _kind(buffer: str) -> str:
-    """The kind of module to which a buffer belongs, for the probe."""
-    if ".experts." in buffer:
-        return "experts"
-    return "attention" if ".self_attn." in buffer else "feed-forward"
 
 
 def slot_buffers(modules: Mapping[str, Any], num_slots: int) -> dict[str, Tensor]:

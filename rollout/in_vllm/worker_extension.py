@@ -15,7 +15,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -23,21 +23,23 @@ from vllm.config import set_current_vllm_config
 
 from slipstream.conf.errors import SlipstreamError
 from slipstream.conf.schema import TransportKind
+from slipstream.rollout.calls import serve_in_thread
 from slipstream.rollout.in_vllm.activations import ActivationRecorder
-from slipstream.rollout.in_vllm.adapter_slots import AdapterSlots, own_stream, slot_buffers, without_adapters
+from slipstream.rollout.in_vllm.adapter_slots import own_stream, slot_buffers, slot_receivers, without_adapters
 from slipstream.rollout.in_vllm.load_time import load_time_parameters
 from slipstream.rollout.in_vllm.post_load import Forms, readable, refuse_unwritable
-from slipstream.rollout.slot_channel import SlotServer, socket_address
+from slipstream.rollout.receivers import Receivers, SlotReceivers
+from slipstream.rollout.verbs import Verb, verbs_of
 from slipstream.weight_sync.gc_freeze import freeze_heap
 from slipstream.weight_sync.layout import TensorMeta
 from slipstream.weight_sync.record.layout_wire import layouts_digest
 from slipstream.weight_sync.record.recorder import record_layout
 from slipstream.weight_sync.record.repeated_layers import record_repeating
-from slipstream.weight_sync.replica.messages import Bound, Expected
 from slipstream.weight_sync.replica.receiver import Receiver
-from slipstream.weight_sync.replica.recovery import Offer, make_offer, pull, release
 from slipstream.weight_sync.transport.mooncake import MooncakeTransport
-from slipstream.weight_sync.typed_msgpack import pack, unpack
+from slipstream.weight_sync.typed_msgpack import pack
+
+ClassT = TypeVar("ClassT", bound=type)
 
 
 @contextlib.contextmanager
@@ -61,6 +63,18 @@ def _replies(method: Callable[..., Any]) -> Callable[..., tuple[str, str, Any]]:
     return call
 
 
+def _with_verbs(cls: ClassT) -> ClassT:
+    """Give WeightReceiver a method slipstream_VERB for each verb of Receivers."""
+
+    def served(verb: Verb) -> Callable[..., tuple[str, str, Any]]:
+        return _replies(lambda self, given: pack(verb.asked(self.slipstream_receivers, given)))
+
+    for name, verb in verbs_of(Receivers).items():
+        setattr(cls, f"slipstream_{name}", served(verb))
+    return cls
+
+
+@_with_verbs
 class WeightReceiver:
     """Methods added to vLLM's worker, which has the first five attributes."""
 
@@ -69,7 +83,8 @@ class WeightReceiver:
     vllm_config: Any
     get_model: Callable[[], Any]
     model_runner: Any
-    _slipstream: Receiver
+    slipstream_receiver: Receiver
+    slipstream_receivers: Receivers
     _slipstream_transport: MooncakeTransport
     _slipstream_recorder: ActivationRecorder
     slipstream_seconds: dict[str, float]
@@ -120,7 +135,7 @@ class WeightReceiver:
         with timed(seconds, "link"):
             self._open_link(transport, host, timeout_s)
         with timed(seconds, "register"):
-            self._slipstream = Receiver(
+            self.slipstream_receiver = Receiver(
                 forms.params,
                 layout,
                 self._slipstream_transport,
@@ -129,8 +144,9 @@ class WeightReceiver:
                 synchronize=torch.cuda.synchronize if self.device.type == "cuda" else None,
                 landing_bytes=landing_bytes,
             )
+            self.slipstream_receivers = Receivers([self.slipstream_receiver])
         with timed(seconds, "describe"):
-            described = pack(self._slipstream.describe())
+            described = pack(self.slipstream_receiver.describe())
             freeze_heap()  # vLLM froze the heap before the layout was in it
         return described
 
@@ -146,69 +162,22 @@ class WeightReceiver:
         )
 
     @_replies
-    def slipstream_open_slots(self, tensors: Sequence[tuple[str, Sequence[int], str]], folder: str) -> bytes:
+    def slipstream_open_slots(self, tensors: Sequence[tuple[str, Sequence[int], str]], key: bytes) -> bytes:
         """Record the layout of an adapter slot, register all slots, and serve them. Call it once, with the link open.
 
         Args:
             tensors: (name, shape, dtype) of every factor of the adapter.
-            folder: Where this rank's socket goes (rollout.slot_channel).
+            key: The run's key.
 
         Returns:
-            weight_sync.replica.messages.EngineRank, packed.
+            Where they are served, and weight_sync.replica.messages.EngineRank, packed.
         """
         metas = [TensorMeta(name, tuple(shape), dtype) for name, shape, dtype in tensors]
-        slots = AdapterSlots(self, metas, self._slipstream_transport, self.rank)
-        SlotServer(socket_address(folder, self.rank), slots.handlers(), functools.partial(own_stream, self.device))
-        described = pack(slots.describe())
+        slots, rank = slot_receivers(self, metas, self._slipstream_transport, self.rank)
+        address = serve_in_thread(slots, key, SlotReceivers, functools.partial(own_stream, self.device))
+        described = pack((address, rank))
         freeze_heap()
         return described
-
-    @_replies
-    def slipstream_begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> bytes:
-        """Receiver.begin. Returns weight_sync.replica.messages.Bound, packed."""
-        return pack(Bound.of(self._slipstream.begin(version, epoch, digest), known))
-
-    @_replies
-    def slipstream_verify(self, version: int, epoch: int, digest: str, expected: bytes) -> None:
-        """Receiver.verify. `expected` is packed, one entry per rank."""
-        per_rank = unpack(tuple[Expected, ...], expected)
-        self._slipstream.verify(version, epoch, digest, per_rank[self.rank])
-
-    @_replies
-    def slipstream_commit(self, version: int, epoch: int) -> None:
-        """Receiver.commit."""
-        self._slipstream.commit(version, epoch)
-
-    @_replies
-    def slipstream_abort(self, epoch: int, reason: str) -> None:
-        """Receiver.abort."""
-        self._slipstream.abort(epoch, reason)
-
-    @_replies
-    def slipstream_close_landing(self) -> None:
-        """Receiver.close_landing."""
-        self._slipstream.close_landing()
-
-    @_replies
-    def slipstream_offer(self) -> bytes:
-        """recovery.make_offer, packed."""
-        return pack(make_offer(self._slipstream))
-
-    @_replies
-    def slipstream_pull(self, offers: bytes, timeout_s: float) -> bytes:
-        """recovery.pull from the peer's same rank. `offers` is packed, one entry per rank. Returns Pulled, packed."""
-        per_rank = unpack(tuple[Offer, ...], offers)
-        return pack(pull(self._slipstream, per_rank[self.rank], timeout_s=timeout_s))
-
-    @_replies
-    def slipstream_adopt(self, version: int, epoch: int) -> None:
-        """Receiver.adopt."""
-        self._slipstream.adopt(version, epoch)
-
-    @_replies
-    def slipstream_release(self, offers: bytes) -> None:
-        """recovery.release. `offers` as given to slipstream_pull."""
-        release(self._slipstream, unpack(tuple[Offer, ...], offers)[self.rank])
 
     @_replies
     def slipstream_record_activations(self) -> None:

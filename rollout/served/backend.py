@@ -42,7 +42,7 @@ from slipstream.rollout.served.client import RankReport, send_report
 from slipstream.rollout.served.vllm_plugin import register
 from slipstream.weight_sync.replica.control_server import ReplicaEndpoint
 from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
-from slipstream.weight_sync.typed_msgpack import pack, unpack
+from slipstream.weight_sync.replica.receiver import Receiver
 
 logger = logging.getLogger(__name__)
 
@@ -104,19 +104,18 @@ class _Rank(WeightReceiver):
 class _Handler:
     """ReplicaHandler over one rank. Runs in the endpoint's thread; vLLM runs no step meanwhile."""
 
-    def __init__(self, rank: _Rank, described: EngineRank) -> None:
-        self._rank = rank
-        self._described = described
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
         self.is_open = False
         """Whether vLLM has said that weights may change."""
 
     def close(self) -> None:
         """Free the landing zone: objects of an attach outlive it, because vLLM's heap is frozen."""
-        _result(self._rank.slipstream_close_landing())
+        self._receiver.close_landing()
 
     async def describe(self) -> Sequence[EngineRank]:
         """See ReplicaHandler."""
-        return [self._described]
+        return [self._receiver.describe()]
 
     async def pause(self, version: int, epoch: int, digest: str) -> None:
         """Check that vLLM was paused through its own API."""
@@ -125,19 +124,19 @@ class _Handler:
 
     async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
         """See ReplicaHandler."""
-        return [unpack(Bound, _result(self._rank.slipstream_begin(version, epoch, digest, known)))]
+        return [Bound.of(self._receiver.begin(version, epoch, digest), known)]
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
         """See ReplicaHandler."""
-        _result(self._rank.slipstream_verify(version, epoch, digest, pack(list(expected))))
+        self._receiver.verify(version, epoch, digest, expected[0])
 
     async def commit(self, version: int, epoch: int) -> None:
         """See ReplicaHandler."""
-        _result(self._rank.slipstream_commit(version, epoch))
+        self._receiver.commit(version, epoch)
 
     async def abort(self, epoch: int, reason: str) -> None:
         """See ReplicaHandler."""
-        _result(self._rank.slipstream_abort(epoch, reason))
+        self._receiver.abort(epoch, reason)
 
 
 class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, SlipstreamUpdateInfo]):
@@ -186,10 +185,10 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         number = self.parallel_config.rank
         expected = init_info.layouts[number : number + 1]
         link = init_info.transport, init_info.host, init_info.timeout_s
-        described = _result(rank.slipstream_describe(init_info.tensors, *link, expected, init_info.landing_bytes))
+        _result(rank.slipstream_describe(init_info.tensors, *link, expected, init_info.landing_bytes))
         report.is_expected, report.seconds = rank.slipstream_is_expected, rank.slipstream_seconds
         with timed(report.seconds, "endpoint"):
-            self._handler = _Handler(rank, unpack(EngineRank, described))
+            self._handler = _Handler(rank.slipstream_receiver)
             self._thread = _EndpointThread(ReplicaEndpoint(self._handler, key, host=init_info.host), self.device)
             report.endpoint = self._thread.start()
 

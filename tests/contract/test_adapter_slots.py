@@ -20,7 +20,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from slipstream.rollout.in_vllm.adapter_slots import last_of_kind, record_slot, slot_buffers
+from slipstream.rollout.in_vllm.adapter_slots import record_slot, slot_buffers
 from slipstream.weight_sync.layout import TensorMeta
 
 SLOTS, LAYERS, EXPERTS, HIDDEN, WIDTH, RANK = 3, 4, 2, 8, 4, 2
@@ -102,16 +102,3 @@ def test_experts_act_in_every_slot_and_layer_that_the_first_slot_has() -> None:
     assert acts == [[1] * SLOTS + [0]] * LAYERS + [[0] * (SLOTS + 1)]
     assert {param.name for param in layout.params} == set(buffers)
     assert all(bool((tensor == 1).all()) for tensor in buffers.values())  # no byte of a slot has changed
-
-
-def test_noise_of_the_probe_is_in_the_last_layer_that_has_the_kind() -> None:
-    names = {
-        "model.layers.0.mlp.gate_up_proj.lora_a.0", "model.layers.0.self_attn.o_proj.lora_b.0",
-        "model.layers.9.self_attn.o_proj.lora_b.0", "model.layers.9.mlp.experts.w2_lora_a.0",
-        "model.layers.10.mlp.experts.w2_lora_a.0", "model.layers.10.mlp.experts.w2_lora_b.0",
-        "model.layers.10.self_attn.o_proj.lora_b.0",
-    }  # fmt: skip
-    assert last_of_kind(names, "experts") == {name for name in names if "layers.10.mlp.experts" in name}
-    assert last_of_kind(names, "attention") == {"model.layers.10.self_attn.o_proj.lora_b.0"}
-    assert last_of_kind(names, "feed-forward") == {"model.layers.0.mlp.gate_up_proj.lora_a.0"}
-    assert last_of_kind(names, "") == set()

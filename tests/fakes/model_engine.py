@@ -19,7 +19,7 @@ DESCRIBED = EngineRank(Sent(DestLayout(0, (Param("w", (2,), "float32"),), ())), 
 REPLIES = {
     "slipstream_describe": pack(DESCRIBED),
     "slipstream_begin": pack(Bound.of(BINDING)),
-    "slipstream_open_slots": pack(DESCRIBED),
+    "slipstream_open_slots": pack(("tcp://127.0.0.1:1", DESCRIBED)),
     "slipstream_offer": pack(OFFER),
     "slipstream_pull": pack(Pulled(100, 0.5, 0.25)),
 }
@@ -97,7 +97,7 @@ class ModelEngine:
             raise IntegrityError("rank 1: w does not hold what was sent")
         if method in ("slipstream_commit", "slipstream_adopt"):
             self.is_written = False
-        return [REPLIES.get(method)] * 2
+        return [REPLIES.get(method, pack(None))] * 2
 
     async def generate_group(
         self, prompt_token_ids: Any, n: int, sampling: SamplingConfig, *, seed: int | None

@@ -13,9 +13,10 @@ import zmq
 
 from slipstream.conf.schema import EvalSampling, EvalSamplingConfig, SamplingConfig
 from slipstream.rollout import calls
-from slipstream.rollout.calls import CallServer, Verb, WorkerClient
+from slipstream.rollout.calls import CallServer, WorkerClient
 from slipstream.rollout.errors import EngineDied, EngineError, ReplicaNotServing
 from slipstream.rollout.types import Prompt, Rollout, Routes
+from slipstream.rollout.verbs import Verb
 from slipstream.weight_sync.layout import Binding
 from slipstream.weight_sync.replica.control_client import HEARTBEAT_S, SILENCE_S
 from slipstream.weight_sync.replica.recovery import Offer, Pulled

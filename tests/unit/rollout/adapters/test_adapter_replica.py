@@ -12,8 +12,13 @@ import pytest
 
 from slipstream.conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
 from slipstream.rollout.adapters.adapter_replica import MAX_RESTARTS, AdapterReplica
+from slipstream.rollout.adapters.kinds import kind_of
 from slipstream.rollout.errors import EngineError
+from slipstream.rollout.receivers import SlotReceivers
 from slipstream.rollout.types import ABORTED, Adapter, Rollout, Routes
+from slipstream.weight_sync.layout import Binding, DestLayout, Param
+from slipstream.weight_sync.replica.messages import EngineRank
+from slipstream.weight_sync.typed_msgpack import Sent
 
 SAMPLING = SamplingConfig(max_tokens=12)
 PROMPT = (1, 2, 3)
@@ -61,8 +66,8 @@ def make(
     policy: BusySlot, evictions: list[int | None], kind: type[SeededEngine] = SeededEngine
 ) -> tuple[AdapterReplica, SeededEngine]:
     engine: Any = kind(evictions)
-    clients: Any = None
-    replica = AdapterReplica(engine, [], clients, 2, WeightSyncConfig(on_busy_slot=policy), lambda: True)
+    ranks: Any = None
+    replica = AdapterReplica(engine, [], ranks, 2, WeightSyncConfig(on_busy_slot=policy), lambda: True)
     replica._table.commit(0, 7)
     return replica, engine
 
@@ -123,12 +128,11 @@ class ProbedEngine:
         self.acting = acting
         self.holds = ["old"] * len(acting)
 
-    async def call(self, method: str, *arguments: Any) -> list[Any]:
-        if method == "kinds":
-            return [["attention", "experts"]]
-        assert method == "fill"
-        slot, kind, _ = arguments
-        self.holds[slot] = kind
+    async def ask(self, limit_s: float, verb: Any, *arguments: Any) -> list[Any]:
+        assert verb is SlotReceivers.fill
+        slot, noisy, _ = arguments
+        assert len({kind_of(name) for name in noisy}) <= 1
+        self.holds[slot] = kind_of(noisy[0]) if noisy else ""
         return []
 
     async def next_logprobs(self, token_ids: Any, adapter: Adapter) -> dict[int, float]:
@@ -138,7 +142,10 @@ class ProbedEngine:
 
 async def probe(acting: list[set[str]]) -> ProbedEngine:
     engine: Any = ProbedEngine(acting)
-    await AdapterReplica(engine, [], engine, len(acting), WeightSyncConfig(), lambda: True)._probe()
+    names = ("model.layers.0.self_attn.o_proj.lora_a.0", "model.layers.0.mlp.experts.w2_lora_a.0")
+    layout = DestLayout(0, tuple(Param(name, (2,), "float32") for name in names), ())
+    rank = EngineRank(Sent(layout), Binding("", {}), "tcp")
+    await AdapterReplica(engine, [rank], engine, len(acting), WeightSyncConfig(), lambda: True)._probe()
     return engine
 
 

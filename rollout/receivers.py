@@ -1,0 +1,94 @@
+"""What each rank of an engine can be asked about the weights that it receives: declared and done here.
+
+    rollout worker's process                                        engine rank's process
+      BaseReplica     --vLLM's collective_rpc, between two steps-->   WeightReceiver --> Receivers      its own weights
+      AdapterReplica  --a socket (calls.py), while it samples----->   a thread       --> SlotReceivers  adapter slots
+
+Whoever asks names a method of these classes; its annotations say how arguments and result travel. Owns: which receiver
+is meant, and this rank's entry of what is said to all ranks. Does not own: what a Receiver does
+(weight_sync/replica/receiver.py), the order of the steps (base_replica.py, adapters/adapter_replica.py), or what is
+asked once at an engine's start (in_vllm/worker_extension.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.weight_sync.replica.messages import Bound, Expected
+from slipstream.weight_sync.replica.receiver import Receiver
+from slipstream.weight_sync.replica.recovery import Offer, Pulled, make_offer, pull, release
+
+WEIGHTS = 0
+"""The `slot` of an engine's own weights, for which a rank has one receiver."""
+_NOISE_STD = 0.5
+"""Standard deviation of the probe's noise: far above any trained factor, so that it shows despite small norms and
+bfloat16."""
+
+
+class Receivers:
+    """One rank's, by slot. Lists in arguments have one entry per rank of the engine, of which each takes its own."""
+
+    def __init__(self, receivers: Sequence[Receiver]) -> None:
+        self._receivers = receivers
+        self._rank = receivers[0].layout.rank
+
+    def begin(self, slot: int, version: int, epoch: int, digest: str, known: Sequence[str]) -> Bound:
+        """Receiver.begin. Returns where to write; addresses of a digest in `known` are left out."""
+        return Bound.of(self._receivers[slot].begin(version, epoch, digest), known)
+
+    def verify(self, slot: int, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
+        """Receiver.verify."""
+        self._receivers[slot].verify(version, epoch, digest, expected[self._rank])
+
+    def commit(self, slot: int, version: int, epoch: int) -> None:
+        """Receiver.commit."""
+        self._receivers[slot].commit(version, epoch)
+
+    def abort(self, slot: int, epoch: int, reason: str) -> None:
+        """Receiver.abort."""
+        self._receivers[slot].abort(epoch, reason)
+
+    def offer(self, slot: int) -> Offer:
+        """recovery.make_offer."""
+        return make_offer(self._receivers[slot])
+
+    def pull(self, slot: int, offers: Sequence[Offer], timeout_s: float) -> Pulled:
+        """recovery.pull from the peer's same rank."""
+        return pull(self._receivers[slot], offers[self._rank], timeout_s=timeout_s)
+
+    def adopt(self, slot: int, version: int, epoch: int) -> None:
+        """Receiver.adopt."""
+        self._receivers[slot].adopt(version, epoch)
+
+    def release(self, offers: Sequence[Offer]) -> None:
+        """recovery.release: close the link to the peer, which all receivers of a rank share."""
+        release(self._receivers[0], offers[self._rank])
+
+
+class SlotReceivers(Receivers):
+    """Those of adapter slots, which can be filled with noise for a probe.
+
+    Args:
+        receivers: By slot.
+        params: Their parameters, by slot.
+    """
+
+    def __init__(self, receivers: Sequence[Receiver], params: Sequence[Mapping[str, Tensor]]) -> None:
+        super().__init__(receivers)
+        self._params = params
+
+    @torch.inference_mode()
+    def fill(self, slot: int, noisy: Sequence[str], seed: int) -> None:
+        """Put noise into these parameters of a slot, and zeros into all others."""
+        for name, tensor in self._params[slot].items():
+            if name in noisy:
+                generator = torch.Generator(tensor.device).manual_seed(seed)
+                tensor.normal_(0.0, _NOISE_STD, generator=generator)
+            else:
+                tensor.zero_()
+        if any(tensor.is_cuda for tensor in self._params[slot].values()):
+            torch.cuda.current_stream().synchronize()
+        self._receivers[slot].invalidate()

@@ -1,0 +1,156 @@
+"""Promises of calls to the ranks of an engine that samples: they reach every rank, errors keep their class, and silence
+has a deadline. Over the real sockets, to threads of this process; the engine that dies is a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import pytest
+
+from slipstream.rollout.adapters.slot_ranks import SlotRanks
+from slipstream.rollout.calls import SWITCH_S, serve_in_thread
+from slipstream.rollout.errors import EngineDied, EngineError
+from slipstream.weight_sync.errors import IntegrityError
+
+KEY = b"k" * 32
+LIMIT_S = 20.0
+
+
+class Verbs(Protocol):
+    def add(self, number: int, data: bytes) -> tuple[int, bytes, str]: ...
+
+    def fail(self, how: int) -> None: ...
+
+    def stall(self) -> str: ...
+
+    def say(self, what: str) -> str: ...
+
+    def interval(self) -> float: ...
+
+
+class Rank:
+    """Does what is declared."""
+
+    errors = (IntegrityError("a bit"), ValueError("odd"), KeyError("x"))
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+        self.go_on = threading.Event()
+
+    def add(self, number: int, data: bytes) -> tuple[int, bytes, str]:
+        return number + self.number, data, threading.current_thread().name
+
+    def fail(self, how: int) -> None:
+        raise self.errors[how]
+
+    def stall(self) -> str:
+        return "late" if self.go_on.wait(60) else ""
+
+    def say(self, what: str) -> str:
+        return what
+
+    def interval(self) -> float:
+        return sys.getswitchinterval()
+
+
+@contextlib.asynccontextmanager
+async def asking(*ranks: Any) -> AsyncIterator[SlotRanks]:
+    addresses = [serve_in_thread(rank, KEY, Verbs, contextlib.nullcontext) for rank in ranks]
+    asked = SlotRanks(addresses, KEY)
+    try:
+        yield asked
+    finally:
+        asked.close()
+
+
+async def test_a_call_reaches_every_rank_and_returns_by_rank():
+    async with asking(Rank(0), Rank(1), Rank(2)) as ranks:
+        assert await ranks.ask(LIMIT_S, Verbs.add, 10, b"x") == [(10 + rank, b"x", "Verbs") for rank in range(3)]
+        with pytest.raises(EngineError, match="add failed with ValidationError: Expected `int`, got `str`"):
+            await ranks.ask(LIMIT_S, Verbs.add, "ten", b"x")
+
+
+@pytest.mark.parametrize(
+    ("how", "arrives", "says"),
+    [(0, IntegrityError, "a bit"), (1, EngineError, "fail failed with ValueError: odd"), (2, EngineError, "x")],
+)
+async def test_an_error_arrives_as_its_own_class_and_the_thread_goes_on(how: int, arrives: Any, says: str):
+    async with asking(Rank()) as ranks:
+        with pytest.raises(arrives, match=says):
+            await ranks.ask(LIMIT_S, Verbs.fail, how)
+        assert await ranks.ask(LIMIT_S, Verbs.say, "on") == ["on"]
+
+
+async def test_the_first_ranks_error_is_raised():
+    class Another(Rank):
+        errors = (IntegrityError("another bit"),)
+
+    async with asking(Rank(), Another()) as ranks:
+        with pytest.raises(IntegrityError, match=r"^a bit$"):
+            await ranks.ask(LIMIT_S, Verbs.fail, 0)
+
+
+async def test_a_rank_that_is_late_is_not_waited_for_and_its_late_answer_is_not_taken_for_another():
+    """Two callers come after one that gave up: a publish, and a restarted worker that asks for an offer."""
+    rank = Rank()
+    async with asking(rank) as ranks:
+        began = time.monotonic()
+        with pytest.raises(EngineDied, match=r"did not answer stall within 0\.1 s"):
+            await ranks.ask(0.1, Verbs.stall)
+        assert time.monotonic() - began < LIMIT_S
+        both = asyncio.gather(*(ranks.ask(LIMIT_S, Verbs.say, who) for who in ("this", "that")))
+        await asyncio.sleep(0)  # both have begun
+        rank.go_on.set()
+        assert await both == [["this"], ["that"]]
+
+
+def serve(sender: Any) -> None:
+    """In a process of its own: a rank that never answers."""
+    sender.send(serve_in_thread(Rank(), KEY, Verbs, contextlib.nullcontext))
+    threading.Event().wait(600)
+
+
+async def test_the_death_of_the_engine_ends_a_call_at_once():
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=serve, args=(sender,), daemon=True)
+    process.start()
+    ranks = SlotRanks([await asyncio.to_thread(receiver.recv)], KEY)
+    try:
+        waits = asyncio.create_task(ranks.ask(600, Verbs.stall))
+        await asyncio.sleep(0.2)
+        process.kill()
+        for call in (waits, ranks.ask(600, Verbs.say, "")):
+            with pytest.raises(EngineDied, match="the engine's process died; this rollout worker must be restarted"):
+                await asyncio.wait_for(call, LIMIT_S)
+    finally:
+        ranks.close()
+        process.join()
+
+
+async def test_who_does_not_know_the_runs_key_is_not_answered():
+    address = serve_in_thread(Rank(), KEY, Verbs, contextlib.nullcontext)
+    stranger = SlotRanks([address], b"o" * 32)
+    with pytest.raises(EngineDied):
+        await stranger.ask(1.0, Verbs.say, "")
+    stranger.close()
+
+
+async def test_the_engine_gives_way_to_a_call_before_it_is_known_and_after_others():
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(0.005)
+    try:
+        async with asking(Rank()) as ranks:
+            assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
+            assert await ranks.ask(LIMIT_S, Verbs.interval) == [pytest.approx(SWITCH_S)]
+            assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
+    finally:
+        sys.setswitchinterval(usual_s)
