@@ -56,6 +56,20 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
         DENSE,
         {"sliding_window": 4, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32},
     ),
+    "gemma4_text": (
+        "Gemma4ForCausalLM",
+        DENSE,
+        {
+            "sliding_window": 4,
+            "layer_types": "[sliding_attention,full_attention]",
+            "global_head_dim": 64,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": "true",
+            "final_logit_softcapping": 30.0,
+            "hidden_size_per_layer_input": 0,
+            "rope_theta": "null",
+        },
+    ),
     "qwen3_next": (
         "Qwen3NextForCausalLM",
         [*EXPERTS, "model.dtype=bfloat16"],  # the CPU engine's linear attention has no other format, nor other heads

@@ -115,6 +115,11 @@ def check_slots_have_names(config: RunConfig, hf_config: HfConfig) -> None:
             f"weight_sync.mode=adapter: the slots of {kind}'s experts have no names that adapters have; "
             "set trainer.lora.experts=false, or weight_sync.mode=merged"
         )
+    if lora.attention and not family.fills_slots:
+        raise ConfigError(
+            f"weight_sync.mode=adapter: engines give values of {kind} the weights of keys, and no adapter; set "
+            "trainer.lora.attention=false, or weight_sync.mode=merged"
+        )
     is_latent = hf_config.get("kv_lora_rank") is not None
     if lora.attention and (is_latent or family.has_linear_attention):
         raise ConfigError(

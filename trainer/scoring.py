@@ -148,6 +148,7 @@ class Scorer:
                 temperature=1.0,
                 chunk_tokens=self._trainer.logprob_chunk_tokens(self.decoder.spec.vocab_size),
                 head=self.decoder.by.head,
+                softcap=self.decoder.spec.logit_softcap,
             ),
             hidden_TH[rows],
         )

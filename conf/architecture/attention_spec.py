@@ -73,6 +73,22 @@ class LinearScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProportionalScaling:
+    """Gemma 4: pairs are those of the whole head, the first ones turn and the others stand still."""
+
+    share: float
+    """The part of the pairs that turns."""
+
+    @property
+    def cos_sin_factor(self) -> float:
+        """What cos and sin are multiplied by."""
+        return 1.0
+
+
+RopeScaling = YarnScaling | Llama3Scaling | LinearScaling | ProportionalScaling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
     """Rotary embedding: which dims turn, how fast, and how they pair."""
 
@@ -81,7 +97,7 @@ class RopeSpec:
     theta: float
     interleaved: bool = False
     """Dims 2i and 2i + 1 make a pair (DeepSeek); else dims i and i + dim / 2."""
-    scaling: YarnScaling | Llama3Scaling | LinearScaling | None = None
+    scaling: RopeScaling | None = None
     is_wide: bool = False
     """vLLM keeps cosines and sines in float32; one with torch.compile fuses the cast away, so that they are never
     rounded (gpt-oss)."""
@@ -104,6 +120,10 @@ class GqaSpec:
     """That norm is one over all heads of q, and one over all of k (OLMoE)."""
     gated: bool = False
     """q_proj gives each head a query and a gate; what the head attends to is multiplied by the gate's sigmoid."""
+    keys_are_values: bool = False
+    """There is no v_proj: values are what k_proj gives, before the norm of keys."""
+    norms_values: bool = False
+    """RMSNorm over head_dim on values, too, without a weight."""
     sinks: bool = False
     """Every head has a logit of its own in the softmax that attends to nothing: the parameter `sinks`."""
     score_dim: int | None = None
@@ -132,10 +152,11 @@ class GqaSpec:
     def linears(self, hidden: int) -> tuple[LinearShape, ...]:
         """Every projection, in checkpoint order."""
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        values = () if self.keys_are_values else (LinearShape("v_proj", kv_size, hidden, self.qkv_bias),)
         return (
             LinearShape("q_proj", q_size * (2 if self.gated else 1), hidden, self.qkv_bias),
             LinearShape("k_proj", kv_size, hidden, self.qkv_bias),
-            LinearShape("v_proj", kv_size, hidden, self.qkv_bias),
+            *values,
             LinearShape("o_proj", hidden, q_size, self.output_bias),
         )
 

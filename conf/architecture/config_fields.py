@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from slipstream.conf.architecture.attention_spec import GqaSpec, LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
+from slipstream.conf.architecture.attention_spec import (
+    GqaSpec,
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    RopeSpec,
+    YarnScaling,
+)
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
 
@@ -267,8 +274,7 @@ _ROPE_FIELDS = {
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
     *("low_freq_factor", "high_freq_factor"),
 }
-_Scaling = YarnScaling | Llama3Scaling | LinearScaling | None
-_ROPE_SCALINGS: dict[str, Callable[[JsonObject, JsonObject], _Scaling]] = {
+_ROPE_SCALINGS: dict[str, Callable[[JsonObject, JsonObject], RopeScaling | None]] = {
     "default": lambda config, rope: None,
     "linear": _linear,
     "llama3": _llama3,

@@ -70,18 +70,18 @@ def read_config(config: JsonObject, mla_norm_eps: MlaNormEps = MlaNormEps.rollou
             f"model.hf_config.model_type={model_type} has a vision tower, which is not trained: give such a checkpoint "
             f"as model.path, of which text_config is read, or the fields of its language model with model_type={text}"
         )
+    for key in ("vision_config", "audio_config", "text_config"):
+        if config.get(key):
+            raise ConfigError(
+                f"model.hf_config.{key}: models with towers beside the decoder are not supported, and {model_type} has "
+                "one; give a checkpoint of the language model alone"
+            )
     read = family_of(config).read
     if read is None:
         raise ConfigError(
             f"model.hf_config.model_type must be one of {', '.join(sorted(FAMILIES))}, got {model_type!r}; "
             "a new architecture is one entry of conf/architecture/families.py"
         )
-    for key in ("vision_config", "audio_config", "text_config"):
-        if config.get(key):
-            raise ConfigError(
-                f"model.hf_config.{key}: models with towers beside the decoder are not supported; give a checkpoint "
-                "of the language model alone"
-            )
     spec = read(config, mla_norm_eps)
     quantization: Any = config.get("quantization_config")
     if quantization and not isinstance(quantization, dict):
@@ -377,6 +377,7 @@ def _sigmoid_moe(
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(_deepseek_v3),
     "gemma3_text": Family(gemma.gemma3, wrapper="gemma3", left_out=gemma.GEMMA3_DEFAULTS, head_dim=256),
+    "gemma4_text": Family(gemma.gemma4, wrapper="gemma4", head_dim=256, fills_slots=False),
     "glm4_moe": Family(_glm4_moe),
     "glm4_moe_lite": Family(_glm4_moe_lite),
     "gpt_oss": Family(
@@ -422,12 +423,9 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OF_WHOLE = (*_TOKENS, "tie_word_embeddings", "quantization_config")
 """Fields of a whole checkpoint that count for its language model; tokens, where that has none of its own."""
 _SPARSE = "the decoder has no attention over keys that an indexer chooses"
-_GEMMA4 = "its heads have one width in layers with a window and another in the others, the decoder's have one"
 _NORMS_AFTER = "the decoder's norms are before attention and feed-forward, this family's after them"
 _LEFT_OUT = {
     "deepseek_v32": _SPARSE,
-    "gemma4": _GEMMA4,
-    "gemma4_text": _GEMMA4,
     "kimi_k25": "engines load its four-bit experts from the folder by themselves, where they lie below language_model",
     "glm_moe_dsa": _SPARSE,
     "olmo2": _NORMS_AFTER,

@@ -34,6 +34,8 @@ class Family:
     """In some layers (Gated DeltaNet)."""
     engine_imports: tuple[str, ...] = ()
     """Packages that vLLM's file of it imports, and that set-up leaves out for CPUs."""
+    fills_slots: bool = True
+    """An engine's slot of q, k and v holds an adapter of each."""
     names_slots: bool = True
     """Adapter files have names for the projections of its experts."""
     routes_on_cpu: bool = True

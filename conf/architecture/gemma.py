@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slipstream.conf.architecture.attention_spec import RopeSpec
+from slipstream.conf.architecture.attention_spec import GqaSpec, ProportionalScaling, RopeSpec
 from slipstream.conf.architecture.config_fields import (
     by_layer,
     common_fields,
@@ -64,11 +64,135 @@ def gemma3(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     )
 
 
-def _kinds(config: JsonObject) -> list[str]:
+def gemma4(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
+    """Gemma 4 of 31B (transformers models/gemma4): layers without a window have heads of their own, whose values may be
+    their keys before the norm; values are normed; scores have no scale, layers' results have; logits pass a soft cap.
+    """
+    _refuse_other_gemma4(config)
+    refuse(config, "hidden_activation", ("gelu_pytorch_tanh",))
+    refuse(config, "attention_bias", (False, None))
+    refuse(config, "attn_logit_softcapping", (None,))
+    for key in ("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq"):
+        refuse(config, key, (None,))  # rope_parameters has them, by kind of layer
+    refuse(config, "use_bidirectional_attention", (None, "vision"))  # of pictures' tokens
+    require(config, "sliding_window")
+    window, kinds = size(config, "sliding_window"), _kinds(config, ends_full=True)
+    local = replace(
+        grouped_queries(config, size(config, "head_dim", 256), qkv_bias=False, output_bias=False, qk_norm=True),
+        norms_values=True,
+        score_dim=1,
+        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+    )
+    full = _full_attention(config, local, kinds)
+    ropes = _gemma4_ropes(config, full.head_dim, local.head_dim)
+    softcap = config.get("final_logit_softcapping")
+    common = common_fields(config, "Gemma4ForCausalLM", is_tied=True)
+    return ModelSpec(
+        **common,
+        attention=local,
+        full_attention=full,
+        rope=ropes[0],
+        local_rope=ropes[1],
+        norms_halves=True,
+        scales_layers=True,
+        embedding_scale=common["hidden_size"] ** 0.5,
+        logit_softcap=None if softcap is None else number(config, "final_logit_softcapping", 30.0),
+        has_gelu=True,
+    )
+
+
+def _refuse_other_gemma4(config: JsonObject) -> None:
+    require(config, "hidden_size_per_layer_input")  # transformers' default is that of E2B
+    lacking = [
+        f"{feature} ({key}={config.get(key)!r})"
+        for key, allowed, feature in (
+            ("hidden_size_per_layer_input", (0, None), "embeddings that each layer adds"),
+            ("num_kv_shared_layers", (0, None), "layers that attend to keys and values of another layer"),
+            ("enable_moe_block", (False, None), "experts beside a dense feed-forward"),
+            ("num_experts", (None,), "experts beside a dense feed-forward"),  # vLLM reads this one
+        )
+        if config.get(key) not in allowed
+    ]
+    if lacking:
+        raise ConfigError(
+            f"model.hf_config: {config['model_type']} is supported where it is dense (31B); this one has what the "
+            f"decoder lacks: {'; '.join(lacking)}"
+        )
+
+
+def _full_attention(config: JsonObject, local: GqaSpec, kinds: list[str]) -> GqaSpec:
+    """The heads of layers without a window: `per_layer_config`, as transformers writes them, or global fields, as
+    published."""
+    are_values = config.get("attention_k_eq_v") or False
+    if not isinstance(are_values, bool):
+        raise ConfigError(f"model.hf_config.attention_k_eq_v must be true or false, got {are_values!r}")
+    heads: JsonObject = {"head_dim": size(config, "global_head_dim", 512)}
+    if are_values and config.get("num_global_key_value_heads") is not None:
+        heads["num_key_value_heads"] = size(config, "num_global_key_value_heads")
+    given: object = config.get("per_layer_config")
+    if given is not None:
+        layers = {layer for layer, kind in enumerate(kinds) if kind == "full_attention"}
+        of_layers: dict[int, object] = {}
+        if is_object(given) and all(str(layer).isdecimal() for layer in given):
+            of_layers = {int(layer): one for layer, one in given.items()}
+        first: object = next(iter(of_layers.values()), None)
+        if set(of_layers) != layers or any(one != first for one in of_layers.values()) or not is_object(first):
+            raise ConfigError(
+                "model.hf_config.per_layer_config must give every layer with full_attention the same head_dim and "
+                f"num_key_value_heads, and no other layer any; got {given!r}"
+            )
+        heads = first
+    unknown = set(heads) - {"head_dim", "num_key_value_heads"}
+    kv_heads, head_dim = size(heads, "num_key_value_heads", local.num_kv_heads), size(heads, "head_dim", local.head_dim)
+    if unknown or local.num_heads % kv_heads:
+        raise ConfigError(
+            f"model.hf_config: layers with full_attention can have a head_dim, and num_key_value_heads that divide "
+            f"num_attention_heads {local.num_heads}; got {heads}"
+        )
+    return replace(local, num_kv_heads=kv_heads, head_dim=head_dim, keys_are_values=are_values)
+
+
+def _gemma4_ropes(config: JsonObject, full_dim: int, local_dim: int) -> list[RopeSpec]:
+    """The rotations of full attention and of sliding windows. Fields of proportional RoPE are read here."""
+    defaults: JsonObject = {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    given: object = config.get("rope_parameters")
+    given = defaults if given is None else given
+    if not is_object(given) or set(given) != set(KINDS) or not all(is_object(one) for one in given.values()):
+        raise ConfigError(f"model.hf_config.rope_parameters must be a mapping of {' and '.join(KINDS)}, got {given!r}")
+    ropes: list[RopeSpec] = []
+    for kind, head_dim in zip(KINDS, (full_dim, local_dim), strict=True):
+        own: JsonObject = given[kind]
+        if own.get("rope_theta") is None:
+            raise ConfigError(f"model.hf_config.rope_parameters.{kind} needs rope_theta, got {own!r}")
+        if own.get("rope_type") != "proportional":
+            fields: JsonObject = {"model_type": config["model_type"], "rope_parameters": own}
+            ropes.append(rope_spec(fields, head_dim))
+            continue
+        unknown = set(own) - {"rope_type", "rope_theta", "partial_rotary_factor"}
+        share = number(own, "partial_rotary_factor", 1.0)
+        if unknown or share > 1 or head_dim % 2:
+            raise ConfigError(
+                f"model.hf_config.rope_parameters.{kind}: proportional RoPE takes rope_theta and a "
+                f"partial_rotary_factor of at most 1, for heads of an even size; got {own!r} for heads of {head_dim}"
+            )
+        theta = number(own, "rope_theta", 1e4)
+        ropes.append(RopeSpec(dim=head_dim, theta=theta, scaling=ProportionalScaling(share=share)))
+    return ropes
+
+
+def _kinds(config: JsonObject, *, ends_full: bool = False) -> list[str]:
+    """Of every layer; `ends_full`: transformers makes the last one full, whatever the config says."""
     num_layers = size(config, "num_hidden_layers")
     # transformers reads the one and writes the other
     pattern = size(config, "sliding_window_pattern", size(config, "_sliding_window_pattern", 6))
     kinds = by_layer(config, "layer_types") or [KINDS[(layer + 1) % pattern > 0] for layer in range(num_layers)]
+    if ends_full and not config.get("layer_types"):
+        kinds[-1] = "full_attention"
+    if ends_full and kinds[-1] != "full_attention":
+        raise ConfigError(f"model.hf_config.layer_types must end with full_attention, got {kinds[-1]!r}")
     if len(kinds) != num_layers or set(kinds) - set(KINDS):
         raise ConfigError(
             f"model.hf_config.layer_types must say full_attention or sliding_attention for each of {num_layers} "

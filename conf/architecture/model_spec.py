@@ -121,6 +121,8 @@ class ModelSpec:
     tie_embeddings: bool
     attention: GqaSpec | MlaSpec
     rope: RopeSpec
+    full_attention: GqaSpec | None = None
+    """The attention in layers without a sliding window; None: as `attention`."""
     local_rope: RopeSpec | None = None
     """The rotation in layers with a sliding window; None: as `rope`."""
     moe: MoeSpec | None = None
@@ -132,6 +134,11 @@ class ModelSpec:
     """What attention gives, and the feed-forward, is normed before the stream adds it (Gemma)."""
     embedding_scale: float = 1.0
     """Multiplies embeddings, rounded to the compute dtype."""
+    scales_layers: bool = False
+    """What a layer gives is multiplied by one number of the checkpoint, `layer_scalar`; and norms read sums after they
+    were rounded, which vLLM adds in operations of their own (Gemma 4)."""
+    logit_softcap: float | None = None
+    """Logits x become softcap * tanh(x / softcap)."""
     has_gelu: bool = False
     """Gates of dense feed-forwards pass GELU's approximation by tanh instead of SiLU."""
     num_mtp_layers: int = 0
@@ -140,6 +147,11 @@ class ModelSpec:
     def is_moe_layer(self, layer: int) -> bool:
         """Whether the feed-forward of this layer is a mixture of experts."""
         return self.moe is not None and self.moe.layers[layer]
+
+    def attention_of(self, layer: int) -> GqaSpec | MlaSpec:
+        """The attention of a layer that has no linear one."""
+        full = self.full_attention
+        return self.attention if full is None or full.window(layer) is not None else full
 
     def is_delta_net(self, layer: int) -> bool:
         """Whether this layer's attention is the linear one."""
@@ -163,7 +175,7 @@ class ModelSpec:
         """Every projection of a layer's attention, in checkpoint order."""
         if self.delta_net is not None and self.delta_net.layers[layer]:
             return self.delta_net.linears(self.hidden_size)
-        return self.attention.linears(self.hidden_size)
+        return self.attention_of(layer).linears(self.hidden_size)
 
     def sequence_cache_bytes(self, num_tokens: int, dtype: str, tp_size: int) -> int:
         """KV cache of one sequence on one rank of an engine, before it is rounded up to blocks. A layer with a sliding
@@ -174,12 +186,14 @@ class ModelSpec:
             dtype: Format of the activations, named as in DTYPE_BYTES.
             tp_size: Ranks of the engine.
         """
-        windows = self.attention.windows if isinstance(self.attention, GqaSpec) else ()
-        num_linear = 0 if self.delta_net is None else sum(self.delta_net.layers)
-        kept = [min(num_tokens, window or num_tokens) for window in windows or (None,) * (self.num_layers - num_linear)]
-        cached = sum(kept) * self.attention.cached_elements(tp_size) * DTYPE_BYTES[dtype]
-        if self.delta_net is not None:
-            cached += num_linear * self.delta_net.state_elements(tp_size) * DTYPE_BYTES["float32"]
+        cached = 0
+        for layer in range(self.num_layers):
+            if self.delta_net is not None and self.delta_net.layers[layer]:
+                cached += self.delta_net.state_elements(tp_size) * DTYPE_BYTES["float32"]
+                continue
+            attention = self.attention_of(layer)
+            window = attention.window(layer) if isinstance(attention, GqaSpec) else None
+            cached += min(num_tokens, window or num_tokens) * attention.cached_elements(tp_size) * DTYPE_BYTES[dtype]
         return cached
 
     def checkpoint_tensors(self, dtype: str) -> tuple[TensorMeta, ...]:
@@ -203,6 +217,8 @@ class ModelSpec:
             outer = ("pre_feedforward", "post_feedforward") if self.norms_halves else ()
             shapes |= {f"{prefix}{name}_layernorm.weight": (hidden,) for name in ("post_attention", *outer)}
             shapes |= {prefix + name: shape for name, shape in self._feed_forward_shapes(layer).items()}
+            if self.scales_layers:
+                shapes[prefix + LAYER_SCALAR] = (1,)
         shapes["model.norm.weight"] = (hidden,)
         if not self.tie_embeddings:
             shapes["lm_head.weight"] = (vocab, hidden)
@@ -222,7 +238,7 @@ class ModelSpec:
                 shapes[f"{linear.name}.bias"] = (linear.out_features,)
         if self.delta_net is not None and self.delta_net.layers[layer]:
             return shapes | self.delta_net.others()
-        return shapes | {name: (size,) for name, size in self.attention.vectors().items()}
+        return shapes | {name: (size,) for name, size in self.attention_of(layer).vectors().items()}
 
     def _feed_forward_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         if self.moe is None or not self.moe.layers[layer]:
@@ -252,6 +268,9 @@ class ModelSpec:
 
 SHARED_GATE = "shared_expert_gate"
 """Module of a shared expert's gate, in the checkpoint and in the trainer."""
+
+LAYER_SCALAR = "layer_scalar"
+"""A layer's factor, in the checkpoint, in the trainer and in vLLM. Not trained: transformers has it as a buffer."""
 
 INT4_GROUP = 32
 """Weights that share a scale, in both packed formats."""

@@ -45,6 +45,8 @@ IDENTITY_EXPERTS = ("TRITON", "BATCHED_TRITON")
 """Kernels that read expert weights, and their block scales, as the loader leaves them."""
 IDENTITY_FP8_LINEAR = ("TritonFp8BlockScaledMMKernel", "CutlassFp8BlockScaledMMKernel")
 """Kernels that read block-FP8 linear weights, and their scales, as the loader leaves them."""
+FILLED_BUFFERS = ("layer_scalar",)
+"""Buffers that a checkpoint fills (Gemma 4)."""
 ADAPTERS_ONLY = "engines with such weights accept adapter mode only (weight_sync.mode=adapter)"
 
 _MLA_DERIVED = ("W_UV", "W_UK_T")
@@ -171,16 +173,22 @@ def refuse_unwritable(vllm_config: Any) -> None:
 
 def readable(model: nn.Module) -> dict[str, Tensor]:
     """Every tensor that kernels read and that depends on the checkpoint, by name: parameters and what MLA derives."""
-    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    tensors: dict[str, Tensor] = dict(_named(model))
     for name, module in _mla_layers(model):
         tensors |= {f"{name}.{leaf}": getattr(module, leaf) for leaf in _MLA_DERIVED}
     return tensors
 
 
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and buffers that are like them."""
+    yield from model.named_parameters()
+    yield from ((name, one) for name, one in model.named_buffers() if name.endswith(FILLED_BUFFERS))
+
+
 def _fillable(model: nn.Module) -> dict[str, Tensor]:
     """Parameters that a loader fills. A tied embedding and head are one, under the first name."""
     derived = {f"{name}.{leaf}" for name, _ in _mla_layers(model) for leaf in _MLA_DERIVED}
-    params = {name: param.detach() for name, param in model.named_parameters() if name not in derived}
+    params = {name: param.detach() for name, param in _named(model) if name not in derived}
     empty = [name for name, param in params.items() if param.numel() == 0]
     if empty:
         raise UnsupportedWeights(

@@ -24,7 +24,7 @@ from slipstream.conf.schema import (
 from slipstream.trainer.model.build_decoder import build_decoder
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.forward import Forward
-from slipstream.trainer.model.logprobs import token_logprobs
+from slipstream.trainer.model.logprobs import soft_capped, token_logprobs
 from slipstream.trainer.moe.replay import RecordedRoutes
 from slipstream.trainer.parallel import ParallelLayout, local_part
 from slipstream.trainer.weights.fused_experts import interleave
@@ -259,6 +259,28 @@ GEMMA3 = {
 }
 """Windows with a RoPE of their own, norms before and after, GELU, scaled embeddings."""
 
+GEMMA4 = {
+    **{key: value for key, value in COMMON.items() if key != "rope_theta"},
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 4,
+    "head_dim": 20,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 5e4},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
+    },
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 2.0,
+    "pad_token_id": None,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 3e-5,
+}
+"""Heads, RoPE and values of layers without a window are their own; layers' factors; a soft cap that bends logits."""
+
 MINIMAX = {
     **{key: value for key, value in COMMON.items() if key != "rope_theta"},
     "model_type": "minimax_m2",
@@ -336,7 +358,7 @@ class SpreadReader:
         if tensor.endswith(PACKED_LEAVES):
             return self._bits.read(tensor, region)
         whole = torch.randn(self._shapes[tensor], generator=named_generator(7, tensor, torch.device("cpu"))) * 0.15
-        if tensor.endswith("norm.weight") and not (self._adds_one and ".linear_attn." not in tensor):
+        if tensor.endswith(("norm.weight", "layer_scalar")) and not (self._adds_one and ".linear_attn." not in tensor):
             whole += 1.0
         return whole[tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))]
 
@@ -399,7 +421,10 @@ def logits_of(
     by: Forward | None = None,
 ) -> Tensor:
     """[T, V]."""
-    return decoder.apply_head(lambda hidden, weight: F.linear(hidden, weight), decoder(*batch, routes, by=by))
+    softcap = decoder.spec.logit_softcap
+    return decoder.apply_head(
+        lambda hidden, weight: soft_capped(F.linear(hidden, weight), softcap), decoder(*batch, routes, by=by)
+    )
 
 
 def base_logits_of(decoder: Decoder, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -415,7 +440,10 @@ def logprob_gradients(
     decoder.zero_grad()
     hidden, head = decoder(*batch), decoder.by.head
     logprobs, _ = decoder.apply_head(
-        lambda rows, weight: token_logprobs(rows, weight, batch[0], temperature=1.0, chunk_tokens=5, head=head), hidden
+        lambda rows, weight: token_logprobs(
+            rows, weight, batch[0], temperature=1.0, chunk_tokens=5, head=head, softcap=decoder.spec.logit_softcap
+        ),
+        hidden,
     )
     (logprobs * (1 + batch[0] % 5)).sum().backward()
     return logprobs.detach(), {name: p.grad for name, p in decoder.named_parameters() if p.requires_grad}

@@ -16,7 +16,7 @@ from cases import recorded_fp8
 from cases.recorded import replay_plan
 from cases.vllm_process import outcomes_of
 
-MODELS = ["qwen3", "qwen2", "mistral", "olmoe", "minimax_m2", "qwen3_5_moe", "gemma3"]
+MODELS = ["qwen3", "qwen2", "mistral", "olmoe", "minimax_m2", "qwen3_5_moe", "gemma3", "gemma4"]
 """Others are recorded and published in test_engine_layouts.py."""
 NO_PICTURES = Path(__file__).parents[1] / "fakes" / "no_pictures"
 """Has the names of a package that vLLM's file of Qwen3.5 imports and CPU environments lack."""
@@ -48,6 +48,7 @@ def compare(model_name: str, folder: Path) -> None:
     import torch
     from fakes.vllm_oracle import engine_of
 
+    from slipstream.rollout.in_vllm.post_load import readable
     from slipstream.rollout.in_vllm.vllm_patches import keep_linear_weights_in_place
     from slipstream.weight_sync.layout import TensorMeta
     from slipstream.weight_sync.record.recorder import record_layout
@@ -66,7 +67,7 @@ def compare(model_name: str, folder: Path) -> None:
         client: Any = llm.llm_engine.engine_core  # in this process, so it holds the engine
         executor = client.engine_core.model_executor
         model = executor.driver_worker.worker.model_runner.model
-        params = dict(model.named_parameters())
+        params = readable(model)
         before = {name: param.detach().clone() for name, param in params.items()}
         metas = tuple(TensorMeta(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items())
         layout = record_layout(model.load_weights, params, metas, 0)

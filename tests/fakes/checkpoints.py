@@ -97,6 +97,13 @@ CONFIGS["gemma3"] = {
     "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_local_base_freq": 3000.0,
     "tie_word_embeddings": True,
 }  # fmt: skip
+CONFIGS["gemma4"] = {
+    **{key: value for key, value in COMMON.items() if key not in ("hidden_act", "rope_theta")},
+    "model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 64,
+    "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 5.0, "tie_word_embeddings": True,
+}  # fmt: skip
 CONFIGS["minimax_m2"] = {
     **COMMON, "model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"], "rotary_dim": 16,
     "num_local_experts": 8, "num_experts_per_tok": 3, "scoring_func": "sigmoid", "use_routing_bias": True,

@@ -58,7 +58,9 @@ def _choose_attention(
     if values is AttentionValues.own:
         return None, "the trainer's own"
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    refusal = refusal_of_engine_attention(capability, dtype, spec.attention)
+    attentions = dict.fromkeys(spec.attention_of(layer) for layer in range(spec.num_layers))
+    refusals = [refusal_of_engine_attention(capability, dtype, one) for one in attentions]
+    refusal = next((one for one in refusals if one is not None), None)
     if refusal is None:
         return VllmAttention(), "vLLM's FlashAttention 3"
     if values is AttentionValues.engine:

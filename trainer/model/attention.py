@@ -24,7 +24,7 @@ from slipstream.conf.schema import LoraConfig, Rounding, Roundings
 from slipstream.trainer.lora import Linear
 from slipstream.trainer.model.attend import AttentionBackend
 from slipstream.trainer.model.delta_net import GatedDeltaNet
-from slipstream.trainer.model.norm import RMSNorm
+from slipstream.trainer.model.norm import RMSNorm, unit_heads
 from slipstream.trainer.model.operations import Operation
 
 TURNED = ("q_rotary", "k_rotary")
@@ -48,17 +48,17 @@ def make_attention(
         return GatedDeltaNet(spec.delta_net, spec.rms_norm_eps, linears, weight_dtype, numerics)
     if isinstance(spec.attention, MlaSpec):
         return LatentAttention(spec, spec.attention, linears, weight_dtype, backend, numerics)
-    window = spec.attention.window(layer)
-    return GroupedQueryAttention(spec, spec.attention, window, linears, weight_dtype, backend, numerics)
+    gqa = spec.attention_of(layer)
+    assert isinstance(gqa, GqaSpec)
+    return GroupedQueryAttention(spec, gqa, gqa.window(layer), linears, weight_dtype, backend, numerics)
 
 
 class GroupedQueryAttention(nn.Module):
     """q, k, v projections, q/k norms, RoPE, attention with a window and sinks, output projection. A family may lack
-    norms, windows or sinks."""
+    norms, windows, sinks or v."""
 
     q_proj: Linear
     k_proj: Linear
-    v_proj: Linear
     o_proj: Linear
 
     def __init__(
@@ -79,7 +79,7 @@ class GroupedQueryAttention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(gqa.num_heads, dtype=weight_dtype)) if gqa.sinks else None
         self.eps, self.q_norm, self.k_norm = spec.rms_norm_eps, None, None
         self.rotates_once = numerics.rotation is Rounding.once
-        self.is_gated, self.norms_all_heads = gqa.gated, gqa.norms_all_heads
+        self.is_gated, self.norms_all_heads, self.norms_values = gqa.gated, gqa.norms_all_heads, gqa.norms_values
         self.norms_alone = gqa.norms_all_heads or spec.norms_add_one
         """The norms are of whole queries and keys, or in operations of their own, and thus rounded before the rotation,
         as any norm is."""
@@ -117,8 +117,13 @@ class GroupedQueryAttention(nn.Module):
     def operations(self, x: str, prefix: str) -> Iterator[Operation]:
         """From the norm of the stream, named x, to what `gives` names."""
         q, k, v, out, *turned = (f"{prefix}{name}" for name in ("q_proj", "k_proj", "v_proj", "attn", *TURNED))
-        projections, both, gate, gated = [self.q_proj, self.k_proj, self.v_proj], q, f"{prefix}gate", f"{prefix}gated"
-        yield Operation(f"{prefix}qkv_proj", (x,), (q, k, v), lambda at, x: at.by.linears(projections, x))
+        projections: list[Any] = [self.q_proj, self.k_proj]
+        both, gate, gated, given = q, f"{prefix}gate", f"{prefix}gated", (q, k, v)
+        if "v_proj" in self._modules:
+            projections.append(self.get_submodule("v_proj"))
+        else:
+            v, given = k, (q, k)
+        yield Operation(f"{prefix}qkv_proj", (x,), given, lambda at, x: at.by.linears(projections, x))
         if self.is_gated:  # a head's query and gate lie beside each other
             q, width = f"{prefix}query", (self.heads[0][0], 2, self.heads[0][1])
             yield Operation(
@@ -128,6 +133,9 @@ class GroupedQueryAttention(nn.Module):
                 lambda at, x: [part.flatten(1) for part in x.unflatten(1, width).unbind(2)],
                 is_view=True,
             )
+        if self.norms_values:
+            values, v, head_dim = v, f"{prefix}v_norm", self.heads[2][1]
+            yield Operation(v, (values,), (v,), lambda at, x: (unit_heads(x, head_dim, self.eps),))
         yield Operation(f"{prefix}rotary_emb", (q, k), (*turned,), lambda at, q, k: at.by.rotate(self, q, k, at))
         yield Operation(out, (*turned, v), (out,), lambda at, q, k, v: (at.by.attend(self, q, k, v, at),))
         if self.is_gated:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from slipstream.conf.architecture.model_spec import CORRECTION_BIAS, ExpertFormat, ModelSpec
+from slipstream.conf.architecture.model_spec import CORRECTION_BIAS, LAYER_SCALAR, ExpertFormat, ModelSpec
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import LoraConfig, TrainerConfig, TrainMode
 from slipstream.trainer.lora import Adapted
@@ -73,7 +73,9 @@ def build_decoder(
         compute_dtype=dtype,
         weight_dtype=torch.float32 if lora is None else dtype,
         lora=lora,
-        attention_backend=choose_attention_backend(device, dtype, spec.attention),
+        attention_backends=[
+            choose_attention_backend(device, dtype, spec.attention_of(layer)) for layer in range(spec.num_layers)
+        ],
         checkpointing=trainer.activation_checkpointing,
         gate_up_kept=trainer.gate_up_kept,
         numerics=trainer.numerics.places,
@@ -141,5 +143,5 @@ def _choose_trainable(decoder: Decoder, trainer: TrainerConfig) -> None:
             parameter.requires_grad_("lora_" in name.rsplit(".", 1)[-1])
         else:
             parameter.requires_grad_(trainer.train_router or id(parameter) not in routers)
-        if name.endswith(CORRECTION_BIAS):
+        if name.endswith((CORRECTION_BIAS, LAYER_SCALAR)):
             parameter.requires_grad_(False)

@@ -104,7 +104,7 @@ def _layer(number: int, layer: DecoderLayer, at: Place, adds: tuple[str, str]) -
             inputs = tuple(prefix + name for name in operation.inputs)
             yield from _rotary(f"{prefix}self_attn.", attention, at, inputs)
         elif operation.name == "residual":
-            yield _residual(number, layer.adds, is_rounded=is_rounded)
+            yield _residual(number, layer, is_rounded=is_rounded)
         elif operation.name not in of_experts:
             yield _whole(operation, prefix, attention, at)
 
@@ -122,7 +122,7 @@ def _whole(operation: Operation, prefix: str, attention: nn.Module, at: Place) -
 
 def _is_rounded(norm: RMSNorm, at: Place) -> bool:
     """Whether the norm reads a rounded sum."""
-    return not (norm.once and at.by.fuses)
+    return not (norm.fuses_sum and at.by.fuses)
 
 
 def _norm(name: str, number: int, norm: RMSNorm, at: Place, adds: tuple[str, str]) -> Operation:
@@ -144,11 +144,14 @@ def _unrounded_sum(x_TH: Tensor, attended_TH: Tensor, fed_TH: Tensor) -> tuple[T
     return residual_sum(x_TH, attended_TH, x_TH, fed_TH)
 
 
-def _residual(number: int, adds: tuple[str, str], *, is_rounded: bool) -> Operation:
+def _residual(number: int, layer: DecoderLayer, *, is_rounded: bool) -> Operation:
+    adds = layer.adds
     prefix, following = f"layers.{number}.", (f"layers.{number + 1}.stream",)
     if is_rounded:
         middle = f"{prefix}stream_mid"
-        return Operation(f"{prefix}residual", (middle, prefix + adds[1]), following, lambda x, fed: (x + fed,))
+        return Operation(
+            f"{prefix}residual", (middle, prefix + adds[1]), following, lambda x, fed: (layer.scaled(x + fed),)
+        )
     return Operation(
         f"{prefix}residual", _addends(number, adds), following, lambda *addends: _unrounded_sum(*addends)[:1]
     )

@@ -81,7 +81,8 @@ class Decoder(nn.Module):
         self.lora = build.lora
         """None in full training."""
         self.layout = build.layout
-        self.attention_backend = build.attention_backend
+        self.attention_backends = {*build.attention_backends}
+        """Of all layers."""
         self.model = Trunk(build)
         self.lm_head = None if build.spec.tie_embeddings else VocabTable(build)
         self.rotary = RotaryEmbedding(build.spec.rope, build.numerics.rotation)
@@ -179,7 +180,7 @@ class Decoder(nn.Module):
 
         Example: {"attention": "varlen", "experts": "triton"}
         """
-        chosen = {"attention": str(self.attention_backend)}
+        chosen = {"attention": ", ".join(sorted(self.attention_backends))}
         if self.by.attention_values is not None:
             chosen["attention values"] = self.by.attention_values
         for module in self.modules():

@@ -101,8 +101,8 @@ def refusal_of_graphs(decoder: Decoder, device: torch.device) -> str | None:
         return "the trainer has no GPU"
     if decoder.layout.world_size > 1:
         return "the trainer has several ranks"
-    if decoder.attention_backend not in (AttentionBackend.cudnn, AttentionBackend.varlen):
-        return f"attention is {decoder.attention_backend}"
+    if not decoder.attention_backends <= {AttentionBackend.cudnn, AttentionBackend.varlen}:
+        return f"attention is {decoder.backends['attention']}"
     if decoder.by.gradients_by is not None:
         return "values come from merged weights or from the engine's kernels"
     if decoder.spec.delta_net is not None:
@@ -140,7 +140,7 @@ class DecoderGraphs:
     ) -> Tensor:
         """As Decoder.forward. The result is overwritten by the next call; its backward must come before that."""
         starts = tuple(cu_seqlens.tolist())
-        has_cudnn = self._decoder.attention_backend is AttentionBackend.cudnn
+        has_cudnn = AttentionBackend.cudnn in self._decoder.attention_backends
         size = graph_size(starts, has_routes=routes is not None, has_cudnn=has_cudnn)
         captured = None
         if 0 < size.num_tokens <= self._max_tokens and self._comes_again(size):

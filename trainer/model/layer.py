@@ -58,7 +58,8 @@ class Build:
     compute_dtype: torch.dtype
     weight_dtype: torch.dtype
     lora: LoraConfig | None
-    attention_backend: AttentionBackend
+    attention_backends: Sequence[AttentionBackend]
+    """One per layer."""
     checkpointing: bool
     gate_up_kept: float
     """Share of the expert layers that keep the product of gate and up although they are recomputed."""
@@ -90,6 +91,7 @@ class Build:
             weight_dtype=self.weight_dtype,
             rounding=self.numerics.norm,
             adds_one=self.spec.norms_add_one,
+            sums_alone=self.spec.scales_layers,
         )
 
 
@@ -146,7 +148,7 @@ class DecoderLayer(nn.Module):
             layer,
             weight_dtype=build.weight_dtype,
             lora=None if build.lora is None else build.lora.for_attention,
-            backend=build.attention_backend,
+            backend=build.attention_backends[layer],
             numerics=build.numerics,
         )
         self.add_module(self._attention_name, attention)
@@ -159,6 +161,7 @@ class DecoderLayer(nn.Module):
         self.rope = int(spec.local_rope is not None and windows[layer] is not None)
         """Which of Decoder.ropes turns its heads."""
         self.mlp = _moe_block(build, layer) if spec.is_moe_layer(layer) else build.dense_mlp(spec.intermediate_size)
+        self.layer_scalar = nn.Parameter(torch.empty(1, dtype=build.weight_dtype)) if spec.scales_layers else None
         self.moe_index = sum(map(spec.is_moe_layer, range(layer)))
         self.keeps_gate_up = is_in_share(self.moe_index, build.gate_up_kept)
         self.parts = self._parts()
@@ -194,13 +197,22 @@ class DecoderLayer(nn.Module):
             rest.append(Operation(fed_name, (FED,), (fed_name,), lambda at, x: (at.by.norm(halves[1], x),)))
             gives, owners = [*gives, delta], [*owners, *halves]
         ends, outs = (STREAM, delta, MIDDLE, *fed), (NEXT_STREAM, NEXT_SUM)
-        last.append(Operation("residual", ends, outs, lambda at, *x: at.by.add(block, *x, once=after.once)))
+        last.append(Operation("residual", ends, outs, lambda at, *x: self.add(at.by, *x)))
         return [
             Part(attention, [heads], [norm, self.attention], waits=True),
             Part(projection, [DELTA], waits=True),
             Part(rest, gives, owners, waits=False),
             Part(last, outs, waits=False),
         ]
+
+    def add(self, by: Forward, *addends: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The stream at the layer's end; and before it was rounded, if the next norm reads that."""
+        out_TH, sum_TH = by.add(self.mlp, *addends, once=self.middle_norm.fuses_sum)
+        return self.scaled(out_TH), sum_TH
+
+    def scaled(self, x_TH: Tensor) -> Tensor:
+        """What the layer gives, by its factor."""
+        return x_TH if self.layer_scalar is None else x_TH * self.layer_scalar.to(x_TH.dtype)
 
     @property
     def attention(self) -> GroupedQueryAttention | LatentAttention | GatedDeltaNet:

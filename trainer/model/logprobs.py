@@ -13,7 +13,7 @@ than one vector per row.
 Invariant: the logits of at most `chunk_tokens` rows exist at a time, forward and backward, and nothing of vocabulary
 size is kept in between.
 Logits are rounded to the weight's format before they become float32: the engine rounds there too, and agreeing with it
-matters more than the last bits.
+matters more than the last bits. A soft cap's three operations are rounded there, too.
 
 Shapes: T rows, H hidden, V vocabulary, C rows of one chunk.
 """
@@ -49,6 +49,7 @@ def token_logprobs(
     chunk_tokens: int,
     head: Head | None = None,
     differentiate_entropy: bool = False,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ head^T / temperature) at the targets, and the entropy of that distribution.
 
@@ -60,6 +61,7 @@ def token_logprobs(
         chunk_tokens: rows whose logits exist at once, >= 1.
         head: computes the values, at temperature 1.
         differentiate_entropy: whether gradient flows through entropy_T, too.
+        softcap: as ModelSpec.logit_softcap; applied before the temperature.
 
     Returns:
         logprobs_T and entropy_T (nats), float32. Gradient flows from logprobs_T to hidden_TH, and to
@@ -69,11 +71,21 @@ def token_logprobs(
         raise ValueError(f"hidden states are {hidden_TH.dtype} but the head's weight is {head_weight_VH.dtype}")
     if temperature <= 0 or chunk_tokens < 1:
         raise ValueError(f"need temperature > 0 and chunk_tokens >= 1, got {temperature} and {chunk_tokens}")
-    assert head is None or temperature == 1.0
-    arguments = (hidden_TH, head_weight_VH, targets_T, temperature, chunk_tokens, head)
+    assert head is None or (temperature == 1.0 and softcap is None)
+    arguments = (hidden_TH, head_weight_VH, targets_T, temperature, chunk_tokens, head, softcap)
     if hidden_TH.requires_grad and not head_weight_VH.requires_grad and not differentiate_entropy:
         return _FrozenHead.apply(*arguments)
     return _TokenLogprobs.apply(*arguments, differentiate_entropy)
+
+
+def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Logits as an engine computes them."""
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def _slope(capped_CV: Tensor, softcap: float | None) -> Tensor | None:
+    """The derivative of soft_capped."""
+    return None if softcap is None else 1 - (capped_CV / softcap).square()
 
 
 class _FrozenHead(torch.autograd.Function):
@@ -88,16 +100,19 @@ class _FrozenHead(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         head: Head | None,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         logprobs_T, entropy_T = torch.empty(2, hidden_TH.shape[0], device=hidden_TH.device).unbind()
         directions_TH = torch.empty_like(hidden_TH)
         for start in range(0, hidden_TH.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             logits_CV, (logprobs_T[rows], normalizers_C, entropy_T[rows]) = _chunk(
-                hidden_TH[rows], head_weight_VH, targets_T[rows], temperature, head
+                hidden_TH[rows], head_weight_VH, targets_T[rows], temperature, head, softcap
             )
-            ones_C = torch.ones_like(normalizers_C)
+            slope_CV, ones_C = _slope(logits_CV, softcap), torch.ones_like(normalizers_C)
             logits_CV = logits_gradient(logits_CV, targets_T[rows], normalizers_C, ones_C, temperature)
+            if slope_CV is not None:
+                logits_CV.mul_(slope_CV)
             torch.mm(logits_CV, head_weight_VH, out=directions_TH[rows])
             del logits_CV
         ctx.save_for_backward(directions_TH)
@@ -108,7 +123,7 @@ class _FrozenHead(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs_T: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (directions_TH,) = ctx.saved_tensors
         grads_TH = (grad_logprobs_T.float()[:, None] * directions_TH).to(directions_TH.dtype)
-        return grads_TH, None, None, None, None, None
+        return grads_TH, None, None, None, None, None, None
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -123,6 +138,7 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         head: Head | None,
+        softcap: float | None,
         differentiate_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         """Compute the logits of one chunk at a time."""
@@ -133,12 +149,12 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, num_rows, chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             logits_CV, (logprobs_T[rows], log_normalizers_T[rows], entropy_T[rows]) = _chunk(
-                hidden_TH[rows], head_weight_VH, targets_T[rows], temperature, head
+                hidden_TH[rows], head_weight_VH, targets_T[rows], temperature, head, softcap
             )
             del logits_CV  # before the next chunk's exist
         kept = [entropy_T] if differentiate_entropy else []
         ctx.save_for_backward(hidden_TH, head_weight_VH, targets_T, log_normalizers_T, *kept)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.temperature, ctx.chunk_tokens, ctx.softcap = temperature, chunk_tokens, softcap
         if not differentiate_entropy:
             ctx.mark_non_differentiable(entropy_T)
         return logprobs_T, entropy_T
@@ -153,7 +169,8 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight_VH = torch.zeros_like(head_weight_VH, dtype=torch.float32) if needs_weight else None
         for start in range(0, hidden_TH.shape[0], ctx.chunk_tokens):
             rows = slice(start, start + ctx.chunk_tokens)
-            logits_CV = hidden_TH[rows] @ head_weight_VH.t()
+            logits_CV = soft_capped(hidden_TH[rows] @ head_weight_VH.t(), ctx.softcap)
+            slope_CV = _slope(logits_CV, ctx.softcap)
             grad_logits_CV = logits_gradient(
                 logits_CV,
                 targets_T[rows],
@@ -163,21 +180,28 @@ class _TokenLogprobs(torch.autograd.Function):
                 (kept[0][rows], grad_entropy_T[rows].float()) if kept else None,
             )
             del logits_CV
+            if slope_CV is not None:
+                grad_logits_CV.mul_(slope_CV)
             if grad_hidden_TH is not None:
                 grad_hidden_TH[rows] = grad_logits_CV @ head_weight_VH
             if grad_weight_VH is not None:
                 grad_weight_VH += grad_logits_CV.t() @ hidden_TH[rows]
             del grad_logits_CV
         grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(head_weight_VH.dtype)
-        return grad_hidden_TH, grad_weight, None, None, None, None, None
+        return grad_hidden_TH, grad_weight, None, None, None, None, None, None
 
 
 def _chunk(
-    hidden_CH: Tensor, head_weight_VH: Tensor, targets_C: Tensor, temperature: float, head: Head | None
+    hidden_CH: Tensor,
+    head_weight_VH: Tensor,
+    targets_C: Tensor,
+    temperature: float,
+    head: Head | None,
+    softcap: float | None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """Logits, and their log-probabilities at the targets, log-normalizers and entropies."""
     if head is None:
-        logits_CV = hidden_CH @ head_weight_VH.t()
+        logits_CV = soft_capped(hidden_CH @ head_weight_VH.t(), softcap)
         return logits_CV, log_softmax(logits_CV, targets_C, temperature)
     logits_CV = head.linear(hidden_CH, head_weight_VH)
     values_C = head.token_logprobs(logits_CV, targets_C)

@@ -9,13 +9,28 @@ from slipstream.conf.schema import Rounding
 from slipstream.trainer.kernels.rms_norm import add_rms_norm, rms_norm
 
 
+def unit_heads(x_TO: Tensor, head_dim: int, eps: float) -> Tensor:
+    """Every head divided by its root mean square, without a weight; rounded once."""
+    heads = x_TO.float().unflatten(1, (-1, head_dim))
+    return (heads * torch.rsqrt(heads.pow(2).mean(-1, keepdim=True) + eps)).flatten(1).to(x_TO.dtype)
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dim; with `adds_one`, * (1 + weight), which is rounded once in any case."""
 
     def __init__(
-        self, size: int, *, eps: float, weight_dtype: torch.dtype, rounding: Rounding, adds_one: bool = False
+        self,
+        size: int,
+        *,
+        eps: float,
+        weight_dtype: torch.dtype,
+        rounding: Rounding,
+        adds_one: bool = False,
+        sums_alone: bool = False,
     ) -> None:
         super().__init__()
+        self.fuses_sum = rounding is Rounding.once and not sums_alone
+        """The sum that it norms is not rounded before."""
         self.eps, self.once, self.adds_one = eps, rounding is Rounding.once, adds_one
         self.weight = nn.Parameter(torch.empty(size, dtype=weight_dtype))
 
@@ -27,9 +42,9 @@ class RMSNorm(nn.Module):
 
     def after_sum(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm)."""
-        if self.adds_one:
+        if self.adds_one or self.once is not self.fuses_sum:
             total = x + delta
-            return total, self._plus_one(total, (x.float() + delta.float()).detach() if self.once else None)
+            return total, self(total, (x.float() + delta.float()).detach() if self.fuses_sum else None)
         return add_rms_norm(x, delta, self.weight, self.eps, self.once)
 
     def _plus_one(self, x: Tensor, wide: Tensor | None) -> Tensor:

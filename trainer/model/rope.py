@@ -14,7 +14,13 @@ import math
 import torch
 from torch import Tensor
 
-from slipstream.conf.architecture.attention_spec import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
+from slipstream.conf.architecture.attention_spec import (
+    LinearScaling,
+    Llama3Scaling,
+    ProportionalScaling,
+    RopeSpec,
+    YarnScaling,
+)
 from slipstream.conf.schema import Rounding
 
 
@@ -43,6 +49,9 @@ def _inverse_frequencies(spec: RopeSpec, device: torch.device) -> Tensor:
         return 1.0 / powers
     if isinstance(spec.scaling, LinearScaling):
         return 1.0 / powers / spec.scaling.factor
+    if isinstance(spec.scaling, ProportionalScaling):
+        turning = torch.arange(len(powers), device=device) < int(spec.scaling.share * spec.dim // 2)
+        return torch.where(turning, 1.0 / powers, 0.0)
     return _yarn(powers, spec) if isinstance(spec.scaling, YarnScaling) else _llama3(1.0 / powers, spec)
 
 

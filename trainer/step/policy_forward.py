@@ -150,6 +150,7 @@ class PolicyForward:
                 temperature=self.temperature,
                 chunk_tokens=self.chunk_tokens,
                 head=self.decoder.by.head,
+                softcap=self.decoder.spec.logit_softcap,
                 differentiate_entropy=self.algorithm.entropy_coef != 0,
             ),
             hidden_TH.index_select(0, rows_N),

@@ -13,6 +13,7 @@ from cases.tiny_models import (
     DEEPSEEK,
     DENSE,
     GEMMA3,
+    GEMMA4,
     GLM,
     GLM_LITE,
     GPT_OSS,
@@ -48,7 +49,7 @@ FAMILIES = {
     "moe": MIXED, "dense_tied": TIED, "deepseek": DEEPSEEK, "glm": GLM, "glm_lite": GLM_LITE, "llama": LLAMA,
     "gpt_oss": GPT_OSS, "qwen2": QWEN2, "mistral": MISTRAL, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
     "minimax": MINIMAX, "qwen3_next": QWEN3_NEXT, "qwen3_5": QWEN3_5, "qwen3_5_moe": QWEN3_5_MOE,
-    "gemma3": GEMMA3,
+    "gemma3": GEMMA3, "gemma4": GEMMA4,
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from cases.tiny_models import (
     DEEPSEEK,
     DENSE,
     GEMMA3,
+    GEMMA4,
     GLM,
     GLM_LITE,
     GPT_OSS,
@@ -58,6 +59,7 @@ from slipstream.trainer.weights.shards import local_shards
         MIXTRAL,
         QWEN2_MOE,
         GEMMA3,
+        GEMMA4,
         QWEN3_5,
         QWEN3_5_MOE,
         QWEN3_NEXT,
@@ -98,7 +100,7 @@ def test_a_config_written_by_transformers_reads_the_same():
             r"qwen3_5 has a vision tower.*give such a checkpoint as model.path.*with model_type=qwen3_5_text",
         ),
         ({"model_type": "kimi_k25"}, r"kimi_k25 is not supported: engines load its four-bit experts .* language_model"),
-        ({"model_type": "gemma4"}, r"gemma4 is not supported: its heads have one width in layers with a window"),
+        ({"model_type": "gemma4"}, r"gemma4 has a vision tower.*with model_type=gemma4_text"),
         ({"model_type": "deepseek_v32"}, r"deepseek_v32 is not supported: .* an indexer chooses; supported: "),
         ({"hidden_size": None}, "hidden_size must be a positive whole number, got None"),
         ({"num_key_value_heads": 3}, "num_key_value_heads must divide"),
@@ -106,6 +108,10 @@ def test_a_config_written_by_transformers_reads_the_same():
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "RoPE type 'longrope' is not supported"),
         ({"vision_config": {"depth": 2}}, "vision_config: models with towers"),
+        (
+            {"model_type": "qwen3_vl", "vision_config": {"depth": 2}},
+            "vision_config: models with towers .* qwen3_vl has one",
+        ),
         ({"quantization_config": {"quant_method": "gptq"}}, "is not supported: quant_method='gptq'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "is not supported: quant_method='fp8'"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "is not supported: quant_method='bitsandbytes'"),
@@ -225,6 +231,19 @@ def test_a_latent_attention_model_out_of_range_is_refused_by_name(changes, messa
         (GEMMA3, {"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported for gemma3_text"),
         (GEMMA3, {"layer_types": ["full_attention"]}, "layer_types must say .* for each of 3 layers"),
         (GEMMA3, {"sliding_window": ...}, "sliding_window must be given for gemma3_text"),
+        (GEMMA4, {"hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input must be given for gemma4_text"),
+        (
+            GEMMA4,
+            {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 2},
+            r"lacks: embeddings that each layer adds \(hidden_.*=256\); layers that attend to keys and values of ano",
+        ),
+        (GEMMA4, {"enable_moe_block": True}, r"lacks: experts beside a dense feed-forward \(enable_moe_block=True\)$"),
+        (GEMMA4, {"num_experts": 8}, r"lacks: experts beside a dense feed-forward \(num_experts=8\)$"),
+        (GEMMA4, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
+        (GEMMA4, {"layer_types": ["sliding_attention"] * 4}, "layer_types must end with full_attention"),
+        (GEMMA4, {"per_layer_config": {"1": {"head_dim": 24}}}, "per_layer_config must give every layer with full_at"),
+        (GEMMA4, {"num_global_key_value_heads": 3}, "num_key_value_heads that divide num_attention_heads 4"),
+        (GEMMA4, {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters must be a mapping of"),
         (GEMMA3, {"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters must be a mapping of full_attention and"),
         (GEMMA3, {"rope_scaling": {"rope_type": "linear", "factor": 8}}, "factor must be written as 8.0"),
         (
@@ -438,6 +457,7 @@ def test_an_expert_parallel_size_that_does_not_fit_is_refused():
 FOR_VLLM = {
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
     "minimax_m2": {"rotary_dim": 64, "use_routing_bias": True, "scoring_func": "sigmoid"},
 }
 """Fields of published configs that transformers does not write and vLLM asks for."""
@@ -454,6 +474,7 @@ FOR_VLLM = {
         "minimax_m2",
         "qwen3_next",
         "gemma3_text",
+        "gemma4_text",
         "qwen3_5_text",
         "qwen3_5_moe_text",
         "gpt_oss",
@@ -511,6 +532,9 @@ def test_latents_are_cached_once_and_windows_bound_what_a_layer_keeps():
     kept = sum(1000 if window is None else window for window in windows)
     assert 0 < kept < 1000 * spec.num_layers
     assert spec.sequence_cache_bytes(1000, "bfloat16", 1) == kept * spec.attention.cached_elements(1) * 2
+
+    # two layers of 2 heads of 20 that keep 4 tokens, two of one head of 24
+    assert read_config(GEMMA4).sequence_cache_bytes(1000, "bfloat16", 1) == 2 * 2 * (2 * 4 * 2 * 20 + 2 * 1000 * 24)
 
 
 @pytest.mark.parametrize("field", ["swiglu_alpha", "swiglu_limit"])

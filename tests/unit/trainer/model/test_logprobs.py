@@ -19,23 +19,27 @@ def make_inputs(dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[torc
     return hidden, weight, targets
 
 
-def oracle(hidden, weight, targets, temperature):
-    log_p = torch.log_softmax(hidden @ weight.t() / temperature, dim=-1)
+def oracle(hidden, weight, targets, temperature, softcap=None):
+    logits = hidden @ weight.t()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    log_p = torch.log_softmax(logits / temperature, dim=-1)
     return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 23, 1000])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_values_and_gradients_equal_full_softmax(chunk_tokens, temperature, is_frozen):
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, None), (0.7, 3.0)])
+def test_values_and_gradients_equal_full_softmax(chunk_tokens, temperature, softcap, is_frozen):
     hidden, weight, targets = make_inputs()
     coefficients = torch.linspace(-1, 1, T)
     mine = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(not is_frozen)]
-    logprobs, entropy = token_logprobs(mine[0], mine[1], targets, temperature=temperature, chunk_tokens=chunk_tokens)
+    logprobs, entropy = token_logprobs(
+        mine[0], mine[1], targets, temperature=temperature, chunk_tokens=chunk_tokens, softcap=softcap
+    )
     (logprobs * coefficients).sum().backward()
 
     exact = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
-    exact_logprobs, exact_entropy = oracle(exact[0], exact[1], targets, temperature)
+    exact_logprobs, exact_entropy = oracle(exact[0], exact[1], targets, temperature, softcap)
     (exact_logprobs * coefficients).sum().backward()
 
     torch.testing.assert_close(logprobs.double(), exact_logprobs, rtol=1e-5, atol=1e-5)
@@ -55,17 +59,17 @@ def test_a_frozen_head_is_multiplied_with_twice(is_frozen):
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_gradients_through_the_entropy_equal_full_softmax(temperature, is_frozen):
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, None), (0.7, 3.0)])
+def test_gradients_through_the_entropy_equal_full_softmax(temperature, softcap, is_frozen):
     hidden, weight, targets = make_inputs()
     up, across = torch.linspace(-1, 1, T), torch.linspace(0.5, -2, T)
     mine = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(not is_frozen)]
     logprobs, entropy = token_logprobs(
-        mine[0], mine[1], targets, temperature=temperature, chunk_tokens=7, differentiate_entropy=True
+        mine[0], mine[1], targets, temperature=temperature, chunk_tokens=7, differentiate_entropy=True, softcap=softcap
     )
     (logprobs @ up + entropy @ across).backward()
     exact = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
-    exact_logprobs, exact_entropy = oracle(exact[0], exact[1], targets, temperature)
+    exact_logprobs, exact_entropy = oracle(exact[0], exact[1], targets, temperature, softcap)
     (exact_logprobs @ up.double() + exact_entropy @ across.double()).backward()
     for got, want in list(zip(mine, exact, strict=True))[: 1 if is_frozen else 2]:
         torch.testing.assert_close(got.grad.double(), want.grad, rtol=1e-5, atol=1e-5)

@@ -9,6 +9,7 @@ from cases.tiny_models import (
     DEEPSEEK,
     DENSE,
     GEMMA3,
+    GEMMA4,
     GLM,
     GLM_LITE,
     GPT_OSS,
@@ -43,7 +44,7 @@ from slipstream.trainer.weights.fused_experts import interleave
 MODELS = {
     "dense": DENSE, "moe": MIXED, "llama": LLAMA, "glm": GLM, "glm_lite": GLM_LITE, "deepseek": DEEPSEEK,
     "gpt_oss": GPT_OSS, "qwen2": QWEN2, "mistral": MISTRAL, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
-    "minimax": MINIMAX, "qwen3_5": QWEN3_5, "gemma3": GEMMA3,
+    "minimax": MINIMAX, "qwen3_5": QWEN3_5, "gemma3": GEMMA3, "gemma4": GEMMA4,
     "qwen3_next": {**QWEN3_NEXT, "num_experts_per_tok": 8},  # another route in bfloat16 would hide the rest
     "qwen3_5_moe": {**QWEN3_5_MOE, "num_experts_per_tok": 6},
 }  # fmt: skip

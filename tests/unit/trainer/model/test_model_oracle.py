@@ -11,6 +11,7 @@ from cases.tiny_models import (
     DEEPSEEK,
     DENSE,
     GEMMA3,
+    GEMMA4,
     GLM,
     GLM_LITE,
     GPT_OSS,
@@ -93,6 +94,13 @@ CONFIGS = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 2e3},
         },
     },
+    "gemma4": GEMMA4,
+    "gemma4_own_values_default_rope_no_cap": {
+        **GEMMA4,
+        "attention_k_eq_v": False,
+        "final_logit_softcapping": None,
+        "rope_parameters": {kind: {"rope_theta": 2e3, "rope_type": "default"} for kind in GEMMA4["rope_parameters"]},
+    },
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5_MOE,
     "qwen3_next": QWEN3_NEXT,
@@ -137,7 +145,10 @@ def test_logits_and_every_gradient_match_transformers(name):
 
 @pytest.mark.parametrize(
     "hf_config",
-    [DENSE, MOE, DEEPSEEK, GLM, GLM_LITE, GPT_OSS, MISTRAL, QWEN2_MOE, OLMOE, MINIMAX, QWEN3_NEXT, QWEN3_5_MOE, GEMMA3],
+    [
+        *(DENSE, MOE, DEEPSEEK, GLM, GLM_LITE, GPT_OSS, MISTRAL, QWEN2_MOE, OLMOE, MINIMAX, QWEN3_NEXT, QWEN3_5_MOE),
+        *(GEMMA3, GEMMA4),
+    ],
     ids=[
         "dense",
         "moe",
@@ -152,6 +163,7 @@ def test_logits_and_every_gradient_match_transformers(name):
         "qwen3_next",
         "qwen3_5_moe",
         "gemma3",
+        "gemma4",
     ],
 )
 def test_packed_equals_unpacked(hf_config):
@@ -166,7 +178,7 @@ def test_packed_equals_unpacked(hf_config):
 
 
 @pytest.mark.parametrize("mode", [TrainMode.lora, TrainMode.full])
-@pytest.mark.parametrize("hf_config", [MIXED, GEMMA3], ids=["moe", "gemma3"])
+@pytest.mark.parametrize("hf_config", [MIXED, GEMMA3, GEMMA4], ids=["moe", "gemma3", "gemma4"])
 def test_recomputation_changes_no_bit(hf_config, mode):
     batch = packed()
     results = []
@@ -183,8 +195,8 @@ def test_recomputation_changes_no_bit(hf_config, mode):
 
 @pytest.mark.parametrize(
     "hf_config",
-    [DENSE, MIXED, DEEPSEEK, GPT_OSS, QWEN2_MOE, OLMOE, QWEN3_NEXT, QWEN3_5, GEMMA3],
-    ids=["dense", "moe", "deepseek", "gpt_oss", "qwen2_moe", "olmoe", "qwen3_next", "qwen3_5", "gemma3"],
+    [DENSE, MIXED, DEEPSEEK, GPT_OSS, QWEN2_MOE, OLMOE, QWEN3_NEXT, QWEN3_5, GEMMA3, GEMMA4],
+    ids=["dense", "moe", "deepseek", "gpt_oss", "qwen2_moe", "olmoe", "qwen3_next", "qwen3_5", "gemma3", "gemma4"],
 )
 def test_a_microbatch_without_tokens_gives_gradients_of_zeros(hf_config):
     for mode in (TrainMode.lora, TrainMode.full):
@@ -248,6 +260,9 @@ def test_each_deepseek_mistake_is_seen_by_the_oracle(mistake):
         (GEMMA3, {"sliding_window": 5}),
         (GEMMA3, {"rope_local_base_freq": 1e6}),
         (GEMMA3, {"rope_scaling": None}),
+        (GEMMA4, {"final_logit_softcapping": 3.0}),
+        (GEMMA4, {"sliding_window": 5}),
+        (GEMMA4, {"rope_parameters": {**GEMMA4["rope_parameters"], "full_attention": {"rope_theta": 5e4}}}),
         (MINIMAX, {"rotary_dim": 20}),
         (MINIMAX, {"rope_theta": 10000.0}),
         (MINIMAX, {"num_experts_per_tok": 2}),
