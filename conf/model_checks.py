@@ -9,6 +9,7 @@ from __future__ import annotations
 from slipstream.conf.architecture.families import FAMILIES, check_engine_constants, family_of, kind_of, read_config
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig, JsonMapping
+from slipstream.conf.publish_checks import check_changes_can_be_sent, check_engines_can_merge
 from slipstream.conf.schema import (
     MAX_EXPERT_RANK,
     Device,
@@ -66,6 +67,7 @@ def check_architecture(config: RunConfig, hf_config: HfConfig) -> None:
         check_fp8_engine_has_gpus(config, hf_config)
         check_fp8_engine_computes_in_two_bytes(config, hf_config)
         check_changes_can_be_sent(config, hf_config)
+        check_engines_can_merge(config, hf_config)
         check_adapters_beside_experts_have_gpu_engines(config, hf_config)
         check_slots_of_experts_have_kernels(config, hf_config)
         check_slots_have_names(config, hf_config)
@@ -339,28 +341,6 @@ def check_fp8_engine_has_gpus(config: RunConfig, hf_config: HfConfig) -> None:
             f"{asked} (config.json) asks for quantized engines, which need GPUs, and cluster.device=cpu; choose "
             "cluster.device=cuda, or model.engine_format=checkpoint and a model without quantization_config"
         )
-
-
-def check_changes_can_be_sent(config: RunConfig, hf_config: HfConfig) -> None:
-    """Changes are those of bfloat16 values. Under LoRA the last ones are computed again, at any time; in full training
-    they are kept on the host, and those of the publish before are gone once a wave has packed the present ones."""
-    if config.weight_sync.delta_bytes == 0:
-        return
-    is_fp8 = config.model.engine_format is EngineFormat.block_fp8 or fp8_skipped(hf_config) is not None
-    wrong = {
-        f"weight_sync.publish_waves={config.weight_sync.publish_waves} with trainer.mode=full, because the values that "
-        "are kept of the last publish serve one wave": (
-            config.trainer.mode is TrainMode.full and config.weight_sync.publish_waves > 1
-        ),
-        "block-FP8 engines (model.engine_format, config.json)": is_fp8,
-        f"model.dtype={config.model.dtype}": config.model.dtype is not DType.bfloat16,
-    }
-    for reason, is_so in wrong.items():
-        if is_so:
-            raise ConfigError(
-                f"weight_sync.delta_bytes={config.weight_sync.delta_bytes} sends changes of bfloat16 weights, "
-                f"which contradicts {reason}; set weight_sync.delta_bytes=0 to send every byte"
-            )
 
 
 def check_fp8_engine_computes_in_two_bytes(config: RunConfig, hf_config: HfConfig) -> None:

@@ -47,12 +47,13 @@ from slipstream.rollout.worker_verbs import StartStatus
 from slipstream.weight_sync.errors import PlanMismatch
 from slipstream.weight_sync.gc_freeze import freeze_heap
 from slipstream.weight_sync.layout import TensorMeta
+from slipstream.weight_sync.merging.factors import OwnMergeSpec
 from slipstream.weight_sync.record.layout_wire import layouts_digest
 from slipstream.weight_sync.replica.control_server import ReplicaEndpoint
 from slipstream.weight_sync.replica.messages import EngineRank
 from slipstream.weight_sync.replica.recovery import Offer, Pulled
 from slipstream.weight_sync.replica.version_state import Phase, VersionState
-from slipstream.weight_sync.typed_msgpack import unpack
+from slipstream.weight_sync.typed_msgpack import pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class RolloutWorker:
         host: Address at which trainer ranks reach this worker.
         adapters: Slots of the engine, when weight_sync.mode=adapter. Base weights then come once, over endpoint() or
             from disk, and policy versions over adapter_endpoint().
+        own_merge: What the engine merges for itself, with weight_sync.remote_merge.
         routing: Shape of the model's routing, for rollouts that carry their routes.
         keep_special_tokens: Whether the text of responses contains special tokens.
         make_engine: Makes the engine, which is called with folder, config and the options of an engine among these.
@@ -93,6 +95,7 @@ class RolloutWorker:
         key: bytes,
         host: str = "127.0.0.1",
         adapters: AdapterSlotsSpec | None = None,
+        own_merge: OwnMergeSpec | None = None,
         routing: RoutingShape | None = None,
         keep_special_tokens: bool = False,
         batch_invariant: bool = False,
@@ -108,6 +111,7 @@ class RolloutWorker:
         self._host = host
         self._key = key
         self._adapters = adapters
+        self._own_merge = own_merge
         self.adapter_replica: AdapterReplica | None = None
         self._adapter_endpoint: ReplicaEndpoint | None = None
         self._sockets = contextlib.ExitStack()
@@ -157,10 +161,12 @@ class RolloutWorker:
                 await self.engine.call_ranks("slipstream_open_link", *link)
                 self.base.endpoint.adopt(VersionState(Phase.clean, 0))  # the engine loaded it, and it never changes
             else:
-                given = self._tensors, *link, self._layouts.digests(), self.base.config.delta_bytes
+                own_merge = b"" if self._own_merge is None else pack(self._own_merge)
+                given = self._tensors, *link, self._layouts.digests(), self.base.config.delta_bytes, own_merge
                 replies = await self.engine.call_ranks("slipstream_describe", *given)
                 self.base.ranks = [unpack(EngineRank, reply) for reply in replies]
-                self._layouts.keep([layouts_digest((rank.layout,)) for rank in self.base.ranks])
+                if self._own_merge is None:  # otherwise factors are in the layouts, too
+                    self._layouts.keep([layouts_digest((rank.layout,)) for rank in self.base.ranks])
             if self._adapters is not None:
                 await self._open_slots(self._adapters)
             self._reached("layout_known")

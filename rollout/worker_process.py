@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from slipstream.rollout.types import AdapterSlotsSpec, RoutingShape
     from slipstream.rollout.worker import RolloutWorker
     from slipstream.weight_sync.layout import TensorMeta
+    from slipstream.weight_sync.merging.factors import OwnMergeSpec
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class WorkerOptions:
     tensors: Sequence[TensorMeta]
     key: bytes
     adapters: AdapterSlotsSpec | None
+    own_merge: OwnMergeSpec | None = None
     routing: RoutingShape | None
     keep_special_tokens: bool
     batch_invariant: bool
@@ -234,6 +236,7 @@ def _make(options: WorkerOptions, seed: int, host: str) -> RolloutWorker:
         key=options.key,
         host=host,
         adapters=options.adapters,
+        own_merge=options.own_merge,
         routing=options.routing,
         keep_special_tokens=options.keep_special_tokens,
         batch_invariant=options.batch_invariant,

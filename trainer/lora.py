@@ -34,7 +34,7 @@ class Adapted(nn.Module):
     """None: this layer is not adapted."""
     rounding_keys: Mapping[str, int] = MappingProxyType({})
     """Of each adapted parameter by its name here: the key of the thresholds by which its merged values are rounded
-    (trainer.weights.rounding). Without one they are rounded to nearest."""
+    (weight_sync.merging.rounding). Without one they are rounded to nearest."""
 
 
 class Linear(Adapted):

@@ -34,6 +34,7 @@ from slipstream.conf.schema import (
     Init,
     MergeRounding,
     Objective,
+    RemoteMerge,
     TrainMode,
 )
 from slipstream.trainer.adapter_io import gather_adapter, load_adapter, save_adapter, save_merged
@@ -67,6 +68,7 @@ from slipstream.trainer.step.policy_forward import Loss, PolicyForward
 from slipstream.trainer.step.preference_loss import dpo_loss
 from slipstream.trainer.step.warm_up import made_up_samples
 from slipstream.trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
+from slipstream.trainer.weights.factors import planned_merges
 from slipstream.trainer.weights.loading import load_weights, open_reader
 from slipstream.trainer.weights.quantization import BlockFp8
 
@@ -127,9 +129,9 @@ class TrainerRank:
         spec = read_config(options.hf_config, trainer.numerics.places.mla_norm_eps)
         layout = ParallelLayout.create(options.world_size, trainer.ep_size, self._rank, self._device, trainer.cp_size)
         dtype = getattr(torch, options.model.dtype.value)
+        rounding_seed = options.seed if options.weight_sync.rounding is MergeRounding.dithered else None
         decoder = build_decoder(
-            spec, dtype=dtype, device=self._device, trainer=trainer, layout=layout,
-            rounding_seed=options.seed if options.weight_sync.rounding is MergeRounding.dithered else None,
+            spec, dtype=dtype, device=self._device, trainer=trainer, layout=layout, rounding_seed=rounding_seed,
             by=choose_forward(spec, dtype, trainer, self._device, options.weight_sync.mode, options.engine_ranks),
             may_be_whole=True,
         )  # fmt: skip
@@ -162,6 +164,8 @@ class TrainerRank:
         self._delivery = Delivery(
             decoder, self._control, options.weight_sync, BlockFp8.from_hf_config(options.hf_config), lora,
             is_packed=bool(report.num_packed_bytes), key=options.sync_key, host=self._host, device=self._device,
+            merges=() if options.weight_sync.remote_merge is RemoteMerge.none
+            else planned_merges(spec, options.model.dtype.value, trainer, rounding_seed),
         )  # fmt: skip
         num_trainable = self._control.sum(sum(shard.values.numel() for shard in learner.shards))
         self._writes.begin(partial(self._copies.prepare, self._checkpoint_bytes()))

@@ -67,6 +67,15 @@ class Relay(StrEnum):
     node = "node"
 
 
+class RemoteMerge(StrEnum):
+    """Who merges adapters into the weights that engines get: the trainer, or every engine, from a base that it keeps in
+    host memory or on its GPUs."""
+
+    none = "none"
+    host = "host"
+    gpu = "gpu"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSyncConfig:
     """How new weights get from trainer ranks into running engines."""
@@ -112,6 +121,15 @@ class WeightSyncConfig:
     memory), and its staging slots are a third smaller. 0: every publish sends every byte. For links slower than NVLink.
     Needs mode=merged and bfloat16 engines.
     """
+    remote_merge: RemoteMerge = field(
+        default=RemoteMerge.none,
+        metadata=read_if(If("weight_sync.mode=merged", ": nothing is merged"), If("trainer.mode=lora", ": no adapter")),
+    )
+    """Send A and B alone; each engine merges them into the base, which it reads from model.path on its own machine and
+    keeps: on the host (page-locked) or on its GPUs. What it then holds is proven by the trainer's hash, as ever: the
+    trainer merges and hashes, too. For links slower than NVLink; engines need memory for the base's adapted matrices
+    once more. Needs weights in model.path, bfloat16 or float32, and engines that this run starts.
+    """
     pause_mode: PauseMode = field(
         default=PauseMode.keep, metadata=read_if(If("weight_sync.mode=merged", ", which never pauses an engine"))
     )
@@ -149,6 +167,11 @@ class WeightSyncConfig:
         require(
             self.delta_bytes == 0 or self.mode is SyncMode.merged,
             f"weight_sync.delta_bytes={self.delta_bytes} needs weight_sync.mode=merged; 0 sends every byte",
+        )
+        require(
+            self.delta_bytes == 0 or self.remote_merge is RemoteMerge.none,
+            f"weight_sync.delta_bytes={self.delta_bytes} and weight_sync.remote_merge={self.remote_merge} are two ways "
+            "to send less; set delta_bytes=0 or remote_merge=none",
         )
         above(0, "weight_sync", timeout_s=self.timeout_s)
         at_least(1, "weight_sync", publish_waves=self.publish_waves)

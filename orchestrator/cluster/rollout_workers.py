@@ -24,7 +24,7 @@ from slipstream.conf.architecture.families import read_config
 from slipstream.conf.errors import SlipstreamError
 from slipstream.conf.model_checks import packing_of
 from slipstream.conf.plural import counted
-from slipstream.conf.schema import Device, RunConfig, SyncMode
+from slipstream.conf.schema import Device, MergeRounding, RemoteMerge, RunConfig, SyncMode
 from slipstream.fleet.waiting import all_started
 from slipstream.orchestrator.cluster.actors import ForkServerActor, RolloutActor
 from slipstream.orchestrator.cluster.ray_cluster import RayCluster, kill_actor
@@ -39,6 +39,7 @@ from slipstream.rollout.engine.start_phase import IMPORTING
 from slipstream.rollout.types import AdapterSlotsSpec
 from slipstream.rollout.worker_process import WorkerOptions
 from slipstream.trainer.weights.adapter_names import adapter_tensors, target_modules
+from slipstream.weight_sync.merging.factors import OwnMergeSpec
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ class RolloutWorkers:
             tensors=engine_checkpoint(hf_config, config.model.dtype),
             key=sync_key,
             adapters=adapter_slots(config, hf_config),
+            own_merge=own_merge(config, hf_config),
             routing=routing_shape(config, hf_config),
             keep_special_tokens=config.reward.keep_special_tokens,
             batch_invariant=config.is_bitwise,
@@ -260,6 +262,19 @@ class RolloutWorkers:
             yield
         finally:
             watching.cancel()
+
+
+def own_merge(config: RunConfig, hf_config: dict[str, Any]) -> OwnMergeSpec | None:
+    """What engines merge for themselves; None where the trainer merges."""
+    sync = config.weight_sync
+    if sync.remote_merge is RemoteMerge.none:
+        return None
+    from slipstream.trainer.weights.factors import planned_merges  # needs torch
+
+    spec = read_config(hf_config, config.trainer.numerics.places.mla_norm_eps)
+    seed = config.run.seed if sync.rounding is MergeRounding.dithered else None
+    merges = planned_merges(spec, config.model.dtype.value, config.trainer, seed)
+    return OwnMergeSpec(config.model.path or "", sync.remote_merge is RemoteMerge.gpu, merges)
 
 
 def adapter_slots(config: RunConfig, hf_config: dict[str, Any]) -> AdapterSlotsSpec | None:

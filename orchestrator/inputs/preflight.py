@@ -27,6 +27,7 @@ from slipstream.conf.json_files import HfConfig
 from slipstream.conf.model_checks import check_architecture, check_packed_base_reaches_engines
 from slipstream.conf.options import did_you_mean
 from slipstream.conf.plural import counted
+from slipstream.conf.publish_checks import check_base_is_on_disk
 from slipstream.conf.schema import Device, Init, Objective, RunConfig, TrainMode
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import PreflightError
@@ -132,6 +133,7 @@ def check_model(config: RunConfig) -> Fact:
     spec = read_config(hf_config)
     if config.algorithm.objective is Objective.policy:
         check_packed_base_reaches_engines(config, hf_config)
+        check_base_is_on_disk(config)
         _check_cache_holds_a_sequence(config, spec)
     check_architecture(config, hf_config)
     _check_engine_imports(config, hf_config)

@@ -24,8 +24,9 @@ from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig
 from slipstream.conf.model_checks import check_architecture, packing_of
-from slipstream.conf.schema import Device, Objective, Relay, RunConfig, SyncMode, TrainMode
+from slipstream.conf.schema import Device, Objective, Relay, RemoteMerge, RunConfig, SyncMode, TrainMode
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
+from slipstream.orchestrator.offline.choices import DeltaChoice, RelayChoice, RemoteMergeChoice
 from slipstream.orchestrator.offline.hardware import Hardware
 from slipstream.orchestrator.offline.modes import ModeChoice, compare_modes
 from slipstream.rollout.errors import EngineError
@@ -38,7 +39,14 @@ from slipstream.weight_sync.plan.budget import Staging, reserved_bytes
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.plan.transfer_plan import PlanSummary, TransferPlan
 from slipstream.weight_sync.prediction.links import LinkRates, Placement, place
-from slipstream.weight_sync.prediction.predict import BUS_BYTES_S, MARK_PASSES, Prediction, apply_passes, predict
+from slipstream.weight_sync.prediction.predict import (
+    BUS_BYTES_S,
+    MARK_PASSES,
+    PACK_PASSES,
+    Prediction,
+    apply_passes,
+    predict,
+)
 from slipstream.weight_sync.prediction.relayed import neighbours, relay_s, written_alone
 
 if TYPE_CHECKING:
@@ -90,44 +98,6 @@ class RolloutMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class RelayChoice:
-    """The same publish with weight_sync.relay=node."""
-
-    num_written: int
-    """Replicas that the trainer writes to; the others read from one of these, on their node."""
-    num_bytes: int
-    """Bytes that the trainer sends."""
-    written_s: float
-    """Until those replicas have committed."""
-    read_s: float
-    """From then until all replicas have committed."""
-
-    @property
-    def total_s(self) -> float:
-        """Seconds of the whole publish."""
-        return self.written_s + self.read_s
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaChoice:
-    """The same publish with weight_sync.delta_bytes, to engines that hold the version before."""
-
-    changed: float
-    """Share of the elements that changed: assumed."""
-    num_bytes: int
-    """Bytes that the trainer sends: what changed, and whole what finds no room in the fullest engine rank's zone, or
-    changed too much to be sent by element."""
-    total_s: float
-    """With the second merge, or in full training the comparison with what is kept on the host."""
-    kept_bytes: int
-    """On the fullest trainer rank, beside the rest: the adapters as published last; in full training 0."""
-    host_bytes: int
-    """In full training, in host memory for the fullest trainer rank: what it published last."""
-    zone_bytes: int
-    """On every engine rank, beside the rest: weight_sync.delta_bytes."""
-
-
-@dataclass(frozen=True, slots=True)
 class PlanReport:
     """Everything that the command prints, draws and writes."""
 
@@ -147,6 +117,8 @@ class PlanReport:
     """None with weight_sync.relay=none. All else in the report is of a publish that writes to every replica."""
     delta: DeltaChoice | None
     """None with weight_sync.delta_bytes=0. All else in the report is of a publish that sends every byte."""
+    remote_merge: RemoteMergeChoice | None
+    """None with weight_sync.remote_merge=none. Likewise."""
 
 
 def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] = logger.info) -> PlanReport:
@@ -189,6 +161,9 @@ def plan_run(config: RunConfig, hardware: Hardware, say: Callable[[str], None] =
             modes=compare_modes(config, hf_config, model.spec, _num_kv_heads(hf_config), hardware, prediction, summary),
             relay=publish.relayed() if config.weight_sync.relay is Relay.node else None,
             delta=publish.delta(summary) if config.weight_sync.delta_bytes else None,
+            remote_merge=(
+                None if config.weight_sync.remote_merge is RemoteMerge.none else publish.remote_merge(summary)
+            ),
         )
     except (EngineError, PlanError, WatermarkError) as error:
         raise ConfigError(str(error)) from error
@@ -318,6 +293,29 @@ class _Publish:
         num_bytes = round(share * summary.num_bytes)
         host = max(int(table.num_bytes.sum()) for table in self.plan.tasks.values()) if is_full else 0
         return DeltaChoice(hardware.changed, num_bytes, found.total_s, self.planned.kept_bytes(), host, zone)
+
+    def remote_merge(self, summary: PlanSummary) -> RemoteMergeChoice:
+        """A and B alone. Each engine rank copies its base to where it merges, over the bus or in its own memory."""
+        from slipstream.weight_sync.merging.factors import is_factor
+        from slipstream.weight_sync.replica.own_merge import with_factors, written_again  # with torch
+
+        merges = {merge.tensor: merge for merge in self.planned.merges()}
+        layouts = [(layout, with_factors(layout, merges), written_again(layout, merges)) for layout in self.engine]
+        factors = sum(p.num_bytes for _, own, _ in layouts for p in own.params if is_factor(p.name))
+        bases = [sum(p.num_bytes for p in layout.params if p.name in again) for layout, _, again in layouts]
+        num_bytes, received = factors * self.config.rollout.most_workers, max(summary.received_bytes.values())
+        is_on_host, rates = self.config.weight_sync.remote_merge is RemoteMerge.host, self.hardware.rates
+        copies = rates.hbm_bytes_s / BUS_BYTES_S if is_on_host else 2.0
+        found = predict(
+            self.plan,
+            self.placement,
+            rates,
+            self.staging,
+            slow_ranks=self.hardware.slow_ranks,
+            sent_share=num_bytes / summary.num_bytes,
+            apply_passes=(copies + PACK_PASSES) * max(bases) / received,
+        )
+        return RemoteMergeChoice(num_bytes, found.total_s, max(bases), is_on_host)
 
 
 def _planned_publish(config: RunConfig, model: _Model, hardware: Hardware, say: Callable[[str], None]) -> _Publish:

@@ -17,7 +17,8 @@ from slipstream.conf.plural import counted
 from slipstream.conf.schema import SyncMode
 
 if TYPE_CHECKING:
-    from slipstream.orchestrator.offline.estimate import DeltaChoice, PlanReport, RelayChoice, RolloutMemory
+    from slipstream.orchestrator.offline.choices import DeltaChoice, RelayChoice, RemoteMergeChoice
+    from slipstream.orchestrator.offline.estimate import PlanReport, RolloutMemory
     from slipstream.orchestrator.offline.modes import ModeChoice
     from slipstream.weight_sync.plan.transfer_plan import PlanSummary
 
@@ -156,6 +157,11 @@ def _sections(report: PlanReport) -> Iterator[tuple[str, list[_Row]]]:
             "The same with what changed alone (weight_sync.delta_bytes)",
             _delta_rows(report.delta, report.summary),
         )
+    if report.remote_merge is not None:
+        yield (
+            "The same with engines that merge for themselves (weight_sync.remote_merge)",
+            _remote_merge_rows(report.remote_merge, report.summary),
+        )
     yield "Which mode", _mode_rows(report.modes)
 
 
@@ -242,6 +248,18 @@ def _delta_rows(delta: DeltaChoice, summary: PlanSummary) -> list[_Row]:
         ("total", _s(delta.total_s), "to engines that hold the version before; finding what changed included"),
         kept,
         ("rollout GPU", _gb(delta.zone_bytes), "more memory: what changed, before it is put in"),
+    ]
+
+
+def _remote_merge_rows(merge: RemoteMergeChoice, summary: PlanSummary) -> list[_Row]:
+    return [
+        ("bytes", _gb(merge.num_bytes), f"of A and B, instead of {_gb(summary.num_bytes)}"),
+        ("total", _s(merge.total_s), "with the engines' merges; not measured on GPUs"),
+        (
+            "rollout host" if merge.is_on_host else "rollout GPU",
+            _gb(merge.base_bytes),
+            "more memory of a rank: the base of what is merged",
+        ),
     ]
 
 

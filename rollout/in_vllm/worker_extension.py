@@ -15,6 +15,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -30,14 +31,17 @@ from slipstream.rollout.in_vllm.load_time import load_time_parameters
 from slipstream.rollout.in_vllm.post_load import Forms, readable, refuse_unwritable
 from slipstream.rollout.receivers import Receivers, SlotReceivers
 from slipstream.rollout.verbs import Verb, verbs_of
+from slipstream.weight_sync.disk.regions import RegionReader
 from slipstream.weight_sync.gc_freeze import freeze_heap
 from slipstream.weight_sync.layout import TensorMeta
+from slipstream.weight_sync.merging.factors import OwnMergeSpec
 from slipstream.weight_sync.record.layout_wire import layouts_digest
 from slipstream.weight_sync.record.recorder import record_layout
 from slipstream.weight_sync.record.repeated_layers import record_repeating
+from slipstream.weight_sync.replica.own_merge import OwnMerge
 from slipstream.weight_sync.replica.receiver import Receiver
 from slipstream.weight_sync.transport.mooncake import MooncakeTransport
-from slipstream.weight_sync.typed_msgpack import pack
+from slipstream.weight_sync.typed_msgpack import pack, unpack
 
 ClassT = TypeVar("ClassT", bound=type)
 
@@ -101,6 +105,7 @@ class WeightReceiver:
         timeout_s: float,
         expected: Sequence[str] = (),
         landing_bytes: int = 0,
+        own_merge: bytes = b"",
     ) -> bytes:
         """Record the layout and register the memory. Call it once, after start.
 
@@ -115,6 +120,7 @@ class WeightReceiver:
             timeout_s: Longest that a native transfer may take without progress.
             expected: layout_wire.layouts_digest of a layout that was recorded elsewhere, over all layers; by rank.
             landing_bytes: weight_sync.delta_bytes.
+            own_merge: OwnMergeSpec, packed, if this engine merges for itself.
 
         Returns:
             weight_sync.replica.messages.EngineRank, packed.
@@ -134,15 +140,23 @@ class WeightReceiver:
                     layout = record_layout(*given, post_load=forms.post_load)
         with timed(seconds, "link"):
             self._open_link(transport, host, timeout_s)
+        params, merging = forms.params, None
+        if own_merge:
+            with timed(seconds, "base"):
+                spec = unpack(OwnMergeSpec, own_merge)
+                merging = OwnMerge(layout, params, spec.merges, on_device=spec.on_device)
+                merging.read_base(RegionReader(Path(spec.folder), [meta.name for meta in metas]).read)
+                params, layout = params | merging.factors, merging.layout
         with timed(seconds, "register"):
             self.slipstream_receiver = Receiver(
-                forms.params,
+                params,
                 layout,
                 self._slipstream_transport,
                 repack=forms.repack,
                 recompute=forms.recompute,
                 synchronize=torch.cuda.synchronize if self.device.type == "cuda" else None,
                 landing_bytes=landing_bytes,
+                own_merge=merging,
             )
             self.slipstream_receivers = Receivers([self.slipstream_receiver])
         with timed(seconds, "describe"):

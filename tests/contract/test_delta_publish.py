@@ -1,5 +1,5 @@
-"""Publishes in a row of changes alone: a real engine proves each version, and holds at the end, byte by byte, what
-vLLM's own loader makes of the trainer's export.
+"""Publishes in a row of changes alone, or of factors alone, which the engine merges: a real engine proves each version,
+and holds at the end, byte by byte, what vLLM's own loader makes of the trainer's export.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from fakes.vllm_oracle import vllm_loads_and_samples
 from fakes.vllm_publish import KEY
 
 from slipstream.conf.architecture.families import read_config
-from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig, WeightSyncConfig
+from slipstream.conf.schema import Device, DType, RemoteMerge, RolloutConfig, SamplingConfig, WeightSyncConfig
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.trainer.adapter_io import save_merged
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.trainer.model.decoder import Decoder
+from slipstream.trainer.weights.factors import merges_of
 from slipstream.trainer.weights.loading import CheckpointReader
+from slipstream.weight_sync.merging.factors import OwnMergeSpec
 from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.publish.report import PublishReport
 from slipstream.weight_sync.transport.mooncake import MooncakeTransport
@@ -32,17 +34,22 @@ SYNC = WeightSyncConfig(watermark_bytes=64 << 20, delta_bytes=8 << 20)
 
 
 async def publish_in_a_row(
-    folder: Path, decoder: Decoder, config: RolloutConfig
+    folder: Path, decoder: Decoder, config: RolloutConfig, sync: WeightSyncConfig = SYNC
 ) -> tuple[list[PublishReport], list[dict[str, str]]]:
     """Reports, and what the engine holds afterwards: per rank, the hash of every parameter."""
     save_character_tokenizer(folder, vocab_size=64)
-    source = TrainerWeightSource(decoder, 0, keeps_last=True)
+    merges = merges_of(decoder) if sync.remote_merge is RemoteMerge.host else ()
+    source = TrainerWeightSource(decoder, 0, keeps_last=not merges, merges=merges)
+    base = TrainerWeightSource(decoder, 0, is_merged=False, merges=merges) if merges else None
     worker = RolloutWorker(
-        folder, config=config, weight_sync=SYNC, dtype=DType.bfloat16, device=Device.cpu, seed=0,
-        tensors=source.layout().tensors, key=KEY, make_engine=VllmEngine,
+        folder, config=config, weight_sync=sync, dtype=DType.bfloat16, device=Device.cpu, seed=0,
+        tensors=decoder.spec.checkpoint_tensors("bfloat16"), key=KEY, make_engine=VllmEngine,
+        own_merge=OwnMergeSpec(str(folder), on_device=False, merges=merges) if merges else None,
     )  # fmt: skip
-    transport = MooncakeTransport(SYNC.transport, device="cpu", timeout_s=SYNC.timeout_s)
-    publisher = Publisher(source, transport, rank=0, world_size=1, group=None, config=SYNC, key=KEY, device="cpu")
+    transport = MooncakeTransport(sync.transport, device="cpu", timeout_s=sync.timeout_s)
+    publisher = Publisher(
+        source, transport, rank=0, world_size=1, group=None, config=sync, key=KEY, device="cpu", base=base
+    )
     reports: list[PublishReport] = []
     try:
         address = await worker.start()
@@ -69,9 +76,14 @@ def step(decoder: Decoder, seed: int) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=1e-4)
 
 
-@pytest.mark.parametrize(("model", "tp_size"), [("qwen3_tied", 2), ("deepseek_v3", 1)])
-def test_an_engine_that_gets_changes_holds_what_its_own_loader_makes_of_the_export(
-    model: str, tp_size: int, tmp_path: Path
+MERGES = WeightSyncConfig(watermark_bytes=64 << 20, remote_merge=RemoteMerge.host)
+
+
+@pytest.mark.parametrize(
+    ("model", "tp_size", "sync"), [("qwen3_tied", 2, SYNC), ("deepseek_v3", 1, SYNC), ("qwen3_moe", 2, MERGES)]
+)
+def test_an_engine_that_gets_less_holds_what_its_own_loader_makes_of_the_export(
+    model: str, tp_size: int, sync: WeightSyncConfig, tmp_path: Path
 ) -> None:
     """Every publish is proven by hashes of whole parameters, so that the last one's bytes stand for all."""
     config = CONFIGS[model]
@@ -81,9 +93,12 @@ def test_an_engine_that_gets_changes_holds_what_its_own_loader_makes_of_the_expo
         max_model_len=256, max_num_seqs=8, kv_cache_bytes=16 << 20, tp_size=tp_size,
         sampling=SamplingConfig(max_tokens=12),
     )  # fmt: skip
-    reports, held = asyncio.run(publish_in_a_row(base, decoder, rollout))
+    reports, held = asyncio.run(publish_in_a_row(base, decoder, rollout, sync))
     first, *others = (report.num_bytes for report in reports)
-    assert max(others) < 0.9 * first, "CPU engines repack experts, which go whole"
+    if sync is MERGES:
+        assert {report.num_takers for report in reports} == {tp_size}, "from the first one on"
+    else:
+        assert max(others) < 0.9 * first, "CPU engines repack experts, which go whole"
     assert all(report.num_changed_params for report in reports[1:])
     save_merged(decoder, tmp_path / "merged", config)
     arguments = {"attention_backend": "CPU_MLA"} if "kv_lora_rank" in config else {}

@@ -89,7 +89,7 @@ class ModelEngine:
     async def call_ranks(self, method: str, *given: Any, timeout_s: float = 0.0) -> list[Any]:
         self.ranks_did.append(method)
         if method == "slipstream_describe":
-            self.known_layouts, self.landing_bytes = given[-2:]
+            self.known_layouts, self.landing_bytes, _ = given[-3:]
         if method in ("slipstream_begin", "slipstream_pull"):
             assert not self.is_running, "it would sample from a mixture"
             self.is_written = True

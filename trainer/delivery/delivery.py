@@ -29,6 +29,7 @@ from slipstream.trainer.process_group import ControlGroup
 from slipstream.trainer.weights.quantization import BlockFp8
 from slipstream.weight_sync.errors import ReplicaError
 from slipstream.weight_sync.gc_freeze import freeze_heap
+from slipstream.weight_sync.merging.factors import Merge
 
 if TYPE_CHECKING:
     from slipstream.weight_sync.publish.publisher import Publisher
@@ -51,6 +52,7 @@ class Delivery:
         key: Signs the control messages of a publish.
         host: Address at which engines' links reach this rank.
         device: Where the weights are.
+        merges: Of the whole model, if engines merge for themselves (weight_sync.remote_merge).
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Delivery:
         key: bytes,
         host: str,
         device: torch.device,
+        merges: Sequence[Merge] = (),
     ) -> None:
         self._control = control
         self._rank = control.rank
@@ -77,13 +80,17 @@ class Delivery:
         self.base_source: TrainerWeightSource | None = None
         self.source: TrainerWeightSource | AdapterSource | None = None
         """What every version is read from; None if nothing can be published."""
+        self._merged_from: TrainerWeightSource | None = None
+        """What engines that merge for themselves merge from."""
         if config.mode is SyncMode.adapter:
             if not is_packed:
                 self.base_source = TrainerWeightSource(decoder, self._rank, quantization, is_merged=False)
             self.source = AdapterSource(decoder, self._rank, lora)
         elif not is_packed:  # fine-tuning publishes nothing
             keeps_last = config.delta_bytes > 0
-            self.source = TrainerWeightSource(decoder, self._rank, quantization, keeps_last=keeps_last)
+            self.source = TrainerWeightSource(decoder, self._rank, quantization, keeps_last=keeps_last, merges=merges)
+            if merges:
+                self._merged_from = TrainerWeightSource(decoder, self._rank, is_merged=False, merges=merges)
 
     def connect(
         self,
@@ -198,4 +205,5 @@ class Delivery:
             config=config,
             key=self._key,
             device=device,
+            base=self._merged_from if source is self.source else None,
         )

@@ -24,6 +24,7 @@ from slipstream.trainer.errors import LayoutError
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.parallel import local_address, local_part
 from slipstream.trainer.weights.block_scales import BlockScales, ScaleRun
+from slipstream.trainer.weights.factors import factor_shards
 from slipstream.trainer.weights.fused_experts import FusedRun, FusedTensor
 from slipstream.trainer.weights.packed_experts import is_packed
 from slipstream.trainer.weights.quantization import (
@@ -38,6 +39,7 @@ from slipstream.trainer.weights.quantization import (
 from slipstream.trainer.weights.row_runs import RowRun
 from slipstream.trainer.weights.shards import HeldTensor, gather_lora_a, local_shards, sharded_lora_a
 from slipstream.weight_sync.layout import Region, SourceLayout, SourceShard
+from slipstream.weight_sync.merging.factors import Merge, factor_tensors
 from slipstream.weight_sync.publish.packing import CompiledMarks, CompiledReads, FillSlot, PackedRead, view_as
 
 K = TypeVar("K")
@@ -71,6 +73,7 @@ class TrainerWeightSource:
         *,
         is_merged: bool = True,
         keeps_last: bool = False,
+        merges: Sequence[Merge] = (),
     ) -> None:
         """List what this rank holds.
 
@@ -80,6 +83,7 @@ class TrainerWeightSource:
             quantization: The format that engines want projections in; None: the decoder's own.
             is_merged: False: the frozen base alone, without its adapters.
             keeps_last: Keep the factors that were published last, so that changes alone can be sent.
+            merges: Of the whole decoder, if factors can be read too, for engines that merge for themselves.
         """
         if is_packed(decoder):
             raise LayoutError(f"rank {rank}: packed experts have no merged weights to write out")
@@ -124,9 +128,20 @@ class TrainerWeightSource:
         everything = [one for of in self._held.values() for one in of]
         dtypes = {meta.name: meta.dtype for meta in self._layout.tensors}
         self._changed = ChangedShare(everything, dtypes, self.compile_reads)
+        if merges:
+            self._add_factors(merges)
         self._temporary_bytes = self._gathered_bytes + merge_bytes
         if self._scales is not None:
             self._temporary_bytes += self._scales.num_bytes + self._scales.scratch_bytes
+
+    def _add_factors(self, merges: Sequence[Merge]) -> None:
+        """Have the factors in the layout, as they are."""
+        shards = list(self._layout.shards)
+        for held in factor_shards(self._decoder):
+            self._held[held.tensor].append(held)
+            shards.append(SourceShard(held.tensor, held.region))
+        tensors = (*self._layout.tensors, *factor_tensors(merges))
+        self._layout = SourceLayout(self._rank, tensors, tuple(shards))
 
     @property
     def temporary_bytes(self) -> int:

@@ -30,6 +30,7 @@ from slipstream.trainer.moe.expert_placement import expert_shares
 from slipstream.trainer.moe.experts import Experts
 from slipstream.trainer.parallel import rows_of_rank
 from slipstream.trainer.weights.adapter_names import adapter_tensors
+from slipstream.trainer.weights.factors import merges_of
 from slipstream.trainer.weights.fused_experts import FusedTensor
 from slipstream.trainer.weights.quantization import (
     SCALE_SUFFIX,
@@ -45,6 +46,7 @@ from slipstream.trainer.weights.quantization import (
 )
 from slipstream.trainer.weights.shards import HeldTensor, local_shards
 from slipstream.weight_sync.layout import Region, SourceLayout, SourceShard
+from slipstream.weight_sync.merging.factors import Merge
 
 _Held = tuple[HeldTensor | FusedTensor, Region]
 """A tensor of the whole decoder, and the part of it that a rank holds."""
@@ -131,6 +133,10 @@ class PlannedTrainer:
             for rank, region in self._parts(factor.parameter, factor.first_row, factor.region, factor.num_rows):
                 shards[rank].append(SourceShard(name, region))
         return tuple(SourceLayout(rank, tensors, tuple(held)) for rank, held in enumerate(shards))
+
+    def merges(self) -> tuple[Merge, ...]:
+        """Every merge, as engines are told of them, but for the keys of thresholds."""
+        return merges_of(self._decoder)
 
     def temporary_bytes(self, device: Device, quantization: BlockFp8 | None = None) -> int:
         """TrainerWeightSource.temporary_bytes of the fullest rank.

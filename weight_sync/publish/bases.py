@@ -42,6 +42,9 @@ class Bases:
         """Whether the source has kept what was published last."""
         self.held: Mapping[Destination, str] = {}
         """On rank 0, during a publish: per engine rank that committed the one before, the held_digest of it."""
+        self.frozen: dict[Destination, str] = {}
+        """On rank 0: per engine rank, the held_digest of the base from which it may merge for itself; empty if none
+        does. Then this, and no version, is what a publish asks for."""
         self._committed: dict[Destination, str] = {}
         self._is_whole = False
         """Whether the last publish came to its end."""
@@ -53,7 +56,7 @@ class Bases:
 
     def begin(self) -> None:
         """A publish begins."""
-        self.held = self._committed if self._is_whole else {}
+        self.held = self.frozen or (self._committed if self._is_whole else {})
         self._committed, self._is_whole = {}, False
 
     def note(self, expected: Mapping[Destination, Expected], flags: Mapping[Destination, Sequence[bool]]) -> None:

@@ -17,10 +17,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import compress
 
 import numpy as np
 import torch
@@ -99,6 +100,7 @@ class Replay:
         prepared: The first loads.
         result: Filled in here.
         landings: This rank's part of the zones of engine ranks that get changes alone.
+        merging: Engine ranks that get factors alone, and merge for themselves.
     """
 
     def __init__(
@@ -110,8 +112,10 @@ class Replay:
         prepared: Prepared,
         result: PipelineResult,
         landings: Mapping[Destination, Landing],
+        merging: Collection[Destination] = (),
     ) -> None:
         self._landings = landings
+        self._merging = merging
         self._slots = slots
         self._transport = transport
         self._bindings = bindings
@@ -241,10 +245,15 @@ class Replay:
 
     def _pieces(self, filled: Filled, dest: Destination) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
         """Source addresses, destination addresses and sizes of one destination's part of a load: packets that changed
-        little as streams into its zone, if it takes changes, the others whole into its parameters."""
+        little as streams into its zone, if it takes changes, the others whole into its parameters. Of what it merges
+        for itself, nothing."""
         load, slot = filled.load, filled.slot
         batch = load.batches[dest]
         whole = batch.sources[slot], self._addresses[dest][batch.span], batch.sizes
+        if dest in self._merging:
+            is_sent = self._slots.entries[dest].is_factor[batch.span].tolist()
+            sources, addresses, sizes = (list(compress(column, is_sent)) for column in whole)
+            return sources, addresses, sizes
         landing, changes = self._landings.get(dest), self._slots.changes
         if landing is None or changes is None or not filled.has_streams:
             return whole

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -111,6 +111,11 @@ class Pipeline:
     def loads(self) -> list[tuple[Packet, ...]]:
         """What goes through the slots, load by load; after compile()."""
         return [packets for packets, _ in self._compiled]
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        """This rank's schedule; after compile()."""
+        return self._tasks
 
     @property
     def max_task_bytes(self) -> int:
@@ -287,6 +292,7 @@ class Pipeline:
         bindings: Mapping[Destination, Binding],
         budgets_s: Mapping[int, float],
         landings: Mapping[Destination, Landing] | None = None,
+        merging: Collection[Destination] = (),
     ) -> PipelineResult:
         """Send `version` to every destination in `bindings`, after prepare(version).
 
@@ -294,6 +300,7 @@ class Pipeline:
             bindings: Where the live replicas' ranks are. Tasks for replicas without an entry are skipped.
             budgets_s: Per replica: the longest that writes to it may take in all.
             landings: This rank's part of the zones of engine ranks that get changes alone.
+            merging: Engine ranks that get factors alone, and merge for themselves. The rest is packed and hashed.
 
         Returns:
             What was done. A replica's failure is in the result and not raised. If the source raises, every replica gets
@@ -310,7 +317,8 @@ class Pipeline:
                 if prepared.error is not None:
                     raise prepared.error
                 assert self._slots is not None  # as prepare() found
-                Replay(self._slots, self._transport, bindings, budgets_s, prepared, result, landings or {}).replay()
+                given = bindings, budgets_s, prepared, result, landings or {}, merging
+                Replay(self._slots, self._transport, *given).replay()
             finally:
                 result.report.spans = prepared.tracer.finish()
                 self._source.end()

@@ -70,6 +70,7 @@ class Publisher:
         config: Watermark, deadline, hashes.
         key: The run's key.
         device: Device of the trainer's weights, where staging lives.
+        base: What engines that merge for themselves merge from, with the layout of `source`; None: none does.
     """
 
     def __init__(
@@ -83,8 +84,10 @@ class Publisher:
         config: WeightSyncConfig,
         key: bytes,
         device: torch.device | str = "cpu",
+        base: WeightSource | None = None,
     ) -> None:
         self._source = source
+        self._base, self._device = base, device
         self._transport = transport
         self._meeting = Meeting(rank, world_size, group)
         self._config = config
@@ -102,6 +105,8 @@ class Publisher:
         """The plan's digest; empty before there is a plan."""
         self._summary: PlanSummary | None = None
         self._is_connected = False
+        self._is_base_known = False
+        """Whether rank 0 has the digests of the base for this plan."""
         self._places = Places({})
         """The place of every parameter of every replica, the same on all ranks."""
         self._rank0 = Rank0(config, key, self._bases)
@@ -139,6 +144,8 @@ class Publisher:
             self._book.learn(replica, own)
         if not is_planned:
             self.plan_for(self._rank0.met)
+        if self._base is not None and not self._is_base_known:
+            self._learn_base(self._base)
         meeting.everywhere(None, self._pipeline.allocate)
         self._is_connected = True
         assert self._summary is not None
@@ -156,7 +163,7 @@ class Publisher:
             WeightSyncError: No plan is possible. Raised alike on every rank.
         """
         meeting = self._meeting
-        self._digest, self._is_connected = "", False
+        self._digest, self._is_connected, self._is_base_known = "", False, False
         facts = meeting.attempts(
             tuple[Sent[SourceLayout], int], lambda: (Sent(self._source.layout()), self._pipeline.max_task_bytes)
         )
@@ -219,6 +226,27 @@ class Publisher:
             self._rank0.note_base(found[0])
         self._bases.end()
 
+    def _learn_base(self, base: WeightSource) -> None:
+        """Have every engine rank's digest of the base, from one pass over it that sends nothing. Collective."""
+        found: list[Sums] = []
+
+        def survey() -> None:
+            pipeline = Pipeline(
+                base, self._transport, device=self._device, watermark_bytes=self._config.watermark_bytes,
+                verify_hashes=self._config.verify_hashes,
+            )  # fmt: skip
+            try:
+                pipeline.load(self._pipeline.tasks, self._places)
+                found.append(pipeline.survey())
+            finally:
+                pipeline.close()
+
+        self._meeting.everywhere(None, survey)
+        self._meeting.add_up(found[0].table)
+        if self._meeting.rank == 0:
+            self._rank0.freeze_base(found[0])
+        self._is_base_known = True
+
     def _publish_wave(self, version: int, included: Sequence[int], trace: Path | None) -> PublishReport:
         """One transaction with the included replicas; the others are reported as excluded."""
         begun = None
@@ -239,7 +267,16 @@ class Publisher:
             self._book.learn(replica, fresh)
         bindings = {dest: self._book.binding(dest[0], *bound) for dest, bound in alive.bound.items()}
         landings = self._bases.landings(alive.take_changes, bindings)
-        result = self._pipeline.run(version, bindings, alive.budgets_s, landings)
+        merging = () if self._base is None else frozenset(alive.take_changes)
+        if self._base is not None and len(merging) < len(bindings) and self._meeting.rank == 0:
+            logger.warning(
+                "version %d: %d of %d engine ranks get every byte: their base is not the trainer's, or their last"
+                " merge was not proven",
+                version,
+                len(bindings) - len(merging),
+                len(bindings),
+            )
+        result = self._pipeline.run(version, bindings, alive.budgets_s, landings, merging)
         self._open_sessions |= {destination: binding.session for destination, binding in bindings.items()}
         self._meeting.add_up(result.sums.table)
         results = self._meeting.gather(RankPublishReport, result.report)

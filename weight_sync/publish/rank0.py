@@ -17,6 +17,7 @@ from typing import Any
 from slipstream.conf.schema import WeightSyncConfig
 from slipstream.weight_sync.errors import LinkMismatch, PlanMismatch, ProtocolError, WeightSyncError
 from slipstream.weight_sync.layout import Destination, DestLayout, SourceLayout
+from slipstream.weight_sync.merging.factors import is_factor
 from slipstream.weight_sync.plan.columns import Flags, Ints
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.plan.transfer_plan import PlanSummary
@@ -29,7 +30,7 @@ from slipstream.weight_sync.publish.trace import write_trace
 from slipstream.weight_sync.publish.transaction import Alive, Transaction
 from slipstream.weight_sync.replica.control_client import ReplicaClients
 from slipstream.weight_sync.replica.expected import Planned
-from slipstream.weight_sync.replica.landing import flags_of
+from slipstream.weight_sync.replica.landing import flags_of, held_digest
 from slipstream.weight_sync.replica.messages import Describe, Described, Expected, addresses_digest
 from slipstream.weight_sync.typed_msgpack import Sent
 
@@ -170,6 +171,8 @@ class Rank0:
         self._planned |= {(replica, rank): self._planned[0, rank] for replica in more for rank in first}
         if self._flags:
             self._flags |= {(replica, rank): self._flags[0, rank] for replica in more for rank in first}
+        if frozen := self._bases.frozen:
+            frozen |= {(replica, rank): frozen[0, rank] for replica in more for rank in first}
 
     def rejoin(self, replica: int, endpoint: str, link: str) -> dict[str, Addresses]:
         """Meet the replica that replaces another, and check that the plan fits it. Returns its addresses by digest."""
@@ -258,6 +261,13 @@ class Rank0:
     def note_base(self, sums: Sums) -> None:
         """Engine ranks may hold what adds up to these sums."""
         self._bases.note({dest: self._expected(dest, sums) for dest in sums.places.params}, self._flags)
+
+    def freeze_base(self, sums: Sums) -> None:
+        """Engine ranks that merge for themselves must do so from what adds up to these sums."""
+        self._bases.frozen = {
+            dest: held_digest(self._expected(dest, sums), [not is_factor(name) for name in names])
+            for dest, names in sums.places.params.items()
+        }
 
     def close(self) -> None:
         """Close the sockets."""

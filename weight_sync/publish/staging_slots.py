@@ -22,6 +22,7 @@ import torch
 
 from slipstream.weight_sync.integrity import RangeHashes
 from slipstream.weight_sync.layout import Binding, Destination
+from slipstream.weight_sync.merging.factors import is_factor
 from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS, max_packets, scratch_bytes
 from slipstream.weight_sync.plan.columns import Flags, Ints
 from slipstream.weight_sync.publish.landings import ChangeSlots
@@ -58,6 +59,8 @@ class Entries:
     """Index of the packet in the schedule."""
     columns: Ints
     """Column of the parameter in the sums."""
+    is_factor: Flags
+    """Whether it is of a factor that the engine merges."""
 
     def addresses(self, binding: Binding) -> list[int]:
         """The address that each write goes to."""
@@ -107,7 +110,8 @@ def compile_writes(
         param = np.array([known[name] for name in names], np.int64)
         columns = np.array([places.column(dest, name) for name in known], np.int64)
         offset, sizes, packets = np.array([numbers for _, *numbers in own], np.int64).T
-        entries[dest] = Entries(tuple(known), param, offset, sizes, packets, columns[param])
+        factors = np.array([is_factor(name) for name in known], np.bool_)
+        entries[dest] = Entries(tuple(known), param, offset, sizes, packets, columns[param], factors[param])
     return batches, entries
 
 

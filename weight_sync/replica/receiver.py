@@ -6,7 +6,8 @@ the engine: the caller does pausing, caches and device synchronization, and pass
 
     begin(v, epoch, digest)   state DIRTY; the bytes may change from here on
       ... one-sided writes by the trainer's ranks; this process takes no part ...
-    verify(expected)          put changes in, if there are any (landing.py); count and hash the bytes *as they arrived*
+    verify(expected)          put changes in, if there are any (landing.py), or merge what arrived (own_merge.py); count
+                              and hash the bytes *as they arrived*
     commit(v, epoch)          repack() parameters in place, recompute() derived ones, state CLEAN
 
 A rank that is filled from a peer (`recovery.py`) gets bytes at rest: begin, read, verify_at_rest, adopt.
@@ -28,9 +29,11 @@ import torch
 from slipstream.weight_sync.errors import IntegrityError, ProtocolError
 from slipstream.weight_sync.integrity import HASH_MASK, RangeHashes, hash_bytes
 from slipstream.weight_sync.layout import Binding, DestLayout, Param, PostLoad
+from slipstream.weight_sync.merging.factors import is_factor
 from slipstream.weight_sync.replica.expected import Planned
 from slipstream.weight_sync.replica.landing import LandingZone, flags_of, held_digest, zone_name
 from slipstream.weight_sync.replica.messages import EngineRank, Expected
+from slipstream.weight_sync.replica.own_merge import OwnMerge
 from slipstream.weight_sync.replica.version_state import VersionState
 from slipstream.weight_sync.transport.base import Transport
 from slipstream.weight_sync.typed_msgpack import Sent
@@ -52,6 +55,8 @@ class Receiver:
         recompute: Called once at commit, after all repacking: refresh PostLoad.derived parameters.
         synchronize: Wait until the device is idle; called before bytes may change and before they are read.
         landing_bytes: Memory for changes that come instead of whole parameters; 0: every publish writes every byte.
+        own_merge: Merges what arrives, if factors come instead of whole parameters. Its base is read; `layout` and
+            `params` are with its factors.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class Receiver:
         recompute: Callable[[], None] | None = None,
         synchronize: Callable[[], None] | None = None,
         landing_bytes: int = 0,
+        own_merge: OwnMerge | None = None,
     ) -> None:
         self._params = dict(params)
         self._layout = layout
@@ -103,6 +109,9 @@ class Receiver:
         """... and of what was committed before the present epoch began."""
         self._whole: dict[tuple[tuple[str, int], ...], RangeHashes] = {}
         """The prepared hashing of whole parameters, by names and addresses."""
+        self._own_merge = own_merge
+        if own_merge is not None:
+            own_merge.digest = self._digest_of_memory([not is_factor(param.name) for param in self._sent])
 
     @property
     def state(self) -> VersionState:
@@ -149,6 +158,8 @@ class Receiver:
         state = self._state.begin(version, epoch, digest)
         left_open = self._state.epoch > 0 and not self._state.is_serving
         holds = "" if left_open else self._holds
+        if self._own_merge is not None:  # whatever the parameters hold, they are merged anew from the base
+            holds = self._own_merge.holds
         self._state, self._holds, self._base = state, "", ""
         if self._synchronize is not None:
             self._synchronize()
@@ -179,7 +190,7 @@ class Receiver:
         state = self._state.verified(version, epoch, digest)
         counts, hashes = self._planned.read(expected)
         self._check_counts(version, counts)
-        self._take_changes(expected)
+        self._take_changes(expected, hashes)
         if self._synchronize is not None:
             self._synchronize()
         wanted = {} if hashes is None else dict(zip((param.name for param in self._sent), hashes, strict=True))
@@ -210,6 +221,8 @@ class Receiver:
             self._recompute()
         if self._synchronize is not None:
             self._synchronize()
+        if self._own_merge is not None:
+            self._own_merge.proven()
         self._wire_hashes, self._holds = self._verified_hashes, self._verified_holds
         self.committed_hashes = self._hashes_at_rest() if self._wire_hashes else {}
         self._state = state
@@ -267,22 +280,27 @@ class Receiver:
 
     def _hashed_holds(self) -> str:
         """The held_digest of what is in memory now; "" if changes cannot land."""
-        if self._landing is None:
-            return ""
-        hashes = np.array(list(self._hash_covered().values()), np.uint64).view(np.int64)
-        return held_digest(self._planned.write(self._planned.num_bytes, hashes), self._flags)
+        return "" if self._landing is None else self._digest_of_memory(self._flags)
 
-    def _take_changes(self, expected: Expected) -> None:
-        """Put what landed into the parameters, if it was computed against what this rank held."""
+    def _digest_of_memory(self, flags: Sequence[bool]) -> str:
+        hashes = np.array(list(self._hash_covered().values()), np.uint64).view(np.int64)
+        return held_digest(self._planned.write(self._planned.num_bytes, hashes), flags)
+
+    def _take_changes(self, expected: Expected, hashes: Sequence[int] | None) -> None:
+        """Put what landed into the parameters, or merge it, if it was computed against what this rank held."""
         if not expected.base and not expected.changes:
             return
         base, self._base = self._base, ""
-        if self._landing is None or not base or expected.base != base:
+        if (self._landing is None and self._own_merge is None) or not base or expected.base != base:
             raise ProtocolError(
                 f"rank {self._layout.rank} got changes against {expected.base[:12] or 'nothing'}, it held"
                 f" {base[:12] or 'nothing known'}"
             )
-        self._landing.apply(expected.changes)
+        if self._own_merge is not None:
+            self._own_merge.check_factors(dict(zip((param.name for param in self._sent), hashes or (), strict=True)))
+            self._own_merge.apply()
+        elif self._landing is not None:
+            self._landing.apply(expected.changes)
 
     def _check_params(self) -> None:
         for param in self._layout.params:

@@ -238,6 +238,28 @@ CASES = [
         ],
         "delta_bytes=1000.*contradicts block-FP8 engines",
     ),
+    (["weight_sync.remote_merge=gpu"], "remote_merge=gpu.*contradicts cluster.device=cpu.*remote_merge=none"),
+    (
+        [
+            "cluster.device=cuda",
+            "model.dtype=bfloat16",
+            "model.engine_format=block_fp8",
+            "weight_sync.remote_merge=gpu",
+        ],
+        "remote_merge=gpu.*contradicts block-FP8 engines",
+    ),
+    (
+        ["weight_sync.remote_merge=host", "weight_sync.delta_bytes=1000"],
+        "delta_bytes=1000 and weight_sync.remote_merge=host are two ways",
+    ),
+    (
+        ["trainer.mode=full", "weight_sync.remote_merge=host"],
+        "weight_sync.remote_merge has no effect with trainer.mode=full",
+    ),
+    (
+        ["model=tiny_qwen3", "trainer.ep_size=1", "weight_sync.mode=adapter", "weight_sync.remote_merge=host"],
+        "weight_sync.remote_merge has no effect with weight_sync.mode=adapter",
+    ),
     (["weight_sync.on_busy_slot=requeue"], "weight_sync.on_busy_slot has no effect with weight_sync.mode=merged"),
     (
         ["model=tiny_qwen3", "trainer.ep_size=1", "weight_sync.mode=adapter", "weight_sync.relay=node"],

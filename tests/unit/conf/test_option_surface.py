@@ -107,6 +107,7 @@ OPTIONS = [
     "weight_sync.transport",
     "weight_sync.watermark_bytes",
     "weight_sync.delta_bytes",
+    "weight_sync.remote_merge",
     "weight_sync.pause_mode",
     "weight_sync.timeout_s",
     "weight_sync.publish_waves",

@@ -54,6 +54,12 @@ def write_safetensors(path: Path, tensors: list[TensorMeta]) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
 
 
+def test_engines_that_merge_for_themselves_need_weights_on_disk() -> None:
+    config = load_run_config(["experiment=quickstart", "weight_sync.remote_merge=host"])
+    with pytest.raises(ConfigError, match=r"remote_merge=host needs model\.path.*got model\.init=random"):
+        check_model(config)
+
+
 def test_header_is_read(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", [A, B])
     header = read_header(tmp_path / "model.safetensors")

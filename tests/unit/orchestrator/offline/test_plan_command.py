@@ -136,6 +136,19 @@ def test_a_publish_of_changes_is_planned_beside_the_whole_one() -> None:
     assert much.num_bytes == report.summary.num_bytes
 
 
+def test_a_publish_of_factors_is_planned_beside_the_whole_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every engine gets A and B; the sum of both is what the trainer holds, for each engine once."""
+    slow = LinkRates(nvlink_bytes_s=1e4, nic_bytes_s=1e4)
+    report = planned("weight_sync.remote_merge=host", hardware=Hardware(rates=slow))
+    assert report.remote_merge is not None
+    assert report.remote_merge.num_bytes < report.summary.num_bytes / 2
+    assert report.remote_merge.total_s < report.prediction.total_s / 2
+    assert 0 < report.remote_merge.base_bytes < report.rollout.weights
+    print_report(report)
+    assert "engines that merge for themselves (weight_sync.remote_merge)" in capsys.readouterr().out
+    assert planned().remote_merge is None
+
+
 def test_engines_that_get_adapters_are_not_said_to_pause(capsys: pytest.CaptureFixture[str]) -> None:
     for words, is_paused in ((QUICK, True), (["experiment=quickstart_adapter"], False)):
         assert main(["plan", *words]) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -33,12 +34,16 @@ from slipstream.conf.schema import Device, DType, LoraConfig, TrainerConfig, Tra
 from slipstream.trainer.delivery.adapter_source import AdapterSource
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.trainer.delivery.planned_layouts import PlannedTrainer
+from slipstream.trainer.errors import LayoutError
 from slipstream.trainer.model.build_decoder import build_decoder
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.moe.expert_placement import expert_shares
 from slipstream.trainer.moe.experts import Experts
 from slipstream.trainer.parallel import ParallelLayout, local_part
+from slipstream.trainer.weights.factors import factor_shards
+from slipstream.trainer.weights.shards import HeldTensor, local_shards
 from slipstream.weight_sync.layout import SourceLayout
+from slipstream.weight_sync.merging.factors import factor_tensors
 
 ODD = {**MIXED, "vocab_size": 97, "num_experts": 6, "tie_word_embeddings": True}
 """Rows and experts that do not divide evenly."""
@@ -85,7 +90,22 @@ def report(rank: int, layout: ParallelLayout, model: str, trainer: TrainerConfig
     sizes = (held_bytes(decoder, trained=False), held_bytes(decoder, trained=True), whole_bytes(decoder))
     has_names = trainer.mode is TrainMode.lora and model in ("dense", "moe", "mixed", "odd", "seven", "qwen2_moe")
     adapter = AdapterSource(decoder, rank, trainer.lora).layout() if has_names else None
-    return source.layout(), source.temporary_bytes, *sizes, adapter
+    return source.layout(), source.temporary_bytes, *sizes, adapter, own_merges(decoder)
+
+
+def own_merges(decoder: Decoder) -> tuple[list, list]:
+    """Rectangles of factors that a rank holds, and where it merges: the row under its A, and the row whose threshold is
+    taken, of the first row of every adapted rectangle."""
+    adapted = [one for one in local_shards(decoder) if one.delta is not None]
+    if not all(isinstance(one, HeldTensor) for one in adapted):
+        return [], []
+    places = []
+    for held in adapted:
+        row, delta = held.delta.first_row + held.first_row, held.delta
+        places.append(
+            (held.tensor, held.region.start[0], row % delta.rows_a_factor, delta.stack_row + row, delta.scale)
+        )
+    return [(one.tensor, one.region) for one in factor_shards(decoder)], places
 
 
 def work(rank: int, world_size: int, rendezvous: str, folder: Path, model: str, trainer: TrainerConfig) -> tuple:
@@ -125,7 +145,7 @@ def test_two_ranks_hold_what_was_foretold(two_ranks, case):
     model, trainer = CASES[case]
     planned = PlannedTrainer(read_config(MODELS[model]), "bfloat16", trainer)
     foretold = planned.layouts()
-    for rank, (layout, held, frozen, trained, whole, adapter) in enumerate(two_ranks[case]):
+    for rank, (layout, held, frozen, trained, whole, adapter, _) in enumerate(two_ranks[case]):
         assert whole == pytest.approx(planned.memory().whole, rel=0.02)
         if adapter is not None:
             assert sorted_shards(adapter) == sorted_shards(planned.adapter_layouts()[rank])
@@ -138,12 +158,33 @@ def test_two_ranks_hold_what_was_foretold(two_ranks, case):
         assert total <= (frozen + trained) * 1.1
 
 
+@pytest.mark.parametrize("case", [n for n, (_, one) in enumerate(CASES) if one.mode is TrainMode.lora])
+def test_engines_are_told_how_two_ranks_merge_and_get_every_factor_once(two_ranks, case):
+    model, trainer = CASES[case]
+    if model == "gpt_oss":
+        with pytest.raises(LayoutError, match="which engines cannot merge"):
+            PlannedTrainer(read_config(MODELS[model]), "bfloat16", trainer).merges()
+        return
+    merges = {one.tensor: one for one in PlannedTrainer(read_config(MODELS[model]), "bfloat16", trainer).merges()}
+    shards, places = ([one for rank in two_ranks[case] for one in rank[-1][which]] for which in (0, 1))
+    assert len(set(shards)) == len(shards), "nothing twice"
+    held = Counter()
+    for tensor, region in shards:
+        held[tensor] += region.num_elements
+    assert held == {meta.name: math.prod(meta.shape) for meta in factor_tensors(merges.values())}
+    assert {tensor for tensor, *_ in places} == set(merges)
+    for tensor, first, under_a, threshold, scale in places:
+        merge = merges[tensor]
+        assert (merge.first_row + first, merge.stack_row + merge.first_row + first) == (under_a, threshold)
+        assert merge.scale == scale
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mode", TrainMode)
 def test_one_rank_holds_what_was_foretold(model, mode):
     trainer = trainer_config(mode)
     planned = PlannedTrainer(read_config(MODELS[model]), "bfloat16", trainer)
-    layout, held, frozen, trained, whole, _ = report(0, ParallelLayout.single("cpu"), model, trainer)
+    layout, held, frozen, trained, whole, *_ = report(0, ParallelLayout.single("cpu"), model, trainer)
     (foretold,) = planned.layouts()
     assert sorted_shards(layout) == sorted_shards(foretold)
     assert held == planned.temporary_bytes(Device.cpu)

@@ -1,0 +1,64 @@
+"""Checks of ways to publish less than all weights, against the model and the other sections.
+
+Owns: those of weight_sync.delta_bytes and weight_sync.remote_merge. Called by model_checks.py; `check_base_is_on_disk`
+by orchestrator/inputs/preflight.py, because a plan needs no weights.
+"""
+
+from __future__ import annotations
+
+from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import HfConfig
+from slipstream.conf.schema import Device, DType, EngineFormat, Init, RemoteMerge, RunConfig, SyncMode, TrainMode
+from slipstream.conf.tensor_parallel import fp8_skipped
+
+
+def check_changes_can_be_sent(config: RunConfig, hf_config: HfConfig) -> None:
+    """Changes are those of bfloat16 values. Under LoRA the last ones are computed again, at any time; in full training
+    they are kept on the host, and those of the publish before are gone once a wave has packed the present ones."""
+    if config.weight_sync.delta_bytes == 0:
+        return
+    is_fp8 = config.model.engine_format is EngineFormat.block_fp8 or fp8_skipped(hf_config) is not None
+    wrong = {
+        f"weight_sync.publish_waves={config.weight_sync.publish_waves} with trainer.mode=full, because the values that "
+        "are kept of the last publish serve one wave": (
+            config.trainer.mode is TrainMode.full and config.weight_sync.publish_waves > 1
+        ),
+        "block-FP8 engines (model.engine_format, config.json)": is_fp8,
+        f"model.dtype={config.model.dtype}": config.model.dtype is not DType.bfloat16,
+    }
+    for reason, is_so in wrong.items():
+        if is_so:
+            raise ConfigError(
+                f"weight_sync.delta_bytes={config.weight_sync.delta_bytes} sends changes of bfloat16 weights, "
+                f"which contradicts {reason}; set weight_sync.delta_bytes=0 to send every byte"
+            )
+
+
+def check_engines_can_merge(config: RunConfig, hf_config: HfConfig) -> None:
+    """Engines that merge for themselves need adapters, a base on disk, and a format in which a base can be kept."""
+    if config.weight_sync.remote_merge is RemoteMerge.none:
+        return
+    is_fp8 = config.model.engine_format is EngineFormat.block_fp8 or fp8_skipped(hf_config) is not None
+    wrong = {
+        "weight_sync.mode=adapter, where nothing is merged": config.weight_sync.mode is SyncMode.adapter,
+        "trainer.mode=full, which has no adapter": config.trainer.mode is TrainMode.full,
+        "block-FP8 engines (model.engine_format, config.json)": is_fp8,
+        "cluster.device=cpu, which has no GPU to keep it on (host has)": (
+            config.weight_sync.remote_merge is RemoteMerge.gpu and config.cluster.device is Device.cpu
+        ),
+    }
+    for reason, is_so in wrong.items():
+        if is_so:
+            raise ConfigError(
+                f"weight_sync.remote_merge={config.weight_sync.remote_merge} has engines merge adapters into a base "
+                f"that they read from model.path, which contradicts {reason}; set weight_sync.remote_merge=none"
+            )
+
+
+def check_base_is_on_disk(config: RunConfig) -> None:
+    """Engines that merge for themselves read the base from a checkpoint."""
+    if config.weight_sync.remote_merge is not RemoteMerge.none and config.model.init is not Init.checkpoint:
+        raise ConfigError(
+            f"weight_sync.remote_merge={config.weight_sync.remote_merge} needs model.path and model.init=checkpoint, "
+            f"got model.init={config.model.init}: engines read the base from there; set weight_sync.remote_merge=none"
+        )

@@ -1,0 +1,273 @@
+"""Promises of weight_sync.remote_merge, from a trainer rank to an engine's memory: only factors cross the link, an
+engine merges them to the trainer's bytes whatever part of a matrix it holds, and nothing is assumed of its base.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cases.rank_helpers import SYNC_KEY, draw, make_rank
+from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
+from fakes.publish import EndpointThread, PlainEngine
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from slipstream.conf.schema import DType, RemoteMerge, WeightSyncConfig
+from slipstream.trainer.weights.factors import factor_shards, merges_of
+from slipstream.weight_sync.disk.regions import RegionReader
+from slipstream.weight_sync.errors import PlanError
+from slipstream.weight_sync.layout import DestLayout, Load, Param, PostLoad, Region, TensorMeta
+from slipstream.weight_sync.merging.factors import Merge, factor_tensors, is_factor
+from slipstream.weight_sync.replica.own_merge import OwnMerge
+from slipstream.weight_sync.replica.receiver import Receiver
+
+BY_ROWS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
+BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
+REPACKED = "model.norm.weight"
+Q = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(2)]
+OTHER = dict(zip(Q, reversed(Q), strict=True))
+NUM_RANKS = 2
+PLANTED: dict[str, Callable[[Merge, dict[str, Merge]], Merge]] = {
+    "a scale that differs": lambda merge, _: replace(merge, scale=merge.scale * 1.01),
+    "thresholds by local row": lambda merge, _: replace(merge, stack_row=merge.stack_row + 8),
+    "thresholds of another seed": lambda merge, _: replace(merge, key=(merge.key or 0) ^ 1),
+    "factors of another layer": lambda merge, of: replace(
+        merge, a=of[OTHER.get(merge.tensor, merge.tensor)].a, b=of[OTHER.get(merge.tensor, merge.tensor)].b
+    ),
+}
+
+
+def cut(metas: tuple[TensorMeta, ...], rank: int) -> DestLayout:
+    """One of two ranks: half of the rows, or columns, of projections; gate above up in one parameter."""
+    params: dict[str, Param] = {}
+    loads: list[Load] = []
+    for meta in metas:
+        start, shape = [0] * len(meta.shape), list(meta.shape)
+        dim = 0 if meta.name.endswith(BY_ROWS) else 1 if meta.name.endswith(BY_COLUMNS) else None
+        if dim is not None:
+            shape[dim] //= NUM_RANKS
+            start[dim] = rank * shape[dim]
+        is_up, name = "up_proj" in meta.name, meta.name.replace("gate_proj", "w13").replace("up_proj", "w13")
+        held = (2 * shape[0], shape[1]) if "w13" in name else tuple(shape)
+        kind = PostLoad.repack if name == REPACKED else PostLoad.identity
+        params[name] = Param(name, held, meta.dtype, kind)
+        stride = (held[1], 1) if len(held) == 2 else (1,)
+        offset = shape[0] * shape[1] if is_up else 0
+        loads.append(Load(meta.name, Region(tuple(start), tuple(shape)), tuple(range(len(held))), name, offset, stride))
+    return DestLayout(rank, tuple(params.values()), tuple(loads))
+
+
+class MergingEngine(PlainEngine):
+    """Two ranks that merge for themselves. One parameter is repacked."""
+
+    def __init__(self, metas, merges, links, reader: RegionReader, flipped: str = "") -> None:
+        self.layouts = [cut(metas, rank) for rank in range(NUM_RANKS)]
+        self.params, self.receivers, self.merges = [], [], []
+        for layout, link in zip(self.layouts, links, strict=True):
+            params = {p.name: torch.zeros(p.shape, dtype=getattr(torch, p.dtype)) for p in layout.params}
+            own = OwnMerge(layout, params, merges, on_device=False)
+
+            def read(tensor: str, region: Region, out: torch.Tensor) -> None:
+                reader.read(tensor, region, out)
+                if tensor == flipped:
+                    out.view(torch.int16)[3, 5] ^= 1
+
+            own.read_base(read)
+            self.params.append(params)
+            self.merges.append(own)
+            self.receivers.append(
+                Receiver(
+                    params | own.factors, own.layout, link, own_merge=own,
+                    repack=lambda _, tensor: tensor.copy_(tensor.flip(0).clone()), recompute=lambda: None,
+                )
+            )  # fmt: skip
+        self.calls, self.fail_on, self.aborted, self.abort_reasons = [], {}, threading.Event(), []
+
+    def holds(self, wanted: dict[str, torch.Tensor]) -> bool:
+        """Whether it holds its parts of a checkpoint, byte by byte."""
+        for layout, params in zip(self.layouts, self.params, strict=True):
+            for load in layout.loads:
+                whole = wanted[load.tensor].flip(0) if load.param == REPACKED else wanted[load.tensor]
+                part = whole[tuple(map(slice, load.region.start, load.region.stop))]
+                held = params[load.param].view(-1).as_strided(part.shape, load.stride, load.offset)
+                if not torch.equal(held, part):
+                    return False
+        return True
+
+
+class World:
+    """A trainer rank and one engine."""
+
+    def __init__(self, folder: Path, flipped: str = "") -> None:
+        sync = WeightSyncConfig(remote_merge=RemoteMerge.host, timeout_s=5.0)
+        self.folder, self.rank = folder, make_rank(dtype=DType.bfloat16, weight_sync=sync)
+        self.rank.save_merged(folder / "base")
+        self.metas = self.rank.decoder.spec.checkpoint_tensors("bfloat16")
+        self.whole = merges_of(self.rank.decoder)
+        self.fabric = MemoryFabric()
+        self.engines: list[MergingEngine] = []
+        self.endpoints: list[EndpointThread] = []
+        self.start_engine(flipped)
+        summary = self.rank.delivery.connect([self.endpoints[0].address], MemoryTransport(self.fabric))
+        self.whole_bytes = summary["num_bytes"]
+        own = [one.layout for one in self.engines[0].merges]
+        self.factor_bytes = sum(p.num_bytes for layout in own for p in layout.params if is_factor(p.name))
+
+    def start_engine(self, flipped: str = "") -> None:
+        self.links = [MemoryTransport(self.fabric) for _ in range(NUM_RANKS)]
+        reader = RegionReader(self.folder / "base", [meta.name for meta in self.metas])
+        self.engines.append(MergingEngine(self.metas, self.whole, self.links, reader, flipped))
+        self.endpoints.append(EndpointThread(self.engines[-1], key=SYNC_KEY))
+
+    def restart_engine(self) -> None:
+        self.start_engine()
+        self.rank.delivery.reconnect(0, self.endpoints[-1].address)
+
+    def publish(self, version: int):
+        draw(self.rank, version, 0.05)
+        report = self.rank.delivery.publish(version)
+        if report.num_committed:
+            folder = self.folder / str(version)
+            self.rank.save_merged(folder)
+            wanted: dict[str, torch.Tensor] = {}
+            for file in folder.glob("*.safetensors"):
+                wanted |= load_file(file)
+            assert self.engines[-1].holds(wanted), "committed, and holds other bytes"
+        return report
+
+    def close(self) -> None:
+        self.rank.shutdown()
+        for endpoint in self.endpoints:
+            endpoint.close()
+
+
+@pytest.fixture
+def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    worlds: list[World] = []
+
+    def make(**options: str) -> World:
+        worlds.append(World(tmp_path, **options))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+def test_factors_alone_are_sent_from_the_first_publish_on_also_to_an_engine_that_was_started_again(make_world):
+    world = make_world()
+    assert world.factor_bytes < world.whole_bytes / 2
+    for version in range(3):
+        report = world.publish(version)
+        assert (report.num_committed, report.num_takers) == (1, NUM_RANKS), report
+        assert report.num_bytes == world.factor_bytes
+    world.restart_engine()
+    assert world.publish(3).num_bytes == world.factor_bytes
+
+
+def test_a_base_that_differs_by_a_bit_is_known_by_its_digest_and_every_byte_is_sent(make_world):
+    world = make_world(flipped=Q[0])
+    report = world.publish(0)
+    assert (report.num_committed, report.num_takers) == (1, 0), report
+    assert report.num_bytes == world.whole_bytes
+
+
+def test_an_engine_that_is_told_another_base_than_its_own_writes_nothing(make_world):
+    world = make_world(flipped=Q[0])
+    before = [{name: tensor.clone() for name, tensor in params.items()} for params in world.engines[0].params]
+    frozen = world.rank.delivery._publisher._bases.frozen
+    for receiver, begin in [(one, one.begin) for one in world.engines[0].receivers]:
+        wanted = frozen[0, receiver.layout.rank]
+        receiver.begin = lambda *args, begin=begin, wanted=wanted: replace(begin(*args), holds=wanted)
+    report = world.publish(0)
+    assert "changes against" in report.replicas[0].error
+    for params, kept in zip(world.engines[0].params, before, strict=True):
+        assert all(torch.equal(params[name], kept[name]) for name in kept)
+
+
+@pytest.mark.parametrize("fault", ["refuse", "corrupt"])
+def test_factors_that_do_not_arrive_change_nothing_and_the_next_publish_sends_factors(make_world, fault):
+    world = make_world()
+    world.publish(0)
+    before = [{name: tensor.clone() for name, tensor in params.items()} for params in world.engines[0].params]
+    world.fabric.inject(world.links[0].session, Fault(**{fault: True}))
+    report = world.publish(1)
+    assert report.num_committed == 0 and not world.engines[0].receivers[0].state.is_serving
+    assert torch.equal(world.engines[0].params[0][Q[0]], before[0][Q[0]])
+    report = world.publish(2)
+    assert report.num_committed == 1 and report.num_bytes == world.factor_bytes
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_merge_that_differs_is_found_by_hash_and_the_next_publish_is_whole(make_world, fault):
+    world = make_world()
+    for own in world.engines[0].merges:
+        own._merges = {tensor: PLANTED[fault](merge, own._merges) for tensor, merge in own._merges.items()}
+    report = world.publish(0)
+    assert report.num_committed == 0 and "IntegrityError" in report.replicas[0].error
+    assert world.publish(1).num_bytes > 0.9 * (world.whole_bytes - world.factor_bytes)
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_rectangle_that_an_engine_holds_is_merged_to_the_trainers_bytes(ranks, data):
+    rank, merges = ranks[data.draw(st.sampled_from(sorted(ranks)))]
+    merge = data.draw(st.sampled_from(merges))
+    (rows, _), (_, columns) = merge.b.shape, merge.a.shape
+    first, left = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
+    stop, right = data.draw(st.integers(first + 1, rows)), data.draw(st.integers(left + 1, columns))
+    region, width = Region((first, left), (stop - first, right - left)), right - left + data.draw(st.integers(0, 5))
+    load = Load(merge.tensor, region, (0, 1), "w", data.draw(st.integers(0, 5)), (width, 1))
+    dtype = str(rank.decoder.dtype).removeprefix("torch.")
+    param = Param("w", (load.offset + region.shape[0] * width,), dtype)
+    params = {"w": torch.zeros(param.shape, dtype=rank.decoder.dtype)}
+    own = OwnMerge(DestLayout(0, (param,), (load,)), params, merges, on_device=data.draw(st.booleans()))
+    source, base = rank.delivery.source, rank.delivery._merged_from
+    for one in (source, base):
+        one.begin(0)
+    own.read_base(base.read)
+    for factor in own.layout.loads:
+        if is_factor(factor.tensor):
+            source.read(factor.tensor, factor.region, own.factors[factor.param])
+    own.apply()
+    wanted = torch.empty(region.shape, dtype=rank.decoder.dtype)
+    source.read(merge.tensor, region, wanted)
+    for one in (source, base):
+        one.end()
+    assert torch.equal(params["w"].as_strided(region.shape, load.stride, load.offset), wanted)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[dict[str, tuple]]:
+    """A trainer in bfloat16 by thresholds, and one in float32."""
+    sync, made = WeightSyncConfig(remote_merge=RemoteMerge.host), {}
+    for dtype in (DType.bfloat16, DType.float32):
+        rank = make_rank(dtype=dtype, weight_sync=sync)
+        draw(rank, 7, 0.05)
+        made[str(dtype)] = rank, merges_of(rank.decoder)
+    yield made
+    for rank, _ in made.values():
+        rank.shutdown()
+
+
+def test_factors_of_a_rank_are_those_that_are_planned(ranks):
+    """Gate and up of an expert share one A, which is sent once."""
+    rank, merges = ranks["bfloat16"]
+    held = {one.tensor: one.region.shape for one in factor_shards(rank.decoder)}
+    assert held == {meta.name: meta.shape for meta in factor_tensors(merges)}
+    assert len({merge.a.name for merge in merges}) < len({merge.b.name for merge in merges}) == len(merges)
+
+
+def test_a_matrix_that_lies_in_another_order_is_refused(ranks):
+    merge = ranks["bfloat16"][1][0]
+    shape = (merge.b.shape[0], merge.a.shape[1])
+    load = Load(merge.tensor, Region((0, 0), shape), (1, 0), "w", 0, (shape[0], 1))
+    layout = DestLayout(0, (Param("w", shape, "bfloat16"),), (load,))
+    with pytest.raises(PlanError, match="does not lie row by row"):
+        OwnMerge(layout, {"w": torch.zeros(shape, dtype=torch.bfloat16)}, [merge], on_device=False)
