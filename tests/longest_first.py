@@ -58,7 +58,6 @@ LONGEST_FIRST = (
     "system/test_learning.py",
     "system/test_ray_nodes.py",
     "system/test_scaling.py",
-    "system/test_parity.py",
     "system/test_recalled_workers.py",
     "system/test_agents.py",
     "system/test_adapter_recovery.py",
