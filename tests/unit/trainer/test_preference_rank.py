@@ -17,7 +17,7 @@ from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.types import Sample
 
 DPO = AlgorithmConfig(objective=Objective.dpo)
-NUM_STEPS = 40
+NUM_STEPS = 30
 LAYOUTS = {
     "one": [[[0, 1, 2, 3]], [[]]],
     "uneven": [[[0], [3, 1]], [[2], []]],
