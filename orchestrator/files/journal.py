@@ -2,7 +2,8 @@
 
     runs/NAME/control/journal    0600: where the run's Ray is, its processes and their key, the state before the step
 
-Owns: the file. Does not own: what processes are (cluster/placement.py: Living), nor what is done with them (run.py).
+Owns: the file. Does not own: what processes are (cluster/placement.py: Living), nor what is done with them
+(reinforcement.py).
 Invariant: the file is whole and of one instant, and is on the disk when `write_journal` returns. The rows of metrics of
 all steps before are written then.
 """

@@ -32,7 +32,7 @@ from slipstream.orchestrator.files.run_log import ProgressLine, RunLog, format_s
 from slipstream.orchestrator.files.step_rows import StepRecord, row_of
 from slipstream.orchestrator.files.telemetry import Telemetry, read_rows, truncate_rows
 from slipstream.orchestrator.files.timeline import StepTimeline
-from slipstream.orchestrator.run import RunResult
+from slipstream.orchestrator.run_parts import RunResult
 from slipstream.rollout.types import Group, Prompt, Rollout, Routes
 from slipstream.trainer.types import LossStats, OptimStats
 
