@@ -41,6 +41,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any, cast
 
 import psutil
 
@@ -121,6 +122,7 @@ def _output_to(log: Path) -> Generator[None]:
 
 def _start_ray(options: HostOptions, controller: _Controller) -> None:
     import ray
+    from ray._private import worker as ray_worker
 
     try:
         joined = ray.init(
@@ -137,6 +139,8 @@ def _start_ray(options: HostOptions, controller: _Controller) -> None:
     except Exception as error:  # noqa: BLE001 - what Ray raises depends on what failed; the controller says it
         controller.say(failed=f"{type(error).__name__}: {error}")
     else:
+        # It reads all logs for drivers that show them, of which there is none, and holds each process's open for ever.
+        cast("Any", ray_worker.global_worker.node).kill_log_monitor(check_alive=False)
         controller.greeting = {
             "address": ray.get_runtime_context().gcs_address,
             "dashboard": str(joined.dashboard_url),
