@@ -34,7 +34,7 @@ from slipstream.orchestrator.cluster.private_folder import (
     remove_folders_of_dead_runs,
 )
 from slipstream.orchestrator.cluster.processes import end_processes
-from slipstream.orchestrator.cluster.ray_host import HOST, HostOptions
+from slipstream.orchestrator.cluster.ray_host import HOST, HostOptions, loss
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import PlacementError
 from slipstream.orchestrator.files.journal import Whereabouts
@@ -190,7 +190,7 @@ class OwnRay:
     async def lost(self) -> str:
         """Wait until a server ends by itself. Returns which one and how."""
         said = await self._next_word()
-        return f"{said['lost']}, which holds the run's Ray cluster, is gone: {said['how']}"
+        return loss(said["lost"], said["how"])
 
     async def end(self) -> None:
         """Let the process end all that it holds, and remove the private folder. Harmless where there is none."""

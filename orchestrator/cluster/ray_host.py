@@ -160,6 +160,8 @@ class _Controller:
         """Where Ray is, once it is up."""
         self.is_held = False
         """Whether another one may take its place."""
+        self.has_let_go = False
+        """Whether its last word was that it ends in order."""
         self._reads, self._writes = reads, writes
 
     def fileno(self) -> int:
@@ -178,7 +180,7 @@ class _Controller:
         except ConnectionResetError:  # it was killed before it read all that was said
             word = b""
         if word in (HOLD, LET_GO):
-            self.is_held = word == HOLD
+            self.is_held, self.has_let_go = word == HOLD, word == LET_GO
         return not word
 
     def comes(self, connection: socket.socket) -> None:
@@ -191,10 +193,12 @@ def _end_with_stdin(options: HostOptions, controller: _Controller) -> None:
     """Watch until the controller has gone, then leave nothing behind."""
     folder = PrivateFolder(Path(options.folder))
     try:
-        _watch(folder, controller)
+        lost = _watch(folder, controller)
         how = death_in(Path(options.crashes) / COMMAND)
         if how:
             sys.stderr.write(f"the command {how}\n")
+        elif lost and not controller.has_let_go:
+            tell_instead(Path(options.crashes).parent, lost)
         left = end_processes(_descendants, timeout_s=_END_TIMEOUT_S)
         if left:
             controller.say(left=left)
@@ -209,10 +213,30 @@ def _end_with_stdin(options: HostOptions, controller: _Controller) -> None:
         os._exit(0)  # Ray's own way out would wait for servers that are gone
 
 
-def _watch(folder: PrivateFolder, controller: _Controller) -> None:
-    """Say which server ends, and note the shared memory of all processes, until the controller has gone and none comes
-    in its place.
+def tell_instead(run: Path, lost: str) -> None:
+    """Say why the run ended, where the controller cannot: Ray ends a driver that writes to a raylet which has just died
+    on the spot, with a line in a log of its own, and that may be before the controller has heard of it.
     """
+    from slipstream.orchestrator.control.control_folder import note_end
+
+    error = f"ClusterLost: {lost}; Ray ended the command with it"
+    sys.stderr.write(f"error: {error}\nGo on: slipstream resume {run}\n")
+    note_end(run, "failed", error)
+
+
+def loss(server: str, how: str) -> str:
+    """For people."""
+    return f"{server}, which holds the run's Ray cluster, is gone: {how}"
+
+
+def _watch(folder: PrivateFolder, controller: _Controller) -> str:
+    """Say which server ends, and note the shared memory of all processes, until the controller has gone and none comes
+    in its place; none can where a server is lost.
+
+    Returns:
+        What was lost first; nothing in most cases.
+    """
+    lost = ""
     names: set[str] = set()
     seen: set[str] = set()
     servers: dict[int, str] = {}
@@ -225,16 +249,18 @@ def _watch(folder: PrivateFolder, controller: _Controller) -> None:
             who = controller.fileno() if waits_until is None else door.fileno()
             ready, _, _ = select.select([who, *servers], [], [], _LOOK_EVERY_S)
             if waits_until is None and who in ready and controller.has_gone():
-                if not controller.is_held:
-                    return
+                if lost or not controller.is_held:
+                    return lost
                 waits_until = time.monotonic() + LEASE_S
             elif waits_until is not None and who in ready:
                 controller.comes(door.accept()[0])
                 waits_until = None
             for pidfd in set(ready) & servers.keys():
+                server, how = servers.pop(pidfd), _how_it_ended(pidfd)
+                lost = lost or loss(server, how)
                 if waits_until is not None:
-                    return
-                controller.say(lost=servers.pop(pidfd), how=_how_it_ended(pidfd))
+                    return lost
+                controller.say(lost=server, how=how)
                 os.close(pidfd)
             if not has_looked:  # once: those that have ended stay children until somebody asks for their ends
                 servers = _vital_servers()
@@ -244,6 +270,7 @@ def _watch(folder: PrivateFolder, controller: _Controller) -> None:
                 seen = present
                 names |= shared_memory_of(_descendants())
                 folder.note_shared_memory(names)
+    return lost
 
 
 def _vital_servers() -> dict[int, str]:

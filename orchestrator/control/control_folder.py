@@ -74,19 +74,20 @@ def alive(run: Path) -> Generator[None]:
         try:
             yield
         except (KeyboardInterrupt, asyncio.CancelledError):
-            _note_end(folder, "stopped")
+            note_end(run, "stopped")
             raise
         except BaseException as error:
-            _note_end(folder, "failed", f"{type(error).__name__}: {error}")
+            note_end(run, "failed", f"{type(error).__name__}: {error}")
             raise
-        _note_end(folder, "finished")
+        note_end(run, "finished")
     finally:
         os.close(file)
 
 
-def _note_end(folder: Path, state: str, error: str | None = None) -> None:
+def note_end(run: Path, state: str, error: str | None = None) -> None:
+    """Write down how it ended, for `how_it_ended`."""
     with contextlib.suppress(OSError):  # a full disk: why the run ends is what is to be reported
-        _write(folder / "end.json", {"state": state, "error": error})
+        _write(run / "control" / "end.json", {"state": state, "error": error})
 
 
 def how_it_ended(run: Path) -> tuple[str, str | None]:

@@ -18,6 +18,7 @@ from slipstream.conf.schema import RunConfig
 from slipstream.orchestrator.cluster import ray_host
 from slipstream.orchestrator.cluster.own_ray import OwnRay
 from slipstream.orchestrator.cluster.private_folder import PrivateFolder
+from slipstream.orchestrator.control.control_folder import alive, how_it_ended
 from slipstream.orchestrator.files.journal import Whereabouts
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.socket_folder import HOLD, LET_GO
@@ -33,10 +34,14 @@ class Host:
         reads, self.controller = os.pipe()
         hears, self.hears_from = os.pipe()
         self.heard = os.fdopen(hears)
-        reached = ray_host._Controller(reads, self.hears_from)
-        reached.greeting = dict(GREETING)
-        self._thread = threading.Thread(target=ray_host._watch, args=(self.folder, reached), daemon=True)
+        self.reached = ray_host._Controller(reads, self.hears_from)
+        self.reached.greeting = dict(GREETING)
+        self.lost = ""
+        self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
+
+    def _watch(self) -> None:
+        self.lost = ray_host._watch(self.folder, self.reached)
 
     def ends(self, within_s: float = 20.0) -> bool:
         self._thread.join(within_s)
@@ -57,6 +62,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
 def test_without_a_word_everything_ends_with_the_controller(host: Host, words: bytes) -> None:
     os.write(host.controller, words)
     assert not host.ends(0.3)
+    assert host.reached.has_let_go == bool(words)
     os.close(host.controller)
     assert host.ends()
 
@@ -95,7 +101,9 @@ async def test_another_controller_takes_the_place_and_may_be_killed_itself(
 def test_servers_that_end_are_told_once_and_the_end_of_the_controller_is_still_seen(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both at once, as where the whole node is killed. They stay children until Ray asks for their ends."""
+    """Both at once, as where the whole node is killed. They stay children until Ray asks for their ends. Nobody can go
+    on without them, and nothing waits for another controller then.
+    """
     servers = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
     names = ("gcs_server", "raylet")
     monkeypatch.setattr(
@@ -103,6 +111,7 @@ def test_servers_that_end_are_told_once_and_the_end_of_the_controller_is_still_s
         "_vital_servers",
         lambda: {os.pidfd_open(server.pid): name for server, name in zip(servers, names, strict=True)},
     )
+    os.write(host.controller, HOLD)
     time.sleep(0.2)
     for server in servers:
         server.kill()
@@ -114,7 +123,20 @@ def test_servers_that_end_are_told_once_and_the_end_of_the_controller_is_still_s
     assert host.ends()
     os.close(host.hears_from)
     assert host.heard.read() == "", "each is told once"
+    assert host.lost == f"{told[0]['lost']}, which holds the run's Ray cluster, is gone: it was ended by SIGKILL"
+    assert not host.reached.has_let_go, "whoever ends in order says so: the others have nothing to tell any more"
     assert [server.wait() for server in servers] == [-signal.SIGKILL] * 2
+
+
+def test_a_controller_that_ray_has_ended_with_a_server_is_spoken_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with alive(tmp_path):
+        pass
+    lost = ray_host.loss("raylet", "it was ended by SIGKILL")
+    ray_host.tell_instead(tmp_path, lost)
+    assert how_it_ended(tmp_path) == ("failed", f"ClusterLost: {lost}; Ray ended the command with it")
+    assert capsys.readouterr().err.startswith(f"error: ClusterLost: {lost}")
 
 
 async def test_where_nobody_waits_nothing_is_taken_over(tmp_path: Path) -> None:
