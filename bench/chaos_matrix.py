@@ -68,7 +68,7 @@ def each(*victims: str, what: str = "kill", when: Sequence[str] = IN_A_STEP) -> 
 
 PLANS = {
     "trainer": Plan(each("trainer", "controller", when=IN_A_STEP[:4]), num_steps=90, twins=2),
-    "taught": Plan(each("trainer", "controller", when=("now", "checkpoint")), tuple(TAUGHT), num_steps=60, twins=1),
+    "taught": Plan(each("trainer", "controller", when=("now", "checkpoint")), tuple(TAUGHT), num_steps=300, twins=1),
     "engine": Plan(each("engine")),
     "keeper": Plan([
         *each("keeper", when=("sampling",)), *each("trainer", when=("now",)), *each("controller", when=("recovery",)),
