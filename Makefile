@@ -32,6 +32,7 @@ quickstart: setup ## A whole GRPO job on this machine: tiny MoE, 2 trainer ranks
 
 # Two tiers at a time: contract tests wait for a third of their time. What a tier says comes when it ends.
 test: setup       ## Everything CI runs: contract, system, unit; fails at the end; PERSONALITY=zen or old: as on another CPU
+	@echo "contract and system tests at the same time, then unit tests: some 20 minutes; what each says comes when it ends"
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target contract system unit
 
 unit: setup       ## No GPU, network or Ray; 3 to 8 min on two cores

@@ -46,8 +46,10 @@ from slipstream.rollout.in_vllm.fork_server import imports_read
 
 logger = logging.getLogger(__name__)
 
-NUM_TRIES = 3
-"""How often Ray is started. At a load of 32 on two cores two starts failed, one after the other, after 83 and 94 s."""
+NUM_TRIES = 5
+"""How often Ray is started. At a load of 25 on two cores three starts in a row failed, after some 50 s each: the
+raylet's 15 s cannot be changed, and its agent's imports take as long there.
+"""
 _END_TIMEOUT_S = 20.0
 
 
