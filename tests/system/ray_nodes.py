@@ -4,6 +4,8 @@
 
 Prints the cluster's address. Then reads lines: an address ends that node, all its processes at once, as a power cut
 would; "join" adds a node, whose tickets are all left. The end of the input ends the rest.
+
+A node that joins imports vLLM itself, as nodes of a cluster do; the others are given whoever imported it for the tests.
 """
 
 from __future__ import annotations
@@ -21,17 +23,20 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group
 
+from slipstream.rollout.in_vllm.fork_server import BEGUN_VARIABLE
+
 
 def main(tickets: list[int]) -> None:
     """See the module's docstring."""
     cluster = Cluster()
     addresses = (f"127.0.0.{number}" for number in itertools.count(2))
 
-    def add() -> tuple[str, Any]:
+    def add(**environment: str) -> tuple[str, Any]:
         address = next(addresses)
         node = cluster.add_node(
             node_ip_address=address, num_cpus=1, object_store_memory=100 << 20, include_dashboard=False,
             no_monitor=True, include_log_monitor=False,  # two processes, which import Ray
+            env_vars=environment,
         )  # fmt: skip
         return address, node
 
@@ -45,7 +50,7 @@ def main(tickets: list[int]) -> None:
     try:
         for line in sys.stdin:
             if line.strip() == "join":
-                joined = dict([add()])
+                joined = dict([add(**{BEGUN_VARIABLE: ""})])
                 nodes |= joined
                 print(*joined, flush=True)
             else:

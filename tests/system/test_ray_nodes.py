@@ -14,15 +14,13 @@ from system.conftest import (
     RunUnderWay,
     assert_all_end,
     assert_workers_came_back,
-    own_import,
 )
 
 
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
     """Room for three processes of a run on 127.0.0.2, and for one on .3."""
-    with own_import():
-        nodes = Nodes(3, 1)
+    nodes = Nodes(3, 1)
     try:
         yield nodes
     finally:
