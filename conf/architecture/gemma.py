@@ -103,16 +103,17 @@ def gemma4(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
 
 def _refuse_other_gemma4(config: JsonObject) -> None:
     require(config, "hidden_size_per_layer_input")  # transformers' default is that of E2B
-    lacking = [
-        f"{feature} ({key}={config.get(key)!r})"
-        for key, allowed, feature in (
-            ("hidden_size_per_layer_input", (0, None), "embeddings that each layer adds"),
-            ("num_kv_shared_layers", (0, None), "layers that attend to keys and values of another layer"),
-            ("enable_moe_block", (False, None), "experts beside a dense feed-forward"),
-            ("num_experts", (None,), "experts beside a dense feed-forward"),  # vLLM reads this one
-        )
-        if config.get(key) not in allowed
-    ]
+    experts = "experts beside a dense feed-forward"
+    features: dict[str, list[str]] = {}
+    for key, allowed, feature in (
+        ("hidden_size_per_layer_input", (0, None), "embeddings that each layer adds"),
+        ("num_kv_shared_layers", (0, None), "layers that attend to keys and values of another layer"),
+        ("enable_moe_block", (False, None), experts),
+        ("num_experts", (None,), experts),  # vLLM reads this one
+    ):
+        if config.get(key) not in allowed:
+            features.setdefault(feature, []).append(f"{key}={config[key]!r}")
+    lacking = [f"{feature} ({', '.join(fields)})" for feature, fields in features.items()]
     if lacking:
         raise ConfigError(
             f"model.hf_config: {config['model_type']} is supported where it is dense (31B); this one has what the "

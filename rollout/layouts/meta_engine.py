@@ -44,7 +44,7 @@ from slipstream.weight_sync.record.recorder import record_layout
 from slipstream.weight_sync.record.repeated_layers import record_repeating
 
 _ALLOCATING: frozenset[Callable[..., Any]] = frozenset(
-    {torch.empty, torch.empty_strided, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
+    {torch.empty, torch.empty_strided, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.arange}
 )
 
 
@@ -54,7 +54,8 @@ class _WithoutMemory(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         dtype = kwargs.get("dtype")
-        if func in _ALLOCATING and (dtype is None or dtype.is_floating_point):
+        is_float = func is not torch.arange if dtype is None else dtype.is_floating_point
+        if func in _ALLOCATING and is_float:
             kwargs["device"] = "meta"
         return func(*args, **kwargs)
 

@@ -65,7 +65,7 @@ def test_a_publish_leaves_what_vllms_loader_makes(
         assert any(name.endswith("W_UK_T") for name in seen.first[0])
 
 
-@pytest.mark.parametrize("model", ["mixtral", "qwen2_moe", "qwen3_next"])
+@pytest.mark.parametrize("model", ["mixtral", "qwen2_moe", "qwen3_next", "gemma4"])
 def test_what_the_trainer_publishes_is_what_vllms_loader_makes_of_its_export(model: str, tmp_path: Path) -> None:
     """The trainer's own decoder, with adapters that do something, read from transformers' checkpoint."""
     config = CONFIGS[model]

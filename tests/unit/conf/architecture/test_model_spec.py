@@ -238,7 +238,11 @@ def test_a_latent_attention_model_out_of_range_is_refused_by_name(changes, messa
             r"lacks: embeddings that each layer adds \(hidden_.*=256\); layers that attend to keys and values of ano",
         ),
         (GEMMA4, {"enable_moe_block": True}, r"lacks: experts beside a dense feed-forward \(enable_moe_block=True\)$"),
-        (GEMMA4, {"num_experts": 8}, r"lacks: experts beside a dense feed-forward \(num_experts=8\)$"),
+        (
+            GEMMA4,
+            {"enable_moe_block": True, "num_experts": 8},
+            r"lacks: experts beside a dense feed-forward \(enable_moe_block=True, num_experts=8\)$",
+        ),
         (GEMMA4, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
         (GEMMA4, {"layer_types": ["sliding_attention"] * 4}, "layer_types must end with full_attention"),
         (GEMMA4, {"per_layer_config": {"1": {"head_dim": 24}}}, "per_layer_config must give every layer with full_at"),
