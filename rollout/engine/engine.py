@@ -38,11 +38,6 @@ class Engine(Protocol):
     """When the first token came, in seconds since 1970."""
 
     @property
-    def is_alive(self) -> bool:
-        """Whether the engine's process runs and answers, and its outputs are handled."""
-        ...
-
-    @property
     def num_kv_blocks(self) -> int:
         """Blocks of the KV cache; 0 while the engine is down."""
         ...

@@ -109,11 +109,6 @@ class VllmEngine:
         self.first_token_at: float | None = None
 
     @property
-    def is_alive(self) -> bool:
-        """Engine.is_alive."""
-        return self.process.is_alive
-
-    @property
     def num_kv_blocks(self) -> int:
         """Engine.num_kv_blocks."""
         return 0 if self.process.llm is None else self.process.llm.vllm_config.cache_config.num_gpu_blocks or 0

@@ -173,11 +173,6 @@ class VllmProcess:
         """Whether a call passed its deadline. From then on it is unknown what the engine's ranks hold."""
 
     @property
-    def is_alive(self) -> bool:
-        """Whether the engine's process runs and answers, and its outputs are handled."""
-        return self.llm is not None and not self.llm.errored and not self._hangs
-
-    @property
     def start_phase(self) -> str:
         """What start() is doing."""
         return IMPORTING if self._output is None else phase_in(self._output.read())

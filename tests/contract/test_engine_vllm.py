@@ -363,7 +363,7 @@ async def test_a_request_that_the_engine_refuses_is_one_clear_error(setup: Setup
     await setup.publish(0)
     with pytest.raises(EngineError, match="a request of 2000 prompt"):
         await setup.worker.generate_group(Prompt(0, (5,) * 2000, ""), 2)
-    assert setup.worker.engine.is_alive
+    await setup.worker.check()
     assert isinstance(setup.worker.engine, VllmEngine)
     assert not setup.worker.engine._stamps, "nothing is left in flight"
 

@@ -23,7 +23,7 @@ from slipstream.conf.errors import SlipstreamError, named_error
 from slipstream.conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.rollout.engine.vllm_engine import VllmEngine
-from slipstream.rollout.errors import EngineError, ReplicaNotServing
+from slipstream.rollout.errors import EngineDied, EngineError, ReplicaNotServing
 from slipstream.rollout.types import ABORTED, NOTHING_YET, AdapterSlotsSpec, Prompt, Rollout
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.rollout.worker_process import WorkerOptions, with_its_share
@@ -247,7 +247,8 @@ async def test_a_rank_that_hangs_costs_one_begin_and_the_endpoint_answers_on(mon
         assert "did not answer" in str(error)
         assert "must be restarted" in str(error)
         assert gc.isenabled()
-        assert not worker.engine.is_alive
+        with pytest.raises(EngineDied, match="left a call unanswered"):
+            worker.engine.check()
         assert "for the engine's" in caplog.text
         assert isinstance(await asyncio.to_thread(ask, Describe), Described)
     finally:
@@ -264,7 +265,7 @@ async def test_requests_that_outlast_a_pause_for_them_do_not_end_the_engine(monk
     await engine.start()
     with pytest.raises(EngineError, match=r"requests in flight did not end within 0\.1 s"):
         await engine.pause(PauseMode.wait, timeout_s=0.1)
-    assert engine.is_alive
+    engine.check()
 
 
 @pytest.mark.parametrize(

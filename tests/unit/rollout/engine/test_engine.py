@@ -150,7 +150,8 @@ def test_errors_of_engine_ranks_keep_their_class():
 async def test_an_engine_that_does_not_run_says_so(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     engine = VllmEngine(tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0)
-    assert not engine.is_alive
+    with pytest.raises(EngineError, match="not running"):
+        engine.check()
     with pytest.raises(EngineError, match="not running"):
         await engine.resume()
     engine.shutdown()
