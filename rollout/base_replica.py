@@ -157,5 +157,6 @@ class BaseReplica:
     ) -> list[T]:
         """Ask all ranks, with a deadline: the endpoint waits here, and must be free again for a later publisher."""
         asked = verb_of(verb)
-        replies = await self._engine.call_ranks(f"slipstream_{asked.name}", asked.given(*args), timeout_s=limit_s)
+        given = asked.given(*args, **kwargs)
+        replies = await self._engine.call_ranks(f"slipstream_{asked.name}", given, timeout_s=limit_s)
         return [asked.result.decode(reply) for reply in replies]

@@ -197,7 +197,7 @@ class Connection:
         if ended is not None:
             ended.add_done_callback(lambda _: self.close())
 
-    async def call(self, verb: Verb, *arguments: object) -> Any:
+    async def call(self, verb: Verb, *args: object, **kwargs: object) -> Any:
         """Ask, and wait for the answer.
 
         Raises:
@@ -210,7 +210,7 @@ class Connection:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._pending[number] = verb, answer
         try:
-            await _send(self._socket, [], Request(number, verb.name, msgspec.Raw(verb.given(*arguments))))
+            await _send(self._socket, [], Request(number, verb.name, msgspec.Raw(verb.given(*args, **kwargs))))
             return await answer
         finally:
             self._pending.pop(number, None)
@@ -264,9 +264,7 @@ def _calls(protocol: type) -> Callable[[ClassT], ClassT]:
 
     def made(verb: Verb) -> Callable[..., Coroutine[Any, Any, Any]]:
         async def call(self: WorkerClient, *args: object, **kwargs: object) -> Any:
-            bound = verb.signature.bind(self, *args, **kwargs)
-            bound.apply_defaults()
-            return await self.connection.call(verb, *bound.args[1:])
+            return await self.connection.call(verb, *args, **kwargs)
 
         call.__name__, call.__signature__ = verb.name, verb.signature  # pyright: ignore[reportFunctionMemberAccess]
         return call

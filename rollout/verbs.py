@@ -93,9 +93,11 @@ class Verb:
         self.arguments = decoder_of(tuple[parameters] if parameters else tuple[()])
         self.result = decoder_of(hints["return"])
 
-    def given(self, *arguments: object) -> bytes:
-        """The arguments as they travel."""
-        return pack([*map(_form_of, arguments)])
+    def given(self, *args: object, **kwargs: object) -> bytes:
+        """The arguments as they travel, with defaults for those left out."""
+        bound = self.signature.bind(None, *args, **kwargs)
+        bound.apply_defaults()
+        return pack([*map(_form_of, bound.args[1:])])
 
     def asked(self, target: object, arguments: bytes | msgspec.Raw) -> Any:
         """What the target's method of this name returns; of an async method, what is to be awaited."""

@@ -47,7 +47,7 @@ class SlotRanks:
             EngineDied: The engine's process is gone, or a rank did not answer in time.
         """
         asked = verb_of(verb)
-        calls = [connection.call(asked, *args) for connection in self._connections]
+        calls = [connection.call(asked, *args, **kwargs) for connection in self._connections]
         try:
             async with asyncio.timeout(limit_s):
                 results: list[Any] = await asyncio.gather(*calls, return_exceptions=True)

@@ -73,7 +73,7 @@ async def asking(*ranks: Any) -> AsyncIterator[SlotRanks]:
 
 async def test_a_call_reaches_every_rank_and_returns_by_rank():
     async with asking(Rank(0), Rank(1), Rank(2)) as ranks:
-        assert await ranks.ask(LIMIT_S, Verbs.add, 10, b"x") == [(10 + rank, b"x", "Verbs") for rank in range(3)]
+        assert await ranks.ask(LIMIT_S, Verbs.add, 10, data=b"x") == [(10 + rank, b"x", "Verbs") for rank in range(3)]
         with pytest.raises(EngineError, match="add failed with ValidationError: Expected `int`, got `str`"):
             await ranks.ask(LIMIT_S, Verbs.add, "ten", b"x")
 
