@@ -17,7 +17,7 @@ from typing import Any
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # more than one node on addresses of this machine
 os.environ["RAY_AUTH_MODE"] = "disabled"
-os.environ.update(RAY_worker_niceness="0", RAY_agent_register_timeout_ms="120000")  # as in a cluster of our own
+os.environ.update(RAY_worker_niceness="0")  # as in a cluster of our own
 
 import ray
 from ray.cluster_utils import Cluster
