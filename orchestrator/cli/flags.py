@@ -54,6 +54,12 @@ class Parser(argparse.ArgumentParser):
         if not has_topics:
             self.add_argument("-h", "--help", action="store_true", help=argparse.SUPPRESS)
 
+    def example(self) -> str:
+        """The first example of the command's help, a whole command without what follows it."""
+        lines = (line.strip() for line in (self.description or "").splitlines())
+        first = next(line for line in lines if line.startswith(f"{self.prog} "))
+        return re.split(r"  +| && ", first)[0]
+
     def positional(self, name: str, **more: Any) -> None:
         """A path that the command's usage line explains."""
         common: dict[str, Any] = {"type": Path, "nargs": "?", "help": argparse.SUPPRESS}

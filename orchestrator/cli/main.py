@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(words: list[str]) -> int:
     command, rest = (words[0], words[1:]) if words else ("--help", [])
+    if command in ("--help", "-h", "help") and rest:  # `help train trainer.lora` is `train --help trainer.lora`
+        command, rest = rest[0], ["--help", *rest[1:]]
     if command in ("--help", "-h", "help"):
         print(texts.TOP)
         return EXIT_OK
@@ -87,7 +89,7 @@ def _carry_out(name: str, command: Command, words: list[str]) -> int:
         print(parser.format_help(), end="")
         return EXIT_OK
     if command.needs_run and (flags.run is None or cli_flags.is_option(str(flags.run))):
-        raise ConfigError(f"slipstream {name} needs a run folder, e.g. slipstream {name} runs/latest")
+        raise ConfigError(f"slipstream {name} needs a run folder, e.g. {parser.example()}")
     with _names_missing_packages():
         return command.run(flags, others)
 

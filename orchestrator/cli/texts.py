@@ -50,6 +50,7 @@ start here
   slipstream train experiment=quickstart      a whole run on this machine in minutes, no GPU
   slipstream train --help                     what can be set, and how
 
+  slipstream help COMMAND                     what a command does, with examples, flags and exit codes
   slipstream --version"""
 
 TRAIN = CommandText(
@@ -69,6 +70,9 @@ examples
   slipstream train experiment=mine --config-dir ~/slipstream
       options kept in a file, ~/slipstream/experiment/mine.yaml, whose first line is `# @package _global_`; below it,
       as in conf/experiment/: sections with their options (trainer: {ep_size: 8}), and defaults for presets""",
+    end="""\
+exit code: 0 all steps are made; 1 Slipstream or a library failed, or the run gave up; 2 something that you can repair,
+nothing was trained; 129 the terminal went away, 130 Ctrl-C, 143 SIGTERM or slipstream stop""",
 )
 
 RESUME = CommandText(

@@ -62,6 +62,16 @@ def test_top_help_lists_the_commands(words: list[str], capsys: pytest.CaptureFix
     assert "slipstream doctor" in out
 
 
+@pytest.mark.parametrize("word", ["help", "--help", "-h"])
+def test_help_before_a_command_is_the_commands_help(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word, "merge"]) == 0
+    assert capsys.readouterr().out.startswith("usage: slipstream merge")
+    assert main([word, "train", "trainer.ep_size"]) == 0
+    assert capsys.readouterr().out.startswith("trainer.ep_size=")
+    assert main([word, "mrge"]) == 2
+    assert "Did you mean merge?" in capsys.readouterr().err
+
+
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("slipstream")
