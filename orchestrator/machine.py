@@ -163,6 +163,12 @@ def count_cpus() -> int:
     return cores
 
 
+def is_slow_in_bfloat16(facts: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this is an x86 CPU without AVX-512, on which PyTorch multiplies bfloat16 one number after the other."""
+    flags = next((line for line in _read(facts).splitlines() if line.startswith("flags")), "").split()
+    return bool(flags) and "avx512f" not in flags
+
+
 def memory_bytes() -> tuple[int, int]:
     """(total, available) memory of this machine. The control group's limit counts as the total if it is smaller."""
     facts: dict[str, int] = {}
@@ -237,6 +243,7 @@ class Machine:
     read_topology: Callable[[], Topology | None] = read_topology
     list_rdma_nics: Callable[[], list[Nic]] = list_rdma_nics
     count_cpus: Callable[[], int] = count_cpus
+    is_slow_in_bfloat16: Callable[[], bool] = is_slow_in_bfloat16
     memory_bytes: Callable[[], tuple[int, int]] = memory_bytes
     free_bytes: Callable[[Path], int] = free_bytes
     is_port_free: Callable[[int], bool] = is_port_free

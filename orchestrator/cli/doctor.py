@@ -169,6 +169,9 @@ def processors_and_memory(machine: Machine) -> Iterator[Finding]:
     """Cores, memory and shared memory."""
     cores = machine.count_cpus()
     yield _judged("machine", "CPU cores", str(cores), "the quick start wants 2 or more" if cores < 2 else "")
+    if machine.is_slow_in_bfloat16() and not machine.count_gpus():
+        advice = "no AVX-512: runs of models in bfloat16 want model.dtype=float32"
+        yield Finding("machine", "CPU in bfloat16", "slow", Status.note, advice)
     total, available = machine.memory_bytes()
     tight = "the quick start wants 8 GB: two engines and two trainer ranks" if available < 8 << 30 else ""
     yield _judged("machine", "memory", f"{_gb(total)}, {_gb(available)} free", tight)

@@ -57,7 +57,11 @@ def check_devices(config: RunConfig, machine: Machine) -> Fact:
         if has_engines and machine.is_set_up_for_gpus():
             here = "" if machine.count_gpus() else "this machine has no usable CUDA GPU, and "
             raise ConfigError(f"cluster.device=cpu, but {here}{FOR_GPUS}")
-        return Fact("devices", f"CPU, {counted(machine.count_cpus(), 'core')}: {processes}")
+        found = f"CPU, {counted(machine.count_cpus(), 'core')}: {processes}"
+        if config.model.dtype is not DType.bfloat16 or not machine.is_slow_in_bfloat16():
+            return Fact("devices", found)
+        slow = "this CPU has no AVX-512 and is many times slower in model.dtype=bfloat16 than in float32"
+        return Fact("devices", f"{found}; {slow}; set model.dtype=float32 (not with linear attention)", is_warning=True)
     if config.cluster.ray_address is not None:
         return Fact("devices", f"GPUs of the Ray cluster at {config.cluster.ray_address}: {processes}")
     present = machine.count_gpus()

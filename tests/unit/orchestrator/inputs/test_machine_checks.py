@@ -24,7 +24,7 @@ from slipstream.orchestrator.inputs.machine_checks import (
     check_shared_memory,
     check_sockets,
 )
-from slipstream.orchestrator.machine import Machine
+from slipstream.orchestrator.machine import Machine, is_slow_in_bfloat16
 
 Check = Callable[[RunConfig, Machine], Fact | None]
 
@@ -43,6 +43,29 @@ def test_more_gpus_than_exist() -> None:
     assert "need 5, and this machine has 2" in message
     for option in ("trainer.num_ranks=2", "rollout.num_workers=3", "rollout.tp_size=1"):
         assert option in message
+
+
+def test_a_cpu_without_avx512_is_told_from_one_that_has_it(tmp_path: Path) -> None:
+    facts = tmp_path / "cpuinfo"
+    for text, is_slow in (
+        ("flags\t\t: fpu avx avx2 fma", True),
+        ("flags\t\t: avx2 avx512f avx512_bf16", False),
+        ("Features\t: fp asimd", False),
+    ):
+        facts.write_text(f"processor\t: 0\n{text}\n")
+        assert is_slow_in_bfloat16(facts) == is_slow
+
+
+def test_bfloat16_on_a_cpu_that_is_slow_in_it_is_a_warning_with_its_cure() -> None:
+    slow = Machine(is_slow_in_bfloat16=lambda: True, is_set_up_for_gpus=lambda: False)
+    words = ["experiment=quickstart", "cluster.device=cpu", "model.dtype=bfloat16"]
+    fact = check_devices(load_run_config(words), slow)
+    assert fact.is_warning
+    assert "; set model.dtype=float32" in fact.finding
+    quick = Machine(is_slow_in_bfloat16=lambda: False, is_set_up_for_gpus=lambda: False)
+    for same in (check_devices(load_run_config(words), quick), check_devices(load_run_config(words[:2]), slow)):
+        assert not same.is_warning
+        assert same.finding.endswith("2 engines")
 
 
 def test_of_a_range_gpus_are_needed_for_the_fewest_and_memory_for_the_most() -> None:
