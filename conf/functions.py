@@ -65,8 +65,18 @@ def import_function(option: str, value: str) -> Callable[..., Any]:
         ) from e
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"{option}={value}: {place!r} has no function {name!r}")
+        raise ConfigError(f"{option}={value}: {place!r} has no function {name!r}; {_functions_of(module)}")
     return function
+
+
+def _functions_of(module: ModuleType) -> str:
+    """The functions that are written in a module, for whoever has misspelt one."""
+    own = [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    ]
+    return f"it has {', '.join(own)}" if own else "it has none"
 
 
 def source_of(value: str) -> Path | None:

@@ -251,6 +251,8 @@ def _check_type(option: Option, override: Override) -> None:
     except ValidationError as error:
         near = difflib.get_close_matches(str(value), option.choices, n=1, cutoff=0.75)  # `gpu` is no `cpu`
         hint = did_you_mean(str(value), near) or _in_bytes(option, str(value))
+        if option.type_label.startswith("list of ") and isinstance(value, str | int | float):
+            hint = f"A list of one is {option.name}=[{show(value)}]"
         raise ConfigError(
             f"{option.name} must be {_with_article(option.type_label)}, got "
             f"{show(value)!r}{'. ' + hint if hint else ''}"

@@ -137,7 +137,10 @@ def _evaluated(config: RunConfig, adapter: Path | None, name: str, weights: str 
     trainer = config.trainer
     if adapter is not None:
         if not (adapter / "adapter_config.json").is_file():
-            raise ConfigError(f"{adapter} holds no adapter in PEFT's format (adapter_config.json)")
+            raise ConfigError(
+                f"--adapter={adapter} holds no adapter in PEFT's format (no adapter_config.json is there); give a "
+                "folder such as runs/NAME/adapter"
+            )
         trainer = replace(trainer, lora=replace(trainer.lora, init_from=str(adapter.resolve())))
     run = replace(
         config.run,

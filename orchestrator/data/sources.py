@@ -34,6 +34,14 @@ FORMS = (
     "a .jsonl or .parquet file, a folder of Dataset.save_to_disk, or hf:REPO:SPLIT or hf:REPO:CONFIG:SPLIT "
     "(hf:openai/gsm8k:main:train)"
 )
+_BY_PANDAS = "; write it anew: python -c \"import pandas; pandas.{read}('{path}').to_parquet('{stem}.parquet')\""
+OTHER_ENDINGS = {
+    ".json": "; one object a line is JSONL: of a list, jq -c '.[]' {path} > {stem}.jsonl",
+    ".gz": "; unpack it: gunzip {path}",
+    ".csv": _BY_PANDAS.replace("{read}", "read_csv"),
+    ".tsv": _BY_PANDAS.replace("{read}", "read_table"),
+}
+"""What makes a source of a file in another form."""
 _ROWS_AT_ONCE = 1024
 _ASKED_AND_ANSWERED = (
     ("question", "answer"),
@@ -163,7 +171,8 @@ def _file_rows(path: Path, start: Position) -> Iterator[Row]:
         raise DataError(f"{path} {what}; set data.path (or data.eval_path) to {FORMS}")
     readers: dict[str, Callable[[Path, Position], Iterator[Row]]] = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
     if path.suffix not in readers:
-        raise DataError(f"{path} must end in .jsonl or .parquet, got {path.suffix or 'no ending'!r}")
+        cure = OTHER_ENDINGS.get(path.suffix, "").format(path=path, stem=path.with_suffix(""))
+        raise DataError(f"{path} must end in .jsonl or .parquet, got {path.suffix or 'no ending'!r}{cure}")
     return readers[path.suffix](path, start)
 
 

@@ -49,7 +49,9 @@ def text_messages(value: object) -> list[JsonObject]:
     found: list[JsonObject] = []
     for number, message in enumerate(value, start=1):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise DataError(f"message {number} must be an object with a role and content, got {message!r:.60}")
+            is_sharegpt = isinstance(message, Mapping) and "from" in message and "value" in message
+            cure = "; rows in ShareGPT's form are written anew first (docs/data.md#columns)" if is_sharegpt else ""
+            raise DataError(f"message {number} must be an object with a role and content, got {message!r:.60}{cure}")
         what = f"content of message {number} ({message['role']})"
         found.append({**message, "content": _text(message.get("content"), what, bool(message.get("tool_calls")))})
     return found

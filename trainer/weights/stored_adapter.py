@@ -111,9 +111,9 @@ def read_stored_adapter(folder: Path, subject: str) -> StoredAdapter:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        what = f"no {path.name} is there" if isinstance(error, FileNotFoundError) else f"{path.name}: {error}"
         raise ConfigError(
-            f"{subject}={folder} holds no adapter in PEFT's format ({path.name}: {error}); give a folder such as "
-            "runs/NAME/adapter"
+            f"{subject}={folder} holds no adapter in PEFT's format ({what}); give a folder such as runs/NAME/adapter"
         ) from error
     fields = object_or_empty(content)
     _refuse_other_functions(fields, f"{subject}={folder}")

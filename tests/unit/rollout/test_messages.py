@@ -46,6 +46,7 @@ def test_content_becomes_text_and_the_rest_stays(value: list, contents: list[str
         ([], "a non-empty list of messages"),
         (["hi"], "message 1 must be an object with a role and content, got 'hi'"),
         ([{"content": "hi"}], "message 1 must be an object with a role"),
+        ([{"from": "human", "value": "hi"}], r"ShareGPT's form are written anew first \(docs/data\.md#columns\)"),
         ([*said("a"), {"role": 3, "content": "b"}], "message 2 must be an object with a role"),
         (said(None), r"content of message 1 \(user\) must be text.* got null or nothing"),
         (said(None, tool_calls=[]), r"content of message 1 \(user\) must be text.* got null or nothing"),

@@ -394,7 +394,7 @@ def test_a_run_of_all_steps_is_resumed_for_its_export_alone(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "holds no adapter in PEFT's format"),
+        (None, "holds no adapter in PEFT's format (no adapter_config.json is there); give a folder such as"),
         ("{", "holds no adapter in PEFT's format"),
         ("[]", "has r=None"),
         ('{"r": 16, "lora_alpha": 32}', "adapter_model.safetensors cannot be read"),

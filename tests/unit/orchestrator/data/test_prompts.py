@@ -205,8 +205,14 @@ def test_missing_and_unknown_files_are_refused(tmp_path, encoder):
     with pytest.raises(DataError, match=r"does not exist; set data\.path"):
         read_prompts(str(tmp_path / "no.jsonl"), encoder, max_prompt_tokens=8)
     assert read_prompts(write(tmp_path / "empty.jsonl", ""), encoder, max_prompt_tokens=8) == []
-    with pytest.raises(DataError, match=r"must end in \.jsonl or \.parquet"):
-        read_prompts(write(tmp_path / "a.csv", "prompt"), encoder, max_prompt_tokens=8)
+    for name, cure in (
+        ("a.csv", r"write it anew: .*read_csv\('.*/a\.csv'\)\.to_parquet\('.*/a\.parquet'\)"),
+        ("a.json", r"jq -c '\.\[\]' .*/a\.json > .*/a\.jsonl"),
+        ("a.jsonl.gz", r"gunzip .*/a\.jsonl\.gz"),
+        ("a.txt", r"\.txt'$"),
+    ):
+        with pytest.raises(DataError, match=rf"must end in \.jsonl or \.parquet, got .*{cure}"):
+            read_prompts(write(tmp_path / name, "prompt"), encoder, max_prompt_tokens=8)
     (tmp_path / "a.parquet").write_bytes(b"not parquet")
     with pytest.raises(DataError, match="not a readable Parquet file"):
         read_prompts(str(tmp_path / "a.parquet"), encoder, max_prompt_tokens=8)

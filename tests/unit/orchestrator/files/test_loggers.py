@@ -210,6 +210,7 @@ def test_a_service_that_stays_away_is_counted_and_does_not_hold_up_the_end(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["run.loggers=wandb"], r"must be a list of text, got 'wandb'. A list of one is run.loggers=\[wandb\]"),
         (["run.loggers=[tensorbord]"], "run.loggers must be a list of tensorboard, wandb, mlflow, got 'tensorbord'"),
         (["run.loggers=[wandb,wandb]"], r"run.loggers names one twice: \['wandb', 'wandb'\]"),
         (["run.wandb.project=x"], r"run.wandb.project has no effect with run.loggers=\[tensorboard\]; .*add wandb"),

@@ -85,7 +85,7 @@ def test_penalties_come_off_the_rewards_that_it_sees(path: Path) -> None:
         ("text", "group 0, response 0: it returned 'good'"),
         ("raises", "raised IndexError"),
         ("two", r"it must be \(groups\) -> for each group"),
-        ("nothing", "has no function 'nothing'"),
+        ("nothing", "has no function 'nothing'; it has .*short.*raises"),
     ],
 )
 def test_what_is_wrong_with_an_advantage_is_one_message(path: Path, name: str, message: str) -> None:
