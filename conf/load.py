@@ -250,13 +250,22 @@ def _check_type(option: Option, override: Override) -> None:
         OmegaConf.update(_tree_to_try_values(), option.name, value)
     except ValidationError as error:
         near = difflib.get_close_matches(str(value), option.choices, n=1, cutoff=0.75)  # `gpu` is no `cpu`
-        hint = did_you_mean(str(value), near) or _in_bytes(option, str(value))
-        if option.type_label.startswith("list of ") and isinstance(value, str | int | float):
-            hint = f"A list of one is {option.name}=[{show(value)}]"
+        hint = did_you_mean(str(value), near) or _in_bytes(option, str(value)) or _in_brackets(option, value)
         raise ConfigError(
             f"{option.name} must be {_with_article(option.type_label)}, got "
             f"{show(value)!r}{'. ' + hint if hint else ''}"
         ) from error
+
+
+def _in_brackets(option: Option, value: object) -> str:
+    """How a list of one is written, where that is what is missing; a list of several has a length of its own."""
+    if not re.match(r"list of \D", option.type_label) or not isinstance(value, str | int | float):
+        return ""
+    try:
+        OmegaConf.update(_tree_to_try_values(), option.name, [value])
+    except ValidationError:
+        return ""
+    return f"A list of one is {option.name}=[{show(value)}]"
 
 
 @functools.cache
