@@ -16,6 +16,7 @@ from slipstream.conf.model_checks import (
     check_int4_kernels_add_adapters,
     check_lora_adapts_something,
     check_sequence_fits_model,
+    check_slots_have_names,
     packing_of,
 )
 from slipstream.conf.schema import RunConfig
@@ -106,6 +107,16 @@ def test_slots_of_experts_have_kernels_up_to_a_rank(rank: int, is_right: bool) -
     with pytest.raises(ConfigError, match=r"adapters of experts up to rank 128, and .* which is 256 here"):
         load_run_config(words)
     load_run_config([*words, "weight_sync.mode=merged"])
+
+
+def test_values_that_are_keys_have_no_slot() -> None:
+    """An engine loads k_proj's weights for values, too, but puts k_proj's adapter on keys alone."""
+    words = ["experiment=quickstart_gpu", "weight_sync.mode=adapter", "trainer.lora.experts=false"]
+    gemma = {"model_type": "gemma4_text"}
+    with pytest.raises(ConfigError, match="engines give values of gemma4_text the weights of keys, and no adapter"):
+        check_slots_have_names(load_run_config([*words, "trainer.lora.attention=true"]), gemma)
+    alone = ["trainer.lora.attention=false", "trainer.lora.mlp=true", "model=tiny_qwen3", "trainer.ep_size=1"]
+    check_slots_have_names(load_run_config([*words, *alone]), gemma)
 
 
 @pytest.mark.parametrize(
