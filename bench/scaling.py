@@ -4,6 +4,7 @@
     python bench/scaling.py --layouts 1x1 2x2 --tokens short
     python bench/scaling.py --layouts 2x2 --rows-travel      as where a token has fewer experts than ranks
     python bench/scaling.py --layouts 2x2 --by-layer         dense weights gathered in every layer
+    python bench/scaling.py --layouts 1x1 2x2 --tokens short --graphs      CUDA graphs of several ranks, too
     python bench/scaling.py --tiny                       two small layers, for a CPU
 
 A layout is RANKSxEP_SIZE: 2x2 has two ranks that share the experts and exchange rows of tokens, 2x1 two ranks whose
@@ -73,6 +74,10 @@ def run_rank(args: argparse.Namespace) -> None:
         from slipstream.trainer.model import shard_decoder
 
         shard_decoder.WHOLE_SHARE = 0
+    if args.graphs:
+        from slipstream.trainer.model import graphs
+
+        graphs.CAPTURES_EXCHANGES = True
     num_ranks, ep_size = sizes(args.layout)
     place = Place(num_ranks, ep_size, rank=args.rank_index, rendezvous=f"file://{args.out}.meet")
     began = time.perf_counter()
@@ -302,7 +307,7 @@ def print_table(rows: dict[str, dict[str, Any]], names: Sequence[str]) -> None:
     """One line per workload and layout."""
     heads = (
         "step s", "tok/s", "/rank", "of one", "peak GB", "exch s", "alone s", "idle s", "waits", "wait s", "host s",
-        "sent GB", "wire s", "loss", "norm",
+        "replays", "sent GB", "wire s", "loss", "norm",
     )  # fmt: skip
     for name in names:
         one = rows.get("1x1", {}).get("workloads", {}).get(name.removeprefix(WEAK))
@@ -320,7 +325,8 @@ def print_table(rows: dict[str, dict[str, Any]], names: Sequence[str]) -> None:
             figures = (
                 cell["step_s"], rate, each, share, cell.get("peak_gb", 0.0),
                 found["kinds_s"].get("exchange", 0.0), found["exchange_alone_s"], found["idle_s"], waits, waited_s,
-                found["wall_s"] - waited_s, cell["sent_bytes"] / 1e9, wire, cell["first_loss"], cell["first_norm"],
+                found["wall_s"] - waited_s, cell["replays"], cell["sent_bytes"] / 1e9, wire, cell["first_loss"],
+                cell["first_norm"],
             )  # fmt: skip
             print(f"{layout:10}" + "".join(f"{value:>10.4g}" for value in figures))
 
@@ -349,6 +355,7 @@ def parse() -> argparse.Namespace:
     parser.set_defaults(layers=24)
     parser.add_argument("--rows-travel", action="store_true", help="a row per choice, not a token per rank, to compare")
     parser.add_argument("--by-layer", action="store_true", help="dense weights gathered in every layer, to compare")
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs of several ranks' microbatches, too")
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="two small layers, for a CPU")

@@ -75,13 +75,14 @@ class ControlGroup:
         dist.all_reduce(total, group=self.group)
         return int(total)
 
-    def most(self, values: Sequence[int]) -> list[int]:
-        """The largest of all ranks' values, one by one."""
-        if self.group is None or not values:
-            return list(values)
-        largest = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
-        return largest.tolist()
+    def of_ranks(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's values, as many on each."""
+        if self.group is None:
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.int64)
+        found = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(found, mine, group=self.group)
+        return [one.tolist() for one in found]
 
     def leave(self) -> None:
         """Leave the process group. Idempotent."""

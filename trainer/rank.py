@@ -22,6 +22,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,11 +64,11 @@ from slipstream.trainer.parallel import ParallelLayout, take_device
 from slipstream.trainer.process_group import ControlGroup
 from slipstream.trainer.step.learner import Learner
 from slipstream.trainer.step.loss import LossAccumulator, policy_loss, sft_loss
-from slipstream.trainer.step.microbatches import collate
+from slipstream.trainer.step.microbatches import collate, extent_of
 from slipstream.trainer.step.policy_forward import Loss, PolicyForward
 from slipstream.trainer.step.preference_loss import dpo_loss
 from slipstream.trainer.step.warm_up import made_up_samples
-from slipstream.trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
+from slipstream.trainer.types import Denominators, Extent, LossStats, OptimStats, Sample, Scores
 from slipstream.trainer.weights.factors import planned_merges
 from slipstream.trainer.weights.loading import load_weights, open_reader
 from slipstream.trainer.weights.quantization import BlockFp8
@@ -147,6 +148,9 @@ class TrainerRank:
             else None
         )
         refusal, most_tokens = refusal_of_graphs(decoder, self._device), trainer.cuda_graph_tokens
+        graphs = None
+        if refusal is None and most_tokens:
+            graphs = DecoderGraphs(decoder, most_tokens, lambda failed: self._control.sum(failed) > 0)
         self._learner, self._policy = (
             learner,
             PolicyForward(
@@ -158,7 +162,7 @@ class TrainerRank:
                 chunk_tokens=trainer.logprob_chunk_tokens(spec.vocab_size),
                 mask_log_ratio=options.parity.mask_log_ratio,
                 device=self._device,
-                graphs=DecoderGraphs(decoder, most_tokens) if refusal is None and most_tokens else None,
+                graphs=graphs,
             ),
         )
         self._delivery = Delivery(
@@ -260,8 +264,8 @@ class TrainerRank:
         self.learner.check_version(denominators.policy_version)
         accumulator = LossAccumulator()
         with policy.decoder.in_use():
-            for samples, most_tokens in zip(microbatches, self._most_tokens(microbatches), strict=True):
-                micro = collate(samples, denominators.policy_version, most_tokens)
+            for samples, extents in zip(microbatches, self._extents(microbatches), strict=True):
+                micro = collate(samples, denominators.policy_version, extents)
                 part, logprobs_N = policy.loss(micro, denominators)
                 if learn:
                     part.loss.backward()
@@ -284,12 +288,18 @@ class TrainerRank:
         self._control.agree("microbatches and version", (len(microbatches), policy_version))
         self.learner.check_version(policy_version)
         with policy.decoder.in_use():
-            each = zip(microbatches, self._most_tokens(microbatches), strict=True)
-            return [policy.scores(samples, policy_version, most_tokens) for samples, most_tokens in each]
+            each = zip(microbatches, self._extents(microbatches), strict=True)
+            return [policy.scores(samples, policy_version, extents) for samples, extents in each]
 
-    def _most_tokens(self, microbatches: list[list[Sample]]) -> list[int]:
-        """Of each microbatch: its tokens on the rank that has most."""
-        return self._control.most([max(1, sum(one.num_tokens for one in samples)) for samples in microbatches])
+    def _extents(self, microbatches: list[list[Sample]]) -> list[tuple[Extent, ...]]:
+        """Of each microbatch: how large it is on every rank."""
+        mine = [astuple(extent_of(samples)) for samples in microbatches]
+        ranks = self._control.of_ranks([int(number) for one in mine for number in one])
+        starts = range(0, 4 * len(microbatches), 4)
+        of_ranks = [
+            [Extent(found[i], found[i + 1], found[i + 2], bool(found[i + 3])) for i in starts] for found in ranks
+        ]
+        return list(zip(*of_ranks, strict=True))
 
     def optimizer_step(self, *, ends_version: bool = True) -> OptimStats:
         """Apply the gradients and drop them. If the norm or any rank's loss is not finite, no rank changes anything.
@@ -441,6 +451,8 @@ class TrainerRank:
         """Leave the link and the process group. Idempotent; the rank cannot be used afterwards."""
         if self._delivery is not None:
             self._delivery.close()
+        if self._policy is not None and self._policy.graphs is not None:
+            self._policy.graphs.forget()  # a graph with exchanges must not outlive the group
         self._control.leave()
 
     # --------------------------------------------------------------------------------------------------------- helpers

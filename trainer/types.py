@@ -66,6 +66,17 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
+class Extent:
+    """How large a rank's microbatch is. Ranks tell each other at the beginning of a call."""
+
+    num_tokens: int
+    num_sequences: int
+    longest: int
+    """Tokens of a sequence, at most."""
+    has_routes: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Denominators:
     """Divisors of the loss: counts over all samples of an update, the same on every rank and for every microbatch."""
 

@@ -203,6 +203,9 @@ NCCL = [
     Scenario("lora_ep1_bfloat16", 1, ((0, 1), (2, 3)), dtype=torch.bfloat16, hf_config=ALL_EXPERTS),
     Scenario("lora_ep2_bfloat16", 2, ((0, 1), (2, 3)), dtype=torch.bfloat16, hf_config=ALL_EXPERTS),
     Scenario("no_tokens_at_all_bfloat16", 2, ((), ()), lengths=(), dtype=torch.bfloat16, hf_config=ALL_EXPERTS),
+    Scenario("whole_lora_ep2", 2, ((0, 1), (2, 3)), is_whole=True),
+    Scenario("whole_lora_ep1", 1, ((0, 1), (2, 3)), is_whole=True),
+    Scenario("whole_full_ep2", 2, ((0, 1), (2, 3)), mode=TrainMode.full, is_whole=True),
 ]
 
 

@@ -12,95 +12,53 @@ gradients lie where activations lay before: they are a parameter's own until the
 copied, and added to if the parameter has some already. Attention by cuDNN needs lengths on the host; such microbatches
 are not padded, and one graph serves only those of the same lengths.
 
-Owns the sizes, the captured graphs and their memory: one pool for all, because at most one microbatch is between its
-forward and its backward. Does not own what is captured (decoder.py), the head or the loss.
+Owns the captured graphs and their memory: one pool for all, because at most one microbatch is between its forward and
+its backward. Does not own sizes (graph_sizes.py), what is captured (decoder.py), the head or the loss.
 Invariant: hidden states and gradients are those of the decoder, up to kernels that grouped products choose by row
 count. Padding adds zeros to gradients.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from slipstream.trainer.model.attend import AttentionBackend
 from slipstream.trainer.model.decoder import Decoder
-from slipstream.trainer.model.flash_attention import padded_length
-from slipstream.trainer.model.packed_sequences import LONG, PackedSequences
+from slipstream.trainer.model.graph_sizes import GraphSize, graph_size, padded_starts
+from slipstream.trainer.model.packed_sequences import PackedSequences
 from slipstream.trainer.moe.experts import Experts
+from slipstream.trainer.moe.gathered import BOUND_BYTES, gathers
 from slipstream.trainer.moe.replay import RecordedRoutes
+from slipstream.trainer.types import Extent
 
 logger = logging.getLogger(__name__)
 
-FEWEST_SEQUENCES = 8
-"""Of a padded microbatch, empty ones included."""
-SHORTEST = 128
-"""The least bound in tokens on the sequences of a padded microbatch."""
 MOST_GRAPHS = 32
 """Sizes that are captured: the first ones that come twice. A graph takes some ten MB, its capture about a second."""
 MOST_SEEN = 1024
 """Sizes that are remembered. Those of long sequences hardly ever come again."""
 MARGIN = 1.05
 """Memory that is left beside the pool, at least, as a multiple of what the fullest microbatch took."""
-
-
-@dataclass(frozen=True, slots=True)
-class GraphSize:
-    """What two microbatches share that one graph serves."""
-
-    num_tokens: int
-    num_sequences: int
-    longest: int
-    """Tokens of a sequence, at most."""
-    starts: tuple[int, ...] | None
-    """None: any lengths, by padding."""
-    has_routes: bool
-
-
-def graph_size(starts: tuple[int, ...], *, has_routes: bool, has_cudnn: bool) -> GraphSize:
-    """The size of the graph for a microbatch.
-
-    Args:
-        starts: First token of each sequence, and the number of tokens at the end.
-        has_cudnn: Whether long sequences go through cuDNN.
-
-    Example: graph_size((0, 100, 180), has_routes=False, has_cudnn=True) is of 256 tokens in 8 sequences of at most 128.
-    """
-    num_tokens, num_sequences = starts[-1], len(starts) - 1
-    longest = max((stop - start for start, stop in itertools.pairwise(starts)), default=0)
-    if has_cudnn and num_tokens >= LONG * num_sequences:
-        return GraphSize(num_tokens, num_sequences, longest, starts, has_routes)
-    padded_tokens, longest = padded_length(num_tokens), _power_of_2(max(longest, SHORTEST))
-    num_sequences += -((num_tokens - padded_tokens) // longest)
-    return GraphSize(padded_tokens, _power_of_2(max(num_sequences, FEWEST_SEQUENCES)), longest, None, has_routes)
-
-
-def padded_starts(starts: tuple[int, ...], size: GraphSize) -> tuple[int, ...]:
-    """Starts of a microbatch with the sequences that pad it to this size, and empty ones.
-
-    Example: (0, 100, 180) of the size above gives (0, 100, 180, 256, 256, 256, 256, 256, 256).
-    """
-    more = [*range(starts[-1], size.num_tokens, size.longest)[1:], size.num_tokens]
-    return (*starts, *more, *[size.num_tokens] * size.num_sequences)[: size.num_sequences + 1]
-
-
-def _power_of_2(least: int) -> int:
-    return 1 << (least - 1).bit_length()
+CAPTURES_EXCHANGES = False
+"""Whether microbatches of several ranks are captured, with their exchanges. Not seen on GPUs yet (decision 0043)."""
 
 
 def refusal_of_graphs(decoder: Decoder, device: torch.device) -> str | None:
     """Why this decoder's microbatches cannot be replayed; None if they can."""
     if device.type != "cuda":
         return "the trainer has no GPU"
-    if decoder.layout.world_size > 1:
-        return "the trainer has several ranks"
+    if (reason := _refusal_of_ranks(decoder)) is not None:
+        return reason
     if not decoder.attention_backends <= {AttentionBackend.cudnn, AttentionBackend.varlen}:
         return f"attention is {decoder.backends['attention']}"
     if decoder.by.gradients_by is not None:
@@ -117,13 +75,35 @@ def refusal_of_graphs(decoder: Decoder, device: torch.device) -> str | None:
     return None
 
 
+def _refusal_of_ranks(decoder: Decoder) -> str | None:
+    layout, moe = decoder.layout, decoder.spec.moe
+    if layout.world_size == 1:
+        return None
+    if not CAPTURES_EXCHANGES:
+        return "the trainer has several ranks"
+    if layout.cp_group is not None:
+        return "ranks share sequences"
+    if decoder.whole is None or any(isinstance(module, FSDPModule) for module in decoder.modules()):
+        return "weights are gathered layer by layer"
+    modes = {module.combine_mode for module in decoder.modules() if isinstance(module, Experts)}
+    if moe is not None and not all(gathers(layout.ep_size, moe.top_k, mode) for mode in modes):
+        return "the host reads how many rows travel"
+    return None
+
+
 class DecoderGraphs:
     """Called as the decoder, where gradients are wanted. Make one where `refusal_of_graphs` has nothing to say."""
 
-    def __init__(self, decoder: Decoder, max_tokens: int) -> None:
-        """Args: max_tokens: larger microbatches are not captured (trainer.cuda_graph_tokens)."""
-        self._decoder, self._max_tokens = decoder, max_tokens
-        self._trainable = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
+    def __init__(self, decoder: Decoder, max_tokens: int, any_of_ranks: Callable[[bool], bool] = bool) -> None:
+        """
+        Args:
+            max_tokens: Larger microbatches are not captured (trainer.cuda_graph_tokens).
+            any_of_ranks: Whether it is so on any rank. Collective.
+        """
+        self._decoder, self._max_tokens, self._any_of_ranks = decoder, max_tokens, any_of_ranks
+        whole = [] if decoder.whole is None else decoder.whole.trainable
+        own = [one for one in decoder.parameters() if one.requires_grad and not isinstance(one, DTensor)]
+        self._trainable = [*whole, *own]
         self._lent: list[tuple[nn.Parameter, Tensor]] = []
         """Gradients in the pool, and the parameters that may have them."""
         self._seen: dict[GraphSize, None] = {}
@@ -136,18 +116,29 @@ class DecoderGraphs:
         """Forward passes so far that were replayed."""
 
     def __call__(
-        self, token_ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor, routes: RecordedRoutes | None = None
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        cu_seqlens: Tensor,
+        routes: RecordedRoutes | None = None,
+        *,
+        extents: Sequence[Extent] = (),
     ) -> Tensor:
-        """As Decoder.forward. The result is overwritten by the next call; its backward must come before that."""
+        """As Decoder.forward. The result is overwritten by the next call; its backward must come before that.
+
+        Args:
+            extents: Of every rank's microbatch. Ranks take one size and capture together, so that exchanges match.
+        """
         starts = tuple(cu_seqlens.tolist())
         has_cudnn = AttentionBackend.cudnn in self._decoder.attention_backends
-        size = graph_size(starts, has_routes=routes is not None, has_cudnn=has_cudnn)
+        size = graph_size(starts, has_routes=routes is not None, has_cudnn=has_cudnn, extents=extents)
         captured = None
-        if 0 < size.num_tokens <= self._max_tokens and self._comes_again(size):
+        if size is not None and self._may_capture(size) and self._comes_again(size):
             self.take_back()
-            captured = self._filled(size, GraphInputs(size, token_ids_T, positions_T, cu_seqlens, routes))
+            captured = self._filled(size, GraphInputs(size, token_ids_T, positions_T, starts, routes, self._decoder))
         if captured is None:
-            return self._decoder(token_ids_T, positions_T, cu_seqlens, routes)
+            most_tokens = max((one.num_tokens for one in extents), default=None)
+            return self._decoder(token_ids_T, positions_T, cu_seqlens, routes, most_tokens=most_tokens)
         self.num_replays += 1
         if routes is not None:
             routes.flipped.extend(captured.flipped)
@@ -191,6 +182,15 @@ class DecoderGraphs:
                 parameter.grad = lent.clone()
         self._lent = []
 
+    def _may_capture(self, size: GraphSize) -> bool:
+        layout, spec = self._decoder.layout, self._decoder.spec
+        if not 0 < size.num_tokens <= self._max_tokens:
+            return False
+        if layout.ep_group is None or spec.moe is None:
+            return True
+        num_rows = layout.ep_size * size.num_tokens * spec.moe.top_k
+        return num_rows * spec.hidden_size * self._decoder.dtype.itemsize <= BOUND_BYTES  # else the host counts them
+
     def _comes_again(self, size: GraphSize) -> bool:
         """Whether this size is captured, or can be because it came before. Remembers it."""
         if size in self._captured:
@@ -209,12 +209,15 @@ class DecoderGraphs:
         if captured is not None:
             captured.inputs.fill(inputs)
             return captured
+        reason = "another rank failed"
         try:
             captured = self._capture(inputs)
         except RuntimeError as error:  # an OutOfMemoryError is one
+            reason = str(error).partition("\n")[0]
+        if self._any_of_ranks(captured is None) or captured is None:
             logger.warning(
                 "microbatches run without CUDA graphs from now on, because one of %d tokens could not be captured: %s",
-                size.num_tokens, str(error).partition("\n")[0],
+                size.num_tokens, reason,
             )  # fmt: skip
             self._max_tokens = 0
             self.forget()
@@ -251,20 +254,22 @@ class GraphInputs:
         size: GraphSize,
         token_ids_T: Tensor,
         positions_T: Tensor,
-        cu_seqlens: Tensor,
+        starts: tuple[int, ...],
         routes: RecordedRoutes | None,
+        decoder: Decoder,
     ) -> None:
         num_missing = size.num_tokens - len(token_ids_T)
-        if size.starts is None:
-            cu_seqlens = torch.tensor(padded_starts(tuple(cu_seqlens.tolist()), size))
-        sequences = PackedSequences.from_cu_seqlens(
-            cu_seqlens, size.num_tokens, token_ids_T.device, row_length=size.longest
+        starts = starts if size.starts is not None else padded_starts(starts, size)
+        laid_out = PackedSequences.from_cu_seqlens(
+            torch.tensor(starts), size.num_tokens, token_ids_T.device, row_length=size.longest
         )
-        self.sequences = sequences if size.starts is not None else replace(sequences, starts=())
+        most_tokens = None if decoder.layout.ep_group is None else size.num_tokens
+        self.sequences = replace(laid_out, starts=starts if size.starts is not None else (), most_tokens=most_tokens)
         self.token_ids_T = F.pad(token_ids_T, (0, num_missing))
         self.positions_T = F.pad(positions_T, (0, num_missing))
         self.routes = None
-        if routes is not None:
+        if size.has_routes:
+            routes = routes or _no_routes(decoder, token_ids_T)
             experts_TLK = F.pad(routes.experts_TLK, (0, 0, 0, 0, 0, num_missing))
             self.routes = RecordedRoutes(experts_TLK, F.pad(routes.is_recorded_T, (0, num_missing)))
 
@@ -333,6 +338,14 @@ def alias(tensor: Tensor) -> Tensor:
         }
 
     return torch.as_tensor(Memory(), dtype=same_size, device=tensor.device).view(tensor.dtype)
+
+
+def _no_routes(decoder: Decoder, token_ids_T: Tensor) -> RecordedRoutes:
+    """Of a microbatch of this rank without any, where another rank's has some."""
+    moe = decoder.spec.moe
+    assert moe is not None
+    experts_TLK = token_ids_T.new_zeros(len(token_ids_T), sum(moe.layers), moe.top_k, dtype=torch.int16)
+    return RecordedRoutes(experts_TLK, torch.zeros_like(token_ids_T, dtype=torch.bool))
 
 
 def _drop_gradients(parameters: list[nn.Parameter]) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slipstream.trainer.types import Sample
+from slipstream.trainer.types import Extent, Sample
 
 ATTENTION_EQUAL_TOKENS = 16384
 """Length at which causal attention costs as much as everything else: 6.1 GFLOP per token in the matrices and 1.6
@@ -171,11 +171,23 @@ class Microbatch:
     """[N] float32; None: some sample has none."""
     ref_logprobs: np.ndarray | None = None
     """[N] float32; None: some sample has none."""
-    most_tokens: int | None = None
-    """T of the rank that has most; None: ranks did not tell each other."""
+    extents: tuple[Extent, ...] = ()
+    """Of every rank's microbatch; empty: ranks did not tell each other."""
+
+    @property
+    def most_tokens(self) -> int | None:
+        """T of the rank that has most; None: not known."""
+        return max((one.num_tokens for one in self.extents), default=None)
 
 
-def collate(samples: Sequence[Sample], policy_version: int, most_tokens: int | None = None) -> Microbatch:
+def extent_of(samples: Sequence[Sample]) -> Extent:
+    """Of the microbatch that collate() makes."""
+    lengths = [sample.num_tokens for sample in samples] or [1]
+    has_routes = any(sample.routed_experts is not None for sample in samples)
+    return Extent(sum(lengths), len(lengths), max(lengths), has_routes)
+
+
+def collate(samples: Sequence[Sample], policy_version: int, extents: tuple[Extent, ...] = ()) -> Microbatch:
     """Lay samples end to end and shift targets: entry t of a sample's arrays is about predicting token t from
     row t - 1.
 
@@ -183,7 +195,7 @@ def collate(samples: Sequence[Sample], policy_version: int, most_tokens: int | N
         samples: members of one microbatch. Without samples, the microbatch is a single token 0 that does not count, so
             that every collective of a step still runs.
         policy_version: the version about to be trained.
-        most_tokens: of the microbatch of the rank that has most.
+        extents: of every rank's microbatch.
 
     Raises:
         ValueError: arrays of unequal length, a first token that counts (nothing precedes it), or a sample from
@@ -196,7 +208,7 @@ def collate(samples: Sequence[Sample], policy_version: int, most_tokens: int | N
         one = np.zeros(1, np.int64)
         return Microbatch(
             one, one, np.array([0, 1], np.int32), ints, ints, floats, floats, ints, ints, ints, ints,
-            most_tokens=most_tokens,
+            extents=extents,
         )  # fmt: skip
 
     cu_seqlens = np.cumsum([0] + [sample.num_tokens for sample in samples])
@@ -220,7 +232,7 @@ def collate(samples: Sequence[Sample], policy_version: int, most_tokens: int | N
         staleness=np.repeat(np.array([policy_version - sample.oldest_version for sample in samples]), num_counted),
         old_logprobs=_gather_known([sample.old_logprobs for sample in samples], counted),
         ref_logprobs=_gather_known([sample.ref_logprobs for sample in samples], counted),
-        most_tokens=most_tokens,
+        extents=extents,
         **_routes(samples),
     )
 

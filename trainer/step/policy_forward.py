@@ -27,7 +27,7 @@ from slipstream.trainer.moe.replay import RecordedRoutes
 from slipstream.trainer.step.kl import kl_estimates
 from slipstream.trainer.step.loss import CountedTokens, PolicyLoss
 from slipstream.trainer.step.microbatches import Microbatch, collate
-from slipstream.trainer.types import Denominators, Sample, Scores
+from slipstream.trainer.types import Denominators, Extent, Sample, Scores
 
 
 class Loss(Protocol):
@@ -91,9 +91,9 @@ class PolicyForward:
         return part, logprobs_N.detach() if tokens.old_logprobs_N is None else tokens.old_logprobs_N
 
     @torch.no_grad()
-    def scores(self, samples: Sequence[Sample], policy_version: int, most_tokens: int | None = None) -> list[Scores]:
+    def scores(self, samples: Sequence[Sample], policy_version: int, extents: tuple[Extent, ...] = ()) -> list[Scores]:
         """What updates of these samples need to know of the policy before the first one. Arguments as of `collate`."""
-        micro = collate(samples, policy_version, most_tokens)
+        micro = collate(samples, policy_version, extents)
         ref_logprobs_N = None if self.reference is None else self._reference_logprobs(micro, self.reference)
         cut = self._cut(micro)
         logprobs_N, _ = self._logprobs(micro, cut, self._routes(micro, cut))
@@ -133,7 +133,7 @@ class PolicyForward:
         """(log-probability, entropy) of every counted token. The head runs only on the rows that predict one."""
         run = partial(self.decoder, by=by, most_tokens=micro.most_tokens)
         if self.graphs is not None and torch.is_grad_enabled():
-            run = self.graphs
+            run = partial(self.graphs, extents=micro.extents)
         tokens = self._own(micro.token_ids, cut), self._own(micro.positions, cut)
         rows_N, targets_N, predictions = self._to_device(micro.predictor_rows), self._to_device(micro.targets), None
         if cut is None:  # the lengths stay on the host: they decide shapes

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases.eager_pass import EagerGraphs
 from cases.rank_helpers import MOE_CONFIG, VOCAB, count, fill_adapters, join_ranks, local_gradients, make_rank, spawn
 from cases.tiny_models import DEEPSEEK, DENSE, GEMMA3, MISTRAL
 
@@ -31,11 +32,12 @@ WORLDS = {
         ("moe", 2, 2, ""), ("moe", 1, 2, "full"), ("dense", 1, 2, ""), ("latent", 1, 2, ""), ("window", 1, 2, ""),
         ("two windows", 1, 2, "full"), ("moe", 1, 2, "shifted"), ("moe", 1, 2, "dropped"),
         ("moe", 2, 2, "by layer"), ("dense", 1, 2, "full by layer"),
+        ("moe", 2, 1, "replayed"), ("dense", 1, 1, "full replayed"), ("moe", 2, 1, "replayed until one rank fails"),
     ],
     4: [("moe", 4, 4, ""), ("latent", 4, 2, ""), ("moe", 2, 4, "mixed"), ("moe", 2, 2, "mixed")],
 }  # fmt: skip
-"""Ranks -> model, ep_size, cp_size, and: full training, a fault, experts over some of the ranks, or dense weights that
-are gathered layer by layer, as where they are large."""
+"""Ranks -> model, ep_size, cp_size, and: full training, a fault, experts over some of the ranks, dense weights that
+are gathered layer by layer, as where they are large, or microbatches that are padded and replayed as by CUDA graphs."""
 
 
 def samples_of(lengths: tuple[int, ...] = LENGTHS) -> list[Sample]:
@@ -117,10 +119,16 @@ def work(
     made = load(kind, model, rank, world_size, rendezvous, ep_size=ep_size, cp_size=cp_size)
     originals = context.ContextCut.of, context._sum_of_ranks
     plant(kind)
+    graphs = None
+    if "replayed" in kind:
+        graphs = EagerGraphs(made.decoder, 8192, lambda failed: made._control.sum(failed) > 0)
+        graphs.fails = rank == 1 and "fails" in kind
+        made._policy = replace(made.policy, graphs=graphs)
     made.warm_up([3, 4])  # of which nothing below may show
     plan = pack(LENGTHS, world_size, 16, cp_size=cp_size)
     found = train_once(made, [*plan[rank], []], routes=model == "moe")
     found["step"] = made.optimizer_step()
+    found["replays"] = None if graphs is None else graphs.num_replays
     context.ContextCut.of, context._sum_of_ranks = originals
     made.shutdown()
     return found
@@ -177,6 +185,9 @@ def test_shared_sequences_train_like_whole_ones(ranks: Any, case: tuple[int, str
         for index, *values in part["scores"]:
             for value, right in zip(values, expected[index], strict=True):
                 np.testing.assert_allclose(value, right, rtol=1e-4, atol=1e-5)
+    num_replays = len(pack(LENGTHS, size, 16, cp_size=cp_size)[0]) + (model == "dense")  # the empty one has no routes
+    expected_replays = None if "replayed" not in kind else 0 if "fails" in kind else num_replays
+    assert [part["replays"] for part in parts] == [expected_replays] * size
     assert {index for part in parts for index, *_ in part["scores"]} == set(range(len(LENGTHS)))
     assert all(part["step"].is_finite for part in parts)
     norms = [part["step"].grad_norm for part in parts]

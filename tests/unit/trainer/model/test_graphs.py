@@ -12,15 +12,10 @@ from hypothesis import strategies as st
 
 from slipstream.trainer.model import graphs as graphs_module
 from slipstream.trainer.model.decoder import Decoder
-from slipstream.trainer.model.graphs import (
-    DecoderGraphs,
-    GraphInputs,
-    GraphSize,
-    graph_size,
-    padded_starts,
-    refusal_of_graphs,
-)
+from slipstream.trainer.model.graph_sizes import GraphSize, graph_size, padded_starts
+from slipstream.trainer.model.graphs import DecoderGraphs, GraphInputs, refusal_of_graphs
 from slipstream.trainer.moe.replay import RecordedRoutes
+from slipstream.trainer.types import Extent
 
 CPU = torch.device("cpu")
 SOME_LENGTHS = st.lists(st.integers(1, 3000), min_size=1, max_size=60)
@@ -34,6 +29,7 @@ def starts_of(lengths: list[int]) -> tuple[int, ...]:
 def test_a_size_holds_its_microbatch_with_little_padding(lengths: list[int], has_routes: bool, has_cudnn: bool) -> None:
     starts = starts_of(lengths)
     size = graph_size(starts, has_routes=has_routes, has_cudnn=has_cudnn)
+    assert size is not None
     assert size.has_routes is has_routes
     if size.starts is not None:
         assert has_cudnn
@@ -56,15 +52,41 @@ def test_other_lengths_of_the_same_tokens_need_no_other_graph(lengths: list[int]
     assert graph_size(starts_of(lengths[::-1]), has_routes=False, has_cudnn=False) == size
 
 
+@given(st.lists(SOME_LENGTHS, min_size=2, max_size=4), st.booleans())
+def test_ranks_take_one_size_that_holds_every_microbatch(ranks: list[list[int]], has_cudnn: bool) -> None:
+    extents = [Extent(sum(one), len(one), max(one), has_routes=number == 1) for number, one in enumerate(ranks)]
+    sizes = [
+        graph_size(starts_of(one), has_routes=extent.has_routes, has_cudnn=has_cudnn, extents=extents)
+        for one, extent in zip(ranks, extents, strict=True)
+    ]
+    assert len(set(sizes)) == 1
+    size = sizes[0]
+    if size is None:
+        assert has_cudnn and any(sum(one) >= 1024 * len(one) for one in ranks)
+        return
+    assert size.has_routes and size.starts is None
+    for one in ranks:
+        padded = padded_starts(starts_of(one), size)
+        assert padded[-1] == size.num_tokens and len(padded) == size.num_sequences + 1
+        assert all(0 <= stop - start <= size.longest for start, stop in pairwise(padded))
+
+
 @pytest.mark.parametrize("family", [MOE, MIXED, DEEPSEEK], ids=["moe", "dense_and_moe", "latent_attention"])
 @pytest.mark.parametrize("with_routes", [False, True])
 def test_padding_changes_neither_hidden_states_nor_gradients(family: dict, with_routes: bool) -> None:
     """The second microbatch takes the tensors of the first, as a replay does."""
     decoder = make_decoder(family)
     first, second = packed((5, 9, 2)), packed((1, 12, 3, 4), seed=1)
-    size = graph_size(tuple(second[2].tolist()), has_routes=with_routes, has_cudnn=False)
-    assert size == graph_size(tuple(first[2].tolist()), has_routes=with_routes, has_cudnn=False)
-    inputs = GraphInputs(size, *first, routes_of(decoder, len(first[0]), with_routes))
+    where = {id(batch): tuple(batch[2].tolist()) for batch in (first, second)}
+    size = graph_size(where[id(second)], has_routes=with_routes, has_cudnn=False)
+    assert size is not None
+    assert size == graph_size(where[id(first)], has_routes=with_routes, has_cudnn=False)
+
+    def inputs_of(batch: tuple[torch.Tensor, ...]) -> GraphInputs:
+        routes = routes_of(decoder, len(batch[0]), with_routes)
+        return GraphInputs(size, batch[0], batch[1], where[id(batch)], routes, decoder)
+
+    inputs = inputs_of(first)
     for batch in (first, second):
         routes = routes_of(decoder, len(batch[0]), with_routes)
         wanted = decoder(*batch, routes)
@@ -72,7 +94,7 @@ def test_padding_changes_neither_hidden_states_nor_gradients(family: dict, with_
         (wanted * weights).sum().backward()
         expected = [p.grad for p in decoder.parameters() if p.grad is not None]
         decoder.zero_grad()
-        inputs.fill(GraphInputs(size, *batch, routes_of(decoder, len(batch[0]), with_routes)))
+        inputs.fill(inputs_of(batch))
         if inputs.routes is not None:
             inputs.routes.flipped.clear()
         hidden = inputs.hidden_states(decoder)
