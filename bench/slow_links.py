@@ -1,12 +1,14 @@
-"""A publish between two sites: what it sends and how long it takes over a slow link, every byte beside what changed.
+"""A publish between two sites: what it sends and how long it takes over a slow link: every byte, what changed, or the
+factors of adapters, which the engine merges.
 
-    sudo python bench/slow_links.py                            10, 1 and 0.1 Gbit/s; 1, 3 and 10 % changed
+    sudo python bench/slow_links.py                            10, 1 and 0.1 Gbit/s; 1, 3 and 10 % changed; rank 16
 
 Two network namespaces are the sites, with a pair of virtual interfaces between them, each limited by `tc` (tbf). One
 process on either side: tensors in memory behind a Sender, and the same tensors behind a replica's endpoint, on a CPU,
-over Mooncake's TCP. Nothing is merged: changes are found by comparing with what was sent last, as for tensors of any
-trainer, full training and `slipstream push --base`. Every publish is hashed and committed. Bytes of the link are
-those that the sender's interface has counted, headers included. Medians; the first publish of a row warms up.
+over Mooncake's TCP. Changes are found by comparing with what was sent last, as for tensors of any trainer, full
+training and `slipstream push --base`. Adapters, in float32 on every matrix, are merged by both sides. Every publish is
+hashed and committed. Bytes of the link are those that the sender's interface has counted, headers included. Medians;
+the first publish of a row warms up.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+    from slipstream.conf.schema import WeightSyncConfig
+    from slipstream.weight_sync.publish.report import PublishReport
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
@@ -47,6 +52,8 @@ class Row:
     gbit_s: float
     changed: float | None
     """Share of all elements; None: every byte is sent, to an engine without a landing zone."""
+    rank: int = 0
+    """Of adapters; 0: none, and the engine merges nothing."""
 
 
 def main() -> None:
@@ -54,6 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gbit-s", type=float, nargs="+", default=[10.0, 1.0, 0.1])
     parser.add_argument("--changed", type=float, nargs="+", default=[0.01, 0.03, 0.1], help="shares of the elements")
+    parser.add_argument("--rank", type=int, default=16, help="of adapters that the engine merges; 0: no such row")
     parser.add_argument("--mib", type=int, default=128, help="size of the weights; default %(default)s")
     parser.add_argument("--publishes", type=int, default=3, help="that are measured; default %(default)s")
     parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "slow_links-cpu.json")
@@ -69,9 +77,10 @@ def main() -> None:
     found = {**environment(), "mib": args.mib, "rows": []}
     print(json.dumps(found), flush=True)
     for gbit_s in args.gbit_s:
-        for changed in (None, *args.changed):
+        rows = [Row(gbit_s, changed) for changed in (None, *args.changed)]
+        for row in rows + [Row(gbit_s, None, args.rank)] * (args.rank > 0):
             with sites(gbit_s):
-                found["rows"].append(measure(args, Row(gbit_s, changed)))
+                found["rows"].append(measure(args, row))
             print(in_words(found["rows"][-1]), flush=True)
     args.json.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -79,6 +88,7 @@ def main() -> None:
 def in_words(row: dict[str, Any]) -> str:
     """A row of the table."""
     kind = "whole" if row["changed"] is None else f"{row['changed']:.1%} changed"
+    kind = f"factors, r={row['rank']}" if row["rank"] else kind
     return (
         f"{row['gbit_s']:>5g} Gbit/s  {kind:>14}  {row['total_s']:8.3f} s  write {row['write_s']:8.3f} s  verify "
         f"{row['verify_s']:6.3f} s  {row['num_bytes'] / 1e6:9.2f} MB, {row['link_bytes'] / 1e6:9.2f} MB on the link"
@@ -138,9 +148,11 @@ def start(site: str, role: str, args: argparse.Namespace, row: Row) -> subproces
 
 async def serve(mib: int, row: Row) -> None:
     """The engine's side: print the endpoint, then serve until killed."""
+    from bench.sync.lora_matrices import merges_of
     from slipstream.conf.schema import TransportKind
     from slipstream.weight_sync.layout import DestLayout, Load, Param, Region
     from slipstream.weight_sync.replica.control_server import ReplicaEndpoint
+    from slipstream.weight_sync.replica.own_merge import OwnMerge
     from slipstream.weight_sync.replica.receiver import Receiver
     from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
@@ -153,7 +165,13 @@ async def serve(mib: int, row: Row) -> None:
         tuple(Load(name, Region((0, 0), shape), (0, 1), name, 0, (shape[1], 1)) for name, shape in shapes.items()),
     )
     link = MooncakeTransport(TransportKind.tcp, host=host)
-    receiver = Receiver(params, layout, link, landing_bytes=zone_bytes(mib, row))
+    own = None
+    if row.rank:
+        base = weights(mib)
+        own = OwnMerge(layout, params, merges_of(base, row.rank), on_device=False)
+        own.read_base(lambda tensor, region, out: out.copy_(base[tensor]))
+        params, layout = params | own.factors, own.layout
+    receiver = Receiver(params, layout, link, landing_bytes=zone_bytes(mib, row), own_merge=own)
     endpoint = ReplicaEndpoint(PlainReplica(receiver), KEY, host=host)
     print(await endpoint.start(), flush=True)
     await asyncio.Event().wait()
@@ -172,6 +190,9 @@ def publish(mib: int, num_publishes: int, row: Row) -> None:
         transport=TransportKind.tcp, delta_bytes=zone_bytes(mib, row), watermark_bytes=256 * MIB, timeout_s=300.0
     )
     host, _ = SITES.values()
+    if row.rank:
+        publish_factors(tensors, endpoint, num_publishes, row, config)
+        return
     sender = Sender(register_tensors(tensors), [endpoint], key=KEY, host=host, device="cpu", config=config)
     generator = torch.Generator().manual_seed(1)
     warm_up = 2 if row.changed is not None else 1  # the first one is whole
@@ -180,14 +201,39 @@ def publish(mib: int, num_publishes: int, row: Row) -> None:
         for tensor in tensors.values():
             hit = torch.rand(tensor.shape, generator=generator) < (row.changed or 0.01)
             tensor.view(torch.int16)[hit] ^= 1
-        before = sent_by_interface()
-        report = sender.update(version)
-        assert report.num_committed == 1, report.replicas
-        names = ("total_s", "write_s", "prepare_s", "verify_s", "num_bytes")
-        figures: dict[str, float] = {name: getattr(report, name) for name in names}
-        figures["link_bytes"] = sent_by_interface() - before
-        measured.append(figures)
+        measured.append(figures_of(lambda version=version: sender.update(version)))
     print(json.dumps(medians(measured[warm_up:])), flush=True)
+
+
+def publish_factors(
+    tensors: dict[str, torch.Tensor], endpoint: str, num_publishes: int, row: Row, config: WeightSyncConfig
+) -> None:
+    """publish() of adapters, to an engine that has the matrices."""
+    from bench.sync.lora_matrices import LoraMatrices, merges_of
+    from slipstream.weight_sync.publish.publisher import Publisher
+    from slipstream.weight_sync.transport.mooncake import MooncakeTransport
+
+    merges = merges_of(tensors, row.rank)
+    source, base = LoraMatrices(tensors, merges), LoraMatrices(tensors, merges, is_merged=False)
+    link = MooncakeTransport(config.transport, device="cpu", host=next(iter(SITES.values())))
+    sender = Publisher(source, link, rank=0, world_size=1, group=None, config=config, key=KEY, base=base)
+    sender.connect([endpoint])
+    measured: list[dict[str, float]] = []
+    for version in range(1 + num_publishes):
+        for factor in source.factors.values():
+            factor.mul_(1.01)
+        measured.append(figures_of(lambda version=version: sender.publish(version)))
+    print(json.dumps(medians(measured[1:])), flush=True)
+
+
+def figures_of(send: Callable[[], PublishReport]) -> dict[str, float]:
+    """Send once."""
+    before = sent_by_interface()
+    report = send()
+    assert report.num_committed == 1, report.replicas
+    names = ("total_s", "write_s", "prepare_s", "verify_s", "num_bytes")
+    figures: dict[str, float] = {name: getattr(report, name) for name in names}
+    return figures | {"link_bytes": sent_by_interface() - before}
 
 
 def medians(measured: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -84,7 +84,7 @@ class OwnMerge:
         self.digest = ""
         """held_digest of the base over this rank's parameters; the receiver hashes it."""
         self._is_in_doubt = False
-        """Whether a merge was not proven: then all bytes are asked for."""
+        """Whether a merge was not proven: from then on all bytes are asked for, as the next one would be as wrong."""
 
     @property
     def holds(self) -> str:
@@ -124,7 +124,7 @@ class OwnMerge:
             step()
 
     def proven(self) -> None:
-        """What the parameters hold was committed."""
+        """What was merged has the sender's hashes."""
         self._is_in_doubt = False
 
     def _put_base(self) -> None:

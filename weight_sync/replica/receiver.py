@@ -202,6 +202,8 @@ class Receiver:
                 f"version {version}, epoch {epoch}, rank {self._layout.rank}: {len(wrong)} of {len(self._sent)}"
                 f" parameters do not hold the bytes that were sent: {shown}"
             )
+        if self._own_merge is not None and expected.base:
+            self._own_merge.proven()
         self._verified_hashes = actual
         self._verified_holds = "" if self._landing is None else held_digest(expected, self._flags)
         self._state = state
@@ -221,8 +223,6 @@ class Receiver:
             self._recompute()
         if self._synchronize is not None:
             self._synchronize()
-        if self._own_merge is not None:
-            self._own_merge.proven()
         self._wire_hashes, self._holds = self._verified_hashes, self._verified_holds
         self.committed_hashes = self._hashes_at_rest() if self._wire_hashes else {}
         self._state = state
