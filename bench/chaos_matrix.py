@@ -46,6 +46,8 @@ ALWAYS = [
 IN_A_STEP = ("sampling", "publish", "verify", "checkpoint", "recovery")
 FIRST_STEP = 3
 """Events begin after it."""
+FIRST_SAVED = 6
+"""By then there is a checkpoint, which a run needs that is stopped and resumed."""
 LIMIT_S = 900
 
 
@@ -147,7 +149,8 @@ def carry_out(name: str, plan: Plan, left: Sequence[tuple[str, str, str]], folde
     run, begun = folder / "run", [begin(plan, folder, "run")]
     for number, cell in enumerate(left):
         victim, what, moment = cell
-        goes_on = starts_again(run) if moment == "start" else has_made(run, FIRST_STEP)
+        is_start = moment == "start"
+        goes_on = has_made(run, FIRST_SAVED if is_start else FIRST_STEP) and (not is_start or starts_again(run))
         if not goes_on:
             print(f"{name}: the run is over before {cell}", flush=True)
             break
@@ -268,9 +271,12 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """As docs/chaos.md has it: in each cell the longest time without a step, and the time until all was as before."""
     moments = ("now", *IN_A_STEP, "start")
     print("| victim | " + " | ".join(moments) + " |\n" + "|---" * (len(moments) + 1) + "|")
-    for whom in dict.fromkeys((row["cell"][0], row["cell"][1]) for row in sorted(rows, key=lambda row: row["cell"][1])):
-        of_cell = [[row for row in rows if tuple(row["cell"]) == (*whom, moment)] for moment in moments]
-        print(f"| {whom[0]}, {whom[1]} | " + " | ".join(map(cell_text, of_cell)) + " |")
+    ordered = sorted(rows, key=lambda row: (row["cell"][1], row["plan"] == "taught"))
+    for victim, what, is_taught in dict.fromkeys((*row["cell"][:2], row["plan"] == "taught") for row in ordered):
+        mine = [row for row in rows if row["cell"][:2] == [victim, what] and (row["plan"] == "taught") is is_taught]
+        of_cell = [[row for row in mine if row["cell"][2] == moment] for moment in moments]
+        name = f"{victim}, {what}" + (", fine-tuning" if is_taught else "")
+        print(f"| {name} | " + " | ".join(map(cell_text, of_cell)) + " |")
 
 
 def cell_text(rows: Sequence[dict[str, Any]]) -> str:
