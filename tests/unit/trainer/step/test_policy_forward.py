@@ -35,6 +35,7 @@ class Played:
     def __init__(self) -> None:
         self.order: list[str] = []
         self.layout = ParallelLayout.single("cpu")
+        self.spec = SimpleNamespace(logit_softcap=None)
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, cu_seqlens: Tensor, routes: Any, *, by: Any, most_tokens: int | None
