@@ -135,5 +135,7 @@ def _merged_with_torch(
 def round_into(out_RN: Tensor, values_RN: Tensor, key: int, rows_R: Tensor, first_column: int) -> None:
     """Round float32 values by thresholds into `out`, a few rows at a time; see weight_sync.merging.rounding."""
     columns = range(first_column, first_column + out_RN.shape[1])
-    for out, values, rows in zip(*(part.split(ROUNDED_ROWS) for part in (out_RN, values_RN, rows_R)), strict=True):
-        out.copy_(dithered(values, thresholds(key, rows, columns), out.dtype))
+    for first in range(0, len(out_RN), ROUNDED_ROWS):
+        rows = slice(first, first + ROUNDED_ROWS)
+        out = out_RN[rows]
+        out.copy_(dithered(values_RN[rows], thresholds(key, rows_R[rows], columns), out.dtype))

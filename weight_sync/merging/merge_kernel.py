@@ -6,6 +6,8 @@ over the rank, padded with columns of zeros, in a fixed order. Hence any rectang
 have bands of rows at a pitch, and what fp8_kernels.py computes of the same rows.
 """
 
+# pyright: basic
+# Triton is untyped.
 from __future__ import annotations
 
 from collections.abc import Callable

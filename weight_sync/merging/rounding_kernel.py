@@ -4,6 +4,8 @@
 sum of it and less than half a step is that number again, if it is rounded to nearest.
 """
 
+# pyright: basic
+# Triton is untyped.
 from __future__ import annotations
 
 import triton
