@@ -42,7 +42,7 @@ from slipstream.orchestrator.data.sources import read_rows  # noqa: E402
 from slipstream.orchestrator.files.loss_metrics import loss_metrics  # noqa: E402
 from slipstream.orchestrator.inputs.character_tokenizer import ALPHABET, SPECIAL_TOKENS  # noqa: E402
 from slipstream.orchestrator.inputs.model_folder import prepare_model  # noqa: E402
-from slipstream.orchestrator.inputs.prompt_rows import PromptRows  # noqa: E402
+from slipstream.orchestrator.inputs.rows.prompt_rows import PromptRows  # noqa: E402
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder  # noqa: E402
 from slipstream.orchestrator.loop.ports import Stopwatch  # noqa: E402
 from slipstream.orchestrator.loop.samples import advantage_function, draft_samples, filled  # noqa: E402

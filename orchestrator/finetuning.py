@@ -10,15 +10,15 @@ import contextlib
 from functools import partial
 
 from slipstream.conf.schema import RunConfig
+from slipstream.orchestrator.checkpoints.run_checkpoint import checkpoints_of, step_of
 from slipstream.orchestrator.control.run_state import note_started
 from slipstream.orchestrator.data.training_stream import held_out_items, training_stream
 from slipstream.orchestrator.figures.held_out import TAUGHT_FIGURES
-from slipstream.orchestrator.files.run_checkpoint import checkpoints_of, step_of
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine, RunLog
 from slipstream.orchestrator.files.startup import Startup
 from slipstream.orchestrator.inputs.model_folder import prepare_model
-from slipstream.orchestrator.inputs.prompt_rows import lesson_reader
+from slipstream.orchestrator.inputs.rows.prompt_rows import lesson_reader
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder
 from slipstream.orchestrator.loop.finetuner import Finetuner
 from slipstream.orchestrator.run_parts import Ray, RunResult, draw, export_policy, open_telemetry, show_start

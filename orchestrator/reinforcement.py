@@ -21,18 +21,18 @@ from slipstream.fleet.fleet_log import FleetLog, count_tokens
 from slipstream.fleet.router import Router
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.fleet.waiting import together
+from slipstream.orchestrator.checkpoints.journal import Journal, remove_journal, write_journal
+from slipstream.orchestrator.checkpoints.loop_state import RunState
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, checkpoints_of, step_of
 from slipstream.orchestrator.cluster.own_ray import OwnRay
 from slipstream.orchestrator.control.control_folder import answer_requests, workers_asked
 from slipstream.orchestrator.control.run_state import note_started
-from slipstream.orchestrator.files.journal import Journal, remove_journal, write_journal
-from slipstream.orchestrator.files.loop_state import RunState
-from slipstream.orchestrator.files.run_checkpoint import CheckpointStore, checkpoints_of, step_of
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine, RunLog
 from slipstream.orchestrator.files.startup import RUN, Startup
 from slipstream.orchestrator.files.timeline import Activities
 from slipstream.orchestrator.inputs.model_folder import prepare_model
-from slipstream.orchestrator.inputs.prompt_rows import PromptRows
+from slipstream.orchestrator.inputs.rows.prompt_rows import PromptRows
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder
 from slipstream.orchestrator.loop.controller import Controller
 from slipstream.orchestrator.loop.ports import LoopServices

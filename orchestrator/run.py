@@ -15,14 +15,14 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from slipstream.conf.schema import Objective, RunConfig
+from slipstream.orchestrator.checkpoints.journal import Journal, read_journal
+from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, step_of
 from slipstream.orchestrator.cluster.own_ray import OwnRay, starting_ray
 from slipstream.orchestrator.control.control_folder import alive
 from slipstream.orchestrator.control.run_state import note_start
 from slipstream.orchestrator.control.stop_request import end_when_asked
 from slipstream.orchestrator.errors import DiskFull
 from slipstream.orchestrator.files.disk_space import naming_a_full_disk
-from slipstream.orchestrator.files.journal import Journal, read_journal
-from slipstream.orchestrator.files.run_checkpoint import complete_checkpoints, step_of
 from slipstream.orchestrator.files.run_folder import (
     RunFolder,
     changed_options,

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.conf.schema import Objective, RunConfig, TrainMode
+from slipstream.orchestrator.checkpoints.journal import Journal
 from slipstream.orchestrator.cluster.own_ray import OwnRay
 from slipstream.orchestrator.control.run_state import note_start
 from slipstream.orchestrator.figures.held_out import eval_names, in_words
 from slipstream.orchestrator.files.curves import PANELS, draw_curves
-from slipstream.orchestrator.files.journal import Journal
 from slipstream.orchestrator.files.loggers.logger import open_loggers
 from slipstream.orchestrator.files.metrics_catalogue import RewardNames, catalogue
 from slipstream.orchestrator.files.run_folder import RunFolder

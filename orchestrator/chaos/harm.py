@@ -25,10 +25,10 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
 from slipstream.orchestrator.chaos.moments import Moment, RunWatch
 from slipstream.orchestrator.chaos.victims import Kind, Victim, victims_of
+from slipstream.orchestrator.checkpoints.journal import door_of
 from slipstream.orchestrator.control.control_folder import ask, how_it_ended, is_alive
 from slipstream.orchestrator.control.run_state import start_of
 from slipstream.orchestrator.files.growing_file import GrowingFile, objects
-from slipstream.orchestrator.files.journal import door_of
 from slipstream.orchestrator.files.run_folder import RunFolder
 
 LOOK_EVERY_S = 0.5

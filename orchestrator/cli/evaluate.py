@@ -23,9 +23,9 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.load import load_resolved_yaml, load_run_config
 from slipstream.conf.schema import Init, Objective, RunConfig, TrainMode
+from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, named_checkpoints, step_of
 from slipstream.orchestrator.cli.working_folder import stand_where_it_began
 from slipstream.orchestrator.figures.held_out import choosing_metrics, eval_names
-from slipstream.orchestrator.files.run_checkpoint import complete_checkpoints, named_checkpoints, step_of
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.telemetry import read_rows
 from slipstream.orchestrator.inputs.model_files import download_first

@@ -92,7 +92,7 @@ def tell(text: str) -> None:
 
 def _where(folder: RunFolder | None, num_steps: int) -> str:
     """Where to read on and, unless the run makes no step, how to go on, once the run has a folder of its own."""
-    from slipstream.orchestrator.files.run_checkpoint import complete_checkpoints, has_nothing_left, step_of
+    from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, has_nothing_left, step_of
 
     if folder is None:
         return "The run had no folder yet."

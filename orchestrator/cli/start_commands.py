@@ -76,8 +76,8 @@ def resume(flags: argparse.Namespace, overrides: list[str]) -> int:
 def _resume_from_store(url: str, overrides: list[str], flags: argparse.Namespace) -> int:
     """Go on with a run of which an object store has options and checkpoints (run.checkpoint_dir)."""
     from slipstream.conf.load import load_resolved_yaml
+    from slipstream.orchestrator.checkpoints.object_store import CONFIG, ObjectStore
     from slipstream.orchestrator.errors import ObjectStoreError
-    from slipstream.orchestrator.files.object_store import CONFIG, ObjectStore
 
     store = ObjectStore(url)
     try:

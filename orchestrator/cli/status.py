@@ -20,10 +20,10 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonMapping, JsonObject, object_in
 from slipstream.conf.plural import counted
 from slipstream.conf.schema import Objective
+from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, step_of
 from slipstream.orchestrator.control.run_state import dashboard_of, start_of, state_of
 from slipstream.orchestrator.figures.held_out import of_sets
 from slipstream.orchestrator.files.goodput import goodput_of
-from slipstream.orchestrator.files.run_checkpoint import complete_checkpoints, step_of
 from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
 from slipstream.orchestrator.files.run_log import format_s
 from slipstream.orchestrator.files.startup import RUN, describe, read_starts

@@ -28,6 +28,7 @@ from pathlib import Path
 import psutil
 
 from slipstream.conf.schema import Device, Objective, RunConfig
+from slipstream.orchestrator.checkpoints.journal import Whereabouts
 from slipstream.orchestrator.cluster.private_folder import (
     PrivateFolder,
     make_private_folder,
@@ -37,7 +38,6 @@ from slipstream.orchestrator.cluster.processes import end_processes
 from slipstream.orchestrator.cluster.ray_host import HOST, HostOptions, loss
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import PlacementError
-from slipstream.orchestrator.files.journal import Whereabouts
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.socket_folder import HOLD, LET_GO
 from slipstream.rollout.crash_reports import death_in, how_it_ended

@@ -31,9 +31,9 @@ from slipstream.conf.errors import ConfigError, SlipstreamError
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Objective
 from slipstream.fleet.supervisor import Supervisor
+from slipstream.orchestrator.checkpoints.journal import door_of
+from slipstream.orchestrator.checkpoints.run_checkpoint import has_nothing_left
 from slipstream.orchestrator.control.fleet_requests import carry_out
-from slipstream.orchestrator.files.journal import door_of
-from slipstream.orchestrator.files.run_checkpoint import has_nothing_left
 from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
 from slipstream.rollout.crash_reports import COMMAND, death_in
 

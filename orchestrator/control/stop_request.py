@@ -21,9 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.conf.errors import ConfigError
+from slipstream.orchestrator.checkpoints.journal import end_what_waits
+from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, has_nothing_left, step_of
 from slipstream.orchestrator.control.control_folder import is_alive
-from slipstream.orchestrator.files.journal import end_what_waits
-from slipstream.orchestrator.files.run_checkpoint import complete_checkpoints, has_nothing_left, step_of
 from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
 """Prompts: one row of a source, checked and tokenized.
 
 Owns: which rows can be prompts. Does not own where rows come from (sources.py), their order (streams.py), tokenizers
-(an `Encoder` is passed in), rules between a row and the run's other options (inputs/prompt_rows.py) nor what is done
-with a prompt. No torch.
+(an `Encoder` is passed in), rules between a row and the run's other options (inputs/rows/prompt_rows.py) nor what is
+done with a prompt. No torch.
 
 A row is an object with a `prompt` column (text, or a list of chat messages) and any further columns, which rewards see:
 

@@ -6,7 +6,7 @@
     hf:REPO[@REVISION]:CONFIG:SPLIT                   such as hf:openai/gsm8k:main:train
 
 Owns: these forms, reading them from any row on, and data.columns, which gives columns other names. Does not own what a
-row must hold (prompts.py, inputs/conversations.py) nor the order in which rows are used (streams.py).
+row must hold (prompts.py, inputs/rows/conversations.py) nor the order in which rows are used (streams.py).
 Invariant: reading from `row.after` goes on with the row that follows `row`. A reader holds a few rows at a time,
 however many the source has. `datasets` is imported for the last three forms alone.
 """

@@ -313,7 +313,7 @@ class Mixed(Stream[Item]):
         self._counts = [int(count) for count in state["counts"]]
 
     def observe(self, prompt_id: int, rewards: Sequence[float | None]) -> None:
-        """Pass it on: prompt ids of source i are i modulo the number of sources (inputs/prompt_rows.py)."""
+        """Pass it on: prompt ids of source i are i modulo the number of sources (inputs/rows/prompt_rows.py)."""
         self._streams[prompt_id % len(self._streams)].observe(prompt_id, rewards)
 
     def metrics(self) -> dict[str, float | None]:

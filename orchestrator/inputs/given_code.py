@@ -18,8 +18,8 @@ from slipstream.conf.schema import Objective, RunConfig
 from slipstream.orchestrator.inputs.character_tokenizer import CHARACTERS
 from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.own_advantage import try_advantage
-from slipstream.orchestrator.inputs.prompt_rows import first_prompts
 from slipstream.orchestrator.inputs.reward_facts import who_judges
+from slipstream.orchestrator.inputs.rows.prompt_rows import first_prompts
 from slipstream.orchestrator.inputs.text_encoder import template_knows_tools, tokenizer_folder
 from slipstream.rollout.agents.episode_runner import check_agent
 from slipstream.rollout.agents.tool_calls import parser_names

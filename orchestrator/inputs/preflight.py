@@ -29,12 +29,12 @@ from slipstream.conf.options import did_you_mean
 from slipstream.conf.plural import counted
 from slipstream.conf.publish_checks import check_base_is_on_disk
 from slipstream.conf.schema import Device, Init, Objective, RunConfig, TrainMode
+from slipstream.orchestrator.checkpoints.journal import waits_for
+from slipstream.orchestrator.checkpoints.object_store import ObjectStore
+from slipstream.orchestrator.checkpoints.run_checkpoint import checkpoints_of, has_nothing_left
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import PreflightError
 from slipstream.orchestrator.figures.held_out import choosing_metrics
-from slipstream.orchestrator.files.journal import waits_for
-from slipstream.orchestrator.files.object_store import ObjectStore
-from slipstream.orchestrator.files.run_checkpoint import checkpoints_of, has_nothing_left
 from slipstream.orchestrator.files.run_folder import RunFolder, follow_latest, resumed_folder
 from slipstream.orchestrator.inputs.character_tokenizer import CHARACTERS, check_character_vocabulary
 from slipstream.orchestrator.inputs.facts import Fact
@@ -56,7 +56,7 @@ from slipstream.orchestrator.inputs.machine_checks import (
 )
 from slipstream.orchestrator.inputs.model_files import check_checkpoint_files, download_first
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
-from slipstream.orchestrator.inputs.prompt_rows import check_data
+from slipstream.orchestrator.inputs.rows.prompt_rows import check_data
 from slipstream.orchestrator.inputs.text_encoder import (
     TextEncoder,
     check_holds_tokenizer,

@@ -15,8 +15,8 @@ import httpx
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import RunConfig, TeacherConfig
-from slipstream.orchestrator.inputs.conversations import end_of_text
-from slipstream.orchestrator.inputs.prompt_rows import RowEncoder
+from slipstream.orchestrator.inputs.rows.conversations import end_of_text
+from slipstream.orchestrator.inputs.rows.prompt_rows import RowEncoder
 from slipstream.rollout.openai_client import key_headers
 from slipstream.rollout.teacher import WrongAnswer, read_answer, request_of
 

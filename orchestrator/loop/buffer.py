@@ -32,7 +32,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from slipstream.orchestrator.files.loop_state import BufferState
+from slipstream.orchestrator.checkpoints.loop_state import BufferState
 from slipstream.rollout.types import Group, Prompt
 
 

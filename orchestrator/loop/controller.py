@@ -46,7 +46,7 @@ import numpy as np
 from slipstream.conf.schema import RunConfig
 from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.fleet.waiting import wait_for
-from slipstream.orchestrator.files.loop_state import RunState
+from slipstream.orchestrator.checkpoints.loop_state import RunState
 from slipstream.orchestrator.files.metrics_catalogue import Value
 from slipstream.orchestrator.files.samples import shown_rollouts
 from slipstream.orchestrator.files.step_rows import StepRecord

@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from slipstream.conf.schema import Objective, RunConfig
+from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
 from slipstream.orchestrator.data.streams import Stream
 from slipstream.orchestrator.figures.held_out import TAUGHT_FIGURES, Evaluation, Figures
-from slipstream.orchestrator.files.loop_state import BufferState, RunState
-from slipstream.orchestrator.files.run_checkpoint import CheckpointStore
 from slipstream.orchestrator.files.step_rows import StepRecord
 from slipstream.orchestrator.files.telemetry import Telemetry
-from slipstream.orchestrator.inputs.conversations import Lesson
+from slipstream.orchestrator.inputs.rows.conversations import Lesson
 from slipstream.orchestrator.loop.ports import Stopwatch, TaughtTrainer
 from slipstream.orchestrator.loop.samples import denominators_of
 from slipstream.orchestrator.loop.step_loop import StepLoop

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Protocol
 from slipstream.conf.json_files import JsonObject
 from slipstream.fleet.router import Router
 from slipstream.fleet.supervisor import Supervisor
-from slipstream.orchestrator.files.loop_state import RunState
+from slipstream.orchestrator.checkpoints.loop_state import RunState
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
 from slipstream.orchestrator.files.metrics_catalogue import Value
-from slipstream.orchestrator.files.run_checkpoint import CheckpointStore
 from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.files.timeline import TRAINER, Activities
 from slipstream.rollout.types import Judgement, Prompt, Rollout

@@ -25,13 +25,13 @@ from pathlib import Path
 from slipstream.conf.schema import RunConfig, TrainMode
 from slipstream.fleet.errors import FleetError
 from slipstream.fleet.waiting import finish_first, last_attempt
+from slipstream.orchestrator.checkpoints.best_checkpoint import BestCheckpoint
+from slipstream.orchestrator.checkpoints.loop_state import RunState
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, step_of
 from slipstream.orchestrator.errors import CheckpointLost, OrchestratorError, TrainingStopped
 from slipstream.orchestrator.figures.held_out import Evaluation
-from slipstream.orchestrator.files.best_checkpoint import BestCheckpoint
 from slipstream.orchestrator.files.disk_space import naming_a_full_disk
-from slipstream.orchestrator.files.loop_state import RunState
 from slipstream.orchestrator.files.metrics_catalogue import Value
-from slipstream.orchestrator.files.run_checkpoint import CheckpointStore, step_of
 from slipstream.orchestrator.files.step_rows import StepRecord
 from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.files.timeline import Activities, StepTimeline

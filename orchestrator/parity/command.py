@@ -22,7 +22,7 @@ from slipstream.conf.schema import Device, Init, ModelConfig, RunConfig, TrainMo
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
 from slipstream.orchestrator.inputs.preflight import check_initial_adapter
-from slipstream.orchestrator.inputs.prompt_rows import PromptRows, RowEncoder
+from slipstream.orchestrator.inputs.rows.prompt_rows import PromptRows, RowEncoder
 from slipstream.rollout.errors import DataError
 
 if TYPE_CHECKING:

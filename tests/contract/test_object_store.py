@@ -16,11 +16,11 @@ import s3fs
 from cases.held_port import held_port
 
 from slipstream.conf.schema import RunConfig, RunSection
+from slipstream.orchestrator.checkpoints import checkpoint_uploads
+from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
+from slipstream.orchestrator.checkpoints.object_store import ObjectStore
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, checkpoints_of, step_of
 from slipstream.orchestrator.errors import ObjectStoreError
-from slipstream.orchestrator.files import checkpoint_uploads
-from slipstream.orchestrator.files.loop_state import BufferState, RunState
-from slipstream.orchestrator.files.object_store import ObjectStore
-from slipstream.orchestrator.files.run_checkpoint import CheckpointStore, checkpoints_of, step_of
 from slipstream.orchestrator.files.run_folder import RunFolder
 
 BUCKET = "bucket"
@@ -105,7 +105,7 @@ def test_an_upload_that_is_killed_half_way_leaves_the_one_before(bucket: s3fs.S3
     half = write(checkpoints_in(run), 10)
     dying = (
         "import os, pathlib, sys\n"
-        "from slipstream.orchestrator.files.object_store import ObjectStore\n"
+        "from slipstream.orchestrator.checkpoints.object_store import ObjectStore\n"
         "def once(send):\n"
         "    send()\n"
         "    os.kill(os.getpid(), 9)\n"

@@ -18,8 +18,8 @@ from fakes.template_tokenizer import QWEN, QWEN_PLAIN, save_template_tokenizer
 from slipstream.conf.schema import DataConfig
 from slipstream.orchestrator.data.prompts import PromptReader
 from slipstream.orchestrator.data.sources import START, Row
-from slipstream.orchestrator.inputs.conversations import ConversationReader
-from slipstream.orchestrator.inputs.preferences import PreferenceReader
+from slipstream.orchestrator.inputs.rows.conversations import ConversationReader
+from slipstream.orchestrator.inputs.rows.preferences import PreferenceReader
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder
 from slipstream.rollout.errors import DataError
 from slipstream.rollout.text.plain_text import load_tokenizer

@@ -28,10 +28,10 @@ from slipstream.conf.schema import (
 )
 from slipstream.fleet.router import Router
 from slipstream.fleet.supervisor import Supervisor
+from slipstream.orchestrator.checkpoints.loop_state import RunState
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint
 from slipstream.orchestrator.figures.held_out import eval_names
-from slipstream.orchestrator.files.loop_state import RunState
 from slipstream.orchestrator.files.metrics_catalogue import RewardNames
-from slipstream.orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine
 from slipstream.orchestrator.files.telemetry import Telemetry, read_rows

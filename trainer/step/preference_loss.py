@@ -1,7 +1,7 @@
 """The loss of pairs of answers of which one is preferred: direct preference optimization.
 
 Owns: the formula. Does not own: the reference's log-probabilities (policy_forward.py), how a pair stays together
-(microbatches.pack takes it as one item), or which tokens are of an answer (orchestrator/inputs/preferences.py).
+(microbatches.pack takes it as one item), or which tokens are of an answer (orchestrator/inputs/rows/preferences.py).
 
 With y_c the chosen and y_r the rejected answer to a prompt x (Rafailov et al. 2023, arXiv:2305.18290, eq. 7):
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fakes.template_tokenizer import save_template_tokenizer
 
-from slipstream.orchestrator.inputs.conversations import end_of_text
+from slipstream.orchestrator.inputs.rows.conversations import end_of_text
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder
 from slipstream.rollout.agents.chat_text import FolderChatText
 from slipstream.rollout.text.ends import end_token_ids

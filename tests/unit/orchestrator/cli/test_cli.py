@@ -24,13 +24,13 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_resolved_yaml, load_run_config
 from slipstream.conf.options import GROUPS, flat_options, group_choices, section_docs
 from slipstream.fleet.errors import NoReplicasLeft
+from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint
 from slipstream.orchestrator.cli import flags as cli_flags
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.control.control_folder import alive
 from slipstream.orchestrator.data import training_stream
 from slipstream.orchestrator.errors import CheckpointError, TrainingStopped
-from slipstream.orchestrator.files.loop_state import BufferState, RunState
-from slipstream.orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
 from slipstream.orchestrator.files.run_folder import RunFolder, open_run_folder, point_latest, write_description
 from slipstream.orchestrator.push.push_options import PushOptions
 from slipstream.weight_sync.errors import WatermarkError

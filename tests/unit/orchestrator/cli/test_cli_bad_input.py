@@ -16,12 +16,12 @@ import pytest
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_run_config
+from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint, has_nothing_left
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.control.control_folder import alive
 from slipstream.orchestrator.control.run_state import state_of
 from slipstream.orchestrator.errors import DiskFull, TrainingStopped
-from slipstream.orchestrator.files.loop_state import BufferState, RunState
-from slipstream.orchestrator.files.run_checkpoint import CheckpointStore, fingerprint, has_nothing_left
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.orchestrator.inputs.machine_checks import check_dashboard_port

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from slipstream.conf.schema import RunConfig
+from slipstream.orchestrator.checkpoints.journal import Whereabouts
 from slipstream.orchestrator.cluster import ray_host
 from slipstream.orchestrator.cluster.own_ray import OwnRay
 from slipstream.orchestrator.cluster.private_folder import PrivateFolder
 from slipstream.orchestrator.control.control_folder import alive, how_it_ended
-from slipstream.orchestrator.files.journal import Whereabouts
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.socket_folder import HOLD, LET_GO
 

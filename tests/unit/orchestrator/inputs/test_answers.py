@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.orchestrator.inputs.answers import Answer, answer_of, num_shared
+from slipstream.orchestrator.inputs.rows.answers import Answer, answer_of, num_shared
 from slipstream.rollout.errors import DataError
 from slipstream.rollout.text.messages import Chat
 

@@ -1,5 +1,5 @@
-"""Promises of orchestrator/inputs/conversations.py: exactly the assistant's tokens are taught, and every bad row is
-named."""
+"""Promises of orchestrator/inputs/rows/conversations.py: exactly the assistant's tokens are taught, and every bad row
+is named."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from slipstream.conf.schema import DataConfig
 from slipstream.orchestrator.data.sources import read_rows
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from slipstream.orchestrator.inputs.conversations import ConversationReader
-from slipstream.orchestrator.inputs.preferences import PreferenceReader
+from slipstream.orchestrator.inputs.rows.conversations import ConversationReader
+from slipstream.orchestrator.inputs.rows.preferences import PreferenceReader
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder
 from slipstream.rollout.errors import DataError
 

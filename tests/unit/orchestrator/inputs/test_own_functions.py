@@ -19,7 +19,7 @@ from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.orchestrator.files.run_folder import RunFolder, keep_sources
 from slipstream.orchestrator.inputs.given_code import check_algorithm_loads
 from slipstream.orchestrator.inputs.own_advantage import own_advantage, try_advantage
-from slipstream.orchestrator.inputs.prompt_rows import first_prompts
+from slipstream.orchestrator.inputs.rows.prompt_rows import first_prompts
 from slipstream.orchestrator.loop.samples import build_samples
 from slipstream.rollout.types import Group, Prompt, Rollout
 

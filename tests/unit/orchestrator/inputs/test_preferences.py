@@ -1,5 +1,5 @@
-"""Promises of orchestrator/inputs/preferences.py: both forms of a pair, exactly the answers count, and every bad row is
-named."""
+"""Promises of orchestrator/inputs/rows/preferences.py: both forms of a pair, exactly the answers count, and every bad
+row is named."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import DataConfig
 from slipstream.orchestrator.data.sources import read_rows
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from slipstream.orchestrator.inputs.preferences import PreferenceReader
-from slipstream.orchestrator.inputs.prompt_rows import check_data
+from slipstream.orchestrator.inputs.rows.preferences import PreferenceReader
+from slipstream.orchestrator.inputs.rows.prompt_rows import check_data
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder
 from slipstream.rollout.errors import DataError
 

@@ -16,7 +16,13 @@ from slipstream.conf.schema import DataConfig, RunConfig
 from slipstream.orchestrator.data.curriculum import Middling
 from slipstream.orchestrator.data.streams import Mixed, Shuffled, Streamed
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from slipstream.orchestrator.inputs.prompt_rows import RENDERED_ROWS, PromptRows, RowEncoder, check_data, check_ends
+from slipstream.orchestrator.inputs.rows.prompt_rows import (
+    RENDERED_ROWS,
+    PromptRows,
+    RowEncoder,
+    check_data,
+    check_ends,
+)
 from slipstream.rollout.errors import DataError
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from slipstream.conf.load import load_run_config
-from slipstream.orchestrator.inputs.conversations import Conversation, Conversations
-from slipstream.orchestrator.inputs.preferences import Pair
-from slipstream.orchestrator.inputs.prompt_rows import check_vocabulary
-from slipstream.orchestrator.inputs.shown_row import MAX_SHOWN, shown_row, thoughts_not_given
+from slipstream.orchestrator.inputs.rows.conversations import Conversation, Conversations
+from slipstream.orchestrator.inputs.rows.preferences import Pair
+from slipstream.orchestrator.inputs.rows.prompt_rows import check_vocabulary
+from slipstream.orchestrator.inputs.rows.shown_row import MAX_SHOWN, shown_row, thoughts_not_given
 from slipstream.rollout.errors import DataError
 from slipstream.rollout.types import Prompt
 

@@ -11,7 +11,7 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import RunConfig
 from slipstream.orchestrator.inputs.given_code import check_teacher_answers
-from slipstream.orchestrator.inputs.prompt_rows import RowEncoder
+from slipstream.orchestrator.inputs.rows.prompt_rows import RowEncoder
 
 
 def a_config(url: str, *more: str) -> RunConfig:

@@ -1,5 +1,5 @@
-"""Promises of orchestrator/inputs/turn_ends.py: whatever template a model has, each answer that is taught ends in a
-token at which responses of the model end."""
+"""Promises of orchestrator/inputs/rows/turn_ends.py: whatever template a model has, each answer that is taught ends in
+a token at which responses of the model end."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fakes.template_tokenizer import QWEN, QWEN_PLAIN, save_template_tokenizer
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import DataConfig
 from slipstream.orchestrator.data.sources import START, Row
-from slipstream.orchestrator.inputs.conversations import Conversation, ConversationReader
-from slipstream.orchestrator.inputs.preferences import PreferenceReader
-from slipstream.orchestrator.inputs.prompt_rows import check_data
+from slipstream.orchestrator.inputs.rows.conversations import Conversation, ConversationReader
+from slipstream.orchestrator.inputs.rows.preferences import PreferenceReader
+from slipstream.orchestrator.inputs.rows.prompt_rows import check_data
+from slipstream.orchestrator.inputs.rows.turn_ends import end_after, unknown_end
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder
-from slipstream.orchestrator.inputs.turn_ends import end_after, unknown_end
 from slipstream.rollout.text.ends import end_token_ids
 from slipstream.rollout.text.messages import Chat
 

@@ -13,8 +13,8 @@ import pytest
 from fakes.loop import Loop, make_config
 
 from slipstream.conf.schema import RunConfig
-from slipstream.orchestrator.files.journal import Journal, Whereabouts, read_journal, write_journal
-from slipstream.orchestrator.files.loop_state import RunState
+from slipstream.orchestrator.checkpoints.journal import Journal, Whereabouts, read_journal, write_journal
+from slipstream.orchestrator.checkpoints.loop_state import RunState
 
 
 def config_of(staleness: int) -> RunConfig:

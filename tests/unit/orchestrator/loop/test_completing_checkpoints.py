@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from fakes.loop import Loop, make_config
 
+from slipstream.orchestrator.checkpoints.loop_state import RunState
+from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, step_of
 from slipstream.orchestrator.errors import CheckpointLost, DiskFull
-from slipstream.orchestrator.files.loop_state import RunState
-from slipstream.orchestrator.files.run_checkpoint import complete_checkpoints, step_of
 
 
 class Completing:

@@ -15,8 +15,8 @@ from fakes.loop import FakeWorker, Loop, World, make_config
 
 from slipstream.conf.schema import RunConfig, SyncMode, WeightSyncConfig
 from slipstream.fleet.errors import NoReplicasLeft
-from slipstream.orchestrator.files.best_checkpoint import BestCheckpoint
-from slipstream.orchestrator.files.run_checkpoint import complete_checkpoints, step_of
+from slipstream.orchestrator.checkpoints.best_checkpoint import BestCheckpoint
+from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, step_of
 from slipstream.orchestrator.files.telemetry import read_rows
 from slipstream.orchestrator.loop import evaluations
 from slipstream.orchestrator.loop.evaluations import Evaluations

@@ -13,15 +13,15 @@ from fakes.loop import FakeTrainer, World, make_config
 from rich.console import Console
 
 from slipstream.conf.schema import AlgorithmConfig, Objective
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint
 from slipstream.orchestrator.data.streams import Shuffled
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.orchestrator.figures.held_out import EvalNames
-from slipstream.orchestrator.files.run_checkpoint import CheckpointStore, fingerprint
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine
 from slipstream.orchestrator.files.telemetry import Telemetry, read_rows
-from slipstream.orchestrator.inputs.conversations import Conversation, Lesson
-from slipstream.orchestrator.inputs.preferences import Pair
+from slipstream.orchestrator.inputs.rows.conversations import Conversation, Lesson
+from slipstream.orchestrator.inputs.rows.preferences import Pair
 from slipstream.orchestrator.loop.finetuner import Finetuner
 from slipstream.trainer.types import Denominators, LossStats, Sample
 

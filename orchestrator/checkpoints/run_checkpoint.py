@@ -33,11 +33,11 @@ from pathlib import Path
 
 from slipstream.conf.json_files import JsonObject, is_object
 from slipstream.conf.schema import RunConfig
+from slipstream.orchestrator.checkpoints.checkpoint_uploads import CheckpointUploads
+from slipstream.orchestrator.checkpoints.loop_state import RunState, lines_of, state_of
+from slipstream.orchestrator.checkpoints.object_store import MANIFEST, ObjectStore
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import CheckpointError, TrainingStopped
-from slipstream.orchestrator.files.checkpoint_uploads import CheckpointUploads
-from slipstream.orchestrator.files.loop_state import RunState, lines_of, state_of
-from slipstream.orchestrator.files.object_store import MANIFEST, ObjectStore
 from slipstream.orchestrator.files.run_folder import RunFolder, flatten, to_plain
 
 logger = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import RunSection
+from slipstream.orchestrator.checkpoints import checkpoint_uploads
+from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
+from slipstream.orchestrator.checkpoints.object_store import ObjectStore
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, checkpoints_of, fingerprint, step_of
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.errors import CheckpointError, ObjectStoreError
-from slipstream.orchestrator.files import checkpoint_uploads
-from slipstream.orchestrator.files.loop_state import BufferState, RunState
-from slipstream.orchestrator.files.object_store import ObjectStore
-from slipstream.orchestrator.files.run_checkpoint import CheckpointStore, checkpoints_of, fingerprint, step_of
 from slipstream.orchestrator.files.run_folder import RunFolder, open_run_folder, write_description
 
 OPTIONS = ["experiment=quickstart", "cluster.dashboard=false"]

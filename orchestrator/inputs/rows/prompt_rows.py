@@ -26,20 +26,20 @@ from slipstream.orchestrator.data.prompts import Encoder, PromptReader, encode_u
 from slipstream.orchestrator.data.sources import Row, listed
 from slipstream.orchestrator.data.streams import Stream
 from slipstream.orchestrator.data.training_stream import Read, held_out_items, training_items, training_stream
-from slipstream.orchestrator.inputs.answers import THOUGHT_ENDS, THOUGHT_FIELDS
 from slipstream.orchestrator.inputs.character_tokenizer import (
     ALPHABET,
     CHARACTERS,
     SPECIAL_TOKENS,
     known_characters,
 )
-from slipstream.orchestrator.inputs.conversations import ConversationReader, Lesson
 from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.model_folder import prepare_model, resolve_hf_config
-from slipstream.orchestrator.inputs.preferences import PreferenceReader
-from slipstream.orchestrator.inputs.shown_row import shown_row, thoughts_not_given
+from slipstream.orchestrator.inputs.rows.answers import THOUGHT_ENDS, THOUGHT_FIELDS
+from slipstream.orchestrator.inputs.rows.conversations import ConversationReader, Lesson
+from slipstream.orchestrator.inputs.rows.preferences import PreferenceReader
+from slipstream.orchestrator.inputs.rows.shown_row import shown_row, thoughts_not_given
+from slipstream.orchestrator.inputs.rows.turn_ends import unknown_end
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder
-from slipstream.orchestrator.inputs.turn_ends import unknown_end
 from slipstream.rollout.errors import DataError
 from slipstream.rollout.rewards.answer_text import answer_text
 from slipstream.rollout.rewards.judge_prompt import columns_needed

@@ -13,8 +13,8 @@ import json
 import logging
 
 from slipstream.conf.json_files import JsonObject, object_in
+from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
 from slipstream.orchestrator.figures.held_out import is_better
-from slipstream.orchestrator.files.run_checkpoint import CheckpointStore
 
 logger = logging.getLogger(__name__)
 

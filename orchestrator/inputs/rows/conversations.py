@@ -37,8 +37,8 @@ from slipstream.orchestrator.data.prompts import (
 )
 from slipstream.orchestrator.data.sources import Row, listed, other_names, renamed
 from slipstream.orchestrator.data.streams import Tokenized
-from slipstream.orchestrator.inputs.answers import Answer, answer_of
-from slipstream.orchestrator.inputs.turn_ends import end_after
+from slipstream.orchestrator.inputs.rows.answers import Answer, answer_of
+from slipstream.orchestrator.inputs.rows.turn_ends import end_after
 from slipstream.rollout.errors import DataError, RowTooLong
 from slipstream.rollout.text.messages import Chat
 from slipstream.trainer.types import Sample

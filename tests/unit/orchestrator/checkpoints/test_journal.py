@@ -11,9 +11,7 @@ import pytest
 import yaml
 
 from slipstream.conf.schema import AlgorithmConfig, RunConfig, RunSection
-from slipstream.orchestrator.control.control_folder import KILLED, WAITS, alive, how_it_ended
-from slipstream.orchestrator.control.stop_request import stop
-from slipstream.orchestrator.files.journal import (
+from slipstream.orchestrator.checkpoints.journal import (
     Journal,
     Whereabouts,
     read_journal,
@@ -21,7 +19,9 @@ from slipstream.orchestrator.files.journal import (
     waits_for,
     write_journal,
 )
-from slipstream.orchestrator.files.loop_state import BufferState, RunState
+from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
+from slipstream.orchestrator.control.control_folder import KILLED, WAITS, alive, how_it_ended
+from slipstream.orchestrator.control.stop_request import stop
 from slipstream.orchestrator.files.run_folder import RunFolder, to_plain
 from slipstream.orchestrator.socket_folder import DOOR, LET_GO
 from slipstream.rollout.types import Group, Prompt, Rollout

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from slipstream.conf.schema import RunConfig
-from slipstream.orchestrator.files.loop_state import BufferState, RunState, lines_of, state_of
+from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState, lines_of, state_of
 from slipstream.orchestrator.files.run_folder import RunFolder, changed_options, resumed_folder
 from slipstream.orchestrator.socket_folder import DOOR, LET_GO
 

@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Set
 from pathlib import Path
 
+from slipstream.orchestrator.checkpoints.object_store import ObjectStore
 from slipstream.orchestrator.errors import ObjectStoreError
-from slipstream.orchestrator.files.object_store import ObjectStore
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from slipstream.orchestrator.inputs.conversations import Conversation, Conversations, Lesson
-from slipstream.orchestrator.inputs.preferences import Pair
+from slipstream.orchestrator.inputs.rows.conversations import Conversation, Conversations, Lesson
+from slipstream.orchestrator.inputs.rows.preferences import Pair
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder
 from slipstream.rollout.types import Prompt
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from slipstream.conf.json_files import JsonObject
 from slipstream.orchestrator.data.prompts import chat_of, check_no_chat_columns, check_turns
 from slipstream.orchestrator.data.sources import Row, listed, renamed
-from slipstream.orchestrator.inputs.answers import num_shared
-from slipstream.orchestrator.inputs.conversations import (
+from slipstream.orchestrator.inputs.rows.answers import num_shared
+from slipstream.orchestrator.inputs.rows.conversations import (
     Conversation,
     RowReader,
     Turns,
