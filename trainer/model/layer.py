@@ -11,6 +11,7 @@ Shapes: T packed tokens, H hidden, K experts of a token.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -197,7 +198,8 @@ class DecoderLayer(nn.Module):
             rest.append(Operation(fed_name, (FED,), (fed_name,), lambda at, x: (at.by.norm(halves[1], x),)))
             gives, owners = [*gives, delta], [*owners, *halves]
         ends, outs = (STREAM, delta, MIDDLE, *fed), (NEXT_STREAM, NEXT_SUM)
-        last.append(Operation("residual", ends, outs, lambda at, *x: self.add(at.by, *x)))
+        layer = weakref.proxy(self)  # held by its own operations, a forgotten layer would wait for the collector
+        last.append(Operation("residual", ends, outs, lambda at, *x: layer.add(at.by, *x)))
         return [
             Part(attention, [heads], [norm, self.attention], waits=True),
             Part(projection, [DELTA], waits=True),

@@ -25,8 +25,8 @@ def test_time_counts_once_and_exchanges_alone_where_nothing_else_runs():
 @pytest.mark.parametrize(("loss", "norm", "agrees"), [(2.0001, 1.0, True), (2.1, 1.0, False), (2.0, 0.9, False)])
 def test_a_layout_of_another_loss_or_gradient_is_found(loss: float, norm: float, agrees: bool):
     rows = {
-        "1x1": {"workloads": {"long": {"first_loss": 2.0, "first_norm": 1.0}}},
-        "2x2": {"workloads": {"long": {"first_loss": loss, "first_norm": norm}}},
+        "1x1": {"workloads": {"long": {"tokens": 64, "first_loss": 2.0, "first_norm": 1.0}}},
+        "2x2": {"workloads": {"long": {"tokens": 64, "first_loss": loss, "first_norm": norm}}},
         "4x4": {"failed": "exit codes [1]", "workloads": {}},
     }
     assert do_agree(rows, ["long"]) is agrees

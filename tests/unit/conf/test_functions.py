@@ -38,7 +38,9 @@ def test_a_file_is_imported_beside_its_neighbours_and_hides_no_module(folder: Pa
     assert import_function("algorithm.loss", "json.py:f")() == 0.25
     assert sys.modules["json"] is json and sys.path[-1] == str(folder)
     assert import_function("algorithm.loss", "json:dumps") is json.dumps
-    with pytest.raises(ConfigError, match=r"^algorithm\.loss=json\.py:WORTH: 'json\.py' has no function 'WORTH'$"):
+    with pytest.raises(
+        ConfigError, match=r"^algorithm\.loss=json\.py:WORTH: 'json\.py' has no function 'WORTH'; it has f$"
+    ):
         import_function("algorithm.loss", "json.py:WORTH")
 
 

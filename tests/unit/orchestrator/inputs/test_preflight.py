@@ -303,7 +303,10 @@ def with_shared_memory(num_bytes: int) -> Callable[[Path], int]:
 
 def test_many_processes_and_little_shared_memory_are_warned_of(checkpoint: Path) -> None:
     machine = Machine(
-        memory_bytes=lambda: (1 << 40, 1 << 40), count_cpus=lambda: 2, free_bytes=with_shared_memory(16 << 20)
+        memory_bytes=lambda: (1 << 40, 1 << 40),
+        count_cpus=lambda: 2,
+        free_bytes=with_shared_memory(16 << 20),
+        is_slow_in_bfloat16=lambda: False,
     )
     warnings: dict[int, dict[str, str]] = {}
     for workers in (2, 15):
