@@ -275,10 +275,10 @@ async def test_a_publish_waits_for_a_busy_slot(setup: Setup):
 
 async def test_waiting_for_a_busy_slot_ends_with_an_error_that_names_the_readers(setup: Setup):
     setup.use(BusySlot.wait)
+    tasks = await fill_all_slots(setup)
     replica = setup.worker.adapter_replica
     assert replica is not None
     replica.config = dataclasses.replace(replica.config, timeout_s=0.02)
-    tasks = await fill_all_slots(setup)
     report = await setup.publish()
     assert "no adapter slot became free" in str(report.replicas[0].error)
     (served,) = await setup.worker.generate_group(PROMPT, 1, sampling=SHORT)
