@@ -169,7 +169,11 @@ async def serve(mib: int, row: Row) -> None:
     if row.rank:
         base = weights(mib)
         own = OwnMerge(layout, params, merges_of(base, row.rank), on_device=False)
-        own.read_base(lambda tensor, region, out: out.copy_(base[tensor]))
+
+        def read(tensor: str, region: Region, out: torch.Tensor) -> None:
+            out.copy_(base[tensor])
+
+        own.read_base(read)
         params, layout = params | own.factors, own.layout
     receiver = Receiver(params, layout, link, landing_bytes=zone_bytes(mib, row), own_merge=own)
     endpoint = ReplicaEndpoint(PlainReplica(receiver), KEY, host=host)

@@ -96,11 +96,13 @@ def report(rank: int, layout: ParallelLayout, model: str, trainer: TrainerConfig
 def own_merges(decoder: Decoder) -> tuple[list, list]:
     """Rectangles of factors that a rank holds, and where it merges: the row under its A, and the row whose threshold is
     taken, of the first row of every adapted rectangle."""
-    adapted = [one for one in local_shards(decoder) if one.delta is not None]
-    if not all(isinstance(one, HeldTensor) for one in adapted):
+    shards = [one for one in local_shards(decoder) if one.delta is not None]
+    adapted = [one for one in shards if isinstance(one, HeldTensor)]
+    if len(adapted) < len(shards):
         return [], []
     places = []
     for held in adapted:
+        assert held.delta is not None
         row, delta = held.delta.first_row + held.first_row, held.delta
         places.append(
             (held.tensor, held.region.start[0], row % delta.rows_a_factor, delta.stack_row + row, delta.scale)
