@@ -53,7 +53,7 @@ class Row:
     changed: float | None
     """Share of all elements; None: every byte is sent, to an engine without a landing zone."""
     rank: int = 0
-    """Of adapters; 0: none, and the engine merges nothing."""
+    """The adapters' rank; 0: none, and the engine merges nothing."""
 
 
 def main() -> None:

@@ -185,7 +185,7 @@ def _gemma4_ropes(config: JsonObject, full_dim: int, local_dim: int) -> list[Rop
 
 
 def _kinds(config: JsonObject, *, ends_full: bool = False) -> list[str]:
-    """Of every layer; `ends_full`: transformers makes the last one full, whatever the config says."""
+    """Which attention each layer has. `ends_full`: transformers makes the last one full, whatever the config says."""
     num_layers = size(config, "num_hidden_layers")
     # transformers reads the one and writes the other
     pattern = size(config, "sliding_window_pattern", size(config, "_sliding_window_pattern", 6))

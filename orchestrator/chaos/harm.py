@@ -119,7 +119,7 @@ class Harm:
         self._watch = RunWatch(folder)
         self._timeline, self._metrics = GrowingFile(folder.timeline), GrowingFile(folder.metrics)
         self._stepped_at = 0.0
-        """Of the blow, and then of the newest step after it, in seconds since 1970."""
+        """When the blow fell, and then when the newest step after it ended, in seconds since 1970."""
         self._rows: dict[int, JsonObject] = {}
         """The newest row of each step."""
 

@@ -178,7 +178,7 @@ class _Model:
     stored: ModelSpec
     """Four-bit experts as they are; all else in model.dtype, whatever engines quantize it to."""
     packing: str | None
-    """Of four-bit experts."""
+    """How four-bit experts are packed; None: the checkpoint has none."""
 
     @classmethod
     def of(cls, hf_config: HfConfig, config: RunConfig) -> _Model:
@@ -195,7 +195,7 @@ class _Model:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole checkpoint."""
+        """Bytes of the whole checkpoint."""
         tensors = self.stored.checkpoint_tensors(self.config.model.dtype.value)
         return sum(prod(meta.shape) * DTYPE_BYTES[meta.dtype] for meta in tensors)
 
@@ -237,7 +237,7 @@ class _Publish:
     staging: Staging
     sources: Sequence[SourceLayout]
     engine: Sequence[DestLayout]
-    """Of the ranks of one engine; all engines are alike."""
+    """What the ranks of one engine need; all engines are alike."""
     plan: TransferPlan
     placement: Placement
 

@@ -14,7 +14,7 @@ from slipstream.trainer.model.packed_sequences import LONG
 from slipstream.trainer.types import Extent
 
 FEWEST_SEQUENCES = 8
-"""Of a padded microbatch, empty ones included."""
+"""A padded microbatch has at least as many, empty ones included."""
 SHORTEST = 128
 """The least bound in tokens on the sequences of a padded microbatch."""
 
