@@ -252,7 +252,7 @@ def _type_label(annotation: Any) -> str:
     if get_origin(annotation) is tuple:
         parts = get_args(annotation)
         if parts[1:] == (...,):
-            return f"list of {_type_label(parts[0])}"
+            return f"list of {_type_label(parts[0])}s"
         return f"list of {len(parts)} {_type_label(parts[0])}s"
     names = {bool: "true or false", int: "integer", float: "number", str: "text", type(None): "null"}
     return names.get(annotation, str(annotation))

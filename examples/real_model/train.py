@@ -34,10 +34,10 @@ GPU = [
 """16 groups of 16 responses a step, the default."""
 ON = {
     "cpu": [
-        "cluster.device=cpu", "rollout.enforce_eager=true", f"rollout.kv_cache_bytes={256 << 20}",
-        "rollout.max_model_len=512", "trainer.lora.rank=8", "trainer.lora.alpha=16",
-        "trainer.optim.lr=5e-4", "trainer.max_microbatch_tokens=2048", "algorithm.groups_per_step=8",
-        "algorithm.group_size=4", "algorithm.max_staleness_steps=0", "run.num_steps=20",
+        "cluster.device=cpu", "model.dtype=float32", "rollout.enforce_eager=true",
+        f"rollout.kv_cache_bytes={256 << 20}", "rollout.max_model_len=512", "trainer.lora.rank=8",
+        "trainer.lora.alpha=16", "trainer.optim.lr=5e-4", "trainer.max_microbatch_tokens=2048",
+        "algorithm.groups_per_step=8", "algorithm.group_size=4", "algorithm.max_staleness_steps=0", "run.num_steps=20",
     ],
     "one_gpu": [
         *GPU, "cluster.share_gpu=true", f"rollout.kv_cache_bytes={3 << 30}", "rollout.gpu_memory_utilization=0.1",

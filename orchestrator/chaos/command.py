@@ -24,6 +24,7 @@ from slipstream.conf.schema import Objective
 from slipstream.orchestrator.chaos.harm import ENDED, Blow, Event, Harm, What
 from slipstream.orchestrator.chaos.moments import Moment, RunWatch
 from slipstream.orchestrator.chaos.victims import OUTLIVED, Kind, Victim, victims_of
+from slipstream.orchestrator.checkpoints.run_checkpoint import how_to_go_on
 from slipstream.orchestrator.control.control_folder import is_alive
 from slipstream.orchestrator.files.goodput import goodput_of
 from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
@@ -170,7 +171,8 @@ def _living(run: Path) -> tuple[RunFolder, JsonObject]:
     if is_alive(folder.root) is None or (control.exists() and control.stat().st_uid != os.geteuid()):
         raise ConfigError(f"the run in {folder.root} belongs to another user, who alone may harm it; ask as that user")
     if not is_alive(folder.root):
-        raise ConfigError(f"the run in {folder.root} has ended: there is nothing to harm. {folder.how_to_resume}")
+        left = how_to_go_on(folder, saved.get("run", {}).get("num_steps"))
+        raise ConfigError(f"the run in {folder.root} has ended: there is nothing to harm; {left}")
     return folder, saved
 
 

@@ -118,6 +118,16 @@ def has_nothing_left(folder: RunFolder, num_steps: int) -> bool:
     return folder.adapter.is_dir() or folder.merged.is_dir() or error.startswith(f"{TrainingStopped.__name__}:")
 
 
+def how_to_go_on(folder: RunFolder, num_steps: object) -> str:
+    """What is saved of a run that has ended, and what to do for more of it."""
+    complete = complete_checkpoints(folder.checkpoints)
+    if not complete:
+        return "no state of it is saved (run.checkpoint_every_steps): start another one with slipstream train"
+    is_over = isinstance(num_steps, int) and has_nothing_left(folder, num_steps)
+    left = ": nothing is left to train" if is_over else f"; go on with: {folder.how_to_resume}"
+    return f"step {step_of(complete[-1])} is saved{left}"
+
+
 def checkpoints_of(config: RunConfig, folder: RunFolder) -> CheckpointStore:
     """The checkpoints of a run with these options, in its folder and in its object store."""
     url = config.run.checkpoint_dir

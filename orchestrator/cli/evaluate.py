@@ -164,6 +164,10 @@ def adapter_of(folder: RunFolder, checkpoint: str) -> Path:
     """
     named = {step_of(path): path for path in named_checkpoints(folder.checkpoints)}
     complete = {step_of(path): path for path in complete_checkpoints(folder.checkpoints)}
+    if not named and not folder.adapter.is_dir():
+        raise ConfigError(
+            f"{folder.root} has saved nothing: no checkpoint (run.checkpoint_every_steps), and no adapter"
+        )
     steps = ", ".join(map(str, complete)) or "none"
     if checkpoint == "best":
         if not folder.best.exists():

@@ -101,7 +101,7 @@ def _where(folder: RunFolder | None, num_steps: int) -> str:
         return said
     complete = complete_checkpoints(folder.checkpoints)
     if not complete:
-        return f"{said}\nThere is no checkpoint yet (run.checkpoint_every_steps)."
+        return f"{said}\nThere is no checkpoint yet (run.checkpoint_every_steps) to go on from: start it again."
     if has_nothing_left(folder, num_steps):
         return (
             f"{said}\nAll {num_steps} steps are made, so a resume has nothing left to train: start again with "

@@ -58,6 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_OK
 
 
+OF_OTHERS = {
+    "logs": "A run's log is RUN/run.log, those of its processes are in RUN/ray; slipstream status RUN shows warnings",
+    "top": "slipstream status RUN says where a run stands, slipstream view RUN follows it",
+}
+"""Commands that others have -> what to take."""
+
+
 def _dispatch(words: list[str]) -> int:
     command, rest = (words[0], words[1:]) if words else ("--help", [])
     if command in ("--help", "-h", "help") and rest:  # `help train trainer.lora` is `train --help trainer.lora`
@@ -71,7 +78,7 @@ def _dispatch(words: list[str]) -> int:
     if command not in COMMANDS:
         from slipstream.conf.options import did_you_mean
 
-        hint = did_you_mean(command, COMMANDS) or "See: slipstream --help"
+        hint = OF_OTHERS.get(command) or did_you_mean(command, COMMANDS) or "See: slipstream --help"
         if "=" in command:
             hint = f"Options follow a command: slipstream train {command}"
         raise ConfigError(f"unknown command {command!r}. {hint}")

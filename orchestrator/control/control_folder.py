@@ -32,7 +32,7 @@ from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Objective
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.checkpoints.journal import door_of
-from slipstream.orchestrator.checkpoints.run_checkpoint import has_nothing_left
+from slipstream.orchestrator.checkpoints.run_checkpoint import how_to_go_on
 from slipstream.orchestrator.control.fleet_requests import carry_out
 from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
 from slipstream.rollout.crash_reports import COMMAND, death_in
@@ -152,9 +152,9 @@ def ask(run: Path, request: JsonObject, *, timeout_s: float = ANSWER_TIMEOUT_S) 
     if is_running is None:
         raise ConfigError(f"the run in {run} belongs to another user, who alone may ask it; ask as that user")
     if not is_running:
-        num_steps = options.get("run", {}).get("num_steps")
-        is_over = isinstance(num_steps, int) and has_nothing_left(RunFolder(run), num_steps)
-        left = "nothing is left to train" if is_over else f"to go on with it: {RunFolder(run).how_to_resume}"
+        folder, num_steps = RunFolder(run), options.get("run", {}).get("num_steps")
+        waits = door_of(folder) is not None
+        left = f"its processes wait for {folder.how_to_resume}" if waits else how_to_go_on(folder, num_steps)
         raise ConfigError(f"the run in {run} is not alive; {left}")
     objective = options.get("algorithm", {}).get("objective", Objective.policy)
     if objective != Objective.policy:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.checkpoints.journal import end_what_waits
-from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, has_nothing_left, step_of
+from slipstream.orchestrator.checkpoints.run_checkpoint import how_to_go_on
 from slipstream.orchestrator.control.control_folder import is_alive
 from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
 
@@ -55,7 +55,7 @@ def stop(run: Path, *, timeout_s: float = STOP_TIMEOUT_S, say: Callable[[str], N
         raise ConfigError(f"the run in {folder.root} belongs to another user, who alone may stop it; ask as that user")
     if not is_running:
         ended = ["its trainer ranks and engines, which were alive, are ended"] if end_what_waits(folder) else []
-        return [f"the run in {folder.root} had ended already", *ended, *_how_to_go_on(folder, num_steps)]
+        return [f"the run in {folder.root} had ended already", *ended, how_to_go_on(folder, num_steps)]
     request = _request(folder.root)
     began_s = said_s = time.monotonic()
     say(f"waiting for {folder.root.name} to finish its step and to save its state")
@@ -73,7 +73,7 @@ def stop(run: Path, *, timeout_s: float = STOP_TIMEOUT_S, say: Callable[[str], N
             say(f"waited {now_s - began_s:.0f} s for {folder.root.name} to end")
         time.sleep(0.1)
     request.unlink(missing_ok=True)
-    return [f"the run in {folder.root} has ended", *_how_to_go_on(folder, num_steps)]
+    return [f"the run in {folder.root} has ended", how_to_go_on(folder, num_steps)]
 
 
 async def end_when_asked(run: Path) -> None:
@@ -98,13 +98,3 @@ def _write(request: Path) -> None:
     partial = request.with_name(f"stop.{os.getpid()}.partial")
     partial.write_text(json.dumps({"who": f"process {os.getpid()} on {socket.gethostname()}"}))
     partial.replace(request)
-
-
-def _how_to_go_on(folder: RunFolder, num_steps: object) -> list[str]:
-    complete = complete_checkpoints(folder.checkpoints)
-    if not complete:
-        return ["no state of it is saved"]
-    step = step_of(complete[-1])
-    if isinstance(num_steps, int) and has_nothing_left(folder, num_steps):
-        return [f"step {step} of {num_steps} is saved: nothing is left to train"]
-    return [f"step {step} is saved; go on with: {folder.how_to_resume}"]

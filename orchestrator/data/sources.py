@@ -77,11 +77,14 @@ class Row:
     after: Position
 
 
-def read_rows(source: str, start: Position = START, *, stream: bool = False) -> Iterator[Row]:
+def read_rows(
+    source: str, start: Position = START, *, stream: bool = False, option: str = "data.path"
+) -> Iterator[Row]:
     """Rows of a source in its own order, from `start` on.
 
     Args:
         stream: Read a dataset of the Hub row by row, over the network, instead of downloading it first.
+        option: Which option names the source, for the message where there is none.
 
     Raises:
         DataError: The source is missing, malformed or of another kind. Names the file and, if it is one row, its place.
@@ -91,7 +94,7 @@ def read_rows(source: str, start: Position = START, *, stream: bool = False) -> 
     path = resolve_path(source)
     if (path / "state.json").is_file():
         return _saved_rows(path, start)
-    return _file_rows(path, start)
+    return _file_rows(path, start, option)
 
 
 def resolve_path(path: str) -> Path:
@@ -161,14 +164,14 @@ def _at(columns: JsonMapping, path: str) -> list[Any]:
     return [value]
 
 
-def _file_rows(path: Path, start: Position) -> Iterator[Row]:
+def _file_rows(path: Path, start: Position, option: str) -> Iterator[Row]:
     if not path.is_file():
-        what = "does not exist"
+        what = "does not exist" if path.is_absolute() else f"does not exist in {Path.cwd()}"
         if (path / "dataset_dict.json").is_file():
             what = f"has several splits; name the folder of one, such as {path}/train"
         elif path.is_dir():
             what = "is a folder that Dataset.save_to_disk has not written"
-        raise DataError(f"{path} {what}; set data.path (or data.eval_path) to {FORMS}")
+        raise DataError(f"{option}={path} {what}; give {FORMS}")
     readers: dict[str, Callable[[Path, Position], Iterator[Row]]] = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
     if path.suffix not in readers:
         cure = OTHER_ENDINGS.get(path.suffix, "").format(path=path, stem=path.with_suffix(""))

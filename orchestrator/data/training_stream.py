@@ -74,44 +74,51 @@ def training_stream(data: DataConfig, read: Read[Item], *, seed: int, order: Ord
     return Mixed(streams, data.weights or [1.0] * len(streams), seed=seed)
 
 
-def training_items(data: DataConfig, index: int, read: Read[Item], most_rows: int | None = None) -> Items[Item]:
+def training_items(
+    data: DataConfig, index: int, read: Read[Item], most_rows: int | None = None, verb: str = "reading"
+) -> Items[Item]:
     """The items of data.training_sources[index]; with data.stream, or with most_rows, those of its first rows.
+
+    Args:
+        verb: What the log says of a source that takes long.
 
     Raises: as training_stream.
     """
     source = data.training_sources[index]
     most = most_rows if most_rows is not None else data.stream_buffer_rows if data.stream else None
-    rows = islice(read_rows(source, stream=data.stream), most)
-    return _items(source, rows, _reader(data, index, read))
+    option = "data.sources" if data.sources else "data.path"
+    rows = islice(read_rows(source, stream=data.stream, option=option), most)
+    return _items(source, rows, _reader(data, index, read), verb)
 
 
-def held_out_items(data: DataConfig, read: Read[Item]) -> dict[str, Items[Item]]:
+def held_out_items(data: DataConfig, read: Read[Item], verb: str = "reading") -> dict[str, Items[Item]]:
     """The items of every held-out set, by its name (DataConfig.held_out_sources); ids are the numbers of rows.
 
     Raises: as training_stream.
     """
-    return {
-        name: _items(source, read_rows(source), partial(_unless_too_long, data, read))
-        for name, source in data.held_out_sources.items()
-    }
+    found: dict[str, Items[Item]] = {}
+    for name, source in data.held_out_sources.items():
+        rows = read_rows(source, option=f"data.eval_sets.{name}" if name else "data.eval_path")
+        found[name] = _items(source, rows, partial(_unless_too_long, data, read), verb)
+    return found
 
 
-def _items(source: str, rows: Iterable[Row], read: ReadSome[Item]) -> Items[Item]:
-    items = [read(row, row.after.num_rows - 1) for row in _saying(source, rows)]
+def _items(source: str, rows: Iterable[Row], read: ReadSome[Item], verb: str) -> Items[Item]:
+    items = [read(row, row.after.num_rows - 1) for row in _saying(source, rows, verb)]
     found = [item for item in items if item is not None]
     if not found:
         raise DataError(f"{source} has no rows{' that are short enough (data.drop_too_long)' if items else ''}")
     return Items(found, len(items) - len(found))
 
 
-def _saying(source: str, rows: Iterable[Row]) -> Iterator[Row]:
+def _saying(source: str, rows: Iterable[Row], verb: str) -> Iterator[Row]:
     """These rows; the log says now and then how many there were."""
     said_at = time.monotonic()
     for count, row in enumerate(rows, start=1):
         yield row
         if count % _LOOK_EVERY_ROWS == 0 and time.monotonic() - said_at >= SAY_EVERY_S:
             said_at = time.monotonic()
-            logger.info("reading %s: %s rows so far", source, f"{count:,}")
+            logger.info("%s %s: %s rows so far", verb, source, f"{count:,}")
 
 
 def _rows_from(source: str, start: Position = START) -> Iterator[Row]:

@@ -167,16 +167,18 @@ def check_initial_adapter(config: RunConfig) -> Fact:
     """The adapter to start from is plain LoRA of the model, with the ranks and the scale that are trained."""
     lora = config.trainer.lora
     if config.trainer.mode is TrainMode.full or lora.init_from is None:
-        return Fact("starts from", "the model as it is")
+        where = "the model as it is" if config.run.resume is None else f"a checkpoint of {config.run.resume}"
+        return Fact("starts from", where)
     if not config.reads_initial_adapter:
         return Fact("starts from", f"a checkpoint; {lora.init_from} is not read again")
+    option = "trainer.lora.init_from" if config.run.num_steps else "--adapter"  # of slipstream eval
     if not Path(lora.init_from).is_dir() and (cure := download_first(Path(lora.init_from))):
-        raise ConfigError(f"trainer.lora.init_from={lora.init_from}: no such folder; {cure}")
-    stored = read_stored_adapter(Path(lora.init_from), "trainer.lora.init_from")
+        raise ConfigError(f"{option}={lora.init_from}: no such folder; {cure}")
+    stored = read_stored_adapter(Path(lora.init_from), option)
     if config.model.path is not None and not Path(config.model.path).is_dir():
         return Fact("starts from", lora.init_from)  # check_model reports that folder
     spec = read_config(resolve_hf_config(config.model))
-    num_missing = check_adapter_fits(stored, spec, lora, "trainer.lora.init_from")
+    num_missing = check_adapter_fits(stored, spec, lora, option)
     rest = f"; {num_missing} matrices without factors in it start at zero" if num_missing else ""
     return Fact("starts from", f"{lora.init_from} ({len(stored.factors) // 2} matrices{rest})")
 

@@ -147,27 +147,28 @@ def check_data(config: RunConfig) -> Fact:
     if config.data.chat_template_kwargs:
         encoder.exact.check_options(config.data.chat_template_kwargs, "data.chat_template_kwargs")
     data, warnings, seen = config.data, list[str](), list[tuple[str, Any]]()
+    items = partial(training_items, verb="checking")
     if objective is not Objective.policy:
         vocab_size = int(resolve_hf_config(config.model)["vocab_size"])
         check = partial(check_vocabulary, config, vocab_size)
         read = _rendering_the_first(
             lesson_reader(config, encoder.exact, check), lesson_reader(config, encoder, check), seen
         )
-        training = [str(training_items(data, index, read)) for index in range(len(data.training_sources))]
-        held_out = held_out_items(data, read)
+        training = [str(items(data, index, read)) for index in range(len(data.training_sources))]
+        held_out = held_out_items(data, read, "checking")
         warnings += thoughts_not_given([lesson for _, lesson in seen])
         has_chats = any(_teaches_no_end(lesson, encoder.ends) for _, lesson in seen)
     else:
         of_prompts, quick_ones = (PromptRows(config, one) for one in (encoder.exact, encoder))
         read = _rendering_the_first(of_prompts.read, quick_ones.read, seen)
-        prompts = [training_items(data, index, read) for index in range(len(data.training_sources))]
-        training, held_out = [str(items) for items in prompts], held_out_items(data, read)
-        found = [prompt for items in prompts for prompt in items.found]
+        prompts = [items(data, index, read) for index in range(len(data.training_sources))]
+        training, held_out = [str(of_source) for of_source in prompts], held_out_items(data, read, "checking")
+        found = [prompt for of_source in prompts for prompt in of_source.found]
         warnings += _answers_out_of_reach(config, found, encoder)
         has_chats = any(prompt.messages is not None for prompt in found)
     warnings += _answers_end_elsewhere(config, encoder.exact) if has_chats else []
     what = "the first " if data.stream else ""
-    parts = [f"{what}{items} in {source}" for items, source in zip(training, data.training_sources, strict=True)]
+    parts = [f"{what}{num} in {source}" for num, source in zip(training, data.training_sources, strict=True)]
     for name, source in data.held_out_sources.items():
         parts.append(f"held-out {held_out[name]} in {source}")
     bound = f"; the chat template was tried on the first {RENDERED_ROWS} rows of each" if encoder.has_estimated else ""

@@ -190,7 +190,7 @@ def test_a_long_read_says_how_far_it_is(
     monkeypatch.setattr(training_stream, "SAY_EVERY_S", 0.0)
     assert main(words) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "train.jsonl" in line]
-    assert said == [f"reading train.jsonl: {count} rows so far" for count in ("1,024", "2,048")]
+    assert said == [f"checking train.jsonl: {count} rows so far" for count in ("1,024", "2,048")]
 
 
 def test_a_run_says_at_its_start_what_is_seldom_meant(
@@ -358,7 +358,8 @@ def test_resume_without_starting_says_what_it_would_do(
 ) -> None:
     fake_run(monkeypatch, lambda *_: pytest.fail("the run was started"))
     assert main(["resume", str(old_run), "--dry-run"]) == 0
-    assert "goes on from step 3\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "goes on from step 3\n" in said and f"a checkpoint of {old_run}\n" in said
     assert main(["resume", str(old_run), "run.num_steps=9", "--cfg", "job"]) == 0
     assert load_resolved_yaml(capsys.readouterr().out).run.num_steps == 9
 

@@ -275,7 +275,14 @@ def test_a_bad_row_of_any_source_is_named(refuse: Refuse, tmp_path: Path) -> Non
     (tmp_path / "b.jsonl").write_text('{"prompt": "1b=", "answer": "b"}\n{"prompt": ""}\n')
     for more in ((), ("data.stream=true",), ("data.weights=[1,3]",)):
         assert "b.jsonl:2: the prompt is empty" in refuse("data=files", "data.sources=[a.jsonl,b.jsonl]", *more)
-    assert "absent.jsonl does not exist" in refuse("data=files", "data.sources=[a.jsonl,absent.jsonl]")
+    is_missing = f"absent.jsonl does not exist in {Path.cwd()}; give a .jsonl"
+    for option, more in {
+        "data.sources": ("data.sources=[a.jsonl,absent.jsonl]",),
+        "data.path": ("data.path=absent.jsonl",),
+        "data.eval_path": ("data.path=a.jsonl", "data.eval_path=absent.jsonl"),
+        "data.eval_sets.sums": ("data.path=a.jsonl", "data.eval_sets.sums=absent.jsonl"),
+    }.items():
+        assert f"{option}={is_missing}" in refuse("data=files", *more)
 
 
 def test_chat_prompts_need_a_chat_template(refuse: Refuse, tmp_path: Path) -> None:
@@ -430,6 +437,7 @@ def test_several_problems_are_all_reported_at_once(
     ("words", "message"),
     [
         (["trian"], "unknown command 'trian'. Did you mean train?"),
+        (["logs", "runs/latest"], "unknown command 'logs'. A run's log is RUN/run.log"),
         (["experiment=quickstart"], "Options follow a command: slipstream train experiment=quickstart"),
         (["train", "--dryrun"], "unknown flag --dryrun. Did you mean --dry-run?"),
         (["train", "--num-ranks=2"], "written section.option=value, without dashes. Did you mean trainer.num_ranks?"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -133,6 +134,12 @@ def test_weights_that_are_not_there_are_refused(run: Path, tmp_path: Path) -> No
     (run / "checkpoints" / "best").unlink()
     with pytest.raises(ConfigError, match=r"has no best checkpoint \(run.keep_best\); its steps are 5, 10"):
         eval_config(run, None, "best", [])
+
+
+def test_a_run_that_saved_nothing_says_so(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(ConfigError, match=r"has saved nothing: no checkpoint \(run.checkpoint_every_steps\)"):
+        eval_config(run, None, None, [])
 
 
 def test_the_table_has_a_line_per_set_with_standard_errors(run: Path) -> None:

@@ -202,7 +202,7 @@ def test_an_empty_prompt_is_refused(tmp_path, encoder):
 
 
 def test_missing_and_unknown_files_are_refused(tmp_path, encoder):
-    with pytest.raises(DataError, match=r"does not exist; set data\.path"):
+    with pytest.raises(DataError, match=r"^data\.path=.*no\.jsonl does not exist; give a \.jsonl"):
         read_prompts(str(tmp_path / "no.jsonl"), encoder, max_prompt_tokens=8)
     assert read_prompts(write(tmp_path / "empty.jsonl", ""), encoder, max_prompt_tokens=8) == []
     for name, cure in (

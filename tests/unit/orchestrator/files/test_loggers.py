@@ -210,8 +210,8 @@ def test_a_service_that_stays_away_is_counted_and_does_not_hold_up_the_end(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["run.loggers=wandb"], r"must be a list of text, got 'wandb'. A list of one is run.loggers=\[wandb\]"),
-        (["run.eval_pass_at=many"], r"run.eval_pass_at must be a list of integer, got 'many'$"),
+        (["run.loggers=wandb"], r"must be a list of texts, got 'wandb'. A list of one is run.loggers=\[wandb\]"),
+        (["run.eval_pass_at=many"], r"run.eval_pass_at must be a list of integers, got 'many'$"),
         (["trainer.optim.betas=0.9"], r"trainer.optim.betas must be a list of 2 numbers, got '0.9'$"),
         (["run.loggers=[tensorbord]"], "run.loggers must be a list of tensorboard, wandb, mlflow, got 'tensorbord'"),
         (["run.loggers=[wandb,wandb]"], r"run.loggers names one twice: \['wandb', 'wandb'\]"),
