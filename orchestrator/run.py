@@ -40,6 +40,8 @@ from slipstream.rollout.crash_reports import command_reports_crashes
 
 logger = logging.getLogger(__name__)
 
+TOLD_TO_END = "told to end: a step under way is finished and saved; a second Ctrl-C ends the run at once"
+
 
 def run(config: RunConfig, overrides: list[str], folder: RunFolder) -> RunResult:
     """Train, by reinforcement or on given answers.
@@ -92,7 +94,14 @@ async def _beside_ray(
         must_end: whether its processes cannot be used: they have other options.
     """
     clusters: list[OwnRay] = []
-    with second_interrupt_ends_at_once(lambda: [own.hold(False) for own in clusters]):
+    loop = asyncio.get_running_loop()
+
+    def at_first() -> None:
+        for own in clusters:
+            own.hold(False)
+        loop.call_soon_threadsafe(log.say, TOLD_TO_END)  # a handler must not print: it may have interrupted a print
+
+    with second_interrupt_ends_at_once(at_first):
         listening = asyncio.create_task(end_when_asked(folder.root))
         try:
             if left is not None and must_end:

@@ -260,8 +260,17 @@ def _held_out(rows: Sequence[JsonObject]) -> dict[str, float]:
 
 
 def _last_warnings(log: Path) -> tuple[str, ...]:
+    """First lines. One that ends with a colon is followed by the last line of what it announces, as of a traceback."""
     if not log.is_file():
         return ()
+    loud = deque[list[str]](maxlen=NUM_LOG_LINES)
+    said: list[str] = []
     with log.open(errors="replace") as lines:
-        loud = deque((line.rstrip() for line in lines if line[24:26] in ("W ", "E ")), NUM_LOG_LINES)
-    return tuple(loud)
+        for line in lines:
+            if line[24:26] in ("W ", "E ", "I ", "D ") and line[:4].isdecimal():
+                said = [line.rstrip()]
+                if line[24] in "WE":
+                    loud.append(said)
+            elif said and said[0].endswith(":") and line.strip():
+                said[1:] = [line.strip()]
+    return tuple(" ".join(one) for one in loud)

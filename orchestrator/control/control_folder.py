@@ -40,7 +40,8 @@ from slipstream.rollout.crash_reports import COMMAND, death_in
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
-ANSWER_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S, START_ANSWER_TIMEOUT_S = 30.0, 2.0
+"""A run that starts answers at once or, before its engines are up, not at all."""
 KILLED = "its process ended without a word: it was killed, or the machine went down"
 WAITS = "; its trainer ranks and engines are alive, and wait some minutes for slipstream resume, or for slipstream stop"
 _FLOCK = "@hhqqi4x"
@@ -161,12 +162,15 @@ def ask(run: Path, request: JsonObject, *, timeout_s: float = ANSWER_TIMEOUT_S) 
         raise ConfigError(f"the run in {run} is of algorithm={objective}: it has no rollout workers")
     name = secrets.token_hex(8)
     asked, answer = (run / "control" / f"{name}.{kind}.json" for kind in ("request", "answer"))
+    is_starting = RunFolder(run).starting.exists()
+    timeout_s = min(timeout_s, START_ANSWER_TIMEOUT_S) if is_starting else timeout_s
     _write(asked, request)
     deadline = time.monotonic() + timeout_s
     try:
         while not answer.is_file():
             if time.monotonic() > deadline or not is_alive(run):
                 why = f"did not answer within {timeout_s:.0f} s" if is_alive(run) else "has just ended"
+                why = "is starting, and answers when its engines are up" if is_starting and is_alive(run) else why
                 done = "nothing was done" if _taken_back(asked) else "it had begun to do what was asked"
                 raise ConfigError(f"the run in {run} {why}; {done}. See {run / 'run.log'}")
             time.sleep(0.1)

@@ -28,6 +28,7 @@ from system.conftest import (
 
 from slipstream.orchestrator.cli.status import status_of
 from slipstream.orchestrator.control.control_folder import KILLED
+from slipstream.orchestrator.run import TOLD_TO_END
 
 TAUGHT = ["experiment=sft_quickstart", "trainer.num_ranks=1", "trainer.ep_size=1"]
 """A run without engines, which lets no process import vLLM."""
@@ -66,7 +67,7 @@ def test_a_batch_system_ends_a_run_whose_ray_starts(run: RunUnderWay) -> None:
     with run:
         run.stop()
         assert "stopped; processes of the run have ended" in run.said
-        assert "There is no checkpoint yet" in run.said
+        assert "There is no checkpoint yet" in run.said and TOLD_TO_END in run.said
 
 
 GATED_REWARD = """

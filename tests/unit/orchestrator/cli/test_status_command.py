@@ -83,6 +83,9 @@ def test_a_run_that_goes_on(run: Path) -> None:
     (run / "run.log").write_text(
         "2026-01-31 12:00:00,000 I [step 1 v1] slipstream.orchestrator.run: fine\n"
         "2026-01-31 12:00:01,000 W [step 2 v2] orchestrator.supervisor: rollout-0 is out of service\n"
+        "2026-01-31 12:00:02,000 W [step 2 v2] rollout.rewards.runner: reward r failed (raised) on prompt 7:\n"
+        "Traceback (most recent call last):\n  File 'r.py', line 7\nKeyError: 'solution'\n"
+        "2026-01-31 12:00:03,000 I [step 2 v2] orchestrator.run: fine\n  as well\n"
     )
     with alive(run):
         note_dashboard(RunFolder(run), "http://127.0.0.1:8266, asks for the token in /tmp/slipstream-a/token")
@@ -96,7 +99,8 @@ def test_a_run_that_goes_on(run: Path) -> None:
     assert status.counts["reward/failures"] == 50
     text = status.as_text()
     assert "50 of 110" in text and "left 2:00" in text and "rewards that failed" in text
-    assert text.splitlines()[-1].endswith("rollout-0 is out of service")
+    assert text.splitlines()[-2].endswith("rollout-0 is out of service")
+    assert text.splitlines()[-1].endswith("reward r failed (raised) on prompt 7: KeyError: 'solution'")
     assert "fine" not in text and "steps refused" not in text
 
 

@@ -28,6 +28,7 @@ from slipstream.orchestrator.control.control_folder import (
     is_alive,
     workers_asked,
 )
+from slipstream.orchestrator.control.run_state import note_start, note_started
 from slipstream.orchestrator.files.run_folder import RunFolder
 
 
@@ -157,6 +158,11 @@ def test_a_run_that_is_over_is_told_apart(run: Path, tmp_path: Path, monkeypatch
         with pytest.raises(ConfigError, match="did not answer within 0 s; nothing was done"):
             ask(run, recover(0), timeout_s=0)
         assert list((run / "control").glob("*.json")) == [], "a request that was given up is not carried out"
+        with monkeypatch.context() as hurried, pytest.raises(ConfigError, match="is starting, and answers when its en"):
+            hurried.setattr("slipstream.orchestrator.control.control_folder.START_ANSWER_TIMEOUT_S", 0.0)
+            note_start(RunFolder(run), 1.0, "Ray")
+            ask(run, recover(0))
+        note_started(RunFolder(run))
         with monkeypatch.context() as taken, pytest.raises(ConfigError, match="it had begun to do what was asked"):
             taken.setattr(Path, "replace", lambda partial, target: partial.unlink())  # the run was at once there
             ask(run, recover(0), timeout_s=0)

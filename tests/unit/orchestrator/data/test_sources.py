@@ -105,7 +105,7 @@ def test_folders_that_hold_no_dataset_are_refused_with_the_cure(tmp_path: Path) 
     with pytest.raises(DataError, match=r"splits has several splits; name the folder of one, such as .*splits/train"):
         next(read_rows(str(tmp_path / "splits")))
     assert next(read_rows(str(tmp_path / "splits" / "train"))).columns == ROWS[0]
-    with pytest.raises(DataError, match=r"is a folder that Dataset\.save_to_disk has not written; set data\.path"):
+    with pytest.raises(DataError, match=r"is a folder that Dataset\.save_to_disk has not written; give a \.jsonl"):
         next(read_rows(str(tmp_path)))
     datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "broken"))
     (tmp_path / "broken" / "data-00000-of-00001.arrow").unlink()
