@@ -6,6 +6,7 @@ by orchestrator/inputs/preflight.py, because a plan needs no weights.
 
 from __future__ import annotations
 
+from slipstream.conf.architecture.families import kind_of, read_config
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig
 from slipstream.conf.schema import Device, DType, EngineFormat, Init, RemoteMerge, RunConfig, SyncMode, TrainMode
@@ -35,9 +36,11 @@ def check_changes_can_be_sent(config: RunConfig, hf_config: HfConfig) -> None:
 
 
 def check_engines_can_merge(config: RunConfig, hf_config: HfConfig) -> None:
-    """Engines that merge for themselves need adapters, a base on disk, and a format in which a base can be kept."""
+    """Engines that merge for themselves need adapters, a base on disk, a format in which a base can be kept, and
+    matrices that lie row by row."""
     if config.weight_sync.remote_merge is RemoteMerge.none:
         return
+    moe, has_adapted_experts = read_config(dict(hf_config)).moe, config.trainer.lora.experts
     is_fp8 = config.model.engine_format is EngineFormat.block_fp8 or fp8_skipped(hf_config) is not None
     wrong = {
         "weight_sync.mode=adapter, where nothing is merged": config.weight_sync.mode is SyncMode.adapter,
@@ -45,6 +48,9 @@ def check_engines_can_merge(config: RunConfig, hf_config: HfConfig) -> None:
         "block-FP8 engines (model.engine_format, config.json)": is_fp8,
         "cluster.device=cpu, which has no GPU to keep it on (host has)": (
             config.weight_sync.remote_merge is RemoteMerge.gpu and config.cluster.device is Device.cpu
+        ),
+        f"trainer.lora.experts=true for {kind_of(hf_config)}, whose experts lie in turns and not row by row": (
+            moe is not None and moe.is_fused and has_adapted_experts
         ),
     }
     for reason, is_so in wrong.items():

@@ -16,11 +16,21 @@ from slipstream.conf.architecture.families import read_config
 from slipstream.conf.checks import check_expert_parallel_engine_has_gpus, check_transport_fits_device
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.plural import counted
-from slipstream.conf.schema import Device, DType, Objective, RolloutConfig, RunConfig, TransportKind
+from slipstream.conf.schema import (
+    Device,
+    DType,
+    Objective,
+    RemoteMerge,
+    RolloutConfig,
+    RunConfig,
+    TransportKind,
+)
 from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
 from slipstream.orchestrator.machine import DASHBOARD_PORT, Machine, answers
 from slipstream.orchestrator.socket_folder import where_sockets_lie
+from slipstream.trainer.weights.stored_adapter import num_adapted
+from slipstream.weight_sync.layout import DTYPE_BYTES
 
 MAX_PROCESSES_PER_CORE = 8
 """With more processes per core, a warning is given: they take turns, and may not start within cluster.start_timeout_s.
@@ -91,7 +101,7 @@ def check_memory(config: RunConfig, machine: Machine) -> Fact:
     num_ranks, rollout = config.trainer.num_ranks, config.rollout
     num_workers = rollout.most_workers if config.algorithm.objective is Objective.policy else 0
     num_engine_ranks = num_workers * rollout.tp_size
-    weights = _weight_bytes(config) * (1 + num_workers)
+    weights = _weight_bytes(config) * (1 + num_workers) + _base_bytes(config) * num_workers
     cache = DEFAULT_CPU_CACHE_BYTES if rollout.kv_cache_bytes is None else rollout.kv_cache_bytes
     needed = weights + num_ranks * TRAINER_RANK_BYTES + num_engine_ranks * (ENGINE_RANK_BYTES + cache)
     _, available = machine.memory_bytes()
@@ -101,13 +111,40 @@ def check_memory(config: RunConfig, machine: Machine) -> Fact:
     if needed > available:
         raise ConfigError(
             f"{processes} need at least {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are free; lower "
-            f"them{', or rollout.kv_cache_bytes' if num_workers else ''}"
+            f"them{', or rollout.kv_cache_bytes' if num_workers else ''}{_without_base(config)}"
         )
     found = f"needs at least {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are free"
     cores = machine.count_cpus()
     if num_ranks + num_engine_ranks <= MAX_PROCESSES_PER_CORE * cores:
         return Fact("memory", found)
     return Fact("memory", f"{found}; {processes} are many processes for {cores} cores; lower them", is_warning=True)
+
+
+def check_base_has_room(config: RunConfig, machine: Machine) -> Fact | None:
+    """GPU engines that merge for themselves have memory for what they merge into. On CPUs check_memory counts it."""
+    sync, rollout, num_bytes = config.weight_sync, config.rollout, _base_bytes(config)
+    if num_bytes == 0 or config.cluster.device is Device.cpu:
+        return None
+    gpus = machine.list_gpus()
+    is_on_host = sync.remote_merge is RemoteMerge.host
+    if config.cluster.ray_address is not None or (not is_on_host and not gpus):
+        return Fact("base", f"at least {num_bytes / 1e9:.1f} GB an engine; not looked at where there is room for it")
+    if is_on_host:
+        needed, (_, room) = num_bytes * rollout.most_workers, machine.memory_bytes()
+        where, cure = "of host memory", "lower rollout.num_workers"
+    else:
+        needed, smallest = num_bytes // rollout.tp_size * rollout.workers_per_gpu, min(g.memory_bytes for g in gpus)
+        room, cure = smallest - int(smallest * rollout.gpu_memory_utilization), "lower rollout.gpu_memory_utilization"
+        if rollout.kv_cache_bytes is not None:
+            engine = _weight_bytes(config) // rollout.tp_size + rollout.kv_cache_bytes
+            room, cure = smallest - engine * rollout.workers_per_gpu, "lower rollout.kv_cache_bytes"
+        where, cure = "of a GPU's memory beside its engine", f"{cure}, set weight_sync.remote_merge=host"
+    if needed > room:
+        raise ConfigError(
+            f"weight_sync.remote_merge={sync.remote_merge} keeps what is merged into once more, at least "
+            f"{needed / 1e9:.1f} GB {where}, and {max(room, 0) / 1e9:.1f} GB are free; {cure}{_without_base(config)}"
+        )
+    return Fact("base", f"at least {needed / 1e9:.1f} GB {where}, {room / 1e9:.1f} GB are free")
 
 
 def _engines(rollout: RolloutConfig) -> str:
@@ -123,6 +160,21 @@ def _weight_bytes(config: RunConfig) -> int:
     except ConfigError:
         return 0
     return sum(math.prod(tensor.shape) for tensor in tensors) * (4 if config.model.dtype is DType.float32 else 2)
+
+
+def _base_bytes(config: RunConfig) -> int:
+    """Bytes that one engine, over all its ranks, keeps at least to merge into; 0 if it merges nothing."""
+    if config.algorithm.objective is not Objective.policy or config.weight_sync.remote_merge is RemoteMerge.none:
+        return 0
+    try:
+        spec = read_config(resolve_hf_config(config.model))
+    except ConfigError:
+        return 0
+    return num_adapted(spec, config.trainer.lora) * DTYPE_BYTES[config.model.dtype.value]
+
+
+def _without_base(config: RunConfig) -> str:
+    return ", or set weight_sync.remote_merge=none" if _base_bytes(config) else ""
 
 
 def check_shared_memory(config: RunConfig, machine: Machine) -> Fact:

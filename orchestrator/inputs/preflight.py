@@ -46,6 +46,7 @@ from slipstream.orchestrator.inputs.given_code import (
 )
 from slipstream.orchestrator.inputs.logger_checks import check_loggers
 from slipstream.orchestrator.inputs.machine_checks import (
+    check_base_has_room,
     check_dashboard_port,
     check_devices,
     check_link,
@@ -360,6 +361,7 @@ OPTION_CHECKS = (
 MACHINE_CHECKS = (
     check_devices,
     check_memory,
+    check_base_has_room,
     check_shared_memory,
     check_sockets,
     check_link,

@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, cast
@@ -308,6 +308,12 @@ def factor_shapes(spec: ModelSpec, lora: LoraConfig) -> dict[str, tuple[int, ...
             add(f"{prefix}mlp.experts.base_layer", rank, 2 * width, hidden, moe.num_experts)
             add(f"{prefix}mlp.experts", rank, hidden, width, moe.num_experts)
     return shapes
+
+
+def num_adapted(spec: ModelSpec, lora: LoraConfig) -> int:
+    """Elements of all matrices that adapters are added to: A and B of rank 1 have an entry for each row and column."""
+    shapes = list(factor_shapes(spec, replace(lora, rank=1, attention_rank=None, expert_rank=None)).values())
+    return sum(math.prod(a) * b[0] for a, b in zip(shapes[::2], shapes[1::2], strict=True))
 
 
 def _no_place(name: str) -> str:

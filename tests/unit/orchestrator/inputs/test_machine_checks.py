@@ -16,6 +16,7 @@ from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.inputs import machine_checks
 from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.machine_checks import (
+    check_base_has_room,
     check_dashboard_port,
     check_devices,
     check_link,
@@ -24,7 +25,7 @@ from slipstream.orchestrator.inputs.machine_checks import (
     check_shared_memory,
     check_sockets,
 )
-from slipstream.orchestrator.machine import Machine, is_slow_in_bfloat16
+from slipstream.orchestrator.machine import Gpu, Machine, is_slow_in_bfloat16
 
 Check = Callable[[RunConfig, Machine], Fact | None]
 
@@ -163,6 +164,53 @@ def test_memory_is_that_of_weights_processes_and_caches(
     message = refused(check_memory, too_small, *words)
     assert message.startswith(
         f"trainer.num_ranks={num_ranks}{' and rollout.num_workers' if num_engine_ranks else ' need'}"
+    )
+
+
+MERGING = ["model.dtype=bfloat16", "cluster.device=cuda", "trainer.num_ranks=1", "trainer.ep_size=1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "share", "room", "cure"),
+    [
+        (["host"], 2, "of host memory", "lower rollout.num_workers"),
+        (["host", "rollout.tp_size=2"], 2, "of host memory", "lower rollout.num_workers"),
+        (["gpu", "rollout.kv_cache_bytes=null"], 1, "beside its engine", "lower rollout.gpu_memory_utilization, set"),
+        (["gpu", "rollout.kv_cache_bytes=null", "rollout.tp_size=2"], 0.5, "beside its engine", "remote_merge=host"),
+        (["gpu"], 1, "beside its engine", "lower rollout.kv_cache_bytes, set weight_sync.remote_merge=host"),
+    ],
+)
+def test_a_base_that_finds_no_room_is_refused_before_a_start(
+    words: list[str], share: float, room: str, cure: str
+) -> None:
+    """All matrices of layers, to the byte: two engines have one each on a host, ranks of one engine share one."""
+    where, *rest = words
+    given = [*MERGING, f"weight_sync.remote_merge={where}", *rest]
+    config = load_run_config(["experiment=quickstart", *given])
+    tensors = read_config(config.model.hf_config).checkpoint_tensors("bfloat16")
+    adapted = sum(math.prod(m.shape) for m in tensors if m.name.endswith("_proj.weight"))
+    base = round(2 * adapted * share)
+    weights = 2 * sum(math.prod(m.shape) for m in tensors)
+    taken = 0 if config.rollout.kv_cache_bytes is None else weights + config.rollout.kv_cache_bytes
+
+    def with_room(free: int) -> Machine:
+        gpu = taken + free if taken else math.ceil(free / (1 - config.rollout.gpu_memory_utilization))
+        return Machine(list_gpus=lambda: [Gpu(0, "", gpu, "")], memory_bytes=lambda: (1 << 40, free))
+
+    assert room in found(check_base_has_room, with_room(base), *given).finding
+    message = refused(check_base_has_room, with_room(base - 8), *given)
+    assert room in message and cure in message and message.endswith("or set weight_sync.remote_merge=none")
+    for left_out in (["weight_sync.remote_merge=none"], ["cluster.device=cpu", "weight_sync.remote_merge=host"]):
+        on = load_run_config(["experiment=quickstart", *MERGING, *left_out])
+        assert check_base_has_room(on, with_room(0)) is None
+
+
+def test_memory_on_cpus_counts_what_engines_merge_into() -> None:
+    words = ["weight_sync.remote_merge=host"]
+    free = int(float(found(check_memory, Machine(), *words).finding.split()[3]) * 1e9)
+    small = Machine(memory_bytes=lambda: (1 << 40, free // 2))
+    assert refused(check_memory, small, *words).endswith(
+        "or rollout.kv_cache_bytes, or set weight_sync.remote_merge=none"
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases.tiny_models import GPT_OSS
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.errors import ConfigError
@@ -58,6 +59,16 @@ def test_engines_that_merge_for_themselves_need_weights_on_disk() -> None:
     config = load_run_config(["experiment=quickstart", "weight_sync.remote_merge=host"])
     with pytest.raises(ConfigError, match=r"remote_merge=host needs model\.path.*got model\.init=random"):
         check_model(config)
+
+
+def test_experts_in_turns_are_refused_before_ranks_load_where_engines_merge_for_themselves(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**GPT_OSS, "swiglu_limit": 7.0}))
+    words = ["experiment=quickstart", "cluster.device=cuda", "model=checkpoint", f"model.path={tmp_path}"]
+    words += ["model.tokenizer=characters", "weight_sync.remote_merge=host"]
+    with pytest.raises(ConfigError, match=r"contradicts trainer.lora.experts=true for gpt_oss.*remote_merge=none"):
+        check_model(load_run_config(words))
+    with pytest.raises(ConfigError, match=r"safetensors"):  # the next check
+        check_model(load_run_config([*words, "trainer.lora.experts=false"]))
 
 
 def test_header_is_read(tmp_path: Path) -> None:
