@@ -12,6 +12,7 @@ Rows, one after the other, each in processes of its own:
     merged    `slipstream train`, engines with merged weights
     merged-kept   the same, the trainer keeps activations of smaller microbatches instead of computing them again
     merged-kv, merged-kept-kv    engines keep the KV cache of requests in flight across a publish (pause_mode=keep_kv)
+    merged-own-host, merged-own-gpu    engines merge for themselves (weight_sync.remote_merge); the weights lie on disk
     adapter   as merged, engines with the base and adapters in slots
     trl       TRL's GRPOTrainer with PEFT, if it is installed (bench/loops/trl_row.py), vLLM colocated on one GPU
     trl-sleep     the same; vLLM gives its memory back while the trainer works
@@ -71,12 +72,15 @@ RANK, LEARNING_RATE, MICROBATCH_TOKENS = 32, 1e-4, 32768
 MERGED = ["weight_sync.mode=merged"]
 KEPT = [*MERGED, "trainer.activation_checkpointing=false", "trainer.max_microbatch_tokens=13568"]
 KEEP_KV = "weight_sync.pause_mode=keep_kv"
+OWN = ["model.init=checkpoint"]
 RUNS = {
     "merged": MERGED,
     "merged-kv": [*MERGED, KEEP_KV],
     "merged-kept": KEPT,
     "merged-kept-kv": [*KEPT, KEEP_KV],
     "merged-kept-kv-fp8": [*KEPT, KEEP_KV, "model.engine_format=block_fp8"],
+    "merged-own-host": [*MERGED, *OWN, "weight_sync.remote_merge=host"],
+    "merged-own-gpu": [*MERGED, *OWN, "weight_sync.remote_merge=gpu"],
     "adapter": ["weight_sync.mode=adapter"],
 }
 """Options of the rows that are runs of ours, over those of run_options."""
@@ -382,6 +386,10 @@ def main() -> None:
         model = made / "model"
         model.mkdir(parents=True, exist_ok=True)
         (model / "config.json").write_text(json.dumps(model_of(args)))
+        if any(OWN[0] in RUNS.get(row, ()) for row in args.rows):
+            from bench.push import write_checkpoint  # needs what an engine needs
+
+            write_checkpoint(model, model_of(args))
         for row in args.rows:
             if row == "bare":
                 report["bare"] = measure_bare(args, model)

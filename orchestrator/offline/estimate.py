@@ -296,13 +296,17 @@ class _Publish:
 
     def remote_merge(self, summary: PlanSummary) -> RemoteMergeChoice:
         """A and B alone. Each engine rank copies its base to where it merges, over the bus or in its own memory."""
-        from slipstream.weight_sync.merging.factors import is_factor
-        from slipstream.weight_sync.replica.own_merge import with_factors, written_again  # with torch
+        from slipstream.weight_sync.merging.runs import runs_of
+        from slipstream.weight_sync.replica.own_merge import written_again  # with torch
 
         merges = {merge.tensor: merge for merge in self.planned.merges()}
-        layouts = [(layout, with_factors(layout, merges), written_again(layout, merges)) for layout in self.engine]
-        factors = sum(p.num_bytes for _, own, _ in layouts for p in own.params if is_factor(p.name))
-        bases = [sum(p.num_bytes for p in layout.params if p.name in again) for layout, _, again in layouts]
+        runs = [runs_of(layout, merges) for layout in self.engine]
+        factors = sum(param.num_bytes for of_rank in runs for run in of_rank for param in run.params())
+        again = [written_again(layout, of_rank) for layout, of_rank in zip(self.engine, runs, strict=True)]
+        bases = [
+            sum(p.num_bytes for p in layout.params if p.name in of_rank)
+            for layout, of_rank in zip(self.engine, again, strict=True)
+        ]
         num_bytes, received = factors * self.config.rollout.most_workers, max(summary.received_bytes.values())
         is_on_host, rates = self.config.weight_sync.remote_merge is RemoteMerge.host, self.hardware.rates
         copies = rates.hbm_bytes_s / BUS_BYTES_S if is_on_host else 2.0

@@ -12,15 +12,14 @@ kept bytes are not known to be those of the publish before, everything is marked
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Sequence
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from slipstream.weight_sync.disk.safetensors_source import page_lock
 from slipstream.weight_sync.layout import Region, SourceLayout
+from slipstream.weight_sync.page_lock import host_bytes
 from slipstream.weight_sync.plan.budget import aligned
 from slipstream.weight_sync.publish.packing import CompiledMarks, CompiledReads, FillSlot, PackedRead, compile_reads
 from slipstream.weight_sync.source import WeightSource
@@ -145,10 +144,7 @@ class _Kept:
     def take(self, slot: Tensor, publish: int) -> None:
         """Copy the load that fills a slot."""
         if self._values is None:
-            memory = mmap.mmap(-1, self._num_bytes)
-            if slot.is_cuda:
-                page_lock(memory)
-            self._values = torch.frombuffer(memory, dtype=torch.int16, count=self._num_bytes // 2)
+            self._values = host_bytes(self._num_bytes, is_locked=slot.is_cuda).view(torch.int16)
         self._values.copy_(self._elements(slot), non_blocking=True)
         self._publish = publish
 

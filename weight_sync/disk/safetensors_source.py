@@ -17,12 +17,10 @@ Invariant: after read() returned, every byte of the share is the file's, and the
 from __future__ import annotations
 
 import functools
-import logging
 import mmap
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -44,8 +42,7 @@ from slipstream.weight_sync.disk.safetensors_files import (
 )
 from slipstream.weight_sync.disk.tensor_source import SCRATCH_BYTES, TensorSource
 from slipstream.weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
-
-logger = logging.getLogger(__name__)
+from slipstream.weight_sync.page_lock import page_lock
 
 BLOCK_BYTES = 1 << 30
 """Bytes that are allocated and page-locked at once; also the most that one copy to a device can be."""
@@ -339,20 +336,6 @@ def _read_into(path: Path, offset: int, out: Tensor) -> None:
         raise ConfigError(f"{path} cannot be read at byte {offset}: {error}") from error
     finally:
         os.close(file)
-
-
-def page_lock(memory: mmap.mmap) -> bool:
-    """Page-lock memory that torch did not allocate. (torch's own pinned memory is rounded up to a power of two.)
-
-    It is unlocked when nothing refers to the pages any more, not even a tensor.
-    """
-    address, cudart = torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), cast(Any, torch.cuda.cudart())
-    code = int(cudart.cudaHostRegister(address, len(memory), 1))  # 1: for all contexts of this process
-    if code != 0:
-        logger.warning("%d bytes cannot be page-locked (code %d): copies from them will be slow", len(memory), code)
-        return False
-    weakref.finalize(memory, cudart.cudaHostUnregister, address)
-    return True
 
 
 def _stamps(pieces: Sequence[Sequence[Piece]]) -> list[tuple[int, int]]:

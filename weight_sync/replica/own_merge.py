@@ -5,8 +5,9 @@
     a publish     A and B -> the factors, one-sided
     Commit        base digest? factors whole? -> parameters <- base, merged in place -> all hashed (receiver.py)
 
-A parameter is merged load by load, in coordinates of the checkpoint, by the function or kernel with which the trainer
-merges (weight_sync/merging): an element has the same bits in any cut, so what is hashed here is what was hashed there.
+Parameters are merged in runs of loads (merging/runs.py), one launch for the experts of a layer, in coordinates of the
+checkpoint and by the function or kernel with which the trainer merges: an element has the same bits in any cut, so what
+is hashed here is what was hashed there.
 
 Owns: the base, the factors, and these merges. Does not own: the hashes of parameters and the commit (receiver.py), nor
 where the base is read (weight_sync/disk). Invariant: nothing is written into a live parameter unless the base is the
@@ -16,21 +17,19 @@ sender's and all factors have arrived.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from slipstream.weight_sync.errors import IntegrityError, PlanError, WatermarkError
+from slipstream.weight_sync.errors import IntegrityError, WatermarkError
 from slipstream.weight_sync.integrity import RangeHashes
-from slipstream.weight_sync.layout import DestLayout, Load, Param, PostLoad, Region
+from slipstream.weight_sync.layout import DestLayout, Load, PostLoad, Region
 from slipstream.weight_sync.merging.factors import Merge, is_factor
 from slipstream.weight_sync.merging.merge import merger
 from slipstream.weight_sync.merging.merge_operands import MergeOperands
-
-Rows = Mapping[str, tuple[int, int]]
-"""Of each merged matrix, the first row that this rank needs and the one after the last."""
+from slipstream.weight_sync.merging.runs import Run, runs_of, with_factors
+from slipstream.weight_sync.page_lock import host_bytes
 
 
 class ReadRegion(Protocol):
@@ -56,14 +55,12 @@ class OwnMerge:
     def __init__(
         self, layout: DestLayout, params: Mapping[str, Tensor], merges: Sequence[Merge], *, on_device: bool
     ) -> None:
-        self._merges = {merge.tensor: merge for merge in merges}
         self._params = {name: tensor.detach() for name, tensor in params.items()}
         self._loads = list(layout.loads)
-        _check_rows(self._loads, self._merges, layout.rank)
-        self._rows = _rows_of(self._loads, self._merges)
-        self.layout = with_factors(layout, self._merges)
+        self._runs = runs_of(layout, {merge.tensor: merge for merge in merges})
+        self.layout = with_factors(layout, self._runs)
         """The rank's layout, and the factors that it needs."""
-        again = written_again(layout, self._merges)
+        again = written_again(layout, self._runs)
         device = next(iter(self._params.values())).device
         try:
             self.factors = {
@@ -73,7 +70,7 @@ class OwnMerge:
             }
             """Where A and B arrive, by name."""
             self._base = {name: _like(self._params[name], on_device=on_device) for name in sorted(again)}
-        except RuntimeError as e:  # torch.OutOfMemoryError is one
+        except (RuntimeError, OSError) as e:  # torch.OutOfMemoryError is the former
             raise WatermarkError(
                 f"rank {layout.rank}: no room for the base from which weight_sync.remote_merge merges, "
                 f"{sum(self._params[name].nbytes for name in again)} bytes {'on the GPU' if on_device else 'of host'}"
@@ -119,7 +116,7 @@ class OwnMerge:
         """Write W + s B A into the parameters. Call proven() once they are hashed."""
         self._is_in_doubt = True
         self._put_base()
-        self._steps = self._steps or [self._step(load) for load in self._loads if load.tensor in self._merges]
+        self._steps = self._steps or [self._step(run) for run in self._runs]
         for step in self._steps:
             step()
 
@@ -131,73 +128,45 @@ class OwnMerge:
         for name, tensor in self._base.items():
             self._params[name].copy_(tensor, non_blocking=True)
 
-    def _step(self, load: Load) -> Callable[[], object]:
-        """The merge of one load, in place: an element is read before it is written, by whoever writes it."""
-        merge, (first_row, first_column) = self._merges[load.tensor], load.region.start
-        skipped = first_row - self._rows[load.tensor][0]
-        live = _view(self._params[load.param], load)[None]
-        operands = MergeOperands(
-            live,
-            self.factors[merge.b.name][skipped : skipped + load.region.shape[0]][None],
-            self.factors[merge.a.name][None],
-            merge.scale,
-            merge.first_row + first_row,
-            merge.rows_a_factor,
-            first_column=first_column,
-            key=merge.key,
-            stack_row=merge.stack_row,
+    def _step(self, run: Run) -> Callable[[], object]:
+        """The merge of a run, in place: an element is read before it is written, by whoever writes it."""
+        (load, merge), (a, b) = run.bands[0], run.factors
+        rows, columns = load.region.shape
+        rank, whole_columns = merge.a.shape
+        whole = self._params[load.param].view(-1)
+        live_GRN = whole.as_strided(
+            (len(run.bands), rows, columns), (run.distance, *load.stride), whole.storage_offset() + load.offset
         )
-        return merger(operands, live)
+        operands = MergeOperands(
+            live_GRN,
+            self.factors[b].view(-1, rows, rank),
+            self.factors[a].view(-1, rank, whole_columns),
+            merge.scale,
+            run.row,
+            merge.rows_a_factor,
+            run.pitch,
+            load.region.start[1],
+            merge.key,
+            merge.stack_row,
+        )
+        return merger(operands, live_GRN)
 
 
-def written_again(layout: DestLayout, merges: Mapping[str, Merge]) -> set[str]:
+def written_again(layout: DestLayout, runs: Sequence[Run]) -> set[str]:
     """Parameters that a merge writes, of which a base is kept: adapted ones, and those whose bytes at rest are not
     those that a publish brings."""
-    again = {load.param for load in layout.loads if load.tensor in merges}
+    again = {load.param for run in runs for load, _ in run.bands}
     return again | {param.name for param in layout.params if param.post_load is PostLoad.repack}
-
-
-def with_factors(layout: DestLayout, merges: Mapping[str, Merge]) -> DestLayout:
-    """A layout, and as further parameters the factors that its rank needs: rows of B, and whole A."""
-    params: dict[str, Param] = {}
-    loads: list[Load] = []
-    for tensor, (first, stop) in _rows_of(layout.loads, merges).items():
-        merge = merges[tensor]
-        for meta, start, count in ((merge.a, 0, merge.a.shape[0]), (merge.b, first, stop - first)):
-            if meta.name not in params:
-                shape = (count, meta.shape[1])
-                params[meta.name] = Param(meta.name, shape, meta.dtype)
-                loads.append(Load(meta.name, Region((start, 0), shape), (0, 1), meta.name, 0, (shape[1], 1)))
-    return replace(layout, params=(*layout.params, *params.values()), loads=(*layout.loads, *loads))
-
-
-def _rows_of(loads: Sequence[Load], merges: Mapping[str, Merge]) -> Rows:
-    rows: dict[str, tuple[int, int]] = {}
-    for load in loads:
-        if load.tensor in merges:
-            own = load.region.start[0], load.region.stop[0]
-            first, stop = rows.get(load.tensor, own)
-            rows[load.tensor] = min(first, own[0]), max(stop, own[1])
-    return rows
 
 
 def _like(param: Tensor, *, on_device: bool) -> Tensor:
     """Memory for the base of a parameter; on the host page-locked, where a GPU is to read it."""
     if on_device:
         return torch.zeros_like(param)
-    return torch.zeros(param.shape, dtype=param.dtype, pin_memory=param.is_cuda)
+    return host_bytes(param.nbytes, is_locked=param.is_cuda).view(param.dtype).view(param.shape)
 
 
 def _view(whole: Tensor, load: Load) -> Tensor:
     """A load's part of a parameter, or of its base, as the destination walks it."""
     shape = [load.region.shape[axis] for axis in load.axes]
     return whole.view(-1).as_strided(shape, load.stride, whole.storage_offset() + load.offset)
-
-
-def _check_rows(loads: Sequence[Load], merges: Mapping[str, Merge], rank: int) -> None:
-    for load in loads:
-        if load.tensor in merges and (load.axes != (0, 1) or load.stride[1] != 1):
-            raise PlanError(
-                f"rank {rank}: {load.tensor} does not lie row by row in {load.param}, so this engine cannot merge it; "
-                "set weight_sync.remote_merge=none"
-            )

@@ -53,7 +53,7 @@ def test_shares_of_a_step_are_of_the_steps_after_the_warm_up() -> None:
     assert (found["steps"], found["trained_tokens_per_s"], found["k3"]) == (2, 50.0, 1e-3)
 
 
-@pytest.mark.parametrize("mode", ["merged", "adapter"])
+@pytest.mark.parametrize("mode", ["merged", "merged-own-host", "adapter"])
 @pytest.mark.parametrize(("shape", "tiny", "one_gpu"), [("qwen3-30b", False, True), ("dense-8b", True, False)])
 def test_its_options_are_a_run(tmp_path: Path, mode: str, shape: str, tiny: bool, one_gpu: bool) -> None:
     args = Namespace(

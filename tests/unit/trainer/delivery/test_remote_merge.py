@@ -5,7 +5,7 @@ engine merges them to the trainer's bytes whatever part of a matrix it holds, an
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,23 +14,25 @@ import torch
 from cases.rank_helpers import SYNC_KEY, draw, make_rank
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 from fakes.publish import EndpointThread, PlainEngine
+from fakes.vllm_layout import engine_layouts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.schema import DType, RemoteMerge, WeightSyncConfig
 from slipstream.trainer.weights.factors import factor_shards, merges_of
 from slipstream.weight_sync.disk.regions import RegionReader
 from slipstream.weight_sync.errors import PlanError
-from slipstream.weight_sync.layout import DestLayout, Load, Param, PostLoad, Region, TensorMeta
+from slipstream.weight_sync.layout import DestLayout, Load, Param, PostLoad, Region
 from slipstream.weight_sync.merging.factors import Merge, factor_tensors, is_factor
+from slipstream.weight_sync.merging.runs import runs_of
 from slipstream.weight_sync.replica.own_merge import OwnMerge
 from slipstream.weight_sync.replica.receiver import Receiver
 
-BY_ROWS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
-BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
 REPACKED = "model.norm.weight"
 Q = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(2)]
+QKV = Q[0].replace("q_proj", "qkv_proj")
 OTHER = dict(zip(Q, reversed(Q), strict=True))
 NUM_RANKS = 2
 PLANTED: dict[str, Callable[[Merge, dict[str, Merge]], Merge]] = {
@@ -43,31 +45,20 @@ PLANTED: dict[str, Callable[[Merge, dict[str, Merge]], Merge]] = {
 }
 
 
-def cut(metas: tuple[TensorMeta, ...], rank: int) -> DestLayout:
-    """One of two ranks: half of the rows, or columns, of projections; gate above up in one parameter."""
-    params: dict[str, Param] = {}
-    loads: list[Load] = []
-    for meta in metas:
-        start, shape = [0] * len(meta.shape), list(meta.shape)
-        dim = 0 if meta.name.endswith(BY_ROWS) else 1 if meta.name.endswith(BY_COLUMNS) else None
-        if dim is not None:
-            shape[dim] //= NUM_RANKS
-            start[dim] = rank * shape[dim]
-        is_up, name = "up_proj" in meta.name, meta.name.replace("gate_proj", "w13").replace("up_proj", "w13")
-        held = (2 * shape[0], shape[1]) if "w13" in name else tuple(shape)
-        kind = PostLoad.repack if name == REPACKED else PostLoad.identity
-        params[name] = Param(name, held, meta.dtype, kind)
-        stride = (held[1], 1) if len(held) == 2 else (1,)
-        offset = shape[0] * shape[1] if is_up else 0
-        loads.append(Load(meta.name, Region(tuple(start), tuple(shape)), tuple(range(len(held))), name, offset, stride))
-    return DestLayout(rank, tuple(params.values()), tuple(loads))
+def layouts(spec: ModelSpec) -> list[DestLayout]:
+    """Two ranks, of which one parameter is repacked."""
+    kinds = {REPACKED: PostLoad.repack}
+    return [
+        replace(one, params=tuple(replace(p, post_load=kinds.get(p.name, p.post_load)) for p in one.params))
+        for one in engine_layouts(spec, NUM_RANKS)
+    ]
 
 
 class MergingEngine(PlainEngine):
     """Two ranks that merge for themselves. One parameter is repacked."""
 
-    def __init__(self, metas, merges, links, reader: RegionReader, flipped: str = "") -> None:
-        self.layouts = [cut(metas, rank) for rank in range(NUM_RANKS)]
+    def __init__(self, spec: ModelSpec, merges, links, reader: RegionReader, flipped: str = "") -> None:
+        self.layouts = layouts(spec)
         self.params, self.receivers, self.merges = [], [], []
         for layout, link in zip(self.layouts, links, strict=True):
             params = {p.name: torch.zeros(p.shape, dtype=getattr(torch, p.dtype)) for p in layout.params}
@@ -104,12 +95,13 @@ class MergingEngine(PlainEngine):
 class World:
     """A trainer rank and one engine."""
 
-    def __init__(self, folder: Path, flipped: str = "") -> None:
+    def __init__(self, folder: Path, flipped: str = "", fault: str = "") -> None:
         sync = WeightSyncConfig(remote_merge=RemoteMerge.host, timeout_s=5.0)
         self.folder, self.rank = folder, make_rank(dtype=DType.bfloat16, weight_sync=sync)
         self.rank.save_merged(folder / "base")
         self.metas = self.rank.decoder.spec.checkpoint_tensors("bfloat16")
-        self.whole = merges_of(self.rank.decoder)
+        of = {merge.tensor: merge for merge in merges_of(self.rank.decoder)}
+        self.whole = [PLANTED[fault](merge, of) if fault else merge for merge in of.values()]
         self.fabric = MemoryFabric()
         self.engines: list[MergingEngine] = []
         self.endpoints: list[EndpointThread] = []
@@ -122,7 +114,7 @@ class World:
     def start_engine(self, flipped: str = "") -> None:
         self.links = [MemoryTransport(self.fabric) for _ in range(NUM_RANKS)]
         reader = RegionReader(self.folder / "base", [meta.name for meta in self.metas])
-        self.engines.append(MergingEngine(self.metas, self.whole, self.links, reader, flipped))
+        self.engines.append(MergingEngine(self.rank.decoder.spec, self.whole, self.links, reader, flipped))
         self.endpoints.append(EndpointThread(self.engines[-1], key=SYNC_KEY))
 
     def restart_engine(self) -> None:
@@ -199,16 +191,14 @@ def test_factors_that_do_not_arrive_change_nothing_and_the_next_publish_sends_fa
     world.fabric.inject(world.links[0].session, Fault(**{fault: True}))
     report = world.publish(1)
     assert report.num_committed == 0 and not world.engines[0].receivers[0].state.is_serving
-    assert torch.equal(world.engines[0].params[0][Q[0]], before[0][Q[0]])
+    assert torch.equal(world.engines[0].params[0][QKV], before[0][QKV])
     report = world.publish(2)
     assert report.num_committed == 1 and report.num_bytes == world.factor_bytes
 
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_merge_that_differs_is_found_by_hash_and_later_publishes_are_whole(make_world, fault):
-    world = make_world()
-    for own in world.engines[0].merges:
-        own._merges = {tensor: PLANTED[fault](merge, own._merges) for tensor, merge in own._merges.items()}
+    world = make_world(fault=fault)
     for version in range(NUM_RANKS):  # this engine asks its ranks one after the other, up to the first that fails
         report = world.publish(version)
         assert report.num_committed == 0 and "IntegrityError" in report.replicas[0].error
@@ -231,19 +221,68 @@ def test_any_rectangle_that_an_engine_holds_is_merged_to_the_trainers_bytes(rank
     param = Param("w", (load.offset + region.shape[0] * width,), dtype)
     params = {"w": torch.zeros(param.shape, dtype=rank.decoder.dtype)}
     own = OwnMerge(DestLayout(0, (param,), (load,)), params, merges, on_device=data.draw(st.booleans()))
+    merge_once(rank, own)
+    assert_merged(rank, [load], params)
+
+
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from([1, 2, 4]), st.booleans(), st.booleans(), st.integers(0, 3))
+def test_the_experts_of_a_layer_are_merged_at_once_to_the_trainers_bytes(
+    ranks, tp_size: int, has_split_experts: bool, is_up_first: bool, number: int
+):
+    """In whatever parts an engine's ranks hold them, and in any order of gate and up: w13 and w2 are a launch each."""
+    rank, merges = ranks["bfloat16"]
+    spec = rank.decoder.spec
+    layout = engine_layouts(spec, tp_size, has_split_experts=has_split_experts)[number % tp_size]
+    if is_up_first:
+        layout = replace(layout, loads=tuple(map(with_up_first, layout.loads)))
+    own_runs = [
+        run for run in runs_of(layout, {merge.tensor: merge for merge in merges}) if "experts" in run.factors[0]
+    ]
+    if not is_up_first:
+        assert len(own_runs) == 2 * spec.num_layers
+    assert sum(len(run.bands) for run in own_runs) == sum(".experts." in load.tensor for load in layout.loads)
+    params = {p.name: torch.zeros(p.shape, dtype=torch.bfloat16) for p in layout.params}
+    own = OwnMerge(layout, params, merges, on_device=False)
+    merge_once(rank, own)
+    assert_merged(rank, layout.loads, params)
+
+
+def with_up_first(load: Load) -> Load:
+    """In w13 as some kernels want it."""
+    num_elements = load.region.num_elements
+    moved = {"gate_proj": num_elements, "up_proj": -num_elements}
+    by = next((by for leaf, by in moved.items() if ".experts." in load.tensor and leaf in load.tensor), 0)
+    return replace(load, offset=load.offset + by)
+
+
+def merge_once(rank, own: OwnMerge) -> None:
+    """A publish without a link."""
     source, base = rank.delivery.source, rank.delivery._merged_from
-    for one in (source, base):
-        one.begin(0)
-    own.read_base(base.read)
-    for factor in own.layout.loads:
-        if is_factor(factor.tensor):
-            source.read(factor.tensor, factor.region, own.factors[factor.param])
+    base.begin(0)
+    own.read_base(lambda tensor, *rest: None if is_factor(tensor) else base.read(tensor, *rest))
+    base.end()
+    source.begin(0)
+    for load in own.layout.loads:
+        if is_factor(load.tensor):
+            source.read(
+                load.tensor,
+                load.region,
+                own.factors[load.param].view(-1).as_strided(load.region.shape, load.stride, load.offset),
+            )
     own.apply()
-    wanted = torch.empty(region.shape, dtype=rank.decoder.dtype)
-    source.read(merge.tensor, region, wanted)
-    for one in (source, base):
-        one.end()
-    assert torch.equal(params["w"].as_strided(region.shape, load.stride, load.offset), wanted)
+    source.end()
+
+
+def assert_merged(rank, loads: Sequence[Load], params: dict[str, torch.Tensor]) -> None:
+    source = rank.delivery.source
+    source.begin(0)
+    for load in loads:
+        wanted = torch.empty(load.region.shape, dtype=rank.decoder.dtype)
+        source.read(load.tensor, load.region, wanted)
+        held = params[load.param].view(-1).as_strided(load.region.shape, load.stride, load.offset)
+        assert torch.equal(held, wanted), load.tensor
+    source.end()
 
 
 @pytest.fixture(scope="module")
