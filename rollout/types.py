@@ -15,6 +15,9 @@ ABORTED = "abort"
 PROBE = -1
 """Version of an adapter that is noise and not a policy: it shows whether the engine applies adapters."""
 
+LANGUAGE_MODEL = "slipstream_language_model"
+"""Load format of an engine that reads the language model of a checkpoint with a vision tower."""
+
 
 @dataclass(frozen=True, slots=True)
 class Adapter:

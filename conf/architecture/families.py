@@ -387,7 +387,7 @@ FAMILIES: dict[str, Family] = {
         cuts_all=True,
         engine_constants=(("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)),
     ),
-    "kimi_k2": Family(_deepseek_v3),
+    "kimi_k2": Family(_deepseek_v3, wrapper="kimi_k25", left_out={"tie_word_embeddings": True}),
     "llama": Family(llama_like.llama),
     "minimax_m2": Family(
         _minimax_m2, head_dim=128, expert_width="intermediate_size", names_slots=False, routes_on_cpu=False
@@ -426,7 +426,6 @@ _SPARSE = "the decoder has no attention over keys that an indexer chooses"
 _NORMS_AFTER = "the decoder's norms are before attention and feed-forward, this family's after them"
 _LEFT_OUT = {
     "deepseek_v32": _SPARSE,
-    "kimi_k25": "engines load its four-bit experts from the folder by themselves, where they lie below language_model",
     "glm_moe_dsa": _SPARSE,
     "olmo2": _NORMS_AFTER,
     "olmo3": _NORMS_AFTER,

@@ -12,10 +12,11 @@ from collections.abc import MutableMapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from slipstream.conf.architecture.families import of_language_model
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Device, DType, RolloutConfig
 from slipstream.rollout.node_cache import cache_folder
-from slipstream.rollout.types import AdapterSlotsSpec
+from slipstream.rollout.types import LANGUAGE_MODEL, AdapterSlotsSpec
 
 NUM_SEQS = 256
 """rollout.max_num_seqs of an engine that is not a run's."""
@@ -158,7 +159,7 @@ def engine_arguments(
             arguments["compilation_config"] |= {"cudagraph_specialize_lora": False}
         if adapters.base is not None:
             # vLLM chooses the form of the base. Of its kernels for INT4 experts, only Marlin's add adapters.
-            arguments |= {"model": str(adapters.base), "load_format": "auto"}
+            arguments |= _loaded_from(adapters.base)
             arguments["moe_backend"] = "auto" if is_cpu else "marlin"
         if config.enable_expert_parallel:
             arguments["all2all_backend"] = "allgather_reducescatter"  # the only one that works with adapters of experts
@@ -166,6 +167,15 @@ def engine_arguments(
     if "compilation_config" in given:
         given["compilation_config"] = arguments.get("compilation_config", {}) | given["compilation_config"]
     return arguments | given
+
+
+def _loaded_from(base: Path) -> JsonObject:
+    """Arguments with which vLLM reads weights from this folder: all that its config.json describes, or the language
+    model without the tower beside it, for whose wrapper vLLM may have no slots (Kimi-K2.5)."""
+    config = _config_of(base)
+    if of_language_model(config) is config:
+        return {"model": str(base), "load_format": "auto"}
+    return {"load_format": LANGUAGE_MODEL, "model_loader_extra_config": {"folder": str(base)}}
 
 
 def known_arguments() -> set[str] | None:

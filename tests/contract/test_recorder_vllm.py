@@ -3,6 +3,7 @@
 One process, forked from that of the tests, has one engine after the other. For each model it builds a tiny random
 checkpoint, starts vLLM with dummy weights, records its loader, and then lets the same loader load the real tensors as
 the oracle.
+The last case is an engine that reads its weights by itself: the language model beside a tower.
 Experts are compared as loaded, before any repacking by a CPU backend. Block-FP8: cases/recorded_fp8.py.
 """
 
@@ -18,6 +19,8 @@ from cases.vllm_process import outcomes_of
 
 MODELS = ["qwen3", "qwen2", "mistral", "olmoe", "minimax_m2", "qwen3_5_moe", "gemma3", "gemma4"]
 """Others are recorded and published in test_engine_layouts.py."""
+BESIDE_TOWER = "beside_tower"
+CASES = [*MODELS, *recorded_fp8.CASES, BESIDE_TOWER]
 NO_PICTURES = Path(__file__).parents[1] / "fakes" / "no_pictures"
 """Has the names of a package that vLLM's file of Qwen3.5 imports and CPU environments lack."""
 
@@ -25,17 +28,19 @@ NO_PICTURES = Path(__file__).parents[1] / "fakes" / "no_pictures"
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     pytest.importorskip("vllm")
-    cases = [*MODELS, *recorded_fp8.CASES]
-    return outcomes_of(compare, tmp_path_factory.mktemp("recorded"), cases, on_path=[NO_PICTURES])
+    return outcomes_of(compare, tmp_path_factory.mktemp("recorded"), CASES, on_path=[NO_PICTURES])
 
 
-@pytest.mark.parametrize("case", [*MODELS, *recorded_fp8.CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_recorded_loads_are_what_vllm_loads(outcomes: dict[str, str], case: str) -> None:
     assert outcomes[case] == "", outcomes[case]
 
 
 def compare(model_name: str, folder: Path) -> None:
     """One case; raises where what was recorded is not what vLLM loads."""
+    if model_name == BESIDE_TOWER:
+        compare_beside_tower(folder)
+        return
     if model_name in recorded_fp8.CASES:
         recorded_fp8.compare(model_name, folder)
         return
@@ -79,3 +84,40 @@ def compare(model_name: str, folder: Path) -> None:
         assert set(memory) == set(params)
         for name, param in params.items():
             assert torch.equal(memory[name].view(param.shape), param), name
+
+
+def compare_beside_tower(folder: Path) -> None:
+    """vLLM itself refuses a parameter that its loader did not fill."""
+    import torch
+    from fakes.checkpoints import CONFIGS, write_checkpoint
+    from fakes.vllm_oracle import engine_of
+    from safetensors.torch import load_file, save_file
+    from vllm.model_executor.model_loader import get_model_loader
+
+    from slipstream.rollout.in_vllm.language_model_loader import register_language_model_loader
+    from slipstream.rollout.types import LANGUAGE_MODEL
+
+    file = write_checkpoint(CONFIGS["deepseek_v3"], folder / "config", seed=0) / "model.safetensors"
+    tensors = load_file(file)
+    file.unlink()
+    (folder / "whole").mkdir()
+    tower = {f"{name}.weight": torch.ones(2) for name in ("vision_tower.patch_embed.proj", "mm_projector.pre_norm")}
+    stored = {f"language_model.{name}": tensor for name, tensor in tensors.items()} | tower
+    save_file(stored, folder / "whole" / "model.safetensors", metadata={"format": "pt"})
+    register_language_model_loader()
+    with engine_of(
+        model=str(folder / "config"),
+        load_format=LANGUAGE_MODEL,
+        model_loader_extra_config={"folder": str(folder / "whole")},
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=4,
+        dtype="bfloat16",
+        kv_cache_memory_bytes=16 << 20,
+        attention_backend="CPU_MLA",
+    ) as llm:
+        loader: Any = get_model_loader(llm.llm_engine.vllm_config.load_config)
+        handed_on = dict(loader.get_all_weights(None, None))
+    assert set(handed_on) == set(tensors)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in handed_on.items())

@@ -37,7 +37,7 @@ def language_model_tensors(stored: Mapping[str, StoredTensor], wanted: Iterable[
     """
     found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
-        own = next((own + name[len(prefix) :] for prefix, own in _PREFIXES.items() if name.startswith(prefix)), name)
+        own = name_without_wrapper(name)
         if own in found:
             raise ConfigError(f"{tensor.path}: {name} is {own} of the language model, which {found[own].name} is, too")
         found[own] = tensor
@@ -51,6 +51,11 @@ def language_model_tensors(stored: Mapping[str, StoredTensor], wanted: Iterable[
             found[name] = one
             stacks.add(stack)
     return {name: tensor for name, tensor in found.items() if name not in stacks}
+
+
+def name_without_wrapper(stored: str) -> str:
+    """A tensor's name in a checkpoint of the language model alone; as it is, if it is no tensor of that."""
+    return next((own + stored[len(prefix) :] for prefix, own in _PREFIXES.items() if stored.startswith(prefix)), stored)
 
 
 def _one_expert(stack: StoredTensor, expert: int, projection: str) -> StoredTensor | None:

@@ -69,9 +69,8 @@ def test_every_choice_of_every_group_composes(group: str, choice: str) -> None:
     teacher = ["algorithm.teacher.base_url=http://localhost/v1", "algorithm.teacher.model=big"]
     needed |= {"distill": teacher, "none": ["algorithm=distill", *teacher]}
     needed |= {"standard": ["model=qwen3_30b_a3b_4layers"]}  # whose longest sequence is more than the tiny models take
-    needed |= {
-        "kimi_k2_thinking": ["weight_sync.mode=adapter", "cluster.device=cuda", "trainer.lora.attention=false"]
-    }  # INT4 engines
+    int4_engines = ["weight_sync.mode=adapter", "cluster.device=cuda", "trainer.lora.attention=false"]
+    needed |= {"kimi_k2_thinking": int4_engines, "kimi_k2_5": int4_engines}
     config = load_run_config([*base, *needed.get(choice, []), f"{group}={choice}"])
     assert isinstance(config, RunConfig)
 

@@ -31,7 +31,7 @@ from slipstream.rollout.engine.shared_gpu import cache_bytes
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.engine.vllm_process import VllmProcess
 from slipstream.rollout.errors import EngineDied, EngineError, UnsupportedWeights, error_class
-from slipstream.rollout.types import AdapterSlotsSpec
+from slipstream.rollout.types import LANGUAGE_MODEL, AdapterSlotsSpec
 from slipstream.weight_sync.errors import IntegrityError
 from slipstream.weight_sync.layout import TensorMeta
 
@@ -60,6 +60,17 @@ def test_a_base_that_no_publish_can_write_is_loaded_from_its_folder_for_kernels_
             adapters=replace(slots, base=base),
         )  # fmt: skip
         assert (arguments["model"], arguments["load_format"], arguments["moe_backend"]) == wanted
+
+
+def test_the_language_model_beside_a_tower_is_read_by_a_loader_that_knows_its_names(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2"}}')
+    arguments = engine_arguments(
+        Path("m"), RolloutConfig(), dtype=DType.bfloat16, device=Device.cuda, seed=1,
+        adapters=AdapterSlotsSpec(2, 8, ("experts",), (), base=tmp_path),
+    )  # fmt: skip
+    assert arguments["model"] == "m"
+    assert arguments["load_format"] == LANGUAGE_MODEL
+    assert arguments["model_loader_extra_config"] == {"folder": str(tmp_path)}
 
 
 def test_gpus_use_the_kernels_that_read_experts_in_checkpoint_order():
