@@ -39,7 +39,7 @@ from bench.environment import environment  # noqa: E402
 from bench.plain_restart import cpu_seconds  # noqa: E402
 from bench.push import drop_cache, write_checkpoint  # noqa: E402
 from bench.recovery_phases import MARKS, SHARE, median_phases, phases_of, recovery_of  # noqa: E402
-from slipstream.orchestrator.files.telemetry import read_rows  # noqa: E402
+from slipstream.orchestrator.files.row_files import read_rows  # noqa: E402
 
 ENDLESS = [
     "run.num_steps=1000000", "run.eval_every_steps=0", "run.checkpoint_every_steps=0", "data.eval_path=null",

@@ -19,10 +19,11 @@ from slipstream.orchestrator.figures.held_out import eval_names, in_words
 from slipstream.orchestrator.files.curves import PANELS, draw_curves
 from slipstream.orchestrator.files.loggers.logger import open_loggers
 from slipstream.orchestrator.files.metrics_catalogue import RewardNames, catalogue
+from slipstream.orchestrator.files.row_files import last_rows, read_rows
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine
-from slipstream.orchestrator.files.step_rows import failed_of
-from slipstream.orchestrator.files.telemetry import Telemetry, read_rows
+from slipstream.orchestrator.files.step_rows import failed_of, failure_counts
+from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.inputs.model_folder import complete_export
 
 if TYPE_CHECKING:
@@ -54,11 +55,11 @@ class RunResult:
 
     def summary(self) -> str:
         """Where everything is, for people."""
-        newest = read_rows(self.folder.evaluations)[-1:]
+        newest = last_rows(self.folder.evaluations, 1)
         held_out = None if self.held_out is None else in_words(newest[0], self.metric)
         failed = (
             ("failed held-out", failed_of(newest, "eval")),
-            ("failed rewards", failed_of(read_rows(self.folder.metrics), "reward")),
+            ("failed rewards", failed_of(read_rows(self.folder.metrics, failure_counts("reward")), "reward")),
         )
         lines: list[tuple[str, object]] = [
             (f"held-out {self.metric}", held_out or "not evaluated (data.eval_path=null)"),

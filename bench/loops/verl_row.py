@@ -35,7 +35,7 @@ from typing import Any
 from bench.loops.reward import is_even
 from bench.loops.row_process import Job, answer
 from bench.loops.trl_row import EXPERTS, drawn_model, tokenizer_of
-from slipstream.orchestrator.files.telemetry import read_rows
+from slipstream.orchestrator.files.row_files import read_rows
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 PARTS = {

@@ -26,9 +26,9 @@ from slipstream.orchestrator.chaos.moments import Moment, RunWatch
 from slipstream.orchestrator.chaos.victims import OUTLIVED, Kind, Victim, victims_of
 from slipstream.orchestrator.checkpoints.run_checkpoint import how_to_go_on
 from slipstream.orchestrator.control.control_folder import is_alive
-from slipstream.orchestrator.files.goodput import goodput_of
+from slipstream.orchestrator.files.goodput import COLUMNS, goodput_of
+from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
-from slipstream.orchestrator.files.telemetry import read_rows
 
 _Word = TypeVar("_Word", What, Moment)
 _COLUMNS = (
@@ -140,7 +140,7 @@ def list_text(found: Sequence[JsonObject]) -> str:
 
 def report(folder: Path, events: Sequence[Event], *, as_json: bool) -> str:
     """What happened and what it cost."""
-    goodput = goodput_of(read_rows(RunFolder(folder.resolve()).metrics))
+    goodput = goodput_of(read_rows(RunFolder(folder.resolve()).metrics, COLUMNS))
     if as_json:
         plain = None if goodput is None else asdict(goodput)
         return json.dumps({"events": [asdict(event) for event in events], "goodput": plain}, indent=2)

@@ -133,7 +133,7 @@ class Harm:
         """Carry one event out, and append its row."""
         event = Event(
             time.time(), self._seed, number, blow.name, [], blow.what,
-            self._stop_s if blow.what is What.stop else None, blow.moment, met=False, first="", step=0,
+            self._stop_s if blow.what is What.stop else None, blow.moment, met=False, first="", step=self._watch.step,
         )  # fmt: skip
         victim = self._find(blow)
         before = Counter(one.kind for one in victims_of(self._folder) if one.kind is not Kind.node)

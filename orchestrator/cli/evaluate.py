@@ -26,8 +26,8 @@ from slipstream.conf.schema import Init, Objective, RunConfig, TrainMode
 from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, named_checkpoints, step_of
 from slipstream.orchestrator.cli.working_folder import stand_where_it_began
 from slipstream.orchestrator.figures.held_out import choosing_metrics, eval_names
+from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.orchestrator.files.run_folder import RunFolder
-from slipstream.orchestrator.files.telemetry import read_rows
 from slipstream.orchestrator.inputs.model_files import download_first
 from slipstream.trainer.weights.stored_adapter import options_of, read_stored_adapter
 

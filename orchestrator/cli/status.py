@@ -1,6 +1,6 @@
 """Says where a run stands, from its folder alone: `slipstream status`.
 
-    config.yaml, metrics.jsonl, run.log, the run's lock and end --> Status --> text, or JSON
+    config.yaml, metrics.jsonl, evaluations.jsonl, run.log, the run's lock and end --> Status --> text, or JSON
 
 Owns: what is shown, and how many steps a mean is taken over. Does not own: the numbers (telemetry.py), the lock
 (control_folder.py). Invariant: the run is asked nothing, and nothing is written but a picture, on request; a run that
@@ -19,16 +19,17 @@ from pathlib import Path
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonMapping, JsonObject, object_in
 from slipstream.conf.plural import counted
-from slipstream.conf.schema import Objective
+from slipstream.conf.schema import Device, Objective
 from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, step_of
 from slipstream.orchestrator.control.run_state import dashboard_of, start_of, state_of
+from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.figures.held_out import of_sets
-from slipstream.orchestrator.files.goodput import goodput_of
+from slipstream.orchestrator.files.goodput import COLUMNS, goodput_of
+from slipstream.orchestrator.files.row_files import last_rows, read_rows
 from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
 from slipstream.orchestrator.files.run_log import format_s
 from slipstream.orchestrator.files.startup import RUN, describe, read_starts
-from slipstream.orchestrator.files.step_rows import failed_of
-from slipstream.orchestrator.files.telemetry import read_rows
+from slipstream.orchestrator.files.step_rows import failed_of, failure_counts
 
 NUM_RECENT = 20
 """Means are taken over this many steps."""
@@ -108,6 +109,8 @@ class Status:
     """Finished steps that a trainer rank's death would at most make again; None: it ends the run."""
     goodput: JsonObject
     """The whole run's share, quiet_tokens_per_gpu_s, gpu_s, and lost by cause; empty before three quiet steps."""
+    device: str
+    """cuda, or cpu, where goodput counts processes; by this machine where the run was told neither."""
     start: tuple[str, ...]
     """What the last start of the run took, and for what; empty until it was up."""
     log: tuple[str, ...]
@@ -144,7 +147,8 @@ class Status:
             lines.append(("Ray dashboard", self.dashboard))
         lines += self._losses()
         if self.goodput:
-            lines.append(("goodput", f"{self.goodput['share']:.1%} of {self.goodput['gpu_s'] / 3600:.2f} GPU-hours"))
+            of = f"{self.goodput['gpu_s'] / 3600:.2f} {'process' if self.device == Device.cpu else 'GPU'}-hours"
+            lines.append(("goodput", f"{self.goodput['share']:.1%} of {of}"))
             lines += [
                 (f"  {cause}", f"{share:.1%}") for cause, share in self.goodput["lost"].items() if share >= 0.0005
             ]
@@ -180,22 +184,22 @@ def status_of(run: Path) -> Status:
         ConfigError: It is no run folder, or its config.yaml is damaged.
     """
     folder = RunFolder(run.resolve())
-    num_steps = saved_options(run).get("run", {}).get("num_steps")
+    options = saved_options(run)
+    num_steps = options.get("run", {}).get("num_steps")
     if not isinstance(num_steps, int):
         raise ConfigError(f"{folder.config} holds no run.num_steps: it is not the options of a run")
-    rows = read_rows(folder.metrics)
-    step = int(rows[-1]["step"]) if rows else None
+    recent = last_rows(folder.metrics, NUM_RECENT)
+    newest: JsonMapping = recent[-1] if recent else {}
+    step = int(newest["step"]) if newest else None
     state, error = state_of(folder, step, num_steps)
-    parts = _reward_parts(rows)
-    recent = {metric: mean for metric, _, _ in (*_SHOWN, *parts) if (mean := _recent_mean(rows, metric)) is not None}
-    seconds = [row["step/total_s"] for row in rows[2:][-NUM_RECENT:]]  # without the first step, which compiles kernels
+    seconds = [row["step/total_s"] for row in recent if row["step"] > 1]  # without the first step: it compiles kernels
     is_going_on = state == "running" and step is not None and seconds
     checkpoints = complete_checkpoints(folder.checkpoints)
-    counted = [metric for metric, _ in _COUNTED]
-    counted += [f"{area}/{name}" for area, _ in _FAILED for name in ("failures", "rollouts")]
     remote = object_in(folder.checkpoints / "remote.json")
     durable = remote.get("step") if remote else step_of(checkpoints[-1] if checkpoints else None)
     starts = [row for row in read_starts(folder.startup) if row["start"] == RUN]
+    counted = [*(metric for metric, _ in _COUNTED), *(name for area, _ in _FAILED for name in failure_counts(area))]
+    rows = read_rows(folder.metrics, {*COLUMNS, *counted})
     goodput = goodput_of(rows, [row["total_s"] for row in starts])
     return Status(
         run=str(folder.root),
@@ -204,19 +208,20 @@ def status_of(run: Path) -> Status:
         starting=start_of(folder),
         step=step,
         num_steps=num_steps,
-        since_s=time.time() - folder.metrics.stat().st_mtime if rows else None,
+        since_s=time.time() - folder.metrics.stat().st_mtime if newest else None,
         left_s=(num_steps - (step or 0)) * statistics.median(seconds) if is_going_on else None,
-        recent=recent,
-        held_out=_held_out(rows),
-        counts={metric: int(sum(row.get(metric) or 0 for row in rows)) for metric in counted},
-        replicas_serving=next((row["rollout/replicas_serving"] for row in reversed(rows)), None),
-        replicas_wanted=next((row.get("rollout/replicas_wanted") for row in reversed(rows)), None),
+        recent=_means([row for row in recent if row["step"]]),
+        held_out=_held_out(read_rows(folder.evaluations)),
+        counts={name: int(sum(row.get(name) or 0 for row in rows)) for name in counted},
+        replicas_serving=newest.get("rollout/replicas_serving"),
+        replicas_wanted=newest.get("rollout/replicas_wanted"),
         dashboard=dashboard_of(folder),
         checkpoint=step_of(checkpoints[-1]) if checkpoints else None,
         remote=remote,
         loss_steps=max(0, step - (durable or 0)) if step else None,
-        rank_loss_steps=rows[-1].get("trainer/unkept_steps") if rows else None,
+        rank_loss_steps=newest.get("trainer/unkept_steps"),
         goodput={} if goodput is None else asdict(goodput),
+        device=resolve_device(Device(options.get("cluster", {}).get("device", Device.auto))),
         start=tuple(line for row in starts[-1:] for line in describe(row)),
         log=_last_warnings(folder.log),
     )
@@ -231,9 +236,11 @@ def draw(run: Path) -> Path:
     return folder.curves
 
 
-def _recent_mean(rows: Sequence[JsonObject], metric: str) -> float | None:
-    values = [row[metric] for row in rows[1:][-NUM_RECENT:] if row.get(metric) is not None]
-    return statistics.fmean(values) if values else None
+def _means(rows: Sequence[JsonMapping]) -> dict[str, float]:
+    """Metric -> its mean over those rows that have it, of what is shown."""
+    names = [metric for metric, _, _ in (*_SHOWN, *_reward_parts(rows))]
+    values = {name: [row[name] for row in rows if row.get(name) is not None] for name in names}
+    return {name: statistics.fmean(found) for name, found in values.items() if found}
 
 
 def _reward_parts(rows: Sequence[JsonMapping]) -> tuple[tuple[str, str, str], ...]:
@@ -243,18 +250,16 @@ def _reward_parts(rows: Sequence[JsonMapping]) -> tuple[tuple[str, str, str], ..
     return tuple((name, f"  {name[7:-5]}", ".3f") for name in names) if len(names) > 1 else ()
 
 
-def _held_out(rows: Sequence[JsonObject]) -> dict[str, float]:
-    """The first evaluation and the newest one, and each named set of that."""
-    found = [
-        (figure, row["step"] if row.get("eval/step") is None else row["eval/step"], row)
-        for row in rows
+def _held_out(evaluations: Sequence[JsonMapping]) -> dict[str, float]:
+    """Of the first evaluation and the newest one, and of each named set of that."""
+    rows = [
+        (figure, row["step"], row)
+        for row in (*evaluations[:1], *evaluations[1:][-1:])
         for figure in ("reward", "nll", "dpo_loss")
         if row.get(f"eval/{figure}") is not None
     ]
-    held_out = {
-        f"eval/{figure} at step {step}": float(row[f"eval/{figure}"]) for figure, step, row in found[:1] + found[-1:]
-    }
-    for figure, step, row in found[-1:]:
+    held_out = {f"eval/{figure} at step {step}": float(row[f"eval/{figure}"]) for figure, step, row in rows}
+    for figure, step, row in rows[-1:]:
         held_out |= {f"eval/{name}/{figure} at step {step}": value for name, value in of_sets(row, figure).items()}
     return held_out
 

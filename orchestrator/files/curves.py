@@ -10,7 +10,7 @@ from typing import Any
 
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Objective
-from slipstream.orchestrator.files.telemetry import read_rows
+from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.trainer.step.mismatch_bins import POSITION_STARTS
 
 Panels = tuple[tuple[str, tuple[str, ...], str], ...]
@@ -68,7 +68,8 @@ def draw_curves(metrics: Path, picture: Path, panels: Panels = RL_PANELS) -> Non
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = read_rows(metrics)
+    shown = {name for _, names, _ in panels for name in names}
+    rows = read_rows(metrics, {"step", "eval/step", *shown})
     figure: Any = Figure(figsize=(14 * len(panels) / 6, 7))
     FigureCanvasAgg(figure)
     figure.subplots_adjust(**_MARGINS)

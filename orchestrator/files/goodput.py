@@ -29,6 +29,15 @@ WAITING, PUBLISH = "longer waits for rollouts", "longer publishes"
 EVALUATION, BETWEEN = "waits for evaluations", "between steps (checkpoints)"
 REFUSED, SLOWER = "refused steps", "slower steps"
 
+_LOST = ("step/total_s", "step/between_s", "step/redone_s")
+_DISTURBING = ("trainer/restarts", "eval/wait_s", "optim/skipped", "step/redone_s")
+_ENGINES = ("rollout/replicas_serving", "rollout/replicas_wanted", "rollout/restarts", "rollout/recoveries")
+COLUMNS = frozenset((
+    "step", "step/gpus", "trainer/num_tokens", "trainer/down_s", "rollout/wait_s", "sync/total_s",
+    *_LOST, *_DISTURBING, *_ENGINES,
+))  # fmt: skip
+"""What is read of a row."""
+
 Row = Mapping[str, Any]
 
 
@@ -62,9 +71,7 @@ def goodput_of(rows: Sequence[Row], starts_s: Sequence[float] = ()) -> Goodput |
     if rate <= 0:
         return None
     started = [seconds * steps[0]["step/gpus"] for seconds in starts_s]
-    gpu_s = sum(started) + sum(
-        _gpu_s(row, name) for row in steps for name in ("step/total_s", "step/between_s", "step/redone_s")
-    )
+    gpu_s = sum(started) + sum(_gpu_s(row, name) for row in steps for name in _LOST)
     done = [row for row in steps if not row.get("optim/skipped")]
     share = min(1.0, sum(_number(row, "trainer/num_tokens") for row in done) / rate / gpu_s)
     alone = [row for row in done if _lacks_engines(row)]
@@ -97,14 +104,13 @@ def _shares(causes: Mapping[str, float], lost: float, gpu_s: float) -> dict[str,
 
 
 def _is_quiet(row: Row) -> bool:
-    disturbing = ("trainer/restarts", "eval/wait_s", "optim/skipped", "step/redone_s")
     is_first = row.get("step/between_s") is None
-    return not (is_first or _lacks_engines(row) or any(row.get(name) for name in disturbing))
+    return not (is_first or _lacks_engines(row) or any(row.get(name) for name in _DISTURBING))
 
 
 def _lacks_engines(row: Row) -> bool:
-    is_short = (row.get("rollout/replicas_serving") or 0) < (row.get("rollout/replicas_wanted") or 0)
-    return bool(is_short or row.get("rollout/restarts") or row.get("rollout/recoveries"))
+    serving, wanted, restarts, recoveries = (row.get(name) or 0 for name in _ENGINES)
+    return bool(serving < wanted or restarts or recoveries)
 
 
 def _number(row: Row, name: str) -> float:

@@ -86,10 +86,15 @@ def failed_of(rows: Sequence[JsonMapping], area: str) -> str | None:
     Args:
         area: reward, of batches; eval, of evaluations.
     """
-    failed, num = (int(sum(row.get(f"{area}/{name}") or 0 for row in rows)) for name in ("failures", "rollouts"))
+    failed, num = (int(sum(row.get(name) or 0 for row in rows)) for name in failure_counts(area))
     if not failed:
         return None
     return f"{failed} of {num}" if num else str(failed)  # rows of another version do not say of how many
+
+
+def failure_counts(area: str) -> tuple[str, str]:
+    """What `failed_of` reads of a row."""
+    return f"{area}/failures", f"{area}/rollouts"
 
 
 def _known(rewards: Sequence[Sequence[float | None]]) -> list[float]:

@@ -16,17 +16,16 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TextIO
 
 import numpy as np
 
-from slipstream.conf.json_files import JsonObject
 from slipstream.orchestrator.figures.held_out import EvalNames, Evaluation, in_words
 from slipstream.orchestrator.files.disk_space import naming_a_full_disk
 from slipstream.orchestrator.files.goodput import goodput_of
 from slipstream.orchestrator.files.loggers.logger import Logger
 from slipstream.orchestrator.files.metrics_catalogue import NO_EVALS, NO_REWARDS, RewardNames, Value
+from slipstream.orchestrator.files.row_files import cut_rows, last_rows
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine
 from slipstream.orchestrator.files.samples import SampleLog
@@ -72,14 +71,14 @@ class Telemetry:
         self._evals = evals
         self._num_steps = num_steps
         self._progress = progress
-        kept, dropped = truncate_rows(folder.metrics, after_step=first_step)
-        self._gpus = gpus
-        self._rows: deque[JsonObject] = deque(kept[-NUM_GOODPUT_ROWS:], maxlen=NUM_GOODPUT_ROWS)
         lost = ("step/total_s", "step/between_s", "step/redone_s")
-        self._redone_s = sum(row.get(name) or 0.0 for row in dropped for name in lost) if first_step else None
+        removed = cut_rows(folder.metrics, after_step=first_step, names=lost)
+        self._gpus = gpus
+        self._rows = deque(last_rows(folder.metrics, NUM_GOODPUT_ROWS), maxlen=NUM_GOODPUT_ROWS)
+        self._redone_s = sum(row.get(name) or 0.0 for row in removed for name in lost) if first_step else None
         self._last_end_s: float | None = None
-        truncate_rows(folder.timeline, after_step=first_step)
-        truncate_rows(folder.evaluations, after_step=first_step)
+        cut_rows(folder.timeline, after_step=first_step)
+        cut_rows(folder.evaluations, after_step=first_step)
         self._file: TextIO = folder.metrics.open("a")
         self._evaluations: TextIO = folder.evaluations.open("a")
         self._samples = SampleLog(
@@ -182,27 +181,6 @@ class Telemetry:
         text = [f"{name} {format(value, spec)}{'s' if name in ('wait', 'sync', 'step') else ''}"
                 for name, value, spec in shown if value is not None]  # fmt: skip
         return "  ".join(text)
-
-
-def read_rows(path: Path) -> list[JsonObject]:
-    """Rows of a metrics.jsonl. A last line that a crash cut short is left out."""
-    if not path.is_file():
-        return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]
-
-
-def truncate_rows(path: Path, *, after_step: int) -> tuple[list[JsonObject], list[JsonObject]]:
-    """Drop rows of steps beyond `after_step`, atomically: a step is in the file once, however often a run resumed.
-    Returns (those that are kept, those that were dropped).
-    """
-    rows = read_rows(path)
-    kept = [row for row in rows if row["step"] <= after_step]
-    if path.is_file():
-        temporary = path.with_suffix(".partial")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        temporary.replace(path)
-    return kept, [row for row in rows if row["step"] > after_step]
 
 
 def _finite(value: Value) -> Value:

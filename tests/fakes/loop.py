@@ -32,9 +32,10 @@ from slipstream.orchestrator.checkpoints.loop_state import RunState
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint
 from slipstream.orchestrator.figures.held_out import eval_names
 from slipstream.orchestrator.files.metrics_catalogue import RewardNames
+from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine
-from slipstream.orchestrator.files.telemetry import Telemetry, read_rows
+from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.files.timeline import Activities
 from slipstream.orchestrator.loop.controller import Controller
 from slipstream.orchestrator.loop.ports import LoopServices

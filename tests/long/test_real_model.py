@@ -40,7 +40,7 @@ from torch import Tensor
 
 from examples.real_model.make_model import make_model
 from slipstream.orchestrator.cli.main import main
-from slipstream.orchestrator.files.telemetry import read_rows
+from slipstream.orchestrator.files.row_files import read_rows
 
 ROOT = Path(__file__).parents[2]
 NOISE = 0.09

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from slipstream.conf.schema import Device
-from slipstream.orchestrator.files.telemetry import read_rows
+from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.orchestrator.machine import DASHBOARD_PORT
 from slipstream.rollout import worker_process
 from slipstream.rollout.engine.engine_options import compile_cache, set_engine_environment

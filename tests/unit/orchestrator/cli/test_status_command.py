@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -34,9 +34,11 @@ def write_rows(run: Path, num_steps: int) -> None:
         for step in range(num_steps + 1):
             row = dict.fromkeys(METRICS) | {"step": step, "step/total_s": 60.0 if step == 1 else 2.0}
             row |= {"reward/mean": step / 100 if step else None, "rollout/replicas_serving": 2 if step else None}
-            row |= {"eval/reward": step / 200 if step % 20 == 0 else None, "reward/failures": 1 if step else None}
+            row |= {"reward/failures": 1 if step else None}
             file.write(json.dumps(row) + "\n")
         file.write('{"step": 99')  # being written
+    evaluated = [{"step": step, "eval/reward": step / 200} for step in range(0, num_steps + 1, 20)]
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in evaluated))
 
 
 def test_before_the_first_row(run: Path) -> None:
@@ -135,7 +137,9 @@ def test_goodput_is_of_the_whole_run_with_its_starts(run: Path) -> None:
     (run / "startup.jsonl").write_text(json.dumps({"start": "run", "total_s": 5.0, "spans": []}) + "\n")
     status = status_of(run)
     assert status.goodput["share"] == pytest.approx(0.8)
-    assert re.search(r"goodput +80.0% of 0.03 GPU-hours\n  start +20.0%", status.as_text())
+    assert re.search(r"goodput +80.0% of 0.03 process-hours\n  start +20.0%", status.as_text())
+    on_gpus = replace(status, device="cuda").as_text()
+    assert re.search(r"goodput +80.0% of 0.03 GPU-hours$", on_gpus, re.MULTILINE)
 
 
 def test_a_run_that_is_over(run: Path) -> None:
@@ -183,11 +187,9 @@ def test_rewards_that_failed_are_told_with_of_how_many(run: Path) -> None:
 
 
 def test_each_held_out_set_of_the_newest_evaluation_is_shown(run: Path) -> None:
-    rows = [
-        {"step": step, "eval/reward": 0.5, "eval/aime/reward": 0.25, "rollout/replicas_serving": 1} for step in (0, 9)
-    ]
+    rows = [{"step": step, "eval/reward": 0.5, "eval/aime/reward": 0.25} for step in (0, 9)]
     rows[1]["eval/aime/pass_at_1"] = 1.0
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shown = [line for line in status_of(run).as_text().splitlines() if line.startswith("held-out")]
     assert [re.split(r"  +", line) for line in shown] == [
         ["held-out reward at step 0", "0.5"],

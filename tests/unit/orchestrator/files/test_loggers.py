@@ -24,10 +24,11 @@ from slipstream.orchestrator.files.loggers.logger import open_loggers
 from slipstream.orchestrator.files.loggers.run_start import RunStart
 from slipstream.orchestrator.files.loggers.wandb_runs import WandbRun
 from slipstream.orchestrator.files.metrics_catalogue import METRICS
+from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine
 from slipstream.orchestrator.files.step_rows import StepRecord
-from slipstream.orchestrator.files.telemetry import Telemetry, read_rows
+from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.inputs.logger_checks import check_loggers
 from slipstream.trainer.types import OptimStats
 

@@ -27,10 +27,11 @@ from slipstream.orchestrator.files.metrics_catalogue import (
     REWARD_METRICS,
     RewardNames,
 )
+from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine, RunLog, format_s
 from slipstream.orchestrator.files.step_rows import StepRecord, row_of
-from slipstream.orchestrator.files.telemetry import Telemetry, read_rows, truncate_rows
+from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.files.timeline import StepTimeline
 from slipstream.orchestrator.run_parts import RunResult
 from slipstream.rollout.types import Group, Prompt, Rollout, Routes
@@ -329,11 +330,6 @@ def test_curves_of_a_resumed_run_do_not_double_back(tmp_path: Path) -> None:
         second.step(record(4))
     curves = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in curves.Scalars("optim/lr")] == [0, 1, 2, 3, 4]
-
-
-def test_truncate_leaves_an_absent_file_absent(tmp_path: Path) -> None:
-    truncate_rows(tmp_path / "metrics.jsonl", after_step=3)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_step_says_what_its_time_is_measured_by(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from fakes.loop import FakeWorker, Loop, Unpublished, make_config
 from slipstream.conf.schema import Relay, WeightSyncConfig
 from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.orchestrator.errors import TrainingStopped
-from slipstream.orchestrator.files.telemetry import read_rows
+from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.rollout.types import Prompt, Rollout
 
 

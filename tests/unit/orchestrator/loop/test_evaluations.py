@@ -17,7 +17,7 @@ from slipstream.conf.schema import RunConfig, SyncMode, WeightSyncConfig
 from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.orchestrator.checkpoints.best_checkpoint import BestCheckpoint
 from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, step_of
-from slipstream.orchestrator.files.telemetry import read_rows
+from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.orchestrator.loop import evaluations
 from slipstream.orchestrator.loop.evaluations import Evaluations
 from slipstream.rollout.types import Group, Prompt, Rollout

@@ -17,9 +17,10 @@ from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, 
 from slipstream.orchestrator.data.streams import Shuffled
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.orchestrator.figures.held_out import EvalNames
+from slipstream.orchestrator.files.row_files import read_rows
 from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.orchestrator.files.run_log import ProgressLine
-from slipstream.orchestrator.files.telemetry import Telemetry, read_rows
+from slipstream.orchestrator.files.telemetry import Telemetry
 from slipstream.orchestrator.inputs.rows.conversations import Conversation, Lesson
 from slipstream.orchestrator.inputs.rows.preferences import Pair
 from slipstream.orchestrator.loop.finetuner import Finetuner

@@ -1,0 +1,104 @@
+"""Files of rows in step order, however long they are: metrics.jsonl, timeline.jsonl, evaluations.jsonl.
+
+    all rows, but a few names of each   read_rows(path, names)   one pass; what is not asked for is never built
+    the newest rows, whole              last_rows(path, most)    from the end
+    rows of work that is redone         cut_rows(path, ...)      from the end
+
+Owns: reading and cutting. Does not own: what rows say, who writes them (telemetry.py). Invariant: a last line that a
+crash cut short counts as not there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import deque
+from collections.abc import Collection, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, TypedDict
+
+import msgspec
+
+from slipstream.conf.json_files import JsonObject
+
+_BLOCK_BYTES = 1 << 20
+_COPY_BYTES = 16 << 20
+
+
+def read_rows(path: Path, names: Collection[str] | None = None) -> list[JsonObject]:
+    """All rows, or what they have of these names."""
+    decode = _decoder_of(names).decode
+    try:
+        with path.open("rb") as file:
+            return [decode(line) for line in file if line.endswith(b"\n")]
+    except FileNotFoundError:
+        return []
+
+
+def last_rows(path: Path, most: int) -> list[JsonObject]:
+    """The newest ones, in step order."""
+    decode = _decoder_of(None).decode
+    try:
+        with path.open("rb") as file:
+            return [decode(line) for _, line in islice(_backwards(file), most)][::-1]
+    except FileNotFoundError:
+        return []
+
+
+def cut_rows(path: Path, *, after_step: int, names: Collection[str] = ()) -> list[JsonObject]:
+    """Remove rows of later steps, atomically: a step is in the file once, however often a run resumed.
+
+    Returns:
+        What the removed ones had of these names.
+    """
+    decode = _decoder_of({"step", *names}).decode
+    removed: deque[JsonObject] = deque()
+    try:
+        with path.open("rb") as file:
+            kept_bytes = 0
+            for end, line in _backwards(file):
+                row = decode(line)
+                if row["step"] <= after_step:
+                    kept_bytes = end
+                    break
+                removed.appendleft(row)
+            if kept_bytes < file.seek(0, os.SEEK_END):
+                _keep_first(path, file, kept_bytes)
+    except FileNotFoundError:
+        return []
+    return list(removed)
+
+
+def _keep_first(path: Path, file: BinaryIO, num_bytes: int) -> None:
+    """Another file takes its place: whoever reads what is added (growing_file.py) sees that it is another one."""
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as kept:
+        file.seek(0)
+        shutil.copyfileobj(file, kept, _COPY_BYTES)
+        kept.truncate(num_bytes)
+    partial.replace(path)
+
+
+def _decoder_of(names: Collection[str] | None) -> msgspec.json.Decoder[Any]:
+    """Of a row, or of a part of it."""
+    if names is None:
+        return msgspec.json.Decoder(dict[str, Any])
+    return msgspec.json.Decoder(TypedDict("Part", dict.fromkeys(names, Any), total=False))
+
+
+def _backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """(where it ends, line) of each whole line, the last one first."""
+    begin, rest = file.seek(0, os.SEEK_END), b""
+    while begin > 0:
+        size = min(begin, _BLOCK_BYTES)
+        begin = file.seek(begin - size)
+        block = file.read(size) + rest
+        # What stands before the first line's end has begun in an earlier block.
+        num_rest = (block.find(b"\n") + 1 or len(block)) if begin > 0 else 0
+        end = begin + len(block)
+        for line in reversed(block[num_rest:].splitlines(keepends=True)):
+            if line.endswith(b"\n"):
+                yield end, line
+            end -= len(line)
+        rest = block[:num_rest]

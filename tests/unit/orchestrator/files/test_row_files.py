@@ -1,0 +1,60 @@
+"""Locks: long files of rows are read and cut at the right row, from either end, whatever a crash left behind them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.orchestrator.files.row_files import cut_rows, last_rows, read_rows
+
+NUM_ROWS = 3000
+"""Of a kilobyte or so: several blocks."""
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    with path.open("w") as file:
+        for step in range(NUM_ROWS):
+            file.write(json.dumps({"step": step, "loss": None, "reward": step / 8, "text": "x" * (step % 2000)}) + "\n")
+        file.write('{"step": 9999, "text": "a crash')
+    return path
+
+
+def test_rows_are_read_whole_or_in_part(rows: Path) -> None:
+    assert [row["step"] for row in read_rows(rows)] == list(range(NUM_ROWS))
+    assert read_rows(rows)[3] == {"step": 3, "loss": None, "reward": 0.375, "text": "xxx"}
+    assert read_rows(rows, ("loss", "reward", "no such"))[3] == {"loss": None, "reward": 0.375}
+
+
+@pytest.mark.parametrize("most", [1, 20, 2999, 3000, 5000])
+def test_the_newest_rows_are_read_from_the_end(rows: Path, most: int) -> None:
+    assert last_rows(rows, most) == read_rows(rows)[-most:]
+
+
+@pytest.mark.parametrize("step", [NUM_ROWS, NUM_ROWS - 1, NUM_ROWS - 2, 1500, 0, -1])
+def test_rows_of_later_steps_are_cut_off(rows: Path, step: int) -> None:
+    whole = rows.read_bytes().splitlines(keepends=True)[:-1]
+    removed = cut_rows(rows, after_step=step, names=("reward",))
+    assert rows.read_bytes() == b"".join(whole[: step + 1]), "to the byte"
+    assert removed == [{"step": one, "reward": one / 8} for one in range(step + 1, NUM_ROWS)]
+    assert [one.name for one in rows.parent.iterdir()] == ["rows.jsonl"]
+
+
+def test_a_file_that_is_cut_is_another_one_for_those_who_follow_it(rows: Path) -> None:
+    inode = rows.stat().st_ino
+    cut_rows(rows, after_step=NUM_ROWS)
+    assert rows.stat().st_ino != inode, "the half row has gone"
+    inode = rows.stat().st_ino
+    assert (cut_rows(rows, after_step=NUM_ROWS), rows.stat().st_ino) == ([], inode), "nothing to cut"
+
+
+@pytest.mark.parametrize("content", [None, "", "{"])
+def test_there_may_be_no_row(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "rows.jsonl"
+    if content is not None:
+        path.write_text(content)
+    assert read_rows(path) == last_rows(path, 5) == cut_rows(path, after_step=3) == []
+    assert path.exists() is (content is not None)
