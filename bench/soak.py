@@ -6,7 +6,7 @@
 Every ten seconds it adds up, over all processes of the run, memory (each shared page counted once), descriptors,
 threads and listening ports, and counts files in /dev/shm of this user. Writes bench/results/soak-NAME.json with
 samples, events and the checks of chaos_matrix.py, and draws soak-NAME.png beside it. An event takes processes away for
-a while: it prints the means of the first fifth of the samples after the start, and of the last fifth.
+a while: it prints the medians of the first fifth of the samples after the start, and of the last fifth.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ def main() -> None:
     out.write_text(json.dumps(result) + "\n")
     draw(samples, [event["time"] - began for event in events], out.with_suffix(".png"))
     print(json.dumps({name: result[name] for name in ("exit_code", "seconds", "checks")}, indent=1))
-    print("figure: mean of the first fifth of the samples after the start, of the last fifth")
+    print("figure: median of the first fifth of the samples after the start, of the last fifth")
     steady = [one for one in samples if one["step"] >= 1]
     fifth = max(1, len(steady) // 5)
     for name in FIGURES:
-        early, late = (statistics.fmean(one[name] for one in part) for part in (steady[:fifth], steady[-fifth:]))
+        early, late = (statistics.median(one[name] for one in part) for part in (steady[:fifth], steady[-fifth:]))
         print(f"{name}: {early:.4g}, {late:.4g}")
 
 

@@ -84,7 +84,8 @@ def _decoder_of(names: Collection[str] | None) -> msgspec.json.Decoder[Any]:
     """Of a row, or of a part of it."""
     if names is None:
         return msgspec.json.Decoder(dict[str, Any])
-    return msgspec.json.Decoder(TypedDict("Part", dict.fromkeys(names, Any), total=False))
+    made: Any = TypedDict  # its fields are known now, and to no type checker
+    return msgspec.json.Decoder(made("Part", dict.fromkeys(names, Any), total=False))
 
 
 def _backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
