@@ -18,7 +18,7 @@ from slipstream.conf.schema import Objective, RunConfig
 from slipstream.orchestrator.checkpoints.journal import Journal, read_journal
 from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, step_of
 from slipstream.orchestrator.cluster.own_ray import OwnRay, starting_ray
-from slipstream.orchestrator.control.control_folder import alive
+from slipstream.orchestrator.control.control_folder import alive, note_end
 from slipstream.orchestrator.control.run_state import note_start
 from slipstream.orchestrator.control.stop_request import end_when_asked
 from slipstream.orchestrator.errors import DiskFull
@@ -67,7 +67,9 @@ def run(config: RunConfig, overrides: list[str], folder: RunFolder) -> RunResult
                 keep_sources(folder, config)
                 result = asyncio.run(_beside_ray(train, config, folder, log, left, must_end=bool(changes)))
         except BaseException as error:
-            logger.debug("the run has ended early", exc_info=True)  # run.log alone: the caller tells people
+            is_told = isinstance(error, KeyboardInterrupt)
+            how = "was told to end" if is_told else "has ended early"
+            logger.debug("the run %s", how, exc_info=not is_told)  # run.log alone: the caller tells people
             if isinstance(error, DiskFull):
                 raise DiskFull(
                     f"{error}; {_what_is_saved(folder)}. Make room, and go on with slipstream resume"
@@ -97,6 +99,7 @@ async def _beside_ray(
     loop = asyncio.get_running_loop()
 
     def at_first() -> None:
+        note_end(folder.root, "stopped")  # should a second one end it before it can say so itself
         for own in clusters:
             own.hold(False)
         loop.call_soon_threadsafe(log.say, TOLD_TO_END)  # a handler must not print: it may have interrupted a print

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ray import ObjectRef
 
+from slipstream.conf.plural import counted
 from slipstream.fleet.errors import FleetError
 from slipstream.fleet.waiting import wait_for
 from slipstream.orchestrator.cluster.actors import RolloutActor, TrainerActor
@@ -61,7 +62,7 @@ async def call_all(
         asyncio.ensure_future(cluster.result_of(call(actor, rank), name, TrainingStopped))
         for rank, (actor, name) in enumerate(zip(ranks.actors, ranks.names, strict=True))
     ]
-    waited_for = f"{what} on {len(calls)} trainer ranks"
+    waited_for = f"{what} on {counted(len(calls), 'trainer rank')}"
     try:
         return await wait_for(_all_of(calls, cluster), waited_for, timeout_s=timeout_s)
     finally:

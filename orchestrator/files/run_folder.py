@@ -217,6 +217,8 @@ def no_run_folder(run: Path) -> ConfigError:
     if run.name == "latest":
         cure = f"no run is in {run.parent} yet: start one with slipstream train, or name a run's folder elsewhere"
         cure = f"give one of those in {run.parent}" if any(run.parent.glob("*/config.yaml")) else cure
+    elif run.parent.name == "checkpoints":
+        cure = f"give the run's, {run.parent.parent}"
     return ConfigError(f"{run} is not a run folder; {cure}")
 
 

@@ -35,7 +35,7 @@ from slipstream.orchestrator.checkpoints.run_checkpoint import checkpoints_of, h
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import PreflightError
 from slipstream.orchestrator.figures.held_out import choosing_metrics
-from slipstream.orchestrator.files.run_folder import RunFolder, follow_latest, resumed_folder
+from slipstream.orchestrator.files.run_folder import RunFolder, changed_options, follow_latest, resumed_folder
 from slipstream.orchestrator.inputs.character_tokenizer import CHARACTERS, check_character_vocabulary
 from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.given_code import (
@@ -316,6 +316,7 @@ def check_run_folder(config: RunConfig, machine: Machine) -> Fact:
                 "train; raise run.num_steps to go on, or start again with slipstream train"
             )
         resumed = "".join(f"; {problem}" for problem in damaged) + f"; goes on from step {step}"
+        resumed += "".join(f", with another {option}" for option in changed_options(RunFolder(root.resolve()), config))
     target = root or Path(run.dir)
     existing = nearest_existing(target)
     if not existing.is_dir():

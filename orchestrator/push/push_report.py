@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from slipstream.conf.json_files import JsonObject
+from slipstream.conf.plural import counted
 from slipstream.orchestrator.errors import PushError
 
 
@@ -58,7 +59,7 @@ class PushReport:
 def describe(report: PushReport) -> str:
     """The report in words."""
     lines = [
-        f"{report.checkpoint}: {report.num_bytes / 1e9:.2f} GB, {report.num_ranks} ranks, {report.device}",
+        f"{report.checkpoint}: {report.num_bytes / 1e9:.2f} GB, {counted(report.num_ranks, 'rank')}, {report.device}",
         f"  read      {report.read_s:8.2f} s   {report.num_bytes / max(report.read_s, 1e-9) / 1e9:.2f} GB/s, "
         f"{report.pinned_bytes / 1e9:.2f} GB page-locked",
         f"  publish   {report.publish_s:8.2f} s   {report.publish['num_bytes'] / report.publish_s / 1e9:.2f} GB/s "
@@ -70,8 +71,9 @@ def describe(report: PushReport) -> str:
             f"attached after {report.attached_s:.2f} s"
         )
     steps = " + ".join(f"{name} {seconds:.2f}" for name, seconds in report.attach_s.items() if name != "whole")
+    expected = f"{counted(report.num_expected, 'rank')} as expected"
     lines.append(
-        f"  attach    {report.attach_s['whole']:8.2f} s   of it {steps}; {report.num_expected} ranks as expected"
+        f"  attach    {report.attach_s['whole']:8.2f} s   of it {steps}; {expected}"
         + (f" ({report.expected_error})" if report.expected_error else "")
     )
     lines.append(f"  connect   {report.connect_s:8.2f} s   beside {report.plan_s:.2f} s of planning beforehand")

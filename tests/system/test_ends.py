@@ -168,6 +168,7 @@ def test_the_second_interrupt_ends_the_run_at_once(run: RunUnderWay) -> None:
             os.killpg(run.pid, signal.SIGINT)
             time.sleep(0.05)
         assert run.exit_code() == -signal.SIGINT
+        assert status_of(run.folder).state == "stopped"
 
 
 def test_a_killed_controller_leaves_nothing(run: RunUnderWay) -> None:

@@ -360,6 +360,8 @@ def test_resume_without_starting_says_what_it_would_do(
     assert main(["resume", str(old_run), "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "goes on from step 3\n" in said and f"a checkpoint of {old_run}\n" in said
+    assert main(["resume", str(old_run), "run.num_steps=9", "--dry-run"]) == 0
+    assert re.search(r"goes on from step 3, with another run.num_steps: \d+ before, 9 now\n", capsys.readouterr().out)
     assert main(["resume", str(old_run), "run.num_steps=9", "--cfg", "job"]) == 0
     assert load_resolved_yaml(capsys.readouterr().out).run.num_steps == 9
 

@@ -219,6 +219,8 @@ def test_where_there_are_no_runs_commands_say_how_one_is_started(
     (tmp_path / "runs" / "mine" / "config.yaml").touch()
     assert main([command, *([] if command in ("status", "view") else ["runs/latest"])]) == 2
     assert "latest is not a run folder; give one of those in " in capsys.readouterr().err
+    assert main(["status", "runs/one/checkpoints/step-000003"]) == 2
+    assert "step-000003 is not a run folder; give the run's, runs/one\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
