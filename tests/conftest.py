@@ -46,7 +46,8 @@ def private_tmp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr(tempfile, "tempdir", None)  # where Python keeps its answer
         yield
     shutil.rmtree(folder, ignore_errors=True)
-    came = {path for path in Path("/dev/shm").glob("vllm_dist_*") if path.name not in shared_before}
+    left = (path for prefix in ("psm_", "vllm_dist_") for path in Path("/dev/shm").glob(f"{prefix}*"))
+    came = {path for path in left if path.name not in shared_before}
     mapped = "".join(map(maps_of, psutil.process_iter())) if came else ""
     for path in came:
         if path.name not in mapped:

@@ -263,27 +263,24 @@ async def fill_all_slots(setup: Setup) -> list[asyncio.Task[list[Rollout]]]:
     return tasks
 
 
-async def test_a_publish_waits_for_a_busy_slot(setup: Setup):
+async def test_a_publish_waits_for_a_busy_slot_and_not_longer_than_its_time(setup: Setup):
     setup.use(BusySlot.wait)
     tasks = await fill_all_slots(setup)
-    report = await setup.publish()
-    assert report.replicas[0].error is None
-    assert tasks[0].done()
-    for age, task in enumerate(tasks):
-        assert {v for r in await task for v in r.policy_versions} == {setup.version - NUM_SLOTS + age}
-
-
-async def test_waiting_for_a_busy_slot_ends_with_an_error_that_names_the_readers(setup: Setup):
-    setup.use(BusySlot.wait)
-    tasks = await fill_all_slots(setup)
+    newest = setup.version
     replica = setup.worker.adapter_replica
     assert replica is not None
     replica.config = dataclasses.replace(replica.config, timeout_s=0.02)
     report = await setup.publish()
     assert "no adapter slot became free" in str(report.replicas[0].error)
     (served,) = await setup.worker.generate_group(PROMPT, 1, sampling=SHORT)
-    assert served.policy_versions == [setup.version - 1] * 8
-    await asyncio.gather(*tasks)
+    assert served.policy_versions == [newest] * 8
+    assert not tasks[0].done(), "the request was meant to be in flight still; make LONG longer"
+    setup.use(BusySlot.wait)
+    report = await setup.publish()
+    assert report.replicas[0].error is None
+    assert tasks[0].done()
+    for age, task in enumerate(tasks):
+        assert {v for r in await task for v in r.policy_versions} == {newest - NUM_SLOTS + 1 + age}
 
 
 async def test_a_busy_slots_requests_are_sampled_anew(setup: Setup):
