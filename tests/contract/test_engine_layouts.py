@@ -28,14 +28,14 @@ from slipstream.trainer.weights.loading import CheckpointReader
 from slipstream.weight_sync.source import WeightSource
 
 
-def publish(folder: Path, *, source: WeightSource | None = None, num_workers: int = 1, **parallel: Any) -> list[Seen]:
+def publish(folder: Path, *, source: WeightSource | None = None, **parallel: Any) -> Seen:
     """What a source has, by default the whole checkpoint of a folder, to CPU engines of the folder's config.json."""
     config = RolloutConfig(
         max_model_len=256, max_num_seqs=8, kv_cache_bytes=16 << 20, sampling=SamplingConfig(max_tokens=NUM_TOKENS),
         **parallel,
     )  # fmt: skip
     source = source or CheckpointSource(load_file(folder / "model.safetensors"))
-    return asyncio.run(publish_twice(folder, source, config, device=Device.cpu, num_workers=num_workers))
+    return asyncio.run(publish_twice(folder, source, config, device=Device.cpu))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_publish_leaves_what_vllms_loader_makes(
     model: str, tp_size: int, expert_parallel: bool, tmp_path: Path
 ) -> None:
     folder = write_checkpoint(CONFIGS[model], tmp_path, seed=3)
-    (seen,) = publish(folder, tp_size=tp_size, enable_expert_parallel=expert_parallel)
+    seen = publish(folder, tp_size=tp_size, enable_expert_parallel=expert_parallel)
     arguments: dict[str, Any] = {"tensor_parallel_size": tp_size, "enable_expert_parallel": expert_parallel}
     is_latent = "kv_lora_rank" in CONFIGS[model]
     if is_latent:  # as the product asks for
@@ -65,25 +65,25 @@ def test_a_publish_leaves_what_vllms_loader_makes(
         assert any(name.endswith("W_UK_T") for name in seen.first[0])
 
 
-@pytest.mark.parametrize("model", ["mixtral", "qwen2_moe", "qwen3_next", "gemma4"])
-def test_what_the_trainer_publishes_is_what_vllms_loader_makes_of_its_export(model: str, tmp_path: Path) -> None:
+def test_what_the_trainer_publishes_is_what_vllms_loader_makes_of_its_export(tmp_path: Path) -> None:
     """The trainer's own decoder, with adapters that do something, read from transformers' checkpoint."""
-    config = CONFIGS[model]
+    config = CONFIGS["qwen3_next"]
     base = write_checkpoint(config, tmp_path / "base", seed=3)
     reader = CheckpointReader(base, read_config(config))
     decoder = make_decoder(config, dtype=torch.bfloat16, reader=reader)
     save_merged(decoder, tmp_path / "merged", config)
-    (seen,) = publish(base, source=TrainerWeightSource(decoder, 0))
-    state = {"mamba_ssm_cache_dtype": "float32"} if model == "qwen3_next" else {}  # as our engines keep it
-    check(
-        seen, *vllm_loads_and_samples(tmp_path / "merged", "bfloat16", prompts=PROMPTS, max_tokens=NUM_TOKENS, **state)
-    )
+    seen = publish(base, source=TrainerWeightSource(decoder, 0))
+    merged = vllm_loads_and_samples(
+        tmp_path / "merged", "bfloat16", prompts=PROMPTS, max_tokens=NUM_TOKENS,
+        mamba_ssm_cache_dtype="float32",  # as our engines keep it
+    )  # fmt: skip
+    check(seen, *merged)
 
 
 def test_a_bias_that_one_rank_adds_is_zero_on_the_others(tmp_path: Path) -> None:
     """gpt-oss: vLLM sets down_proj's bias to 0 on all ranks but the first, which a publish must leave so."""
     folder = write_checkpoint(GPT_OSS, tmp_path, seed=3)
-    (seen,) = publish(folder, tp_size=2)
+    seen = publish(folder, tp_size=2)
     hashes, _ = vllm_loads_and_samples(folder, "bfloat16", tensor_parallel_size=2)
     assert seen.first == seen.again == hashes
     bias = next(name for name in hashes[0] if name.endswith("w2_bias"))
@@ -92,8 +92,8 @@ def test_a_bias_that_one_rank_adds_is_zero_on_the_others(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "model", sorted(CONFIGS.keys() - {"minimax_m2", "qwen3_next", "qwen3_5_moe"})
-)  # CPU engines: no router, bfloat16 alone
+    "model", sorted(CONFIGS.keys() - {"minimax_m2", "qwen3_next", "qwen3_5_moe", "qwen3", "llama"})
+)  # CPU engines: no router, bfloat16 alone; as qwen3_tied, as mistral
 def test_engines_say_what_transformers_says(model: str, tmp_path: Path) -> None:
     """In float32, where programs that are right differ by 1e-5 at most; the arguments are the product's."""
     from transformers import AutoModelForCausalLM
@@ -115,10 +115,3 @@ def test_engines_say_what_transformers_says(model: str, tmp_path: Path) -> None:
         assert one.logprobs is not None
         sampled = torch.tensor([entry[token].logprob for token, entry in zip(one.token_ids, one.logprobs, strict=True)])
         torch.testing.assert_close(sampled, expected, atol=1e-3, rtol=0)
-
-
-def test_two_replicas_hold_the_same_bytes(tmp_path: Path) -> None:
-    folder = write_checkpoint(CONFIGS["qwen3_tied"], tmp_path, seed=5)
-    expected = vllm_loads_and_samples(folder, "bfloat16", prompts=PROMPTS, max_tokens=NUM_TOKENS)
-    for one in publish(folder, num_workers=2):
-        check(one, *expected)

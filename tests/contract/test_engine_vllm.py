@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
-LONG = 800
-"""Tokens of a response that is still under way while a publish runs: more than a second of sampling, against 50 ms."""
-TURN = 300
+LONG = 400
+"""Tokens of a response that is still under way while a publish runs: half a second of sampling, against 50 ms."""
+TURN = 200
 """Tokens of a turn of an episode. Three turns, and what is between them, fit into the longest sequence."""
 PROMPT_TOKENS = 150
 """More than one block of the CPU engine's KV cache (128 tokens), so that a prefix can be reused at all."""
@@ -68,7 +68,7 @@ class Setup(Served):
         before = self.worker.engine.num_generated_tokens
         sampling = sampling or SamplingConfig(max_tokens=LONG, stop_at_eos=False)
         group = asyncio.create_task(self.worker.generate_group(prompt, n, sampling=sampling))
-        while self.worker.engine.num_generated_tokens < before + 50:
+        while self.worker.engine.num_generated_tokens < before + 20:
             await asyncio.sleep(0.005)
         return group
 
@@ -151,7 +151,7 @@ async def test_progress_counts_tokens_as_they_come_and_responses_as_they_end(set
     after = await setup.worker.progress()
     assert meanwhile.num_finished == before.num_finished
     assert after.num_finished == before.num_finished + 2
-    assert before.num_tokens + 50 <= meanwhile.num_tokens < after.num_tokens == before.num_tokens + 2 * LONG
+    assert before.num_tokens + 20 <= meanwhile.num_tokens < after.num_tokens == before.num_tokens + 2 * LONG
 
 
 async def test_an_engine_writes_the_lines_that_begin_the_phases_of_its_start(setup: Setup):

@@ -1,4 +1,4 @@
-"""A publish from one trainer rank to live vLLM engines over the product's own path, and what the engines then hold."""
+"""A publish from one trainer rank to a live vLLM engine over the product's own path, and what the engine then holds."""
 
 from __future__ import annotations
 
@@ -32,67 +32,48 @@ class Seen:
     tokens: list[list[int]]
 
 
-async def publish_twice(
-    folder: Path, source: WeightSource, config: RolloutConfig, *, device: Device, num_workers: int = 1
-) -> list[Seen]:
-    """Publish to engines, zero their weights, publish again, and sample greedily.
+async def publish_twice(folder: Path, source: WeightSource, config: RolloutConfig, *, device: Device) -> Seen:
+    """Publish to an engine, zero its weights, publish again, and sample greedily.
 
     Args:
-        folder: config.json of the engines' model; a tokenizer is added.
+        folder: config.json of the engine's model; a tokenizer is added.
         source: The trainer's one rank.
-        config: Of each engine.
+        config: Of the engine.
         device: Of both sides.
-        num_workers: Engines.
     """
     save_character_tokenizer(folder, vocab_size=64)
     sync = WeightSyncConfig(watermark_bytes=64 << 20, timeout_s=60.0)
-    workers = [
-        RolloutWorker(
-            folder,
-            config=config,
-            weight_sync=sync,
-            dtype=DType.bfloat16,
-            device=device,
-            seed=index,
-            tensors=source.layout().tensors,
-            key=KEY,
-            make_engine=VllmEngine,
-        )
-        for index in range(num_workers)
-    ]
+    worker = RolloutWorker(
+        folder, config=config, weight_sync=sync, dtype=DType.bfloat16, device=device, seed=0,
+        tensors=source.layout().tensors, key=KEY, make_engine=VllmEngine,
+    )  # fmt: skip
     transport = MooncakeTransport(sync.transport, device=device.value, timeout_s=sync.timeout_s)
     publisher = Publisher(
         source, transport, rank=0, world_size=1, group=None, config=sync, key=KEY, device=device.value
     )
 
-    async def publish() -> list[list[dict[str, str]]]:
+    async def publish() -> list[dict[str, str]]:
         report = await asyncio.to_thread(publisher.publish, 0)
-        assert [replica.error for replica in report.replicas] == [None] * num_workers
+        assert [replica.error for replica in report.replicas] == [None]
         return await read()
 
-    async def read() -> list[list[dict[str, str]]]:
-        return [await worker.engine.call_ranks("slipstream_read_params") for worker in workers]
+    async def read() -> list[dict[str, str]]:
+        return await worker.engine.call_ranks("slipstream_read_params")
 
     try:
-        addresses = [await worker.start() for worker in workers]
-        await asyncio.to_thread(publisher.connect, addresses)
+        await asyncio.to_thread(publisher.connect, [await worker.start()])
         first = await publish()
-        for worker in workers:
-            await worker.engine.call_ranks("slipstream_zero_params")
+        await worker.engine.call_ranks("slipstream_zero_params")
         zeroed, again = await read(), await publish()
         prompts = prompts_for(config, device)
         drawing = EvalSamplingConfig(top_p=ONLY_THE_LIKELIEST)
         greedy = EvalSampling(max_tokens=NUM_TOKENS, stop_at_eos=False, drawing=drawing)
-        tokens = [
-            [(await worker.generate_group(Prompt(0, tuple(p), ""), 1, greedy))[0].token_ids for p in prompts]
-            for worker in workers
-        ]
+        tokens = [(await worker.generate_group(Prompt(0, tuple(p), ""), 1, greedy))[0].token_ids for p in prompts]
     finally:
         publisher.close()
-        for worker in workers:
-            await worker.stop()
+        await worker.stop()
         transport.close()
-    return [Seen(*facts) for facts in zip(first, zeroed, again, tokens, strict=True)]
+    return Seen(first, zeroed, again, tokens)
 
 
 def prompts_for(config: RolloutConfig, device: Device) -> list[list[int]]:

@@ -109,7 +109,7 @@ def publish(case: Case, folder: Path) -> dict[str, Any]:
         if case.is_fp8:
             quantize_checkpoint(checkpoint)
         source = CheckpointSource({n: t.cuda() for n, t in load_file(checkpoint / "model.safetensors").items()})
-    (seen,) = asyncio.run(publish_twice(checkpoint, source, rollout_config(case), device=Device.cuda))
+    seen = asyncio.run(publish_twice(checkpoint, source, rollout_config(case), device=Device.cuda))
     return dataclasses.asdict(seen)
 
 
