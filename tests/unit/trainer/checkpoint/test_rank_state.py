@@ -58,6 +58,8 @@ def test_a_state_in_memory_is_a_safetensors_file_and_is_refused_as_one_on_disk()
     assert load(bytes(data)).keys() == given.keys() == tensors.keys()
     for name, tensor in given.items():
         assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor)
+    data[-1] ^= 1  # of the last tensor with elements, which is a view of it
+    assert not torch.equal(tensors["signed"], numbers["signed"])
     with pytest.raises(CheckpointError, match=r"in memory was written with trainer\.ep_size=2, this run has 1"):
         read_rank_state_parts(data, 3, LAYOUT | {"trainer.ep_size": 1}, shapes)
     with pytest.raises(CheckpointError, match="cannot read the state in memory"):
