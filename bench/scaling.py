@@ -4,7 +4,7 @@
     python bench/scaling.py --layouts 1x1 2x2 --tokens short
     python bench/scaling.py --layouts 2x2 --rows-travel      as where a token has fewer experts than ranks
     python bench/scaling.py --layouts 2x2 --by-layer         dense weights gathered in every layer
-    python bench/scaling.py --layouts 1x1 2x2 --tokens short --graphs      CUDA graphs of several ranks, too
+    python bench/scaling.py --layouts 1x1 2x2 --graph-tokens 16384      trainer.cuda_graph_tokens
     python bench/scaling.py --tiny                       two small layers, for a CPU
 
 A layout is RANKSxEP_SIZE: 2x2 has two ranks that share the experts and exchange rows of tokens, 2x1 two ranks whose
@@ -31,6 +31,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,10 @@ def run_rank(args: argparse.Namespace) -> None:
         from slipstream.trainer.model import shard_decoder
 
         shard_decoder.WHOLE_SHARE = 0
-    if args.graphs:
-        from slipstream.trainer.model import graphs
-
-        graphs.CAPTURES_EXCHANGES = True
     num_ranks, ep_size = sizes(args.layout)
     place = Place(num_ranks, ep_size, rank=args.rank_index, rendezvous=f"file://{args.out}.meet")
+    if args.graph_tokens is not None:
+        place = replace(place, options={"cuda_graph_tokens": args.graph_tokens})
     began = time.perf_counter()
     subject = Ours(model_config(args), "float32", args, place)
     report: dict[str, Any] = {"load_s": time.perf_counter() - began, **subject.facts, "workloads": {}}
@@ -355,7 +354,7 @@ def parse() -> argparse.Namespace:
     parser.set_defaults(layers=24)
     parser.add_argument("--rows-travel", action="store_true", help="a row per choice, not a token per rank, to compare")
     parser.add_argument("--by-layer", action="store_true", help="dense weights gathered in every layer, to compare")
-    parser.add_argument("--graphs", action="store_true", help="CUDA graphs of several ranks' microbatches, too")
+    parser.add_argument("--graph-tokens", type=int, help="trainer.cuda_graph_tokens, instead of its default")
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="two small layers, for a CPU")

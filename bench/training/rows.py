@@ -8,7 +8,8 @@ transformers and PEFT are imported inside functions, because in Unsloth's proces
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 SEED = 3
@@ -23,6 +24,8 @@ class Place:
     cp_size: int = 1
     rank: int = 0
     rendezvous: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of TrainerConfig, beside its own."""
 
 
 class Ours:
@@ -50,6 +53,7 @@ class Ours:
                     num_ranks=place.num_ranks,
                     ep_size=place.ep_size,
                     cp_size=place.cp_size,
+                    **place.options,
                 ),
                 algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),
                 sampling_temperature=1.0,

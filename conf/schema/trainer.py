@@ -234,7 +234,8 @@ class TrainerConfig:
     which are replayed at the same lengths alone. It changes no value by more than the choice of a kernel does. The
     graphs keep the memory of one such microbatch. Where that would not fit beside the fullest microbatch so far, a
     warning says so, and nothing is captured; an engine on the same GPU (cluster.share_gpu) is not counted. The log says
-    where it cannot be done: with several ranks, packed experts, sinks, or values from the engine's kernels. 0: never.
+    where it cannot be done: with several ranks that gather weights layer by layer or share sequences (cp_size), packed
+    experts, sinks, or values from the engine's kernels. 0: never.
     """
 
     max_restarts: int = 3

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cases.processes import run_processes
 from cases.tiny_models import DEEPSEEK, MIXED, MOE, relative_error
+from torch.distributed.tensor import DTensor
 
 from slipstream.conf.schema import (
     AlgorithmConfig,
@@ -41,7 +44,9 @@ FAMILIES = {
 }
 
 
-def make_rank(hf_config: dict[str, Any], *, cuda_graph_tokens: int, **options: Any) -> TrainerRank:
+def make_rank(
+    hf_config: dict[str, Any], *, cuda_graph_tokens: int, index: int = 0, rendezvous: str = "", **options: Any
+) -> TrainerRank:
     chunks = type("OfFewTokens", (TrainerConfig,), {"logprob_chunk_tokens": lambda self, vocab_size: 256})
     trainer = chunks(lora=LoraConfig(rank=8, alpha=16.0), cuda_graph_tokens=cuda_graph_tokens, **options)
     rank = TrainerRank(
@@ -53,13 +58,14 @@ def make_rank(hf_config: dict[str, Any], *, cuda_graph_tokens: int, **options: A
             weight_sync=WeightSyncConfig(),
             seed=3,
             num_steps=100,
-            world_size=1,
-            rendezvous="",
+            world_size=trainer.num_ranks,
+            rendezvous=rendezvous,
             device="cuda",
             hf_config=hf_config,
             sync_key=b"0123456789abcdef-test-key",
             parity=ParityConfig(replay_routing=False),
-        )
+        ),
+        rank=index,
     )
     rank.load()
     return rank
@@ -84,7 +90,8 @@ def gradients_of(
         num_tokens = sum(sample.num_valid_tokens for samples in batch for sample in samples)
         stats = rank.forward_backward(batch, Denominators(num_tokens, 8, 0, num_possible_tokens=num_tokens))
         trained = [p.grad for p in rank.decoder.parameters() if p.requires_grad and p.grad is not None]
-        results.append((stats.sums, [gradient.clone() for gradient in trained]))
+        own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in trained]
+        results.append((stats.sums, [gradient.clone() for gradient in own]))
         rank.learner.drop_gradients()
     return results
 
@@ -105,6 +112,33 @@ def test_replays_are_the_decoder(family: str, mode: TrainMode, lengths: tuple[li
         for one, other in zip(gradients, expected, strict=True):
             assert relative_error(one, other) < 5e-2
     assert any(gradient.any() for gradient in found[0][1])
+
+
+def train_on_one_of_two(index: int, folder: str, cuda_graph_tokens: int, mode: TrainMode) -> None:
+    """The second rank's microbatches are shorter; each pads to the size of the longer."""
+    rank = make_rank(
+        FAMILIES["moe"], mode=mode, cuda_graph_tokens=cuda_graph_tokens, num_ranks=2, ep_size=2, index=index,
+        rendezvous=f"file://{folder}/meet{cuda_graph_tokens}",
+    )  # fmt: skip
+    microbatches = [lengths[index:] for lengths in SHORT]
+    found = [(sums, [one.cpu() for one in gradients]) for sums, gradients in gradients_of(rank, microbatches)]
+    num_replays = 0 if rank.policy.graphs is None else rank.policy.graphs.num_replays
+    torch.save((num_replays, found), f"{folder}/{cuda_graph_tokens}-{index}.pt")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@pytest.mark.parametrize("mode", [TrainMode.lora, TrainMode.full])
+def test_replays_of_two_ranks_are_the_decoder_with_its_exchanges(tmp_path: Path, mode: TrainMode) -> None:
+    for cuda_graph_tokens in (0, 8192):
+        run_processes(train_on_one_of_two, (str(tmp_path), cuda_graph_tokens, mode), 2)
+    for index in (0, 1):
+        (_, wanted), (num_replays, found) = (torch.load(tmp_path / f"{size}-{index}.pt") for size in (0, 8192))
+        assert num_replays == 8
+        for (sums, gradients), (expected_sums, expected) in zip(found, wanted, strict=True):
+            assert sums["loss/total_sum"] == pytest.approx(expected_sums["loss/total_sum"], rel=1e-2)
+            assert len(gradients) == len(expected) > 8
+            assert all(relative_error(one, other) < 5e-2 for one, other in zip(gradients, expected, strict=True))
+        assert any(gradient.any() for gradient in found[0][1])
 
 
 def test_replays_use_new_weights_and_count_flipped_routes() -> None:

@@ -49,8 +49,6 @@ MOST_SEEN = 1024
 """Sizes that are remembered. Those of long sequences hardly ever come again."""
 MARGIN = 1.05
 """Memory that is left beside the pool, at least, as a multiple of what the fullest microbatch took."""
-CAPTURES_EXCHANGES = False
-"""Whether microbatches of several ranks are captured, with their exchanges. Not seen on GPUs yet (decision 0043)."""
 
 
 def refusal_of_graphs(decoder: Decoder, device: torch.device) -> str | None:
@@ -79,8 +77,6 @@ def _refusal_of_ranks(decoder: Decoder) -> str | None:
     layout, moe = decoder.layout, decoder.spec.moe
     if layout.world_size == 1:
         return None
-    if not CAPTURES_EXCHANGES:
-        return "the trainer has several ranks"
     if layout.cp_group is not None:
         return "ranks share sequences"
     if decoder.whole is None or any(isinstance(module, FSDPModule) for module in decoder.modules()):
