@@ -49,12 +49,10 @@ def check_no_override_is_ignored(config: RunConfig, names: Iterable[str], hf_con
     """
     experts = hf_config is None or num_experts_of(hf_config) > 0
     for name in names:
-        if name not in options_by_name():
-            continue
         for subjects, by_what, cure in _reasons_about_many(config):
-            if any(name == one or (one.endswith(".") and name.startswith(one)) for one in subjects):
+            if any(name == one or (one.endswith(".") and f"{name}.".startswith(one)) for one in subjects):
                 raise ConfigError(f"{name} has no effect with {by_what}; {cure}")
-        for one in conditions_of(name):
+        for one in conditions_of(name) if name in options_by_name() else ():
             if one.condition == "has_experts=true":
                 if not experts:
                     raise ConfigError(

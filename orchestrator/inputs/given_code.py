@@ -10,6 +10,7 @@ import pickle
 import socket
 import subprocess
 import sys
+from urllib.parse import urlsplit
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.functions import is_function_path
@@ -27,14 +28,30 @@ from slipstream.rollout.rewards.runner import check_reward
 
 TRY_S = 300.0
 """Longest that a loss of the user's own may take to be tried, PyTorch's import included."""
+CONNECT_S = 3.0
+_PORTS = {"http": 80, "https": 443}
 
 
 def check_reward_loads(config: RunConfig) -> Fact | None:
-    """The reward can be set up; tried in a process of its own, as in the run."""
+    """The reward can be set up; tried in a process of its own, as in the run. A judge that cannot be reached now may be
+    there when the run asks it: a warning.
+    """
     if config.algorithm.objective is not Objective.policy:
         return None
     check_reward(config.reward)
-    return Fact("reward", who_judges(config))
+    judges = {part.judge.base_url for part in config.reward.by_name.values() if part.kind == "judge"}
+    silent = [found for url in sorted(judges) if (found := _cannot_be_reached(url))]
+    return Fact("reward", "; ".join([who_judges(config), *silent]), is_warning=bool(silent))
+
+
+def _cannot_be_reached(url: str) -> str:
+    """Why no connection to a judge can be made, and what that means; empty if one can."""
+    parts = urlsplit(url)
+    try:
+        with socket.create_connection((parts.hostname or "", parts.port or _PORTS[parts.scheme]), CONNECT_S):
+            return ""
+    except (OSError, ValueError) as error:
+        return f"the judge at {url} cannot be reached ({error}): start it, or repair the address"
 
 
 def check_algorithm_loads(config: RunConfig) -> Fact | None:

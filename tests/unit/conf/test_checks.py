@@ -272,6 +272,8 @@ CASES = [
     (["algorithm=sft", "rollout.num_workers=4"], "rollout.num_workers has no effect with algorithm=sft"),
     (["algorithm=sft", "algorithm.group_size=4"], "algorithm.group_size has no effect with algorithm=sft"),
     (["algorithm=dpo", "rollout.num_workers=4"], "rollout.num_workers has no effect with algorithm=dpo"),
+    (["algorithm=dpo", "reward=math"], "reward has no effect with algorithm=dpo"),
+    (["algorithm=sft", "reward.parts.a.kind=math"], "reward.parts.a.kind has no effect with algorithm=sft"),
     (["algorithm=dpo", "algorithm.kl_coef=0.1"], "algorithm.kl_coef has no effect with algorithm=dpo"),
     (["algorithm=dpo", "algorithm.normalization=sequence"], "algorithm.normalization has no effect with algorithm=dpo"),
     (["algorithm=dpo", "data.response_key=a"], "data.response_key has no effect with algorithm.objective=dpo"),

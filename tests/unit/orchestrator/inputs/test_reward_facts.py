@@ -1,10 +1,14 @@
-"""Promises of orchestrator/inputs/reward_facts.py: a run says who judges, and that the default does if nobody chose."""
+"""A run says who judges, that the default does if nobody chose, and that a judge cannot be reached."""
 
 from __future__ import annotations
+
+import socket
 
 import pytest
 
 from slipstream.conf.load import load_run_config
+from slipstream.orchestrator.inputs.facts import Fact
+from slipstream.orchestrator.inputs.given_code import check_reward_loads
 from slipstream.orchestrator.inputs.reward_facts import unchosen_reward, who_judges
 
 MINE = ["model.path=/m", "data.path=rows.jsonl"]
@@ -39,3 +43,13 @@ def test_the_default_reward_is_told_where_nobody_chose_it() -> None:
 def test_nothing_is_told_of_a_reward_that_was_chosen_or_does_not_judge(words: list[str]) -> None:
     words = [*(["experiment=sft_quickstart"] if words == ["algorithm=sft"] else []), *MINE, *words]
     assert unchosen_reward(load_run_config(words), words) == ""
+
+
+def test_a_judge_that_cannot_be_reached_is_a_warning() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listens:
+        url = f"http://127.0.0.1:{listens.getsockname()[1]}/v1"
+        config = load_run_config([*MINE, "reward=judge", f"reward.judge.base_url={url}", "reward.judge.model=m"])
+        assert check_reward_loads(config) == Fact("reward", "judge")
+    fact = check_reward_loads(config)
+    assert fact is not None and fact.is_warning
+    assert f"judge; the judge at {url} cannot be reached" in fact.finding
