@@ -38,7 +38,6 @@ _COMMON = (
     Variable("TOKENIZERS_PARALLELISM", "false", "tokenizer threads do not survive a fork of their process"),
     Variable("VLLM_NO_USAGE_STATS", "1", "no usage reports leave the machine"),
     Variable("RAY_USAGE_STATS_ENABLED", "0", "no usage reports leave the machine"),
-    Variable("GLOG_minloglevel", "1", "Mooncake logs every connection at INFO"),
     Variable(
         "MC_TCP_PROGRESS_TIMEOUT_SEC", "5", "Mooncake waits 30 s for a stopped peer; a publish has its own deadline"
     ),

@@ -71,9 +71,9 @@ def describe(report: PushReport) -> str:
             f"attached after {report.attached_s:.2f} s"
         )
     steps = " + ".join(f"{name} {seconds:.2f}" for name, seconds in report.attach_s.items() if name != "whole")
-    expected = f"{counted(report.num_expected, 'rank')} as expected"
+    expected = f"; {counted(report.num_expected, 'rank')} as expected" if report.engines_up_s else ""
     lines.append(
-        f"  attach    {report.attach_s['whole']:8.2f} s   of it {steps}; {expected}"
+        f"  attach    {report.attach_s['whole']:8.2f} s   of it {steps}{expected}"
         + (f" ({report.expected_error})" if report.expected_error else "")
     )
     lines.append(f"  connect   {report.connect_s:8.2f} s   beside {report.plan_s:.2f} s of planning beforehand")

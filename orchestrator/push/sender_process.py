@@ -136,7 +136,6 @@ def _run(rank: int, options: RankOptions, gpu: str | None, pipe: Connection, num
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("GLOG_minloglevel", "1")  # Mooncake logs every connection at INFO
     try:
         _read_and_send(rank, options, pipe, num_read)
     except EOFError:  # the command is gone

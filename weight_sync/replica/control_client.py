@@ -175,7 +175,7 @@ class ReplicaClients:
         recv_monitor_message(self._monitors[replica])
         self._gone[replica] = (
             f"the replica at {self._endpoints[replica]} is gone: its control connection broke or was refused, or it"
-            " belongs to another run"
+            " belongs to another run, or another push attached since"
         )
         return ReplicaError(self._gone[replica])
 

@@ -327,14 +327,14 @@ def _environment(link: str, native_timeout_s: int) -> dict[str, str | None]:
         "MC_USE_TENT": None,
         "MC_TRANSFER_TIMEOUT": str(max(_MIN_TRANSFER_TIMEOUT_S, native_timeout_s)),
         "MC_TCP_PROGRESS_TIMEOUT_SEC": str(native_timeout_s),
-        "MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "ERROR"),
     }
 
 
 def engine_module() -> Any:
     """mooncake.engine, imported late, because it links what may be absent where this file is imported: on GPUs, their
-    driver.
+    driver. It reads how much it logs when it is loaded; at INFO that is a line for every connection.
     """
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     try:
         import mooncake.engine
     except ImportError as e:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import torch
 
 from slipstream.conf.schema import TransportKind
 from slipstream.weight_sync.errors import TransferFailed, TransportError
-from slipstream.weight_sync.transport.mooncake import NUM_TRIES, MooncakeTransport
+from slipstream.weight_sync.transport.mooncake import NUM_TRIES, MooncakeTransport, engine_module
 
 
 class FakeMooncake:
@@ -179,3 +180,17 @@ def test_a_closed_link_stays_closed(fake: FakeMooncake) -> None:
     with pytest.raises(TransferFailed, match="closed"):
         write(transport, data, "peer:2")
     assert fake.num_started == before
+
+
+@pytest.mark.parametrize(("asked", "level"), [(None, "ERROR"), ("INFO", "INFO")])
+def test_mooncake_logs_errors_alone_unless_asked(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, level: str
+) -> None:
+    """It reads the variable when it is loaded, and never again."""
+    monkeypatch.setenv("MC_LOG_LEVEL", asked or "")
+    if asked is None:
+        monkeypatch.delenv("MC_LOG_LEVEL")
+    loaded = SimpleNamespace(engine=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "mooncake", loaded)
+    monkeypatch.setitem(sys.modules, "mooncake.engine", loaded.engine)
+    assert engine_module() is loaded.engine and os.environ["MC_LOG_LEVEL"] == level
