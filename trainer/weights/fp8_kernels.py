@@ -27,30 +27,20 @@ from slipstream.weight_sync.merging.merge_kernel import (
 from slipstream.weight_sync.merging.merge_operands import MergeOperands
 from slipstream.weight_sync.merging.rounding_kernel import cut_bits
 
+_BLOCK_N = tl.constexpr(TILE_COLUMNS)
 assert BLOCK % TILE_COLUMNS == 0, "a tile's columns must lie in one block"
 
 
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "num_scale_rows"])
 def _largest_of_blocks(
-    base_ptr,
-    b_ptr,
-    a_ptr,
-    scale,
+    matrices,
     num_rows,
-    num_columns,
     skipped_rows,
     first_tile,
     band_rows,
     tiles_a_band,
     first_row,
     pitch,
-    rows_a_factor,
-    base_band_stride,
-    base_stride,
-    b_band_stride,
-    b_stride,
-    a_stack_stride,
-    a_stride,
     row_block_ptr,
     row_block_band_stride,
     scales_ptr,
@@ -59,22 +49,16 @@ def _largest_of_blocks(
     FP8_BLOCK: tl.constexpr,
     RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """scales[row_block[row], column // FP8_BLOCK] = max(itself, |merged|) over a tile. Scales are 0 before."""
     merged, _, band, at, is_row, _, _ = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        base_ptr, b_ptr, a_ptr, scale, num_rows, num_columns, skipped_rows, first_tile, band_rows, tiles_a_band,
-        first_row, pitch, rows_a_factor, base_band_stride, base_stride, b_band_stride, b_stride, a_stack_stride,
-        a_stride, RANK, PADDED_RANK, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+        matrices, num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, first_row, pitch, RANK, PADDED_RANK
     )  # fmt: skip
     largest = tl.max(tl.abs(merged), 1)
     row_block = tl.load(row_block_ptr + band * row_block_band_stride + at, mask=is_row, other=num_scale_rows)
     first = tl.min(row_block, 0)
     last = tl.max(tl.where(row_block < num_scale_rows, row_block, -1), 0)
-    column_block = tl.program_id(0) * BLOCK_N // FP8_BLOCK
+    column_block = tl.program_id(0) * _BLOCK_N // FP8_BLOCK
     for one in range(first, last + 1):  # a tile of 64 rows lies in few blocks
         of_block = tl.max(tl.where(row_block == one, largest, 0.0), 0)
         tl.atomic_max(scales_ptr + one * scales_stride + column_block, of_block, sem="relaxed")
@@ -82,25 +66,14 @@ def _largest_of_blocks(
 
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, *ROUNDING])
 def _cast_to_blocks(
-    base_ptr,
-    b_ptr,
-    a_ptr,
-    scale,
+    matrices,
     num_rows,
-    num_columns,
     skipped_rows,
     first_tile,
     band_rows,
     tiles_a_band,
     first_row,
     pitch,
-    rows_a_factor,
-    base_band_stride,
-    base_stride,
-    b_band_stride,
-    b_stride,
-    a_stack_stride,
-    a_stride,
     row_block_ptr,
     row_block_band_stride,
     scales_ptr,
@@ -117,17 +90,11 @@ def _cast_to_blocks(
     FP8_BLOCK: tl.constexpr,
     RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """out = merged / its block's scale, in the format of `out`. The first column is the weight's `first_column`. If
     DITHERED, what the adapter adds to the base's own code is rounded by the thresholds of `key`."""
     merged, base, band, at, is_row, columns, is_column = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        base_ptr, b_ptr, a_ptr, scale, num_rows, num_columns, skipped_rows, first_tile, band_rows, tiles_a_band,
-        first_row, pitch, rows_a_factor, base_band_stride, base_stride, b_band_stride, b_stride, a_stack_stride,
-        a_stride, RANK, PADDED_RANK, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+        matrices, num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, first_row, pitch, RANK, PADDED_RANK
     )  # fmt: skip
     inside = is_row[:, None] & is_column[None, :]
     row_block = tl.load(row_block_ptr + band * row_block_band_stride + at, mask=is_row, other=0).to(tl.int64)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,8 +24,12 @@ from slipstream.weight_sync.merging.merge_operands import MergeOperands
 from slipstream.weight_sync.merging.rounding_kernel import COLUMN_FACTOR, ROW_FACTOR, cut_bits, mix
 
 TILE_ROWS, TILE_COLUMNS, TILE_RANK = 64, 64, 32
+SMALL_RANK = 16
+"""A rank up to this one is padded to it, a larger one to whole TILE_RANKs."""
 PRECISION = "ieee"
 """The products are float32 multiply-adds. "tf32x3" runs on tensor cores and differs in the last bits of float32."""
+_BLOCK_M, _BLOCK_N, _BLOCK_K = tl.constexpr(TILE_ROWS), tl.constexpr(TILE_COLUMNS), tl.constexpr(TILE_RANK)
+_SMALL_K, _PRECISION = tl.constexpr(SMALL_RANK), tl.constexpr(PRECISION)
 NOT_SPECIALIZED = (
     "num_rows", "skipped_rows", "first_tile", "band_rows", "tiles_a_band", "first_row", "pitch"
 )  # fmt: skip
@@ -34,33 +38,35 @@ ROUNDING = ("key", "stack_row", "first_column")
 """Likewise; see `rounding_of`."""
 
 
+class Matrices(NamedTuple):
+    """What is merged, and how it lies."""
+
+    base: Any
+    b: Any
+    a: Any
+    scale: Any
+    num_columns: Any
+    rows_a_factor: Any
+    base_band_stride: Any
+    base_stride: Any
+    b_band_stride: Any
+    b_stride: Any
+    a_stack_stride: Any
+    a_stride: Any
+
+
 @triton.jit
 def merged_tile(
-    base_ptr,
-    b_ptr,
-    a_ptr,
-    scale,
+    matrices,
     num_rows,
-    num_columns,
     skipped_rows,
     first_tile,
     band_rows,
     tiles_a_band,
     first_row,
     pitch,
-    rows_a_factor,
-    base_band_stride,
-    base_stride,
-    b_band_stride,
-    b_stride,
-    a_stack_stride,
-    a_stride,
     RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """The program's tile, whose rows lie in one band, under one factor A. Pointers are at row `skipped_rows` of the
     first band.
@@ -71,29 +77,32 @@ def merged_tile(
     """
     tile = tl.program_id(1) + first_tile
     band = tile // tiles_a_band
-    rows = (tile % tiles_a_band) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = (tile % tiles_a_band) * _BLOCK_M + tl.arange(0, _BLOCK_M)
     at = band * band_rows + rows - skipped_rows
     is_row = (rows < band_rows) & (at >= 0) & (at < num_rows)
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_column = columns < num_columns
-    factor = (first_row + band * pitch) // rows_a_factor
+    columns = tl.program_id(0) * _BLOCK_N + tl.arange(0, _BLOCK_N)
+    is_column = columns < matrices.num_columns
+    factor = (first_row + band * pitch) // matrices.rows_a_factor
     band = band.to(tl.int64)
     at = (rows - skipped_rows).to(tl.int64)
-    b_ptr += band * b_band_stride
-    a_ptr += factor.to(tl.int64) * a_stack_stride
-    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    b_ptr = matrices.b + band * matrices.b_band_stride
+    a_ptr = matrices.a + factor.to(tl.int64) * matrices.a_stack_stride
+    acc = tl.zeros([_BLOCK_M, _BLOCK_N], dtype=tl.float32)
+    BLOCK_K: tl.constexpr = _SMALL_K if PADDED_RANK <= _SMALL_K else _BLOCK_K
     for first in tl.static_range(0, PADDED_RANK, BLOCK_K):
         ranks = first + tl.arange(0, BLOCK_K)
         is_rank = ranks < RANK
-        b = tl.load(b_ptr + at[:, None] * b_stride + ranks[None, :], mask=is_row[:, None] & is_rank[None, :], other=0.0)
+        b = tl.load(
+            b_ptr + at[:, None] * matrices.b_stride + ranks[None, :], mask=is_row[:, None] & is_rank[None, :], other=0.0
+        )
         a = tl.load(
-            a_ptr + ranks[:, None] * a_stride + columns[None, :],
+            a_ptr + ranks[:, None] * matrices.a_stride + columns[None, :],
             mask=is_rank[:, None] & is_column[None, :],
             other=0.0,
         )
-        acc = tl.dot(b.to(tl.float32) * scale, a.to(tl.float32), acc, input_precision=PRECISION)
+        acc = tl.dot(b.to(tl.float32) * matrices.scale, a.to(tl.float32), acc, input_precision=_PRECISION)
     inside = is_row[:, None] & is_column[None, :]
-    base = base_ptr + band * base_band_stride + at[:, None] * base_stride + columns[None, :]
+    base = matrices.base + band * matrices.base_band_stride + at[:, None] * matrices.base_stride + columns[None, :]
     base_values = tl.load(base, mask=inside, other=0.0).to(tl.float32)
     return acc + base_values, base_values, band, at, is_row, columns, is_column
 
@@ -108,25 +117,14 @@ def tile_thresholds(key, stack_row, first_row, pitch, skipped_rows, first_column
 
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, *ROUNDING])
 def _merge(
-    base_ptr,
-    b_ptr,
-    a_ptr,
-    scale,
+    matrices,
     num_rows,
-    num_columns,
     skipped_rows,
     first_tile,
     band_rows,
     tiles_a_band,
     first_row,
     pitch,
-    rows_a_factor,
-    base_band_stride,
-    base_stride,
-    b_band_stride,
-    b_stride,
-    a_stack_stride,
-    a_stride,
     out_ptr,
     out_band_stride,
     out_stride,
@@ -137,16 +135,10 @@ def _merge(
     DITHERED: tl.constexpr,
     RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """out = merged, in the format of `out`; if DITHERED, bfloat16, by the thresholds of `key`."""
     merged, _, band, at, is_row, columns, is_column = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        base_ptr, b_ptr, a_ptr, scale, num_rows, num_columns, skipped_rows, first_tile, band_rows, tiles_a_band,
-        first_row, pitch, rows_a_factor, base_band_stride, base_stride, b_band_stride, b_stride, a_stack_stride,
-        a_stride, RANK, PADDED_RANK, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+        matrices, num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, first_row, pitch, RANK, PADDED_RANK
     )  # fmt: skip
     if DITHERED:
         thresholds = tile_thresholds(
@@ -160,25 +152,14 @@ def _merge(
 
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, *ROUNDING])
 def _merge_and_mark(
-    base_ptr,
-    b_ptr,
-    a_ptr,
-    scale,
+    matrices,
     num_rows,
-    num_columns,
     skipped_rows,
     first_tile,
     band_rows,
     tiles_a_band,
     first_row,
     pitch,
-    rows_a_factor,
-    base_band_stride,
-    base_stride,
-    b_band_stride,
-    b_stride,
-    a_stack_stride,
-    a_stride,
     last_b_ptr,
     last_a_ptr,
     out_ptr,
@@ -192,22 +173,19 @@ def _merge_and_mark(
     DITHERED: tl.constexpr,
     RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """As _merge, in bfloat16; a mark is 1 where the factors of the last time give other bits. The base comes from
     memory once: the second tile finds it in the cache."""
+    last_matrices = Matrices(
+        matrices.base, last_b_ptr, last_a_ptr, matrices.scale, matrices.num_columns, matrices.rows_a_factor,
+        matrices.base_band_stride, matrices.base_stride, matrices.b_band_stride, matrices.b_stride,
+        matrices.a_stack_stride, matrices.a_stride,
+    )  # fmt: skip
     last, _, band, at, is_row, columns, is_column = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        base_ptr, last_b_ptr, last_a_ptr, scale, num_rows, num_columns, skipped_rows, first_tile, band_rows,
-        tiles_a_band, first_row, pitch, rows_a_factor, base_band_stride, base_stride, b_band_stride, b_stride,
-        a_stack_stride, a_stride, RANK, PADDED_RANK, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+        last_matrices, num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, first_row, pitch, RANK, PADDED_RANK
     )  # fmt: skip
     merged, _, band, at, is_row, columns, is_column = merged_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        base_ptr, b_ptr, a_ptr, scale, num_rows, num_columns, skipped_rows, first_tile, band_rows, tiles_a_band,
-        first_row, pitch, rows_a_factor, base_band_stride, base_stride, b_band_stride, b_stride, a_stack_stride,
-        a_stride, RANK, PADDED_RANK, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+        matrices, num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, first_row, pitch, RANK, PADDED_RANK
     )  # fmt: skip
     if DITHERED:
         thresholds = tile_thresholds(
@@ -229,7 +207,7 @@ class Tiles:
 
     grid: tuple[int, int]
     arguments: tuple[Any, ...]
-    """From base_ptr to a_stride."""
+    """From matrices to pitch."""
     constants: dict[str, Any]
     rows_a_band: int | None
     """Rows from one band's start to the next one's, where a single band was split into one band per factor."""
@@ -256,19 +234,16 @@ def tiles_of(operands: MergeOperands) -> Tiles:
     first_tile = tile_of(skipped_rows)
     grid = (-(-num_columns // TILE_COLUMNS), tile_of(skipped_rows + num_rows - 1) - first_tile + 1)
     base_band, b_band = (_band_stride(tensor, rows_a_band) for tensor in (base, b))
-    arguments = (
-        base, b, a, operands.scale, num_rows, num_columns, skipped_rows, first_tile, band_rows, tiles_a_band, first_row,
-        pitch, operands.rows_a_factor, base_band, base.stride(1), b_band, b.stride(1), a.stride(0), a.stride(1),
+    matrices = Matrices(
+        base, b, a, operands.scale, num_columns, operands.rows_a_factor, base_band, base.stride(1), b_band, b.stride(1),
+        a.stride(0), a.stride(1),
     )  # fmt: skip
+    arguments = (matrices, num_rows, skipped_rows, first_tile, band_rows, tiles_a_band, first_row, pitch)
     rank = b.shape[2]
-    block_k = min(TILE_RANK, max(16, triton.next_power_of_2(rank)))
+    block_k = SMALL_RANK if rank <= SMALL_RANK else TILE_RANK
     constants = {
         "RANK": rank,
         "PADDED_RANK": triton.cdiv(rank, block_k) * block_k,
-        "BLOCK_M": TILE_ROWS,
-        "BLOCK_N": TILE_COLUMNS,
-        "BLOCK_K": block_k,
-        "PRECISION": PRECISION,
         "num_warps": 4,
     }
     return Tiles(grid, arguments, constants, rows_a_band)
@@ -288,14 +263,14 @@ def merger(operands: MergeOperands, out_GRN: Tensor) -> Callable[[], object]:
 def marker(operands: MergeOperands, last: MergeOperands, out_GRN: Tensor, marks_GRN: Tensor) -> Callable[[], object]:
     """merge.marker on CUDA tensors: one launch, on the current stream."""
     tiles, others = tiles_of(operands), tiles_of(last)
-    _, b, a, *rest = tiles.arguments
-    _, last_b, last_a, *last_rest = others.arguments
-    assert rest == last_rest and marks_GRN.stride() == out_GRN.stride(), "both lie alike"
-    assert b.dtype is last_b.dtype and a.dtype is last_a.dtype
+    now, before = tiles.arguments[0], others.arguments[0]
+    assert now[3:] == before[3:] and tiles.arguments[1:] == others.arguments[1:], "both lie alike"
+    assert marks_GRN.stride() == out_GRN.stride()
+    assert now.b.dtype is before.b.dtype and now.a.dtype is before.a.dtype
     launch: Any = _merge_and_mark[tiles.grid]
     places = (tiles.band_stride(out_GRN), out_GRN.stride(1), out_GRN.stride(2))
     return partial(
-        launch, *tiles.arguments, last_b, last_a, out_GRN, marks_GRN, *places, *rounding_of(operands),
+        launch, *tiles.arguments, before.b, before.a, out_GRN, marks_GRN, *places, *rounding_of(operands),
         DITHERED=operands.key is not None, **tiles.constants,
     )  # fmt: skip
 
