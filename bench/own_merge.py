@@ -75,7 +75,7 @@ def measure(args: argparse.Namespace, device: torch.device, *, at_once: bool, on
         values = torch.empty(out.shape).normal_(0, 0.02, generator=torch.Generator().manual_seed(seed))
         out.copy_(values)
 
-    own.read_base(lambda tensor, region, out: None if "lora" in tensor else read(tensor, region, out))
+    own.read_base(read)
     for load in own.layout.loads[len(layout.loads) :]:
         read(load.tensor, load.region, own.factors[load.param].view(-1).as_strided(
             load.region.shape, load.stride, load.offset))  # fmt: skip

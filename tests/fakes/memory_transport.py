@@ -58,6 +58,11 @@ class MemoryFabric:
         with self._lock:
             self._faults.setdefault(session, []).extend(faults)
 
+    def take_back(self, session: str) -> bool:
+        """Plant no fault for `session` any more. Returns whether one was left that nothing had met."""
+        with self._lock:
+            return bool(self._faults.pop(session, []))
+
     def land_late_writes(self) -> int:
         """Let stalled writes finish unless source or destination started afresh. Returns how many landed."""
         with self._lock:

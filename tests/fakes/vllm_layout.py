@@ -5,6 +5,8 @@ as its parallel layers cut.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from math import prod
 
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
@@ -16,24 +18,35 @@ FUSED = (
 )
 
 
-def engine_layouts(spec: ModelSpec, tp_size: int, *, has_split_experts: bool = False) -> list[DestLayout]:
-    """The layout of every rank, in bfloat16; experts are whole, or divided over the ranks where they are split."""
-    return [_engine_layout(spec, rank, tp_size, has_split_experts) for rank in range(tp_size)]
+def engine_layouts(
+    spec: ModelSpec, tp_size: int, *, has_split_experts: bool = False, tensors: Sequence[TensorMeta] = ()
+) -> list[DestLayout]:
+    """The layout of every rank; experts are whole, or divided over the ranks where they are split.
+
+    Args:
+        tensors: What engines want, if not the model's in bfloat16.
+    """
+    metas = tensors or spec.checkpoint_tensors("bfloat16")
+    return [_engine_layout(metas, spec, rank, tp_size, has_split_experts) for rank in range(tp_size)]
 
 
-def _engine_layout(spec: ModelSpec, rank: int, tp_size: int, has_split_experts: bool) -> DestLayout:
+def _engine_layout(
+    metas: Sequence[TensorMeta], spec: ModelSpec, rank: int, tp_size: int, has_split_experts: bool
+) -> DestLayout:
     elements: dict[str, int] = {}
+    formats: dict[str, str] = {}
     loads: list[Load] = []
-    for meta in spec.checkpoint_tensors("bfloat16"):
+    for meta in metas:
         name, region = meta.name, _part_of(meta, rank, tp_size, has_split_experts, spec)
         if region is None:
             continue
         for pattern, fused in FUSED:
             name = re.sub(f"^{pattern}$", fused, name)
-        stride = (region.shape[1], 1) if len(region.shape) == 2 else (1,)
+        stride = tuple(prod(region.shape[dim + 1 :]) for dim in range(len(region.shape)))
         loads.append(Load(meta.name, region, tuple(range(len(stride))), name, elements.get(name, 0), stride))
         elements[name] = elements.get(name, 0) + region.num_elements
-    return DestLayout(rank, tuple(Param(name, (size,), "bfloat16") for name, size in elements.items()), tuple(loads))
+        formats[name] = meta.dtype
+    return DestLayout(rank, tuple(Param(name, (size,), formats[name]) for name, size in elements.items()), tuple(loads))
 
 
 def _part_of(meta: TensorMeta, rank: int, tp_size: int, has_split_experts: bool, spec: ModelSpec) -> Region | None:
