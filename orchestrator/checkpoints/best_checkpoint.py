@@ -15,6 +15,7 @@ import logging
 from slipstream.conf.json_files import JsonObject, object_in
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore
 from slipstream.orchestrator.figures.held_out import is_better
+from slipstream.orchestrator.files.run_folder import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +67,8 @@ class BestCheckpoint:
         return object_in(self._file)
 
     def _write(self, name: str) -> None:
-        partial = self._file.with_name(".best.partial")
-        partial.write_text(json.dumps({"metric": self._metric, "value": self._value, "step": self._step}) + "\n")
-        partial.replace(self._file)
+        facts = {"metric": self._metric, "value": self._value, "step": self._step}
+        write_whole(self._file, json.dumps(facts) + "\n")
         link = self._file.with_name(".best-link.partial")
         link.unlink(missing_ok=True)
         link.symlink_to(name)

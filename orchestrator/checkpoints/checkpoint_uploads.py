@@ -21,6 +21,7 @@ from pathlib import Path
 
 from slipstream.orchestrator.checkpoints.object_store import ObjectStore
 from slipstream.orchestrator.errors import ObjectStoreError
+from slipstream.orchestrator.files.run_folder import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -113,9 +114,7 @@ class CheckpointUploads:
         return send()
 
     def _write(self, problem: str) -> None:
-        partial = self._record.with_name(".remote.partial")
         try:
-            partial.write_text(json.dumps({"url": self.store.url, "step": self._step, "problem": problem}))
-            partial.replace(self._record)
+            write_whole(self._record, json.dumps({"url": self.store.url, "step": self._step, "problem": problem}))
         except OSError as error:
             logger.warning("%s cannot be written: %s", self._record, error)

@@ -34,7 +34,7 @@ from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.checkpoints.journal import door_of
 from slipstream.orchestrator.checkpoints.run_checkpoint import how_to_go_on
 from slipstream.orchestrator.control.fleet_requests import carry_out
-from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
+from slipstream.orchestrator.files.run_folder import RunFolder, saved_options, write_whole
 from slipstream.rollout.crash_reports import COMMAND, death_in
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def alive(run: Path) -> Generator[None]:
 def note_end(run: Path, state: str, error: str | None = None) -> None:
     """Write down how it ended, for `how_it_ended`."""
     with contextlib.suppress(OSError):  # a full disk: why the run ends is what is to be reported
-        _write(run / "control" / "end.json", {"state": state, "error": error})
+        write_whole(run / "control" / "end.json", json.dumps({"state": state, "error": error}))
 
 
 def how_it_ended(run: Path) -> tuple[str, str | None]:
@@ -164,7 +164,7 @@ def ask(run: Path, request: JsonObject, *, timeout_s: float = ANSWER_TIMEOUT_S) 
     asked, answer = (run / "control" / f"{name}.{kind}.json" for kind in ("request", "answer"))
     is_starting = RunFolder(run).starting.exists()
     timeout_s = min(timeout_s, START_ANSWER_TIMEOUT_S) if is_starting else timeout_s
-    _write(asked, request)
+    write_whole(asked, json.dumps(request))
     deadline = time.monotonic() + timeout_s
     try:
         while not answer.is_file():
@@ -210,7 +210,8 @@ async def answer_requests(run: Path, supervisor: Supervisor) -> None:
                 logger.exception("the request %s cannot be carried out", request.name)
                 request.unlink(missing_ok=True)
                 done, lines = False, [f"{type(error).__name__}: {error}"]
-            _write(request.with_name(request.name.replace(".request.", ".answer.")), {"done": done, "lines": lines})
+            answer = request.with_name(request.name.replace(".request.", ".answer."))
+            write_whole(answer, json.dumps({"done": done, "lines": lines}))
         await asyncio.sleep(LOOK_EVERY_S)
 
 
@@ -227,10 +228,3 @@ def workers_asked(folder: RunFolder) -> int | None:
         return int(folder.workers_asked.read_text())
     except (FileNotFoundError, ValueError):
         return None
-
-
-def _write(path: Path, content: JsonObject) -> None:
-    """Whole or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content))
-    partial.replace(path)

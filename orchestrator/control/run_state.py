@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 
 from slipstream.orchestrator.control.control_folder import how_it_ended, is_alive
-from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.files.run_folder import RunFolder, write_whole
 
 
 def state_of(folder: RunFolder, step: int | None, num_steps: int) -> tuple[str, str | None]:
@@ -35,10 +35,8 @@ def state_of(folder: RunFolder, step: int | None, num_steps: int) -> tuple[str, 
 
 def note_start(folder: RunFolder, seconds: float, waits_for: str) -> None:
     """Write down what a start waits for, `seconds` after the command. The next start removes it, too."""
-    temporary = folder.starting.with_suffix(".partial")
     with suppress(OSError):  # the log has it, too
-        temporary.write_text(json.dumps({"began_at": time.time() - seconds, "waits_for": waits_for}))
-        temporary.replace(folder.starting)
+        write_whole(folder.starting, json.dumps({"began_at": time.time() - seconds, "waits_for": waits_for}))
 
 
 def note_started(folder: RunFolder) -> None:

@@ -24,7 +24,7 @@ from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.checkpoints.journal import end_what_waits
 from slipstream.orchestrator.checkpoints.run_checkpoint import how_to_go_on
 from slipstream.orchestrator.control.control_folder import is_alive
-from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
+from slipstream.orchestrator.files.run_folder import RunFolder, saved_options, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def stop(run: Path, *, timeout_s: float = STOP_TIMEOUT_S, say: Callable[[str], N
     say(f"waiting for {folder.root.name} to finish its step and to save its state")
     while is_alive(folder.root):
         if not request.exists():  # a run that has just started removes what was asked of the one before it
-            _write(request)
+            write_whole(request, json.dumps({"who": f"process {os.getpid()} on {socket.gethostname()}"}))
         now_s = time.monotonic()
         if now_s - began_s > timeout_s:
             raise ConfigError(
@@ -91,10 +91,3 @@ async def end_when_asked(run: Path) -> None:
 
 def _request(run: Path) -> Path:
     return run / "control" / "stop.json"
-
-
-def _write(request: Path) -> None:
-    """Whole or not at all."""
-    partial = request.with_name(f"stop.{os.getpid()}.partial")
-    partial.write_text(json.dumps({"who": f"process {os.getpid()} on {socket.gethostname()}"}))
-    partial.replace(request)

@@ -176,8 +176,8 @@ def follow_latest(config: RunConfig) -> RunConfig:
 
 def write_description(folder: RunFolder, config: RunConfig, overrides: list[str]) -> None:
     """Write config.yaml and environment.json. Done before anything is started, so that a failed run explains itself."""
-    _put(folder.config, yaml.safe_dump(to_plain(asdict(config)), sort_keys=False))
-    _put(folder.environment, json.dumps(describe_environment(overrides), indent=2) + "\n")
+    write_whole(folder.config, yaml.safe_dump(to_plain(asdict(config)), sort_keys=False))
+    write_whole(folder.environment, json.dumps(describe_environment(overrides), indent=2) + "\n")
 
 
 def keep_sources(folder: RunFolder, config: RunConfig) -> None:
@@ -287,9 +287,9 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def _put(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a whole file. A process that is killed meanwhile leaves the file as it was before."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_text(text)
     partial.replace(path)
 
