@@ -204,9 +204,9 @@ def _supervisor(config: RunConfig, cluster: Cluster, fleet_log: FleetLog, num_as
         cluster.workers,
         # Without publishes a worker that comes back would never get the version that the others sample from.
         restart=cluster.restart_worker if config.weight_sync.enabled else None,
-        make_room=cluster.make_room,
+        make_room=cluster.rooms.make,
         end=cluster.end_worker,
-        look=cluster.look if config.rollout.follows_machines else None,
+        look=cluster.rooms.look if config.rollout.follows_machines else None,
         bounds=config.rollout.bounds if config.rollout.is_range else None,
         max_restarts=config.rollout.max_restarts,
         backoff_s=config.rollout.restart_backoff_s,

@@ -22,7 +22,6 @@ from enum import StrEnum
 import psutil
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.json_files import JsonObject
 from slipstream.orchestrator.chaos.moments import Moment, RunWatch
 from slipstream.orchestrator.chaos.victims import Kind, Victim, victims_of
 from slipstream.orchestrator.checkpoints.journal import door_of
@@ -117,11 +116,9 @@ class Harm:
         self._folder, self._seed, self._stop_s, self._patience_s = folder, seed, stop_s, patience_s
         self._resumes, self._say = resumes, say
         self._watch = RunWatch(folder)
-        self._timeline, self._metrics = GrowingFile(folder.timeline), GrowingFile(folder.metrics)
+        self._timeline = GrowingFile(folder.timeline)
         self._stepped_at = 0.0
         """When the blow fell, and then when the newest step after it ended, in seconds since 1970."""
-        self._rows: dict[int, JsonObject] = {}
-        """The newest row of each step."""
 
     @property
     def publish_s(self) -> float:
@@ -227,10 +224,10 @@ class Harm:
     def _count(self, event: Event, all_since: float | None) -> bool:
         """Add up new rows. Whether a step has gone by that began after everybody was there again, and all served."""
         timeline = [row for _, row in objects(self._timeline.news()) if row["to"] > event.time]
-        self._rows |= {row["step"]: row for _, row in objects(self._metrics.news())}
+        self._watch.look()
         is_all = False
         for row in timeline:
-            figures = self._rows[row["step"]]
+            figures = self._watch.rows[row["step"]]
             event.groups_again += int(figures.get("rollout/groups_failed") or 0)
             event.handed_over += int(figures.get("rollout/handed_over") or 0)
             event.rewards_failed += int(figures.get("reward/failures") or 0)

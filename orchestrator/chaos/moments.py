@@ -71,6 +71,8 @@ class RunWatch:
         """Workers, and "trainer", that are being started again."""
         self.made_again: list[str] = []
         """Calls that trainer ranks made once more."""
+        self.rows: dict[int, JsonObject] = {}
+        """The newest row of each step."""
         self._stages: deque[JsonObject] = deque(maxlen=_NUM_RECENT)
         self.look()
 
@@ -81,6 +83,7 @@ class RunWatch:
             for fact in _FACTS.finditer(text):
                 self._take(fact.groupdict(), _time_of(text))
         for _, row in objects(self._metrics.news()):
+            self.rows[row["step"]] = row
             if row.get("sync/total_s") is not None:
                 self._stages.append(row)
 

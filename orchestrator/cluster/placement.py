@@ -19,7 +19,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from ray.util.placement_group import PlacementGroup
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.plural import counted
 from slipstream.conf.schema import Objective, RunConfig, SyncMode, TransportKind
-from slipstream.fleet.scaling import Room
 from slipstream.fleet.waiting import together
 from slipstream.orchestrator.cluster.nodes import (
     check_nodes,
@@ -198,7 +197,7 @@ class Cluster:
             await self.trainer.outlive_ranks()
             return
         self._rollout = self._workers_of(self._ray, hf_config, is_one_node)
-        num_workers = await self._make_room_at_start(self._rollout.rooms)
+        num_workers = await self._make_room_at_start()
         await together(trainer, self._rollout.start(num_workers, self._held(nodes)["rollout"]))
         self._startup.enter(RUN, "the plan of transfers")
         is_adapter_mode = config.weight_sync.mode is SyncMode.adapter
@@ -244,22 +243,15 @@ class Cluster:
         finally:
             closing.cancel()
 
-    async def make_room(self, where: Mapping[str, str | None]) -> None:
-        """Reserve what further workers need (rooms.py). Where all of the run is on one machine they are, too: its
-        processes listen on loopback.
-
-        Raises:
-            PlacementError: there is no room.
+    @property
+    def rooms(self) -> Rooms:
+        """Of further workers; after `start`. Where all of the run is on one machine they are, too: its processes listen
+        on loopback.
         """
         assert self._rollout is not None
-        await self._rollout.rooms.make(where)
+        return self._rollout.rooms
 
-    async def look(self) -> Room:
-        """What room machines have for further workers."""
-        assert self._rollout is not None
-        return await self._rollout.rooms.look()
-
-    async def _make_room_at_start(self, rooms: Rooms) -> int:
+    async def _make_room_at_start(self) -> int:
         """For workers beyond those of the run's own placement group, as far as there is room. Returns how many workers
         start.
         """
@@ -267,10 +259,10 @@ class Cluster:
         wanted = most if self._num_asked is None else self._num_asked
         if wanted <= least:
             return wanted
-        room = await rooms.look()
+        room = await self.rooms.look()
         free = [node for node, number in room.free.items() for _ in range(min(number, wanted))][: wanted - least]
         try:
-            await rooms.make({f"rollout-{least + index}": node for index, node in enumerate(free)})
+            await self.rooms.make({f"rollout-{least + index}": node for index, node in enumerate(free)})
         except PlacementError as error:  # what Ray says to be free may be some moments old
             logger.info("%s", error)
             free = []

@@ -100,7 +100,9 @@ def test_moments_are_those_that_the_log_tells(folder: RunFolder) -> None:
     assert (watch.step, watch.is_on(Moment.sampling, 100.1)) == (0, False), "nothing is trained on before step 1"
     log(folder, 100.2, "orchestrator.files.run_log: step 1/9  reward 0.5")
     log(folder, 101.0, f"{publish} begins")
-    folder.metrics.write_text(json.dumps({"sync/total_s": 1.0, "sync/verify_s": 0.25, "sync/commit_s": 0.25}) + "\n")
+    folder.metrics.write_text(
+        json.dumps({"step": 1, "sync/total_s": 1.0, "sync/verify_s": 0.25, "sync/commit_s": 0.25}) + "\n"
+    )
     watch.look()
     assert watch.is_on(Moment.publish, 101.1) and not watch.is_on(Moment.sampling, 101.1)
     assert [watch.is_on(Moment.verify, at) for at in (101.4, 101.6, 101.8)] == [False, True, False]
