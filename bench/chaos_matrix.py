@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 from bench.environment import environment  # noqa: E402
+from slipstream.orchestrator.files.row_files import read_rows  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "chaos_matrix-cpu.json"
 MODULE = [sys.executable, "-m", "slipstream.orchestrator.cli.main"]
@@ -188,11 +189,6 @@ def begin(plan: Plan, folder: Path, name: str) -> subprocess.Popen[bytes]:
     return process
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    """Whole lines of a file of JSON lines."""
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
-
-
 def is_alive(run: Path) -> bool:
     """Whether `slipstream status` says so."""
     said = subprocess.run([*MODULE, "status", str(run), "--json"], capture_output=True, text=True, timeout=120).stdout
@@ -203,7 +199,7 @@ def has_made(run: Path, num_steps: int) -> bool:
     """Wait until the run has made so many steps. Whether it goes on."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
-        rows = rows_of(run / "metrics.jsonl")
+        rows = read_rows(run / "metrics.jsonl")
         if rows and rows[-1]["step"] >= num_steps:
             return is_alive(run)
         time.sleep(0.5)
@@ -229,7 +225,7 @@ def wait_for_end(run: Path) -> None:
 
 def checks_of(run: Path, *, is_policy: bool) -> dict[str, Any]:
     """What a run's files say; whatever is not true is a fault."""
-    rows = rows_of(run / "metrics.jsonl")
+    rows = read_rows(run / "metrics.jsonl")
     found: dict[str, Any] = {"steps": rows[-1]["step"] if rows else None}
     found["every_row_once"] = [row["step"] for row in rows] == list(range(len(rows)))
     if not is_policy or len(rows) < 2:
@@ -238,7 +234,7 @@ def checks_of(run: Path, *, is_policy: bool) -> dict[str, Any]:
     found["no_unverified_version"] = all(row["staleness/max"] == 0 and 0 <= row["parity/k3"] < 1e-3 for row in rows[1:])
     samples = [
         row
-        for row in rows_of(run / "samples.jsonl")
+        for row in read_rows(run / "samples.jsonl")
         if 0 < row["step"] <= rows[-1]["step"] and row["kind"] == "training"
     ]
     prompts = {(sample["step"], sample["prompt_id"]) for sample in samples}
@@ -257,7 +253,7 @@ def apart(run: Path, twin: Path) -> dict[str, Any]:
 
     sampled: list[dict[int, list[tuple[Any, ...]]]] = [{}, {}]
     for place, one in enumerate((run, twin)):
-        for row in rows_of(one / "samples.jsonl"):
+        for row in read_rows(one / "samples.jsonl"):
             fact = (row["prompt"], row["response"], row["reward"])
             sampled[place].setdefault(row["step"], []).append(fact)
     steps = sorted(sampled[0].keys() | sampled[1].keys())

@@ -26,8 +26,9 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from bench.chaos_matrix import ALWAYS, MODULE, POLICY, RESULTS, checks_of, rows_of  # noqa: E402
+from bench.chaos_matrix import ALWAYS, MODULE, POLICY, RESULTS, checks_of  # noqa: E402
 from bench.environment import environment  # noqa: E402
+from slipstream.orchestrator.files.row_files import last_rows, read_rows  # noqa: E402
 
 SAMPLE_EVERY_S = 10.0
 FIGURES = ("memory_gb", "descriptors", "threads", "listening", "shm_files", "processes")
@@ -53,8 +54,7 @@ def main() -> None:
     samples: list[dict[str, float]] = []
     while run.poll() is None:
         time.sleep(SAMPLE_EVERY_S)
-        rows = rows_of(folder / "metrics.jsonl")
-        step = rows[-1]["step"] if rows else -1
+        step = next((row["step"] for row in last_rows(folder / "metrics.jsonl", 1)), -1)
         if arguments.every and harm is None and step >= 1:
             series = ["--every", str(arguments.every), "--for", "1e9", "--seed", str(arguments.seed)]
             ways = ["--what", "kill,stop,term", "--when", "sampling,publish,verify,checkpoint,recovery"]
@@ -63,7 +63,7 @@ def main() -> None:
             samples.append({"at": time.time() - began, "step": step, **sample(psutil.Process(run.pid))})
     if harm is not None:
         harm.wait(600)
-    events = rows_of(folder / "chaos.jsonl")
+    events = read_rows(folder / "chaos.jsonl")
     result = {
         "environment": environment(), "arguments": {k: str(v) for k, v in vars(arguments).items()},
         "exit_code": run.wait(), "seconds": time.time() - began, "checks": checks_of(folder, is_policy=True),

@@ -28,7 +28,7 @@ from slipstream.orchestrator.files.goodput import COLUMNS, goodput_of
 from slipstream.orchestrator.files.row_files import last_rows, read_rows
 from slipstream.orchestrator.files.run_folder import RunFolder, saved_options
 from slipstream.orchestrator.files.run_log import format_s
-from slipstream.orchestrator.files.startup import RUN, describe, read_starts
+from slipstream.orchestrator.files.startup import RUN, describe
 from slipstream.orchestrator.files.step_rows import failed_of, failure_counts
 
 NUM_RECENT = 20
@@ -197,7 +197,7 @@ def status_of(run: Path) -> Status:
     checkpoints = complete_checkpoints(folder.checkpoints)
     remote = object_in(folder.checkpoints / "remote.json")
     durable = remote.get("step") if remote else step_of(checkpoints[-1] if checkpoints else None)
-    starts = [row for row in read_starts(folder.startup) if row["start"] == RUN]
+    starts = [row for row in read_rows(folder.startup) if row["start"] == RUN]
     counted = [*(metric for metric, _ in _COUNTED), *(name for area, _ in _FAILED for name in failure_counts(area))]
     rows = read_rows(folder.metrics, {*COLUMNS, *counted})
     goodput = goodput_of(rows, [row["total_s"] for row in starts])

@@ -1,4 +1,4 @@
-"""Files of rows in step order, however long they are: metrics.jsonl, timeline.jsonl, evaluations.jsonl.
+"""Files of JSON lines, however long they are: metrics.jsonl, timeline.jsonl, evaluations.jsonl, and others of a run.
 
     all rows, but a few names of each   read_rows(path, names)   one pass; what is not asked for is never built
     the newest rows, whole              last_rows(path, most)    from the end
@@ -47,7 +47,8 @@ def last_rows(path: Path, most: int) -> list[JsonObject]:
 
 
 def cut_rows(path: Path, *, after_step: int, names: Collection[str] = ()) -> list[JsonObject]:
-    """Remove rows of later steps, atomically: a step is in the file once, however often a run resumed.
+    """Remove rows of later steps from a file in step order, atomically: a step is there once, however often a run
+    resumed.
 
     Returns:
         What the removed ones had of these names.

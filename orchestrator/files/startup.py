@@ -147,11 +147,6 @@ class Startup:
             logger.info("%s", line)
 
 
-def read_starts(file: Path) -> list[JsonObject]:
-    """Rows of a startup.jsonl. A last line that a crash cut short is left out."""
-    return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.is_file() else []
-
-
 def describe(row: JsonMapping) -> list[str]:
     """One start, for people: the run's own phases, then those of the slowest of each kind of process."""
     spans = [Span(**span) for span in row["spans"]]

@@ -13,7 +13,7 @@ from system.conftest import ENDLESS, RUN_TIMEOUT_S, RunUnderWay, assert_workers_
 from slipstream.conf.schema import SyncMode
 from slipstream.orchestrator.chaos.command import ChaosOptions, chaos
 from slipstream.orchestrator.control.stop_request import stop
-from slipstream.orchestrator.files.startup import read_starts
+from slipstream.orchestrator.files.row_files import read_rows
 
 
 @pytest.mark.timeout(3 * RUN_TIMEOUT_S)
@@ -57,7 +57,7 @@ def killed_and_recalled(cluster: str, tmp_path: Path, mode: SyncMode) -> None:
     reports = [path.name for path in run.folder.glob("crash/*")]
     assert [name.startswith(f"{killed}-") for name in reports] == [True] * is_merged
     assert_workers_came_back(run.rows, times=2 if is_merged else 1)
-    starts = [row["start"] for row in read_starts(run.folder / "startup.jsonl")]
+    starts = [row["start"] for row in read_rows(run.folder / "startup.jsonl")]
     assert starts == ["run", f"{killed}.1", *(["rollout-0.1"] if is_merged else [])]
     for row in run.rows:
         assert row["sync/replicas_relayed"] == (max(0, row["sync/replicas_committed"] - 1) if is_merged else 0)

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from system.conftest import RUN_TIMEOUT_S, FinishedRun, RunUnderWay, assert_all_end, train, trainer_ranks
 
 from slipstream.conf.load import load_resolved_yaml
-from slipstream.orchestrator.files.startup import read_starts
+from slipstream.orchestrator.files.row_files import read_rows
 
 DATA = [
     "data=files", "data.sources=[pkg://letters_train.jsonl,pkg://letters_heldout.jsonl]", "data.weights=[3,1]",
@@ -68,7 +68,7 @@ def test_a_run_leaves_what_it_promises(on_policy: FinishedRun) -> None:
         assert (on_policy.folder / name).exists(), name
     config = json.loads((on_policy.folder / "adapter" / "adapter_config.json").read_text())
     assert config["peft_type"] == "LORA"
-    (start,) = read_starts(on_policy.folder / "startup.jsonl")
+    (start,) = read_rows(on_policy.folder / "startup.jsonl")
     assert {span["who"] for span in start["spans"]} == {"run", "trainer-0", "trainer-1", "rollout-0", "rollout-1"}
     sample = json.loads((on_policy.folder / "samples.jsonl").read_text().splitlines()[0])
     assert {"prompt", "response", "reward", "policy_version"} <= set(sample)
