@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from fakes.memory_transport import MemoryTransport
 from fakes.publish import PlainEngine
-from slipstream.weight_sync.layout import DestLayout, PostLoad, Region
+from slipstream.weight_sync.layout import DestLayout, Load, Param, PostLoad, Region, TensorMeta
 from slipstream.weight_sync.merging.factors import Merge
 from slipstream.weight_sync.replica.own_merge import OwnMerge
 from slipstream.weight_sync.replica.receiver import Receiver
 
+REPACKED = "model.layers.0.self_attn.q_proj.weight"
+"""Of a MirrorEngine."""
 Read = Callable[[str, Region, torch.Tensor], None]
 
 
@@ -68,3 +73,30 @@ class RankedEngine(PlainEngine):
                 if not torch.equal(held.view(torch.uint8), part.view(torch.uint8)):
                     found.append(load.tensor)
         return found
+
+
+class MirrorEngine(RankedEngine):
+    """One rank with the checkpoint's tensors, one to one, of which one is repacked."""
+
+    def __init__(self, metas: Sequence[TensorMeta], link: MemoryTransport, landing_bytes: int = 0) -> None:
+        kinds = {REPACKED: PostLoad.repack}
+        layout = DestLayout(
+            0,
+            tuple(Param(m.name, m.shape, m.dtype, kinds.get(m.name, PostLoad.identity)) for m in metas),
+            tuple(whole_load(meta) for meta in metas),
+        )
+        super().__init__([layout], [link], landing_bytes=landing_bytes)
+
+    def holds(self, folder: Path) -> bool:
+        """Whether it holds a checkpoint, byte by byte."""
+        wanted: dict[str, torch.Tensor] = {}
+        for file in folder.glob("*.safetensors"):
+            wanted |= load_file(file)
+        return wanted.keys() == self.params[0].keys() and not self.wrong(wanted)
+
+
+def whole_load(meta: TensorMeta) -> Load:
+    """A tensor into a parameter of its name."""
+    dims = range(len(meta.shape))
+    strides = tuple(prod(meta.shape[dim + 1 :]) for dim in dims)
+    return Load(meta.name, Region((0,) * len(dims), meta.shape), tuple(dims), meta.name, 0, strides)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from cases.rank_helpers import SYNC_KEY, count, make_rank, make_samples
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
-from fakes.mirror_engine import REPACKED, MirrorEngine
 from fakes.publish import EndpointThread
+from fakes.ranked_engine import REPACKED, MirrorEngine
 
 from slipstream.conf.schema import DType, OptimConfig, TrainMode, WeightSyncConfig
 from slipstream.trainer.rank import TrainerRank

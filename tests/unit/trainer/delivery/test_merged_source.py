@@ -4,7 +4,6 @@ of it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,8 @@ import pytest
 import torch
 from cases.rank_helpers import SYNC_KEY, count, fill_adapters, make_rank, make_samples, spawn
 from fakes.memory_transport import MemoryFabric, MemoryTransport
-from fakes.publish import EndpointThread, PlainEngine
+from fakes.publish import EndpointThread
+from fakes.ranked_engine import MirrorEngine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -24,12 +24,11 @@ from slipstream.trainer.errors import LayoutError
 from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.weights.loading import CheckpointReader, load_weights
 from slipstream.trainer.weights.shards import gather_lora_a
-from slipstream.weight_sync.layout import DestLayout, Load, Param, Region, TensorMeta
+from slipstream.weight_sync.layout import Region
 from slipstream.weight_sync.merging.rounding import key_of
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.publish.packing import PackedRead
 from slipstream.weight_sync.publish.pipeline import Pipeline
-from slipstream.weight_sync.replica.receiver import Receiver
 
 
 def load_export(folder: Path) -> dict[str, torch.Tensor]:
@@ -334,32 +333,6 @@ def test_reading_outside_a_publish_or_a_shard_is_refused():
     source.end()
 
 
-class MirrorEngine(PlainEngine):
-    """One engine rank whose parameters are the checkpoint's tensors, one to one."""
-
-    def __init__(self, metas: tuple[TensorMeta, ...], transport: MemoryTransport) -> None:
-        params = {meta.name: torch.zeros(meta.shape, dtype=getattr(torch, meta.dtype)) for meta in metas}
-        layout = DestLayout(
-            0,
-            tuple(Param(meta.name, meta.shape, meta.dtype) for meta in metas),
-            tuple(
-                Load(
-                    meta.name,
-                    Region((0,) * len(meta.shape), meta.shape),
-                    tuple(range(len(meta.shape))),
-                    meta.name,
-                    0,
-                    params[meta.name].stride(),
-                )
-                for meta in metas
-            ),
-        )
-        self.params = [params]
-        receiver = Receiver(params, layout, transport, repack=lambda _name, _tensor: None, recompute=lambda: None)
-        self.receivers = [receiver]
-        self.calls, self.fail_on, self.aborted = [], {}, threading.Event()
-
-
 def test_each_publish_brings_the_merged_policy_to_an_engine_bitwise(tmp_path):
     rank, fabric = make_rank(dtype=DType.bfloat16), MemoryFabric()
     engine = MirrorEngine(rank.delivery.source.layout().tensors, MemoryTransport(fabric))
@@ -370,8 +343,7 @@ def test_each_publish_brings_the_merged_policy_to_an_engine_bitwise(tmp_path):
             report = rank.delivery.publish(rank.policy_version)
             assert (report.version, report.num_committed) == (version, 1), report
             rank.save_merged(tmp_path / str(version))
-            for name, tensor in load_export(tmp_path / str(version)).items():
-                assert torch.equal(engine.params[0][name], tensor), (version, name)
+            assert engine.holds(tmp_path / str(version)), version
             assert report.num_bytes == summary["num_bytes"]
             samples = make_samples(version=version)
             rank.forward_backward([samples], count(samples, version))

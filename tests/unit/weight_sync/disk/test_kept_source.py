@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from fakes.memory_transport import MemoryFabric, MemoryTransport
-from fakes.mirror_engine import REPACKED, MirrorEngine
 from fakes.publish import KEY, EndpointThread
+from fakes.ranked_engine import REPACKED, MirrorEngine
 from safetensors.torch import save_file
 
 from slipstream.conf.schema import WeightSyncConfig
