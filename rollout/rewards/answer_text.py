@@ -25,15 +25,25 @@ def answer_text(answer: object) -> str:
     return str(answer).strip()
 
 
-def exact_match(response: str, fields: JsonObject, *, answer_key: str) -> tuple[float, str]:
-    """(1.0 if the response and the answer are equal once white space around them is gone; case counts, the response).
+def answer_of(fields: JsonObject, answer_key: str) -> str:
+    """`answer_text` of a row's answer.
 
     Raises:
         KeyError: The row has no answer column.
         ValueError: The answer is neither text nor a number.
     """
+    if answer_key not in fields:
+        raise KeyError(f"the row has no column {answer_key!r} (reward.answer_key); it has {', '.join(sorted(fields))}")
+    return answer_text(fields[answer_key])
+
+
+def exact_match(response: str, fields: JsonObject, *, answer_key: str) -> tuple[float, str]:
+    """(1.0 if the response and the answer are equal once white space around them is gone; case counts, the response).
+
+    Raises: as answer_of.
+    """
     given = response.strip()
-    return float(given == answer_text(fields[answer_key])), given
+    return float(given == answer_of(fields, answer_key)), given
 
 
 def regex_match(
@@ -44,13 +54,11 @@ def regex_match(
 
     Example: pattern `answer: (\\d+)`, response "so the answer: 42." and answer 42 give 1.0.
 
-    Raises:
-        KeyError: The row has no answer column.
-        ValueError: The answer is neither text nor a number.
+    Raises: as answer_of.
     """
     found = pattern.search(response)
     given = None if found is None else (found.group(1) or "").strip()
-    return float(given == answer_text(fields[answer_key])), given
+    return float(given == answer_of(fields, answer_key)), given
 
 
 def compile_pattern(pattern: str, option: str) -> re.Pattern[str]:

@@ -16,7 +16,7 @@ from typing import Any
 from math_verify import parse, verify
 
 from slipstream.conf.json_files import JsonObject
-from slipstream.rollout.rewards.answer_text import answer_text
+from slipstream.rollout.rewards.answer_text import answer_of
 
 MAX_MEMORY_BYTES = 4 << 30
 """Address space of the process; an expression that needs more is not equal to the answer."""
@@ -48,7 +48,7 @@ def math_reward(*, answer_key: str, timeout_s: float) -> Callable[[str, str, Jso
         return tuple(parse(answer if is_marked else f"\\boxed{{{answer}}}", parsing_timeout=limit_s))
 
     def judge(prompt: str, response: str, fields: JsonObject) -> tuple[float, str | None]:
-        answer = expected(answer_text(fields[answer_key]))
+        answer = expected(answer_of(fields, answer_key))
         if not answer:
             raise ValueError(f"math-verify finds no expression in the answer {fields[answer_key]!r}")
         found = parse(response, parsing_timeout=limit_s)

@@ -55,6 +55,8 @@ def test_an_object_that_can_be_called_and_what_ships_are_rewards_too(own: Path) 
     fields = {"a": " 4", "answer": "5"}
     exact = load_reward(RewardConfig(kind="exact_match", answer_key="a"))
     assert exact.function("p", "4 ", fields) == (1.0, "4") and exact.function("p", "5", fields) == (0.0, "5")
+    with pytest.raises(KeyError, match=r"the row has no column 'a' \(reward.answer_key\); it has answer, b"):
+        exact.function("p", "4", {"b": 1, "answer": "4"})
     regex = load_reward(RewardConfig(kind="regex", pattern=r"is (\d+)|none()", answer_key="a"))
     assert regex.function("p", "it is 4, is 5", fields) == (1.0, "4")
     assert regex.function("p", "none", fields) == (0.0, "") and regex.function("p", "4", fields) == (0.0, None)
