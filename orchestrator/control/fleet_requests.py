@@ -26,20 +26,21 @@ async def carry_out(supervisor: Supervisor, request: JsonObject) -> list[str]:
         case "scale":
             return await supervisor.scaling.scale(int(request["rollout"]))
         case "drain":
-            return [await supervisor.scaling.drain(_named(supervisor, "WORKER", request["worker"]))]
+            return [await supervisor.scaling.drain(_named(supervisor, "rollout-", request["worker"]))]
         case _:
             return await _recover(supervisor, request["worker"])
 
 
 def _named(supervisor: Supervisor, option: str, worker: int) -> str:
-    num_workers = len(supervisor.roster.replicas)
-    if worker not in range(num_workers):
-        raise FleetRefusal(f"{option} {worker}: this run has {num_workers} rollout workers, 0 to {num_workers - 1}")
-    return list(supervisor.roster.replicas)[worker]
+    replicas = supervisor.roster.replicas
+    if worker not in range(len(replicas)):
+        there = [one.process for one in replicas.values() if one.state is not ReplicaState.gone]
+        raise FleetRefusal(f"{option}{worker}: the rollout workers of this run are {', '.join(there)}")
+    return list(replicas)[worker]
 
 
 async def _recover(supervisor: Supervisor, worker: int | None) -> list[str]:
-    chosen = supervisor.roster.out_of_service if worker is None else [_named(supervisor, "--worker", worker)]
+    chosen = supervisor.roster.out_of_service if worker is None else [_named(supervisor, "--worker ", worker)]
     if not chosen:
         starting = [one.process for one in supervisor.roster.replicas.values() if one.state is ReplicaState.starting]
         if starting:

@@ -102,7 +102,7 @@ async def test_workers_come_and_go_by_request_and_what_cannot_be_is_said(run: Pa
             await scale(0)
         drained = await asyncio.to_thread(ask, run, {"ask": "drain", "worker": 1})
         assert drained == ["rollout-1 hands its requests over and ends"]
-        with pytest.raises(ConfigError, match="WORKER 7: this run has 3 rollout workers, 0 to 2"):
+        with pytest.raises(ConfigError, match="rollout-7: the rollout workers of this run are rollout-0, rollout-2"):
             await asyncio.to_thread(ask, run, {"ask": "drain", "worker": 7})
         assert supervisor.roster.num_wanted == 2
         assert workers_asked(RunFolder(run)) == 2, "which a resume reads"
@@ -140,7 +140,7 @@ def test_bad_words_of_a_change_of_workers_are_one_message(
 
 async def test_mistakes_are_answered_and_cost_the_run_nothing(run: Path) -> None:
     async with listening(run):
-        with pytest.raises(ConfigError, match="--worker 2: this run has 2 rollout workers, 0 to 1"):
+        with pytest.raises(ConfigError, match="--worker 2: the rollout workers of this run are rollout-0, rollout-1"):
             await asyncio.to_thread(ask, run, recover(2))
         (run / "control" / "x.request.json").write_text("nonsense")
         while not (run / "control" / "x.answer.json").exists():
