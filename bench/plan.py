@@ -42,6 +42,7 @@ from slipstream.rollout.layouts.offline_slots import offline_slots  # noqa: E402
 from slipstream.trainer.delivery.planned_layouts import PlannedTrainer  # noqa: E402
 from slipstream.trainer.weights.adapter_names import adapter_tensors  # noqa: E402
 from slipstream.trainer.weights.quantization import BlockFp8  # noqa: E402
+from slipstream.weight_sync.calls.verbs import verb_of  # noqa: E402
 from slipstream.weight_sync.layout import (  # noqa: E402
     Binding,
     Destination,
@@ -62,7 +63,7 @@ from slipstream.weight_sync.publish.address_book import AddressBook  # noqa: E40
 from slipstream.weight_sync.publish.sums import Places, Sums  # noqa: E402
 from slipstream.weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes  # noqa: E402
 from slipstream.weight_sync.replica.expected import Planned  # noqa: E402
-from slipstream.weight_sync.replica.messages import Begin, Begun, Bound, Commit, Expected, Signer  # noqa: E402
+from slipstream.weight_sync.replica.messages import Begun, Bound, Expected, PublishId, ReplicaVerbs  # noqa: E402
 from slipstream.weight_sync.typed_msgpack import pack, unpack  # noqa: E402
 
 T = TypeVar("T")
@@ -301,8 +302,7 @@ def message_seconds(plan: TransferPlan) -> dict[str, float]:
     ranks, each of which takes its own part. Every trainer rank's counting is left out: it counts load by load, while
     the next load is written.
     """
-    signer = Signer(bytes(32))
-    facts: dict[str, Any] = {"run_id": signer.run_id, "client": "", "request_id": 1}
+    begin, commit, publish = verb_of(ReplicaVerbs.begin), verb_of(ReplicaVerbs.commit), PublishId("", 1, 1, "")
     names = {id(params): tuple(params) for params in plan.expected.values()}
     places = Places({dest: names[id(params)] for dest, params in plan.expected.items()})
     sums = Sums(places, np.full((2, places.size), 1 << 40, np.int64))
@@ -324,19 +324,17 @@ def message_seconds(plan: TransferPlan) -> dict[str, float]:
     def answers() -> list[bytes]:
         """The replicas' answers to Begin."""
         said = {n: tuple(Bound.of(bindings[dest], book.known(n)) for dest in own) for n, own in ranks.items()}
-        return [signer.seal(Begun(bindings=bound, idle_s=0.0, mark_s=0.0, **facts)) for bound in said.values()]
+        return [pack(Begun(bound, 0.0, 0.0)) for bound in said.values()]
 
     def read_begun(begun: Sequence[bytes]) -> None:
         for replica, message in zip(replicas, begun, strict=True):
-            reply = signer.open_reply(message)
-            assert isinstance(reply, Begun)
+            reply = begin.result.decode(message)
             book.learn(replica, book.check(replica, reply.bindings, params[replica]))
 
-    def read_commit(commit: bytes) -> None:
+    def read_commit(given: bytes) -> None:
         """Read as the worker does, then as its last rank does."""
-        request = signer.open_request(commit)
-        assert isinstance(request, Commit)
-        handed_on = unpack(tuple[Expected, ...], pack(list(request.expected)))
+        _, expected = commit.arguments.decode(given)
+        handed_on = unpack(tuple[Expected, ...], pack(expected))
         planned[id(plan.expected[ranks[0][-1]])].read(handed_on[-1])
 
     def told(dest: Destination) -> Expected:
@@ -346,11 +344,11 @@ def message_seconds(plan: TransferPlan) -> dict[str, float]:
     timed("rank_0_reads_every_address_once_s", lambda: read_begun(every_address))
     timed("rank_says_where_it_is_s", lambda: Bound.of(bindings[ranks[0][0]], book.known(0)))
     begun = answers()
-    timed("rank_0_asks_s", lambda: [signer.seal(Begin(known=book.known(replica), **facts)) for replica in replicas])
+    timed("rank_0_asks_s", lambda: [begin.given(publish, book.known(replica)) for replica in replicas])
     timed("rank_0_reads_begun_s", lambda: read_begun(begun))
     commits = timed(
         "rank_0_writes_commit_s",
-        lambda: [signer.seal(Commit(expected=tuple(map(told, own)), **facts)) for own in ranks.values()],
+        lambda: [commit.given(publish, tuple(map(told, own))) for own in ranks.values()],
     )
     timed("replica_reads_commit_s", lambda: read_commit(commits[0]))
     tasks = list(max(plan.tasks.values(), key=len))

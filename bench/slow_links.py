@@ -151,7 +151,7 @@ async def serve(mib: int, row: Row) -> None:
     from bench.sync.lora_matrices import merges_of
     from slipstream.conf.schema import TransportKind
     from slipstream.weight_sync.layout import DestLayout, Load, Param, Region
-    from slipstream.weight_sync.replica.control_server import ReplicaEndpoint
+    from slipstream.weight_sync.replica.endpoint import ReplicaEndpoint
     from slipstream.weight_sync.replica.own_merge import OwnMerge
     from slipstream.weight_sync.replica.receiver import Receiver
     from slipstream.weight_sync.transport.mooncake import MooncakeTransport

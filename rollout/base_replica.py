@@ -12,7 +12,8 @@
 
 Owns: the order of these steps, and the endpoint at which publishers make theirs. Does not own: who samples when
 (worker.py), adapter slots (adapters/adapter_replica.py), the proof of the bytes (`weight_sync.replica.receiver`, in the
-engine's processes) nor the control socket (`control_server.py`, which calls the handler methods below one at a time).
+engine's processes) nor the order of a publisher's calls (`endpoint.py`, which calls the handler methods
+below one at a time).
 Invariant: `serving` is set only while every rank holds one committed version.
 """
 
@@ -25,9 +26,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from slipstream.conf.schema import PauseMode, WeightSyncConfig
 from slipstream.rollout.engine.engine import EngineWithSlots
 from slipstream.rollout.receivers import WEIGHTS, Receivers
-from slipstream.rollout.verbs import verb_of
+from slipstream.weight_sync.calls.verbs import verb_of
 from slipstream.weight_sync.gc_freeze import allow_collections, hold_collections
-from slipstream.weight_sync.replica.control_server import ReplicaEndpoint
+from slipstream.weight_sync.replica.endpoint import ReplicaEndpoint
 from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
 from slipstream.weight_sync.replica.recovery import Offer, Pulled, slowest
 from slipstream.weight_sync.replica.version_state import VersionState
@@ -40,7 +41,7 @@ dead."""
 
 
 class BaseReplica:
-    """weight_sync.replica.control_server.ReplicaHandler over an engine's own weights.
+    """weight_sync.replica.endpoint.ReplicaHandler over an engine's own weights.
 
     Args:
         engine: Need not be started yet.
@@ -103,7 +104,7 @@ class BaseReplica:
         """Close the links to the peer of pull(). This stops sampling for about a second."""
         await self._ask(self._limit_s, Receivers.release, offers)
 
-    # -- weight_sync.replica.control_server.ReplicaHandler -----------------------------------------------------------
+    # -- weight_sync.replica.endpoint.ReplicaHandler -----------------------------------------------------------
 
     async def describe(self) -> Sequence[EngineRank]:
         """What every engine rank must receive, and where."""

@@ -2,7 +2,7 @@
 
     rollout worker's process                                        engine rank's process
       BaseReplica     --vLLM's collective_rpc, between two steps-->   WeightReceiver --> Receivers      its own weights
-      AdapterReplica  --a socket (calls.py), while it samples----->   a thread       --> SlotReceivers  adapter slots
+      AdapterReplica  --a socket, while it samples----->   a thread       --> SlotReceivers  adapter slots
 
 Whoever asks names a method of these classes; its annotations say how arguments and result travel. Owns: which receiver
 is meant, and this rank's entry of what is said to all ranks. Does not own: what a Receiver does

@@ -49,7 +49,7 @@ from slipstream.weight_sync.gc_freeze import freeze_heap
 from slipstream.weight_sync.layout import TensorMeta
 from slipstream.weight_sync.merging.factors import OwnMergeSpec
 from slipstream.weight_sync.record.layout_wire import layouts_digest
-from slipstream.weight_sync.replica.control_server import ReplicaEndpoint
+from slipstream.weight_sync.replica.endpoint import ReplicaEndpoint
 from slipstream.weight_sync.replica.messages import EngineRank
 from slipstream.weight_sync.replica.recovery import Offer, Pulled
 from slipstream.weight_sync.replica.version_state import Phase, VersionState

@@ -1,4 +1,4 @@
-"""A rollout worker in a process of its own, which answers calls on a socket (calls.py).
+"""A rollout worker in a process of its own, which answers calls on a socket (weight_sync/calls).
 
     process of the owner                                     worker process, one event loop
       WorkerProcess.start()  ---- forks or spawns it ---->   RolloutWorker(options), CallServer
@@ -33,13 +33,14 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.conf.errors import SlipstreamError
 from slipstream.conf.schema import Device
-from slipstream.rollout.calls import CallServer
 from slipstream.rollout.crash_reports import death_in, how_it_ended, report_crashes
 from slipstream.rollout.die_with_owner import end_with
 from slipstream.rollout.engine.engine_options import METHOD_VARIABLE
 from slipstream.rollout.errors import EngineDied
 from slipstream.rollout.in_vllm import fork_server
 from slipstream.rollout.notice import tell_of_notice
+from slipstream.rollout.worker_verbs import WorkerVerbs
+from slipstream.weight_sync.calls.server import CallServer
 
 if TYPE_CHECKING:
     from slipstream.conf.schema import DType, RolloutConfig, WeightSyncConfig
@@ -207,7 +208,7 @@ async def _serve(connection: Connection, options: WorkerOptions, seed: int, host
     """
     try:
         worker = _make(options, seed, host)
-        server = CallServer(worker, options.key, host=host)
+        server = CallServer(worker, WorkerVerbs, options.key, host=host)
         await server.start()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.tell_to_go, "SIGTERM")
         notice = options.config.notice

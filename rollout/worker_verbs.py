@@ -1,19 +1,58 @@
-"""What a rollout worker can be asked, declared once: worker.py implements it, calls.py serves it and makes the client.
+"""What a rollout worker can be asked, declared once: worker.py implements it, a CallServer serves it, and the client is
+made from it.
 
-Owns: names, parameters and results of the verbs. A verb is an async method; it takes and returns plain values,
-dataclasses of them, or arrays of NumPy, which travel as msgpack (calls.py). Does not own: the control of a publish,
-which trainer ranks send to a socket of its own (weight_sync/replica/messages.py).
+Owns: names, parameters and results of the verbs, and what travels in the place of a prompt and of sampling options. A
+verb is an async method; it takes and returns plain values, dataclasses of them, or arrays of NumPy, which travel as
+msgpack (weight_sync/calls). Does not own: what trainer ranks ask at a publish, on a socket of its own
+(weight_sync/replica/messages.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Any, Protocol, Self
 
-from slipstream.conf.schema import SamplingConfig
+import msgspec
+
+from slipstream.conf.schema import EvalSampling, SamplingConfig
+from slipstream.rollout.errors import EngineDied, EngineError
 from slipstream.rollout.types import Progress, Prompt, Rollout
+from slipstream.weight_sync.calls.connection import Connection, calls
 from slipstream.weight_sync.replica.recovery import Offer, Pulled
+
+
+class SentPrompt(msgspec.Struct, array_like=True):
+    """What a worker needs of a prompt: a row's other columns may be anything."""
+
+    prompt_id: int
+    token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> Self:
+        """As it travels."""
+        return cls(prompt.prompt_id, prompt.token_ids)
+
+    def value(self) -> Prompt:
+        """As it arrives."""
+        return Prompt(self.prompt_id, self.token_ids, "")
+
+
+class SentSampling(msgspec.Struct, array_like=True):
+    """Sampling options of one kind, or none."""
+
+    training: SamplingConfig | None
+    evaluation: EvalSampling | None
+
+    @classmethod
+    def of(cls, sampling: SamplingConfig | None) -> Self:
+        """As they travel."""
+        return cls(None, sampling) if isinstance(sampling, EvalSampling) else cls(sampling, None)
+
+    def value(self) -> SamplingConfig | None:
+        """As they arrive."""
+        return self.evaluation or self.training
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +76,9 @@ class RolloutVerbs(Protocol):
 
     async def generate_group(
         self,
-        prompt: Prompt,
+        prompt: Annotated[Prompt, SentPrompt],
         n: int,
-        sampling: SamplingConfig | None = None,
+        sampling: Annotated[SamplingConfig | None, SentSampling] = None,
         version: int | None = None,
         so_far: Sequence[Rollout] = (),
     ) -> list[Rollout]:
@@ -118,3 +157,22 @@ class WorkerVerbs(RolloutVerbs, Protocol):
     async def stop(self) -> None:
         """Take no publishes any more, and end the engine."""
         ...
+
+
+class EngineConnection(Connection):
+    """To a worker, or to one of its engine's ranks."""
+
+    failed, gone = EngineError, EngineDied
+
+
+@calls(WorkerVerbs)
+class WorkerClient(WorkerVerbs):
+    """A rollout worker as others call it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    @classmethod
+    def at(cls, address: str, key: bytes, ended: asyncio.Future[Any] | None = None) -> Self:
+        """Connect (see Connection)."""
+        return cls(EngineConnection(address, key, ended))

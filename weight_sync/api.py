@@ -116,7 +116,7 @@ class Sender:
         source: This rank's weights.
         engines: Endpoints of all replicas, "tcp://host:port"; the same on every rank. None: connect() gets them later,
             so that the link opens while engines still start.
-        key: At least 16 bytes, shared with the engines; signs every control message.
+        key: At least 16 bytes, shared with the engines: who does not have it is not heard.
         rank, world_size, group: This rank, and a gloo group over all ranks (None if there is only one).
         device: Device of the staging memory; None: the current GPU, or else the CPU. Engines must use the same kind.
         host: Address at which engines on other machines reach this machine.

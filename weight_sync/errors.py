@@ -11,7 +11,6 @@
         ProtocolError(RuntimeError)        a message that the version state machine does not allow
           StaleEpoch                       a message of a transaction that is over
           PlanMismatch                     the two ends hold different plans
-          AuthenticationError              a message that is not signed with the run's key
         IntegrityError(RuntimeError)       bytes arrived, and they are not the bytes that were sent
         ReplicaDirty(RuntimeError)         a half-written replica was asked to serve
         ReplicaError(RuntimeError)         a replica answered with an error of its own
@@ -65,10 +64,6 @@ class StaleEpoch(ProtocolError):
 
 class PlanMismatch(ProtocolError):
     """The two ends hold different plans."""
-
-
-class AuthenticationError(ProtocolError):
-    """A control message that was not signed with the run's key."""
 
 
 class IntegrityError(WeightSyncError, RuntimeError):

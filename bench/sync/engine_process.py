@@ -69,7 +69,7 @@ async def serve_plain(spec: EngineSpec, pipe: Connection) -> None:
     """Serve parameters in vLLM's layout behind an endpoint, without an engine."""
     import torch
 
-    from slipstream.weight_sync.replica.control_server import ReplicaEndpoint
+    from slipstream.weight_sync.replica.endpoint import ReplicaEndpoint
     from slipstream.weight_sync.replica.receiver import Receiver
     from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 

@@ -105,14 +105,14 @@ def measure_wire(transport: Any, endpoint: str, repeats: int, *, device: Any, ra
     """GB/s of Mooncake's own synchronous write into an engine rank's largest parameter, by size."""
     import torch
 
-    from slipstream.weight_sync.replica.control_client import ReplicaClients
-    from slipstream.weight_sync.replica.messages import Describe, Described
+    from slipstream.weight_sync.replica.clients import ReplicaClients
+    from slipstream.weight_sync.replica.messages import ReplicaVerbs
 
     clients = ReplicaClients([endpoint], KEY)
-    reply = clients.call(Describe, {0: {}}, {0: 60.0})[0]
+    reply = clients.call(ReplicaVerbs.describe, {0: (clients.publisher,)}, {0: 60.0})[0]
     clients.close()
-    if not isinstance(reply, Described):
-        raise reply if isinstance(reply, Exception) else RuntimeError(f"{endpoint} answered {reply}")
+    if isinstance(reply, Exception):
+        raise reply
     item = reply.ranks[rank % len(reply.ranks)]
     largest = max(item.layout.params, key=lambda param: param.num_bytes)
     source = torch.zeros(largest.num_bytes, dtype=torch.uint8, device=device)

@@ -236,7 +236,7 @@ class ForkServerActor:
 
 class RolloutActor:
     """Runs inside the actor's process: starts the process of a RolloutWorker, watches it, and ends with it. Calls to
-    the worker do not come here (rollout/calls.py). Asynchronous, so that ended() may wait beside others.
+    the worker do not come here (rollout/worker_verbs.py). Asynchronous, so that ended() may wait beside others.
     """
 
     def __init__(self, name: str, crashes: Path) -> None:

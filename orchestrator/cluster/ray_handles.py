@@ -2,7 +2,7 @@
 
 Owns: the calls to trainer ranks, their time limits, and which of them change a rank; how a worker is ended. Does not
 own: ranks that die (rebirth.py), Ray's errors (ray_cluster.py), processes (trainer_ranks.py, rollout_workers.py), what
-they do (actors.py), or the calls to a rollout worker, which do not pass through Ray (rollout/calls.py).
+they do (actors.py), or the calls to a rollout worker, which do not pass through Ray (rollout/worker_verbs.py).
 Invariant: weights never pass through the object store, only batches do.
 """
 
@@ -25,9 +25,10 @@ from slipstream.orchestrator.cluster.nodes import ProcessId, end_trees
 from slipstream.orchestrator.cluster.ray_cluster import STOP_TIMEOUT_S, RayCluster, kill_actor
 from slipstream.orchestrator.cluster.rebirth import KEEP, Call, Engines, LivingRanks, Ranks, Rebirth
 from slipstream.orchestrator.errors import TrainingStopped
-from slipstream.rollout.calls import Connection, WorkerClient
+from slipstream.rollout.worker_verbs import WorkerClient
 from slipstream.trainer.checkpoint.keeper import Readiness
 from slipstream.trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
+from slipstream.weight_sync.calls.connection import Connection
 
 if TYPE_CHECKING:
     from slipstream.weight_sync.publish.report import PublishReport

@@ -1,8 +1,8 @@
 """Starts the rollout workers of a run, each in its bundle of the placement group, and starts one again that was lost.
 
 Owns: what workers are built from, their names and bundles. Does not own: the room of those that come later (rooms.py),
-Ray (ray_cluster.py), a worker's process (actors.py), how one is called (rollout/calls.py), or when one is started again
-(fleet/supervisor.py).
+Ray (ray_cluster.py), a worker's process (actors.py), how one is called (rollout/worker_verbs.py), or when one is
+started again (fleet/supervisor.py).
 Invariant: vLLM is imported by processes that the actors start, never here.
 """
 
@@ -34,10 +34,10 @@ from slipstream.orchestrator.environment import RunDevice
 from slipstream.orchestrator.errors import OrchestratorError
 from slipstream.orchestrator.files.startup import Startup
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, routing_shape
-from slipstream.rollout.calls import WorkerClient
 from slipstream.rollout.engine.start_phase import IMPORTING
 from slipstream.rollout.types import AdapterSlotsSpec
 from slipstream.rollout.worker_process import WorkerOptions
+from slipstream.rollout.worker_verbs import WorkerClient
 from slipstream.trainer.weights.adapter_names import adapter_tensors, target_modules
 from slipstream.weight_sync.merging.factors import OwnMergeSpec
 

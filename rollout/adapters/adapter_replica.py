@@ -53,7 +53,7 @@ EVICT_RETRY_S = 0.02
 
 
 class AdapterReplica:
-    """weight_sync.replica.control_server.ReplicaHandler over the adapter slots of one engine.
+    """weight_sync.replica.endpoint.ReplicaHandler over the adapter slots of one engine.
 
     Args:
         engine: Started, with LoRA.

@@ -3,8 +3,8 @@
 vLLM's own collective_rpc runs between two steps of the engine: each call waits for one step and delays the next, and a
 publish into an adapter slot makes three calls. These need not wait, because no request reads the slot that is written.
 
-Owns: that all ranks are asked at once, and the deadline of a call. Does not own the sockets (calls.py), nor what is
-asked (receivers.py).
+Owns: that all ranks are asked at once, and the deadline of a call. Does not own the sockets (weight_sync/calls), nor
+what is asked (receivers.py).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from slipstream.rollout.calls import Connection
 from slipstream.rollout.crash_reports import death_of_a_child
 from slipstream.rollout.errors import EngineDied
-from slipstream.rollout.verbs import verb_of
+from slipstream.rollout.worker_verbs import EngineConnection
+from slipstream.weight_sync.calls.verbs import verb_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class SlotRanks:
     """
 
     def __init__(self, addresses: Sequence[str], key: bytes) -> None:
-        self._connections = [Connection(address, key) for address in addresses]
+        self._connections = [EngineConnection(address, key) for address in addresses]
 
     async def ask(
         self, limit_s: float, verb: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs

@@ -24,13 +24,13 @@ from vllm.config import set_current_vllm_config
 
 from slipstream.conf.errors import SlipstreamError
 from slipstream.conf.schema import TransportKind
-from slipstream.rollout.calls import serve_in_thread
 from slipstream.rollout.in_vllm.activations import ActivationRecorder
 from slipstream.rollout.in_vllm.adapter_slots import own_stream, slot_buffers, slot_receivers, without_adapters
 from slipstream.rollout.in_vllm.load_time import load_time_parameters
 from slipstream.rollout.in_vllm.post_load import Forms, readable, refuse_unwritable
 from slipstream.rollout.receivers import Receivers, SlotReceivers
-from slipstream.rollout.verbs import Verb, verbs_of
+from slipstream.weight_sync.calls.server import serve_in_thread
+from slipstream.weight_sync.calls.verbs import Verb, verbs_of
 from slipstream.weight_sync.disk.regions import RegionReader
 from slipstream.weight_sync.gc_freeze import freeze_heap
 from slipstream.weight_sync.layout import TensorMeta

@@ -4,9 +4,9 @@
 
     sender (client.py, api.py)              vLLM's API                      one engine rank: this file
       init_weight_transfer_engine  ----->   on every rank  ----->   record the layout, register memory, open an endpoint
-      <-- ZMQ: rank, endpoint or error ---------------------------  report it to the sender, signed with its key
+      <-- ZMQ: rank, endpoint or error ---------------------------  report it to the sender, by its key
       pause, start_weight_update   ----->   on every rank  ----->   the endpoint may begin
-      Begin, writes, Commit  ------------- ZMQ and the link ----->   this rank is DIRTY, VERIFIED, CLEAN(v)
+      begin, writes, commit  ------------- ZMQ and the link ----->   this rank is DIRTY, VERIFIED, CLEAN(v)
       finish_weight_update         ----->   on every rank  ----->   refused unless it became CLEAN since the start
       resume
 
@@ -19,13 +19,10 @@ Invariant: bytes change only between start_weight_update and finish_weight_updat
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import logging
-import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import zmq
@@ -40,13 +37,13 @@ from slipstream.rollout.in_vllm.engine_process import WeightReceiver
 from slipstream.rollout.in_vllm.worker_extension import timed
 from slipstream.rollout.served.client import RankReport, send_report
 from slipstream.rollout.served.vllm_plugin import register
-from slipstream.weight_sync.replica.control_server import ReplicaEndpoint
+from slipstream.weight_sync.calls.loop_thread import LoopThread
+from slipstream.weight_sync.replica.endpoint import ReplicaEndpoint
 from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
 from slipstream.weight_sync.replica.receiver import Receiver
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 CALL_TIMEOUT_S = 60.0
 """Longest that opening or closing an endpoint may take."""
 _KNOWN_DUTIES = {
@@ -154,7 +151,9 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
                 "not know; supported releases are 0.25.1 and 0.32"
             )
         super().__init__(*args, **kwargs)
-        self._thread: _EndpointThread | None = None
+        self._thread: LoopThread | None = None
+        """In which the endpoint is served: vLLM's worker has no event loop."""
+        self._endpoint: ReplicaEndpoint | None = None
         self._handler: _Handler | None = None
         self._epoch_before: int | None = None
         """The endpoint's epoch when the present update was started; None: no update is under way."""
@@ -189,14 +188,20 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         report.is_expected, report.seconds = rank.slipstream_is_expected, rank.slipstream_seconds
         with timed(report.seconds, "endpoint"):
             self._handler = _Handler(rank.slipstream_receiver)
-            self._thread = _EndpointThread(ReplicaEndpoint(self._handler, key, host=init_info.host), self.device)
-            report.endpoint = self._thread.start()
+            self._endpoint = ReplicaEndpoint(self._handler, key, host=init_info.host)
+            self._thread = LoopThread("slipstream-endpoint")
+            report.endpoint = self._thread.run(self._serve(self._endpoint), CALL_TIMEOUT_S)
+
+    async def _serve(self, endpoint: ReplicaEndpoint) -> str:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # the thread's
+        return await endpoint.start()
 
     def start_weight_update(self) -> None:
         """From here on the endpoint may begin."""
-        if self._handler is None or self._thread is None:
+        if self._handler is None or self._endpoint is None:
             raise EngineError("start_weight_update before init_weight_transfer_engine")
-        self._epoch_before = self._thread.endpoint.state.epoch
+        self._epoch_before = self._endpoint.state.epoch
         self._handler.is_open = True
 
     def finish_weight_update(self) -> None:
@@ -205,11 +210,11 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         Raises:
             EngineError: It did not. The weights are not of one version: do not resume; abort, then push again.
         """
-        if self._handler is None or self._thread is None or self._epoch_before is None:
+        if self._handler is None or self._endpoint is None or self._epoch_before is None:
             raise EngineError(
                 "finish_weight_update, but no weight update is under way: none was started, or it is over"
             )
-        state = self._thread.endpoint.state
+        state = self._endpoint.state
         if not state.is_serving:
             raise EngineError(
                 f"finish_weight_update, but this rank is {state.phase} (version {state.version}): it holds no committed"
@@ -234,12 +239,13 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
 
     def shutdown(self) -> None:
         """Close the endpoint. Idempotent."""
-        if self._thread is not None:
+        if self._thread is not None and self._endpoint is not None:
+            self._thread.run(self._endpoint.close(), CALL_TIMEOUT_S)
             self._thread.close()
         self._end_update()
         if self._handler is not None:
             self._handler.close()
-        self._thread, self._handler = None, None
+        self._thread, self._endpoint, self._handler = None, None, None
 
     def _end_update(self) -> None:
         """End the update: begin and finish are refused until the next start_weight_update."""
@@ -251,36 +257,6 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """Refuse: vLLM 0.25.1 asks backends for a sender, too, but Slipstream's is weight_sync.api."""
         raise EngineError("send with slipstream.weight_sync.api.update or `slipstream push`, see docs/push.md")
-
-
-class _EndpointThread:
-    """Runs a ReplicaEndpoint on an event loop of its own, because vLLM's worker has none."""
-
-    def __init__(self, endpoint: ReplicaEndpoint, device: torch.device) -> None:
-        self.endpoint = endpoint
-        self._device = device
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="slipstream-endpoint", daemon=True)
-
-    def start(self) -> str:
-        """Bind. Returns the address."""
-        self._thread.start()
-        return self._call(self.endpoint.start())
-
-    def close(self) -> None:
-        """Stop serving and end the loop."""
-        self._call(self.endpoint.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=CALL_TIMEOUT_S)
-
-    def _run(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        self._loop.run_forever()
-
-    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        future: concurrent.futures.Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        return future.result(timeout=CALL_TIMEOUT_S)
 
 
 class ServedWorker(WeightReceiver):

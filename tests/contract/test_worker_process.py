@@ -60,7 +60,7 @@ from pathlib import Path
 
 from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig, WeightSyncConfig
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint
-from slipstream.rollout.calls import WorkerClient
+from slipstream.rollout.worker_verbs import WorkerClient
 from slipstream.rollout.engine.engine_options import set_engine_environment
 from slipstream.rollout.in_vllm import fork_server
 from slipstream.rollout.types import Prompt

@@ -8,13 +8,13 @@ plan.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 
+from slipstream.weight_sync.calls.loop_thread import LoopThread
 from slipstream.weight_sync.layout import (
     DestLayout,
     Fill,
@@ -26,7 +26,7 @@ from slipstream.weight_sync.layout import (
     SourceShard,
     TensorMeta,
 )
-from slipstream.weight_sync.replica.control_server import ReplicaEndpoint
+from slipstream.weight_sync.replica.endpoint import ReplicaEndpoint
 from slipstream.weight_sync.replica.expected import Planned
 from slipstream.weight_sync.replica.messages import Bound, EngineRank, Expected
 from slipstream.weight_sync.replica.receiver import Receiver
@@ -237,19 +237,15 @@ class EndpointThread:
     """A ReplicaEndpoint on an event loop of its own, so that a blocking Publisher can run in the test's thread."""
 
     def __init__(self, handler: object, key: bytes = KEY) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("endpoint")
         self.endpoint = ReplicaEndpoint(handler, key)  # type: ignore[arg-type]
         self.address = self.run(self.endpoint.start())
 
     def run(self, coroutine):
         """Run a coroutine on the endpoint's loop and wait for it."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout=60)
+        return self._thread.run(coroutine, 60)
 
     def close(self) -> None:
         """Stop serving and end the loop."""
         self.run(self.endpoint.close())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(timeout=60)
-        self.loop.close()
+        self._thread.close()

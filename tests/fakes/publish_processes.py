@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import msgspec
 import psutil
 import torch
 import zmq
@@ -27,11 +28,12 @@ import zmq
 from fakes.publish import KEY, NUM_ENGINE_RANKS, DictSource, PlainEngine
 from fakes.stopped import stop_process
 from slipstream.conf.schema import WeightSyncConfig
+from slipstream.weight_sync.calls.curve import connect_guarded, serve_guarded
+from slipstream.weight_sync.calls.verbs import Answer, Request
 from slipstream.weight_sync.errors import WeightSyncError
 from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.publish.report import PublishReport
-from slipstream.weight_sync.replica.control_server import ReplicaEndpoint
-from slipstream.weight_sync.replica.curve import connect_guarded, serve_guarded
+from slipstream.weight_sync.replica.endpoint import ReplicaEndpoint
 from slipstream.weight_sync.replica.recovery import Offer, make_offer, pull, release
 from slipstream.weight_sync.transport.mooncake import MooncakeTransport
 
@@ -375,14 +377,15 @@ class Cluster:
 
 
 class ControlProxy:
-    """Stands between a publisher and one endpoint, with the run's key, and does one thing to the first message that
-    holds a word: cut breaks the connections at both sides; swallow loses that message alone.
+    """Stands between a publisher and one endpoint, with the run's key, and does one thing to the first message of a
+    name ("commit", "answer to commit"): cut breaks the connections at both sides; swallow loses that message alone.
     """
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.fault: tuple[str, bytes] | None = None
+        self.fault: tuple[str, str] | None = None
+        self._asked: dict[int, str] = {}
         self._port = 0
         self._connect()
         self.address = f"tcp://127.0.0.1:{self._port}"
@@ -404,6 +407,13 @@ class ControlProxy:
         self._back.connect(self._endpoint)
         self._peer = b""
 
+    def _name(self, socket: zmq.Socket[bytes], data: bytes) -> str:
+        if socket is self._back:
+            return f"answer to {self._asked.get(msgspec.msgpack.decode(data, type=Answer).number)}"
+        request = msgspec.msgpack.decode(data, type=Request)
+        self._asked[request.number] = request.verb
+        return request.verb
+
     def _carry(self) -> None:
         while True:
             ready, _, _ = zmq.select([self._front, self._back], [], [])
@@ -411,7 +421,7 @@ class ControlProxy:
                 frames = socket.recv_multipart()
                 if socket is self._front:
                     self._peer, *frames = frames
-                if self.fault is not None and self.fault[1] in b"".join(frames):
+                if self.fault is not None and self.fault[1] == self._name(socket, b"".join(frames)):
                     kind, self.fault = self.fault[0], None
                     if kind == "cut":
                         self._front.close(0)

@@ -28,7 +28,8 @@ from slipstream.rollout.worker import RolloutWorker
 from slipstream.rollout.worker_verbs import WorkerVerbs
 from slipstream.trainer.delivery.adapter_source import AdapterSource
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
-from slipstream.weight_sync.replica.control_server import ReplicaHandler
+from slipstream.weight_sync.replica.endpoint import ReplicaEndpoint, ReplicaHandler
+from slipstream.weight_sync.replica.messages import ReplicaVerbs
 from slipstream.weight_sync.source import WeightSource
 from slipstream.weight_sync.transport.base import Transport
 from slipstream.weight_sync.transport.mooncake import MooncakeTransport
@@ -55,6 +56,7 @@ PAIRS = [
     (WeightSource, DictSource),
     (WeightSource, TrainerWeightSource),
     (WeightSource, AdapterSource),
+    (ReplicaVerbs, ReplicaEndpoint),
     (ReplicaHandler, PlainEngine),
     (ReplicaHandler, BaseReplica),
     (ReplicaHandler, AdapterReplica),

@@ -4,13 +4,13 @@ Owns: the known addresses, by their digest, and the check of a replica's answer.
 (publisher.py broadcasts what `check` finds, and every rank learns it), nor the digest (messages.py).
 
     rank 0                                          replica
-    Begin(known digests of this replica)     ->     Receiver.begin on every engine rank
+    begin(known digests of this replica)     ->     Receiver.begin on every engine rank
     check  <-  Begun(session, digest, addresses where the digest is not among those)
     broadcast of the fresh ones; learn() on every rank
 
 Invariant: the book is the same on all ranks. A Binding is made from a session and an addresses' digest that the replica
 sent in this epoch. An answer is refused if it names unknown addresses, or sends addresses that do not match its digest.
-The replica's next Begin then names none as known, so it sends all of them again. A replica that was started again is
+The replica's next begin then names none as known, so it sends all of them again. A replica that was started again is
 forgotten first. The book stays small: a replica's parameters do not move (receiver.py refuses that), so there is one
 entry per engine rank or, in adapter mode, per slot.
 """
@@ -36,7 +36,7 @@ class AddressBook:
         """On rank 0, per replica: (engine rank, digest) of addresses that were found to cover all its parameters."""
 
     def known(self, replica: int) -> tuple[str, ...]:
-        """The digests that a Begin to this replica names as known."""
+        """The digests that a begin of this replica names as known."""
         return tuple(self._known.get(replica, ()))
 
     def learn(self, replica: int, fresh: Mapping[str, Addresses]) -> None:
@@ -53,7 +53,7 @@ class AddressBook:
         return Binding(session, self._known[replica][digest])
 
     def check(self, replica: int, bounds: Sequence[Bound], params: Sequence[Collection[str]]) -> dict[str, Addresses]:
-        """Check a replica's answer to Begin. Returns the addresses in it that were not known.
+        """Check a replica's answer to begin. Returns the addresses in it that were not known.
 
         Args:
             replica: The replica that answered.

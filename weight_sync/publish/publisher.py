@@ -3,17 +3,17 @@
 Owns: how the plan reaches every rank, which replicas take part, and the order of phases. Every trainer rank has a
 Publisher and calls the same methods at the same time; only rank 0 speaks to the replicas (`rank0.py`). Does not own
 bytes (`pipeline.py`), the ranks' collectives (`collectives.py`), a publish's messages to replicas and the judgement of
-their answers (`transaction.py`), sockets (`control_client.py`), or the fence (the caller must not change weights until
-publish() returns).
+their answers (`transaction.py`), connections (`replica/clients.py`), or the fence (the caller must not change weights
+until publish() returns).
 
     rank 0                                    every rank                              replica (each on its own)
     ------                                    ----------                              -------------------------
-    Begin to all, wait for acks        ->     pipeline: gather, pack first loads      pause, DIRTY
+    begin at all, wait for answers      ->     pipeline: gather, pack first loads      pause, DIRTY
                                        bcast  who is alive, and where
                                               pipeline: pack, hash, write  =====>     live parameters change
                                        gather sums and errors
-    Commit(sums) to those without error ->                                            verify, commit, CLEAN, resume
-    Abort to the others                 ->                                            stay DIRTY
+    commit(sums) at those without error ->                                            verify, commit, CLEAN, resume
+    abort at the others                 ->                                            stay DIRTY
                                        bcast  report; links of failed replicas are closed
 
 A replica that the caller excludes is not asked, not written to and not waited for; its open links are closed, as for

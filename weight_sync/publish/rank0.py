@@ -1,7 +1,7 @@
 """What trainer rank 0 does in a publish beside its part of the bytes: it plans for all ranks, and speaks to replicas.
 
-Owns: the sockets to replicas, epochs, the layouts that a plan is for, what every engine rank must hold, and how many
-parameters changed. Does not own: what all ranks do together and in which order (publisher.py), the messages of one
+Owns: the connections to replicas, epochs, the layouts that a plan is for, what every engine rank must hold, and how
+many parameters changed. Does not own: what all ranks do together and in which order (publisher.py), the messages of one
 publish (transaction.py), the plan itself (weight_sync/plan).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,10 @@ from slipstream.weight_sync.publish.report import PublishReport
 from slipstream.weight_sync.publish.sums import Places, Sums
 from slipstream.weight_sync.publish.trace import write_trace
 from slipstream.weight_sync.publish.transaction import Alive, Transaction
-from slipstream.weight_sync.replica.control_client import ReplicaClients
+from slipstream.weight_sync.replica.clients import ReplicaClients
 from slipstream.weight_sync.replica.expected import Planned
 from slipstream.weight_sync.replica.landing import flags_of, held_digest
-from slipstream.weight_sync.replica.messages import Describe, Described, Expected, addresses_digest
+from slipstream.weight_sync.replica.messages import Described, Expected, ReplicaVerbs, addresses_digest
 from slipstream.weight_sync.typed_msgpack import Sent
 
 logger = logging.getLogger(__name__)
@@ -75,8 +75,6 @@ class Rank0:
         self._bases = bases
         self._epoch = 0
         self._clients: ReplicaClients | None = None
-        # Asks replicas to begin while this rank packs. Only one call runs at a time, because their sockets are shared.
-        self._asking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync-begin")
         self._layouts: list[tuple[DestLayout, ...]] = []
         """Per replica: the layouts that the plan is made for."""
         self._planned: dict[Destination, Planned] = {}
@@ -140,7 +138,9 @@ class Rank0:
         """
         assert self._clients is not None
         replies = self._clients.call(
-            Describe, {number: {} for number in endpoints}, dict.fromkeys(endpoints, self._config.timeout_s)
+            ReplicaVerbs.describe,
+            dict.fromkeys(endpoints, (self._clients.publisher,)),
+            dict.fromkeys(endpoints, self._config.timeout_s),
         )
         described: dict[int, Described] = {}
         for number, endpoint in endpoints.items():
@@ -150,8 +150,6 @@ class Rank0:
                     raise reply
                 logger.warning("%s is left out: %s", endpoint, reply)
                 continue
-            if not isinstance(reply, Described):
-                raise ProtocolError(f"{endpoint} answered Describe with {type(reply).__name__}")
             if [item.layout.rank for item in reply.ranks] != list(range(len(reply.ranks))):
                 raise ProtocolError(f"{endpoint} described ranks {[item.layout.rank for item in reply.ranks]}")
             described[number] = reply
@@ -202,7 +200,8 @@ class Rank0:
         book: AddressBook,
         places: Places,
     ) -> tuple[Transaction, Future[Alive]]:
-        """Ask these replicas to begin, in a new epoch. Returns their transaction, and then who is alive."""
+        """Ask these replicas to begin, in a new epoch, while this rank packs. Returns their transaction, and then who
+        is alive."""
         assert self._clients is not None
         self._epoch += 1
         transaction = Transaction(
@@ -221,7 +220,7 @@ class Rank0:
             """Per engine rank, the parameters that are written."""
             return [places.params[dest] for dest in self._engine_ranks(replica)]
 
-        return transaction, self._asking.submit(transaction.begin, params)
+        return transaction, self._clients.start(transaction.begin(params))
 
     def finish(
         self, transaction: Transaction, results: Sequence[RankPublishReport], sums: Sums, trace: Path | None
@@ -270,11 +269,10 @@ class Rank0:
         }
 
     def close(self) -> None:
-        """Close the sockets."""
+        """Close the connections."""
         if self._clients is not None:
             self._clients.close()
             self._clients = None
-        self._asking.shutdown()
 
     def _engine_ranks(self, replica: int) -> list[Destination]:
         return [(replica, rank) for rank in range(len(self._layouts[replica]))]

@@ -18,7 +18,7 @@ class ReplicaReport:
     error: str | None = None
     """Class name and text; None if it committed."""
     pause_s: float = 0.0
-    """Seconds from its Begin until it served again; 0 if it does not serve."""
+    """Seconds from its begin until it served again; 0 if it does not serve."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,7 @@ class ReplicaTimes:
     idle_s: float
     mark_s: float
     told_s: float | None = None
-    """When Commit was sent; None if it was not."""
+    """When it was asked to commit; None if it was not."""
     verify_s: float = 0.0
     commit_s: float = 0.0
 

@@ -1,15 +1,15 @@
 """One publish as rank 0 conducts it: which replicas began, which may commit, which must abort, and the report.
 
 Owns: the notes on every replica, their deadlines, and the order of the messages. Does not own: what is planned and
-expected, nor the epoch's number (publisher.py); sockets (control_client.py); addresses (address_book.py).
+expected, nor the epoch's number (rank0.py); connections (replica/clients.py); addresses (address_book.py).
 
-    begin     sends Begin to all replicas that take part; returns which are alive, where to write, and their time left
+    begin     asks all replicas that take part to begin; returns which are alive, where to write, and their time left
               (every rank writes)
-    finish    sends Commit to those to which every rank sent everything, Abort to the others that began
+    finish    asks those to which every rank sent everything to commit, the others that began to abort
     report    the result for every replica
 
-Invariants. A replica's failure is a note, never an exception. A replica has `timeout_s` for Begin, the writes to it and
-Commit together; only time spent waiting for *it* counts. Every replica that began gets Commit or Abort.
+Invariants. A replica's failure is a note, never an exception. A replica has `timeout_s` for begin, the writes to it and
+commit together; only time spent waiting for *it* counts. Every replica that began is asked to commit or to abort.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.weight_sync.errors import ProtocolError
+from slipstream.weight_sync.errors import ProtocolError, WeightSyncError
 from slipstream.weight_sync.layout import Destination
 from slipstream.weight_sync.publish.address_book import AddressBook, Addresses
 from slipstream.weight_sync.publish.lanes import RankPublishReport
 from slipstream.weight_sync.publish.report import EXCLUDED, PublishReport, ReplicaReport
 from slipstream.weight_sync.publish.trace import ReplicaTimes, Span
-from slipstream.weight_sync.replica.control_client import ReplicaClients
-from slipstream.weight_sync.replica.messages import Abort, Begin, Begun, Commit, Committed, Expected
+from slipstream.weight_sync.replica.clients import ReplicaClients
+from slipstream.weight_sync.replica.messages import Committed, Expected, PublishId, ReplicaVerbs
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ MIN_COMMIT_S = 1.0
 
 @dataclass(slots=True)
 class Alive:
-    """What rank 0 sends to all ranks after Begin."""
+    """What rank 0 sends to all ranks after begin()."""
 
     bound: dict[Destination, tuple[str, str]] = field(default_factory=dict)
     """Per engine rank that is written to: its session, and the digest of its addresses."""
@@ -57,7 +57,7 @@ class Notes:
     endpoint: str
     spent_s: float = 0.0
     times: ReplicaTimes | None = None
-    """None before it answered Begin."""
+    """None before it had begun."""
     error: str | None = None
     committed: Committed | None = None
 
@@ -66,11 +66,11 @@ class Transaction:
     """See the module's docstring.
 
     Args:
-        clients: Sockets to all replicas.
+        clients: Connections to all replicas.
         book: Known addresses of all replicas.
         endpoints: Endpoints of all replicas.
         included: Replicas that take part, by their position.
-        version, epoch, digest: Fields of every message.
+        version, epoch, digest: Name the publish.
         timeout_s: A replica's deadline.
         held: Per engine rank that committed the last publish: the held_digest of it.
     """
@@ -94,9 +94,7 @@ class Transaction:
         ]
         self._clients = clients
         self._book = book
-        self._version = version
-        self._epoch = epoch
-        self._digest = digest
+        self._publish = PublishId(clients.publisher, version, epoch, digest)
         self._timeout_s = timeout_s
         self._began = time.monotonic()
         self._begin_s = 0.0
@@ -104,7 +102,7 @@ class Transaction:
         """Per engine rank that takes changes: what they are computed against."""
         self._begun: list[int] = []
 
-    def begin(self, params_of: Callable[[int], Sequence[Collection[str]]]) -> Alive:
+    async def begin(self, params_of: Callable[[int], Sequence[Collection[str]]]) -> Alive:
         """Ask all replicas that take part to begin, and wait for their answers.
 
         Args:
@@ -112,18 +110,15 @@ class Transaction:
         """
         began = time.monotonic()
         numbers = [number for number, replica in enumerate(self.replicas) if replica.error is None]
-        replies = self._clients.call(
-            Begin,
-            {number: {"known": self._book.known(number)} for number in numbers},
+        replies = await self._clients.ask(
+            ReplicaVerbs.begin,
+            {number: (self._publish, self._book.known(number)) for number in numbers},
             dict.fromkeys(numbers, self._timeout_s),
-            version=self._version,
-            epoch=self._epoch,
-            digest=self._digest,
         )
         alive = Alive()
         for number in numbers:
             reply, replica = replies[number], self.replicas[number]
-            if not isinstance(reply, Begun):
+            if isinstance(reply, WeightSyncError):
                 replica.error = _text(reply)
                 continue
             self._begun.append(number)
@@ -132,7 +127,7 @@ class Transaction:
             alive.budgets_s[number] = max(0.0, self._timeout_s - replica.spent_s)
             try:
                 alive.fresh[number] = self._book.check(number, reply.bindings, params_of(number))
-            except ProtocolError as e:  # it is not written to and gets Abort; at its next Begin it sends all addresses
+            except ProtocolError as e:  # it is not written to and is aborted; next time it sends all addresses
                 replica.error = _text(e)
                 alive.forgotten.append(number)
                 continue
@@ -144,8 +139,8 @@ class Transaction:
         self._begin_s = time.monotonic() - began
         logger.debug(
             "version %d, epoch %d: %d of %d replicas began in %.3f s",
-            self._version,
-            self._epoch,
+            self._publish.version,
+            self._publish.epoch,
             len(alive.budgets_s) - len(alive.forgotten),
             len(numbers),
             self._begin_s,
@@ -167,15 +162,15 @@ class Transaction:
             if failures:
                 replica.error = "; ".join(failures)
             replica.spent_s += max(r.write_s.get(number, 0.0) for r in results)
-        unserved = {number: {"reason": error} for number in self._begun if (error := self.replicas[number].error)}
+        unserved = {number: error for number in self._begun if (error := self.replicas[number].error)}
         self._commit([number for number in self._begun if number not in unserved], expected_of)
         self._abort(unserved)
         for replica in self.replicas:
             if replica.error is not None and replica.error != EXCLUDED:
                 logger.error(
                     "version %d, epoch %d: %s did not commit: %s",
-                    self._version,
-                    self._epoch,
+                    self._publish.version,
+                    self._publish.epoch,
                     replica.endpoint,
                     replica.error,
                 )
@@ -188,8 +183,8 @@ class Transaction:
         times = [replica.times for replica in self.replicas if replica.times is not None]
         num_changed, num_compared = (sum(r.num_changed for r in results), sum(r.num_compared for r in results))
         return PublishReport(
-            version=self._version,
-            epoch=self._epoch,
+            version=self._publish.version,
+            epoch=self._publish.epoch,
             replicas=tuple(
                 ReplicaReport(r.endpoint, r.committed is not None, r.error, r.committed.pause_s if r.committed else 0.0)
                 for r in self.replicas
@@ -217,37 +212,28 @@ class Transaction:
         return ranks | {f"replica {r.endpoint}": r.times.spans() for r in self.replicas if r.times}
 
     def _commit(self, ready: Sequence[int], expected_of: Callable[[int], tuple[Expected, ...]]) -> None:
-        fields = {number: {"expected": expected_of(number)} for number in ready}
+        asked = {number: (self._publish, expected_of(number)) for number in ready}
         timeouts_s = {number: max(MIN_COMMIT_S, self._timeout_s - self.replicas[number].spent_s) for number in ready}
         told = time.monotonic()
-        replies = self._clients.call(
-            Commit, fields, timeouts_s, version=self._version, epoch=self._epoch, digest=self._digest
-        )
-        for number, reply in replies.items():
+        for number, reply in self._clients.call(ReplicaVerbs.commit, asked, timeouts_s).items():
             replica = self.replicas[number]
-            if isinstance(reply, Committed):
-                replica.committed, times = reply, replica.times
-                if times is not None:
-                    times.told_s, times.verify_s, times.commit_s = told, reply.verify_s, reply.commit_s
-            else:
+            if isinstance(reply, WeightSyncError):
                 replica.error = _text(reply)
+                continue
+            replica.committed, times = reply, replica.times
+            if times is not None:
+                times.told_s, times.verify_s, times.commit_s = told, reply.verify_s, reply.commit_s
 
-    def _abort(self, unserved: Mapping[int, Mapping[str, object]]) -> None:
+    def _abort(self, unserved: Mapping[int, str]) -> None:
         """Tell replicas that no commit will come. They are DIRTY, whatever they answer.
 
-        Not sent to a replica whose own Begin or Commit failed, because it knows. A replica that did not answer in time
+        A replica whose own begin or commit failed is not asked, because it knows. A replica that did not answer in time
         is not waited for again.
         """
         if unserved:
-            self._clients.call(
-                Abort,
-                unserved,
-                dict.fromkeys(unserved, MIN_COMMIT_S),
-                version=self._version,
-                epoch=self._epoch,
-                digest=self._digest,
-            )
+            asked = {number: (self._publish, reason) for number, reason in unserved.items()}
+            self._clients.call(ReplicaVerbs.abort, asked, dict.fromkeys(unserved, MIN_COMMIT_S))
 
 
-def _text(reply: object) -> str:
-    return f"{type(reply).__name__}: {reply}" if isinstance(reply, Exception) else f"unexpected {type(reply).__name__}"
+def _text(error: WeightSyncError) -> str:
+    return f"{type(error).__name__}: {error}"

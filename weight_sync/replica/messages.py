@@ -1,24 +1,25 @@
-"""The signed messages between a publisher and a replica.
+"""What a publisher asks of a replica, declared once: endpoint.py serves it, clients.py asks many replicas at once.
 
-Owns the wire messages and their signature. Does not own their encoding (`typed_msgpack.py`), the sockets
-(`control_server.py`, `control_client.py`) or what a request does (`receiver.py`).
+Owns the verbs and their messages. Does not own how calls travel (weight_sync/calls), or what a verb does
+(`receiver.py`).
 
-Publishers may follow one another and share no clock: the publisher that called Describe last takes ownership at its
-first Begin, and earlier ones get StaleEpoch until they call Describe again.
+    Publisher (rank 0)                        ReplicaEndpoint
+      describe  ------------------------------->  layout and binding of every engine rank
+      begin     ------------------------------->  the engine stands still, ranks are DIRTY; returns where to write
+         ... one-sided writes ...
+      commit    ------------------------------->  every rank proves its bytes; then serve them
+      abort     ------------------------------->  stay DIRTY
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-import msgspec
-
-from slipstream.weight_sync.errors import AuthenticationError, ProtocolError
 from slipstream.weight_sync.layout import Binding, DestLayout
-from slipstream.weight_sync.typed_msgpack import Sent, pack, unpack
+from slipstream.weight_sync.typed_msgpack import Sent, pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,150 +78,69 @@ class Expected:
     """What lies in the rank's landing zone; see replica/landing.py."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """Fields of every message. A reply repeats its request's."""
+@dataclass(frozen=True, slots=True)
+class PublishId:
+    """Names one publish. Example: PublishId("5e..", version=3, epoch=4, digest="9f..")."""
 
-    run_id: str
-    """Fingerprint of the run's key."""
-    client: str
-    """Random name of a publisher's end, chosen when it is made. A reply with another name is ignored."""
-    incarnation: str = ""
-    """Random name of a replica's endpoint, chosen at its start. Empty in Describe, which asks for it."""
-    request_id: int
-    """Starts at 1 and grows with every request of a client. A request whose id does not grow is a replay. No clocks."""
-    epoch: int = 0
-    version: int = -1
-    digest: str = ""
+    publisher: str
+    """Random name of whoever publishes, which it gave in describe()."""
+    version: int
+    epoch: int
+    digest: str
+    """Of the plan."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Describe(Message):
-    """Asks what a replica's ranks must receive, and where."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Described(Message):
-    """Answers Describe. `own_epoch` and `own_version` are the replica's, so that a publisher continues from there."""
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What a replica's ranks must receive, and its epoch, so that a publisher continues from there."""
 
     ranks: tuple[EngineRank, ...]
     own_epoch: int
-    own_version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begin(Message):
-    """Stop serving: bytes of `version` will be written. `known`: digests of the replica's addresses that it need not
-    send again."""
-
-    known: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begun(Message):
-    """Every rank is idle and DIRTY. `bindings`: where to write, one per rank. (Sessions change after a failed epoch,
-    and each adapter slot has other addresses.)
-
-    Seconds: until the engine had paused, and from then until every rank had marked itself DIRTY.
-    """
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Every rank is idle and DIRTY."""
 
     bindings: tuple[Bound, ...]
+    """Where to write, one per rank. (Sessions change after a failed epoch, and each adapter slot has other
+    addresses.)"""
     idle_s: float
+    """Until the engine had paused."""
     mark_s: float
+    """From then until every rank had marked itself DIRTY."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Commit(Message):
-    """All bytes were written. Prove them against `expected` (one per rank), then serve `version`."""
-
-    expected: tuple[Expected, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Committed(Message):
-    """Every rank serves `version`. Seconds: for the proof, for the rest of the commit, and from Begin until now."""
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Every rank serves the version. Seconds: for the proof, for the rest of the commit, and from begin until now."""
 
     verify_s: float
     commit_s: float
     pause_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abort(Message):
-    """The transaction is over and failed. Stay DIRTY."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Aborted(Message):
-    """Answers Abort."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed(Message):
-    """The request raised `error` (a class name) with `text`."""
-
-    error: str
-    text: str
-
-
-REQUESTS: tuple[type[Message], ...] = (Describe, Begin, Commit, Abort)
-REPLIES: tuple[type[Message], ...] = (Described, Begun, Committed, Aborted, Failed)
-_MAC_BYTES = hashlib.sha256().digest_size
-
-
-@dataclass(frozen=True, slots=True)
-class Signer:
-    """Signs and checks messages with the run's key (HMAC-SHA256 over direction and body, compared in constant time).
-
-    The signed body holds the client, its request id and the endpoint's incarnation, so that a recorded message is
-    refused when it is sent again, sent to another replica or to the same one after a restart. Only Describe names no
-    incarnation: another endpoint of the run answers a recorded Describe once. That is harmless, because it changes
-    nothing and the answer names a client that is gone. The direction is signed, too, so a request cannot be sent back
-    to its sender as a reply.
+class ReplicaVerbs(Protocol):
+    """What a publisher asks. Several may follow one another and share no clock: the one that called describe() last
+    takes the replica at its first begin(), and from then on earlier ones get StaleEpoch until they describe again.
     """
 
-    key: bytes = field(repr=False)
+    async def describe(self, publisher: str) -> Described:
+        """What must be received, and where. Changes nothing."""
+        ...
 
-    def __post_init__(self) -> None:
-        if len(self.key) < 16:
-            raise ProtocolError(f"the run's key must have at least 16 bytes, got {len(self.key)}")
+    async def begin(self, publish: PublishId, known: Sequence[str]) -> Begun:
+        """Stop serving: bytes will be written. `known`: digests of the replica's addresses that it need not send
+        again."""
+        ...
 
-    @property
-    def run_id(self) -> str:
-        """Name of the run that is safe to show: a fingerprint of its key."""
-        return hmac.new(self.key, b"slipstream run id", hashlib.sha256).hexdigest()[:16]
+    async def commit(self, publish: PublishId, expected: Sequence[Expected]) -> Committed:
+        """All bytes were written. Prove them against `expected` (one per rank), then serve them."""
+        ...
 
-    def seal(self, message: Message) -> bytes:
-        """Encode and sign."""
-        body = pack([type(message).__name__, message])
-        return self._mac(type(message) in REQUESTS, body) + body
-
-    def open_request(self, data: bytes) -> Message:
-        """Check and decode what an endpoint received. Raises AuthenticationError or ProtocolError."""
-        return self._open(data, REQUESTS)
-
-    def open_reply(self, data: bytes) -> Message:
-        """Check and decode what a publisher received. Raises AuthenticationError or ProtocolError."""
-        return self._open(data, REPLIES)
-
-    def _open(self, data: bytes, kinds: tuple[type[Message], ...]) -> Message:
-        mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
-        if not hmac.compare_digest(mac, self._mac(kinds is REQUESTS, body)):
-            raise AuthenticationError(f"a control message of {len(data)} bytes is not signed with this run's key")
-        kind, fields = unpack(tuple[str, msgspec.Raw], body)
-        cls = next((cls for cls in kinds if cls.__name__ == kind), None)
-        if cls is None:
-            raise ProtocolError(f"control message kind {kind!r} is none of {', '.join(k.__name__ for k in kinds)}")
-        message = unpack(cls, fields)
-        if message.run_id != self.run_id:
-            raise AuthenticationError(f"a control message names run {message.run_id}, this is run {self.run_id}")
-        return message
-
-    def _mac(self, is_request: bool, body: bytes) -> bytes:
-        direction = b"slipstream/3 request\0" if is_request else b"slipstream/3 reply\0"
-        return hmac.digest(self.key, direction + body, "sha256")
+    async def abort(self, publish: PublishId, reason: str) -> None:
+        """The publish is over and failed. Stay DIRTY."""
+        ...
 
 
 def addresses_digest(addresses: Mapping[str, int]) -> str:

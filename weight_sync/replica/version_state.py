@@ -5,7 +5,7 @@
       +----- failed -------+----- begin ----------+          DIRTY. A replica serves in CLEAN and in no other phase.
 
 A replica starts DIRTY at epoch 0 (its weights are dummies). Versions may repeat or go back (a trainer resumed from an
-older checkpoint); epochs only grow. The replica's endpoint (control_server.py) owns the state of the whole replica;
+older checkpoint); epochs only grow. The replica's endpoint (endpoint.py) owns the state of the whole replica;
 every engine rank owns one more in its own process (receiver.py), which no other process can change.
 """
 

@@ -12,13 +12,15 @@ import pytest
 import zmq
 
 from slipstream.conf.schema import EvalSampling, EvalSamplingConfig, SamplingConfig
-from slipstream.rollout import calls
-from slipstream.rollout.calls import CallServer, WorkerClient
 from slipstream.rollout.errors import EngineDied, EngineError, ReplicaNotServing
 from slipstream.rollout.types import Prompt, Rollout, Routes
-from slipstream.rollout.verbs import Verb
+from slipstream.rollout.worker_verbs import WorkerClient, WorkerVerbs
+from slipstream.weight_sync.calls import server as calls
+from slipstream.weight_sync.calls.connection import HEARTBEAT_S, SILENCE_S
+from slipstream.weight_sync.calls.server import CallServer
+from slipstream.weight_sync.calls.verbs import Verb
+from slipstream.weight_sync.errors import ProtocolError
 from slipstream.weight_sync.layout import Binding
-from slipstream.weight_sync.replica.control_client import HEARTBEAT_S, SILENCE_S
 from slipstream.weight_sync.replica.recovery import Offer, Pulled
 
 KEY = b"k" * 32
@@ -72,7 +74,7 @@ async def worker() -> Worker:
 
 @pytest.fixture
 async def server(worker: Worker) -> AsyncIterator[CallServer]:
-    server = CallServer(worker, KEY)
+    server = CallServer(worker, WorkerVerbs, KEY)
     await server.start()
     yield server
     server.close()
@@ -176,7 +178,7 @@ async def test_calls_fail_also_where_the_end_has_no_word(worker: Worker, server:
     while not worker.asked:
         await asyncio.sleep(0.01)
     ended.set_result(None) if told is None else ended.set_exception(told)
-    with pytest.raises(EngineDied, match=f"at {server.address} is closed"):
+    with pytest.raises(EngineDied, match=f"at {server.address} is gone"):
         await waits
 
 
@@ -225,7 +227,7 @@ async def test_no_socket_drops_or_keeps_messages_and_silence_is_noticed(
 ) -> None:
     made = []
     monkeypatch.setattr(calls, "serve_guarded", lambda socket, key: made.append(socket))
-    await (server := CallServer(Worker(), KEY)).start()
+    await (server := CallServer(Worker(), WorkerVerbs, KEY)).start()
     for socket in (client.connection._socket, *made):
         assert [socket.getsockopt(option) for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM)] == [0, 0, 0]
     assert len(made) == 1 and server.address.startswith("tcp://127.0.0.1:")
@@ -295,7 +297,7 @@ def serve(sender: Any) -> None:
     async def main() -> None:
         worker = Worker()
         worker.may_answer.clear()
-        server = CallServer(worker, KEY)
+        server = CallServer(worker, WorkerVerbs, KEY)
         await server.start()
         sender.send(server.address)
         while not worker.asked:
@@ -345,3 +347,13 @@ async def test_what_a_client_asked_is_given_up_when_another_one_comes_in_its_pla
     assert await ask(another) == worker.sampled
     waits.cancel()
     another.connection.close()
+
+
+async def test_an_address_that_is_none_and_one_that_cannot_be_bound_are_named() -> None:
+    with pytest.raises(ProtocolError, match="'nowhere' is no address of a process"):
+        WorkerClient.at("nowhere", KEY)
+    server = CallServer(Worker(), WorkerVerbs, KEY, host="192.0.2.1")
+    with pytest.raises(ProtocolError, match=r"cannot bind tcp://192\.0\.2\.1: "):
+        await server.start()
+    with pytest.raises(ProtocolError, match="the run's key must have at least 16 bytes, got 5"):
+        await CallServer(Worker(), WorkerVerbs, b"short").start()

@@ -19,7 +19,6 @@ from fakes.model_engine import BINDING, DESCRIBED, OFFER, REPLIES, ModelEngine
 
 import slipstream.rollout.base_replica
 import slipstream.rollout.engine.vllm_process
-from slipstream.conf.errors import SlipstreamError, named_error
 from slipstream.conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.rollout.engine.vllm_engine import VllmEngine
@@ -30,18 +29,8 @@ from slipstream.rollout.worker_process import WorkerOptions, with_its_share
 from slipstream.weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
 from slipstream.weight_sync.layout import TensorMeta
 from slipstream.weight_sync.record.layout_wire import layouts_digest
-from slipstream.weight_sync.replica.control_client import ReplicaClients
-from slipstream.weight_sync.replica.messages import (
-    Abort,
-    Begin,
-    Bound,
-    Commit,
-    Describe,
-    Described,
-    Expected,
-    Failed,
-    Message,
-)
+from slipstream.weight_sync.replica.clients import ReplicaClients
+from slipstream.weight_sync.replica.messages import Bound, Described, Expected, PublishId, ReplicaVerbs
 from slipstream.weight_sync.replica.recovery import Pulled
 
 PROMPT = Prompt(0, (1, 5), "a")
@@ -106,24 +95,14 @@ def test_an_engine_that_shares_its_gpu_is_told_how_large_its_cache_is(
     assert with_its_share(options_of_all).kv_cache_bytes == expected
 
 
-async def ask(worker: RolloutWorker, kind: type[Message], version: int, epoch: int, **fields: Any) -> Any:
-    """What a publisher's request does to a worker: its reply, or the error that the reply carries."""
-    head: dict[str, Any] = {"run_id": "test", "client": "test", "request_id": 1}
-    described = await worker.base.endpoint.answer(Describe(**head))
-    head |= {"incarnation": described.incarnation, "version": version, "epoch": epoch, "digest": "digest"}
-    reply = await worker.base.endpoint.answer(kind(**head, **fields))
-    if isinstance(reply, Failed):
-        raise (named_error(reply.error, SlipstreamError) or RuntimeError)(reply.text)
-    return reply
-
-
 async def begin(worker: RolloutWorker, version: int, epoch: int) -> None:
-    begun = await ask(worker, Begin, version, epoch)
+    await worker.base.endpoint.describe("test")
+    begun = await worker.base.endpoint.begin(PublishId("test", version, epoch, "digest"), ())
     assert list(begun.bindings) == [Bound.of(BINDING)] * 2
 
 
 async def commit(worker: RolloutWorker, version: int, epoch: int) -> None:
-    await ask(worker, Commit, version, epoch, expected=(EXPECTED,) * 2)
+    await worker.base.endpoint.commit(PublishId("test", version, epoch, "digest"), (EXPECTED,) * 2)
 
 
 async def publish(worker: RolloutWorker, version: int, epoch: int) -> None:
@@ -190,7 +169,7 @@ async def test_no_garbage_collection_starts_while_the_engine_stands_still(tmp_pa
     worker, _ = make(tmp_path)
     ends = {
         "commit": lambda: commit(worker, 3, 1),
-        "abort": lambda: ask(worker, Abort, 3, 1, reason="a reason"),
+        "abort": lambda: worker.base.endpoint.abort(PublishId("test", 3, 1, "digest"), "a reason"),
         "stop": worker.stop,
     }
     await begin(worker, 3, 1)
@@ -238,19 +217,20 @@ async def test_a_rank_that_hangs_costs_one_begin_and_the_endpoint_answers_on(mon
     address = await worker.start()
     clients = ReplicaClients([address], b"k" * 16)
 
-    def ask(kind: Any, **fields: Any) -> Any:
-        return clients.call(kind, {0: {}}, {0: 10.0}, **fields)[0]
+    def ask(verb: Any, *arguments: object) -> Any:
+        return clients.call(verb, {0: arguments}, {0: 10.0})[0]
 
     try:
-        assert isinstance(await asyncio.to_thread(ask, Describe), Described)
-        error = await asyncio.to_thread(ask, Begin, version=0, epoch=1, digest="d", known=())
+        assert isinstance(await asyncio.to_thread(ask, ReplicaVerbs.describe, clients.publisher), Described)
+        publish = PublishId(clients.publisher, 0, 1, "d")
+        error = await asyncio.to_thread(ask, ReplicaVerbs.begin, publish, ())
         assert "did not answer" in str(error)
         assert "must be restarted" in str(error)
         assert gc.isenabled()
         with pytest.raises(EngineDied, match="left a call unanswered"):
             worker.engine.check()
         assert "for the engine's" in caplog.text
-        assert isinstance(await asyncio.to_thread(ask, Describe), Described)
+        assert isinstance(await asyncio.to_thread(ask, ReplicaVerbs.describe, clients.publisher), Described)
     finally:
         clients.close()
         await worker.stop()

@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import pytest
 
 from slipstream.rollout.adapters.slot_ranks import SlotRanks
-from slipstream.rollout.calls import SWITCH_S, serve_in_thread
 from slipstream.rollout.errors import EngineDied, EngineError
+from slipstream.weight_sync.calls.loop_thread import SWITCH_S
+from slipstream.weight_sync.calls.server import serve_in_thread
 from slipstream.weight_sync.errors import IntegrityError
 
 KEY = b"k" * 32

@@ -26,7 +26,7 @@ class Api(ThreadingHTTPServer):
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.reports: list[RankReport] = []
-        self.sign_with = KEY
+        self.report_key = KEY
         self.report_s = 60.0
         self.status: dict[str, int] = {}
         self.headers: dict[str, str] = {}
@@ -49,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/init_weight_transfer_engine":
             for report in self.server.reports:
                 send_report(
-                    body["init_info"]["report_to"], self.server.sign_with, report, timeout_s=self.server.report_s
+                    body["init_info"]["report_to"], self.server.report_key, report, timeout_s=self.server.report_s
                 )
         self.send_response(self.server.status.get(self.path, 200))
         for name, value in self.server.headers.items():
@@ -96,11 +96,11 @@ def test_a_rank_that_refuses_says_why(api: Api) -> None:
         attach(api)
 
 
-def test_a_missing_rank_and_an_unsigned_report_are_not_taken_for_endpoints(api: Api) -> None:
+def test_a_missing_rank_and_a_report_without_the_key_are_not_taken_for_endpoints(api: Api) -> None:
     api.reports = [RankReport(0, 2, "tcp://a")]
     with pytest.raises(EngineError, match="1 ranks reported within"):
         attach(api, 0.3)
-    api.reports, api.sign_with, api.report_s = [RankReport(0, 1, "tcp://evil")], b"x" * 32, 1.0
+    api.reports, api.report_key, api.report_s = [RankReport(0, 1, "tcp://evil")], b"x" * 32, 1.0
     with pytest.raises(EngineError, match="0 ranks reported within"):
         attach(api, 0.3)
 

@@ -131,12 +131,15 @@ def test_a_refused_write_costs_one_replica_which_is_told(world: World) -> None:
     assert world.endpoints[0].endpoint.state.epoch == report.epoch
 
 
-@pytest.mark.parametrize("verb", ["pause", "begin", "verify", "commit"])
-def test_a_replica_that_raises_is_named_with_its_error(world: World, verb: str) -> None:
+@pytest.mark.parametrize(
+    ("verb", "asked"), [("pause", "begin"), ("begin", "begin"), ("verify", "commit"), ("commit", "commit")]
+)
+def test_a_replica_that_raises_is_named_with_its_error(world: World, verb: str, asked: str) -> None:
     world.engines[0].fail_on[verb] = RuntimeError(f"no {verb} today")
     report = world.publisher.publish(0)
     assert committed(report) == [False, True]
-    assert report.replicas[0].error == f"ReplicaError: {world.endpoints[0].address}: RuntimeError: no {verb} today"
+    said = f"{world.endpoints[0].address}: {asked} failed with RuntimeError: no {verb} today"
+    assert report.replicas[0].error == f"ReplicaError: {said}"
     assert world.engines[0].calls[-2:] == [verb, "abort"]
     assert not world.endpoints[0].endpoint.state.is_serving
     assert committed(world.publisher.publish(1)) == [True, True]
@@ -169,7 +172,7 @@ def test_when_no_replica_is_left_the_source_is_ended_and_not_read_further(world:
 
 
 def test_a_publish_that_cannot_begin_leaves_nothing_prepared(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(*_: object) -> None:
+    async def breaks(*_: object) -> None:
         raise RuntimeError("no socket")
 
     with monkeypatch.context() as patch:
@@ -221,7 +224,7 @@ def test_a_timeline_that_cannot_be_written_costs_no_publish(
 def test_links_that_a_publish_opened_are_known_even_if_its_end_failed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def breaks(*_: object) -> None:
+    async def breaks(*_: object) -> None:
         raise RuntimeError("no socket")
 
     with monkeypatch.context() as patch:
@@ -279,17 +282,17 @@ def test_a_silent_replica_costs_its_own_deadline() -> None:
     entered, release = make_begin_hang(world.engines[0])
     clients = world.publisher._rank0._clients
     assert clients is not None
-    call = clients.call
+    ask = clients.ask
 
-    def impatient(kind: Any, fields: Any, timeouts_s: dict[int, float], **common: object) -> Any:
+    def impatient(verb: Any, arguments: Any, timeouts_s: dict[int, float]) -> Any:
         """The one that hangs has less time, so that a busy machine costs the other one nothing."""
-        return call(kind, fields, {**timeouts_s, **({0: 0.3} if 0 in timeouts_s else {})}, **common)
+        return ask(verb, arguments, {**timeouts_s, **({0: 0.3} if 0 in timeouts_s else {})})
 
-    clients.call = impatient  # type: ignore[method-assign]
+    clients.ask = impatient  # type: ignore[method-assign]
     report = world.publisher.publish(0)
     assert entered.is_set()
     assert committed(report) == [False, True]
-    assert "did not answer Begin" in (report.replicas[0].error or "")
+    assert "did not answer begin" in (report.replicas[0].error or "")
     release()
     world.close()
 
@@ -495,12 +498,3 @@ def test_an_answer_of_too_few_ranks_is_an_error(world: World) -> None:
     assert committed(report) == [False, True]
     assert "has 2 ranks and says where 1 are" in (report.replicas[0].error or "")
     assert len(answers) == 1
-
-
-def test_a_taken_port_is_one_clear_error(world: World) -> None:
-    from slipstream.weight_sync.replica.control_server import ReplicaEndpoint
-
-    port = int(world.endpoints[0].address.rsplit(":", 1)[1])
-    second = ReplicaEndpoint(world.engines[0], KEY, port=port)
-    with pytest.raises(WeightSyncError, match=f"cannot bind tcp://127.0.0.1:{port}"):
-        world.endpoints[0].run(second.start())

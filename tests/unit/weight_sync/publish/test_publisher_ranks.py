@@ -225,8 +225,11 @@ def test_what_fails_on_rank_0_alone_is_raised_on_every_rank_and_leaves_nothing_b
     def breaks(*_: object) -> None:
         raise WeightSyncError("no socket")
 
+    async def breaks_later(*_: object) -> None:
+        breaks()
+
     with monkeypatch.context() as patch:
-        patch.setattr(Transaction, verb, breaks)
+        patch.setattr(Transaction, verb, breaks_later if verb == "begin" else breaks)
         world.raises(WeightSyncError, "no socket", lambda publisher: publisher.publish(0))
     assert [source.num_ends for source in world.sources] == [1, 1]
     assert committed(world.publish(1)) == [True, True]

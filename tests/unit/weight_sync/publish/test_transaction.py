@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,20 +17,18 @@ from slipstream.weight_sync.publish.report import EXCLUDED, ReplicaReport
 from slipstream.weight_sync.publish.trace import Span
 from slipstream.weight_sync.publish.transaction import MIN_COMMIT_S, Alive, Transaction
 from slipstream.weight_sync.replica.messages import (
-    Abort,
-    Aborted,
-    Begin,
     Begun,
     Bound,
-    Commit,
     Committed,
+    PublishId,
+    ReplicaVerbs,
     addresses_digest,
 )
 
 PARAMS = (("norm", "qk"), ("qk",))
 ADDRESSES = [{"norm": 1, "qk": 2, "more": 3}, {"qk": 4}]
-COMMON: dict[str, Any] = {"version": 7, "epoch": 3, "digest": "plan"}
-FIELDS: dict[str, Any] = {"run_id": "run", "client": "client", "request_id": 1}
+PUBLISH = PublishId("publisher", version=7, epoch=3, digest="plan")
+BEGIN, COMMIT, ABORT = ReplicaVerbs.begin, ReplicaVerbs.commit, ReplicaVerbs.abort
 
 
 class Clock:
@@ -46,30 +45,35 @@ class Clients:
     """Replicas that answer what they were given; a replica without an answer gets the usual one."""
 
     clock: Clock
-    answers: dict[tuple[type, int], object] = field(default_factory=dict)
-    takes_s: dict[type, float] = field(default_factory=dict)
+    answers: dict[tuple[object, int], object] = field(default_factory=dict)
+    takes_s: dict[object, float] = field(default_factory=dict)
     answer_s: dict[int, float] = field(default_factory=dict)
-    asked: list[tuple[type, dict[int, Mapping[str, object]], dict[int, float]]] = field(default_factory=list)
+    asked: list[tuple[object, dict[int, object], dict[int, float]]] = field(default_factory=list)
+    """Verb, and per replica what it was given beside the name of the publish, and its seconds."""
+    publisher = PUBLISH.publisher
 
-    def call(self, kind: type, fields: Mapping, timeouts_s: Mapping[int, float], **common: object) -> dict[int, object]:
-        assert common == COMMON
-        self.asked.append((kind, dict(fields), dict(timeouts_s)))
-        self.clock.now += self.takes_s.get(kind, 0.0)
-        usual = {Begin: begun(), Commit: committed(), Abort: Aborted(**FIELDS)}[kind]
-        return {number: self.answers.get((kind, number), usual) for number in fields}
+    def call(self, verb: object, arguments: Mapping, timeouts_s: Mapping[int, float]) -> dict[int, object]:
+        assert all(named == PUBLISH for named, _ in arguments.values())
+        self.asked.append((verb, {number: given for number, (_, given) in arguments.items()}, dict(timeouts_s)))
+        self.clock.now += self.takes_s.get(verb, 0.0)
+        usual = {BEGIN: begun(), COMMIT: committed(), ABORT: None}[verb]
+        return {number: self.answers.get((verb, number), usual) for number in arguments}
 
-    def of(self, kind: type) -> list[tuple[dict[int, Mapping[str, object]], dict[int, float]]]:
-        return [(fields, timeouts_s) for one, fields, timeouts_s in self.asked if one is kind]
+    async def ask(self, *args: Any) -> dict[int, object]:
+        return self.call(*args)
+
+    def of(self, verb: object) -> list[tuple[dict[int, object], dict[int, float]]]:
+        return [(given, timeouts_s) for one, given, timeouts_s in self.asked if one is verb]
 
 
 def begun(known: bool = False, idle_s: float = 0.25, mark_s: float = 0.125, holds: Sequence[str] = ("", "")) -> Begun:
     bounds = [Bound(f"session {rank}", addresses_digest(held), None if known else held, holds[rank])
               for rank, held in enumerate(ADDRESSES)]  # fmt: skip
-    return Begun(**FIELDS, bindings=tuple(bounds), idle_s=idle_s, mark_s=mark_s)
+    return Begun(tuple(bounds), idle_s, mark_s)
 
 
 def committed(verify_s: float = 0.5, commit_s: float = 1.0, pause_s: float = 2.0) -> Committed:
-    return Committed(**FIELDS, verify_s=verify_s, commit_s=commit_s, pause_s=pause_s)
+    return Committed(verify_s, commit_s, pause_s)
 
 
 class Setup:
@@ -88,11 +92,13 @@ class Setup:
             included,
             timeout_s=timeout_s,
             held=held or {},
-            **COMMON,
+            version=7,
+            epoch=3,
+            digest="plan",
         )
 
     def begin(self) -> Alive:
-        return self.transaction.begin(lambda replica: PARAMS)
+        return asyncio.run(self.transaction.begin(lambda replica: PARAMS))
 
     def finish(self, *results: RankPublishReport) -> None:
         self.transaction.finish(results, lambda number: (f"expected of {number}",))  # type: ignore[arg-type,return-value]
@@ -110,7 +116,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Setup]:
 def test_who_takes_part_is_asked_to_begin_and_has_the_rest_of_its_deadline_for_writes(make) -> None:
     setup = make()
     alive = setup.begin()
-    assert setup.clients.asked == [(Begin, {0: {"known": ()}, 2: {"known": ()}}, {0: 10.0, 2: 10.0})]
+    assert setup.clients.asked == [(BEGIN, {0: (), 2: ()}, {0: 10.0, 2: 10.0})]
     assert alive.budgets_s == {0: 9.0, 2: 6.0}
     digests = [addresses_digest(held) for held in ADDRESSES]
     assert alive.bound == {(replica, rank): (f"session {rank}", digests[rank]) for replica in (0, 2) for rank in (0, 1)}
@@ -123,16 +129,16 @@ def test_addresses_that_are_known_are_named_and_not_said_again(make) -> None:
     setup = make()
     digests = tuple(addresses_digest(held) for held in ADDRESSES)
     setup.book.learn(2, dict(zip(digests, ADDRESSES, strict=True)))
-    setup.clients.answers[Begin, 2] = begun(known=True)
+    setup.clients.answers[BEGIN, 2] = begun(known=True)
     alive = setup.begin()
-    assert setup.clients.of(Begin)[0][0] == {0: {"known": ()}, 2: {"known": digests}}
+    assert setup.clients.of(BEGIN)[0][0] == {0: (), 2: digests}
     assert list(alive.fresh[0].values()) == ADDRESSES and alive.fresh[2] == {}
 
 
 def test_changes_are_for_ranks_that_hold_what_was_kept_for_them(make) -> None:
     setup = make(held={(0, 0): "sixth", (0, 1): "sixth", (2, 0): "sixth"})
-    setup.clients.answers[Begin, 0] = begun(holds=("sixth", "fifth"))
-    setup.clients.answers[Begin, 2] = begun(holds=("", "sixth"))
+    setup.clients.answers[BEGIN, 0] = begun(holds=("sixth", "fifth"))
+    setup.clients.answers[BEGIN, 2] = begun(holds=("", "sixth"))
     assert setup.begin().take_changes == [(0, 0)], "the others hold another version, nothing, or what nobody kept"
     assert setup.transaction.bases == {(0, 0): "sixth"}
 
@@ -147,12 +153,12 @@ def test_a_begin_that_used_up_the_deadline_leaves_no_time_and_not_less(make) -> 
     ("answer", "error"),
     [
         (TransferTimeout("it did not answer"), "TransferTimeout: it did not answer"),
-        (Aborted(**FIELDS), "unexpected Aborted"),
+        (ReplicaError("it broke"), "ReplicaError: it broke"),
     ],
 )
 def test_a_replica_that_does_not_begin_is_not_written_to_and_told_nothing(make, answer, error) -> None:
     setup = make()
-    setup.clients.answers[Begin, 0] = answer
+    setup.clients.answers[BEGIN, 0] = answer
     alive = setup.begin()
     assert set(alive.budgets_s) == set(alive.fresh) == {2} and {replica for replica, _ in alive.bound} == {2}
     setup.finish(RankPublishReport(write_s={2: 1.0}))
@@ -162,14 +168,14 @@ def test_a_replica_that_does_not_begin_is_not_written_to_and_told_nothing(make, 
 
 def test_a_replica_that_contradicts_itself_is_not_written_to_and_aborted(make) -> None:
     setup = make()
-    setup.clients.answers[Begin, 0] = begun(known=True)
+    setup.clients.answers[BEGIN, 0] = begun(known=True)
     alive = setup.begin()
     assert alive.forgotten == [0]
     assert set(alive.fresh) == {2} and {replica for replica, _ in alive.bound} == {2}
     setup.finish(RankPublishReport(write_s={2: 1.0}))
-    ((fields, timeouts_s),) = setup.clients.of(Abort)
-    assert set(fields) == {0} and "never said" in str(fields[0]["reason"]) and timeouts_s == {0: MIN_COMMIT_S}
-    assert set(setup.clients.of(Commit)[0][0]) == {2}
+    ((fields, timeouts_s),) = setup.clients.of(ABORT)
+    assert set(fields) == {0} and "never said" in str(fields[0]) and timeouts_s == {0: MIN_COMMIT_S}
+    assert set(setup.clients.of(COMMIT)[0][0]) == {2}
 
 
 def test_a_commit_has_what_begin_and_the_slowest_ranks_writes_left(make) -> None:
@@ -177,10 +183,10 @@ def test_a_commit_has_what_begin_and_the_slowest_ranks_writes_left(make) -> None
     setup = make()
     setup.begin()
     setup.finish(RankPublishReport(write_s={0: 2.0, 2: 5.75}), RankPublishReport(write_s={0: 5.0}))
-    ((fields, timeouts_s),) = setup.clients.of(Commit)
-    assert fields == {number: {"expected": (f"expected of {number}",)} for number in (0, 2)}
+    ((fields, timeouts_s),) = setup.clients.of(COMMIT)
+    assert fields == {number: (f"expected of {number}",) for number in (0, 2)}
     assert timeouts_s == {0: 4.0, 2: MIN_COMMIT_S}
-    assert setup.clients.of(Abort) == []
+    assert setup.clients.of(ABORT) == []
     assert setup.errors == [None, EXCLUDED, None]
 
 
@@ -188,13 +194,13 @@ def test_a_rank_that_wrote_nothing_took_no_time(make) -> None:
     setup = make()
     setup.begin()
     setup.finish(RankPublishReport(), RankPublishReport(write_s={0: 0.25}))
-    assert setup.clients.of(Commit)[0][1] == {0: 10 - 1 - 0.25, 2: 10 - 4}
+    assert setup.clients.of(COMMIT)[0][1] == {0: 10 - 1 - 0.25, 2: 10 - 4}
 
 
 def test_who_did_not_commit_is_in_the_log_and_who_was_left_out_is_not(make, caplog) -> None:
     setup = make()
     setup.begin()
-    setup.clients.answers[Commit, 0] = ReplicaError("it broke")
+    setup.clients.answers[COMMIT, 0] = ReplicaError("it broke")
     setup.finish(RankPublishReport())
     (record,) = [one for one in caplog.records if one.levelname == "ERROR"]
     assert record.getMessage() == "version 7, epoch 3: tcp://a did not commit: ReplicaError: it broke"
@@ -207,9 +213,9 @@ def test_an_error_of_any_rank_keeps_a_replica_from_committing(make, failing: int
     results = [RankPublishReport(write_s={0: 1.0, 2: 1.0}) for _ in range(3)]
     results[failing].errors[2] = "TransferFailed: no"
     setup.finish(*results)
-    assert list(setup.clients.of(Commit)[0][0]) == [0]
+    assert list(setup.clients.of(COMMIT)[0][0]) == [0]
     reason = f"trainer rank {failing}: TransferFailed: no"
-    assert setup.clients.of(Abort) == [({2: {"reason": reason}}, {2: MIN_COMMIT_S})]
+    assert setup.clients.of(ABORT) == [({2: reason}, {2: MIN_COMMIT_S})]
     assert setup.errors == [None, EXCLUDED, reason]
 
 
@@ -222,24 +228,23 @@ def test_errors_of_all_ranks_are_in_the_report(make) -> None:
         EXCLUDED,
         "trainer rank 0: F0; trainer rank 1: F1",
     ]
-    assert [set(fields) for fields, _ in setup.clients.of(Commit)] == [set()]
+    assert [set(fields) for fields, _ in setup.clients.of(COMMIT)] == [set()]
 
 
 def test_the_others_are_told_to_commit_before_anybody_is_aborted(make) -> None:
     setup = make()
     setup.begin()
     setup.finish(RankPublishReport(errors={2: "no"}))
-    assert [kind for kind, _, _ in setup.clients.asked] == [Begin, Commit, Abort]
+    assert [kind for kind, _, _ in setup.clients.asked] == [BEGIN, COMMIT, ABORT]
 
 
-@pytest.mark.parametrize("answer", [ReplicaError("it broke"), Aborted(**FIELDS)])
-def test_a_replica_whose_commit_failed_is_not_told_again(make, answer) -> None:
+def test_a_replica_whose_commit_failed_is_not_told_again(make) -> None:
     setup = make()
     setup.begin()
-    setup.clients.answers[Commit, 0] = answer
+    setup.clients.answers[COMMIT, 0] = ReplicaError("it broke")
     setup.finish(RankPublishReport())
-    assert setup.clients.of(Abort) == []
-    assert setup.errors[0] in ("ReplicaError: it broke", "unexpected Aborted") and setup.errors[2] is None
+    assert setup.clients.of(ABORT) == []
+    assert setup.errors[0] == "ReplicaError: it broke" and setup.errors[2] is None
     report = setup.transaction.report([RankPublishReport()], watermark_bytes=1, num_changed_params=None)
     assert [replica.committed for replica in report.replicas] == [False, False, True]
     assert report.num_committed == 1
@@ -249,10 +254,10 @@ def test_a_replica_whose_commit_failed_is_not_told_again(make, answer) -> None:
 def test_the_report_has_the_slowest_of_each_and_the_sum_of_bytes(make, one: int, other: int) -> None:
     """Whichever replica, and whichever rank, the slowest is."""
     setup = make()
-    setup.clients.takes_s = {Begin: 4.5, Commit: 2.0}
+    setup.clients.takes_s = {BEGIN: 4.5, COMMIT: 2.0}
     setup.clients.answers |= {
-        (Begin, one): begun(idle_s=0.5, mark_s=0.0), (Begin, other): begun(idle_s=0.25, mark_s=0.125),
-        (Commit, one): committed(0.5, 1.0, 2.0), (Commit, other): committed(0.25, 3.0, 1.0),
+        (BEGIN, one): begun(idle_s=0.5, mark_s=0.0), (BEGIN, other): begun(idle_s=0.25, mark_s=0.125),
+        (COMMIT, one): committed(0.5, 1.0, 2.0), (COMMIT, other): committed(0.25, 3.0, 1.0),
     }  # fmt: skip
     setup.begin()
     setup.clock.now += 3.0
@@ -287,8 +292,8 @@ def test_a_publish_to_nobody_asks_nobody(make) -> None:
 
 def test_timelines_are_of_all_ranks_and_of_the_replicas_that_began(make) -> None:
     setup = make()
-    setup.clients.takes_s = {Begin: 4.0}
-    setup.clients.answers[Begin, 2] = TransferTimeout("late")
+    setup.clients.takes_s = {BEGIN: 4.0}
+    setup.clients.answers[BEGIN, 2] = TransferTimeout("late")
     setup.begin()
     setup.clock.now += 3.0
     results = [RankPublishReport(spans=[Span("gather", str(rank), 0.0, 1.0)]) for rank in range(2)]

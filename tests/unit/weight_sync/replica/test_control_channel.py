@@ -1,4 +1,4 @@
-"""Who is heard on a control channel: the run's publishers, the latest of them, once; and who is gone."""
+"""Who is heard at a replica's endpoint: the run's publishers, the latest of them; and who is gone."""
 
 from __future__ import annotations
 
@@ -11,25 +11,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import zmq
 from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.publish import KEY, EndpointThread, PlainEngine
 
 from slipstream.conf.errors import ConfigError
-from slipstream.weight_sync.errors import IntegrityError, ReplicaError, StaleEpoch, TransferTimeout
-from slipstream.weight_sync.replica.control_client import WAIT_LOG_S, ReplicaClients
-from slipstream.weight_sync.replica.curve import MAX_FRAME_BYTES, connect_guarded, frames_of, serve_guarded
-from slipstream.weight_sync.replica.messages import (
-    Abort,
-    Aborted,
-    Begin,
-    Begun,
-    Commit,
-    Describe,
-    Described,
-    Message,
-    Signer,
-)
+from slipstream.weight_sync.calls import connection
+from slipstream.weight_sync.calls.curve import MAX_FRAME_BYTES
+from slipstream.weight_sync.errors import IntegrityError, ProtocolError, ReplicaError, StaleEpoch, TransferTimeout
+from slipstream.weight_sync.replica import clients as clients_module
+from slipstream.weight_sync.replica.clients import ReplicaClients
+from slipstream.weight_sync.replica.messages import Begun, Described, PublishId, ReplicaVerbs
 from slipstream.weight_sync.replica.version_state import Phase, VersionState
 
 
@@ -45,6 +36,25 @@ class Replica:
         self._thread.close()
 
 
+class Publisher:
+    """Asks one replica, as rank 0 does."""
+
+    def __init__(self, address: str, key: bytes = KEY) -> None:
+        self.clients = ReplicaClients([address], key)
+
+    def ask(self, verb: Any, *given: object, timeout_s: float = 10.0) -> object:
+        return self.clients.call(verb, {0: given}, {0: timeout_s})[0]
+
+    def describe(self, timeout_s: float = 10.0) -> object:
+        return self.ask(ReplicaVerbs.describe, self.clients.publisher, timeout_s=timeout_s)
+
+    def publish(self, epoch: int) -> PublishId:
+        return PublishId(self.clients.publisher, 1, epoch, "d")
+
+    def begin(self, epoch: int, timeout_s: float = 10.0) -> object:
+        return self.ask(ReplicaVerbs.begin, self.publish(epoch), (), timeout_s=timeout_s)
+
+
 @pytest.fixture
 def replica() -> Iterator[Replica]:
     made = Replica()
@@ -53,206 +63,148 @@ def replica() -> Iterator[Replica]:
 
 
 @pytest.fixture
-def clients() -> Iterator[list[ReplicaClients]]:
-    made: list[ReplicaClients] = []
+def publishers() -> Iterator[list[Publisher]]:
+    made: list[Publisher] = []
     yield made
     for one in made:
-        one.close()
-
-
-def ask(client: ReplicaClients, kind: type[Message], timeout_s: float = 10.0, **fields: Any) -> object:
-    return client.call(kind, {0: fields}, {0: timeout_s})[0]
-
-
-class RawClient:
-    """A socket that says what it is told to say."""
-
-    def __init__(self, address: str) -> None:
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        connect_guarded(self.socket, KEY)
-        self.socket.connect(address)
-
-    def ask(self, *frames: bytes) -> bytes:
-        self.socket.send_multipart(frames)
-        assert self.socket.poll(10_000), "no answer"
-        return b"".join(self.socket.recv_multipart())
-
-    def close(self) -> None:
-        self.socket.close(0)
-        self.context.term()
-
-
-def test_an_endpoint_ignores_what_is_not_signed_fresh_and_its_own(replica: Replica) -> None:
-    signer, endpoint = Signer(KEY), replica.endpoint
-    client = RawClient(replica.address)
-
-    def head(request_id: int, incarnation: str = "") -> dict:
-        return {"run_id": signer.run_id, "client": "raw", "request_id": request_id, "incarnation": incarnation}
-
-    good = signer.seal(Describe(**head(1)))
-    forged = Signer(b"k" * 32).seal(Describe(**head(1)))
-    rejected = endpoint.num_rejected
-    for frames in ([b"garbage"], [b""], [forged], [good[:-1]], [good, b"more"], frames_of(bytes(100_000))):
-        client.socket.send_multipart(frames)
-    reply = signer.open_reply(client.ask(good))
-    assert isinstance(reply, Described)
-    assert endpoint.num_rejected == rejected + 6
-
-    client.socket.send_multipart([good])  # recorded and sent again
-    stranger = signer.seal(Begin(**head(2, "another incarnation"), version=1, epoch=99, digest="d"))
-    answer = signer.open_reply(client.ask(stranger))
-    assert (getattr(answer, "error", None), endpoint.num_rejected) == ("StaleEpoch", rejected + 7)
-    assert endpoint.state.epoch == 0
-
-    abort = signer.seal(Abort(**head(3, reply.incarnation), epoch=5, reason="none of ours"))
-    signer.open_reply(client.ask(abort))
-    assert not endpoint.state.is_serving
-    client.close()
+        one.clients.close()
 
 
 def test_publishers_are_heard_whatever_their_clocks_say(
-    replica: Replica, clients: list[ReplicaClients], monkeypatch: pytest.MonkeyPatch
+    replica: Replica, publishers: list[Publisher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for now in (2 << 60, 1 << 60, 1):
         monkeypatch.setattr(time, "time_ns", lambda now=now: now)
-        clients.append(ReplicaClients([replica.address], KEY))
-        described = ask(clients[-1], Describe, 2.0)
+        publishers.append(publisher := Publisher(replica.address))
+        described = publisher.describe(2.0)
         assert isinstance(described, Described)
-        begun = ask(clients[-1], Begin, version=1, epoch=described.own_epoch + 1, digest="d")
-        assert isinstance(begun, Begun)
+        assert isinstance(publisher.begin(described.own_epoch + 1), Begun)
 
 
 def test_the_publisher_that_described_last_has_the_replica_from_its_begin_on(
-    replica: Replica, clients: list[ReplicaClients]
+    replica: Replica, publishers: list[Publisher]
 ) -> None:
-    clients += [first := ReplicaClients([replica.address], KEY), second := ReplicaClients([replica.address], KEY)]
-    assert isinstance(ask(first, Describe), Described)
-    assert isinstance(ask(second, Describe), Described)
-    assert isinstance(ask(first, Begin, version=1, epoch=1, digest="d"), Begun), "to look on is not to take over"
-    assert isinstance(ask(second, Begin, version=1, epoch=2, digest="d"), Begun)
-    common = {"version": 1, "epoch": 3, "digest": "d"}
+    publishers += [first := Publisher(replica.address), second := Publisher(replica.address)]
+    assert isinstance(first.describe(), Described)
+    assert isinstance(second.describe(), Described)
+    assert isinstance(first.begin(1), Begun), "to look on is not to take over"
+    assert isinstance(second.begin(2), Begun)
     for answer in (
-        ask(first, Begin, **common),
-        ask(first, Commit, **common, expected=()),
-        ask(first, Abort, **common, reason="mine"),
+        first.begin(3),
+        first.ask(ReplicaVerbs.commit, first.publish(3), ()),
+        first.ask(ReplicaVerbs.abort, first.publish(3), "mine"),
+        first.ask(ReplicaVerbs.abort, first.publish(2), "and that of another one"),
     ):
         assert isinstance(answer, StaleEpoch)
         assert "another publisher" in str(answer)
     assert replica.endpoint.state.epoch == 2
     assert replica.engine.calls[-1] == "begin", "nothing was aborted"
-    assert isinstance(ask(first, Describe), Described)
-    assert isinstance(ask(first, Begin, version=1, epoch=3, digest="d"), Begun)
-    assert isinstance(ask(second, Describe), Described)
-    assert isinstance(ask(second, Begin, version=1, epoch=4, digest="d"), Begun)
-    assert isinstance(ask(first, Begin, version=1, epoch=5, digest="d"), StaleEpoch), "however often they describe"
+    assert isinstance(first.describe(), Described)
+    assert isinstance(first.begin(3), Begun)
+    assert isinstance(second.describe(), Described)
+    assert isinstance(second.begin(4), Begun)
+    assert isinstance(first.begin(5), StaleEpoch), "however often they describe"
 
 
-def test_nothing_recorded_is_heard_again_and_nothing_of_another_endpoint_counts(replica: Replica) -> None:
-    signer, other = Signer(KEY), Replica()
-    there, here = RawClient(other.address), RawClient(replica.address)
-
-    def message(kind: type[Message], request_id: int, incarnation: str = "", **fields: object) -> bytes:
-        head = {"run_id": signer.run_id, "client": "raw", "incarnation": incarnation, "request_id": request_id}
-        return signer.seal(kind(**head, **fields))  # type: ignore[arg-type]
-
-    recorded = [message(Describe, 7)]
-    described = signer.open_reply(there.ask(recorded[0]))
-    recorded.append(message(Begin, 8, described.incarnation, version=1, epoch=9, digest="d"))
-    assert isinstance(signer.open_reply(there.ask(recorded[1])), Begun)
-    for one in recorded:
-        here.ask(one)
-    assert (replica.endpoint.state.epoch, replica.endpoint.num_rejected) == (0, 0)
-
-    own = signer.open_reply(here.ask(message(Describe, 9)))
-    begin = message(Begin, 10, own.incarnation, version=1, epoch=1, digest="d")
-    assert isinstance(signer.open_reply(here.ask(begin)), Begun)
-    calls = list(replica.engine.calls)
-    for one in (*recorded, begin):
-        here.socket.send_multipart([one])
-    abort = signer.open_reply(here.ask(message(Abort, 11, own.incarnation, epoch=1, reason="over")))
-    assert abort.request_id == 11
-    assert replica.endpoint.num_rejected == 3
-    assert replica.engine.calls == [*calls, "abort"]
-    for one in (there, here, other):
-        one.close()
+def test_who_never_described_and_who_met_an_earlier_process_are_not_heard(
+    replica: Replica, publishers: list[Publisher]
+) -> None:
+    publishers.append(stranger := Publisher(replica.address))
+    for answer in (
+        stranger.begin(1),
+        stranger.ask(ReplicaVerbs.commit, stranger.publish(0), ()),
+        stranger.ask(ReplicaVerbs.abort, stranger.publish(0), "none of mine"),
+    ):
+        assert isinstance(answer, StaleEpoch)
+        assert "this replica restarted, or never met this publisher: connect again" in str(answer)
+    assert (replica.endpoint.state, replica.engine.calls) == (VersionState(), [])
 
 
-def test_a_recorded_answer_is_no_answer_to_another_publisher(clients: list[ReplicaClients]) -> None:
-    signer, context = Signer(KEY), zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    serve_guarded(router, KEY)
-    address = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+def test_calls_of_several_publishers_are_done_one_after_the_other(
+    replica: Replica, publishers: list[Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A publisher that comes does not end what another one has asked for."""
+    began, go_on, begin = threading.Event(), threading.Event(), replica.engine.begin
 
-    def answer_as_before() -> None:
-        peer, sealed = router.recv_multipart()
-        request = signer.open_request(sealed)
-        for name, epoch in (("another publisher", 5), (request.client, 1)):
-            head = {"run_id": signer.run_id, "client": name, "request_id": request.request_id}
-            router.send_multipart([peer, signer.seal(Described(**head, ranks=(), own_epoch=epoch, own_version=0))])  # type: ignore[arg-type]
+    async def slow(*given: Any) -> Any:
+        began.set()
+        while not go_on.is_set():
+            await clients_module.asyncio.sleep(0.01)
+        return await begin(*given)
 
-    thread = threading.Thread(target=answer_as_before)
-    thread.start()
-    clients.append(client := ReplicaClients([address], KEY))
-    answer = ask(client, Describe)
-    thread.join(60)
-    assert isinstance(answer, Described)
-    assert answer.own_epoch == 1
-    router.close(0)
-    context.term()
+    monkeypatch.setattr(replica.engine, "begin", slow)
+    publishers += [first := Publisher(replica.address), second := Publisher(replica.address)]
+    assert isinstance(first.describe(), Described)
+    answers: dict[str, object] = {}
+    threads = [threading.Thread(target=lambda: answers.update(begun=first.begin(1)))]
+    threads[0].start()
+    assert began.wait(10)
+    threads.append(threading.Thread(target=lambda: answers.update(described=second.describe())))
+    threads[1].start()
+    time.sleep(0.2)
+    assert not answers
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert isinstance(answers["begun"], Begun) and isinstance(answers["described"], Described)
+    assert answers["described"].own_epoch == 1
 
 
 @pytest.mark.parametrize(
-    ("raised", "seen"),
-    [(IntegrityError, IntegrityError), (ConfigError, ReplicaError), (KeyError, ReplicaError)],
+    ("raised", "seen", "says"),
+    [
+        (IntegrityError, IntegrityError, "torn"),
+        (ConfigError, ReplicaError, "ConfigError: torn"),
+        (KeyError, ReplicaError, "describe failed with KeyError: 'torn'"),
+    ],
 )
 def test_an_error_of_a_replica_keeps_its_class_if_it_is_one_of_the_weight_syncs(
-    replica: Replica, clients: list[ReplicaClients], raised: type[Exception], seen: type[Exception]
+    replica: Replica, publishers: list[Publisher], raised: type[Exception], seen: type[Exception], says: str
 ) -> None:
-    clients.append(client := ReplicaClients([replica.address], KEY))
+    publishers.append(publisher := Publisher(replica.address))
     replica.engine.fail_on["describe"] = raised("torn")
-    answer = ask(client, Describe)
+    answer = publisher.describe()
     assert type(answer) is seen
-    assert "torn" in str(answer)
+    assert str(answer) == f"{replica.address}: {says}"
 
 
-def test_garbage_is_logged_once_and_then_now_and_then(replica: Replica, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
-    client, signer = RawClient(replica.address), Signer(KEY)
-
-    def garbage(count: int, request_id: int) -> list[str]:
-        caplog.clear()
-        for _ in range(count):
-            client.socket.send(b"garbage")
-        client.ask(signer.seal(Describe(run_id=signer.run_id, client="raw", request_id=request_id)))
-        return [record.getMessage() for record in caplog.records]
-
-    (line,) = garbage(20, 1)
-    assert line.startswith("1 control messages ignored (1 in all): a control message of 7 bytes is not signed")
-    replica.endpoint.rejected_log_s = 0.0
-    (line,) = garbage(1, 2)
-    assert line.startswith("20 control messages ignored (21 in all)")
-    client.close()
-
-
-def test_a_message_longer_than_a_frame_arrives_whole(replica: Replica, clients: list[ReplicaClients]) -> None:
-    clients.append(client := ReplicaClients([replica.address], KEY))
-    described = ask(client, Describe)
-    assert isinstance(described, Described)
-    assert isinstance(ask(client, Begin, version=1, epoch=1, digest="d"), Begun)
+def test_a_message_longer_than_a_frame_arrives_whole(replica: Replica, publishers: list[Publisher]) -> None:
+    publishers.append(publisher := Publisher(replica.address))
+    assert isinstance(publisher.describe(), Described)
+    assert isinstance(publisher.begin(1), Begun)
     reason = "".join(chr(ord("a") + i % 26) for i in range(3 * MAX_FRAME_BYTES + 5))
-    assert isinstance(ask(client, Abort, epoch=1, reason=reason), Aborted)
+    assert publisher.ask(ReplicaVerbs.abort, publisher.publish(1), reason) is None
     assert replica.engine.abort_reasons == [reason]
 
 
-def test_who_has_another_key_is_told_at_once_that_this_is_another_run(
-    replica: Replica, clients: list[ReplicaClients]
+def test_an_abort_of_another_epoch_and_of_what_is_served_changes_nothing(
+    replica: Replica, publishers: list[Publisher]
 ) -> None:
-    clients.append(client := ReplicaClients([replica.address], b"the key of another run"))
-    answer = ask(client, Describe, 60.0)
+    publishers.append(publisher := Publisher(replica.address))
+    assert isinstance(publisher.describe(), Described)
+    assert isinstance(publisher.begin(2), Begun)
+    assert publisher.ask(ReplicaVerbs.abort, publisher.publish(1), "over") is None
+    replica.endpoint.adopt(VersionState(Phase.clean, version=1, epoch=3, digest="d"))
+    assert publisher.ask(ReplicaVerbs.abort, publisher.publish(3), "over") is None
+    assert replica.endpoint.state.is_serving
+    assert not replica.engine.abort_reasons
+
+
+def test_who_has_another_key_is_told_at_once_that_this_is_another_run(
+    replica: Replica, publishers: list[Publisher]
+) -> None:
+    publishers.append(publisher := Publisher(replica.address, b"the key of another run"))
+    answer = publisher.describe(60.0)
     assert isinstance(answer, ReplicaError)
     assert "belongs to another run" in str(answer)
+    assert replica.engine.calls == []
+
+
+def test_an_address_that_is_none_is_named_and_leaves_no_thread() -> None:
+    before = threading.active_count()
+    with pytest.raises(ProtocolError, match="'nowhere' is no address of a process"):
+        ReplicaClients(["", "nowhere"], KEY)
+    assert threading.active_count() == before
 
 
 class Cable:
@@ -284,27 +236,40 @@ class Cable:
             end.close()
 
 
+def see_silence(monkeypatch: pytest.MonkeyPatch, heartbeat_s: float, silence_s: float) -> None:
+    monkeypatch.setattr(connection, "HEARTBEAT_S", heartbeat_s)
+    monkeypatch.setattr(connection, "SILENCE_S", silence_s)
+
+
 def test_a_replica_that_vanished_without_a_word_is_gone_before_its_deadline(
-    replica: Replica, clients: list[ReplicaClients]
+    replica: Replica, publishers: list[Publisher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    see_silence(monkeypatch, 0.2, 2.0)
     cable = Cable(replica.address)
-    clients.append(client := ReplicaClients([cable.address], KEY, heartbeat_s=0.2, silence_s=2.0))
-    assert isinstance(ask(client, Describe), Described)
+    publishers.append(publisher := Publisher(cable.address))
+    assert isinstance(publisher.describe(), Described)
     cable.is_cut = True
-    answer = ask(client, Begin, 60.0, version=1, epoch=1, digest="d")
-    assert isinstance(answer, ReplicaError)
-    assert "is gone" in str(answer)
+    for answer in (publisher.begin(1, 60.0), publisher.begin(1, 60.0)):
+        assert isinstance(answer, ReplicaError)
+        assert "is gone" in str(answer)
     cable.close()
 
 
-def test_a_silent_replica_is_waited_for_until_its_own_deadline(replica: Replica, clients: list[ReplicaClients]) -> None:
+def test_a_silent_replica_is_waited_for_until_its_own_deadline_and_named_meanwhile(
+    replica: Replica, publishers: list[Publisher], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    see_silence(monkeypatch, 60.0, 60.0)
+    monkeypatch.setattr(clients_module, "WAIT_LOG_S", 0.1)
     cable = Cable(replica.address)
-    clients.append(client := ReplicaClients([cable.address], KEY, heartbeat_s=60.0, silence_s=60.0))
-    assert isinstance(ask(client, Describe), Described)
+    publishers.append(publisher := Publisher(cable.address))
+    assert isinstance(publisher.describe(), Described)
     cable.is_cut = True
     began = time.monotonic()
-    assert isinstance(ask(client, Begin, 0.2, version=1, epoch=1, digest="d"), TransferTimeout)
-    assert time.monotonic() - began < WAIT_LOG_S / 2
+    caplog.set_level(logging.WARNING)
+    assert isinstance(publisher.begin(1, 0.25), TransferTimeout)
+    assert time.monotonic() - began < 5.0
+    assert publisher.clients.answer_s[0] >= 0.25
+    assert any(record.getMessage() == f"begin: waited 0 s for {cable.address}" for record in caplog.records)
     cable.close()
 
 
@@ -317,14 +282,15 @@ def test_an_endpoint_that_ended_serves_no_version() -> None:
 
 
 def test_a_replica_whose_loop_is_busy_for_longer_than_a_silence_is_not_gone(
-    replica: Replica, clients: list[ReplicaClients], monkeypatch: pytest.MonkeyPatch
+    replica: Replica, publishers: list[Publisher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
     async def busy(version: int, epoch: int, digest: str) -> None:
         time.sleep(4)  # noqa: ASYNC251 - what is tried
 
     monkeypatch.setattr(replica.engine, "pause", busy)
-    clients.append(client := ReplicaClients([replica.address], KEY, heartbeat_s=0.2, silence_s=2.0))
-    assert isinstance(ask(client, Describe), Described)
-    assert isinstance(ask(client, Begin, version=1, epoch=1, digest="d"), Begun)
-    assert client.answer_s[0] >= 4.0, "they count against its deadline"
+    see_silence(monkeypatch, 0.2, 2.0)
+    publishers.append(publisher := Publisher(replica.address))
+    assert isinstance(publisher.describe(), Described)
+    assert isinstance(publisher.begin(1), Begun)
+    assert publisher.clients.answer_s[0] >= 4.0, "they count against its deadline"

@@ -1,6 +1,10 @@
-"""Protects control sockets from strangers: CURVE keys that both ends derive from the run's key.
+"""Protects sockets from strangers: CURVE keys that both ends derive from the run's key.
 
-Owns those keys, and the frames of a message. Does not own the messages nor their signatures (messages.py).
+Owns those keys, and the frames of a message. Does not own the messages (verbs.py).
+
+Both ends prove in the handshake that they know the run's key: the server's two keys are derived from it, and neither is
+ever sent. What follows is encrypted and authenticated with keys of this one connection, so nothing can be read,
+changed, or recorded and sent again.
 
 Without CURVE, libzmq collects all frames of a message before it hands over the first. MAXMSGSIZE limits one frame, but
 nothing limits their number, so anyone who reaches the port can fill the memory. With CURVE, libzmq closes a connection
@@ -17,8 +21,11 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
+from slipstream.weight_sync.errors import ProtocolError
+
 MAX_FRAME_BYTES = 64 << 10
 """Longest frame of a message, before encryption."""
+MIN_KEY_BYTES = 16
 CURVE_OVERHEAD_BYTES = 64
 """Bytes that libzmq adds to a frame when it encrypts it (33 in 4.3.5), rounded up."""
 
@@ -51,4 +58,6 @@ def _limit_frames(socket: zmq.Socket[Any]) -> None:
 
 
 def _server_secret(key: bytes) -> bytes:
+    if len(key) < MIN_KEY_BYTES:
+        raise ProtocolError(f"the run's key must have at least {MIN_KEY_BYTES} bytes, got {len(key)}")
     return z85.encode(hmac.digest(key, b"slipstream curve server", "sha256"))
