@@ -184,7 +184,7 @@ class OwnRay:
             try:
                 return await self._said_address()
             except ServerEnded as error:
-                logger.warning("%s; once more", error)
+                logger.warning("%s; once more: servers of a busy machine give each other too little time", error)
             await self.end()
             await self.begin()
         return await self._said_address()
