@@ -68,6 +68,7 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
             config.model, TrainerConfig(lora=lora), hf_config, seed=config.run.seed, device=_device(config).value,
             rounding_seed=config.rounding_seed,
         )  # fmt: skip
+        tell("both are read; merging and writing")
         scorer.save(partial)
         complete_export(folder.model, partial)
         partial.rename(target)

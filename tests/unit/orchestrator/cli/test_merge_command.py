@@ -44,7 +44,8 @@ def test_the_model_is_what_base_and_adapter_compute(run: Path, capsys: pytest.Ca
     out, err = capsys.readouterr()
     adapter = run / "checkpoints" / "step-000005" / "adapter"
     assert out == f"model: {run / 'merged'}\n"
-    assert f"merging {adapter} into {run.parents[1] / 'base'}: reads both, and writes {run / 'merged'}\n" in err
+    began = f"merging {adapter} into {run.parents[1] / 'base'}: reads both, and writes {run / 'merged'}\n"
+    assert f"{began}both are read; merging and writing\n" in err
     auto: Any = AutoModelForCausalLM
     model = auto.from_pretrained(run / "merged", attn_implementation="eager")
     assert model.dtype is torch.bfloat16 and not list(run.glob(".*"))
