@@ -40,7 +40,7 @@ TELL_S = 1.0
 if TYPE_CHECKING:
     from slipstream.trainer.options import TrainerOptions
     from slipstream.trainer.rank import TrainerRank
-    from slipstream.trainer.types import Denominators, LossStats, OptimStats, Sample, Scores
+    from slipstream.trainer.types import OptimStats
     from slipstream.weight_sync.publish.report import PublishReport
 
 
@@ -98,100 +98,23 @@ class TrainerActor:
         return facts | {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
 
     @ray.method
-    def warm_up(self, lengths: list[int]) -> dict[str, float]:
-        """TrainerRank.warm_up."""
-        return self._rank.warm_up(lengths)
+    def call(self, what: str, *arguments: Any) -> Any:
+        """A method of this class, of the rank or of its delivery; RayTrainerGroup has their types."""
+        holder = next(one for one in (self, self._rank, self._rank.delivery) if hasattr(one, what))
+        return getattr(holder, what)(*arguments)
 
-    @ray.method
-    def forward_backward(self, microbatches: list[list[Sample]], denominators: Denominators) -> LossStats:
-        """TrainerRank.forward_backward."""
-        return self._rank.forward_backward(microbatches, denominators)
-
-    @ray.method
-    def evaluate(self, microbatches: list[list[Sample]], denominators: Denominators) -> LossStats:
-        """TrainerRank.evaluate."""
-        return self._rank.evaluate(microbatches, denominators)
-
-    @ray.method
-    def score(self, microbatches: list[list[Sample]], policy_version: int) -> list[list[Scores]]:
-        """TrainerRank.score."""
-        return self._rank.score(microbatches, policy_version)
-
-    @ray.method
     def optimizer_step(self, ends_version: bool, keep_as: int | None) -> tuple[OptimStats, Readiness]:
         """TrainerRank.optimizer_step; then TrainerRank.keep, if the state has a number."""
         stats = self._rank.optimizer_step(ends_version=ends_version)
         return stats, Readiness.later if keep_as is None else self._rank.keep(keep_as)
 
-    @ray.method
-    def keep(self, number: int) -> Readiness:
-        """TrainerRank.keep."""
-        return self._rank.keep(number)
-
-    @ray.method
-    def settle(self) -> int | None:
-        """TrainerRank.settle."""
-        return self._rank.settle()
-
-    @ray.method
-    def keep_states(self, keepers: Sequence[Address]) -> None:
-        """TrainerRank.keep_states."""
-        self._rank.keep_states(keepers)
-
-    @ray.method
-    def load_kept(self, keeper: Address, number: int) -> None:
-        """TrainerRank.load_kept."""
-        self._rank.load_kept(keeper, number)
-
-    @ray.method
     def connect(self, endpoints: list[str], adapter_endpoints: list[str], absent: list[int] | None) -> dict[str, Any]:
         """Delivery.connect."""
         return self._rank.delivery.connect(endpoints, None, adapter_endpoints, absent)
 
-    @ray.method
     def publish(self, exclude: Sequence[int], trace: Path | None) -> PublishReport:
         """Delivery.publish, of the current policy version."""
         return self._rank.delivery.publish(self._rank.policy_version, exclude=exclude, trace=trace)
-
-    @ray.method
-    def disconnect(self, replicas: Sequence[int]) -> None:
-        """Delivery.disconnect."""
-        self._rank.delivery.disconnect(replicas)
-
-    @ray.method
-    def reconnect(self, replica: int, endpoint: str, base_endpoint: str) -> None:
-        """Delivery.reconnect."""
-        self._rank.delivery.reconnect(replica, endpoint, base_endpoint)
-
-    @ray.method
-    def save_adapter(self, folder: Path) -> None:
-        """TrainerRank.save_adapter."""
-        self._rank.save_adapter(folder)
-
-    @ray.method
-    def save_merged(self, folder: Path) -> None:
-        """TrainerRank.save_merged."""
-        self._rank.save_merged(folder)
-
-    @ray.method
-    def begin_checkpoint(self, folder: Path, adapter: Path | None) -> None:
-        """TrainerRank.begin_checkpoint."""
-        self._rank.begin_checkpoint(folder, adapter)
-
-    @ray.method
-    def has_written(self) -> bool:
-        """TrainerRank.has_written."""
-        return self._rank.has_written()
-
-    @ray.method
-    def load_state(self, folder: Path) -> None:
-        """TrainerRank.load_state."""
-        self._rank.load_state(folder)
-
-    @ray.method
-    def shutdown(self) -> None:
-        """TrainerRank.shutdown."""
-        self._rank.shutdown()
 
 
 class KeeperActor:

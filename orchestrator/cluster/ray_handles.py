@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
-
-from ray import ObjectRef
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slipstream.conf.plural import counted
 from slipstream.fleet.errors import FleetError
 from slipstream.fleet.waiting import wait_for
-from slipstream.orchestrator.cluster.actors import RolloutActor, TrainerActor
+from slipstream.orchestrator.cluster.actors import RolloutActor
 from slipstream.orchestrator.cluster.nodes import ProcessId, end_trees
 from slipstream.orchestrator.cluster.ray_cluster import STOP_TIMEOUT_S, RayCluster, kill_actor
-from slipstream.orchestrator.cluster.rebirth import KEEP, Call, Engines, LivingRanks, Ranks, Rebirth
+from slipstream.orchestrator.cluster.rebirth import KEEP, Arguments, Engines, LivingRanks, Ranks, Rebirth
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.rollout.worker_verbs import WorkerClient
 from slipstream.trainer.checkpoint.keeper import Readiness
@@ -49,18 +47,24 @@ _STEP_TIMEOUT_S = 3600.0
 a collective fails there after 10 minutes (trainer.process_group). What is left is a rank that computes for ever."""
 
 
+def no_arguments(_: int) -> tuple[()]:
+    """Of a call without any."""
+    return ()
+
+
 async def call_all(
     cluster: RayCluster,
     ranks: Ranks,
     what: str,
-    call: Callable[[type[TrainerActor], int], ObjectRef[T]],
+    arguments: Arguments,
     timeout_s: float,
-) -> list[T]:
-    """Call every rank. A failure is raised without waiting for its peers, which may hang in a collective. But of a rank
-    that died Ray tells later than its peers, whose collective fails at once: the one that died is raised.
+) -> list[Any]:
+    """TrainerActor.call() of every rank. A failure is raised without waiting for its peers, which may hang in a
+    collective. But of a rank that died Ray tells later than its peers, whose collective fails at once: the one that
+    died is raised.
     """
     calls = [
-        asyncio.ensure_future(cluster.result_of(call(actor, rank), name, TrainingStopped))
+        asyncio.ensure_future(cluster.result_of(actor.call.remote(what, *arguments(rank)), name, TrainingStopped))
         for rank, (actor, name) in enumerate(zip(ranks.actors, ranks.names, strict=True))
     ]
     waited_for = f"{what} on {counted(len(calls), 'trainer rank')}"
@@ -115,8 +119,7 @@ class RayTrainerGroup:
         deadline = time.monotonic() + _KEEP_S
         readiness = Readiness.later
         while readiness is Readiness.later and (number := self._rebirth.next_number) and time.monotonic() < deadline:
-            keep: Call = lambda actor, _, number=number: actor.keep.remote(number)  # noqa: E731
-            readiness = (await self._changing(KEEP, keep, _STEP_TIMEOUT_S))[0]
+            readiness = (await self._changing(KEEP, lambda _, number=number: (number,), _STEP_TIMEOUT_S))[0]
             await asyncio.sleep(0.02)
 
     @property
@@ -134,11 +137,10 @@ class RayTrainerGroup:
         Returns whether they have it. Those that died, or that do not answer, are started again with it.
         """
         ranks = self._ranks
-        settle: Call = lambda actor, _: actor.settle.remote()  # noqa: E731
         try:
             if any(name in self._cluster.dead for name in ranks.names):
                 raise TrainingStopped("; ".join(f"{name} {how}" for name, how in self._cluster.dead.items()))
-            versions = await call_all(self._cluster, ranks, "settle", settle, _SETTLE_S)
+            versions = await call_all(self._cluster, ranks, "settle", no_arguments, _SETTLE_S)
         except (TrainingStopped, FleetError) as error:
             if isinstance(error, FleetError):  # its peers were not called for what it waits for
                 self._cluster.dead |= dict.fromkeys(ranks.names, "does not answer")
@@ -148,44 +150,34 @@ class RayTrainerGroup:
 
     async def warm_up(self, lengths: list[int], timeout_s: float) -> list[dict[str, float]]:
         """Try a made-up microbatch of sequences of these lengths (TrainerRank.warm_up)."""
-        return await self._on_all("warm_up", lambda actor, _: actor.warm_up.remote(lengths), timeout_s)
+        return await self._on_all("warm_up", lambda _: (lengths,), timeout_s)
 
     async def forward_backward(
         self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
     ) -> list[LossStats]:
         """Accumulate the gradients of one batch. One list of microbatches per rank, equally long."""
         return await self._changing(
-            "forward_backward",
-            lambda actor, rank: actor.forward_backward.remote(microbatches_by_rank[rank], denominators),
-            _STEP_TIMEOUT_S,
+            "forward_backward", lambda rank: (microbatches_by_rank[rank], denominators), _STEP_TIMEOUT_S
         )
 
     async def evaluate(
         self, microbatches_by_rank: Sequence[list[list[Sample]]], denominators: Denominators
     ) -> list[LossStats]:
         """The loss of these samples and its metrics, without gradients. One list of microbatches per rank."""
-        return await self._on_all(
-            "evaluate",
-            lambda actor, rank: actor.evaluate.remote(microbatches_by_rank[rank], denominators),
-            _STEP_TIMEOUT_S,
-        )
+        return await self._on_all("evaluate", lambda rank: (microbatches_by_rank[rank], denominators), _STEP_TIMEOUT_S)
 
     async def score(
         self, microbatches_by_rank: Sequence[list[list[Sample]]], policy_version: int
     ) -> list[list[list[Scores]]]:
         """Log-probabilities of these samples before the step's first update, by rank, microbatch and sample."""
-        return await self._on_all(
-            "score",
-            lambda actor, rank: actor.score.remote(microbatches_by_rank[rank], policy_version),
-            _STEP_TIMEOUT_S,
-        )
+        return await self._on_all("score", lambda rank: (microbatches_by_rank[rank], policy_version), _STEP_TIMEOUT_S)
 
     async def optimizer_step(self, *, ends_version: bool = True) -> OptimStats:
         """Apply the gradients; every rank returns the same."""
         rebirth = self._rebirth
         results = await self._changing(
             "optimizer_step",
-            lambda actor, _: actor.optimizer_step.remote(ends_version, rebirth.next_number if ends_version else None),
+            lambda _: (ends_version, rebirth.next_number if ends_version else None),
             _STEP_TIMEOUT_S,
         )
         return results[0][0]
@@ -193,7 +185,7 @@ class RayTrainerGroup:
     async def connect(self, endpoints: Sequence[str], timeout_s: float, adapter_endpoints: Sequence[str] = ()) -> None:
         """Fetch the replicas' layouts, build the plan, bind it to their addresses; in adapter mode, send the base."""
         endpoints, slots = list(endpoints), list(adapter_endpoints)
-        await self._on_all("connect", lambda actor, _: actor.connect.remote(endpoints, slots, None), timeout_s)
+        await self._on_all("connect", lambda _: (endpoints, slots, None), timeout_s)
         self._rebirth.engines = Engines(endpoints, slots)
 
     async def publish(self, timeout_s: float, exclude: Sequence[int] = (), trace: Path | None = None) -> PublishReport:
@@ -201,36 +193,27 @@ class RayTrainerGroup:
         timeline to `trace`.
         """
         self._rebirth.engines.absent.update(exclude)
-        return (await self._on_all("publish", lambda actor, _: actor.publish.remote(list(exclude), trace), timeout_s))[
-            0
-        ]
+        return (await self._on_all("publish", lambda _: (list(exclude), trace), timeout_s))[0]
 
     async def disconnect(self, replicas: Sequence[int], timeout_s: float = _STEP_TIMEOUT_S) -> None:
         """Close every rank's links to dead replicas: their memory is free then. Waits for the call under way."""
         self._rebirth.engines.absent.update(replicas)
-        await self._on_all("disconnect", lambda actor, _: actor.disconnect.remote(list(replicas)), timeout_s)
+        await self._on_all("disconnect", lambda _: (list(replicas),), timeout_s)
 
     async def reconnect(self, replica: int, endpoint: str, timeout_s: float, base_endpoint: str = "") -> None:
         """Meet a replica that was started again; send its base first, where it has none."""
-        await self._on_all(
-            "reconnect", lambda actor, _: actor.reconnect.remote(replica, endpoint, base_endpoint), timeout_s
-        )
+        await self._on_all("reconnect", lambda _: (replica, endpoint, base_endpoint), timeout_s)
         self._rebirth.engines.came(replica, endpoint)
 
     async def export(self, folder: Path) -> None:
         """Write what was trained: the adapter in PEFT format, or the whole model when there is no adapter."""
-        if self._is_lora:
-            await self._on_all("save_adapter", lambda actor, _: actor.save_adapter.remote(folder), _SAVE_TIMEOUT_S)
-        else:
-            await self._on_all("save_merged", lambda actor, _: actor.save_merged.remote(folder), _SAVE_TIMEOUT_S)
+        await self._on_all("save_adapter" if self._is_lora else "save_merged", lambda _: (folder,), _SAVE_TIMEOUT_S)
 
     async def begin_checkpoint(self, folder: Path, adapter: Path | None) -> None:
         """Copy trainable parameters, optimizer and generators, and begin to write them, one set of files per rank; with
         `adapter` the adapter, too, in PEFT format. Steps may follow at once.
         """
-        await self._changing(
-            "begin_checkpoint", lambda actor, _: actor.begin_checkpoint.remote(folder, adapter), _SAVE_TIMEOUT_S
-        )
+        await self._changing("begin_checkpoint", lambda _: (folder, adapter), _SAVE_TIMEOUT_S)
 
     async def has_written(self) -> bool:
         """Whether all files of begin_checkpoint() are there. Waits for the call under way.
@@ -238,7 +221,7 @@ class RayTrainerGroup:
         Raises:
             CheckpointLost: a rank died before its files were there, and the step has passed.
         """
-        written = await self._on_all("has_written", lambda actor, _: actor.has_written.remote(), _STEP_TIMEOUT_S)
+        written = await self._on_all("has_written", no_arguments, _STEP_TIMEOUT_S)
         self._rebirth.raise_if_checkpoint_lost()
         if all(written):
             self._rebirth.checkpoint_is_written()
@@ -246,36 +229,28 @@ class RayTrainerGroup:
 
     async def load_state(self, folder: Path) -> None:
         """Read what `begin_checkpoint` wrote."""
-        await self._changing("load_state", lambda actor, _: actor.load_state.remote(folder), _SAVE_TIMEOUT_S)
+        await self._changing("load_state", lambda _: (folder,), _SAVE_TIMEOUT_S)
 
     async def shutdown(self) -> None:
         """Leave the process group and close links."""
-        shutdown: Call = lambda actor, _: actor.shutdown.remote()  # noqa: E731
-        await call_all(self._cluster, self._ranks, "shutdown", shutdown, STOP_TIMEOUT_S)
+        await call_all(self._cluster, self._ranks, "shutdown", no_arguments, STOP_TIMEOUT_S)
 
-    async def _changing(
-        self,
-        what: str,
-        call: Callable[[type[TrainerActor], int], ObjectRef[T]],
-        timeout_s: float,
-    ) -> list[T]:
+    async def _changing(self, what: str, arguments: Arguments, timeout_s: float) -> list[Any]:
         """_on_all() of a call that changes what a rank holds: it is made again on ranks that start anew."""
-        results = await self._on_all(what, call, timeout_s)
-        self._rebirth.note(what, call, timeout_s, results[0])
+        results = await self._on_all(what, arguments, timeout_s)
+        self._rebirth.note(what, arguments, timeout_s, results[0])
         async with self._mending:
             await self._rebirth.keep_again(self._ranks)
         return results
 
-    async def _on_all(
-        self, what: str, call: Callable[[type[TrainerActor], int], ObjectRef[T]], timeout_s: float
-    ) -> list[T]:
+    async def _on_all(self, what: str, arguments: Arguments, timeout_s: float) -> list[Any]:
         """call_all(), and once more whenever all ranks were started again. Several calls may have failed at once: the
         first one sees to that.
         """
         while True:
             ranks = self._ranks
             try:
-                return await call_all(self._cluster, ranks, what, call, timeout_s)
+                return await call_all(self._cluster, ranks, what, arguments, timeout_s)
             except TrainingStopped as error:
                 async with self._mending:
                     if ranks is self._ranks:

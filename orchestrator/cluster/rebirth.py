@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ray import ObjectRef
 from ray.exceptions import RayError
 
 from slipstream.conf.plural import counted
@@ -37,8 +36,8 @@ from slipstream.trainer.checkpoint.keeper import Address, Readiness
 
 logger = logging.getLogger(__name__)
 
-Call = Callable[[type[TrainerActor], int], ObjectRef[Any]]
-"""A call of one rank, given its actor and number."""
+Arguments = Callable[[int], tuple[Any, ...]]
+"""Those of one rank's call, given its number."""
 _CHECKPOINT, _STEP, KEEP = "begin_checkpoint", "optimizer_step", "keep"
 _KEEPER_IS_GONE = "a process that kept states is gone"
 _AGAIN_S = 60.0
@@ -65,7 +64,7 @@ class _Noted:
     after: int
     """Steps finished before it."""
     what: str
-    call: Call
+    arguments: Arguments
     timeout_s: float
     returned: Any
 
@@ -118,7 +117,7 @@ class Rebirth:
         cluster: RayCluster,
         start: Callable[[int], Awaitable[Ranks]],
         keepers: Keepers,
-        on_all: Callable[[Ranks, str, Call, float], Awaitable[list[Any]]],
+        on_all: Callable[[Ranks, str, Arguments, float], Awaitable[list[Any]]],
         *,
         max_restarts: int,
         start_timeout_s: float,
@@ -175,14 +174,14 @@ class Rebirth:
         noted = [one for one in self._noted if one.what == _STEP and one.after >= self._num_kept - 1]
         return len({one.returned[0].policy_version for one in noted})
 
-    def note(self, what: str, call: Call, timeout_s: float, returned: Any = None) -> None:
+    def note(self, what: str, arguments: Arguments, timeout_s: float, returned: Any = None) -> None:
         """All ranks have made a call that changes them. If they began to send a state in it, all of those before it are
         whole.
         """
         if self._why_not:
             return
         if what != KEEP:
-            self._noted.append(_Noted(self._num_kept, what, call, timeout_s, returned))
+            self._noted.append(_Noted(self._num_kept, what, arguments, timeout_s, returned))
         readiness = returned if what == KEEP else returned[1] if what == _STEP else Readiness.later
         if readiness is Readiness.now:
             self._num_kept += 1
@@ -242,9 +241,7 @@ class Rebirth:
             await self.let_keep(ranks)
         if not number or number != self._num_kept:
             return False
-        await self._on_all(
-            ranks, "load_kept", lambda actor, rank: actor.load_kept.remote(keepers[rank], number), _READ_S
-        )
+        await self._on_all(ranks, "load_kept", lambda rank: (keepers[rank], number), _READ_S)
         return True
 
     async def after(self, ranks: Ranks, error: Exception) -> Ranks:
@@ -294,17 +291,16 @@ class Rebirth:
     async def _bring_up_to_date(self, ranks: Ranks, number: int, keepers: Sequence[Address]) -> list[str]:
         """Returns the names of the calls that were made again."""
         if number:
-            await self._on_all(
-                ranks, "load_kept", lambda actor, rank: actor.load_kept.remote(keepers[rank], number), _READ_S
-            )
-        if self.engines.endpoints:
-            await self._on_all(ranks, "connect", self._meet_engines, _READ_S)
+            await self._on_all(ranks, "load_kept", lambda rank: (keepers[rank], number), _READ_S)
+        if (engines := self.engines).endpoints:
+            facts = engines.endpoints, engines.slots, sorted(engines.absent)
+            await self._on_all(ranks, "connect", lambda _: facts, _READ_S)
         await self.let_keep(ranks)
         self._is_checkpoint_lost |= any(one.after < number and one.what == _CHECKPOINT for one in self._noted)
         again, self._noted, self._num_kept = [one for one in self._noted if one.after >= number], [], number
         for one in again:
-            (now, *_) = await self._on_all(ranks, one.what, one.call, one.timeout_s)
-            self.note(one.what, one.call, one.timeout_s, now)
+            (now, *_) = await self._on_all(ranks, one.what, one.arguments, one.timeout_s)
+            self.note(one.what, one.arguments, one.timeout_s, now)
             if one.what == _STEP and now[0].policy_version != one.returned[0].policy_version:
                 raise TrainingStopped(
                     f"a step that had made version {one.returned[0].policy_version} made "
@@ -312,11 +308,7 @@ class Rebirth:
                 )
         return [one.what for one in again]
 
-    def _meet_engines(self, actor: type[TrainerActor], _: int) -> ObjectRef[Any]:
-        engines = self.engines
-        return actor.connect.remote(engines.endpoints, engines.slots, sorted(engines.absent))
-
     async def let_keep(self, ranks: Ranks) -> None:
         """Let ranks send their states to keepers."""
         keepers = await self._keepers.of([str(facts["node"]) for facts in ranks.facts])
-        await self._on_all(ranks, "keep_states", lambda actor, rank: actor.keep_states.remote(keepers[rank]), _READ_S)
+        await self._on_all(ranks, "keep_states", lambda rank: (keepers[rank],), _READ_S)

@@ -23,16 +23,6 @@ from slipstream.trainer.types import OptimStats
 ADDRESS = ("127.0.0.1", 1)
 
 
-class Method:
-    """An actor's: notes its calls, and fails if its process is dead."""
-
-    def __init__(self, actor: Actor, name: str) -> None:
-        self._actor, self._name = actor, name
-
-    def remote(self, *arguments: Any) -> Any:
-        return self._actor.answer(self._name, *arguments)
-
-
 class Actor:
     """A rank whose version is the number of its updates."""
 
@@ -43,8 +33,9 @@ class Actor:
         self.is_dead = False
         self.dies_in: set[str] = set()
 
-    def __getattr__(self, name: str) -> Method:
-        return Method(self, name)
+    @property
+    def call(self) -> SimpleNamespace:
+        return SimpleNamespace(remote=self.answer)
 
     def answer(self, name: str, *arguments: Any) -> Any:
         if name in self.dies_in:
@@ -111,9 +102,9 @@ class Cast:
             raise TrainingStopped(str(answer))
         return answer
 
-    async def call_all(self, ranks: Ranks, what: str, call: Any, timeout_s: float) -> list[Any]:
+    async def call_all(self, ranks: Ranks, what: str, arguments: Any, timeout_s: float) -> list[Any]:
         played: list[Any] = list(ranks.actors)
-        answers = [(call(actor, rank), actor.name) for rank, actor in enumerate(played)]
+        answers = [(actor.answer(what, *arguments(rank)), actor.name) for rank, actor in enumerate(played)]
         return [await self.result_of(answer, name, TrainingStopped) for answer, name in answers]
 
     async def in_thread(self, call: Any) -> None:
