@@ -55,7 +55,7 @@ for _ in sys.stdin:
     print(fork_server.begin_as(fork_server.imports_read(os.environ), also=[worker_process.PRELOAD]), flush=True)
 """
 CALLER = """
-import asyncio, json, os, sys
+import asyncio, json, os, signal, sys
 from pathlib import Path
 
 from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig, WeightSyncConfig
@@ -83,7 +83,7 @@ async def main(folder, address, what):
     started = await WorkerProcess.start(options, seed=3, host="127.0.0.1", name="rollout-7")
     worker = WorkerClient.at(started.address, options.key)
     phase = (await worker.start_status()).phase
-    error = None
+    error = who = None
     if what == "engine":
         await worker.prepare()
         await worker.start()
@@ -91,7 +91,9 @@ async def main(folder, address, what):
             await worker.generate_group(Prompt(0, (1, 2), "ab", {}), 1)
         except Exception as raised:
             error = type(raised).__name__
-    tell(pids=(await worker.start_status()).pids, phase=phase, error=error)
+        os.kill((await worker.start_status()).pids[0], signal.SIGTERM)
+        who = await worker.told_to_go()
+    tell(pids=(await worker.start_status()).pids, phase=phase, error=error, told_to_go_by=who)
     if what == "leave":
         return
     ended = await started.ended()
@@ -174,7 +176,7 @@ def test_worker_and_engine_are_forked_and_end_with_the_caller(
         worker, engine = facts["pids"]
         assert psutil.Process(worker).ppid() == server
         assert psutil.Process(engine).ppid() == worker
-        assert facts["error"] == "ReplicaNotServing"
+        assert (facts["error"], facts["told_to_go_by"]) == ("ReplicaNotServing", "SIGTERM")
         assert "[rollout-7] slipstream.rollout.worker: the engine is up: 1 ranks" in log.read_text()
         caller.kill()
         wait_for_end([worker, engine])

@@ -19,20 +19,21 @@ from slipstream.orchestrator.control.stop_request import stop
 @pytest.mark.timeout(2 * RUN_TIMEOUT_S)
 def test_a_run_has_one_worker_then_three_then_one_and_no_sample_is_lost(cluster: str, tmp_path: Path) -> None:
     """Two further workers start beside the first one, which carries the steps meanwhile. They read its weights, and the
-    trainer writes to them from the next publish on. One of them then gets SIGTERM, the other one is one too many by
+    trainer writes to them from the next publish on. One of them then finds a notice, the other one is one too many by
     command: what they were sampling goes on at others. Every prompt is used once, in its order, and what all workers
     sampled is what the trainer computes.
     """
+    notice = tmp_path / "taken"
     words = [
         *ENDLESS, *ONE_OF_EACH, cluster, "algorithm.max_staleness_steps=1", "run.samples_per_step=4",
-        "rollout.max_model_len=448", "rollout.sampling.max_tokens=400",
+        "rollout.max_model_len=448", "rollout.sampling.max_tokens=400", f"rollout.notice={notice}",
     ]  # fmt: skip
     with RunUnderWay(words, tmp_path) as run:
         run.wait_until(lambda rows: len(rows) >= 3)
         assert scaled(run.folder, 3) == "rollout-1 is being started\nrollout-2 is being started\n"
         run.wait_until(lambda rows: rows[-1]["sync/replicas_committed"] == 3)
         workers = [run.worker(f"rollout-{place}") for place in range(3)]
-        workers[2].send_signal(signal.SIGTERM)
+        notice.symlink_to(f"/proc/self/task/{workers[2].pid}")  # a file that is there for this process alone
         run.wait_for(lambda: "rollout-2 has gone" in run.log)
         assert scaled(run.folder, 1) == "rollout-1 hands its requests over and ends\n"
         run.wait_for(lambda: "rollout-1 has gone" in run.log)
@@ -52,6 +53,7 @@ def test_a_run_has_one_worker_then_three_then_one_and_no_sample_is_lost(cluster:
             f"rollout-{place} joins the next publish" in log
         )
         assert re.search(rf"rollout-{place} handed \d groups over in \d+\.\d+ s", log)
+    assert "rollout-2 has gone (it was told to go by a notice that its machine is taken away)" in log
     assert sum(row["rollout/handed_over"] or 0 for row in rows) > 0
     assert sum((row["rollout/groups_failed"] or 0) + (row["rollout/restarts"] or 0) for row in rows) == 0
     assert rows[-1]["rollout/replicas_wanted"] == rows[-1]["sync/replicas_committed"] == 1
