@@ -41,6 +41,10 @@ POLICY = [
     "rollout.max_restarts=100",
 ]  # fmt: skip
 TAUGHT = ["experiment=sft_quickstart"]
+AGENTS = [
+    "experiment=agent_game", "run.eval_every_steps=0", "algorithm.groups_per_step=4", "algorithm.group_size=8",
+    "algorithm.max_staleness_steps=0", "run.samples_per_step=4", "run.loggers=[]", "rollout.max_restarts=100",
+]  # fmt: skip
 ALWAYS = [
     "run.checkpoint_every_steps=5", "cluster.dashboard=false", "trainer.max_restarts=100",
 ]  # fmt: skip
@@ -82,9 +86,10 @@ PLANS = {
     ]),
     "raylet": Plan([
         *each("raylet", "gcs", "node", when=("sampling",)),
-        *each("engine", "trainer", "controller", "worker", "raylet", "gcs", "reward", when=("start",)),
         *each("raylet", "gcs", "node", when=IN_A_STEP[1:]),
     ]),
+    "start": Plan(each("engine", "trainer", "controller", "worker", "raylet", "gcs", "reward", when=("start",))),
+    "agent": Plan([*each("agent"), *each("agent", what="stop", when=("sampling",))], tuple(AGENTS)),
     "stop": Plan([*each("engine", "worker", "trainer", what="stop"), *each("reward", what="stop", when=("sampling",))]),
     "term": Plan([*each("engine", "worker", "trainer", what="term"), *each("reward", what="term", when=("sampling",))]),
 }  # fmt: skip
@@ -167,7 +172,7 @@ def carry_out(name: str, plan: Plan, left: Sequence[tuple[str, str, str]], folde
     else:
         wait_for_end(run)
     begun[0].wait(LIMIT_S)
-    checks: dict[str, Any] = checks_of(run, is_policy="quickstart" in plan.words[0] and "sft" not in plan.words[0])
+    checks: dict[str, Any] = checks_of(run, is_policy="sft" not in plan.words[0])
     twins = [folder / f"twin{number}" for number in range(plan.twins)]
     for twin in twins:
         begin(plan, folder, twin.name).wait(LIMIT_S)
