@@ -40,6 +40,16 @@ LINEAR_ATTENTION = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
+GEMMA4 = {
+    "sliding_window": 4,
+    "layer_types": "[sliding_attention,full_attention]",
+    "global_head_dim": 64,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": "true",
+    "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 0,
+    "rope_theta": "null",
+}
 FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", DENSE, SQUARE),
     "mistral": ("MistralForCausalLM", DENSE, {"sliding_window": 4}),
@@ -56,20 +66,13 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
         DENSE,
         {"sliding_window": 4, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32},
     ),
-    "gemma4_text": (
+    "gemma4_text": ("Gemma4ForCausalLM", DENSE, GEMMA4),
+    "gemma4_text with experts": (
         "Gemma4ForCausalLM",
-        DENSE,
-        {
-            "sliding_window": 4,
-            "layer_types": "[sliding_attention,full_attention]",
-            "global_head_dim": 64,
-            "num_global_key_value_heads": 1,
-            "attention_k_eq_v": "true",
-            "final_logit_softcapping": 30.0,
-            "hidden_size_per_layer_input": 0,
-            "rope_theta": "null",
-        },
+        EXPERTS,
+        {**GEMMA4, "model_type": "gemma4_text", "enable_moe_block": "true", "top_k_experts": 2},
     ),
+    "kimi_k2": ("DeepseekV3ForCausalLM", LATENT, {}),
     "qwen3_next": (
         "Qwen3NextForCausalLM",
         [*EXPERTS, "model.dtype=bfloat16"],  # the CPU engine's linear attention has no other format, nor other heads
@@ -86,7 +89,8 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
         {"n_group": 1, "v_head_dim": 48, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8},
     ),
 }
-"""model_type -> its class, the preset that it changes, and the fields of config.json that it needs."""
+"""model_type, or the name of a row whose fields have it -> its class, the preset that it changes, and the fields of
+config.json that it needs."""
 SHOWN = ("eval_reward_first", "eval_reward_last", "k3_max", "publish_bytes", "wall_s")
 
 

@@ -112,7 +112,7 @@ def check_slots_have_names(config: RunConfig, hf_config: HfConfig) -> None:
     if config.weight_sync.mode is not SyncMode.adapter:
         return
     family, kind, lora = family_of(hf_config), kind_of(hf_config), config.trainer.lora
-    if lora.experts and not family.names_slots:
+    if lora.experts and not family.names_slots and num_experts_of(hf_config):
         raise ConfigError(
             f"weight_sync.mode=adapter: the slots of {kind}'s experts have no names that adapters have; "
             "set trainer.lora.experts=false, or weight_sync.mode=merged"

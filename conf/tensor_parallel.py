@@ -147,6 +147,7 @@ def has_dense_layers(hf_config: HfConfig) -> bool:
             hf_config.get("mlp_only_layers"),
             hf_config.get("decoder_sparse_step", 1) != 1,
             hf_config.get("first_k_dense_replace"),
+            hf_config.get("enable_moe_block"),  # beside the experts
         )
     )
 

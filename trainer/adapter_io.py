@@ -41,6 +41,7 @@ from slipstream.trainer.weights.stored_adapter import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     check_adapter_fits,
+    name_of_bank,
     read_stored_adapter,
 )
 from slipstream.weight_sync.disk.safetensors_files import INDEX_NAME
@@ -59,7 +60,7 @@ MAX_FILE_BYTES = 4 << 30
 _EXPERT_MODULES = {"gate_up": ".base_layer", "down": ""}
 
 # PEFT matches the end of a module's name with these.
-_ATTENTION, _EXPERTS = r"(self_attn|linear_attn)\.\w+", r"mlp\.experts(\.\w+)?"
+_ATTENTION, _EXPERTS = r"(self_attn|linear_attn)\.\w+", r"experts(\.\w+)?"
 
 # In a model type that has experts, PEFT reads these target_modules as the experts of transformers 4 and rewrites
 # them. So the dense feed-forwards of such a model are listed as parameters, which PEFT leaves alone; the tensors have
@@ -139,7 +140,9 @@ def gather_adapter(decoder: Decoder, base: str | None, to_host: Callable[[Tensor
                 if layout.rank == 0:
                     tensors[f"{PREFIX}{name}.lora_{factor}.weight"] = to_host(values)
         elif isinstance(module, Experts) and module.lora is not None:
-            parameters |= {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+            name = name_of_bank(name)
+            bank = name.split(".", 3)[-1]  # below model.layers.0
+            parameters |= {f"{bank}.gate_up_proj", f"{bank}.down_proj"}
             for leaf, suffix in _EXPERT_MODULES.items():
                 a_ERK = all_experts(decoder, getattr(module, f"{leaf}_lora_A"))
                 b_ENR = all_experts(decoder, getattr(module, f"{leaf}_lora_B"))
@@ -188,7 +191,7 @@ def load_adapter(decoder: Decoder, folder: Path | str) -> int:
         if not isinstance(module, Linear | Experts) or module.lora is None:
             continue
         if isinstance(module, Experts):
-            _load_experts(decoder, module, f"{PREFIX}{name}", stored.factors, file.get_tensor)
+            _load_experts(decoder, module, f"{PREFIX}{name_of_bank(name)}", stored.factors, file.get_tensor)
         elif f"{PREFIX}{name}.lora_A.weight" in stored.factors:
             for factor, parameter in (("A", module.lora_A), ("B", module.lora_B)):
                 values = file.get_tensor(f"{PREFIX}{name}.lora_{factor}.weight")

@@ -77,8 +77,10 @@ def grouped_queries(
     )
 
 
-def expert_sizes(config: dict[str, Any], *, width: str = "moe_intermediate_size") -> dict[str, Any]:
-    """num_experts, top_k and intermediate_size, under any of the names in use; `width` is the field of the last."""
+def expert_sizes(
+    config: dict[str, Any], *, width: str = "moe_intermediate_size", top_k: str = "num_experts_per_tok"
+) -> dict[str, Any]:
+    """num_experts, top_k and intermediate_size, under any of the names in use, or of the fields named."""
     # transformers writes a family's own name, or num_local_experts (its attribute map), into config.json
     names = ("num_experts", "n_routed_experts", "num_local_experts")
     given = [name for name in names if config.get(name) is not None]
@@ -87,12 +89,12 @@ def expert_sizes(config: dict[str, Any], *, width: str = "moe_intermediate_size"
     num_experts = size(config, given[0])
     if any(config[name] != num_experts for name in given[1:]):
         raise ConfigError(f"model.hf_config: {' and '.join(given)} are one size under two names, and must be equal")
-    top_k = size(config, "num_experts_per_tok")
-    if top_k > num_experts:
-        raise ConfigError(f"model.hf_config.num_experts_per_tok must be <= num_experts, got {top_k} and {num_experts}")
+    chosen = size(config, top_k)
+    if chosen > num_experts:
+        raise ConfigError(f"model.hf_config.{top_k} must be <= num_experts, got {chosen} and {num_experts}")
     return {
         "num_experts": num_experts,
-        "top_k": top_k,
+        "top_k": chosen,
         "intermediate_size": size(config, width),
     }
 

@@ -377,7 +377,7 @@ def _sigmoid_moe(
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(_deepseek_v3),
     "gemma3_text": Family(gemma.gemma3, wrapper="gemma3", left_out=gemma.GEMMA3_DEFAULTS, head_dim=256),
-    "gemma4_text": Family(gemma.gemma4, wrapper="gemma4", head_dim=256, fills_slots=False),
+    "gemma4_text": Family(gemma.gemma4, wrapper="gemma4", head_dim=256, fills_slots=False, names_slots=False),
     "glm4_moe": Family(_glm4_moe),
     "glm4_moe_lite": Family(_glm4_moe_lite),
     "gpt_oss": Family(

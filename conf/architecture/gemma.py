@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from slipstream.conf.architecture.activation import GELU_TANH
 from slipstream.conf.architecture.attention_spec import GqaSpec, ProportionalScaling, RopeSpec
 from slipstream.conf.architecture.config_fields import (
     by_layer,
     common_fields,
+    expert_sizes,
     grouped_queries,
     number,
     refuse,
@@ -15,7 +17,7 @@ from slipstream.conf.architecture.config_fields import (
     rope_spec,
     size,
 )
-from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.architecture.model_spec import CheckpointNames, ModelSpec, MoeSpec
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject, is_object
 from slipstream.conf.schema import MlaNormEps
@@ -65,8 +67,9 @@ def gemma3(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
 
 
 def gemma4(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
-    """Gemma 4 of 31B (transformers models/gemma4): layers without a window have heads of their own, whose values may be
-    their keys before the norm; values are normed; scores have no scale, layers' results have; logits pass a soft cap.
+    """Gemma 4 of 31B and 26B-A4B (transformers models/gemma4): layers without a window have heads of their own, whose
+    values may be their keys before the norm; values are normed; scores have no scale, layers' results have; logits pass
+    a soft cap. The second has experts beside its dense feed-forward.
     """
     _refuse_other_gemma4(config)
     refuse(config, "hidden_activation", ("gelu_pytorch_tanh",))
@@ -98,25 +101,43 @@ def gemma4(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
         embedding_scale=common["hidden_size"] ** 0.5,
         logit_softcap=None if softcap is None else number(config, "final_logit_softcapping", 30.0),
         has_gelu=True,
+        moe=_experts_beside_dense(config),
+    )
+
+
+def _experts_beside_dense(config: JsonObject) -> MoeSpec | None:
+    """transformers reads enable_moe_block, and vLLM whether there are num_experts."""
+    has_block, has_experts = bool(config.get("enable_moe_block")), config.get("num_experts") is not None
+    if has_block is not has_experts:
+        raise ConfigError(
+            f"model.hf_config of {config['model_type']} needs both enable_moe_block=true and num_experts, or neither, "
+            f"got {config.get('enable_moe_block')!r} and {config.get('num_experts')!r}"
+        )
+    if not has_block:
+        return None
+    return MoeSpec(
+        **expert_sizes(config, top_k="top_k_experts"),
+        norm_topk_prob=True,
+        layers=(True,) * size(config, "num_hidden_layers"),
+        activation=GELU_TANH,
+        names=CheckpointNames(block=""),
+        is_beside_dense=True,
     )
 
 
 def _refuse_other_gemma4(config: JsonObject) -> None:
     require(config, "hidden_size_per_layer_input")  # transformers' default is that of E2B
-    experts = "experts beside a dense feed-forward"
-    features: dict[str, list[str]] = {}
-    for key, allowed, feature in (
-        ("hidden_size_per_layer_input", (0, None), "embeddings that each layer adds"),
-        ("num_kv_shared_layers", (0, None), "layers that attend to keys and values of another layer"),
-        ("enable_moe_block", (False, None), experts),
-        ("num_experts", (None,), experts),  # vLLM reads this one
-    ):
-        if config.get(key) not in allowed:
-            features.setdefault(feature, []).append(f"{key}={config[key]!r}")
-    lacking = [f"{feature} ({', '.join(fields)})" for feature, fields in features.items()]
+    lacking = [
+        f"{feature} ({key}={config[key]!r})"
+        for key, feature in (
+            ("hidden_size_per_layer_input", "embeddings that each layer adds"),
+            ("num_kv_shared_layers", "layers that attend to keys and values of another layer"),
+        )
+        if config.get(key) not in (0, None)
+    ]
     if lacking:
         raise ConfigError(
-            f"model.hf_config: {config['model_type']} is supported where it is dense (31B); this one has what the "
+            f"model.hf_config: {config['model_type']} is supported as 31B and 26B-A4B are; this one has what the "
             f"decoder lacks: {'; '.join(lacking)}"
         )
 

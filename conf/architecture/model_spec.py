@@ -44,12 +44,16 @@ CORRECTION_BIAS = "e_score_correction_bias"
 """Float32 leaf of a sigmoid router; the trainer never changes it."""
 
 
+BESIDE_DENSE = "moe"
+"""The trainer's module of experts beside a dense feed-forward, which is `mlp` there."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointNames:
     """What a checkpoint calls the parts of a mixture of experts, where families differ."""
 
     block: str = "mlp"
-    """The router's and the experts' module in a layer; the trainer's own is `mlp`, as transformers'."""
+    """The router's and the experts' module in a layer; the trainer's own is `mlp`, as transformers'. "": the layer."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Gate, up and down of an expert."""
     shared: str = "shared_experts"
@@ -60,8 +64,8 @@ class CheckpointNames:
     def of_block(self, module: str) -> str:
         """A module below a block, by its name in the trainer. Example, Mixtral: "model.layers.0.mlp.experts" ->
         "model.layers.0.block_sparse_moe.experts"."""
-        layer, _, rest = module.rpartition(".mlp.")
-        return f"{layer}.{self.block}.{rest}"
+        layer, _, rest = module.rpartition(".mlp." if self.block else f".{BESIDE_DENSE}.")
+        return f"{layer}.{self.block}.{rest}" if self.block else f"{layer}.{rest}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +102,20 @@ class MoeSpec:
     down_proj_bias (E, H). The trainer holds them as it holds all experts; see trainer/weights/fused_experts.py.
     """
 
-    @property
-    def router_name(self) -> str:
-        """The router's module in the checkpoint."""
-        return "router" if self.has_router_bias else "gate"
+    is_beside_dense: bool = False
+    """Layers with experts have a dense feed-forward, too, and norms before, after and around both. The router reads the
+    stream in unit length times `scale` / sqrt(H), and multiplies weights by `per_expert_scale` (Gemma 4). The
+    checkpoint stacks experts as the trainer does: gate_up_proj (E, 2I, H), down_proj (E, H, I)."""
+
+    def router_leaf(self, leaf: str) -> str:
+        """A parameter of the router, as a checkpoint names it in the block."""
+        if self.is_beside_dense:
+            return "router.proj.weight" if leaf == "weight" else f"router.{leaf}"
+        return (
+            self.names.correction
+            if leaf == CORRECTION_BIAS
+            else f"{'router' if self.has_router_bias else 'gate'}.{leaf}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,15 +255,24 @@ class ModelSpec:
         return shapes | {name: (size,) for name, size in self.attention_of(layer).vectors().items()}
 
     def _feed_forward_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        dense = _swiglu_shapes("mlp.", self.hidden_size, self.intermediate_size)
         if self.moe is None or not self.moe.layers[layer]:
-            return _swiglu_shapes("mlp.", self.hidden_size, self.intermediate_size)
+            return dense
+        if self.moe.is_beside_dense:
+            norms = {f"{name}.weight": (self.hidden_size,) for name in NORMS_BESIDE_DENSE}
+            return dense | self._moe_shapes(self.moe) | norms
         block = self.moe.names.block
         return {f"{block}.{name}": shape for name, shape in self._moe_shapes(self.moe).items()}
 
     def _moe_shapes(self, moe: MoeSpec) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {f"{moe.router_name}.weight": (moe.num_experts, self.hidden_size)}
+        num_experts, hidden, width = moe.num_experts, self.hidden_size, moe.intermediate_size
+        shapes: dict[str, tuple[int, ...]] = {moe.router_leaf("weight"): (num_experts, hidden)}
+        if moe.is_beside_dense:
+            shapes |= {moe.router_leaf("scale"): (hidden,), moe.router_leaf("per_expert_scale"): (num_experts,)}
+            stacks = {"gate_up_proj": (num_experts, 2 * width, hidden), "down_proj": (num_experts, hidden, width)}
+            return shapes | {f"experts.{name}": shape for name, shape in stacks.items()}
         if moe.has_router_bias:
-            shapes[f"{moe.router_name}.bias"] = (moe.num_experts,)
+            shapes[moe.router_leaf("bias")] = (num_experts,)
         if moe.is_fused:
             fused = _fused_shapes(moe.num_experts, self.hidden_size, moe.intermediate_size)
             return shapes | (_mxfp4_shapes(fused) if moe.expert_format is ExpertFormat.mxfp4 else fused)
@@ -268,6 +291,9 @@ class ModelSpec:
 
 SHARED_GATE = "shared_expert_gate"
 """Module of a shared expert's gate, in the checkpoint and in the trainer."""
+
+NORMS_BESIDE_DENSE = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
+"""Norms of a layer with experts beside a dense feed-forward: before the experts, after the dense one, after them."""
 
 LAYER_SCALAR = "layer_scalar"
 """A layer's factor, in the checkpoint, in the trainer and in vLLM. Not trained: transformers has it as a buffer."""

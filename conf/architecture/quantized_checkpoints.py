@@ -22,6 +22,12 @@ def with_quantization(spec: ModelSpec, quantization: JsonObject) -> ModelSpec:
             f"model.hf_config.quantization_config: quantized checkpoints of {spec.family} are not supported, because "
             "engines keep some projections of its linear attention as they are; give a float checkpoint"
         )
+    if spec.moe is not None and spec.moe.is_beside_dense:
+        raise ConfigError(
+            f"model.hf_config.quantization_config: quantized engines of {spec.family} with experts are not supported, "
+            "because its checkpoints stack them in one tensor; give a float checkpoint, and "
+            "model.engine_format=checkpoint"
+        )
     method, layout = quantization.get("quant_method"), quantization.get("format")
     if method == "fp8" and list(quantization.get("weight_block_size") or ()) == FP8_BLOCK:
         return spec

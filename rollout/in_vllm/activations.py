@@ -33,6 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.conf.architecture.model_spec import NORMS_BESIDE_DENSE
+
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 SHARED = ("mlp.shared_experts", "mlp.shared_expert")
 LINEARS = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
@@ -70,9 +72,10 @@ class ActivationRecorder:
     def _watch_layer(self, prefix: str, layer: nn.Module) -> None:
         modules = dict(layer.named_modules())
         experts = next((path for path, module in modules.items() if hasattr(module, "routed_experts")), "mlp.experts")
-        block = experts.removesuffix(".experts")  # some families have another name for it
+        block = experts.removesuffix("experts").removesuffix(".")  # some families have another name for it, or none
         for path, module in modules.items():
             name = f"mlp{path.removeprefix(block)}" if f"{path}.".startswith(f"{block}.") else path
+            name = f"mlp.{path}" if not block and path == experts else name
             middle = ("post_attention", "pre_feedforward")["pre_feedforward_layernorm" in modules]
             record = self._recorder_of(prefix, name, module, f"{middle}_layernorm")
             if record is not None:
@@ -92,7 +95,7 @@ class ActivationRecorder:
             return lambda args, out: self._norm(prefix + path, f"{prefix}stream_mid", args, out)
         if leaf in NORMS:
             return lambda _, out: self._keep(attention + leaf, _first(out))
-        if path in ("mlp", "post_attention_layernorm", "post_feedforward_layernorm"):
+        if path in ("mlp", "post_attention_layernorm", "post_feedforward_layernorm", *NORMS_BESIDE_DENSE):
             return lambda _, out: self._keep(prefix + path, _first(out))
         if path in SHARED:
             return lambda _, out: self._keep(prefix + SHARED[0], _first(out))

@@ -20,7 +20,7 @@ from cases.kernel_inputs import (
     groups_of,
     is_tried,
 )
-from slipstream.conf.architecture.activation import CLAMPED_SWIGLU, SWIGLU
+from slipstream.conf.architecture.activation import CLAMPED_SWIGLU, GELU_TANH, SWIGLU
 from slipstream.conf.schema import CombineMode
 from slipstream.trainer.kernels.experts import gather, low_rank
 from slipstream.trainer.kernels.experts.combine import weighted_sum_torch, weighted_sum_triton
@@ -61,6 +61,7 @@ from slipstream.trainer.moe.grouped import GroupedBackend, grouped_gradient, gro
 ACTIVATION_CASES = (
     (0, SWIGLU), (4, SWIGLU), (64, CLAMPED_SWIGLU), (WIDE_RANK, SWIGLU),
     (4, replace(SWIGLU, rounds_each=True)), (0, replace(CLAMPED_SWIGLU, rounds_each=True)),
+    (4, replace(GELU_TANH, rounds_each=True)),
 )  # fmt: skip
 """Rank, activation."""
 GRADIENT_RANKS = (1, 12, 64, WIDE_RANK)

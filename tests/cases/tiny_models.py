@@ -279,6 +279,15 @@ GEMMA4 = {
     "tie_word_embeddings": True,
     "rms_norm_eps": 3e-5,
 }
+GEMMA4_MOE = {
+    **GEMMA4,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 24,
+}
 """Heads, RoPE and values of layers without a window are their own; layers' factors; a soft cap that bends logits."""
 
 MINIMAX = {
@@ -358,7 +367,8 @@ class SpreadReader:
         if tensor.endswith(PACKED_LEAVES):
             return self._bits.read(tensor, region)
         whole = torch.randn(self._shapes[tensor], generator=named_generator(7, tensor, torch.device("cpu"))) * 0.15
-        if tensor.endswith(("norm.weight", "layer_scalar")) and not (self._adds_one and ".linear_attn." not in tensor):
+        ones = ("norm.weight", "norm_1.weight", "norm_2.weight", "layer_scalar", "router.scale", "per_expert_scale")
+        if tensor.endswith(ones) and not (self._adds_one and ".linear_attn." not in tensor):
             whole += 1.0
         return whole[tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))]
 
@@ -512,8 +522,13 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def gradients_under_checkpoint_names(decoder: Decoder) -> dict[str, Any]:
-    """As transformers names them. gpt-oss: its router's name, and its experts as transformers keeps them."""
+    """As transformers names them: Gemma 4's and gpt-oss's routers; and gpt-oss's experts lie as there."""
     grads = {name: p.grad for name, p in decoder.named_parameters() if p.requires_grad}
+    if decoder.spec.moe is not None and decoder.spec.moe.is_beside_dense:
+        renamed = {".moe.gate.weight": ".router.proj.weight", ".moe.gate.": ".router.", ".moe.": "."}
+        for ours, theirs in renamed.items():
+            grads = {name.replace(ours, theirs): grad for name, grad in grads.items()}
+        return grads
     if decoder.spec.moe is None or not decoder.spec.moe.is_fused:
         return grads
     fused = {}

@@ -17,7 +17,18 @@ from cases import recorded_fp8
 from cases.recorded import replay_plan
 from cases.vllm_process import outcomes_of
 
-MODELS = ["qwen3", "qwen2", "mistral", "olmoe", "mixtral", "qwen2_moe", "minimax_m2", "qwen3_5_moe", "gemma3", "gemma4"]
+MODELS = [
+    "qwen3",
+    "qwen2",
+    "mistral",
+    "olmoe",
+    "mixtral",
+    "qwen2_moe",
+    "minimax_m2",
+    "qwen3_5_moe",
+    "gemma3",
+    "gemma4_moe",
+]
 """Others are recorded and published in test_engine_layouts.py."""
 BESIDE_TOWER = "beside_tower"
 CASES = [*MODELS, *recorded_fp8.CASES, BESIDE_TOWER]

@@ -104,6 +104,9 @@ CONFIGS["gemma4"] = {
     "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
     "final_logit_softcapping": 5.0, "tie_word_embeddings": True,
 }  # fmt: skip
+CONFIGS["gemma4_moe"] = {
+    **CONFIGS["gemma4"], "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64,
+}  # fmt: skip
 CONFIGS["minimax_m2"] = {
     **COMMON, "model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"], "rotary_dim": 16,
     "num_local_experts": 8, "num_experts_per_tok": 3, "scoring_func": "sigmoid", "use_routing_bias": True,

@@ -116,7 +116,8 @@ def _refuse_misfits(spec: ModelSpec, lora: LoraConfig | None, layout: ParallelLa
             f"trainer.ep_size must be <= the number of experts {spec.moe.num_experts}, got {layout.ep_size}"
         )
     if lora is not None:
-        has_dense = num_moe_layers < spec.num_layers or (spec.moe is not None and spec.moe.shared_intermediate_size > 0)
+        moe = spec.moe
+        has_dense = moe is None or moe.is_beside_dense or moe.shared_intermediate_size > 0 or not all(moe.layers)
         has_target = lora.attention or (lora.experts and num_moe_layers) or (lora.mlp and has_dense)
         if not has_target:
             raise ConfigError(

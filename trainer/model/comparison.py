@@ -27,7 +27,7 @@ from slipstream.trainer.kernels.rms_norm import norm_rotate
 from slipstream.trainer.model.attention import TURNED, GroupedQueryAttention
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.forward import Forward, Place
-from slipstream.trainer.model.layer import DecoderLayer
+from slipstream.trainer.model.layer import AFTER, BEFORE_EXPERTS, MIDDLE, DecoderLayer
 from slipstream.trainer.model.norm import RMSNorm
 from slipstream.trainer.model.operations import Operation
 from slipstream.trainer.model.packed_sequences import PackedSequences
@@ -91,9 +91,11 @@ def run_chained(
 
 def _layer(number: int, layer: DecoderLayer, at: Place, adds: tuple[str, str]) -> Iterator[Operation]:
     """A layer's operations, whole or taken apart; `adds` names what the layer before adds to the stream."""
-    prefix, attention, block = f"layers.{number}.", layer.attention, layer.mlp
+    prefix, attention, block = f"layers.{number}.", layer.attention, layer.block
     is_rounded = _is_rounded(layer.middle_norm, at)
-    of_experts = _experts(prefix, block, at, is_rounded=is_rounded) if isinstance(block, MoeBlock) else {}
+    of_experts = {} if block is None else _experts(prefix, block, at, is_rounded=is_rounded)
+    if layer.is_beside:
+        del of_experts["residual"]  # what the layer adds is a norm's
     for operation in layer.operations:
         if operation.name in of_experts:
             yield of_experts[operation.name]
@@ -185,7 +187,10 @@ def _rotary(prefix: str, own: GroupedQueryAttention, at: Place, inputs: tuple[st
 
 def _experts(prefix: str, block: MoeBlock, at: Place, *, is_rounded: bool) -> dict[str, Operation]:
     """The steps of a mixture of experts, by the operation whose place they take."""
-    normed, out = f"{prefix}post_attention_layernorm", f"{prefix}mlp"
+    routed_by = read = f"{prefix}{AFTER}"
+    if block.gate.moe.is_beside_dense:
+        routed_by, read = f"{prefix}{MIDDLE}", f"{prefix}{BEFORE_EXPERTS}"
+    out = f"{prefix}mlp"
     weights, ids, routed, shared = (
         f"{out}.{name}" for name in ("topk_weights", "topk_ids", "experts", "shared_experts")
     )
@@ -206,7 +211,7 @@ def _experts(prefix: str, block: MoeBlock, at: Place, *, is_rounded: bool) -> di
         return (x if not others else x + others[0] if is_rounded else x.float() + others[0].float(),)
 
     return {
-        "mlp.gate": Operation(f"{out}.gate", (normed,), (weights, ids), choose),
-        "mlp.experts": Operation(routed, (normed, weights, ids), (routed,), compute),
+        "mlp.gate": Operation(f"{out}.gate", (routed_by,), (weights, ids), choose),
+        "mlp.experts": Operation(routed, (read, weights, ids), (routed,), compute),
         "residual": Operation(out, (routed, shared) if block.shared else (routed,), (out,), add),
     }

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.conf.architecture.attention_spec import GqaSpec
-from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.architecture.model_spec import BESIDE_DENSE, NORMS_BESIDE_DENSE, ModelSpec
 from slipstream.conf.schema import LoraConfig, Rounding, Roundings
 from slipstream.trainer.lora import Linear
 from slipstream.trainer.model.attend import AttentionBackend
@@ -47,6 +47,7 @@ STREAM, MIDDLE, NEXT_STREAM, NEXT_SUM = "stream", "stream_mid", "next_stream", "
 NORMED, DELTA, AFTER = "input_layernorm", "self_attn.o_proj", "post_attention_layernorm"
 BEFORE_FED, AFTER_FED = "pre_feedforward_layernorm", "post_feedforward_layernorm"
 """Of layers that norm their halves, in which AFTER norms what attention gives."""
+BEFORE_EXPERTS, AFTER_DENSE, AFTER_EXPERTS = NORMS_BESIDE_DENSE
 WEIGHTS, IDS, FLIPPED = "mlp.topk_weights", "mlp.topk_ids", "mlp.num_flipped"
 ROUTED, SHARED, FED = "mlp.experts", "mlp.shared_experts", "mlp"
 
@@ -132,7 +133,8 @@ class DecoderLayer(nn.Module):
     share of the layers (trainer.gate_up_kept).
 
     What a checkpointed layer keeps is thus x, attention's output, delta (what o_proj adds), perhaps gate and up, and
-    some numbers per token. All but the last may wait in host memory (host_activations.py).
+    some numbers per token; norms behind the experts (Gemma 4) keep what they read, too. The first three, and gate and
+    up, may wait in host memory (host_activations.py).
 
     A forward without gradients of its own (Forward.gradients_by) walks the whole list for the layer's values; the layer
     keeps its input alone, and in backward the trainer's kernels walk the list again, with the experts chosen there.
@@ -161,7 +163,14 @@ class DecoderLayer(nn.Module):
         windows = spec.attention.windows if isinstance(spec.attention, GqaSpec) else ()
         self.rope = int(spec.local_rope is not None and windows[layer] is not None)
         """Which of Decoder.ropes turns its heads."""
-        self.mlp = _moe_block(build, layer) if spec.is_moe_layer(layer) else build.dense_mlp(spec.intermediate_size)
+        block = _moe_block(build, layer) if spec.is_moe_layer(layer) else None
+        self.is_beside = block is not None and block.gate.moe.is_beside_dense
+        """Whether the layer has both, a dense feed-forward and experts."""
+        self.mlp = build.dense_mlp(spec.intermediate_size) if block is None or self.is_beside else block
+        if self.is_beside:
+            self.add_module(BESIDE_DENSE, block)
+            for name in NORMS_BESIDE_DENSE:
+                self.add_module(name, build.norm())
         self.layer_scalar = nn.Parameter(torch.empty(1, dtype=build.weight_dtype)) if spec.scales_layers else None
         self.moe_index = sum(map(spec.is_moe_layer, range(layer)))
         self.keeps_gate_up = is_in_share(self.moe_index, build.gate_up_kept)
@@ -172,31 +181,26 @@ class DecoderLayer(nn.Module):
         """The layer's operations, in their order."""
         norm, after, o_proj = self.input_layernorm, self.middle_norm, self.attention.o_proj
         delta, fed_name = self.adds
-        first, block = self.attention.operations(NORMED, "self_attn."), self.mlp
+        first = self.attention.operations(NORMED, "self_attn.")
         heads = f"self_attn.{self.attention.gives}"
         attention = [Operation(NORMED, (STREAM, SUM), (NORMED,), lambda at, *x: (at.by.norm(norm, *x),)), *first]
         projection = [Operation(DELTA, (heads,), (DELTA,), lambda at, x: (at.by.output(o_proj, x),))]
-        halves, normed, rest = [], AFTER, []
+        rest, gives, normed = [], [MIDDLE], AFTER
+        owners: list[nn.Module] = [after]
         if delta != DELTA:
-            halves, normed = [self.post_attention_layernorm, self.post_feedforward_layernorm], BEFORE_FED
-            rest.append(Operation(delta, (DELTA,), (delta,), lambda at, x: (at.by.norm(halves[0], x),)))
+            rest, normed = [self._norms(delta, DELTA)], BEFORE_FED
+            gives.append(delta)
+            owners += [self.post_attention_layernorm, self.post_feedforward_layernorm]
         rest.append(Operation(normed, (STREAM, delta), (MIDDLE, normed), lambda at, *x: at.by.add_norm(after, *x)))
-        last, gives, fed, owners = [], [MIDDLE], [fed_name], [after, block]
-        if isinstance(block, MoeBlock):
-            chosen = (WEIGHTS, IDS, FLIPPED)
-            gives, fed, owners = [MIDDLE, AFTER, *chosen], [ROUTED], [after, *block.owners_of_routing]
-            rest.append(Operation("mlp.gate", (AFTER, ROUTES), chosen, lambda at, *x: at.by.route(block, *x)))
-            routed = (AFTER, WEIGHTS, IDS, KEEP_GATE_UP)
-            last.append(Operation(ROUTED, routed, (ROUTED,), lambda at, *x: (at.by.experts(block, *x, at),)))
-            if block.shared:
-                fed, gives = [ROUTED, SHARED], [*gives, SHARED]
-                rest.append(Operation(SHARED, (AFTER,), (SHARED,), lambda at, x: (at.by.shared_experts(block, x),)))
+        last, fed, mlp = [], [fed_name], self.mlp
+        if isinstance(mlp, DenseMlp):
+            rest.append(Operation(FED, (normed,), (FED,), lambda at, x: (at.by.feed_forward(mlp, x),)))
+            owners.append(mlp)
+        if (block := self.block) is not None:
+            last, fed = self._with_experts(block, rest, gives, owners)
         else:
+            rest += [] if fed_name == FED else [self._norms(fed_name, FED)]
             gives.append(fed_name)
-            rest.append(Operation(FED, (normed,), (FED,), lambda at, x: (at.by.feed_forward(block, x),)))
-        if halves:
-            rest.append(Operation(fed_name, (FED,), (fed_name,), lambda at, x: (at.by.norm(halves[1], x),)))
-            gives, owners = [*gives, delta], [*owners, *halves]
         ends, outs = (STREAM, delta, MIDDLE, *fed), (NEXT_STREAM, NEXT_SUM)
         layer = weakref.proxy(self)  # held by its own operations, a forgotten layer would wait for the collector
         last.append(Operation("residual", ends, outs, lambda at, *x: layer.add(at.by, *x)))
@@ -206,6 +210,35 @@ class DecoderLayer(nn.Module):
             Part(rest, gives, owners, waits=False),
             Part(last, outs, waits=False),
         ]
+
+    def _with_experts(
+        self, block: MoeBlock, rest: list[Operation], gives: list[str], owners: list[nn.Module]
+    ) -> tuple[list[Operation], list[str]]:
+        """Add the choice of experts to `rest`, and what it gives and whose parameters it reads; the operations of the
+        experts, and what of them the stream adds."""
+        reads, routed_by = (BEFORE_EXPERTS, MIDDLE) if self.is_beside else (AFTER, AFTER)
+        chosen, fed = (WEIGHTS, IDS, FLIPPED), [ROUTED]
+        gives += [reads, *chosen]
+        owners += block.owners_of_routing
+        rest.append(Operation("mlp.gate", (routed_by, ROUTES), chosen, lambda at, *x: at.by.route(block, *x)))
+        routed = (reads, WEIGHTS, IDS, KEEP_GATE_UP)
+        last = [Operation(ROUTED, routed, (ROUTED,), lambda at, *x: (at.by.experts(block, *x, at),))]
+        if block.shared:
+            rest.append(Operation(SHARED, (AFTER,), (SHARED,), lambda at, x: (at.by.shared_experts(block, x),)))
+            gives.append(SHARED)
+            fed = [ROUTED, SHARED]
+        if self.is_beside:
+            rest += [self._norms(AFTER_DENSE, FED), self._norms(BEFORE_EXPERTS, MIDDLE)]
+            gives.append(AFTER_DENSE)
+            owners += [self.get_submodule(name) for name in (AFTER_DENSE, BEFORE_EXPERTS)]
+            last += [self._norms(AFTER_EXPERTS, ROUTED), self._norms(AFTER_FED, AFTER_DENSE, AFTER_EXPERTS)]
+            fed = [AFTER_FED]
+        return last, fed
+
+    def _norms(self, name: str, *addends: str) -> Operation:
+        """The norm of this name, of one value or of the sum of two."""
+        norm = cast("RMSNorm", self.get_submodule(name))
+        return Operation(name, addends, (name,), lambda at, x, *more: (at.by.norm(norm, x + more[0] if more else x),))
 
     def add(self, by: Forward, *addends: Tensor) -> tuple[Tensor, Tensor | None]:
         """The stream at the layer's end; and before it was rounded, if the next norm reads that."""
@@ -220,6 +253,12 @@ class DecoderLayer(nn.Module):
     def attention(self) -> GroupedQueryAttention | LatentAttention | GatedDeltaNet:
         """Under its name in the checkpoint, which says its kind."""
         return cast("GroupedQueryAttention | LatentAttention | GatedDeltaNet", self.get_submodule(self._attention_name))
+
+    @property
+    def block(self) -> MoeBlock | None:
+        """The experts and their router, if the layer has any."""
+        block = self.get_submodule(BESIDE_DENSE) if self.is_beside else self.mlp
+        return block if isinstance(block, MoeBlock) else None
 
     @property
     def middle_norm(self) -> RMSNorm:
@@ -240,7 +279,7 @@ class DecoderLayer(nn.Module):
             out_TH, sum_TH = self._values_from(run, run.by.gradients_by, known)
             run.sum_TH = None if sum_TH is None else sum_TH.detach()
             return out_TH
-        routes = run.routes if isinstance(self.mlp, MoeBlock) else None
+        routes = None if self.block is None else run.routes
         if routes is not None:
             known[ROUTES] = routes.of_layer(self.moe_index)
         if is_recomputed and self.keeps_gate_up:
@@ -318,7 +357,9 @@ def _moe_block(build: Build, layer: int) -> MoeBlock:
         expert_format=moe.expert_format,
         unpacked=build.unpacked,
     )
-    router = Router(moe, spec.hidden_size, weight_dtype=build.weight_dtype, numerics=build.numerics)
+    router = Router(
+        moe, spec.hidden_size, weight_dtype=build.weight_dtype, numerics=build.numerics, norm_eps=spec.rms_norm_eps
+    )
     shared = build.dense_mlp(moe.shared_intermediate_size) if moe.shared_intermediate_size else None
     gate = Linear(spec.hidden_size, 1, weight_dtype=build.weight_dtype, lora=None) if moe.has_shared_gate else None
     return MoeBlock(

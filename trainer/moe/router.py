@@ -8,6 +8,7 @@ Owns the numerics that decide routing. They must match transformers, because one
               correction bias inside the best groups, weights from the scores alone (DeepSeek-V3,
               https://arxiv.org/abs/2412.19437, section 2.1.2)
 
+Gemma 4's is the first with float32 logits, of tokens in unit length; its weights have factors of experts.
 gpt-oss's router, a softmax over its top-k logits, is the first with renormalization: the same weights, and of equal
 logits (of 32 in bfloat16 the fourth and fifth are equal for some tokens in a hundred) vLLM's choice in vLLM's order.
 The softmax router's arithmetic is trainer.kernels.experts.route's. A recorded choice (trainer.moe.replay) replaces the
@@ -47,7 +48,7 @@ class Routing:
 
 class Router(nn.Module):
     """Parameters: weight (num_experts, H); e_score_correction_bias (num_experts), float32, of a sigmoid router; bias
-    (num_experts) of gpt-oss's.
+    (num_experts) of gpt-oss's; scale (H) and per_expert_scale (num_experts) of Gemma 4's.
 
     The correction bias balances load in pre-training; no gradient reaches it and the trainer leaves it alone.
     """
@@ -59,9 +60,12 @@ class Router(nn.Module):
         *,
         weight_dtype: torch.dtype,
         numerics: Roundings,
+        norm_eps: float = 0.0,
     ) -> None:
+        """Args: `norm_eps` is that of the unit length in which Gemma 4's router reads tokens."""
         super().__init__()
-        self.moe, self.wide = moe, numerics.router_weights is RouterFormat.float32
+        self.moe, self.eps = moe, norm_eps
+        self.wide = moe.is_beside_dense or numerics.router_weights is RouterFormat.float32
         as_engine = RouterLogits.model if moe.engine_rounds_logits else RouterLogits.float32
         chosen = as_engine if numerics.router_logits is RouterLogits.engine else numerics.router_logits
         self.narrow_logits = chosen is RouterLogits.model
@@ -73,6 +77,11 @@ class Router(nn.Module):
         self.bias: nn.Parameter | None = None
         if moe.has_router_bias:
             self.bias = nn.Parameter(torch.empty(moe.num_experts, dtype=weight_dtype))
+        self.scale: nn.Parameter | None = None
+        self.per_expert_scale: nn.Parameter | None = None
+        if moe.is_beside_dense:
+            self.scale = nn.Parameter(torch.empty(hidden_size, dtype=weight_dtype))
+            self.per_expert_scale = nn.Parameter(torch.empty(moe.num_experts, dtype=weight_dtype))
 
     def forward(self, x_TH: Tensor, recorded: LayerRoutes | None = None) -> Routing:
         """Route every token. A recorded route decides the experts of its token, the scores decide their weights."""
@@ -86,6 +95,9 @@ class Router(nn.Module):
     def _scores(self, x_TH: Tensor) -> Tensor:
         """The numbers that experts are chosen and weighed by: sigmoids, or logits if a softmax follows."""
         weight = self.weight.to(x_TH.dtype)  # the engine's format; frozen weights have it already
+        if self.scale is not None:
+            root = torch.tensor(x_TH.shape[1] ** -0.5, dtype=x_TH.dtype)  # vLLM rounds it, and each product
+            return _wide_logits(unit_rows(x_TH, self.eps) * root * self.scale.to(x_TH.dtype), weight)
         if self.moe.score is RouterScore.sigmoid:
             logits_TE = F.linear(x_TH, weight).float() if self.narrow_logits else _wide_logits(x_TH, weight)
             return logits_TE.sigmoid()
@@ -94,7 +106,8 @@ class Router(nn.Module):
     def _choose(self, scores_TE: Tensor) -> Routing:
         """The best experts and their weights."""
         if self.moe.score is RouterScore.softmax:
-            return Routing(*route(scores_TE, self.moe.top_k, self.moe.norm_topk_prob, self.wide))
+            weights_TK, experts_TK = route(scores_TE, self.moe.top_k, self.moe.norm_topk_prob, self.wide)
+            return Routing(self._scaled(weights_TK, experts_TK), experts_TK)
         assert self.e_score_correction_bias is not None
         choice_TE = self._mask_groups(scores_TE.detach() + self.e_score_correction_bias)
         experts_TK = choice_TE.topk(self.moe.top_k, dim=-1).indices
@@ -104,11 +117,16 @@ class Router(nn.Module):
         """The weights that these scores give to these experts, whether or not they are the best."""
         moe = self.moe
         if moe.score is RouterScore.softmax:
-            return weigh(scores_TE, experts_TK, moe.norm_topk_prob, self.wide)
+            return self._scaled(weigh(scores_TE, experts_TK, moe.norm_topk_prob, self.wide), experts_TK)
         scores_TK = scores_TE.gather(1, experts_TK)
         if moe.norm_topk_prob:
             scores_TK = scores_TK / (scores_TK.sum(-1, keepdim=True) + NORM_EPS)
         return scores_TK * self.factor_of_weights
+
+    def _scaled(self, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        if self.per_expert_scale is None:
+            return weights_TK
+        return weights_TK * self.per_expert_scale.float()[experts_TK]
 
     @property
     def factor_of_weights(self) -> float:
@@ -129,6 +147,12 @@ class Router(nn.Module):
         best_TG = choice_TGM.topk(2, dim=-1).values.sum(-1).topk(kept, dim=-1).indices
         allowed_TG = torch.zeros_like(choice_TGM[..., 0], dtype=torch.bool).scatter(1, best_TG, True)
         return choice_TGM.masked_fill(~allowed_TG[..., None], -torch.inf).flatten(1)
+
+
+def unit_rows(x_TH: Tensor, eps: float) -> Tensor:
+    """Every row divided by its root mean square; rounded once."""
+    wide = x_TH.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x_TH.dtype)
 
 
 def _wide_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:

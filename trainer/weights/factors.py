@@ -85,7 +85,7 @@ def _adapted(decoder: Decoder) -> Iterator[tuple[HeldTensor, LoraDelta, int, str
             continue
         if not isinstance(held, HeldTensor):
             raise LayoutError(
-                f"{held.tensor} fuses experts in turns, which engines cannot merge; set weight_sync.remote_merge=none"
+                f"{held.tensor} is a stack of experts, which engines cannot merge; set weight_sync.remote_merge=none"
             )
         delta = held.delta
         factor = (delta.first_row + held.first_row) // delta.rows_a_factor

@@ -6,6 +6,8 @@
     down_proj         (E, I, H)                                down_proj    (E, H, I)
     down_proj_bias    (E, H)                                   down_bias    (E, H)
 
+    checkpoint (Gemma 4)          the same tensors without biases, and in the trainer's layout
+
 The trainer has one layout for all families, as its kernels and an engine's w13 need it. Loading separates the
 alternating columns, and writing interleaves them again. Column c of the checkpoint is row (c % P) * R / P + c // P of
 R, where P is the number of alternating parts (gate and up: 2, down: 1).
@@ -35,6 +37,8 @@ class FusedRun:
     start: tuple[int, ...]
     """Place in the checkpoint tensor, with experts counted from this rank's first one."""
     shape: tuple[int, ...]
+    is_turned: bool = True
+    """As gpt-oss; else as the trainer."""
 
     def write(self, out: Tensor, gathered_a: dict[str, Tensor]) -> None:
         """Write the merged values into `out`, of `shape`, any strides, cast to out.dtype. No communication."""
@@ -57,11 +61,16 @@ class FusedRun:
 
     @property
     def _columns(self) -> slice:
-        return slice(self.start[1], self.start[1] + self.shape[1])
+        dim = 1 if self.is_turned else 2
+        return slice(self.start[dim], self.start[dim] + self.shape[dim])
 
     def _parts(self, whole: Tensor) -> Iterator[tuple[Rows, Tensor]]:
         """Pairs of rows of the parameter, one band per expert, and the columns of `whole` that they hold."""
         rows_an_expert = self.parameter.shape[1]
+        if not self.is_turned:
+            start = self.start[0] * rows_an_expert + self.start[1]
+            yield Rows(start, self.shape[1], self.shape[0], rows_an_expert), whole
+            return
         first, count = self.start[-1], self.shape[-1]
         for part in range(self.num_parts):
             skipped = (part - first) % self.num_parts
@@ -81,6 +90,12 @@ class FusedTensor:
     parameter: nn.Parameter
     num_parts: int
     delta: LoraDelta | None = None
+    is_turned: bool = True
+
+    @property
+    def num_columns(self) -> int:
+        """Of the parameter's rows."""
+        return self.region.shape[1 if self.is_turned else -1]
 
     @property
     def base(self) -> Tensor:
@@ -94,7 +109,7 @@ class FusedTensor:
     def run(self, region: Region) -> FusedRun:
         """Where `region`, a part of self.region in coordinates of the checkpoint tensor, lies in the parameter."""
         start = (region.start[0] - self.region.start[0], *region.start[1:])
-        return FusedRun(self.parameter, self.delta, self.num_parts, start, region.shape)
+        return FusedRun(self.parameter, self.delta, self.num_parts, start, region.shape, self.is_turned)
 
     def read(self, region: Region, out: Tensor, gathered_a: dict[str, Tensor]) -> None:
         """Write the merged values of `region` (inside self.region) into `out`; see HeldTensor.read."""
@@ -116,6 +131,18 @@ def fused_experts(name: str, bank: Experts, deltas: dict[str, LoraDelta | None])
         rest = tuple(reversed(local.shape[1:]))  # a bias has one dim here and stays as it is
         region = Region((bank.first_expert + start,) + (0,) * len(rest), (local.shape[0], *rest))
         yield FusedTensor(f"{name}.{leaf}", region, parameter, num_parts, delta)
+
+
+def stacked_experts(name: str, bank: Experts, deltas: dict[str, LoraDelta | None]) -> Iterator[FusedTensor]:
+    """The two tensors of one layer that are stacked in the checkpoint as they are here."""
+    for leaf, parameter, delta in (
+        ("gate_up_proj", bank.gate_up_proj, deltas["gate_up"]),
+        ("down_proj", bank.down_proj, deltas["down"]),
+    ):
+        assert parameter is not None
+        local, start = local_part(parameter)
+        region = Region((bank.first_expert + start, 0, 0), tuple(local.shape))
+        yield FusedTensor(f"{name}.{leaf}", region, parameter, 1, delta, is_turned=False)
 
 
 def interleave(rows_EN: Tensor) -> Tensor:

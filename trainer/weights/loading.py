@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from slipstream.conf.architecture.model_spec import LAYER_SCALAR, ModelSpec
+from slipstream.conf.architecture.model_spec import LAYER_SCALAR, NORMS_BESIDE_DENSE, ModelSpec
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import Init, ModelConfig
 from slipstream.trainer.errors import CheckpointError
@@ -151,10 +151,10 @@ class RandomReader:
 
     def read(self, tensor: str, region: Region) -> Tensor:
         """One rectangle, float32; packed experts in the stored format."""
-        if tensor.endswith("norm.weight"):
+        if tensor.endswith("norm.weight") or tensor.split(".")[-2] in NORMS_BESIDE_DENSE:
             is_zero = self._adds_one and ".linear_attn." not in tensor
             return torch.full(region.shape, 0.0 if is_zero else 1.0, device=self._device)
-        if tensor.endswith(LAYER_SCALAR):
+        if tensor.endswith((LAYER_SCALAR, "router.scale", "router.per_expert_scale")):
             return torch.ones(region.shape, device=self._device)
         if tensor.endswith((".bias", "_bias", ".A_log")):
             return torch.zeros(region.shape, device=self._device)

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from slipstream.conf.architecture.model_spec import CORRECTION_BIAS, CheckpointNames
+from slipstream.conf.architecture.model_spec import CheckpointNames
 from slipstream.trainer.lora import Linear
 from slipstream.trainer.moe.experts import Experts
 from slipstream.trainer.moe.router import Router
 from slipstream.trainer.parallel import gather_wholes, local_part
-from slipstream.trainer.weights.fused_experts import FusedTensor, fused_experts
+from slipstream.trainer.weights.fused_experts import FusedTensor, fused_experts, stacked_experts
 from slipstream.trainer.weights.row_runs import LoraDelta, RowRun, Rows, local_rows
 from slipstream.weight_sync.layout import Region
 
@@ -49,6 +49,11 @@ class HeldTensor:
     """Index of its first row among this rank's rows of the parameter."""
     delta: LoraDelta | None = None
     """None if nothing merges into this tensor."""
+
+    @property
+    def num_columns(self) -> int:
+        """Of the parameter's rows."""
+        return self.region.shape[1]
 
     @property
     def base(self) -> Tensor:
@@ -87,12 +92,12 @@ def local_shards(decoder: Decoder) -> list[HeldTensor | FusedTensor]:
     names = CheckpointNames() if decoder.spec.moe is None else decoder.spec.moe.names
     for name, module in decoder.named_modules():
         if isinstance(module, Experts):
-            held.extend(_held_experts(names.of_block(name), module, names.projections))
+            is_stacked = decoder.spec.moe is not None and decoder.spec.moe.is_beside_dense
+            held.extend(_held_experts(names.of_block(name), module, names.projections, is_stacked=is_stacked))
         elif isinstance(module, Router):
             block = names.of_block(name).rpartition(".")[0]
             for leaf, p in module.named_parameters(recurse=False):
-                own = names.correction if leaf == CORRECTION_BIAS else f"{module.moe.router_name}.{leaf}"
-                held.append(_held_rows(f"{block}.{own}", p))
+                held.append(_held_rows(f"{block}.{module.moe.router_leaf(leaf)}", p))
         elif isinstance(module, Linear):
             held.append(_held_rows(f"{name}.weight", module.weight, _linear_delta(name, module)))
             if module.bias is not None:
@@ -144,13 +149,18 @@ def _linear_delta(name: str, module: Linear) -> LoraDelta | None:
     )  # fmt: skip
 
 
-def _held_experts(name: str, bank: Experts, projections: tuple[str, str, str]) -> Iterator[HeldTensor | FusedTensor]:
-    """Args: the bank's name in the checkpoint, the bank, and the names there of gate, up and down."""
+def _held_experts(
+    name: str, bank: Experts, projections: tuple[str, str, str], *, is_stacked: bool
+) -> Iterator[HeldTensor | FusedTensor]:
+    """Args: the bank's name in the checkpoint, the bank, the names there of gate, up and down; or all are stacked."""
     width = bank.intermediate_size
     gate, up, down = projections
     parts = ((gate, "gate_up", 0, width), (up, "gate_up", width, width), (down, "down", 0, None))
     # A rank holds an expert whole, with its A and B, so nothing is gathered.
     deltas = {stack: _stack_delta(name, bank, stack) for stack in ("gate_up", "down")}
+    if is_stacked:
+        yield from stacked_experts(name, bank, deltas)
+        return
     if bank.gate_up_bias is not None:  # every family whose experts have biases fuses them
         yield from fused_experts(name, bank, deltas)
         return

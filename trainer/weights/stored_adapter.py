@@ -20,7 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, cast
 
-from slipstream.conf.architecture.model_spec import ModelSpec
+from slipstream.conf.architecture.model_spec import BESIDE_DENSE, ModelSpec
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonMapping, JsonObject, object_or_empty
 from slipstream.conf.schema import LoraConfig
@@ -77,13 +77,13 @@ class StoredAdapter:
         """Of the module that a factor belongs to."""
         if re.search(r"\.(self|linear)_attn\.", factor):
             return Kind.attention
-        return Kind.experts if ".mlp.experts" in factor else Kind.mlp
+        return Kind.experts if ".experts." in factor else Kind.mlp
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
         """Of one module ("model.layers.0.mlp.down_proj"), as PEFT finds them: the first pattern that matches an end of
         the name counts. Experts are matched by the name of their parameter."""
         inner = module.removesuffix(".base_layer")
-        if inner.endswith(".mlp.experts"):
+        if inner.endswith(".experts"):
             module = f"{inner}.{'down_proj' if inner == module else 'gate_up_proj'}"
         elif any(f".{module}.weight".endswith(f".{name}") for name in self.fields.get("target_parameters") or ()):
             module += ".weight"
@@ -95,6 +95,11 @@ class StoredAdapter:
             )
         )
         return rank, alpha / (math.sqrt(rank) if self.fields.get("use_rslora") else rank)
+
+
+def name_of_bank(name: str) -> str:
+    """A layer's experts in an adapter file: transformers' module, where the trainer has one of its own around them."""
+    return name.replace(f".{BESIDE_DENSE}.", ".")
 
 
 def read_stored_adapter(folder: Path, subject: str) -> StoredAdapter:
@@ -297,16 +302,18 @@ def factor_shapes(spec: ModelSpec, lora: LoraConfig) -> dict[str, tuple[int, ...
                 add(
                     f"{prefix}{spec.attention_name(layer)}.{linear.name}", rank, linear.out_features, linear.in_features
                 )
-        if moe is None or not moe.layers[layer]:
-            if lora.for_mlp is not None:
-                add_mlp(f"{prefix}mlp", lora.for_mlp.rank, spec.intermediate_size)
+        has_experts = moe is not None and moe.layers[layer]
+        if lora.for_mlp is not None and (moe is None or not has_experts or moe.is_beside_dense):
+            add_mlp(f"{prefix}mlp", lora.for_mlp.rank, spec.intermediate_size)
+        if moe is None or not has_experts:
             continue
         if lora.for_mlp is not None and moe.shared_intermediate_size:
             add_mlp(f"{prefix}mlp.{moe.names.shared}", lora.for_mlp.rank, moe.shared_intermediate_size)
         if lora.for_experts is not None:
             rank, width = lora.for_experts.rank, moe.intermediate_size
-            add(f"{prefix}mlp.experts.base_layer", rank, 2 * width, hidden, moe.num_experts)
-            add(f"{prefix}mlp.experts", rank, hidden, width, moe.num_experts)
+            bank = name_of_bank(f"{prefix}{BESIDE_DENSE if moe.is_beside_dense else 'mlp'}.experts")
+            add(f"{bank}.base_layer", rank, 2 * width, hidden, moe.num_experts)
+            add(bank, rank, hidden, width, moe.num_experts)
     return shapes
 
 

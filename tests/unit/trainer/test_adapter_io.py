@@ -14,6 +14,7 @@ from cases.tiny_models import (
     DENSE,
     GEMMA3,
     GEMMA4,
+    GEMMA4_MOE,
     GLM,
     GLM_LITE,
     GPT_OSS,
@@ -49,7 +50,7 @@ FAMILIES = {
     "moe": MIXED, "dense_tied": TIED, "deepseek": DEEPSEEK, "glm": GLM, "glm_lite": GLM_LITE, "llama": LLAMA,
     "gpt_oss": GPT_OSS, "qwen2": QWEN2, "mistral": MISTRAL, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
     "minimax": MINIMAX, "qwen3_next": QWEN3_NEXT, "qwen3_5": QWEN3_5, "qwen3_5_moe": QWEN3_5_MOE,
-    "gemma3": GEMMA3, "gemma4": GEMMA4,
+    "gemma3": GEMMA3, "gemma4": GEMMA4, "gemma4_moe": GEMMA4_MOE,
 }  # fmt: skip
 
 
@@ -101,7 +102,7 @@ def test_expert_b_in_the_other_order_is_caught_by_that_comparison(tmp_path):
     assert relative_error(logits_of(decoder, batch), peft_logits(MOE, tmp_path, batch)) > 1e-2
 
 
-@pytest.mark.parametrize("hf_config", [MIXED, GPT_OSS], ids=["moe", "gpt_oss"])
+@pytest.mark.parametrize("hf_config", [MIXED, GPT_OSS, GEMMA4_MOE], ids=["moe", "gpt_oss", "gemma4_moe"])
 def test_a_saved_adapter_loads_back_bit_for_bit(hf_config, tmp_path):
     decoder = make_decoder(hf_config)
     save_adapter(decoder, tmp_path)

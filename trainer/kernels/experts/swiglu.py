@@ -76,7 +76,7 @@ def activate_torch(
     h_SI = _gated(wide_SI, activation)[0].to(gu_SI.dtype)
     if activation.rounds_each and activation.limit is None:
         gate, up = wide_SI.to(gu_SI.dtype).chunk(2, -1)
-        h_SI = F.silu(gate) * up
+        h_SI = (F.gelu(gate, approximate="tanh") if activation.cubic else F.silu(gate)) * up
     if adapter is None:
         return h_SI, None
     ha_SR = h_SI.new_empty(h_SI.shape[0], adapter.rank)
@@ -135,9 +135,10 @@ def _gated(gu_SI: Tensor, activation: ExpertActivation) -> tuple[Tensor, Tensor,
         is_gate_free = (gate <= activation.limit).to(gate.dtype)
         is_up_free = (up.abs() <= activation.limit).to(gate.dtype)
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    sigmoid = torch.sigmoid(activation.alpha * gate)
+    bend = activation.cubic * gate.square()
+    sigmoid = torch.sigmoid(activation.alpha * gate * (1 + bend))
     glu, up = gate * sigmoid, up + activation.up_offset
-    slope = sigmoid * (1 + activation.alpha * gate * (1 - sigmoid))
+    slope = sigmoid * (1 + activation.alpha * gate * (1 + 3 * bend) * (1 - sigmoid))
     return up * glu, up * slope * is_gate_free, glu * is_up_free
 
 
@@ -203,7 +204,8 @@ def _constants(
     """Constants that a kernel is compiled for. Without a limit it computes no clamps."""
     rank = 16 if adapter is None else adapter.rank
     return {
-        "ALPHA": activation.alpha, "LIMIT": activation.limit, "UP_OFFSET": activation.up_offset,
+        "ALPHA": activation.alpha, "CUBIC": activation.cubic,
+        "LIMIT": activation.limit, "UP_OFFSET": activation.up_offset,
         "HAS_LORA": adapter is not None,
         "RANK": rank, "PADDED_RANK": padded_rank(rank),
         "TABLE_ROWS": TABLE_ROWS, "BLOCK_M": tiling.rows, "BLOCK_N": tiling.columns,
@@ -297,22 +299,28 @@ def _factor_tile(ptr, rows, is_row, ranks, row_stride, rank_stride, RANK: tl.con
 
 
 @triton.jit
-def _gated_tile(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
+def _gated_tile(
+    gate, up, ALPHA: tl.constexpr, CUBIC: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr
+):  # fmt: skip
     """Three factors: h is the product of the first two, and dh/dgate is the third times up. They leave out the
     gradients of clamps."""
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    sigmoid = tl.sigmoid(ALPHA * gate)
+    bent, steep = gate, 1.0
+    if CUBIC != 0.0:
+        bend = CUBIC * gate * gate
+        bent, steep = gate * (1 + bend), 1 + 3 * bend
+    sigmoid = tl.sigmoid(ALPHA * bent)
     glu = gate * sigmoid
-    return up + UP_OFFSET, glu, sigmoid + ALPHA * glu * (1 - sigmoid)
+    return up + UP_OFFSET, glu, sigmoid + ALPHA * glu * (1 - sigmoid) * steep
 
 
 @triton.jit
 def _activate(
     gu_ptr, xa_ptr, h_ptr, ha_ptr, tiles_ptr, width,
     b_ptr, b_expert_stride, b_row_stride, b_rank_stride, a_ptr, a_expert_stride, a_rank_stride, a_column_stride, scale,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, HAS_LORA: tl.constexpr,
+    ALPHA: tl.constexpr, CUBIC: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, HAS_LORA: tl.constexpr,
     RANK: tl.constexpr, PADDED_RANK: tl.constexpr, TABLE_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     ROUNDS_EACH: tl.constexpr,
@@ -348,7 +356,7 @@ def _activate(
             )  # fmt: skip
             if ROUNDS_EACH:
                 gate, up = gate.to(h_ptr.dtype.element_ty).to(tl.float32), up.to(h_ptr.dtype.element_ty).to(tl.float32)
-            up, glu, _ = _gated_tile(gate, up, ALPHA, LIMIT, UP_OFFSET)
+            up, glu, _ = _gated_tile(gate, up, ALPHA, CUBIC, LIMIT, UP_OFFSET)
             if ROUNDS_EACH and LIMIT is None:
                 glu = glu.to(h_ptr.dtype.element_ty).to(tl.float32)
             h = (up * glu).to(h_ptr.dtype.element_ty)
@@ -364,7 +372,7 @@ def _activate(
 def _activate_backward(
     gu_ptr, xa_ptr, dh_ptr, db_ptr, weights_ptr, dgu_ptr, hw_ptr, dw_ptr, dba_ptr, tiles_ptr, width,
     b_ptr, b_expert_stride, b_row_stride, b_rank_stride, a_ptr, a_expert_stride, a_rank_stride, a_column_stride, scale,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    ALPHA: tl.constexpr, CUBIC: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     NEEDS_H: tl.constexpr, HAS_LORA: tl.constexpr,
     RANK: tl.constexpr, PADDED_RANK: tl.constexpr, TABLE_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -413,7 +421,7 @@ def _activate_backward(
             if HAS_LORA:
                 a = _factor_tile(a_ptr, columns, is_column, ranks, a_column_stride, a_rank_stride, RANK)
                 dh = tl.dot(db, tl.trans(a.to(db.dtype)), dh, input_precision=PRECISION)
-            up, glu, slope = _gated_tile(gate_in, up_in, ALPHA, LIMIT, UP_OFFSET)
+            up, glu, slope = _gated_tile(gate_in, up_in, ALPHA, CUBIC, LIMIT, UP_OFFSET)
             h = up * glu
             dw += tl.sum(h * dh, 1)
             dh *= weight

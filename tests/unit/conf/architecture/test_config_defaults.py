@@ -10,7 +10,7 @@ from cases.tiny_models import (
     DEEPSEEK,
     DENSE,
     GEMMA3,
-    GEMMA4,
+    GEMMA4_MOE,
     GLM,
     GLM_LITE,
     GPT_OSS,
@@ -37,7 +37,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     config["model_type"]: config
     for config in (
         *(DENSE, MOE, QWEN2, QWEN2_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LLAMA, MISTRAL, MIXTRAL, OLMOE),
-        *(GLM, GLM_LITE, GPT_OSS, MINIMAX, DEEPSEEK, GEMMA3, GEMMA4),
+        *(GLM, GLM_LITE, GPT_OSS, MINIMAX, DEEPSEEK, GEMMA3, GEMMA4_MOE),
     )
 }
 NEUTRAL = {
@@ -54,8 +54,8 @@ NEUTRAL_HERE = {
     "qwen3_moe": {"sliding_window"},
     "deepseek_v3": {"head_dim", "qk_head_dim"},  # computed from other fields
     "glm4_moe_lite": {"qk_head_dim"},
-    # of embeddings that each layer adds, of layers with keys of another, and of experts, which are refused
-    "gemma4_text": {"vocab_size_per_layer_input", "use_double_wide_mlp", "top_k_experts", "moe_intermediate_size"},
+    # of embeddings that each layer adds, and of layers with keys of another, which are refused
+    "gemma4_text": {"vocab_size_per_layer_input", "use_double_wide_mlp"},
 }
 
 

@@ -12,7 +12,7 @@ import torch
 from cases.tiny_models import (
     DEEPSEEK,
     GEMMA3,
-    GEMMA4,
+    GEMMA4_MOE,
     QWEN3_5,
     QWEN3_5_MOE,
     hf_logits,
@@ -53,7 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5_moe": ("qwen3_5_moe", QWEN3_5_MOE, TOWER),
     "gemma3": ("gemma3", GEMMA3, GEMMA_TOWER),
     "kimi": ("kimi_k25", {**DEEPSEEK, "rms_norm_eps": 1e-6}, KIMI_TOWER),
-    "gemma4": ("gemma4", {**GEMMA4, "pad_token_id": 0}, GEMMA4_TOWER),
+    "gemma4": ("gemma4", {**GEMMA4_MOE, "pad_token_id": 0}, GEMMA4_TOWER),
 }
 
 

@@ -15,6 +15,7 @@ from cases.rank_helpers import spawn
 from cases.tiny_models import (
     DEEPSEEK,
     DENSE,
+    GEMMA4_MOE,
     GPT_OSS,
     GPT_OSS_MXFP4,
     KIMI_INT4,
@@ -59,6 +60,7 @@ MODELS = {
     "qwen3_5_moe": QWEN3_5_MOE,
     "qwen3_next": QWEN3_NEXT,
     "gpt_oss": GPT_OSS,
+    "gemma4_moe": GEMMA4_MOE,
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
 }
@@ -133,7 +135,8 @@ CASES = [
     ("qwen3_next", trainer_config(TrainMode.full, num_ranks=2)),
     ("qwen3_5_moe", trainer_config(num_ranks=2, ep_size=2)),
     ("gpt_oss", trainer_config(num_ranks=2, ep_size=2)),
-    ("gpt_oss", trainer_config(TrainMode.full, num_ranks=2)),
+    ("gemma4_moe", trainer_config(num_ranks=2, ep_size=2)),
+    ("gemma4_moe", trainer_config(TrainMode.full, num_ranks=2)),
 ]
 
 
@@ -163,7 +166,7 @@ def test_two_ranks_hold_what_was_foretold(two_ranks, case):
 @pytest.mark.parametrize("case", [n for n, (_, one) in enumerate(CASES) if one.mode is TrainMode.lora])
 def test_engines_are_told_how_two_ranks_merge_and_get_every_factor_once(two_ranks, case):
     model, trainer = CASES[case]
-    if model == "gpt_oss":
+    if model in ("gpt_oss", "gemma4_moe"):
         with pytest.raises(LayoutError, match="which engines cannot merge"):
             PlannedTrainer(read_config(MODELS[model]), "bfloat16", trainer).merges()
         return

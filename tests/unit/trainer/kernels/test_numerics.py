@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from cases.tiny_models import DEEPSEEK, DENSE, GPT_OSS, MOE, by_place, logits_of, make_decoder, packed, trainer_config
 from torch import Tensor
 
-from slipstream.conf.architecture.activation import CLAMPED_SWIGLU, SWIGLU
+from slipstream.conf.architecture.activation import CLAMPED_SWIGLU, GELU_TANH, SWIGLU
 from slipstream.conf.schema import CombineMode, Rounding, RoutedScale, RouterFormat, RouterLogits
 from slipstream.trainer.kernels.dense_activation import silu_product
 from slipstream.trainer.kernels.experts.groups import RowGroups
@@ -148,13 +148,13 @@ def test_the_rotation_rounds_once_or_each_as_transformers() -> None:
 
 
 def test_the_experts_activation_rounds_what_vllms_kernels_write_out() -> None:
-    """silu(gate), rounded, times up (`csrc/activation_kernels.cu`); clamped, gate and up alone."""
+    """silu(gate) or gelu(gate), rounded, times up (`csrc/activation_kernels.cu`); clamped, gate and up alone."""
     gu, groups = draw(40, 32, seed=0), RowGroups(torch.tensor([30, 10]), 40)
-    for shape in (SWIGLU, CLAMPED_SWIGLU):
+    for shape in (SWIGLU, GELU_TANH, CLAMPED_SWIGLU):
         each, _ = activate(gu, None, None, groups, replace(shape, rounds_each=True))
         gate, up = gu.chunk(2, -1)
-        if shape is SWIGLU:
-            wanted = F.silu(gate) * up
+        if shape is not CLAMPED_SWIGLU:
+            wanted = (F.silu(gate) if shape is SWIGLU else F.gelu(gate, approximate="tanh")) * up
         else:
             gate, up = gate.float().clamp(max=7), up.float().clamp(-7, 7)
             wanted = ((up + 1) * gate * torch.sigmoid(1.702 * gate)).bfloat16()

@@ -9,7 +9,7 @@ from cases.tiny_models import (
     DEEPSEEK,
     DENSE,
     GEMMA3,
-    GEMMA4,
+    GEMMA4_MOE,
     GLM,
     GLM_LITE,
     GPT_OSS,
@@ -44,7 +44,7 @@ from slipstream.trainer.weights.fused_experts import interleave
 MODELS = {
     "dense": DENSE, "moe": MIXED, "llama": LLAMA, "glm": GLM, "glm_lite": GLM_LITE, "deepseek": DEEPSEEK,
     "gpt_oss": GPT_OSS, "qwen2": QWEN2, "mistral": MISTRAL, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
-    "minimax": MINIMAX, "qwen3_5": QWEN3_5, "gemma3": GEMMA3, "gemma4": GEMMA4,
+    "minimax": MINIMAX, "qwen3_5": QWEN3_5, "gemma3": GEMMA3, "gemma4_moe": GEMMA4_MOE,
     "qwen3_next": {**QWEN3_NEXT, "num_experts_per_tok": 8},  # another route in bfloat16 would hide the rest
     "qwen3_5_moe": {**QWEN3_5_MOE, "num_experts_per_tok": 6},
 }  # fmt: skip
@@ -76,7 +76,7 @@ def our_gradients(decoder: Decoder) -> dict[str, Tensor]:
         if not parameter.requires_grad:
             continue
         assert parameter.grad is not None, name
-        module, leaf = name.rsplit(".", 1)
+        module, leaf = name.replace(".moe.", ".").rsplit(".", 1)
         if ".experts." not in name:
             grads[f"{PREFIX}{name}.weight"] = parameter.grad
             continue

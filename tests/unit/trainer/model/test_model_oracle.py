@@ -12,6 +12,7 @@ from cases.tiny_models import (
     DENSE,
     GEMMA3,
     GEMMA4,
+    GEMMA4_MOE,
     GLM,
     GLM_LITE,
     GPT_OSS,
@@ -95,6 +96,7 @@ CONFIGS = {
         },
     },
     "gemma4": GEMMA4,
+    "gemma4_moe": GEMMA4_MOE,
     "gemma4_own_values_default_rope_no_cap": {
         **GEMMA4,
         "attention_k_eq_v": False,
@@ -147,7 +149,7 @@ def test_logits_and_every_gradient_match_transformers(name):
     "hf_config",
     [
         *(DENSE, MOE, DEEPSEEK, GLM, GLM_LITE, GPT_OSS, MISTRAL, QWEN2_MOE, OLMOE, MINIMAX, QWEN3_NEXT, QWEN3_5_MOE),
-        *(GEMMA3, GEMMA4),
+        *(GEMMA3, GEMMA4_MOE),
     ],
     ids=[
         "dense",
@@ -163,7 +165,7 @@ def test_logits_and_every_gradient_match_transformers(name):
         "qwen3_next",
         "qwen3_5_moe",
         "gemma3",
-        "gemma4",
+        "gemma4_moe",
     ],
 )
 def test_packed_equals_unpacked(hf_config):
@@ -178,7 +180,7 @@ def test_packed_equals_unpacked(hf_config):
 
 
 @pytest.mark.parametrize("mode", [TrainMode.lora, TrainMode.full])
-@pytest.mark.parametrize("hf_config", [MIXED, GEMMA3, GEMMA4], ids=["moe", "gemma3", "gemma4"])
+@pytest.mark.parametrize("hf_config", [MIXED, GEMMA3, GEMMA4_MOE], ids=["moe", "gemma3", "gemma4_moe"])
 def test_recomputation_changes_no_bit(hf_config, mode):
     batch = packed()
     results = []
@@ -195,8 +197,8 @@ def test_recomputation_changes_no_bit(hf_config, mode):
 
 @pytest.mark.parametrize(
     "hf_config",
-    [DENSE, MIXED, DEEPSEEK, GPT_OSS, QWEN2_MOE, OLMOE, QWEN3_NEXT, QWEN3_5, GEMMA3, GEMMA4],
-    ids=["dense", "moe", "deepseek", "gpt_oss", "qwen2_moe", "olmoe", "qwen3_next", "qwen3_5", "gemma3", "gemma4"],
+    [DENSE, MIXED, DEEPSEEK, GPT_OSS, QWEN2_MOE, OLMOE, QWEN3_NEXT, QWEN3_5, GEMMA3, GEMMA4_MOE],
+    ids=["dense", "moe", "deepseek", "gpt_oss", "qwen2_moe", "olmoe", "qwen3_next", "qwen3_5", "gemma3", "gemma4_moe"],
 )
 def test_a_microbatch_without_tokens_gives_gradients_of_zeros(hf_config):
     for mode in (TrainMode.lora, TrainMode.full):
@@ -262,6 +264,7 @@ def test_each_deepseek_mistake_is_seen_by_the_oracle(mistake):
         (GEMMA3, {"rope_scaling": None}),
         (GEMMA4, {"final_logit_softcapping": 3.0}),
         (GEMMA4, {"sliding_window": 5}),
+        (GEMMA4_MOE, {"top_k_experts": 2}),
         (GEMMA4, {"rope_parameters": {**GEMMA4["rope_parameters"], "full_attention": {"rope_theta": 5e4}}}),
         (MINIMAX, {"rotary_dim": 20}),
         (MINIMAX, {"rope_theta": 10000.0}),

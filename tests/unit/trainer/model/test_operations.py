@@ -8,7 +8,7 @@ from cases.tiny_models import (
     DEEPSEEK,
     DENSE,
     GEMMA3,
-    GEMMA4,
+    GEMMA4_MOE,
     GLM,
     GLM_LITE,
     GPT_OSS,
@@ -29,7 +29,7 @@ from slipstream.trainer.model.comparison import decoder_steps, run_chained, run_
 FAMILIES = {
     "llama": LLAMA, "qwen3": DENSE, "qwen3_moe": MIXED, "glm4_moe": GLM, "gpt_oss": GPT_OSS, "mla": DEEPSEEK,
     "mistral": MISTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
-    "qwen3_next": QWEN3_NEXT, "qwen3_5_moe": QWEN3_5_MOE, "gemma3": GEMMA3, "gemma4": GEMMA4,
+    "qwen3_next": QWEN3_NEXT, "qwen3_5_moe": QWEN3_5_MOE, "gemma3": GEMMA3, "gemma4": GEMMA4_MOE,
     "minimax": MINIMAX, "glm_lite": GLM_LITE,
 }  # fmt: skip
 

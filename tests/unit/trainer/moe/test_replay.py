@@ -15,13 +15,13 @@ from cases.processes import run_processes
 from cases.route_cases import drawn_routes, own_routes, recorded
 from cases.tiny_models import (
     DEEPSEEK,
+    GEMMA4_MOE,
     GLM,
     GLM_LITE,
     GPT_OSS,
     MINIMAX,
     MIXED,
     MOE,
-    QWEN3_5_MOE,
     QWEN3_NEXT,
     gradients_under_checkpoint_names,
     hf_logits,
@@ -51,7 +51,7 @@ FAMILIES = {
     "deepseek_not_renormalized": {**DEEPSEEK, "norm_topk_prob": False},
     "gpt_oss": GPT_OSS,
     "minimax": MINIMAX,
-    "qwen3_5_moe": QWEN3_5_MOE,
+    "gemma4_moe": GEMMA4_MOE,
     "qwen3_next": QWEN3_NEXT,
 }
 MODES = {
@@ -139,16 +139,22 @@ def plain_weights(moe: MoeSpec, logits_TE: Tensor, mask_TE: Tensor) -> Tensor:
 
 def force(model: nn.Module, moe: MoeSpec, layers: list[Tensor]) -> None:
     """Give transformers' routers these experts; sequences come one after the other."""
-    routers = [module for module in model.modules() if type(module).__name__.endswith(("TopKRouter", "TopkRouter"))]
+    kinds = ("TopKRouter", "TopkRouter", "TextRouter")
+    routers = [module for module in model.modules() if type(module).__name__.endswith(kinds)]
     assert len(routers) == len(layers)
     for router, experts_TK in zip(routers, layers, strict=True):
 
         def forward(hidden: Tensor, *_: Any, router: Any = router, rest: Any = [experts_TK]) -> tuple[Tensor, ...]:  # noqa: B006
             x_TH = hidden.reshape(-1, hidden.shape[-1])
             chosen_TK, rest[0] = rest[0][: len(x_TH)], rest[0][len(x_TH) :]
-            logits_TE = x_TH @ router.weight.t() + getattr(router, "bias", 0.0)
+            factors_TK: Any = 1.0
+            if moe.is_beside_dense:
+                x_TH = router.norm(x_TH) * router.scale * router.scalar_root_size
+                factors_TK = router.per_expert_scale[chosen_TK]
+            weight = router.proj.weight if moe.is_beside_dense else router.weight
+            logits_TE = x_TH @ weight.t() + getattr(router, "bias", 0.0)
             mask_TE = torch.zeros_like(logits_TE).scatter(1, chosen_TK, 1.0)
-            return logits_TE, plain_weights(moe, logits_TE, mask_TE).gather(1, chosen_TK), chosen_TK
+            return logits_TE, plain_weights(moe, logits_TE, mask_TE).gather(1, chosen_TK) * factors_TK, chosen_TK
 
         router.forward = forward
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.tiny_models import GPT_OSS, make_decoder
+from cases.tiny_models import GEMMA4_MOE, GPT_OSS, make_decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +18,8 @@ from slipstream.weight_sync.layout import Region
 DECODER = make_decoder(GPT_OSS)
 FUSED = {held.tensor: held for held in local_shards(DECODER) if isinstance(held, FusedTensor)}
 LAYER = "model.layers.1.mlp.experts."
+STACKED = {h.tensor: h for h in local_shards(make_decoder(GEMMA4_MOE)) if isinstance(h, FusedTensor)}
+"""In the trainer's own layout."""
 
 
 def merged(held: FusedTensor, region: Region) -> torch.Tensor:
@@ -37,11 +39,17 @@ def test_a_whole_is_the_checkpoints_layout_of_base_plus_adapter():
     assert torch.allclose(whole[:, :, 1::2], weight[:, 24:].transpose(1, 2), atol=1e-6)  # up
 
 
-@pytest.mark.parametrize("leaf", ["gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"])
+@pytest.mark.parametrize(
+    "held",
+    [
+        *(FUSED[LAYER + leaf] for leaf in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")),
+        *(STACKED[f"model.layers.1.experts.{leaf}"] for leaf in ("gate_up_proj", "down_proj")),
+    ],
+    ids=lambda held: held.tensor,
+)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_a_rectangle_is_bitwise_that_of_the_whole(leaf, data):
-    held = FUSED[LAYER + leaf]
+def test_a_rectangle_is_bitwise_that_of_the_whole(held, data):
     whole = merged(held, held.region)
     start, shape = [], []
     for size in held.region.shape:
