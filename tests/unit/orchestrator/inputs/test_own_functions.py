@@ -146,5 +146,5 @@ def test_their_files_are_kept_with_their_hashes(path: Path, tmp_path: Path, capl
     assert (tmp_path / "run" / "loss_source.py").read_text() == OWN + "# mended\n"
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     (line,) = said
-    assert line.startswith(f"resumed with another content of {path} (algorithm.loss={path}:centred); ")
+    assert line.startswith(f"resumed with other code than before: {path} (algorithm.loss={path}:centred); ")
     assert source_of("no_such_module_at_all.inside:f") is None
