@@ -42,7 +42,7 @@ from slipstream.weight_sync.disk.safetensors_files import (
 )
 from slipstream.weight_sync.disk.tensor_source import SCRATCH_BYTES, TensorSource
 from slipstream.weight_sync.layout import DTYPE_BYTES, Region, TensorMeta
-from slipstream.weight_sync.page_lock import page_lock
+from slipstream.weight_sync.page_lock import page_lock, pages
 
 BLOCK_BYTES = 1 << 30
 """Bytes that are allocated and page-locked at once; also the most that one copy to a device can be."""
@@ -309,14 +309,8 @@ def _pieces_of(plan: BlockPlan, index: Mapping[str, StoredTensor]) -> tuple[Piec
 
 
 def _allocate(plan: BlockPlan) -> mmap.mmap:
-    """Allocate pages, large ones if the system gives them, because then fewer must be touched and locked.
-
-    The block begins at the same offset in a page as in the file.
-    """
-    pages = mmap.mmap(-1, plan.start % _PAGE_BYTES + plan.stop - plan.start)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return pages
+    """The block begins at the same offset in a page as in the file."""
+    return pages(plan.start % _PAGE_BYTES + plan.stop - plan.start)
 
 
 def _read_into(path: Path, offset: int, out: Tensor) -> None:
