@@ -54,7 +54,6 @@ _CUDA = (
     Variable("NCCL_NVLS_ENABLE", "0", _NO_MULTICAST),
     Variable("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1", _NO_MULTICAST),
     Variable("NVSHMEM_DISABLE_NVLS", "1", _NO_MULTICAST),
-    Variable("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "CUDA cannot be used in a fork of a process that used it"),
     Variable(
         "VLLM_USE_FLASHINFER_SAMPLER", "0", "flashinfer need not be installed, and PyTorch's softmax is the trainer's"
     ),

@@ -81,13 +81,14 @@ def samples_of(rank: TrainerRank, lengths: list[int], seed: int, *, with_routes:
 
 
 def gradients_of(
-    rank: TrainerRank, microbatches: list[list[int]], *, with_routes: bool = False
+    rank: TrainerRank, microbatches: list[list[int]], *, with_routes: bool = False, num_ranks: int = 1
 ) -> list[tuple[dict[str, float], list[torch.Tensor]]]:
     """Sums and gradients of three steps without updates: each microbatch alone, then all in one step, twice."""
     results = []
     for step in [*([lengths] for lengths in microbatches), microbatches, microbatches]:
         batch = [samples_of(rank, lengths, seed, with_routes=with_routes) for seed, lengths in enumerate(step)]
         num_tokens = sum(sample.num_valid_tokens for samples in batch for sample in samples)
+        num_tokens = num_tokens if num_ranks == 1 else 2000  # which ranks must agree upon
         stats = rank.forward_backward(batch, Denominators(num_tokens, 8, 0, num_possible_tokens=num_tokens))
         trained = [p.grad for p in rank.decoder.parameters() if p.requires_grad and p.grad is not None]
         own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in trained]
@@ -121,7 +122,9 @@ def train_on_one_of_two(index: int, folder: str, cuda_graph_tokens: int, mode: T
         rendezvous=f"file://{folder}/meet{cuda_graph_tokens}",
     )  # fmt: skip
     microbatches = [lengths[index:] for lengths in SHORT]
-    found = [(sums, [one.cpu() for one in gradients]) for sums, gradients in gradients_of(rank, microbatches)]
+    found = [
+        (sums, [one.cpu() for one in gradients]) for sums, gradients in gradients_of(rank, microbatches, num_ranks=2)
+    ]
     num_replays = 0 if rank.policy.graphs is None else rank.policy.graphs.num_replays
     torch.save((num_replays, found), f"{folder}/{cuda_graph_tokens}-{index}.pt")
 

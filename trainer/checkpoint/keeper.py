@@ -17,14 +17,18 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import struct
 import threading
 from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from enum import Enum
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+
+import numpy as np
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +36,7 @@ SILENCE_S = 60
 """A connection over which no byte has passed for so long is broken."""
 _BACKLOG = 256
 _MAX_REQUEST_BYTES = 1024
+_TOUCHED_BYTES = 64 << 20
 
 Address = tuple[str, int]
 
@@ -57,7 +62,7 @@ class Keeper:
         self._key = key
         self._listener = Listener((host, 0), backlog=_BACKLOG)
         self._lock = threading.Lock()
-        self._whole: dict[int, dict[int, bytearray]] = {}
+        self._whole: dict[int, dict[int, memoryview]] = {}
         """Rank -> number -> state."""
         self._accepting = threading.Thread(target=self._accept, daemon=True, name="keeper")
         self._accepting.start()
@@ -119,7 +124,7 @@ class Keeper:
             newest = max((one for one in whole if one < number), default=None)
             self._whole[rank] = {} if newest is None else {newest: whole.pop(newest)}
             free = next((state for state in whole.values() if len(state) == num_bytes), None)
-        state = bytearray(num_bytes) if free is None else free  # fresh memory comes page by page
+        state = _memory(num_bytes) if free is None else free
         _receive(sock, state)
         with self._lock:
             self._whole[rank][number] = state
@@ -138,14 +143,14 @@ def hold(address: Address, key: bytes, rank: int, number: int, parts: Sequence[m
         connection.recv_bytes()
 
 
-def take(address: Address, key: bytes, rank: int, number: int) -> bytearray:
+def take(address: Address, key: bytes, rank: int, number: int) -> memoryview:
     """The state that a keeper holds.
 
     Raises:
         OSError: The keeper is gone, or silent, or has no such state.
     """
     with _asking(address, key, verb="give", rank=rank, number=number) as (connection, sock):
-        state = bytearray(int(connection.recv_bytes()))
+        state = _memory(int(connection.recv_bytes()))
         _receive(sock, state)
         return state
 
@@ -164,13 +169,22 @@ def _asking(address: Address, key: bytes, **request: object) -> Generator[tuple[
         raise OSError(f"the keeper at {host}:{port} broke off ({type(error).__name__})") from error
 
 
-def _receive(sock: socket.socket, into: bytearray) -> None:
+def _memory(num_bytes: int) -> memoryview:
+    """Fresh memory, all of it there. A host gives it page by page: 6 GiB to one thread in 5 s, to 32 in 0.4."""
+    whole = np.empty(num_bytes, np.uint8)
+    parts = [whole[start : start + _TOUCHED_BYTES] for start in range(0, num_bytes, _TOUCHED_BYTES)]
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+        list(threads.map(lambda part: part.fill(0), parts))
+    return whole.data
+
+
+def _receive(sock: socket.socket, into: memoryview) -> None:
     """Fill a buffer."""
-    view, start = memoryview(into), 0
-    while start < len(view):
-        got = sock.recv_into(view[start:])
+    start = 0
+    while start < len(into):
+        got = sock.recv_into(into[start:])
         if not got:
-            raise EOFError(f"{start} of {len(view)} bytes came")
+            raise EOFError(f"{start} of {len(into)} bytes came")
         start += got
 
 

@@ -77,18 +77,18 @@ def rank_state_parts(tensors: dict[str, Tensor], layout: dict[str, Any], progres
     return [memoryview(len(header).to_bytes(8, "little") + header), *parts]
 
 
-def read_rank_state_parts(data: bytearray, rank: int, layout: dict[str, Any], shapes: dict[str, list[int]]) -> State:
+def read_rank_state_parts(data: memoryview, rank: int, layout: dict[str, Any], shapes: dict[str, list[int]]) -> State:
     """Read what `rank_state_parts` made: its tensors are views of `data`. Arguments and errors as of
     `read_rank_state`.
     """
     start = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:start])
+    header = json.loads(bytes(data[8:start]))
     where = _Place(*["the state in memory"] * 3)
     text = header.pop("__metadata__")["state"]
     return _checked(text, lambda: _views(data, start, header), where, rank, layout, shapes)
 
 
-def _views(data: bytearray, start: int, header: dict[str, Any]) -> dict[str, Tensor]:
+def _views(data: memoryview, start: int, header: dict[str, Any]) -> dict[str, Tensor]:
     """safetensors.load copies all bytes twice, into memory that a host gives page by page: 15 GB took 40 s."""
     tensors = {}
     for name, entry in header.items():

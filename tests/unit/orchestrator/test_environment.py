@@ -16,6 +16,7 @@ from slipstream.orchestrator.environment import (
     variables_for_actors,
 )
 from slipstream.orchestrator.machine import Machine
+from slipstream.rollout.engine.engine_options import METHOD_VARIABLE
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -38,6 +39,12 @@ def test_gpu_processes_use_no_multicast() -> None:
     assert found["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
     assert found["NVSHMEM_DISABLE_NVLS"] == "1"
     assert "OMP_NUM_THREADS" not in found
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_engines_may_be_forked(device: environment.RunDevice) -> None:
+    """With a method of the run's, they would import vLLM once more: 15 s of every start and recovery."""
+    assert METHOD_VARIABLE not in run_environment(device)
 
 
 def test_ray_keeps_its_authentication_on_a_cluster_that_is_not_ours() -> None:

@@ -51,7 +51,7 @@ def test_a_state_comes_back_as_it_was_written(folder: Path) -> None:
 def test_a_state_in_memory_is_a_safetensors_file_and_is_refused_as_one_on_disk() -> None:
     numbers = {"codes": torch.arange(3, dtype=torch.uint8), "signed": torch.tensor([-1], dtype=torch.int8)}
     given = TENSORS | numbers | {"none": torch.empty(0, 4)}
-    data = bytearray(b"".join(rank_state_parts(given, LAYOUT, PROGRESS)))
+    data = memoryview(bytearray(b"".join(rank_state_parts(given, LAYOUT, PROGRESS))))
     shapes = {name: list(tensor.shape) for name, tensor in given.items()}
     tensors, progress = read_rank_state_parts(data, 3, LAYOUT, shapes)
     assert progress == PROGRESS
