@@ -23,7 +23,7 @@ from slipstream.conf.schema.read_if import READ_IF, REMOVE_ONE, If
 from slipstream.conf.tensor_parallel import num_experts_of
 
 READ_BY_POLICY_ALONE = (
-    *("rollout.", "weight_sync.", "parity.", "reward.", "data.max_prompt_tokens", "data.curriculum"),
+    *("rollout.", "weight_sync.", "parity.", "reward", "reward.", "data.max_prompt_tokens", "data.curriculum"),
     *(f"run.{name}" for name in ("eval_samples_per_prompt", "eval_pass_at", "eval_right_from", "eval_beside")),
     *("run.samples_per_step", "algorithm.teacher."),
     *(
@@ -50,7 +50,7 @@ def check_no_override_is_ignored(config: RunConfig, names: Iterable[str], hf_con
     experts = hf_config is None or num_experts_of(hf_config) > 0
     for name in names:
         for subjects, by_what, cure in _reasons_about_many(config):
-            if any(name == one or (one.endswith(".") and f"{name}.".startswith(one)) for one in subjects):
+            if any(name == one or (one.endswith(".") and name.startswith(one)) for one in subjects):
                 raise ConfigError(f"{name} has no effect with {by_what}; {cure}")
         for one in conditions_of(name) if name in options_by_name() else ():
             if one.condition == "has_experts=true":
