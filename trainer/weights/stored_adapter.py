@@ -77,7 +77,7 @@ class StoredAdapter:
         """Of the module that a factor belongs to."""
         if re.search(r"\.(self|linear)_attn\.", factor):
             return Kind.attention
-        return Kind.experts if ".experts." in factor else Kind.mlp
+        return Kind.experts if ".experts" in factor else Kind.mlp
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
         """Of one module ("model.layers.0.mlp.down_proj"), as PEFT finds them: the first pattern that matches an end of
