@@ -23,7 +23,6 @@ LONGEST_FIRST = (
     "unit/rollout/rewards/test_hostile_rewards.py",
     "unit/bench/test_arithmetic.py",
     "unit/rollout/rewards/test_rewards.py",
-    "unit/bench/test_kimi_slice.py",
     "unit/weight_sync/plan/test_proof.py",
     "unit/conf/test_checks.py",
     "unit/bench/test_bench_scripts.py",

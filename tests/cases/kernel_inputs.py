@@ -21,10 +21,11 @@ def dtypes_of(device: str) -> tuple[torch.dtype, torch.dtype]:
     return torch.float32, torch.float16 if device == "cpu" else torch.bfloat16
 
 
-def is_tried(device: str, *places: int) -> bool:
+def is_tried(device: str, *places: int, one_of: int = 2) -> bool:
     """Whether a combination of three or more options is tried, by the place of each option's value: all of them on a
-    GPU; half under the interpreter, which takes seconds, where any two options still meet in all of their values."""
-    return device != "cpu" or sum(places) % 2 == 0
+    GPU; half, or one of so many, under the interpreter, which takes seconds, where any two options that have no more
+    values still meet in all of them."""
+    return device != "cpu" or sum(places) % one_of == 0
 
 
 def groups_of(counts: tuple[int, ...], device: str, expected_rows: int | None = None) -> RowGroups:

@@ -93,7 +93,7 @@ def test_zeros_infinities_and_what_is_no_number_stay():
     assert rounded[:, 4:].isnan().all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(1, 40), st.integers(1, 40))
 def test_a_rectangle_has_the_thresholds_of_the_whole(first_row, first_column, rows, columns):
     whole = drawn(11, 540, range(540))

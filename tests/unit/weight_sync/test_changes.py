@@ -24,7 +24,7 @@ def packed(was: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
     return stream
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(SIZES, st.floats(0.0, 1.0)), min_size=1, max_size=4), st.integers(0, 1000))
 def test_changes_of_any_chunks_and_shares_make_the_old_bytes_the_new_ones(chunks, seed):
     landed, wanted = [], []
@@ -39,7 +39,7 @@ def test_changes_of_any_chunks_and_shares_make_the_old_bytes_the_new_ones(chunks
         assert all(torch.equal(held, new) for held, new in wanted)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_stream_with_any_other_word_is_refused_or_stays_inside_its_chunk(data):
     """Whatever a word of a stream becomes, elements outside the chunk keep their bits, and a refusal writes nothing."""

@@ -42,7 +42,6 @@ def random_bytes(count: int, seed: int = 0) -> torch.Tensor:
 
 
 @given(st.binary(max_size=40), st.integers(0, 20_000))
-@settings(deadline=None)
 def test_matches_its_definition(data: bytes, offset_bytes: int) -> None:
     assert hash_bytes(tensor_of(data), offset_bytes=offset_bytes) == reference(data, offset_bytes)
 
@@ -93,7 +92,7 @@ def test_a_kernel_reads_a_range_in_units_that_divide_its_address_its_place_and_i
 
 
 @given(st.lists(st.integers(0, 9_001), max_size=6))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_any_partition_adds_up(cuts: list[int]) -> None:
     data = random_bytes(9_001)
     edges = [0, *sorted(cuts), 9_001]
@@ -102,7 +101,7 @@ def test_any_partition_adds_up(cuts: list[int]) -> None:
 
 
 @given(st.integers(0, 9_001 * 8 - 1))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_any_flipped_bit_changes_it(bit: int) -> None:
     data = random_bytes(9_001)
     before = hash_bytes(data)
@@ -111,7 +110,7 @@ def test_any_flipped_bit_changes_it(bit: int) -> None:
 
 
 @given(st.integers(0, 2_249), st.binary(min_size=4, max_size=4))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_any_other_word_changes_it(word: int, value: bytes) -> None:
     data = random_bytes(9_000)
     before = bytes(data[4 * word : 4 * word + 4].tolist())

@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Event
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.conf.schema import DataConfig
@@ -58,7 +58,6 @@ def ids(stream: Stream[Prompt], count: int) -> list[int]:
     return [item.prompt_id for item in islice(stream, count)]
 
 
-@settings(deadline=None)
 @given(count=st.integers(1, 40), buffer_rows=st.integers(1, 50), seed=st.integers(0, 5))
 def test_a_pass_has_every_row_once_and_moves_none_by_more_than_the_buffer(
     count: int, buffer_rows: int, seed: int
@@ -133,7 +132,6 @@ def test_a_row_that_is_wrong_ends_the_stream_and_its_cursor_is_that_of_the_last_
     assert ids(resumed, 20) == ids(whole, 20)
 
 
-@settings(deadline=None)
 @given(kept=st.sets(st.integers(0, 19), min_size=1), buffer_rows=st.integers(1, 7), taken=st.integers(0, 30))
 def test_rows_that_are_left_out_leave_no_gap_and_no_trace_in_a_cursor(
     kept: set[int], buffer_rows: int, taken: int
@@ -169,7 +167,6 @@ def mixed() -> Mixed[Prompt]:
     return Mixed(parts, [3.0, 1.0, 0.5], seed=5)
 
 
-@settings(deadline=None)
 @given(make=st.sampled_from([lambda: shuffled(7), lambda: streamed(13, 5), mixed]), taken=st.integers(0, 60))
 def test_a_cursor_continues_every_order_exactly(make: Make, taken: int) -> None:
     stream = make()

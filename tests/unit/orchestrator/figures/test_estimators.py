@@ -8,7 +8,7 @@ import statistics
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.orchestrator.figures.estimators import estimate, majority_vote, pass_at_k
@@ -23,7 +23,6 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_sample(num_samples: int) -
         assert pass_at_k(num_samples, num_right, k) == pytest.approx(float(counted), rel=1e-12, abs=1e-15)
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.integers(1, 10), st.integers(1, 4), st.integers(0, 6))
 def test_pass_at_k_is_unbiased(num_right_of_ten: int, k: int, more: int) -> None:
     """Over all outcomes of n independent samples, each right with chance p, its mean is 1 - (1 - p)^k."""
@@ -32,7 +31,6 @@ def test_pass_at_k_is_unbiased(num_right_of_ten: int, k: int, more: int) -> None
     assert mean == pytest.approx(1 - (1 - p) ** k, rel=1e-9)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.data())
 def test_pass_at_k_rises_with_k_and_with_what_is_right(n: int, data: st.DataObject) -> None:
     c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
@@ -51,7 +49,6 @@ def test_pass_at_k_of_too_few_samples_is_refused(n: int, c: int, k: int) -> None
 ANSWERS = st.lists(st.tuples(st.sampled_from(["a", "b", "c", None]), st.booleans()), min_size=1, max_size=7)
 
 
-@settings(deadline=None)
 @given(ANSWERS)
 def test_a_majority_vote_is_the_count_of_its_winners(samples: list[tuple[str | None, bool]]) -> None:
     """Who wins is found by comparing every answer with every other one; a winner is then asked for by each voter."""
@@ -76,7 +73,6 @@ def test_a_majority_vote_by_hand() -> None:
     assert majority_vote([None, None], [False, False]) == 0.0
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=30))
 def test_the_error_of_a_mean_is_its_samples_deviation_over_the_root_of_their_number(values: list[float]) -> None:
     found = estimate(values)

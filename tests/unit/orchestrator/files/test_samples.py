@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.orchestrator.figures.held_out import Evaluation
@@ -89,7 +89,6 @@ def test_numbers_that_json_does_not_have_are_null() -> None:
     assert json.loads(line, parse_constant=pytest.fail)["rollout_logprobs"] == [None, None]
 
 
-@settings(deadline=None)
 @given(st.integers(0, 4000), st.integers(0, 60_000), st.integers(0, 3), st.integers(3000, 60_000))
 def test_a_row_is_never_longer_than_its_share(num_tokens: int, num_chars: int, num_turns: int, most: int) -> None:
     turns = tuple(

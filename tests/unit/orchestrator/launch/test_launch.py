@@ -158,7 +158,7 @@ EIGHT = load_run_config(["experiment=qwen3_30b_a3b_8gpu"])
     per_gpu=st.integers(1, 4),
     gpus=st.sampled_from([4, 8]),
 )
-@hypothesis_settings(deadline=None, max_examples=60)
+@hypothesis_settings(max_examples=60)
 def test_machines_hold_the_run_and_are_as_few_as_possible(
     ranks: int, workers: int, tp_size: int, per_gpu: int, gpus: int
 ) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.conf.schema import AlgorithmConfig
@@ -32,7 +32,6 @@ def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
     assert advantages == [pytest.approx(5 / 6), None, *[pytest.approx(-0.5)] * 2, pytest.approx(1 / 6)]
 
 
-@settings(deadline=None)
 @given(REWARDS)
 def test_leave_one_out_is_the_literal_formula(rewards: list[float | None]) -> None:
     known = [reward for reward in rewards if reward is not None]
@@ -49,7 +48,6 @@ def test_failed_reward_counts_in_nothing() -> None:
     assert failed is None
 
 
-@settings(deadline=None)
 @given(REWARDS, st.sampled_from(["group_std", "group", "leave_one_out"]))
 def test_advantages_sum_to_zero(rewards: list[float | None], kind: str) -> None:
     advantages = group_advantages(rewards, kind)

@@ -46,7 +46,7 @@ async def claim(buffer: GroupBuffer) -> Ticket | None:
     return None
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     groups_per_step=st.integers(1, 5),
     max_staleness_steps=st.integers(0, 3),
@@ -364,7 +364,7 @@ class ResumedRun:
 ACTIONS = (ResumedRun.claim, ResumedRun.draw, ResumedRun.deliver, ResumedRun.deliver_too_old, ResumedRun.take)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     groups_per_step=st.integers(1, 3),
     max_staleness_steps=st.integers(0, 2),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.conf.schema import AlgorithmConfig
@@ -39,7 +39,6 @@ def groups(draw: st.DrawFn) -> list[Group]:
     return made
 
 
-@settings(deadline=None)
 @given(groups(), st.booleans())
 def test_each_token_gets_its_own_log_probability_and_none_where_the_loss_has_none(
     batch: list[Group], is_split: bool

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fakes.loop import Loop, make_config
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles.advantages import ADVANTAGE_CASES, our_advantages
 
@@ -25,7 +25,6 @@ from slipstream.trainer.types import OptimStats, Sample, Scores
 RECORDED = json.loads((Path(__file__).parents[3] / "oracles" / "recorded.json").read_text())["cases"]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 4), st.integers(0, 99))
 def test_every_group_is_in_one_update_of_every_epoch(groups: int, parts: int, epochs: int, seed: int) -> None:
     parts = min(parts, groups)
@@ -137,7 +136,6 @@ def test_group_mean_weighs_by_how_rare_a_success_is() -> None:
         group_advantages([-1.0, 0.0], "group_mean")
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.one_of(st.none(), st.integers(0, 3).map(float)), min_size=2, max_size=4), max_size=4))
 def test_a_batch_is_standardized_over_its_tokens(rewards: list[list[float | None]]) -> None:
     counts = [[1 + (i + j) % 3 for j in range(len(group))] for i, group in enumerate(rewards)]

@@ -295,15 +295,15 @@ def test_memory_of_an_int4_base_is_that_of_what_is_stored() -> None:
     words = ["experiment=kimi_k2_thinking_lora", "rollout.num_workers=1", "rollout.tp_size=4"]
     small, report = (
         plan_run(load_run_config([*words, f"model.hf_config.num_hidden_layers={layers}"]), Hardware())
-        for layers in (3, 11)
+        for layers in (2, 4)
     )
-    a_layer = (report.model.num_bytes - small.model.num_bytes) / 8
-    assert report.model.num_bytes + 50 * a_layer == pytest.approx(594e9, rel=0.01), "as all 61 are published"
+    a_layer = (report.model.num_bytes - small.model.num_bytes) / 2
+    assert report.model.num_bytes + 57 * a_layer == pytest.approx(594e9, rel=0.01), "as all 61 are published"
     assert report.rollout.weights == report.model.num_bytes // 4
     assert report.rollout.slots == report.rollout.num_slots * report.modes.slot_bytes > 0
     # 384 experts a layer over 256 ranks in 4.5 bits; beside them two layers unpacked, and a share of dense tensors
     experts = 1.5 * 3 * 7168 * 2048
-    packed, unpacked = 10 * experts * 4.5 / 8, 2 * 2 * experts
+    packed, unpacked = 3 * experts * 4.5 / 8, 2 * 2 * experts
     assert packed < report.trainer.weights < packed + unpacked + 0.2e9
 
 

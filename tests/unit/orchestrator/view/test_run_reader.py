@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.run_folders import MadeUpRun
@@ -67,7 +67,6 @@ def queries(draw: st.DrawFn) -> SampleQuery:
     )  # fmt: skip
 
 
-@settings(deadline=None)
 @given(queries(), st.integers(0, 40), st.integers(0, 99))
 def test_a_query_finds_what_a_loop_over_all_entries_finds(query: SampleQuery, size: int, seed: int) -> None:
     draw = np.random.default_rng(seed)

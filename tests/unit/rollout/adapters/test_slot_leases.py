@@ -7,7 +7,7 @@ import asyncio
 from contextlib import ExitStack
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.rollout.adapters.slot_leases import SlotTable
@@ -108,7 +108,6 @@ def test_a_version_that_is_kept_is_read_beside_newer_ones_and_never_written():
     assert publish(table, 6) == 0
 
 
-@settings(deadline=None)
 @given(st.integers(2, 5), st.lists(st.sampled_from(["publish", "fail", "lease", "release", "keep"]), max_size=60))
 def test_a_lease_sees_one_version_whatever_is_published_meanwhile(num_slots: int, steps: list[str]):
     table, leases, content = SlotTable(num_slots), [], [-1] * num_slots

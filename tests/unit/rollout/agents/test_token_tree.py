@@ -352,7 +352,7 @@ said = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     template=st.sampled_from(sorted(TEMPLATES)),
     turns=st.lists(

@@ -21,7 +21,7 @@ def drawn(shapes: list[tuple[torch.dtype, list[int]]]) -> list[Tensor]:
     return [tensor.mT if tensor.dim() > 1 else tensor for tensor in tensors]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     shapes=st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), max_size=12),
     chunk_bytes=st.sampled_from([64, 640, 1 << 16]),

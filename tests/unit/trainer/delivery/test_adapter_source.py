@@ -122,7 +122,7 @@ def one_rank(tmp_path_factory) -> tuple[AdapterSource, dict[str, torch.Tensor]]:
     return source_of(rank), expected(folder, 2.0, torch.bfloat16)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_joined_reads_are_bitwise_slices_of_the_slots(one_rank, data):
     """Factors in any order, cut by rows, some permuted, with gaps: what joins and what does not."""

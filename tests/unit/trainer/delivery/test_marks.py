@@ -64,7 +64,7 @@ def rank() -> TrainerRank:
     return make_rank(dtype=DType.bfloat16)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_marks_of_any_reads_are_where_their_bytes_differ(rank, data):
     draw(rank, 0, 0.2)

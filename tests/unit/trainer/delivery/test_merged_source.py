@@ -177,7 +177,7 @@ def merged(request, tmp_path_factory) -> tuple[TrainerRank, dict[str, torch.Tens
     return rank, load_export(folder)
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_region_is_bitwise_a_slice_of_the_export(merged, data):
     rank, export = merged
@@ -194,7 +194,7 @@ def test_any_region_is_bitwise_a_slice_of_the_export(merged, data):
     assert torch.equal(out, export[name][window])
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_joined_reads_are_bitwise_slices_of_the_export(merged, data):
     """Tensors in checkpoint order, cut by rows, some permuted, with gaps: what joins and what does not. Tensors of one

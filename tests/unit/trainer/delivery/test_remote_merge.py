@@ -180,7 +180,7 @@ def test_a_merge_that_differs_is_found_by_hash_and_later_publishes_are_whole(mak
         assert (report.num_committed, report.num_bytes) == (1, world.whole_bytes)
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_rectangle_that_an_engine_holds_is_merged_to_the_trainers_bytes(ranks, data):
     rank, merges = ranks[data.draw(st.sampled_from(sorted(ranks)))]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.conf.schema import CombineMode
@@ -23,7 +23,6 @@ def choices(draw: Any) -> tuple[list[int], torch.Tensor]:
     return shares, torch.tensor(draw(st.lists(token, max_size=9)), dtype=torch.int64).view(-1, top_k)
 
 
-@settings(deadline=None)
 @given(choices())
 def test_every_choice_is_one_ranks_and_their_sums_add_up(drawn: tuple[list[int], torch.Tensor]) -> None:
     shares, experts_NK = drawn

@@ -77,7 +77,7 @@ def some_logprobs(data: st.DataObject, size: int) -> list[float]:
     return data.draw(st.lists(st.floats(-3.0, -0.01), min_size=size, max_size=size))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.data())
 def test_weights_loss_and_gradient_are_those_of_the_formulas(data: st.DataObject) -> None:
     correction = data.draw(st.sampled_from(list(Correction)))

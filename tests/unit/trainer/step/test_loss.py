@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fakes.loop import MAXIMA, SUMS, VECTORS
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.conf.schema import AlgorithmConfig, Correction, KlEstimator, KlPlace, Normalization, RatioBaseline
@@ -327,7 +327,6 @@ def test_gradient_is_that_of_a_plain_float64_formula(algorithm):
     torch.testing.assert_close(got_grad, want_grad, rtol=1e-6, atol=1e-9)
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.data())
 def test_sums_do_not_depend_on_the_split_into_microbatches_or_ranks(data):
     """Losses, gradients and stats of any partition of the sequences add up to those of the whole."""

@@ -14,7 +14,7 @@ from slipstream.trainer.step.mismatch import measure_mismatch
 from slipstream.trainer.step.mismatch_bins import BINS_PER_DECADE, POSITION_STARTS, quantile
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_figures_are_those_of_a_loop_over_tokens(data: st.DataObject) -> None:
     size = data.draw(st.integers(0, 30))

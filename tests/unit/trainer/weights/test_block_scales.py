@@ -183,7 +183,7 @@ def test_vllm_reads_it_as_its_own_format(exported):
         assert ((back - merged[name]).abs() <= bound).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_rectangle_and_any_join_is_bitwise_a_slice_of_the_export(exported, data):
     rank, export = exported

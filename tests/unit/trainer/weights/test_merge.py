@@ -28,7 +28,7 @@ def make_factors(num_factors: int, rows: int, columns: int, rank: int, dtype: to
     return base, b, a
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.data())
 def test_a_rectangle_is_bitwise_the_slice_of_the_whole_stack(data):
     num_factors = data.draw(st.integers(1, 3))
@@ -143,7 +143,7 @@ def row_numbers(rows: Rows) -> list[int]:
     return [rows.start + band * rows.pitch + row for band in range(rows.num_bands) for row in range(rows.height)]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.data())
 def test_bands_at_a_pitch_are_one_run_and_bitwise_slices_of_the_whole_stack(data):
     """Bands of one or several A each; any columns; merged or bare; into any strides."""

@@ -189,10 +189,12 @@ def test_a_right_program_is_within_the_bound_of_gpu_runs_and_faults_are_far_outs
         ]
         return fakes.expected_k3(*said)
 
-    right, *wrong = k3s("base", {}, (None, *fakes.MISREADINGS))
+    # How four bits are read is the same in both models; what an expert's matrices are is not.
+    misreadings = list(fakes.MISREADINGS)[-2 if model == "deepseek_v3" else 0 :]
+    right, *wrong = k3s("base", {}, (None, *misreadings))
     bound = fakes.MAX_RATIO * floor("base0")
     assert 0 < right < bound / 3
-    assert min(wrong) > 3 * bound, dict(zip(fakes.MISREADINGS, wrong, strict=True))
+    assert min(wrong) > 3 * bound, dict(zip(misreadings, wrong, strict=True))
 
     torch.manual_seed(5)
     for parameter in decoder.parameters():

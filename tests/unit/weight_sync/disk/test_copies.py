@@ -41,7 +41,7 @@ def nested_regions(draw: st.DrawFn) -> tuple[tuple[int, ...], Region, Region]:
     return shape, held, inside(held)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(nested_regions(), st.sampled_from(["float32", "bfloat16"]), st.sampled_from(["float32", "bfloat16"]), st.data())
 def test_a_read_is_slicing_permuting_and_casting(
     regions: tuple[tuple[int, ...], Region, Region], stored: str, wanted: str, data: st.DataObject

@@ -13,7 +13,7 @@ from slipstream.weight_sync.plan.columns import LoadTable, axes_code, widened
 from slipstream.weight_sync.record.layout_wire import layouts_digest, layouts_from_bytes, layouts_to_bytes
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(system=systems())
 def test_layouts_come_back_as_they_were(system):
     for layouts in system[1]:
@@ -24,7 +24,7 @@ def test_layouts_come_back_as_they_were(system):
             layouts_from_bytes(data[:-1])
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(system=systems())
 def test_equal_layouts_have_equal_digests_whatever_form_their_loads_have(system):
     for layouts in system[1]:
@@ -40,7 +40,7 @@ def test_equal_layouts_have_equal_digests_whatever_form_their_loads_have(system)
             assert layouts_digest((shorter,)) != layouts_digest((layout,)) or not layout.loads
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(system=systems(), data=st.data())
 def test_tables_are_equal_when_their_loads_are(system, data):
     """By columns, without making a load: a cluster has millions."""

@@ -38,7 +38,7 @@ def views(draw: st.DrawFn) -> tuple[tuple[int, ...], np.ndarray]:
     return shape, view
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(case=views(), data=st.data())
 def test_rectangles_map_exactly_the_elements_of_the_view(case, data):
     shape, view = case
