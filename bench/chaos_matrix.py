@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,7 @@ def carry_out(name: str, plan: Plan, left: Sequence[tuple[str, str, str]], folde
             break
         words = [str(run), victim, "--what", what, "--when", moment, "--seed", str(number), "--stop-s", "5", "--resume"]
         done = subprocess.run(
-            [*MODULE, "chaos", *words, "--patience-s", "240", "--json"], capture_output=True, text=True, timeout=LIMIT_S
+            [*MODULE, "chaos", *words, "--patience-s", "600", "--json"], capture_output=True, text=True, timeout=LIMIT_S
         )
         print(done.stderr, end="", flush=True)
         event = json.loads(done.stdout)["events"][0] if done.stdout else {"outcome": "error", "why": done.stderr[-300:]}
@@ -235,8 +236,12 @@ def checks_of(run: Path, *, is_policy: bool) -> dict[str, Any]:
     found["every_row_once"] = [row["step"] for row in rows] == list(range(len(rows)))
     if not is_policy or len(rows) < 2:
         return found
-    found["versions_as_steps"] = all(row["policy_version"] == row["step"] for row in rows)
-    found["no_unverified_version"] = all(row["staleness/max"] == 0 and 0 <= row["parity/k3"] < 1e-3 for row in rows[1:])
+    updates = accumulate(0 if row["optim/skipped"] else 1 for row in rows[1:])  # without a sample left there is none
+    found["versions_as_updates"] = [row["policy_version"] for row in rows] == [0, *updates]
+    found["steps_without_update"] = sum(row["optim/skipped"] or 0 for row in rows)
+    mismatches = [0.0 if row["optim/skipped"] else row["parity/k3"] for row in rows[1:]]
+    found["no_unverified_version"] = all(0 <= k3 < 1e-3 for k3 in mismatches)
+    found["no_unverified_version"] &= all(row["staleness/max"] == 0 for row in rows[1:])
     samples = [
         row
         for row in read_rows(run / "samples.jsonl")

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.orchestrator.cluster.processes import remove_shared_memory
+from slipstream.orchestrator.files.run_folder import Inside
 from slipstream.orchestrator.socket_folder import DOOR, socket_folder
 
 _PREFIX = "slipstream-"
@@ -42,34 +43,16 @@ class PrivateFolder:
 
     root: Path
 
-    @property
-    def token(self) -> Path:
-        """File of Ray's authentication token."""
-        return self.root / "token"
-
-    @property
-    def ray(self) -> Path:
-        """Ray's temporary folder."""
-        return self.root / "ray"
-
-    @property
-    def temporary(self) -> Path:
-        """TMPDIR of the run's actors and engines."""
-        return self.root / "tmp"
-
-    @property
-    def fork_server_log(self) -> Path:
-        """Output of the fork server."""
-        return self.root / "fork_server.log"
-
-    @property
-    def door(self) -> Path:
-        """Socket at which another controller takes the run over."""
-        return self.root / DOOR
+    token = Inside("token")
+    ray = Inside("ray")
+    temporary = Inside("tmp")
+    fork_server_log = Inside("fork_server.log")
+    door = Inside(DOOR)
+    _shared_memory = Inside("shared_memory")
 
     def note_shared_memory(self, names: set[str]) -> None:
         """Write down which names in /dev/shm go with this folder."""
-        (self.root / "shared_memory").write_text("\n".join(sorted(names)))
+        self._shared_memory.write_text("\n".join(sorted(names)))
 
     def keep_logs(self, target: Path) -> None:
         """Copy the logs, as far as there is room. Links are left out, and a copy is readable by the owner alone."""
@@ -82,7 +65,7 @@ class PrivateFolder:
     def remove(self) -> None:
         """Remove the folder and the shared memory that was noted in it."""
         with contextlib.suppress(OSError):
-            remove_shared_memory((self.root / "shared_memory").read_text().split())
+            remove_shared_memory(self._shared_memory.read_text().split())
         shutil.rmtree(self.root, ignore_errors=True)
 
 

@@ -74,13 +74,13 @@ _PACKAGES = (
 )
 
 
-class _Inside:
-    """A path inside of a run folder; the module's docstring says what is there."""
+class Inside:
+    """A path inside of a folder; its module's docstring says what is there."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, folder: RunFolder, _: type[RunFolder]) -> Path:
+    def __get__(self, folder: Any, _: type[Any]) -> Path:
         return folder.root / self._name
 
 
@@ -100,31 +100,31 @@ class RunFolder:
         """The command that goes on with this run, for a shell."""
         return f"slipstream resume {shlex.quote(str(self.root))}"
 
-    config = _Inside("config.yaml")
-    environment = _Inside("environment.json")
-    metrics = _Inside("metrics.jsonl")
-    evaluations = _Inside("evaluations.jsonl")
-    fleet = _Inside("fleet.jsonl")
-    startup = _Inside("startup.jsonl")
-    chaos = _Inside("chaos.jsonl")
-    samples = _Inside("samples.jsonl")
-    samples_index = _Inside("samples.index")
-    timeline = _Inside("timeline.jsonl")
-    log = _Inside("run.log")
-    curves = _Inside("curves.png")
-    tensorboard = _Inside("tensorboard")
-    model = _Inside("model")
-    starting = _Inside("control/starting.json")
-    journal = _Inside("control/journal")
-    dashboard = _Inside("control/dashboard.json")
-    workers_asked = _Inside("control/workers_asked")
-    traces = _Inside("traces")
-    checkpoints = _Inside("checkpoints")
-    best = _Inside("checkpoints/best")
-    adapter = _Inside("adapter")
-    merged = _Inside("merged")
-    ray_logs = _Inside("ray")
-    crashes = _Inside("crash")
+    config = Inside("config.yaml")
+    environment = Inside("environment.json")
+    metrics = Inside("metrics.jsonl")
+    evaluations = Inside("evaluations.jsonl")
+    fleet = Inside("fleet.jsonl")
+    startup = Inside("startup.jsonl")
+    chaos = Inside("chaos.jsonl")
+    samples = Inside("samples.jsonl")
+    samples_index = Inside("samples.index")
+    timeline = Inside("timeline.jsonl")
+    log = Inside("run.log")
+    curves = Inside("curves.png")
+    tensorboard = Inside("tensorboard")
+    model = Inside("model")
+    starting = Inside("control/starting.json")
+    journal = Inside("control/journal")
+    dashboard = Inside("control/dashboard.json")
+    workers_asked = Inside("control/workers_asked")
+    traces = Inside("traces")
+    checkpoints = Inside("checkpoints")
+    best = Inside("checkpoints/best")
+    adapter = Inside("adapter")
+    merged = Inside("merged")
+    ray_logs = Inside("ray")
+    crashes = Inside("crash")
 
 
 def resumed_folder(config: RunSection) -> Path | None:
