@@ -4,22 +4,37 @@ control.
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
-from system.conftest import RUN_TIMEOUT_S, RunUnderWay, train
+from system.conftest import ENDLESS, RUN_TIMEOUT_S, RunUnderWay, assert_workers_came_back, train
 from system.test_ends import TAUGHT, kill_server
 from system.test_ends import run as run  # a fixture
 from system.test_learning import LETTERS, NUM_STEPS
-from system.test_recalled_workers import killed_and_recalled
 from system.test_sft import assert_the_same_run, in_two_parts
 
-from slipstream.conf.schema import SyncMode
+from slipstream.orchestrator.chaos.command import ChaosOptions, chaos
+from slipstream.orchestrator.control.stop_request import stop
 
 
 @pytest.mark.timeout(2 * RUN_TIMEOUT_S)
 def test_a_killed_worker_comes_back_with_the_current_adapter_while_steps_go_on(cluster: str, tmp_path: Path) -> None:
-    killed_and_recalled(cluster, tmp_path, SyncMode.adapter)
+    """The whole worker 0, by the command. (Merged weights: tests/system/test_workers.py.)"""
+    words = [
+        *ENDLESS, "weight_sync.mode=adapter", "trainer.num_ranks=1", "trainer.ep_size=1",
+        "model=tiny_qwen3", cluster,  # CPU engines serve no adapters of experts
+    ]  # fmt: skip
+    with RunUnderWay(words, tmp_path) as run:
+        run.wait_until(lambda rows: len(rows) >= 2)
+        (event,) = chaos(ChaosOptions(run=run.folder, victims=["worker-0"], patience_s=RUN_TIMEOUT_S), print)
+        assert (event.outcome, event.victim, event.steps_again) == ("as before", "worker-0", 0)
+        run.wait_for_returns(1)
+        stop(run.folder, timeout_s=60)
+        assert run.exit_code() == 128 + signal.SIGTERM
+    assert "rollout-0 is out of service and is restarted, 1 left: " in run.log
+    assert "of the rollout worker was ended by SIGKILL" in run.log
+    assert_workers_came_back(run.rows, times=1)
 
 
 @pytest.mark.parametrize("run", [TAUGHT], indirect=True)

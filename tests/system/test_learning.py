@@ -1,5 +1,5 @@
 """Locks: reinforcement learns, and what it learned is evaluated. (The control, which learns nothing, and an algorithm's
-loss in a run: tests/long. Stale samples: test_scaling.py.)
+loss in a run: tests/long. Stale samples: test_workers.py.)
 
 A run and an evaluation through the command line on real Ray, vLLM, Mooncake and FSDP2, with one engine and one trainer
 rank. Everything is asserted on metrics.jsonl, and on what the evaluation says.

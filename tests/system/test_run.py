@@ -81,45 +81,13 @@ def test_no_process_of_a_run_is_left(on_policy: FinishedRun) -> None:
 
 
 @pytest.mark.timeout(2 * RUN_TIMEOUT_S)
-def test_trainer_ranks_that_are_killed_change_nothing_that_is_learned(
-    on_policy: FinishedRun, cluster: str, tmp_path: Path
-) -> None:
-    """The same run, before it is resumed. A rank is killed in its second step, and rank 0 in a publish, for which an
-    engine is held up. It samples from the same prompts, once each, and learns what the undisturbed run did, up to the
-    last bits that engines' log-probabilities have in any two runs.
-    """
-    with RunUnderWay([*ON_POLICY, cluster], tmp_path) as run:
-        run.wait_until(lambda rows: len(rows) >= 2)
-        ranks, engine = trainer_ranks(run.folder), run.engine_of("rollout-0")
-        ranks[1].suspend()
-        wait_until_idle(engine)  # what it samples for this step is there, and a rank is waited for
-        ranks[1].kill()
-        run.wait_for(lambda: run.log.count("trainer ranks are up again") == 1)
-        ranks = trainer_ranks(run.folder)
-        ranks[1].suspend()
-        wait_until_idle(engine)
-        engine.suspend()
-        ranks[1].resume()
-        run.wait_for(lambda: re.findall(r"publish of version \d+ (\w+)", run.log)[-1] == "begins")
-        time.sleep(0.5)
-        ranks[0].kill()
-        engine.resume()
-        run.wait_for(lambda: run.log.count("trainer ranks are up again") == 2)
-        assert run.exit_code() == 0
-    for name in ("trainer-1", "trainer-0.1"):
-        assert f"{name} died without a word: by SIGKILL" in run.log
-    assert [row["step"] for row in run.rows] == [0, 1, 2, 3]
-    assert sum(row["trainer/restarts"] or 0 for row in run.rows) == 2
-    assert all(row["trainer/down_s"] > 0 for row in run.rows if row["trainer/restarts"])
-    assert_as_undisturbed(run, on_policy)
-
-
-@pytest.mark.timeout(2 * RUN_TIMEOUT_S)
-def test_a_controller_that_is_killed_is_replaced_and_changes_nothing_that_is_learned(
+def test_a_controller_and_trainer_ranks_that_are_killed_change_nothing_that_is_learned(
     on_policy: FinishedRun, tmp_path: Path
 ) -> None:
-    """The same run. Its command is killed in the second step, and again in the publish after it. `slipstream resume`
-    goes on with the same processes.
+    """The same run, before it is resumed. Its command is killed in the second step, and again in the publish after it;
+    `slipstream resume` goes on with the same processes. Then a rank is killed in a step, and rank 0 in a publish, for
+    which an engine is held up. It samples from the same prompts, once each, and learns what the undisturbed run did, up
+    to the last bits that engines' log-probabilities have in any two runs.
     """
     with RunUnderWay([*ON_POLICY, "run.checkpoint_every_steps=0"], tmp_path) as run:
         run.wait_until(lambda rows: len(rows) >= 2)
@@ -132,12 +100,31 @@ def test_a_controller_that_is_killed_is_replaced_and_changes_nothing_that_is_lea
         run.wait_for(lambda: "publish of version 2 begins" in run.log)
         kill_command(run)  # in it, or soon after
         run.resume()
+        run.wait_for(lambda: len(went_on_after(run)) == 2 and last_publish(run) == "ended")
+        ranks[1].suspend()
+        wait_until_idle(engines[0])
+        ranks[1].kill()
+        run.wait_for(lambda: run.log.count("trainer ranks are up again") == 1)
+        ranks = trainer_ranks(run.folder)
+        ranks[1].suspend()
+        wait_until_idle(engines[0])
+        engines[0].suspend()
+        ranks[1].resume()
+        run.wait_for(lambda: last_publish(run) == "begins")
+        time.sleep(0.5)
+        ranks[0].kill()
+        engines[0].resume()
+        run.wait_for(lambda: run.log.count("trainer ranks are up again") == 2)
+        ranks = trainer_ranks(run.folder)
         assert run.exit_code() == 0
-    went_on = re.findall(r"processes of the run are alive: it goes on after step (\d)", run.said)
-    assert went_on in (["1", "1"], ["1", "2"])
-    assert run.log.count("its engine is process") == 2 and run.log.count("trainer ranks are processes") == 1
+    assert went_on_after(run) in (["1", "1"], ["1", "2"])
+    assert run.log.count("its engine is process") == 2 and run.log.count("trainer ranks are processes") == 3
     assert_all_end([*ranks, *engines])
+    for name in ("trainer-1", "trainer-0.1"):
+        assert f"{name} died without a word: by SIGKILL" in run.log
     assert [row["step"] for row in run.rows] == [0, 1, 2, 3]
+    assert sum(row["trainer/restarts"] or 0 for row in run.rows) == 2
+    assert all(row["trainer/down_s"] > 0 for row in run.rows if row["trainer/restarts"])
     assert_as_undisturbed(run, on_policy)
 
 
@@ -160,6 +147,16 @@ def test_a_resumed_run_draws_prompts_on_from_where_it_stopped(resumed: FinishedR
     groups_per_step = load_resolved_yaml((resumed.folder / "config.yaml").read_text()).algorithm.groups_per_step
     assert sum(cursor["counts"]) == 5 * groups_per_step
     assert [part["num_drawn"] for part in cursor["cursors"]] == cursor["counts"]
+
+
+def went_on_after(run: RunUnderWay) -> list[str]:
+    """The step after which each `slipstream resume` went on."""
+    return re.findall(r"processes of the run are alive: it goes on after step (\d)", run.said)
+
+
+def last_publish(run: RunUnderWay) -> str:
+    """What became of it: "begins" while it is under way."""
+    return re.findall(r"publish of version \d+ (\w+)", run.log)[-1]
 
 
 def kill_command(run: RunUnderWay) -> None:
