@@ -224,7 +224,7 @@ def test_a_timeline_that_cannot_be_written_costs_no_publish(
 def test_links_that_a_publish_opened_are_known_even_if_its_end_failed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def breaks(*_: object) -> None:
+    def breaks(*_: object) -> None:
         raise RuntimeError("no socket")
 
     with monkeypatch.context() as patch:
