@@ -4,7 +4,7 @@
     python bench/scaling.py --layouts 1x1 2x2 --tokens short
     python bench/scaling.py --layouts 2x2 --rows-travel      as where a token has fewer experts than ranks
     python bench/scaling.py --layouts 2x2 --by-layer         dense weights gathered in every layer
-    python bench/scaling.py --layouts 1x1 2x2 --graph-tokens 16384      trainer.cuda_graph_tokens
+    python bench/scaling.py --layouts 1x1 2x2 --graph-tokens 0      no CUDA graphs
     python bench/scaling.py --tiny                       two small layers, for a CPU
 
 A layout is RANKSxEP_SIZE: 2x2 has two ranks that share the experts and exchange rows of tokens, 2x1 two ranks whose

@@ -53,7 +53,7 @@ class Case:
 
 
 def measured() -> list[Any]:
-    """(case, row) of every publish, of all files."""
+    """(case, row) of every publish of whole weights, of all files."""
     found: list[Any] = []
     for file in sorted(RESULTS.glob("weight_sync-gpu-*.json")):
         report = json.loads(file.read_text())
@@ -72,6 +72,8 @@ def measured() -> list[Any]:
             is_idle = kind == "plain" or engine.get("num_requests") == 0
             case = Case(num_ranks, int(tp.removeprefix("TP=")), title.endswith(" EP"), is_idle, report)
             for row in engine["rows"]:
+                if row.get("share") is not None:
+                    continue  # changes alone, which are predicted at an assumed share
                 name = f"{file.stem}-{title}-{row.get('title', '')}-{row['watermark_bytes'] >> 20}MiB"
                 commit = report["environment"]["commit"]
                 shares_experts = case.tp_size > 1 and not case.has_split_experts
