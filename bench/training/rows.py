@@ -25,7 +25,7 @@ class Place:
     rank: int = 0
     rendezvous: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of TrainerConfig, beside its own."""
+    """Further options of TrainerConfig."""
 
 
 class Ours:

@@ -251,7 +251,7 @@ def _reward_parts(rows: Sequence[JsonMapping]) -> tuple[tuple[str, str, str], ..
 
 
 def _held_out(evaluations: Sequence[JsonMapping]) -> dict[str, float]:
-    """Of the first evaluation and the newest one, and of each named set of that."""
+    """Figures of the first evaluation and of the newest one, and of each named set of the newest."""
     rows = [
         (figure, row["step"], row)
         for row in (*evaluations[:1], *evaluations[1:][-1:])

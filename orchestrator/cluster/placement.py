@@ -245,8 +245,8 @@ class Cluster:
 
     @property
     def rooms(self) -> Rooms:
-        """Of further workers; after `start`. Where all of the run is on one machine they are, too: its processes listen
-        on loopback.
+        """Where further workers may be placed; after `start`. A run on one machine keeps them there, because its
+        processes listen on loopback.
         """
         assert self._rollout is not None
         return self._rollout.rooms

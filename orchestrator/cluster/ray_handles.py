@@ -48,7 +48,7 @@ a collective fails there after 10 minutes (trainer.process_group). What is left 
 
 
 def no_arguments(_: int) -> tuple[()]:
-    """Of a call without any."""
+    """What each rank is given by a call that takes no arguments."""
     return ()
 
 

@@ -82,7 +82,7 @@ def _keep_first(path: Path, file: BinaryIO, num_bytes: int) -> None:
 
 
 def _decoder_of(names: Collection[str] | None) -> msgspec.json.Decoder[Any]:
-    """Of a row, or of a part of it."""
+    """Reads a row, or these names of it."""
     if names is None:
         return msgspec.json.Decoder(dict[str, Any])
     made: Any = TypedDict  # its fields are known now, and to no type checker

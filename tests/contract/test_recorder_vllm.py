@@ -33,6 +33,15 @@ MODELS = [
 """Others are recorded and published in test_engine_layouts.py."""
 BESIDE_TOWER = "beside_tower"
 CASES = [*MODELS, BESIDE_TOWER, *recorded_fp8.CASES]
+SMALL: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "dtype": "bfloat16",
+    "kv_cache_memory_bytes": 16 << 20,
+}
+"""Options of every engine here."""
 NO_PICTURES = Path(__file__).parents[1] / "fakes" / "no_pictures"
 """Has the names of a package that vLLM's file of Qwen3.5 imports and CPU environments lack."""
 
@@ -74,12 +83,7 @@ def compare(model_name: str, folder: Path) -> None:
     with engine_of(
         model=str(folder),
         load_format="dummy",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=128,
-        max_num_seqs=4,
-        dtype="bfloat16",
-        kv_cache_memory_bytes=16 << 20,
+        **SMALL,
     ) as llm:
         client: Any = llm.llm_engine.engine_core  # in this process, so it holds the engine
         executor = client.engine_core.model_executor
@@ -121,12 +125,7 @@ def compare_beside_tower(folder: Path) -> None:
         model=str(folder / "config"),
         load_format=LANGUAGE_MODEL,
         model_loader_extra_config={"folder": str(folder / "whole")},
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=128,
-        max_num_seqs=4,
-        dtype="bfloat16",
-        kv_cache_memory_bytes=16 << 20,
+        **SMALL,
         attention_backend="CPU_MLA",
     ) as llm:
         loader: Any = get_model_loader(llm.llm_engine.vllm_config.load_config)
