@@ -78,6 +78,8 @@ def load_run_config(overrides: Sequence[str], config_dir: Path | None = None, *,
         raise ConfigError(_explain_foreign(error)) from error
     except UnicodeDecodeError as error:  # one of the user's files; Hydra does not say which
         raise ConfigError(f"{_not_utf8(config_dir)} is not UTF-8 text; save the file as UTF-8") from error
+    except RecursionError as error:  # Hydra follows the circle until Python stops it
+        raise ConfigError(f"--config-dir {config_dir}: the `defaults` of a preset lead back to itself") from error
     assert isinstance(config, RunConfig)
     return _checked(config, parsed)
 
@@ -341,12 +343,12 @@ def _explain_foreign(error: BaseException) -> str:
     where = ""
     if isinstance(error, HydraException) and str(error).startswith("In '"):
         where = str(error).split("'")[1] + ".yaml: "
-    if choice := re.search(r"Could not find '(\w+)/(\w+)'", str(error)):
+    if choice := re.search(r"Could not (?:find|load) '(\w+)/(\w+)'", str(error)):
         group, name = choice.groups()
         names = [known.name for known in group_choices(group)]
         hint = did_you_mean(name, names)
         listed = f"{hint}{' ' if hint else ''}Choices: {', '.join(names)}"
-        return f"a YAML file chooses {group}: {name}, which does not exist. {listed}"
+        return f"{where or 'a YAML file '}chooses {group}: {name}, which does not exist. {listed}"
     cause = error
     while cause is not None and not isinstance(cause, (OmegaConfBaseException, yaml.YAMLError)):
         cause = cause.__cause__ or cause.__context__
@@ -357,7 +359,7 @@ def _explain_foreign(error: BaseException) -> str:
             return f"{where}its first line must be '# @package _global_', so that its sections are those of the run"
         if isinstance(cause, ValidationError) and option is not None:
             return f"{where}{name} must be {_with_article(option.type_label)}. {_first_line(cause)}"
-        if option is None and name not in section_docs() and _open_dict_above(name) is None:
+        if option is None and _open_dict_above(name) is None:
             return where + _explain_unknown(name)
         return f"{where}{name}: {_first_line(cause)}"
     return where + _first_line(cause or error)
@@ -377,6 +379,8 @@ def _first_line(error: BaseException) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"not valid YAML at {mark.name}, line {mark.line + 1}: {error.problem}"
+    if misplaced := re.search(r"is not a subclass of \w+\. value: (.*)", str(error)):
+        return f"the value {misplaced[1]} stands in the place of a section, as trainer in trainer: {{num_ranks: 2}}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 

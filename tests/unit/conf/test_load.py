@@ -268,6 +268,10 @@ def test_own_config_folder_adds_experiments(tmp_path: Path) -> None:
             "defaults: [override /model: tiny_qwen]\n",
             ["chooses model: tiny_qwen", "Did you mean tiny_qwen3", "Choices:"],
         ),
+        ("defaults: [quickstar]\n", ["experiment/mine.yaml: chooses", "Did you mean quickstart ", "Choices:"]),
+        ("defaults: [mine]\n", ["the `defaults` of a preset lead back to itself", "--config-dir"]),
+        ("trainer:\n", ["experiment/mine.yaml: trainer is a section; set its options"]),
+        ("trainer: {optim: 3}\n", ["experiment/mine.yaml: the value 3 stands in the place of a section"]),
     ],
 )
 def test_mistakes_in_a_yaml_file_name_the_file_and_the_option(tmp_path: Path, text: str, parts: list[str]) -> None:
