@@ -63,8 +63,10 @@ def is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
 
 
 def kind_of(value: object) -> str:
-    """Its class, for a message."""
-    return type(value).__name__
+    """What it is, for a message."""
+    if value is None:
+        return "null"
+    return "an empty list" if value == [] else type(value).__name__
 
 
 def is_list(value: object) -> TypeGuard[list[Any]]:

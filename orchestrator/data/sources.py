@@ -201,7 +201,9 @@ def _parse_line(line: bytes, file: Path, number: int) -> JsonObject:
     try:
         row: Any = json.loads(line.decode("utf-8-sig").rstrip(), object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as e:  # its own line number counts within the row
-        raise DataError(f"{where}: not a JSON object: {e.msg} at character {e.pos + 1}") from e
+        told = f"{where}: not a JSON object: {e.msg.removesuffix(' at')} at character {e.pos + 1}"
+        is_of_many_lines = line.strip() in (b"{", b"[")
+        raise DataError(f"{told}; a row is one line: jq -c . {file}" if is_of_many_lines else told) from e
     except UnicodeDecodeError as e:
         raise DataError(f"{where}: byte {e.start + 1} of the line is not UTF-8; save the file as UTF-8") from e
     except DataError as e:

@@ -213,10 +213,14 @@ def saved_options(run: Path) -> JsonObject:
 
 def no_run_folder(run: Path) -> ConfigError:
     """What a command that needs a run's folder answers where `run` is none."""
+    folder = run if run.is_dir() else run.parent
+    runs = [path.parent for path in folder.glob("*/environment.json") if not path.parent.is_symlink()]
+    newest = sorted(runs, key=lambda one: one.stat().st_mtime, reverse=True)[:5]
     cure = "give one like runs/latest"
-    if run.name == "latest":
-        cure = f"no run is in {run.parent} yet: start one with slipstream train, or name a run's folder elsewhere"
-        cure = f"give one of those in {run.parent}" if any(run.parent.glob("*/config.yaml")) else cure
+    if newest:
+        cure = f"give one of {len(runs)} in {folder}, the newest first: {', '.join(one.name for one in newest)}"
+    elif run.name == "latest":
+        cure = f"no run is in {folder} yet: start one with slipstream train, or name a run's folder elsewhere"
     elif run.parent.name == "checkpoints":
         cure = f"give the run's, {run.parent.parent}"
     return ConfigError(f"{run} is not a run folder; {cure}")

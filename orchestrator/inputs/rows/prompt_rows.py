@@ -154,19 +154,20 @@ def check_data(config: RunConfig) -> Fact:
         read = _rendering_the_first(
             lesson_reader(config, encoder.exact, check), lesson_reader(config, encoder, check), seen
         )
-        training = [str(items(data, index, read)) for index in range(len(data.training_sources))]
+        training = [items(data, index, read) for index in range(len(data.training_sources))]
         held_out = held_out_items(data, read, "checking")
         warnings += thoughts_not_given([lesson for _, lesson in seen])
         has_chats = any(_teaches_no_end(lesson, encoder.ends) for _, lesson in seen)
     else:
         of_prompts, quick_ones = (PromptRows(config, one) for one in (encoder.exact, encoder))
         read = _rendering_the_first(of_prompts.read, quick_ones.read, seen)
-        prompts = [items(data, index, read) for index in range(len(data.training_sources))]
-        training, held_out = [str(of_source) for of_source in prompts], held_out_items(data, read, "checking")
-        found = [prompt for of_source in prompts for prompt in of_source.found]
+        training = [items(data, index, read) for index in range(len(data.training_sources))]
+        held_out = held_out_items(data, read, "checking")
+        found = [prompt for of_source in training for prompt in of_source.found]
         warnings += _answers_out_of_reach(config, found, encoder)
         has_chats = any(prompt.messages is not None for prompt in found)
     warnings += _answers_end_elsewhere(config, encoder.exact) if has_chats else []
+    warnings += _fewer_than_a_step(config, sum(len(of_source.found) for of_source in training))
     what = "the first " if data.stream else ""
     parts = [f"{what}{num} in {source}" for num, source in zip(training, data.training_sources, strict=True)]
     for name, source in data.held_out_sources.items():
@@ -175,6 +176,16 @@ def check_data(config: RunConfig) -> Fact:
     shown = (Fact(f"first {subject[:-1]}", f"{seen[0][0]}, {shown_row(seen[0][1], encoder.exact)}"),) if seen else ()
     finding = "; ".join([", ".join(parts) + bound, *warnings])
     return Fact(subject, finding, is_warning=bool(warnings), also=shown)
+
+
+def _fewer_than_a_step(config: RunConfig, num_rows: int) -> list[str]:
+    """What to say where a step draws a row more than once."""
+    algorithm, is_sampled = config.algorithm, config.algorithm.objective is Objective.policy
+    name = "groups_per_step" if is_sampled else "sequences_per_step"
+    taken = algorithm.groups_per_step if is_sampled else algorithm.sequences_per_step
+    if config.run.num_steps == 0 or config.data.stream or num_rows >= taken:
+        return []
+    return [f"fewer than a step takes, so that each is drawn more than once: algorithm.{name}={taken}"]
 
 
 def _rendering_the_first(exact: Read[Any], quick: Read[Any], seen: list[tuple[str, Any]]) -> Read[Any]:

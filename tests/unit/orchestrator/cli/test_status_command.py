@@ -216,9 +216,11 @@ def test_where_there_are_no_runs_commands_say_how_one_is_started(
     said = capsys.readouterr().err
     assert "latest is not a run folder; no run is in " in said and "runs yet: start one with slipstream train" in said
     (tmp_path / "runs" / "mine").mkdir(parents=True)
-    (tmp_path / "runs" / "mine" / "config.yaml").touch()
-    assert main([command, *([] if command in ("status", "view") else ["runs/latest"])]) == 2
-    assert "latest is not a run folder; give one of those in " in capsys.readouterr().err
+    (tmp_path / "runs" / "mine" / "environment.json").touch()
+    (tmp_path / "runs" / "latest").symlink_to("gone")
+    for words in ([] if command in ("status", "view") else ["runs/latest"]), ["runs"]:
+        assert main([command, *words]) == 2
+        assert re.search(r"is not a run folder; give one of 1 in .*runs, .* first: mine\n", capsys.readouterr().err)
     assert main(["status", "runs/one/checkpoints/step-000003"]) == 2
     assert "step-000003 is not a run folder; give the run's, runs/one\n" in capsys.readouterr().err
 

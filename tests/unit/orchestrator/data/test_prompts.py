@@ -148,13 +148,16 @@ def test_parquet_reads_as_jsonl_does(tmp_path, encoder):
     ("line", "message"),
     [
         ('{"prompt": "a"', r"a\.jsonl:2: not a JSON object: Expecting ',' delimiter at character 15"),
+        ('{"prompt": "a', r"a\.jsonl:2: not a JSON object: Unterminated string starting at character 12$"),
+        ("{", r"a\.jsonl:2: not a JSON object: .*; a row is one line: jq -c \. .*a\.jsonl"),
         ('["prompt"]', r"a\.jsonl:2: each line must be a JSON object, got list"),
         ('{"text": "a"}', r"a\.jsonl:2: no column 'prompt' \(data\.prompt_key\); the columns are text$"),
         ('{"question": "a"}', r"the columns are question; did you mean data\.prompt_key=question\?"),
         ('{"instruction": "Add.", "input": "1, 2", "output": "3"}', r"the columns are input, instruction, output$"),
         ('{"conversations": []}', r"columns are conversations; these look like ShareGPT's .* algorithm=sft learns"),
         ('{"prompt": 3}', r"a\.jsonl:2: column 'prompt' must be text or a non-empty list of messages.*got int"),
-        ('{"prompt": []}', r"a\.jsonl:2: column 'prompt' must be text or a non-empty list"),
+        ('{"prompt": []}', r"a\.jsonl:2: column 'prompt' must be text or a non-empty list .*got an empty list"),
+        ('{"prompt": null}', r"a\.jsonl:2: column 'prompt' must be text or a non-empty list .*got null"),
         ('{"prompt": [{"role": "user"}]}', r"a\.jsonl:2: column 'prompt': content of message 1 \(user\) must be text"),
         (
             '{"prompt": [{"role": "user", "content": null}]}',

@@ -152,7 +152,7 @@ def test_the_sample_predicts_each_taught_token(folder):
         ({"question": "a", "answer": "b"}, r"mean data.prompt_key=question data.response_key=answer\?"),
         ({"question": "a"}, "the columns are question$"),
         ({"prompt": [ASKED], "completion": [ASKED]}, "column 'completion' must begin with a turn of 'assistant'"),
-        ({"prompt": [ASKED], "completion": []}, "column 'completion' .*non-empty list of messages.*got list"),
+        ({"prompt": [ASKED], "completion": []}, "column 'completion' .*non-empty list of messages.*got an empty list"),
         ({"prompt": [], "completion": [SAID]}, "column 'prompt' .* must be text or a non-empty list"),
         ({"prompt": "", "completion": [SAID]}, "column 'prompt' .* is empty"),
         ({"prompt": [ASKED], "completion": " "}, "column 'completion' .* is empty"),

@@ -172,7 +172,7 @@ def test_every_pair_is_checked_before_a_run(tmp_path):
     rows = [{"prompt": "1a=", "chosen": "a", "rejected": "b" * length} for length in (1, 30)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["experiment=sft_quickstart", "algorithm=dpo", "data=files", f"data.path={path}"]
-    assert check_data(load_run_config(words)).finding == f"2 in {path}"
+    assert check_data(load_run_config(words)).finding.startswith(f"2 in {path}")
     words += ["data.max_sequence_tokens=10"]
     with pytest.raises(DataError, match=r"pairs\.jsonl:2: column 'rejected', with its prompt, has 35 tokens"):
         check_data(load_run_config(words))

@@ -108,7 +108,9 @@ def test_rows_that_are_too_long_are_left_out_where_that_is_asked_for(
     config = load_run_config(["experiment=quickstart", "data=files", "data.max_prompt_tokens=8", *words])
     finding = check_data(config).finding
     first = "the first 3 (1 too long and left out)" if stream else "4 (2 too long and left out)"
-    assert finding == f"{first} in {path}, held-out 4 (2 too long and left out) in {path}"
+    told = f"{first} in {path}, held-out 4 (2 too long and left out) in {path}"
+    few = "; fewer than a step takes, so that each is drawn more than once: algorithm.groups_per_step=16"
+    assert finding == (told if stream else told + few)
     with pytest.raises(DataError, match=r"a\.jsonl has no rows that are short enough"):
         rows_of("data.max_prompt_tokens=2", *words).stream()
 
@@ -121,7 +123,7 @@ def test_conversations_that_are_too_long_are_left_out_too(tmp_path: Path) -> Non
     with pytest.raises(DataError, match=r"talks\.jsonl:2: the conversation has 35 tokens.*data\.drop_too_long=true"):
         check_data(load_run_config(words))
     fact = check_data(load_run_config([*words, "data.drop_too_long=true"]))
-    assert fact.finding == f"2 (1 too long and left out) in {path}"
+    assert fact.finding.startswith(f"2 (1 too long and left out) in {path}; fewer than a step takes")
 
 
 @pytest.mark.parametrize(
@@ -285,7 +287,7 @@ def test_a_turn_that_is_left_out_for_this_row_alone_is_refused(tmp_path: Path, o
 def test_an_agent_may_have_any_turns_in_its_rows(tmp_path: Path) -> None:
     rows = [{"prompt": [*says("a")["prompt"], *says("a")["prompt"]]}]
     agent = "rollout.agent=slipstream.rollout.agents.games.letters:play"
-    assert not check_data(chats(tmp_path, THINKS, rows, agent)).is_warning
+    assert not check_data(chats(tmp_path, THINKS, rows, agent, "algorithm.groups_per_step=1")).is_warning
 
 
 def test_rows_that_are_held_out_are_rendered_too(tmp_path: Path) -> None:
