@@ -7,8 +7,6 @@ SlipstreamError
     NoReplicasLeft(RuntimeError)   every rollout worker is out of service
 """
 
-from __future__ import annotations
-
 from slipstream.conf.errors import SlipstreamError
 
 

@@ -5,8 +5,6 @@ Owns: every change of a state, the waits for one, and what is noted about it. Do
 Invariant: whoever waits for states holds `changed`, and is told of every change.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

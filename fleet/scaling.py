@@ -12,8 +12,6 @@ Invariant: one that goes takes no request and no publish any more. It returns ev
 last one is started again: without it nobody would sample.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -5,8 +5,6 @@ is awaited, nor what a caller does about a timeout.
 Invariant: every wait of the controller has a deadline and says what it waits for.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -7,8 +7,6 @@ Invariant: applied by `orchestrator.cli.main` before Ray starts, so that every p
 values. A value that the user's shell already holds wins, but for those of `Variable.is_fixed`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass

@@ -18,8 +18,6 @@ user can repair (orchestrator.cli has the list) have an exit code of their own. 
 ours or of a library, and is shown with its traceback.
 """
 
-from __future__ import annotations
-
 from slipstream.conf.errors import ConfigError, SlipstreamError
 
 

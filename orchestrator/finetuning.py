@@ -3,8 +3,6 @@
 Owns: the order of its start. Does not own: the loop (loop/finetuner.py), Ray and the run's lock (run.py, the caller).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from functools import partial

@@ -5,8 +5,6 @@ tests can pass their own. Does not own: judgements (doctor, preflight).
 Invariant: nothing is started, allocated or changed, and no reader raises because a machine lacks something.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import os

@@ -7,8 +7,6 @@ Owns: the way in and out of a run, whatever it trains. Does not own: what is sta
 Invariant: a mistake in a file ends the run before any process exists, and on the way out no process of it is left.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine

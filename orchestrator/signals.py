@@ -7,8 +7,6 @@ Owns: the handlers of the controller's process. Does not own: winding down (run.
 (cli/exit.py). Invariant: importing this loads neither torch, Ray nor vLLM.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

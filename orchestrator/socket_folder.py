@@ -6,8 +6,6 @@
 Owns: that choice, which a start, `--dry-run` and `slipstream doctor` share. Does not own: the folders themselves.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

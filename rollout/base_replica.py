@@ -17,8 +17,6 @@ below one at a time).
 Invariant: `serving` is set only while every rank holds one committed version.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar

@@ -11,8 +11,6 @@ parent and the tokens after that, so it cannot differ from them. Every sampled t
                    0 2                the tokens of turn 0 again, as context that does not count
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -8,8 +8,6 @@ Owns: what the second request asks, and how the two become one response. Does no
 Invariant: tokens that stay keep the log-probability and the version with which they were sampled.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace

@@ -9,8 +9,6 @@ Owns: these files and how they are read. Does not own: who starts which process,
 that was ended by SIGKILL leaves no word. Invariant: a folder that cannot be written keeps no process from its work.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import multiprocessing

@@ -6,8 +6,6 @@ backtracks forever); PR_SET_PDEATHSIG fires when the *thread* that started the c
 thread.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

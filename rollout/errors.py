@@ -17,8 +17,6 @@ The user can repair what raises DataError and RewardError: the message says what
 message, so that it unpickles on the other side of a Ray call.
 """
 
-from __future__ import annotations
-
 from slipstream.conf.errors import ConfigError, SlipstreamError, named_error
 from slipstream.weight_sync.errors import ReplicaDirty
 

@@ -3,8 +3,6 @@
 Owns: the folder, and writing files into it while others read them. Does not own: what is in them.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -4,8 +4,6 @@ Owns: how that is looked at. Does not own: what a worker does then (worker.py), 
 does (fleet/scaling.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import urllib.error

@@ -9,8 +9,6 @@ an answer means (rollout.rewards.judge, rollout.teacher). The key is read from t
 only.
 """
 
-from __future__ import annotations
-
 import asyncio
 import email.utils
 import math

@@ -1,7 +1,5 @@
 """Numbers of Python, NumPy and PyTorch as plain ones: what a reward or an agent may return. Imports neither."""
 
-from __future__ import annotations
-
 import math
 import numbers
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ is meant, and this rank's entry of what is said to all ranks. Does not own: what
 asked once at an engine's start (in_vllm/worker_extension.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

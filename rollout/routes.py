@@ -14,8 +14,6 @@ position is returned once, with the token that it led to. A request that is pree
 publish, is prefilled again, and keeps the routes that it had returned: they are those of the sampled tokens.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

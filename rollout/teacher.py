@@ -12,8 +12,6 @@ The request is that of the completions protocol with `echo`: the prompt comes ba
 its tokens. `return_tokens_as_token_ids` is vLLM's: tokens are written as "token_id:17" instead of text.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """What goes into and comes out of a rollout worker. Plain data: importable without torch and without vLLM."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

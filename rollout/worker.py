@@ -10,8 +10,6 @@ then also reads the peer's newest version into a slot, and adopt(v) puts that sl
 loaded from disk is CLEAN from the start and is never written, offered or asked for.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -7,8 +7,6 @@ msgpack (weight_sync/calls). Does not own: what trainer ranks ask at a publish, 
 (weight_sync/replica/messages.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ FSDP2 the cast happens in the all-gather, so that only the smaller format moves.
 A layer's weight may be float32 while activations are bfloat16 (full training): the weight follows the activations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any

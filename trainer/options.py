@@ -1,7 +1,5 @@
 """What every trainer rank of a run is built from. Plain data, no torch: a controller makes it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -7,8 +7,6 @@ Invariants: host-side agreement runs over a gloo group of its own, so it never w
 the device. Rank 0 listens for the other ranks on the given address and on no other.
 """
 
-from __future__ import annotations
-
 import hashlib
 import socket
 from collections.abc import Sequence

@@ -16,8 +16,6 @@ disagreement is an error and not a hang.
 
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

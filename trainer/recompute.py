@@ -8,8 +8,6 @@ Invariant: the second call sees the same inputs and the same parameter values as
 there is no random state to restore.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

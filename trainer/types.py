@@ -1,7 +1,5 @@
 """What goes into and comes out of a trainer rank. Plain data with numpy arrays: importable without torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

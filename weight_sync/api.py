@@ -10,8 +10,6 @@ Owns: these calls and their defaults. Does not own what they do: `safetensors_so
 did not commit does not serve.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -14,8 +14,6 @@ Invariant: `apply` writes nothing outside its chunks, whatever the streams hold:
 every position before the first element is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast

@@ -20,8 +20,6 @@
 An error names the tensor or parameter, the rank, the version, what was expected and what came.
 """
 
-from __future__ import annotations
-
 from slipstream.conf.errors import SlipstreamError
 
 

@@ -13,8 +13,6 @@ fifth of its time.
 Frozen garbage is never collected. So only processes of our own are frozen, never one that merely uses api.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Generator

@@ -19,8 +19,6 @@ an adversary. Keys multiply rather than add up across
 blocks: with A + B, swapping a rectangle of words would cancel.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Host memory from which a GPU copies without a stop: pages that torch did not allocate, locked for it."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import mmap

@@ -12,8 +12,6 @@ Every rank makes these calls in a publish:
 Between begin() and end() the weights must not change; the caller must ensure that.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

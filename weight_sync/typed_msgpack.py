@@ -5,8 +5,6 @@ msgspec reads and writes them. A layout, which it would write load by load, trav
 expects; bytes that do not fit it raise ProtocolError.
 """
 
-from __future__ import annotations
-
 import functools
 import typing
 from typing import Any, Generic, TypeVar

@@ -7,8 +7,6 @@ Owns: what may be asked of which run, the draw, the series and the table. Does n
 of the run's processes, and on nothing else.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -6,8 +6,6 @@ Owns: the blow, the wait after it, and the figures of a row. Does not own: who i
 (command.py). Invariant: what was stopped goes on in any case, also where this command is interrupted.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -7,8 +7,6 @@ is not slowed down, so a moment is seen some milliseconds late; whether it was m
 Checks of bytes at a publish's end are not in any file while they go on: their time is taken from the publishes before.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 import time

@@ -7,8 +7,6 @@ Invariant: a process counts only if it is this user's and holds a report of this
 to write (rollout/crash_reports.py), or descends from one that does: no name or number that another run may have counts.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -7,8 +7,6 @@ Owns: that choice, and that the best checkpoint, and those whose evaluation goes
 not own: which figure is better (figures/held_out.py), the checkpoints (run_checkpoint.py).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 

@@ -10,8 +10,6 @@ checkpoint in the store is removed only after a newer one is complete there. Wha
 next checkpoint: a run does not end for it, since its checkpoints are on its own disk.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

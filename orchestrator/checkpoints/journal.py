@@ -8,8 +8,6 @@ Invariant: the file is whole and of one instant, and is on the disk when `write_
 all steps before are written then.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -5,8 +5,6 @@ where (run_checkpoint.py, journal.py).
 Invariant: what is read back is equal to what was written, arrays to the bit.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Iterable

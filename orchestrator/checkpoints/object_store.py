@@ -10,8 +10,6 @@ Invariants: a checkpoint has a manifest only while all its other files are there
 Files pass through in parts, however large they are.
 """
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Callable, Generator, Iterable

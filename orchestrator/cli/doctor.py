@@ -7,8 +7,6 @@ Invariant: looks and never repairs; nothing that it starts outlives it. Librarie
 child process, because a broken one may abort the process that imports it.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -10,8 +10,6 @@ Owns: which weights are evaluated, which options are of no use then, the table. 
 (loop/evaluations.py), the figures (figures/held_out.py). Invariant: importing this loads neither torch nor Ray.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ PushOptions, Hardware and LinkRates. Does not own: what the flags mean (the comm
 options of a run (conf/).
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import difflib

@@ -6,8 +6,6 @@ Owns: which adapter is merged, and what is refused before weights are read. Does
 (trainer.adapter_io.save_merged). Invariant: the folder is there once it is whole. Importing this loads no torch.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ Owns: from words to the call that answers, and its printing. Does not own: flags
 Invariant: importing this module loads neither torch, Ray nor vLLM.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ Owns: their words on the screen. Does not own: what there is to say: it is writt
 declared, and conf.options lists it.
 """
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from collections.abc import Sequence

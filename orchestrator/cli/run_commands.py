@@ -5,8 +5,6 @@ Owns: from words to the call that answers. Does not own: flags (flags.py), what 
 Invariant: importing this module loads neither torch, Ray nor vLLM.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -7,8 +7,6 @@ Owns: what is shown, and how many steps a mean is taken over. Does not own: the 
 writes meanwhile is read up to its last whole row.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import deque

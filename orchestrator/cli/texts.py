@@ -3,8 +3,6 @@
 Owns: words on the screen. Does not own: flags and their defaults (flags.py), options and presets (option_help.py).
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Owns: going there, and the words of the command line, whose paths are from where
 that is written down (files/run_folder.py).
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

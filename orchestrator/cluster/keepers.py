@@ -8,8 +8,6 @@ Owns: which keeper is where, and who sends to whom. Does not own: what a keeper 
 when states are sent (trainer/rank.py) and read (rebirth.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Sequence

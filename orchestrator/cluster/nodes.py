@@ -10,8 +10,6 @@ processes there are (placement.py), links (weight_sync.transport).
 Invariant: nothing here waits longer than NODE_TIMEOUT_S for a node; a lost node is only logged.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import ipaddress

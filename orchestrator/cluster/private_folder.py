@@ -14,8 +14,6 @@ logs. Does not own: processes (ray_host.py). Links are never followed.
 Invariant: a folder is removed only by its owner, or where it belongs to this user and nobody holds its lock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -10,8 +10,6 @@ beside it, the resource tracker, as soon as nobody is left who uses it. It is th
 tracker that this process has started, as one with a fork server has, is left first: it would wait for this process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -16,8 +16,6 @@ quick start fit on two cores. GPUs are whole, one per trainer rank and `rollout.
 for cluster.share_gpu and rollout.workers_per_gpu: shares of one GPU, which Ray fills before it begins the next.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -13,8 +13,6 @@ all ranks, nor which calls change a rank (ray_handles.py); how ranks start (trai
 Invariant: ranks are used again only when every noted call was made again on all of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

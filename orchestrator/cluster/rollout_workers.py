@@ -6,8 +6,6 @@ started again (fleet/supervisor.py).
 Invariant: vLLM is imported by processes that the actors start, never here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -7,8 +7,6 @@ not own: the run's own group, which has the room of the first workers until the 
 (fleet/scaling.py).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 

@@ -4,8 +4,6 @@ Owns: their rendezvous, and the microbatch that they try before the run. Does no
 does (actors.py), or how ranks are called (ray_handles.py). Invariant: torch is imported by the actors, never here.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

@@ -13,8 +13,6 @@ listens, and it does not matter whether the cluster's head is busy.
 Invariant: a request is answered once; a request that nobody waits for any more is not carried out.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl

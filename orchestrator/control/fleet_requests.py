@@ -8,8 +8,6 @@ Owns: what these requests mean. Does not own: how they reach the run (control_fo
 (fleet/scaling.py) or are started again (fleet/supervisor.py).
 """
 
-from __future__ import annotations
-
 from slipstream.conf.json_files import JsonObject
 from slipstream.fleet.errors import FleetRefusal
 from slipstream.fleet.replicas import ReplicaState

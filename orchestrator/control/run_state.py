@@ -4,8 +4,6 @@ Owns: the five words, control/dashboard.json and control/starting.json. Does not
 the phases of a start (files/startup.py).
 """
 
-from __future__ import annotations
-
 import json
 import time
 from contextlib import suppress

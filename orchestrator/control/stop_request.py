@@ -8,8 +8,6 @@ lock (control_folder.py). A file is used rather than a signal, so that a run can
 its folder. Invariant: a run hears the request from its first moment on, whatever it is doing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -11,8 +11,6 @@ Owns: success rates and the order that follows them. Does not own rewards (rollo
 Invariant: what is drawn next depends only on seed, number of draws and observations, all of which are in the cursor.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

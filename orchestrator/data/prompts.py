@@ -10,8 +10,6 @@ A row is an object with a `prompt` column (text, or a list of chat messages) and
     {"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence

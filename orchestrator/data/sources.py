@@ -11,8 +11,6 @@ Invariant: reading from `row.after` goes on with the row that follows `row`. A r
 however many the source has. `datasets` is imported for the last three forms alone.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import os

@@ -10,8 +10,6 @@ Invariant: what follows a cursor depends only on seed, options and rows, so a re
 have got. A cursor that belongs to other ones is refused.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from abc import ABC, abstractmethod

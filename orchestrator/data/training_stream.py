@@ -4,8 +4,6 @@ Owns: what the options mean. Does not own the orders themselves (streams.py, cur
 makes one of a row and its id. The id of row r of source i, of k sources, is r k + i.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

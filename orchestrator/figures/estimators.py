@@ -4,8 +4,6 @@ Owns: the formulas. Does not own: what counts as right, or as an answer (rollout
 (held_out.py). Samples of one prompt are not independent of each other, so every standard error is over prompts.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

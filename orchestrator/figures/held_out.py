@@ -7,8 +7,6 @@ Owns: the names of these figures and what they mean; which of them can choose th
 formulas, when an evaluation takes place (loop/evaluations.py), where figures go (files/telemetry.py). Pure.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

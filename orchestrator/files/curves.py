@@ -3,8 +3,6 @@
 Owns: which curves are shown. Does not own: the numbers.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

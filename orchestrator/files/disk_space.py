@@ -3,8 +3,6 @@
 Owns: how such an error is recognized and what it says. Does not own: what a run saves or removes then (loop/, run.py).
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -12,8 +12,6 @@ Invariants: the share and the losses add up to one, and none is negative. Causes
 other steps were faster than the median, are scaled down together; what none explains is "slower steps".
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Invariant: a line is given once it ends; when the file has become shorter or ano
 anew), all of its lines are given again, and `GrowingFile.news` says so.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

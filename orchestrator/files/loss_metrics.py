@@ -4,8 +4,6 @@ Owns: adding up over ranks, and the division after it. Does not own: the sums (t
 and rows (telemetry.py).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

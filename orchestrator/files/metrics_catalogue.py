@@ -4,8 +4,6 @@ Owns: names and meanings (`METRICS`, `REWARD_METRICS` and `JUDGE_METRICS`), whic
 names of evaluations' figures (figures/held_out.py), how rows are computed (step_rows.py), where they go (telemetry.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

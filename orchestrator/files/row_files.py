@@ -8,8 +8,6 @@ Owns: reading and cutting. Does not own: what rows say, who writes them (telemet
 crash cut short counts as not there.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import deque

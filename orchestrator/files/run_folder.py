@@ -32,8 +32,6 @@
 Owns: names and creation of these. Does not own: their content (telemetry, checkpoint, prepare write it).
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import logging

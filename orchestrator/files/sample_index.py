@@ -8,8 +8,6 @@ Invariant: `read_index` lists every whole row of samples.jsonl once, in order, w
 that do not fit the file are not believed; the rows behind the last one that does are read instead.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ Invariants: the rows of one step take RunSection.max_sample_bytes_per_step at mo
 middle, and says how much. A resumed run has the rows of a step once. Rows are in step order.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

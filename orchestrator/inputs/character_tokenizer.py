@@ -9,8 +9,6 @@ Owns: the table, the chat template, and the files of the tokenizer. Does not own
 (text_encoder.py). Needs `tokenizers`, not torch.
 """
 
-from __future__ import annotations
-
 import json
 import string
 from pathlib import Path

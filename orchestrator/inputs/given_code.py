@@ -4,8 +4,6 @@ Owns: how each is tried, in a process of its own where it is the user's code. Do
 (preflight.py).
 """
 
-from __future__ import annotations
-
 import pickle
 import socket
 import subprocess

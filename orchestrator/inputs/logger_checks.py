@@ -4,8 +4,6 @@ Owns: what a user can repair here. Does not own: values of single options (conf/
 away (orchestrator/files/loggers/background.py). Nothing is asked over the network.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import netrc
 import os

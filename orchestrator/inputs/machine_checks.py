@@ -6,8 +6,6 @@ Owns: judgements about the machine. Does not own: how facts about it are read (o
 is not the run's own may have other machines, which are not checked here.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

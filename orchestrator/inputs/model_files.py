@@ -6,8 +6,6 @@ pointer in a file's place, a checkpoint of another architecture, a head that is 
 are read by `weight_sync.disk.safetensors_files`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

@@ -7,8 +7,6 @@ Invariant: trainer and engines are built from the same config.json; no part of i
 Needs `tokenizers`, not torch.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass

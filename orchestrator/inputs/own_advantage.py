@@ -5,8 +5,6 @@ ship (loop/advantages.py), or the tokens that get them (loop/samples.py). It run
 Invariant: what is wrong with it is one message that names the option.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Sequence

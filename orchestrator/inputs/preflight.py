@@ -10,8 +10,6 @@ takes seconds, unless data is downloaded, or a large checkpoint is to be resumed
 found in one go, so that nobody repairs one to meet the next.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import os

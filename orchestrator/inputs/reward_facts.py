@@ -1,7 +1,5 @@
 """Says who judges responses, before a run starts. Does not own the try of a reward (preflight.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from slipstream.conf.schema import Objective, RunConfig

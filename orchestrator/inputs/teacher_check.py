@@ -5,8 +5,6 @@
 Owns: what is asked once, and the messages. Does not own: the form of request and answer (rollout.teacher).
 """
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -5,8 +5,6 @@ character tokenizer's table (character_tokenizer.py). Plain text needs only `tok
 transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -6,8 +6,6 @@ them. A job that is started again under its name goes on where it was, without a
 reaches the run as it was typed.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Owns: what a recipe is told beside the run's options, and the rules about it. Do
 needs (shape.py), how a recipe is written (templates/).
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Owns: the arithmetic. Does not own: which process gets which machine at the star
 (orchestrator/cluster): it finds a place for every process on machines of this number and size.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from slipstream.conf.errors import ConfigError

@@ -25,8 +25,6 @@ distillation (Agarwal et al. 2023, GKD, arXiv:2306.13649, with its reverse KL an
 MiniLLM, arXiv:2306.08543). A token is not credited with later tokens' terms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

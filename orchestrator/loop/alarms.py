@@ -5,8 +5,6 @@ Owns: when a warning is logged, and what a warning or the end of the run says. D
 are not finite (step_loop), groups that are dropped (sampler).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 

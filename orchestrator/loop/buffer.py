@@ -27,8 +27,6 @@ version), so `take_batch` judges every group again. It drops and counts a group 
 out again with the same ticket. docs/staleness.md shows the numbers moving.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 

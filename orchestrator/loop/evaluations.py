@@ -12,8 +12,6 @@ Which versions sample an evaluation:
 eval/version_spread and eval/other_version_fraction tell in every case what happened, from the stamps of the tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

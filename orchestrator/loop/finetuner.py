@@ -9,8 +9,6 @@ started and ended around it.
 Invariants: a resumed run continues with the next lesson. Both samples of a pair are in one microbatch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

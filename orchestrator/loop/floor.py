@@ -8,8 +8,6 @@ their kernels and batches alone. A floor that cannot be measured is a null and a
     prefill    log mu' of the same tokens at once           floor k3 = mean of exp(d) - d - 1
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -11,8 +11,6 @@ Invariants: a rollout without a reward never reaches the trainer. Per-token valu
 was given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -11,8 +11,6 @@ trainer, clock and data agree (`_is_whole`). A run that is told to end finishes 
 checkpoint that fails on the way out is logged, and does not hide why the run ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

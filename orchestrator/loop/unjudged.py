@@ -4,8 +4,6 @@ Owns: when that ends a run, and the message. Does not own: what a failed episode
 advantages leave it out), nor their first reports in run.log (episode_runner.py, rewards/runner.py).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 from slipstream.conf.schema import RunConfig

@@ -7,8 +7,6 @@ Owns: which groups an update learns from, and what the step's row says of all of
 (docs/decisions/0022-several-updates-a-batch.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """What `slipstream plan` says of the same publish in another way: through relays, of changes, of factors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

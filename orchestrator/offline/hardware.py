@@ -3,8 +3,6 @@
 Owns: their checks. Does not own: what rates mean (weight_sync/prediction/links.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

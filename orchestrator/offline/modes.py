@@ -3,8 +3,6 @@
 Owns: that comparison. Does not own: the predicted publish, or how an engine keeps adapters (rollout/layouts).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from slipstream.conf.architecture.model_spec import ModelSpec

@@ -6,8 +6,6 @@ Owns: where the list of checkpoint tensors comes from, and the figures. Does not
 (`rollout.layouts.offline_layout`).
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 

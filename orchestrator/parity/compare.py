@@ -19,8 +19,6 @@ Four limits, any of which a difference may pass:
 Invariant: pure. The same tensors give the same answer, on any machine.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

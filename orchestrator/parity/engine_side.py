@@ -6,8 +6,6 @@ Owns: the order, and which log-probability belongs to which token. Does not own:
 recorded (rollout/in_vllm/activations.py). The engine's processes, and with them its GPU memory, are gone afterwards.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -10,8 +10,6 @@ Owns: the order (a device holds one model at a time), and the report. Does not o
 words and pictures (report.py).
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import tempfile

@@ -8,8 +8,6 @@
 Owns: when something is said, and where else the engine's output goes. Does not own: how it is printed (cli/main.py).
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -4,8 +4,6 @@ Owns: refusing what this machine cannot start, before it starts anything. Does n
 (`rollout.served.servers`) nor the order of a push (`command.py`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The flags of `slipstream push`, and the rules between them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

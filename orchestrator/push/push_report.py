@@ -3,8 +3,6 @@
 Plain data.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from slipstream.conf.json_files import JsonObject

@@ -3,8 +3,6 @@
 Owns: the order of things and what is printed. Does not own: addresses (server.py), the file (export.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Invariants: the file loads nothing from anywhere (its policy forbids it), and wh
 in which no `<` is left.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -3,8 +3,6 @@
 Owns: states, stretches of time in them, tokens per second, versions. Does not own: events (fleet/fleet_log.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise

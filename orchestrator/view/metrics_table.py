@@ -1,7 +1,5 @@
 """metrics.jsonl as columns, as far as it is written. Owns: the columns. Does not own: names (metrics_catalogue.py)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from slipstream.conf.json_files import JsonObject

@@ -10,8 +10,6 @@ Invariants: nothing is written, and the run is asked nothing. A run that writes 
 row. Not thread-safe: one call at a time.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

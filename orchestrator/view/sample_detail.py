@@ -8,8 +8,6 @@ Owns: how turns, tokens and what a row left out fit together; how much is sent a
 Invariant: no answer has more than MOST_TOKENS tokens and MOST_CHARS characters of each text, however long a row is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

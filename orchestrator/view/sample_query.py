@@ -3,8 +3,6 @@
 Owns: filters and orders by name. Does not own: the index (files/sample_index.py), the rows (run_reader.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

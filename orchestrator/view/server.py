@@ -12,8 +12,6 @@ page may run its own scripts and talk to its own server, and do nothing else (Co
 from a run is inserted as text.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

@@ -11,8 +11,6 @@ the trainer does meanwhile, because no group may be sampled before that (the sta
 made at all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Owns: how a sequence of token ids becomes as many pieces of text. Does not own: 
 A token that ends inside a character has an empty piece; the token that completes it has the whole character.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path

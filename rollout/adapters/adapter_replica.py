@@ -20,8 +20,6 @@ Invariants: the engine is never paused. A request reads one slot from its first 
 evicted. Every group ends, however often it is evicted. A publish that fails loses only the version that it was writing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Kinds of modules that have adapters, by the names of their factors: a probe fills the factors of one kind."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from slipstream.weight_sync.record.repeated_layers import layer_of

@@ -11,8 +11,6 @@ Owns: leases, and the choice. Does not own: the slots' memory (adapter_slots.py)
 methods run on one event loop; wait_changed() alone awaits.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ Owns: that all ranks are asked at once, and the deadline of a call. Does not own
 what is asked (receivers.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar

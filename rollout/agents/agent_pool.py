@@ -4,8 +4,6 @@ Owns: what an agent process is asked, and what is believed of its answers. Does 
 and the detection of one that blocks (user_processes), what an episode may use (episode.py), its deadline (service.py).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ Owns: what is answered. Does not own: the connection and the event loop (user_pr
 (episode.py, service.py), nor the end of what an agent starts (user_processes/keeper.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os

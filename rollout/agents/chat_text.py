@@ -4,8 +4,6 @@ Owns: what the client gets of a sampled turn (its text, and the tool calls in it
 is made of (token_tree.py) nor vLLM's parsers (tool_calls.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Mapping, Sequence

@@ -12,8 +12,6 @@ and top_p are the run's, whatever a request says; constrained decoding is refuse
 when it is complete, in the protocol's events.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

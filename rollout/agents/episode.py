@@ -8,8 +8,6 @@ not own: HTTP (endpoint.py), the deadline (service.py), tokens of a conversation
 Invariant: a limit that was reached stays reached; every turn that the engine sampled is in `turns`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence

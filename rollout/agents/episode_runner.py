@@ -12,8 +12,6 @@ Invariant: run_group() returns one rollout per episode, whatever the agents do. 
 or the service is.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import itertools

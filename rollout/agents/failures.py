@@ -1,7 +1,5 @@
 """The ways in which an episode of an agent can fail, one word each. Each word is a metric: rollout/failed_<word>."""
 
-from __future__ import annotations
-
 RAISED = "raised"
 NOT_A_NUMBER = "not_a_number"
 TIMEOUT = "timeout"

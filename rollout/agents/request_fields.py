@@ -10,8 +10,6 @@ Most of what is refused would change the distribution that tokens are drawn from
 log-probabilities would be of another one. Owns the table. Does not own what honoured fields may say (endpoint.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

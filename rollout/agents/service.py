@@ -18,8 +18,6 @@ It ends when the controller closes the connection, and so do the agents' process
                   ["ended", episode, {...}]
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

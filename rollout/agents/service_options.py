@@ -1,7 +1,5 @@
 """What the agents' service is told at its start. Plain values, for both ends of the connection."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

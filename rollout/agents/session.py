@@ -12,8 +12,6 @@
 to the same endpoint. Owns no rule: limits are the endpoint's.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ place; `template` the template writes the history in another way than it was sam
 `edited` the history has an answer that was never given; `tools` other tools; `new` another conversation.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

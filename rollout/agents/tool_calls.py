@@ -4,8 +4,6 @@ Owns: the list of parsers, read without importing vLLM, and the call of one of t
 call. vLLM 0.25.1 and 0.32 have what is used here.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import logging

@@ -13,8 +13,6 @@ Invariants that a worker relies on: a token's stamp is the version whose weights
 is read, between the return of pause() and resume(). Requests that pause() froze go on at resume().
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

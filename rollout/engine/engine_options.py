@@ -3,8 +3,6 @@
 Uses only what vLLM 0.25.1 (GPUs) and 0.32 (CPUs) have in common. Pure: starts nothing and imports no vLLM.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

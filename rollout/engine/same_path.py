@@ -9,8 +9,6 @@ Owns: the copies. Does not own: vLLM's caches (~/.cache/vllm), nor models whose 
 path. Invariant: equal configs have equal paths, different ones different paths; a copy is whole or not there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from pathlib import Path

@@ -6,8 +6,6 @@ So the size is reckoned here: an equal part of what all may take, without weight
 Owns: that arithmetic. Does not own: an engine's other arguments (engine_options.py).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

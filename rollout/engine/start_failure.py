@@ -6,8 +6,6 @@ Owns: reading what was written where stdout and stderr are files, and choosing t
 own these files (they are Ray's, or a served engine's log).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import stat

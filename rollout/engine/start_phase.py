@@ -5,8 +5,6 @@ level; where the log is silent (VLLM_LOGGING_LEVEL=WARNING) the phase stays `CON
 (start_failure.OutputSince), nor what the worker does before and after (worker.py).
 """
 
-from __future__ import annotations
-
 IMPORTING = "importing vLLM"
 """Before the engine is started."""
 CONFIG = "reading the model's config"

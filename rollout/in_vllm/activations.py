@@ -24,8 +24,6 @@ Invariant: a tensor is copied when its module returns, because vLLM's kernels ad
 model runs eagerly: a compiled or captured model calls no hook.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -14,8 +14,6 @@ kind is recorded, and must be as in the first.) Does not own: which slot is free
 Invariant: after a commit a slot holds the same bytes as if vLLM had loaded the adapter from disk.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence

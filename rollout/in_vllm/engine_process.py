@@ -5,8 +5,6 @@ this point, and what it does must come before the model is loaded. (vLLM calls i
 the package is installed.)
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 

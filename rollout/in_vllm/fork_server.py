@@ -19,8 +19,6 @@ Invariant: a forked process has the environment and the output of the process th
 vLLM's imports have set, as a spawned one would.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -6,8 +6,6 @@ Owns: which tensors are handed on, and by what names. Everything else is vLLM's 
 `register_language_model_loader` before the model is loaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -14,8 +14,6 @@ Invariant: inside this context a parameter has the live one's memory, dtype, sha
 changed.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -12,8 +12,6 @@ Owns: how the rows lie in the message. Does not own: where vLLM calls these func
 Invariant: after `spread`, outputs are equal to those that vLLM itself would have delivered.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple

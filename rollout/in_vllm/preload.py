@@ -4,8 +4,6 @@ This module acts when it is imported, in that server alone. The server ends with
 while it imports.
 """
 
-from __future__ import annotations
-
 import os
 
 from slipstream.rollout.die_with_owner import OWNER_VARIABLE, end_with

@@ -7,8 +7,6 @@ Owns: which modules are imported. Does not own: the process that imports them fo
 (fork_server.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -4,8 +4,6 @@ Owns: that, and what is said where it does not exist. Does not own which attribu
 those of vLLM).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any

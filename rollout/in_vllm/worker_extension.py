@@ -8,8 +8,6 @@ one-sided writes cannot fill (`post_load.py`).
 Invariant: after a commit, an accepted parameter holds the bytes that vLLM's own loader would have left there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -2,8 +2,6 @@
 quicker than by itself (weight_sync/gc_freeze.py).
 """
 
-from __future__ import annotations
-
 import sys
 
 from slipstream.weight_sync.gc_freeze import frozen_imports

@@ -9,8 +9,6 @@ digest is of a layout that was recorded layer by layer. A file that is wrong, da
 whole recording, nothing else.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -10,8 +10,6 @@ options, because the same code makes it: engine_arguments, vLLM's model class an
 layers that are alike only two are recorded, unless all are asked for: repeated_layers.py.)
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -9,8 +9,6 @@ Owns: the cache, and starting the process that fills it. Does not own: the recor
 vLLM). Invariant: equal keys have equal layouts, so a cached file is never out of date.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json

@@ -14,8 +14,6 @@ Owns: those rules. Does not own the shapes of factors (the caller gives them). O
 uses the live engine's.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from math import prod

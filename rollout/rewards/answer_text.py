@@ -4,8 +4,6 @@ A row's answer is text or a number. The text of anything else (None, True, [1]) 
 say it. Rows are checked before a run starts; an agent's rows only here, because an agent may judge by itself.
 """
 
-from __future__ import annotations
-
 import math
 import re
 

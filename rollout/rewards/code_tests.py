@@ -12,8 +12,6 @@ code before, which can therefore tamper with them if it knows how; it is not tol
 passed until its own code has run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

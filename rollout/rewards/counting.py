@@ -6,8 +6,6 @@ Owns which sample a count belongs to, also while many coroutines judge at the sa
 (the reward), nor the sums (rollout.rewards.reward_pool).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -6,8 +6,6 @@ and `finish_reason`: "stop", or "length" for a response that was cut off. It run
 or a hang costs one sample, not the job.
 """
 
-from __future__ import annotations
-
 from slipstream.conf.json_files import JsonObject
 
 

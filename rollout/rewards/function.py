@@ -7,8 +7,6 @@ Runs inside reward processes only: a user's module is never imported into the co
     async def of either                                        is awaited, with others of its process meanwhile
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

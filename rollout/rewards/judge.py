@@ -11,8 +11,6 @@ Invariant: a reward is a number that the judge gave. No answer, or one without a
 leaves the sample out.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

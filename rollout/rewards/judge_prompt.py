@@ -6,8 +6,6 @@ A place is a name in double braces; everything else, single braces included, sta
 read again, so a response cannot name places of its own.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -5,8 +5,6 @@ because a plain reward judges in the main thread of its process, and they stop S
 of C that takes too long (a power of huge integers) ends with the process, after reward.timeout_s.
 """
 
-from __future__ import annotations
-
 import logging
 import resource
 from collections.abc import Callable, Sequence

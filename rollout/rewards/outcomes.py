@@ -3,8 +3,6 @@
 Owns the kinds of failure and the check of an answer: a reward process may have written anything.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

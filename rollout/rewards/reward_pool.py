@@ -6,8 +6,6 @@ their replacement (user_processes/pool.py), what a reward is (function.py), what
 Invariant: judge() returns one outcome per response, in order, whatever the reward does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections import Counter

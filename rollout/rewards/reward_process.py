@@ -10,8 +10,6 @@ A plain function judges in the main thread, one sample after the other. Coroutin
 each has reward.timeout_s, after which it is cancelled and the others go on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import reprlib
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ advantage leaves the sample out).
 Invariant: score_group() returns one judgement per rollout, in order, whatever the rewards do.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence

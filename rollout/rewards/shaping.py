@@ -1,7 +1,5 @@
 """What a response's length adds to its reward. Pure functions; lengths are in response tokens."""
 
-from __future__ import annotations
-
 from slipstream.conf.schema import RewardConfig
 
 

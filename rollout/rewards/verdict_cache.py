@@ -1,7 +1,5 @@
 """Verdicts of a judge by the content of what it was asked, in one SQLite file that processes and runs may share."""
 
-from __future__ import annotations
-
 import logging
 import sqlite3
 from pathlib import Path

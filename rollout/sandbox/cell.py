@@ -15,8 +15,6 @@ make user namespaces.
 Uses only the standard library.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import ctypes

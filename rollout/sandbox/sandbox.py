@@ -4,8 +4,6 @@ Owns what may be asked of a cell and what is said of its end, and the reasons wh
 own how a cell is built (`cell.py`). Why namespaces and not a library: docs/decisions/0019-a-sandbox-of-namespaces.md.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

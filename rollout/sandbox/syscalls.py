@@ -7,8 +7,6 @@ Refused calls fail with EPERM, as without the right to them; clone3 with ENOSYS,
 filter can read. Numbers: the kernel's arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import platform

@@ -17,8 +17,6 @@ Owns the life of one rank's endpoint and its thread. Does not own recording (`wo
 Invariant: bytes change only between start_weight_update and finish_weight_update, while vLLM runs no step.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -14,8 +14,6 @@ The server must run with VLLM_SERVER_DEV_MODE=1: vLLM has these routes in no oth
 /init_weight_transfer_engine carries the update's key, so keep the server on a trusted network.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

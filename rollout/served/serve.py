@@ -4,8 +4,6 @@ the way.
 A process that it spawns, an engine's, imports vLLM in the same way, and nothing of the server.
 """
 
-from __future__ import annotations
-
 import runpy
 import warnings
 from importlib import import_module

@@ -5,8 +5,6 @@ Owns: their command line, environment, log files and end. Does not own requests 
 engine processes watch this process (`die_with_owner.py`), and stop() ends the server's whole process group.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

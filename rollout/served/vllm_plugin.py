@@ -4,8 +4,6 @@ Owns only the registration: a name, and where the class is. vLLM calls register(
 those of engines that use another backend, so nothing else is imported or changed here.
 """
 
-from __future__ import annotations
-
 import logging
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,6 @@ Does not own: tokens, because its callers encode the text themselves, nor how a 
 its text may differ from that of transformers' plain class.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -9,8 +9,6 @@ endpoint of agents too, and fine-tuning teaches one of them after each answer. C
 rollout.sampling.stop_token_ids, or leave all out (rollout.sampling.stop_at_eos=false).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tokenizers import Tokenizer

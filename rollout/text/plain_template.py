@@ -7,8 +7,6 @@ Invariant: the text is that of transformers.PreTrainedTokenizerFast (render_jinj
 a folder whose templates or special tokens need more is left to it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime

@@ -4,8 +4,6 @@ Owns: how a tokenizer.json is loaded, and which special tokens a text gets. Does
 (chat_template.py), which bring their own. Callers: inputs/text_encoder.py, agents/chat_text.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tokenizers import Tokenizer

@@ -9,8 +9,6 @@ Owns: these rules for rows. Does not own: the form of a message (messages.py), r
 agents are not judged: an agent may say what it likes.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -11,8 +11,6 @@ Invariant: this process ends only when no process that its child started is left
 Uses only the standard library and does not import the package, because every process of user code has a keeper.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

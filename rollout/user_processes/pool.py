@@ -11,8 +11,6 @@ happens inside a process (serve.py), the end of what it starts (keeper.py).
 Invariant: every ask() gets an answer, or Lost, or is cancelled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

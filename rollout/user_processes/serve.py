@@ -5,8 +5,6 @@ what an answer says. If the user's code writes an answer itself, the real one fo
 notices. No torch, no vLLM.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

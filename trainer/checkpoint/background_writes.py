@@ -9,8 +9,6 @@ lock is not held.
 Owns: the thread and its errors. Does not own: what is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 

@@ -11,8 +11,6 @@ page-locked. 20 GB of Qwen3-30B-A3B's state took 17 s.
 Owns the memory, which stays. Does not own: what is copied, and that nobody reads earlier copies any more (rank.py).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -13,8 +13,6 @@ torch.
 Invariant: whoever does not know the run's key gets nothing and stores nothing. Bytes alone pass: nothing is unpickled.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -11,8 +11,6 @@ Owns: the copies and the thread. Does not own: the keepers (keeper.py), what a s
 (rank_state.py).
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping, Sequence

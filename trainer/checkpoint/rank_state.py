@@ -7,8 +7,6 @@ with the JSON in its metadata. Does not own which tensors go in (rank.py), the f
 Invariant: only the same rank of the same layout reads a state, and any difference raises before anything is changed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

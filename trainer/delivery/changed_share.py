@@ -9,8 +9,6 @@ the share. Does not own how weights are written (merged_source.py). Takes a quar
 in the watermark.
 """
 
-from __future__ import annotations
-
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence

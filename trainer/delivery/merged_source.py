@@ -8,8 +8,6 @@ collective, for two reasons: under FSDP2 a rank holds the rows of B that belong 
 and a block of FP8 values may lie on several ranks.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ for each one that is planned: FSDP2 over Kimi-K2 takes seconds a rank. A test co
 report.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -10,8 +10,6 @@ and the sums. Does not own how weights are written (merged_source.py). Rows move
 takes less than half a megabyte beside the scratch of a merge, which is not counted in the watermark.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

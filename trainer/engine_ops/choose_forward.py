@@ -1,7 +1,5 @@
 """Which forward a decoder takes its values from."""
 
-from __future__ import annotations
-
 import torch
 
 from slipstream.conf.architecture.model_spec import ModelSpec

@@ -6,8 +6,6 @@ weights, which end with their use, and gradients from W, A and B, of the same in
 experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

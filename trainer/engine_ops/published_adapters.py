@@ -9,8 +9,6 @@ alpha / rank in that dtype, zeros beyond the trainer's rank.
 Shapes: R rank of the slots, E experts, H hidden, I width of an expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Owns nothing that is kept: every call merges anew, into memory that ends with it
 `trainer.delivery.merged_source`, because both merge with `trainer.weights.merge` and round once, to the compute dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

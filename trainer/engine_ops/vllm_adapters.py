@@ -13,8 +13,6 @@ are padded to MIN_ROWS.
 Shapes: T packed tokens, H hidden, E experts, K experts of a token, I width of an expert.
 """
 
-from __future__ import annotations
-
 import os
 from importlib import import_module
 from typing import Any

@@ -4,8 +4,6 @@ Owns: where that kernel can be called (a Hopper GPU, 16 bits, head widths that i
 call. Does not own gradients (trainer/model/engine_attention.py).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

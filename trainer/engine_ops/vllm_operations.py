@@ -9,8 +9,6 @@ Shapes: T packed tokens, H hidden, N query heads, G key/value heads, D head_dim,
 I width of a feed-forward, V vocabulary.
 """
 
-from __future__ import annotations
-
 import os
 from importlib import import_module
 from types import ModuleType

@@ -4,8 +4,6 @@ Owns the modules, and how rows reach their experts. Does not own the order (trai
 nor the arithmetic of the routed experts (routed.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

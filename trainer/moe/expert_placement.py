@@ -8,8 +8,6 @@ over ep_size / gcd(num_experts, ep_size) layers every ep_rank holds the same num
 Invariant: shares are ranges in order of ep_rank; they tile the experts.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 

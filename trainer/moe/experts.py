@@ -10,8 +10,6 @@ Gate and up of an expert share one A, as PEFT's adapters of fused expert paramet
 have `packed` buffers in place of the two weights. The arithmetic is trainer.moe.routed's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

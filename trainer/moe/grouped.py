@@ -13,8 +13,6 @@ Owns the choice of kernel. The kernels and their limits:
     native      a loop of matrix products, one per expert; waits for the device once to learn the row counts.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from functools import cache
 

@@ -14,8 +14,6 @@ Invariant: a token without a recorded route gets the trainer's own choice.
 Shapes: T packed tokens, L layers with experts, K experts of a token.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -25,8 +25,6 @@ in float32 forward: another order of the same numbers, rounded once as on one ra
 rounded to the compute dtype before ranks are summed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -15,8 +15,6 @@ The softmax router's arithmetic is trainer.kernels.experts.route's. A recorded c
 router's own, and gets the weights that the router would have given to it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -15,8 +15,6 @@ Owns the moments. Does not own the schedule, clipping, or the decision whether a
 Invariant: training continues bitwise from state that was read with `tensors` and set with `load`.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol

@@ -27,8 +27,6 @@ Invariants: weights carry no gradient. Tokens of weight 0 still count in what th
 Shapes: N counted tokens; whole sequences, one after the other.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

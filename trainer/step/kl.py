@@ -10,8 +10,6 @@ With x = log pi - log ref of a token that pi sampled:
 Invariant: log-ratios are bounded before `exp`. Shapes: N counted tokens.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from slipstream.conf.schema import KlEstimator

@@ -5,8 +5,6 @@ step that changed the policy. Does not own forward passes (policy_forward.py), t
 (optim.py), or files (trainer/checkpoint).
 """
 
-from __future__ import annotations
-
 import logging
 
 import torch

@@ -13,8 +13,6 @@ All ranks run the same number of microbatches, because FSDP2 and expert parallel
 input gives equal output.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

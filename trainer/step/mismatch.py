@@ -13,8 +13,6 @@ With d = log pi - log mu of a sampled token, pi the trainer's policy and mu the 
 Shapes: N counted tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

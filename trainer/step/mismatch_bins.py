@@ -4,8 +4,6 @@ Owns: the edges, and how a quantile is read from counts. Does not own the counti
 controller's process reads the counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 LOWEST_K3_EXPONENT = -16

@@ -11,8 +11,6 @@ finite, nothing changes: not the parameters, the moments or the schedule.
     gradients (summed over ranks) -> sum of squares / copies -> ONE all-reduce -> norm -> clip -> AdamW on local shards
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ Owns: how it is found and called, what it may return, and how it is tried before
 Invariant: what is wrong with it is one message that names the option.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import pickle

@@ -6,8 +6,6 @@ or what ranks agree on (trainer/rank.py), the loss (loss.py), or how a decoder b
 without samples, because every layer is a collective. Shapes: N counted tokens, H hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -12,8 +12,6 @@ Invariant: sequences 2 p and 2 p + 1 of a microbatch are the chosen and the reje
 tokens that count. Shapes: N counted tokens; there are at most N pairs.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid

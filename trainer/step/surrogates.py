@@ -22,8 +22,6 @@ At r = 1 all four have the gradient of -A log pi: with one update a batch and ra
 algorithm. Every log-ratio is bounded before `exp`. Shapes: N counted tokens; whole sequences, one after the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

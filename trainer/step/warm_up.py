@@ -4,8 +4,6 @@ Owns its size and its contents. Does not own the trying (`TrainerRank.warm_up`).
 controller's process can call it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

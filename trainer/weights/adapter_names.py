@@ -14,8 +14,6 @@ folds kv_b_proj into other matrices, so no adapter can be applied to it. So are 
 Invariant: `trainer/delivery/adapter_source.py` writes exactly these.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ holds. Both follow `local_shards`, so that an engine is told the coordinates by 
 names (weight_sync/merging/factors.py). Nothing communicates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -13,8 +13,6 @@ alternating columns, and writing interleaves them again. Column c of the checkpo
 R, where P is the number of alternating parts (gate and up: 2, down: 1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

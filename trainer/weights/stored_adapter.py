@@ -9,8 +9,6 @@ Invariant: an adapter that is let through computes here what it computes in PEFT
 neutral is refused unless it is off, so that fields of a later PEFT are, too.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

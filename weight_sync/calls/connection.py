@@ -6,8 +6,6 @@ Invariant: every call ends with its result or an error. When the server's proces
 fail with an error that says so, or with what the one who watches the process says of its end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine

@@ -13,8 +13,6 @@ is never sent in the clear. Before the proof, a connection may send one frame of
 libzmq's ZMQ_HANDSHAKE_IVL (30 s). So longer messages are cut into frames, which only a member of the run can send.
 """
 
-from __future__ import annotations
-
 import hmac
 from typing import Any
 

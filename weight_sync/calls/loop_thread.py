@@ -3,8 +3,6 @@
 Owns: that thread, and how soon Python's other threads give way to it. Does not own: what runs in the loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import sys

@@ -18,8 +18,6 @@ keys of a connection (curve.py).
 Invariant: every call is answered by its result or an error.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -6,8 +6,6 @@ Annotated[Prompt, SentPrompt], where SentPrompt has of(prompt) and value().
 Invariant: what does not fit the annotations is an error of that call, never a value.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import typing

@@ -11,8 +11,6 @@ a stack of all. Does not own the files' index (`safetensors_files.py`). No torch
     ...mlp.experts.down_proj     (E, H, I)    ...mlp.experts.3.down_proj.weight (H, I)
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

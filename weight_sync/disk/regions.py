@@ -4,8 +4,6 @@ Owns: the mapping of files, and the cast. Does not own the index (safetensors_fi
 of more than a language model gives to its tensors (language_model.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -9,8 +9,6 @@ A safetensors file is 8 bytes (length N of the header, little endian), N bytes o
 data_offsets}}, then the data (https://huggingface.co/docs/safetensors). Its size therefore follows from its header.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

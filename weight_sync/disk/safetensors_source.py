@@ -14,8 +14,6 @@ while the next one is read. Page-locking needs pages that exist; the read itself
 Invariant: after read() returned, every byte of the share is the file's, and the files did not change meanwhile.
 """
 
-from __future__ import annotations
-
 import functools
 import mmap
 import os

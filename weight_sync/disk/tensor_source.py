@@ -8,8 +8,6 @@ Invariants: read() never communicates. When fill() has returned, work on the cur
 Temporary memory is one scratch buffer of at most `scratch_bytes`, on the slots' device.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial

@@ -9,8 +9,6 @@ Factors are named after their matrix, and have the trainer's own format and rank
 Owns: names, and what is said of a merge. trainer/weights/factors.py finds it, weight_sync/replica/own_merge.py does it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -15,8 +15,6 @@ bit from the same rectangle of the full product.) Hence there are two forms; the
 Shapes: G bands, R rows of a band, N columns, K rank of the adapter, E adapters of a stack.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 

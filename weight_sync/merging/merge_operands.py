@@ -3,8 +3,6 @@
 Shapes: G bands, R rows of a band, N columns, K rank of the adapter, E adapters of a stack.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

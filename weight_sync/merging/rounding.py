@@ -16,8 +16,6 @@ parameter as it is over all ranks. It does not depend on how ranks cut it, on wh
 Shapes: R rows, N columns.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

@@ -12,8 +12,6 @@ Owns: these runs, and where their factors lie. Pure. replica/own_merge.py merges
 said in factors.py and merge_operands.py.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -13,8 +13,6 @@ receiver's port for long, while another still has dense bytes for that receiver.
 Invariant: what is reckoned here is what staging_slots.py allocates, and is never above the watermark.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -7,8 +7,6 @@ disjoint and make up the regions.
     rank 0 holds rows 0..7, rank 1 rows 4..11       cuts 0, 4, 8, 12   ->   [0,4): {0}   [4,8): {0, 1}   [8,12): {1}
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -20,8 +20,6 @@ Invariant: every byte of every parameter that is not derived and not a declared 
 and is the byte that the engine's own loader would have put there. No task is longer than `max_task_bytes`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -10,8 +10,6 @@ digests, wire form and proof (plan.py).
 Invariant: every need has exactly one source for each replica. Deterministic: ties go to the lowest rank.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Invariant: `digest` covers everything that a publish depends on, so two processe
 plan; a rank's part cannot be changed without its digest telling.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

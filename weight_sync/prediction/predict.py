@@ -17,8 +17,6 @@ Invariants: deterministic; never below a floor; better hardware never makes a pu
 its watermark.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Owns: the reads after the writes; predict.py predicts the writes. Does not own: 
 (fleet/relay.py, which reads in the same rounds). Pure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from slipstream.weight_sync.layout import DestLayout, PostLoad

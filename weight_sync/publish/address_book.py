@@ -15,8 +15,6 @@ forgotten first. The book stays small: a replica's parameters do not move (recei
 entry per engine rank or, in adapter mode, per slot.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 
 from slipstream.weight_sync.errors import ProtocolError

@@ -9,8 +9,6 @@ Does not own who takes changes (transaction.py asks every engine rank what it ho
 Invariant: after a publish that did not come to its end nobody takes changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ collective: all ranks of the group call the same ones in the same order. A messa
 rank, because all ranks see its size before any of them allocates memory for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

@@ -18,8 +18,6 @@ others are waiting in a collective, and the ranks that get it raise it. If a ran
 group's timeout, the ranks that wait for it raise RankLost. With one rank, every method is local.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Generator, Sequence

@@ -16,8 +16,6 @@ Owns: marks and streams, the choice, and the rows. Does not own: streams' form (
 (staging_slots.py), writes (lanes.py), what an engine rank does with rows (replica/landing.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

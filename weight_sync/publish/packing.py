@@ -5,8 +5,6 @@ exchange. A plan is static and has tens of thousands of pieces, so Python's cost
 source may join pieces that are neighbours in its own memory and in the slot into few large operations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -26,8 +26,6 @@ transport.reset() returned. A slot whose failed write cannot be closed is quaran
 later reset succeeds. A replica whose write failed gets no further task; the others go on.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence

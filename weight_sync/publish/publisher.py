@@ -26,8 +26,6 @@ report, never an exception, and delays the others at most by the wait for it. Ea
 any that a replica has seen.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Sequence
 from pathlib import Path

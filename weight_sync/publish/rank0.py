@@ -5,8 +5,6 @@ many parameters changed. Does not own: what all ranks do together and in which o
 publish (transaction.py), the plan itself (weight_sync/plan).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """The result of a publish: transaction.py fills it and the publisher returns it. Plain data, no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -10,8 +10,6 @@ Does not own: how a schedule is cut (`pipeline.py`, which makes this), when a sl
     ready    one event per slot; recorded again only when every write from the slot is over
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -14,8 +14,6 @@ its phases took, not when, so rank 0 places them from the moment at which it ask
 A Tracer that is off makes no event, reads no clock and keeps nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -12,8 +12,6 @@ Invariants. A replica's failure is a note, never an exception. A replica has `ti
 commit together; only time spent waiting for *it* counts. Every replica that began is asked to commit or to abort.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -4,8 +4,6 @@ With one wave all replicas are DIRTY at the same time, and if the trainer dies t
 replicas whose wave has not begun still serve the earlier version, and those whose wave is over serve the new one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

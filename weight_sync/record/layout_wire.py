@@ -10,8 +10,6 @@ tensors, which every trainer rank lists alike, are decoded once per process.
 Invariants: what is read equals what was written; truncated bytes are refused; equal layouts have equal bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache

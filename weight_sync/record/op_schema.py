@@ -1,7 +1,5 @@
 """What one torch op does to its arguments, from its schema, and which tensors it touches. Records nothing."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast

@@ -16,8 +16,6 @@ RecordError is raised. Parameters keep their values.
 
 # pyright: basic
 # torch's dispatch is untyped.
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ a loader treats a layer by its number in a way that neither the first two layers
 A live engine does this if the digest of its kind's whole layout is known, from its node or from a plan, and compares.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -8,8 +8,6 @@ Example, a (6, 4) tensor seen as 2 heads of 3 rows, copied into rows 0..5 of a (
 dims (2, 3, 4), strides (12, 4, 1) on both sides, are one rectangle, Region((0, 0), (6, 4)).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ that is not derived.
     copy, then fill over it                                   ->   RecordError: the loader wipes what it loaded
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Owns the connections, the deadline of each call, and which replicas are gone. Do
 (`messages.py`), how calls travel (weight_sync/calls), or what an answer means (`publish/transaction.py`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets

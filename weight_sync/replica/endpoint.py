@@ -17,8 +17,6 @@ Calls are done in the order in which they arrive. One that fails leaves the repl
 error.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

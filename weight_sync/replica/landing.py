@@ -10,8 +10,6 @@ or the proof of what the parameters hold afterwards (receiver.py).
 Invariant: no element is written unless all rows of a commit, all counts and all positions are in bounds.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import cast

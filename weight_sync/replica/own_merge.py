@@ -14,8 +14,6 @@ where the base is read (weight_sync/disk). Invariant: nothing is written into a 
 sender's and all factors have arrived.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 

@@ -17,8 +17,6 @@ repacked; `committed_hashes` has the hash of what it holds afterwards. The next 
 publish overwrites every byte that is not a declared fill. (So a repack that moves fill bytes is refused.)
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The allocations that hold tensors: a link registers these, because CUDA IPC exports nothing smaller."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -13,8 +13,6 @@ Failure model, the same for every link and for both directions:
                               towards the old session name can still arrive. The session gets a new name.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass

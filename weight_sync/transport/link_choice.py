@@ -1,7 +1,5 @@
 """Which link a request for one means on this machine. Knows no Mooncake and no torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from slipstream.conf.schema import TransportKind

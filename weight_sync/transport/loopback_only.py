@@ -5,8 +5,6 @@ bound to the loopback device here: the kernel then refuses connections over any 
 this machine can still reach the ports.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

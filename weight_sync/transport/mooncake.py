@@ -27,8 +27,6 @@ Its traps, and what this file does about each:
   Begin first, so this happens only if a process stops between that and its first byte.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

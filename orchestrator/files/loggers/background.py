@@ -5,8 +5,6 @@ Owns: the queue of rows, what a failure means, and how long the run's end waits.
 a service that fails is told in the log, once, and so is that it works again. metrics.jsonl has every row in any case.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

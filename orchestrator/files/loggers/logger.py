@@ -8,8 +8,6 @@ Owns: the interface, and how loggers are chosen. Does not own: what is in a row 
 Invariant: loggers get the same numbers, those of metrics.jsonl.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Protocol

@@ -5,8 +5,6 @@ rows are sent (background.py). Invariant: credentials stay where MLflow reads th
 MLFLOW_TRACKING_PASSWORD or MLFLOW_TRACKING_TOKEN; no file of the run has them.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import time

@@ -3,8 +3,6 @@
 Owns: their names. Does not own: what is in a row (step_rows).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from slipstream.conf.json_files import JsonObject

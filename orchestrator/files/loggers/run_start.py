@@ -1,7 +1,5 @@
 """What W&B and MLflow are told of a start of a run, beside its rows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from slipstream.conf.json_files import JsonMapping

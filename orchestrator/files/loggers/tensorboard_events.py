@@ -3,8 +3,6 @@
 Owns: their format. Does not own: what is in a row (step_rows). Needs no torch.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import socket

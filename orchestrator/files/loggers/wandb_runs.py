@@ -5,8 +5,6 @@ facts about the machine. Does not own: when rows are sent (background.py). Invar
 it, in WANDB_API_KEY or ~/.netrc; no file of the run has it.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from pathlib import Path

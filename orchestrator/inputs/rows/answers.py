@@ -13,8 +13,6 @@ The answer is what `after` has beyond `before`. Templates of models that think d
 Owns: this choice. Does not own: tokens and sequences (conversations.py), what ends an answer (turn_ends.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

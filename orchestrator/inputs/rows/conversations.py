@@ -16,8 +16,6 @@ assistant's turn, or ends it as the next turn's header (turn_ends.py), which is 
     another way later (Qwen3 without their thinking) makes several sequences of a row, each answer in one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol

@@ -11,8 +11,6 @@ These are TRL's preference formats, explicit and implicit. Text beside messages 
 the assistant as an answer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from slipstream.conf.json_files import JsonObject

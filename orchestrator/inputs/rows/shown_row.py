@@ -6,8 +6,6 @@ Owns: how a row is shown, and what is said of answers without the thinking that 
 the reading of rows (prompt_rows.py).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -6,8 +6,6 @@ Owns: which text after an answer is taught with it, and whether a template's ans
 which tokens are ends (rollout/text/ends.py), nor spans of answers (conversations.py).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 

@@ -5,8 +5,6 @@
 Rows have the columns `prompt` and `answer`. rollout.episodes.tool_parser must name the parser of the model's family.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 from typing import Any

@@ -7,8 +7,6 @@ again. Rows have the column `lines`, and `prompt`, which is the first of them. W
 gets 1/8.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from slipstream.rollout.agents.session import Session

@@ -9,8 +9,6 @@ table does not have gets the last result again. Rows have `prompt`, `table` (key
 A tiny model that knows no format of tool calls can learn this; for one that does, see calculator.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from slipstream.rollout.agents.session import Session
