@@ -75,7 +75,6 @@ class FleetLog:
         self._works = True
 
     def write(self, row: FleetRow) -> None:
-        """Append one row."""
         head = {"time": round(row.time, 3), "worker": row.worker, "name": row.name, "event": row.event}
         try:
             with self._path.open("a") as file:

@@ -143,7 +143,6 @@ class _Origin:
 
     @property
     def step(self) -> int:
-        """The last step that is in it."""
         return step_of(self.checkpoint) if self.living is None else self.living.step
 
 

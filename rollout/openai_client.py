@@ -138,7 +138,6 @@ class OpenAIClient:
         raise AssertionError("max_tries >= 1")
 
     async def close(self) -> None:
-        """Close its connections."""
         await self._client.aclose()
 
     async def _take_turn(self, deadline: float) -> None:

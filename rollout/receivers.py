@@ -38,15 +38,12 @@ class Receivers:
         return Bound.of(self._receivers[slot].begin(version, epoch, digest), known)
 
     def verify(self, slot: int, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
-        """Receiver.verify."""
         self._receivers[slot].verify(version, epoch, digest, expected[self._rank])
 
     def commit(self, slot: int, version: int, epoch: int) -> None:
-        """Receiver.commit."""
         self._receivers[slot].commit(version, epoch)
 
     def abort(self, slot: int, epoch: int, reason: str) -> None:
-        """Receiver.abort."""
         self._receivers[slot].abort(epoch, reason)
 
     def offer(self, slot: int) -> Offer:
@@ -58,7 +55,6 @@ class Receivers:
         return pull(self._receivers[slot], offers[self._rank], timeout_s=timeout_s)
 
     def adopt(self, slot: int, version: int, epoch: int) -> None:
-        """Receiver.adopt."""
         self._receivers[slot].adopt(version, epoch)
 
     def release(self, offers: Sequence[Offer]) -> None:

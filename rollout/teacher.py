@@ -127,7 +127,6 @@ class Teacher:
         }
 
     async def close(self) -> None:
-        """Close its connections."""
         await self._client.close()
 
     async def _of_rollout(self, prompt: Prompt, rollout: Rollout) -> list[float] | None:

@@ -237,7 +237,6 @@ class RolloutWorker:
         mode, starts them anew. hand_over() ends them as they stand, ABORTED.
 
         Args:
-            prompt: The prompt.
             n: Number of responses.
             sampling: Used instead of rollout.sampling, for evaluation.
             version: With adapter slots, the version to sample from, if keep_version() keeps it. Otherwise, and without

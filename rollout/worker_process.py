@@ -81,8 +81,6 @@ class WorkerProcess:
     """See the module's docstring. All methods belong to one event loop.
 
     Args:
-        address: Where it answers calls.
-        process: Started.
         connection: Our end of its pipe.
         report: See start().
     """

@@ -29,11 +29,9 @@ class SentPrompt(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, prompt: Prompt) -> Self:
-        """As it travels."""
         return cls(prompt.prompt_id, prompt.token_ids)
 
     def value(self) -> Prompt:
-        """As it arrives."""
         return Prompt(self.prompt_id, self.token_ids, "")
 
 
@@ -45,11 +43,9 @@ class SentSampling(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, sampling: SamplingConfig | None) -> Self:
-        """As they travel."""
         return cls(None, sampling) if isinstance(sampling, EvalSampling) else cls(sampling, None)
 
     def value(self) -> SamplingConfig | None:
-        """As they arrive."""
         return self.evaluation or self.training
 
 

@@ -112,7 +112,6 @@ def gather_adapter(decoder: Decoder, base: str | None, to_host: Callable[[Tensor
     """Collective: copy the adapter to rank 0's host memory; None on every other rank.
 
     Args:
-        decoder: The policy.
         base: The base checkpoint's path, for whoever loads the adapter; None: none is named.
         to_host: Copies a tensor.
 

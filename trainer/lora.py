@@ -74,7 +74,6 @@ def apply_together(
     """Apply several linears to one input [..., in]. Adapted ones read it once and sum its gradient in one place.
 
     Args:
-        adapted: with their adapters.
         rounds_base_first: whether the sum of a rounded base product and an adapter's is rounded to nearest, as in
             engines with adapters in slots.
     """

@@ -66,7 +66,6 @@ class ControlGroup:
             raise TrainerError(f"rank {self.rank}: ranks {others} hold other {what} than this rank's {value!r}")
 
     def sum(self, value: int) -> int:
-        """Sum over ranks."""
         if self.group is None:
             return value
         total = torch.tensor(value, dtype=torch.int64)

@@ -42,7 +42,6 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the sequence."""
         return len(self.token_ids)
 
     @property
@@ -103,8 +102,6 @@ class LossStats:
 
 @dataclass(frozen=True, slots=True)
 class OptimStats:
-    """One optimizer step."""
-
     policy_version: int
     grad_norm: float
     lr: float

@@ -78,7 +78,6 @@ def register_tensors(
         tensors: By their names in the Hugging Face checkpoint. A Tensor is a whole one (several ranks may hold it; each
             byte is sent once), a Part is a rectangle of one, and of a DTensor the local part is taken. All must be
             contiguous. They are not copied: update() sends what they hold at that time.
-        rank: This rank.
         group: All ranks that publish together; None if there is only one.
 
     Raises:
@@ -111,7 +110,6 @@ class Sender:
     """Ranks connected to engines: plan once, update many times. Construction with engines is collective.
 
     Args:
-        source: This rank's weights.
         engines: Endpoints of all replicas, "tcp://host:port"; the same on every rank. None: connect() gets them later,
             so that the link opens while engines still start.
         key: At least 16 bytes, shared with the engines: who does not have it is not heard.

@@ -95,12 +95,10 @@ class Param:
 
     @property
     def num_elements(self) -> int:
-        """Product of the shape."""
         return prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Size in memory, in bytes."""
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
 

@@ -45,8 +45,6 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosOptions:
-    """What `slipstream chaos` is told."""
-
     run: Path
     victims: Sequence[str] = ()
     """Kinds or names to draw from; none: kinds whose death a run outlives by itself."""

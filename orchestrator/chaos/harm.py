@@ -35,8 +35,6 @@ AS_BEFORE, ENDED, NOT_YET, NOT_MET = "as before", "ended", "not as before", "not
 
 
 class What(StrEnum):
-    """What is done to it."""
-
     kill = "kill"
     stop = "stop"
     term = "term"
@@ -99,12 +97,10 @@ class Harm:
     """See the module's docstring.
 
     Args:
-        folder: the run's.
         seed: noted in each row.
         stop_s: how long What.stop lasts.
         patience_s: longest wait for the moment, and for the run to be as before.
         resumes: resume the run by `slipstream resume` where it ends or its controller dies.
-        say: told what goes on.
     """
 
     def __init__(
@@ -120,7 +116,6 @@ class Harm:
 
     @property
     def publish_s(self) -> float:
-        """What a publish takes by now."""
         self._watch.look()
         return self._watch.publish_s()
 

@@ -57,8 +57,6 @@ class Publish:
 
 
 class RunWatch:
-    """See the module's docstring."""
-
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self._log, self._metrics = GrowingFile(folder.log), GrowingFile(folder.metrics)
@@ -146,7 +144,6 @@ class RunWatch:
         return self.publish is not None and self.publish.ended_at is not None and self.publish.ended_at < at
 
     def publish_s(self) -> float:
-        """What a publish takes."""
         return statistics.median(row["sync/total_s"] for row in self._stages) if self._stages else 0.0
 
     def _verify_s(self) -> tuple[float, float]:

@@ -22,7 +22,6 @@ class BestCheckpoint:
     """See the module's docstring.
 
     Args:
-        store: the run's checkpoints.
         metric: run.keep_best.
         up_to_step: a best one of a later step is forgotten: a resumed run redoes its work.
     """

@@ -38,8 +38,6 @@ class Whereabouts:
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """See the module's docstring."""
-
     ray: Whereabouts
     processes: str
     """JSON of cluster/placement.py's Living, which only who imports Ray can read."""

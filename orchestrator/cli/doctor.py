@@ -115,7 +115,6 @@ def gather(machine: Machine, trouble_in_child: Callable[[str], str | None]) -> I
     """Every finding, in the order of the table.
 
     Args:
-        machine: The machine's facts.
         trouble_in_child: Runs Python code in a child process. Returns what went wrong, or None.
     """
     yield from python_and_packages()

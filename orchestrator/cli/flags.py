@@ -100,7 +100,6 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def train() -> Parser:
-    """Flags of `slipstream train`."""
     parser = Parser(texts.TRAIN, has_topics=True)
     flag = parser.flags()
     topic = "a section (trainer), an option (trainer.ep_size), a group (experiment), or: options"
@@ -111,7 +110,6 @@ def train() -> Parser:
 
 
 def resume() -> Parser:
-    """Flags of `slipstream resume`."""
     parser = Parser(texts.RESUME)
     parser.positional("run", type=str)
     _start_nothing(parser.flags())
@@ -119,7 +117,6 @@ def resume() -> Parser:
 
 
 def stop() -> Parser:
-    """Flags of `slipstream stop`."""
     from slipstream.orchestrator.control.stop_request import STOP_TIMEOUT_S
 
     parser = Parser(texts.STOP)
@@ -159,7 +156,6 @@ def launch() -> Parser:
 
 
 def plan() -> Parser:
-    """Flags of `slipstream plan`."""
     from slipstream.orchestrator.offline.hardware import Hardware
     from slipstream.weight_sync.prediction.links import LinkRates
 
@@ -248,7 +244,6 @@ def parity() -> Parser:
 
 
 def record() -> Parser:
-    """Flags of `slipstream record`."""
     parser = Parser(texts.RECORD)
     parser.positional("model")
     flag = parser.flags()
@@ -264,14 +259,12 @@ def record() -> Parser:
 
 
 def doctor() -> Parser:
-    """Flags of `slipstream doctor`."""
     parser = Parser(texts.DOCTOR)
     parser.flags()("--json", bool, None, "the same findings for programs")
     return parser
 
 
 def evaluate() -> Parser:
-    """Flags of `slipstream eval`."""
     parser = Parser(texts.EVAL)
     flag = parser.flags()
     flag("--checkpoint", str, "C", f"{_CHECKPOINT} newest")
@@ -282,7 +275,6 @@ def evaluate() -> Parser:
 
 
 def merge() -> Parser:
-    """Flags of `slipstream merge`."""
     parser = Parser(texts.MERGE)
     parser.positional("run")
     flag = parser.flags()
@@ -292,7 +284,6 @@ def merge() -> Parser:
 
 
 def status() -> Parser:
-    """Flags of `slipstream status`."""
     parser = Parser(texts.STATUS)
     parser.positional("run", default=Path("runs/latest"))
     flag = parser.flags()
@@ -302,7 +293,6 @@ def status() -> Parser:
 
 
 def view() -> Parser:
-    """Flags of `slipstream view`."""
     parser = Parser(texts.VIEW)
     parser.positional("runs", nargs="*")
     flag = parser.flags()
@@ -312,7 +302,6 @@ def view() -> Parser:
 
 
 def recover() -> Parser:
-    """Flags of `slipstream recover`."""
     parser = Parser(texts.RECOVER)
     parser.positional("run")
     worker = "this worker, whatever its state; without it: every worker that is out of service"
@@ -321,7 +310,6 @@ def recover() -> Parser:
 
 
 def scale() -> Parser:
-    """Words of `slipstream scale`."""
     parser = Parser(texts.SCALE)
     parser.positional("run")
     parser.positional("wanted", type=str)
@@ -329,7 +317,6 @@ def scale() -> Parser:
 
 
 def drain() -> Parser:
-    """Words of `slipstream drain`."""
     parser = Parser(texts.DRAIN)
     parser.positional("run")
     parser.positional("worker", type=str)

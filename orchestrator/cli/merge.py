@@ -29,7 +29,6 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
     """Write the merged model.
 
     Args:
-        run: A run's folder.
         checkpoint: newest, best, or a step.
         output: A folder that is not there yet; None: merged/ in the run's.
 

@@ -401,7 +401,6 @@ exit code: 0 when the run was as before after every event, 1 when it was not, 2 
 
 
 def version() -> str:
-    """`slipstream --version`."""
     try:
         return f"slipstream {importlib.metadata.version('slipstream-rl')}"
     except importlib.metadata.PackageNotFoundError:

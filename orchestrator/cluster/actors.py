@@ -80,7 +80,6 @@ class TrainerActor:
 
     @ray.method
     def join(self, rank: int, options: TrainerOptions, is_only_node: bool) -> None:
-        """Build the rank; it meets the others."""
         from slipstream.trainer.rank import TrainerRank
 
         host = nodes.address_of_this_node(is_only=is_only_node)
@@ -92,7 +91,6 @@ class TrainerActor:
 
     @ray.method
     def load(self) -> dict[str, Any]:
-        """TrainerRank.load."""
         facts = self._rank.load()
         report_crashes(self._report)  # it may have imported vLLM
         return facts | {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
@@ -109,7 +107,6 @@ class TrainerActor:
         return stats, Readiness.later if keep_as is None else self._rank.keep(keep_as)
 
     def connect(self, endpoints: list[str], adapter_endpoints: list[str], absent: list[int] | None) -> dict[str, Any]:
-        """Delivery.connect."""
         return self._rank.delivery.connect(endpoints, None, adapter_endpoints, absent)
 
     def publish(self, exclude: Sequence[int], trace: Path | None) -> PublishReport:
@@ -139,7 +136,6 @@ class KeeperActor:
 
     @ray.method
     def go_back(self, number: int) -> None:
-        """Keeper.go_back."""
         if self._keeper is not None:
             self._keeper.go_back(number)
 

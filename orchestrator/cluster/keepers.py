@@ -29,7 +29,6 @@ class Keepers:
     """See the module's docstring.
 
     Args:
-        cluster: the run's.
         key: the run's; whoever sends or reads a state knows it.
         is_one_node: whether all processes of the run share one machine, hence loopback.
     """
@@ -39,11 +38,7 @@ class Keepers:
         self._by_node: dict[str, asyncio.Future[_Started]] = {}
 
     async def of(self, nodes: Sequence[str]) -> list[list[Address]]:
-        """The keepers of each rank.
-
-        Args:
-            nodes: the node of each rank.
-        """
+        """The keepers of each rank."""
         started = await together(*(self._on(node) for node in dict.fromkeys(nodes)))
         addresses = {node: address for node, (_, address, _) in zip(dict.fromkeys(nodes), started, strict=True)}
         return [[addresses[one] for one in _nodes_of_keepers(node, nodes)] for node in nodes]

@@ -86,7 +86,6 @@ def node_after_node(nodes: Mapping[int, str]) -> list[int]:
 
 
 def most_gpus_of_a_node() -> int:
-    """GPUs of the largest node."""
     return max((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
 
 
@@ -129,7 +128,6 @@ class RayNodes:
         return next((one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node), node[:8])
 
     def is_here(self, node: str) -> bool:
-        """Whether this process runs on it."""
         return node == ray.get_runtime_context().get_node_id()
 
     def run(self, node: str, function: Callable[..., Any], *arguments: object) -> Any:

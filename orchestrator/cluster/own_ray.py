@@ -83,7 +83,6 @@ class OwnRay:
     """See the module's docstring.
 
     Args:
-        config: the run's options.
         folder: the run folder: Ray's logs end up there.
     """
 

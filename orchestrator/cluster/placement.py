@@ -76,9 +76,6 @@ class Cluster:
     ClusterLost, which says which one and why.
 
     Args:
-        config: the run's options.
-        folder: the run folder.
-        startup: told what is done.
         own_ray: the run's own Ray, which has begun to start; None: cluster.ray_address names another.
         left: what `living` was of a controller that was killed; used if own_ray holds its processes still.
         num_asked: rollout workers to start with, as far as there is room; None: as the options say.

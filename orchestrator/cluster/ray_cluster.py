@@ -59,7 +59,6 @@ class RayCluster:
     """See the module's docstring.
 
     Args:
-        config: the run's options.
         folder: the run folder: Ray's namespace begins with its name.
         own: the servers of our own cluster, which have begun to start; None: config.cluster.ray_address names another.
         needs_gpus: whether a process of the run gets GPUs.
@@ -137,10 +136,8 @@ class RayCluster:
         """Reserve a bundle for every process, with so many GPUs each, or a share of one. Ray packs them as a whole.
 
         Args:
-            gpus: of each process.
             what: the processes, for people.
             on: what else Ray must have where a bundle is, such as the name of a node.
-            timeout_s: longest wait for room.
 
         Raises:
             PlacementError: there is no room.
@@ -292,7 +289,6 @@ class RayCluster:
         self._on_lost()
 
     def _join(self, address: str) -> None:
-        """Become a driver of the cluster."""
         runtime_env = None if self.is_own else {"env_vars": variables_for_actors(self._config)}
         try:
             ray.init(

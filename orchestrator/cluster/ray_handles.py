@@ -107,7 +107,6 @@ class RayTrainerGroup:
 
     @property
     def unkept_steps(self) -> int | None:
-        """See StepTrainer."""
         return self._rebirth.unkept_steps
 
     async def outlive_ranks(self) -> None:
@@ -279,8 +278,6 @@ class RayRolloutWorker(WorkerClient):
 
     Args:
         actor: started its process; None: the actor is dead.
-        connection: to that process.
-        living: its facts.
         started_at: how far its start had come, and when.
     """
 

@@ -169,7 +169,6 @@ class _Controller:
         return self._reads
 
     def say(self, **facts: object) -> None:
-        """One line."""
         with contextlib.suppress(OSError):  # it is gone
             os.write(self._writes, (json.dumps(facts) + "\n").encode())
 

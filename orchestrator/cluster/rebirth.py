@@ -102,7 +102,6 @@ class Rebirth:
     """See the module's docstring.
 
     Args:
-        cluster: the run's.
         start: starts all ranks for the n-th time (0: the first) and loads the model on them.
         keepers: hold the states.
         on_all: makes one call on all ranks.

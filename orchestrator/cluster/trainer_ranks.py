@@ -44,7 +44,6 @@ async def start_trainer_ranks(
     again when one has died.
 
     Args:
-        bundles: the bundle of each rank.
         hf_config: the policy's Hugging Face config.
         sync_key: authenticates the control messages of a publish.
         is_one_node: whether all processes of the run share one machine, hence loopback.

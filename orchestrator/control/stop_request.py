@@ -36,7 +36,6 @@ def stop(run: Path, *, timeout_s: float = STOP_TIMEOUT_S, say: Callable[[str], N
     """Ask the run to end and wait until it has. A run that has ended already is left as it is.
 
     Args:
-        run: its folder.
         timeout_s: longest wait for its end.
         say: told what is waited for.
 

@@ -108,7 +108,6 @@ class Middling(Stream[Prompt]):
         return {"num_drawn": self._num_drawn, "observed": observed, "in_flight": in_flight, **self._facts}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """See Stream."""
         options = {"digest": "data.path", "seed": "run.seed", "floor": "data.curriculum_floor"}
         check_cursor(state, self._facts, options)
         self._num_drawn = int(state["num_drawn"])

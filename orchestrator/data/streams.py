@@ -136,7 +136,6 @@ class Shuffled(Stream[Item]):
         return {"epoch": self._epoch, "position": self._position, **self._facts}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """See Stream."""
         check_cursor(state, self._facts, {"digest": "data.path", "seed": "run.seed", "shuffle": "data.shuffle"})
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._order_of(self._epoch)
@@ -303,7 +302,6 @@ class Mixed(Stream[Item]):
         return {"counts": list(self._counts), "cursors": cursors, **self._facts}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """See Stream."""
         options = {"sources": "data.sources", "weights": "data.weights", "seed": "run.seed"}
         check_cursor(state, self._facts, options)
         for stream, cursor in zip(self._streams, state["cursors"], strict=True):

@@ -24,8 +24,6 @@ class Lines:
 
 
 class GrowingFile:
-    """See the module's docstring."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self._identity: tuple[int, int] | None = None

@@ -36,7 +36,6 @@ class RunContext(logging.Filter):
         self.policy_version = 0
 
     def set(self, step: int, policy_version: int) -> None:
-        """Move the clock."""
         self.step, self.policy_version = step, policy_version
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -69,7 +69,6 @@ class SampleLog:
         self._entries = folder.samples_index.open("ab")
 
     def close(self) -> None:
-        """Close both files."""
         self._rows.close()
         self._entries.close()
 

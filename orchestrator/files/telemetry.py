@@ -40,16 +40,11 @@ class Telemetry:
     """Sinks of one run. Use as a context manager; `step` writes and shows one row.
 
     Args:
-        folder: the run folder.
         num_steps: steps of the whole run, for the time left.
         first_step: what was emitted after this step is removed: it belongs to work that a resumed run redoes.
         loggers: where rows go beside metrics.jsonl; closed with this.
         gpus: the trainer's and one rollout worker's; on CPUs their processes.
-        progress: the line on the terminal.
-        rewards: names of the run's rewards.
         evals: names of its held-out sets, and of pass@k.
-        samples_per_step: run.samples_per_step.
-        max_sample_bytes_per_step: RunSection.max_sample_bytes_per_step.
     """
 
     def __init__(

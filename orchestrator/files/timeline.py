@@ -93,7 +93,6 @@ def row_of_step(step: int, timeline: StepTimeline, sync: PublishReport | None) -
 
 
 def write_row(path: Path, row: JsonObject) -> None:
-    """Append one row."""
     with path.open("a") as file:
         file.write(json.dumps(row, separators=(",", ":")) + "\n")
 

@@ -39,8 +39,6 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """Result of `prepare_model`."""
-
     folder: Path
     hf_config: JsonObject
     """Content of config.json."""

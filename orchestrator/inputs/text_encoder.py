@@ -81,7 +81,6 @@ class TextEncoder:
         self._ends = {token: self._tokenizer.decode([token], skip_special_tokens=False) for token in ends}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of plain text."""
         return encode_text(self._tokenizer, text, add_special_tokens)[0]
 
     @property
@@ -90,11 +89,9 @@ class TextEncoder:
         return self._ends
 
     def encode_with_places(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """See encode_text."""
         return encode_text(self._tokenizer, text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text, special tokens included."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def require_chat_template(self) -> None:
@@ -119,6 +116,5 @@ class TextEncoder:
         self._turns.check(chat, is_open=is_open)
 
     def check_options(self, options: JsonMapping, name: str) -> None:
-        """See ChatTemplate.check_options."""
         self.require_chat_template()
         self._template.check_options(options, name)

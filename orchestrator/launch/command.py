@@ -30,9 +30,7 @@ def launch(config: RunConfig, words: Sequence[str], options: LaunchOptions) -> t
     """Render the recipe.
 
     Args:
-        config: the run's options.
         words: the overrides that they come from.
-        options: the flags.
 
     Returns:
         The file, and what to say of it.

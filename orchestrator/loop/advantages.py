@@ -43,7 +43,6 @@ def group_advantages(rewards: Rewards, kind: str) -> list[float | None]:
     """One per rollout, None where the reward is None: a formula of the module's docstring within one group.
 
     Args:
-        rewards: of the group.
         kind: group_std, group, leave_one_out or group_mean.
 
     Raises:

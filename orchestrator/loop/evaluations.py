@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 
 class Evaluations:
-    """See the module's docstring."""
-
     def __init__(self, config: RunConfig, services: LoopServices, sampler: Sampler) -> None:
         self._config = config
         self._services = services

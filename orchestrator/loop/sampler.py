@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 
 class Sampler:
-    """See the module's docstring."""
-
     def __init__(self, config: RunConfig, services: LoopServices, buffer: GroupBuffer) -> None:
         self._config = config
         self._services = services

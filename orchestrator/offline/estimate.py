@@ -206,7 +206,6 @@ class _Model:
         return PlannedTrainer(spec, self.config.model.dtype.value, self.config.trainer)
 
     def facts(self) -> ModelFacts:
-        """For the report."""
         spec, dtype = self.spec, self.config.model.dtype.value
         return ModelFacts(
             family=spec.family,

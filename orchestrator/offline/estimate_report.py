@@ -93,7 +93,6 @@ def as_plain(report: PlanReport) -> JsonObject:
 
 
 def print_report(report: PlanReport) -> None:
-    """The report for people."""
     from rich.console import Console
     from rich.table import Table
 

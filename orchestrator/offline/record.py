@@ -24,8 +24,6 @@ from slipstream.weight_sync.record.layout_wire import layouts_digest, layouts_to
 
 @dataclass(frozen=True, slots=True)
 class RankFigures:
-    """One engine rank."""
-
     rank: int
     num_params: int
     num_loads: int
@@ -54,7 +52,6 @@ class RecordReport:
     was_cached: bool
 
     def as_plain(self) -> JsonObject:
-        """For JSON."""
         return asdict(self)
 
     def as_text(self) -> str:

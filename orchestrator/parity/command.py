@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ParityOptions:
-    """Flags of the command."""
-
     model: Path | None = None
     """A checkpoint's folder or a run's; None: the overrides name the model."""
     num_prompts: int = 16

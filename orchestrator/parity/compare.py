@@ -127,7 +127,6 @@ def difference(operation: str, tensor: str, reference: Tensor, other: Tensor) ->
     """Compare one tensor [tokens, width].
 
     Args:
-        operation, tensor: Names.
         reference, other: The two results; the coarser of their formats decides what rounding may do.
     """
     wide, mine = reference.double(), other.double()
@@ -154,7 +153,6 @@ def routing_difference(operation: str, reference: tuple[Tensor, Tensor], other: 
     """Compare a router's choices, whatever order each side names them in.
 
     Args:
-        operation: Its name.
         reference, other: weights [tokens, K] and ids [tokens, K] of each side.
     """
     num_experts = 1 + int(max(ids.max() for _, ids in (reference, other)))
@@ -216,7 +214,6 @@ def verdict(
     """One plain sentence, where the two part or that they do not; and whether they do not.
 
     Args:
-        differences: Of all operations.
         differences_without_adapters: The same with the other side's adapters switched off; empty where it has none.
     """
     parted = partings(differences)

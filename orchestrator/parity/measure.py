@@ -72,8 +72,6 @@ class Layers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityReport(Layers):
-    """All figures."""
-
     model: str
     device: str
     dtype: str
@@ -85,7 +83,6 @@ class ParityReport(Layers):
     """Figures of each pair (compare.agreement), by "sampler, other"."""
 
     def as_plain(self) -> JsonObject:
-        """For JSON."""
         return asdict(self)
 
 
@@ -270,7 +267,6 @@ def isolated_differences(
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, on the CPU."""
     opened: Any = safe_open(file, framework="pt")
     names: list[str] = opened.keys()
     return {name: opened.get_tensor(name) for name in names}

@@ -54,7 +54,6 @@ class Push:
     """One run of the command. Use as a context manager: leaving it ends what it started.
 
     Args:
-        options: The flags.
         machine: The machine whose GPUs and NICs are used.
         make_engine: Called with the URL of a running engine.
         make_rank: Called with a rank's number, its options and its GPU.

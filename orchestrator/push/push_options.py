@@ -8,8 +8,6 @@ from slipstream.conf.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushOptions:
-    """The flags of the command."""
-
     checkpoint: Path
     base: Path | None = None
     """What engines may hold already."""

@@ -55,7 +55,6 @@ class PushReport:
 
 
 def describe(report: PushReport) -> str:
-    """The report in words."""
     lines = [
         f"{report.checkpoint}: {report.num_bytes / 1e9:.2f} GB, {counted(report.num_ranks, 'rank')}, {report.device}",
         f"  read      {report.read_s:8.2f} s   {report.num_bytes / max(report.read_s, 1e-9) / 1e9:.2f} GB/s, "

@@ -18,8 +18,6 @@ MOST_RUNS = 12
 
 @dataclass(frozen=True, slots=True)
 class ViewOptions:
-    """Flags of the command."""
-
     runs: Sequence[Path]
     port: int = 0
     export: Path | None = None

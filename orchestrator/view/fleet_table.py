@@ -31,8 +31,6 @@ _STATE_AFTER = {
 
 @dataclass
 class WorkerHistory:
-    """One worker."""
-
     name: str = ""
     events: list[JsonObject] = field(default_factory=list[JsonObject])
     """Without `tokens`."""

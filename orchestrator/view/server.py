@@ -103,7 +103,6 @@ class ViewServer:
         self._port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Close all connections."""
         if self._runner is not None:
             await self._runner.cleanup()
 

@@ -57,7 +57,6 @@ class AdapterReplica:
         engine: Started, with LoRA.
         ranks: Every engine rank's slots: layout, and the binding of one slot.
         asked: Those ranks.
-        num_slots: Slots of the engine.
         config: on_busy_slot and the deadline.
         has_base: Whether the engine's own weights have arrived; until then it is paused.
     """
@@ -87,7 +86,6 @@ class AdapterReplica:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the engine."""
         return len(self._ranks)
 
     # -- sampling ----------------------------------------------------------------------------------------------------
@@ -131,7 +129,6 @@ class AdapterReplica:
         return list(await asyncio.gather(*calls))
 
     def keep(self, version: int | None) -> bool:
-        """SlotTable.keep."""
         return self._table.keep(version)
 
     async def score(self, token_ids: Sequence[int], version: int) -> list[float] | None:

@@ -25,7 +25,6 @@ class SlotRanks:
 
     Args:
         addresses: Of each rank's thread.
-        key: The run's key.
     """
 
     def __init__(self, addresses: Sequence[str], key: bytes) -> None:

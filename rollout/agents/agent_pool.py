@@ -22,8 +22,6 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one episode."""
-
     failure: str = ""
     """One of failures.py; "": the agent returned."""
     reward: float | None = None

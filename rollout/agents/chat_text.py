@@ -98,7 +98,6 @@ class FolderChatText:
         return encode_text(self._tokenizer, text, self._add_special_tokens)[0]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text, special tokens included."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def reply(self, token_ids: Sequence[int], tools: Sequence[JsonMapping]) -> Reply:

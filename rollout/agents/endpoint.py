@@ -77,7 +77,6 @@ class Endpoint:
         return f"http://[{name}]:{bound}/v1" if ":" in name else f"http://{name}:{bound}/v1"
 
     async def close(self) -> None:
-        """Listen no more."""
         if self._runner is not None:
             await self._runner.cleanup()
 

@@ -50,8 +50,6 @@ Generate = Callable[[Prompt, SamplingConfig], Awaitable[Rollout]]
 
 @dataclass(frozen=True, slots=True)
 class FinishedEpisode:
-    """What became of one episode."""
-
     rollout: Rollout
     """`rollout.failure` says why there is no reward; "": none failed."""
     reward: float | None
@@ -108,7 +106,6 @@ class EpisodeRunner:
     """See the module's docstring. All methods belong to one event loop.
 
     Args:
-        config: The run's options.
         folder: Model folder: tokenizer and chat template.
         log_path: File for what the service and agents print; a copy of the file that defines the agent goes beside it.
     """

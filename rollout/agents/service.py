@@ -42,8 +42,6 @@ from slipstream.rollout.user_processes.channel import Channel, Disconnected
 
 
 class Service:
-    """See the module's docstring."""
-
     def __init__(self, channel: Channel, options: ServiceOptions) -> None:
         self._channel = channel
         self._options = options

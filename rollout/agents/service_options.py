@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
-    """See the module's docstring."""
-
     agent: str
     folder: str
     """Model folder: tokenizer and chat template."""

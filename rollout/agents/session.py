@@ -48,8 +48,6 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatReply:
-    """An answer."""
-
     message: JsonObject
     """To be appended to the messages, as it is: then the conversation keeps its tokens."""
     finish_reason: str
@@ -67,8 +65,6 @@ class ChatReply:
 
 
 class Session:
-    """See the module's docstring."""
-
     def __init__(self, client: aiohttp.ClientSession, base_url: str, api_key: str, model: str) -> None:
         self.base_url = base_url
         self.api_key = api_key

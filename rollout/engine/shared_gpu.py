@@ -25,9 +25,6 @@ def cache_bytes(
 
     Args:
         config: How many engines share the GPU, and how much of it they may take.
-        tensors: The model's.
-        adapters: Slots of the engine.
-        gpu_bytes: The GPU's memory.
 
     Raises:
         EngineError: Nothing is left for it.

@@ -110,12 +110,10 @@ class VllmEngine:
 
     @property
     def num_kv_blocks(self) -> int:
-        """Engine.num_kv_blocks."""
         return 0 if self.process.llm is None else self.process.llm.vllm_config.cache_config.num_gpu_blocks or 0
 
     @property
     def start_phase(self) -> str:
-        """Engine.start_phase."""
         return self.process.start_phase
 
     async def prepare(self) -> None:
@@ -166,7 +164,6 @@ class VllmEngine:
         self.num_generated_tokens, self.num_finished_responses, self.first_token_at = 0, 0, None
 
     def check(self) -> None:
-        """Engine.check."""
         self.process.check()
 
     async def generate_group(
@@ -181,7 +178,6 @@ class VllmEngine:
         """Sample `n` responses to one prompt. Their `text` is empty: the engine has no tokenizer.
 
         Args:
-            prompt_token_ids: The prompt.
             n: Number of responses; each is a request of its own, and they share the prompt's KV blocks.
             sampling: Temperature, bounds and end of a response.
             seed: The first response's seed; the others' follow it. None: the engine's own stream (much faster on GPUs).
@@ -361,5 +357,4 @@ class VllmEngine:
         return [result for _, _, result in replies]
 
     def shutdown(self) -> None:
-        """Engine.shutdown."""
         self.process.shutdown()

@@ -63,7 +63,6 @@ def rollout_of(
         request_id: Named in errors.
         final: vLLM's last output of the request.
         stamps: The policy version of each token that the engine sampled for it.
-        num_prompt_tokens: Tokens of its prompt.
         routing: Shape of the routes that came with it; None: none did.
 
     Raises:

@@ -130,8 +130,6 @@ def record_slot(manager: Any, buffers: Mapping[str, Tensor], tensors: Sequence[T
     Args:
         manager: vLLM's WorkerLoRAManager, with no adapter loaded.
         buffers: `slot_buffers`.
-        tensors: Every factor.
-        rank: This engine rank.
 
     Raises:
         UnsupportedWeights: Slots differ, or vLLM put an adapter into another slot.

@@ -66,7 +66,6 @@ class _Server(forkserver.ForkServer):
         self.is_known = False
 
     def begin(self, modules: Sequence[str]) -> None:
-        """Start one."""
         self.is_known = True
         self.set_forkserver_preload(list(modules))
         self.ensure_running()

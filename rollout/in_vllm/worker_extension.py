@@ -179,7 +179,6 @@ class WeightReceiver:
 
         Args:
             tensors: (name, shape, dtype) of every factor of the adapter.
-            key: The run's key.
 
         Returns:
             Where they are served, and weight_sync.replica.messages.EngineRank, packed.

@@ -37,8 +37,6 @@ def offline_slots(
 
     Args:
         tensors: Factors, as trainer.adapter_names.adapter_tensors lists them.
-        tp_size: rollout.tp_size.
-        enable_expert_parallel: rollout.enable_expert_parallel.
         num_kv_heads: The model's key/value heads; if there are fewer than tp_size, ranks share them.
 
     Raises:

@@ -50,7 +50,6 @@ def load_reward(config: RewardPart, section: str = "reward", folder: Path | None
     """The reward that `config` names.
 
     Args:
-        config: Which one.
         section: How error messages name the configuration.
         folder: The run folder, for what the reward keeps; None: there is none.
 

@@ -50,7 +50,6 @@ class RewardRunner:
     """All rewards of a run.
 
     Args:
-        config: Which rewards.
         max_response_tokens: Length of the longest response, for penalties of length.
         log_path: File for what rewards print; copies of the files that define them go beside it. None: neither is kept.
         max_log_bytes: Size at which the file is cut.

@@ -40,7 +40,6 @@ class VerdictCache:
         return None if row is None else str(row[0])
 
     def put(self, asked: str, verdict: str) -> None:
-        """Keep a verdict."""
         try:
             self._file.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (asked, verdict))
         except sqlite3.Error as e:

@@ -109,7 +109,6 @@ class _Handler:
         self._receiver.close_landing()
 
     async def describe(self) -> Sequence[EngineRank]:
-        """See ReplicaHandler."""
         return [self._receiver.describe()]
 
     async def pause(self, version: int, epoch: int, digest: str) -> None:
@@ -118,19 +117,15 @@ class _Handler:
             raise EngineError("no weight update is under way: post /pause and /start_weight_update first")
 
     async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
-        """See ReplicaHandler."""
         return [Bound.of(self._receiver.begin(version, epoch, digest), known)]
 
     async def verify(self, version: int, epoch: int, digest: str, expected: Sequence[Expected]) -> None:
-        """See ReplicaHandler."""
         self._receiver.verify(version, epoch, digest, expected[0])
 
     async def commit(self, version: int, epoch: int) -> None:
-        """See ReplicaHandler."""
         self._receiver.commit(version, epoch)
 
     async def abort(self, epoch: int, reason: str) -> None:
-        """See ReplicaHandler."""
         self._receiver.abort(epoch, reason)
 
 

@@ -91,7 +91,6 @@ class Rendezvous:
         return unpack(RankReport, b"".join(self._socket.recv_multipart()))
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()
         self._context.term()
 
@@ -133,7 +132,6 @@ class ServedEngine:
         """Whether the engine was not paused when the current update was started."""
 
     def is_healthy(self) -> bool:
-        """Whether it answers /health."""
         try:
             self._request("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
         except EngineError:

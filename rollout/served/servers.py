@@ -79,7 +79,6 @@ class ServerProcess:
 
     Args:
         options: The fleet's.
-        port: Port of its API.
         gpus: Names for CUDA_VISIBLE_DEVICES; empty on CPUs.
         log: File for everything that it prints. An existing one is renamed NAME.previous.log.
     """
@@ -105,7 +104,6 @@ class ServerProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether the server's process lives."""
         return self._process.poll() is None
 
     def why_it_ended(self) -> EngineError:

@@ -25,8 +25,6 @@ END_TIMEOUT_S = 1.0
 
 
 class KeptProcess:
-    """See the module's docstring."""
-
     def __init__(self, keeper_process: asyncio.subprocess.Process, channel: Channel) -> None:
         self.channel = channel
         self._keeper = keeper_process
@@ -44,7 +42,6 @@ class KeptProcess:
         """Start `python -m module FD`, FD being its end of the connection.
 
         Args:
-            environment: Of the process.
             log_path: File to which what it prints is appended; None: it is dropped.
             max_log_bytes: Size at which the file is cut.
             max_message_bytes: A message of the process that announces more ends the connection.

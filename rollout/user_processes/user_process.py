@@ -39,7 +39,6 @@ class Lost(Exception):
 
     Args:
         kind: TIMEOUT, DIED, GARBLED or BLOCKED.
-        report: What happened.
     """
 
     def __init__(self, kind: str, report: str) -> None:
@@ -143,7 +142,6 @@ class UserProcess:
     async def ask(
         self, message: Sequence[Any], read: Callable[[list[Any]], T | None], timeout_s: float | None, limit: str
     ) -> T:
-        """See UserPool.ask()."""
         number = next(self._numbers)
         answered: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answered, read

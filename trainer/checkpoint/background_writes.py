@@ -14,8 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 
 class BackgroundWrites:
-    """See the module's docstring."""
-
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writes files")
         self._begun: list[Future[None]] = []

@@ -19,8 +19,6 @@ ALIGNMENT_BYTES = 64
 
 
 class HostCopies:
-    """See the module's docstring."""
-
     def __init__(self, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> None:
         """Memory is taken in chunks of so many bytes, or of as many as one tensor has."""
         self._device, self._chunk_bytes = device, chunk_bytes

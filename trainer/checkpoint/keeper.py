@@ -53,7 +53,6 @@ class Keeper:
 
     Args:
         host: Address to listen on.
-        key: The run's key.
     """
 
     def __init__(self, host: str, key: bytes) -> None:
@@ -84,7 +83,6 @@ class Keeper:
                     del states[later]
 
     def close(self) -> None:
-        """Accept no more."""
         host, port = self.address
         self._listener.close()
         with socket.socket() as waking:  # accept() does not see that its socket was closed

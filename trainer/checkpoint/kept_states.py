@@ -33,8 +33,6 @@ _PAUSE = 20.0
 
 
 class KeptStates:
-    """See the module's docstring."""
-
     def __init__(self, rank: int, key: bytes, device: torch.device) -> None:
         self._rank, self._key = rank, key
         self._copies, self._sends = HostCopies(device), BackgroundWrites()

@@ -47,7 +47,6 @@ def write_rank_state(
 
     Args:
         folder: made if missing.
-        rank: this rank.
         tensors: name -> tensor on the host; nobody changes them meanwhile.
         layout: JSON facts that a reader must match exactly.
         progress: counters, e.g. {"policy_version": 12}.
@@ -119,7 +118,6 @@ def read_rank_state(folder: Path, rank: int, layout: dict[str, Any], shapes: dic
 
     Args:
         folder: where `write_rank_state` wrote.
-        rank: this rank.
         layout: this run's facts, compared key by key.
         shapes: the tensors that this run needs, and their shapes.
 

@@ -35,7 +35,6 @@ class ChangedShare:
     Args:
         held: All that this rank holds.
         dtypes: Tensor -> the format in which engines get it.
-        compile_reads: TrainerWeightSource.compile_reads.
     """
 
     def __init__(

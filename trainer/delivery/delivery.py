@@ -45,13 +45,11 @@ class Delivery:
     Args:
         decoder: Loaded and sharded.
         control: The group of all trainer ranks.
-        config: Section weight_sync.
         quantization: The format that engines want projections in; None: the decoder's own.
         lora: Section trainer.lora; read in adapter mode.
         is_packed: Whether experts are packed; packed experts are not sent.
         key: Signs the control messages of a publish.
         host: Address at which engines' links reach this rank.
-        device: Where the weights are.
         merges: Of the whole model, if engines merge for themselves (weight_sync.remote_merge).
     """
 

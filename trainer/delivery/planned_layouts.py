@@ -207,7 +207,6 @@ class PlannedTrainer:
         Args:
             parameter: The whole parameter that it lies in.
             first_row: Its first row there; None: it is a fused stack of all experts.
-            region: The rectangle.
             num_rows: Its rows that the parameter has; the rank with the last of them has the padding below, too.
         """
         ranks, holders = range(self._trainer.num_ranks), self._holders.get(id(parameter))

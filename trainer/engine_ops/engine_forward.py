@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineForward(Forward):
-    """See the module's docstring."""
-
     fuses: ClassVar[bool] = False
     operations: VllmOperations
     engine_ranks: int = 1

@@ -20,8 +20,6 @@ from slipstream.trainer.moe.block import MoeBlock
 
 @dataclass(frozen=True, slots=True)
 class MergedForward(Forward):
-    """See the module's docstring."""
-
     @property
     def gradients_by(self) -> Forward | None:
         return Forward(self.adapted, self.rounds_base_first, self.attention)

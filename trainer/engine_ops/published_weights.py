@@ -55,7 +55,6 @@ def base_experts(bank: Experts, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def is_adapted(module: Linear | Experts) -> bool:
-    """Whether the module has an adapter."""
     return module.lora is not None
 
 

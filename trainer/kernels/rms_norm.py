@@ -74,7 +74,6 @@ def rms_norm(x: Tensor, weight_K: Tensor, eps: float, once: bool = False, wide: 
     """RMSNorm over the last dim (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467), of x's shape and dtype.
 
     Args:
-        x: what is normed.
         weight_K: in any float dtype; taken in x's.
         eps: added to the mean square.
         once: round the result alone; without it the norm, too, before it is weighted.
@@ -107,7 +106,6 @@ def norm_rotate(
     Args:
         q_TND, k_TGD: queries and keys.
         q_weight_D, k_weight_D: both None: no norm.
-        eps: eps of the norm.
         cos, sin: [T, 1, turning dims / 2], in x's dtype; with `once` also float32.
     """
     given = ((q_TND, q_weight_D), (k_TGD, k_weight_D))

@@ -132,7 +132,6 @@ def plan_dispatch(
 
     Args:
         experts_TK: The expert of each choice.
-        num_experts: Experts of the layer.
         group: The ep_ranks; None: this rank holds every expert.
         shares: Experts of each ep_rank, in order; None: equal ones.
     """

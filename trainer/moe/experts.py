@@ -97,7 +97,6 @@ class Experts(Adapted):
 
         Args:
             keep_gate_up: as in routed_experts.
-            adapted: with the experts' adapters.
             merged: weights with the adapters in them, to compute with instead of both.
         """
         adapters: tuple[Tensor | None, ...] = (None, None, None, None)

@@ -119,7 +119,6 @@ def plan_gathered(
 
     Args:
         experts_TK: The expert of each choice.
-        weights_TK: Its weight.
         group: The ep_ranks.
         shares: Experts of each ep_rank, in order.
         most_tokens: The largest T of the group.

@@ -22,8 +22,6 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LayerRoutes:
-    """The recorded experts of one layer."""
-
     experts_TK: Tensor
     """uint8 or int16; meaningless where no route is recorded."""
     is_recorded_T: Tensor

@@ -78,7 +78,6 @@ class Float32Moments:
         )
 
     def step(self, gradients: Sequence[Tensor], lr: float) -> None:
-        """See UpdateRule."""
         for group in self._adamw.param_groups:
             group["lr"] = lr
         _run(self._adamw, self._parameters, gradients)
@@ -89,7 +88,6 @@ class Float32Moments:
         return [{key: state[p].get(key, torch.zeros_like(p)) for key in MOMENTS} for p in self._parameters]
 
     def load(self, tensors: Sequence[Mapping[str, Tensor]], num_updates: int) -> None:
-        """See UpdateRule."""
         for parameter, moments in zip(self._parameters, tensors, strict=True):
             # Set every entry: AdamW replaces an incomplete state at its first step, and would drop loaded moments.
             self._adamw.state[parameter] = {
@@ -134,7 +132,6 @@ class ReducedMoments:
         return torch.zeros_like(parameter, dtype=getattr(torch, state.value))
 
     def step(self, gradients: Sequence[Tensor], lr: float) -> None:
-        """See UpdateRule."""
         self._num_updates += 1
         if self._parameters[0].is_cuda:
             self._step_on_cuda(gradients, lr)
@@ -183,7 +180,6 @@ class ReducedMoments:
         return found
 
     def load(self, tensors: Sequence[Mapping[str, Tensor]], num_updates: int) -> None:
-        """See UpdateRule."""
         for mine, given in zip(self.tensors(), tensors, strict=True):
             for key, tensor in mine.items():
                 tensor.copy_(given[key])
@@ -211,7 +207,6 @@ class HostMoments:
         ]
 
     def step(self, gradients: Sequence[Tensor], lr: float) -> None:
-        """See UpdateRule."""
         self._num_updates += 1
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream())
@@ -247,11 +242,9 @@ class HostMoments:
                 held[key].copy_(moments[key], non_blocking=True)
 
     def tensors(self) -> list[dict[str, Tensor]]:
-        """See UpdateRule."""
         return [dict(moments) for moments in self._moments]
 
     def load(self, tensors: Sequence[Mapping[str, Tensor]], num_updates: int) -> None:
-        """See UpdateRule."""
         for mine, given in zip(self._moments, tensors, strict=True):
             for key in MOMENTS:
                 mine[key].copy_(given[key])

@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 
 class Learner:
-    """See the module's docstring."""
-
     def __init__(
         self, decoder: Decoder, config: OptimConfig, num_steps: int, *, rank: int, device: torch.device
     ) -> None:

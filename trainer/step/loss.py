@@ -203,7 +203,6 @@ class LossAccumulator:
                     self._shown[sample.origin] = own_N
 
     def add(self, part: PolicyLoss) -> None:
-        """Add one microbatch."""
         for name, value in part.sums.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         for name, value in part.vectors.items():

@@ -46,7 +46,6 @@ def pack(
 
     Args:
         lengths: tokens of each sample, each >= 1.
-        num_ranks: trainer ranks.
         max_tokens: bound on a rank's tokens of one microbatch; a longer sample gets a microbatch of its own.
         attention_equal_tokens: see ATTENTION_EQUAL_TOKENS.
         cp_size: so many neighbouring ranks share the tokens of a microbatch; it divides num_ranks.

@@ -44,8 +44,6 @@ class Loss(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PolicyForward:
-    """See the module's docstring."""
-
     decoder: Decoder
     reference: ReferencePolicy | None
     """None: the loss needs none."""

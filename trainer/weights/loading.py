@@ -65,8 +65,6 @@ class TensorReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What loading did on this rank."""
-
     num_tensors: int
     num_bytes: int
     """Bytes of base weights filled on this rank, packed ones included."""

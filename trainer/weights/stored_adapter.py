@@ -218,8 +218,6 @@ def check_adapter_fits(stored: StoredAdapter, spec: ModelSpec, lora: LoraConfig,
     """Check that a run of these options computes what the adapter does.
 
     Args:
-        stored: The adapter.
-        spec: The model.
         lora: What the run trains.
         subject: The option or flag that names the folder.
 

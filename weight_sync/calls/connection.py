@@ -36,8 +36,6 @@ class Connection:
     """A caller's end, for one server. All methods belong to one event loop.
 
     Args:
-        address: The server's.
-        key: The run's key.
         ended: Done when the server's process has ended; its exception says how. Cancelled by close(). None: nobody
             watches it.
 

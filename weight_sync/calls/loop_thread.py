@@ -25,11 +25,7 @@ def give_way_sooner() -> None:
 
 
 class LoopThread:
-    """See the module's docstring. Its methods are called from other threads.
-
-    Args:
-        name: The thread's.
-    """
+    """See the module's docstring. Its methods are called from other threads."""
 
     def __init__(self, name: str) -> None:
         give_way_sooner()

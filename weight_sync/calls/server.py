@@ -48,7 +48,6 @@ def serve_in_thread(
 
     Args:
         target: Implements the verbs, as plain methods.
-        key: The run's key.
         protocol: Declares the verbs.
         context: The thread enters it once; it sets the thread's device and stream.
 
@@ -86,7 +85,6 @@ class CallServer:
     Args:
         target: Implements the verbs; nothing else of it can be called.
         protocol: Declares them.
-        key: The run's key.
         host: Address to bind: loopback unless client and server are on different machines.
         has_one_client: When another one calls, the one before is gone, and what it asked is given up.
     """

@@ -22,8 +22,6 @@ NOT_OURS = "Exception"
 
 
 class Request(msgspec.Struct, array_like=True):
-    """One call."""
-
     number: int
     verb: str
     arguments: msgspec.Raw

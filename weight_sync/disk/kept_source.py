@@ -33,7 +33,6 @@ class KeptSource:
     """MarkingSource over any WeightSource; see the module's docstring.
 
     Args:
-        source: What is published.
         watermark_bytes: weight_sync.watermark_bytes; scratch is at most a sixteenth of it.
         device: Of the slots.
     """
@@ -54,19 +53,15 @@ class KeptSource:
         return self._source.temporary_bytes + self._scratch_bytes
 
     def layout(self) -> SourceLayout:
-        """The source's."""
         return self._source.layout()
 
     def begin(self, version: int) -> int:
-        """As the source's."""
         return self._source.begin(version) + self._scratch_bytes
 
     def read(self, tensor: str, region: Region, out: Tensor) -> None:
-        """As the source's."""
         self._source.read(tensor, region, out)
 
     def end(self) -> None:
-        """As the source's."""
         self._source.end()
 
     def keep(self) -> None:
@@ -89,7 +84,6 @@ class KeptSource:
         return with_keeping
 
     def compile_marked_reads(self, reads: Sequence[PackedRead]) -> CompiledMarks:
-        """See MarkingSource."""
         filling, kept = compile_reads(self._source, reads), self._kept(reads)
 
         def with_marks(slot: Tensor, marks: Tensor) -> FillSlot:

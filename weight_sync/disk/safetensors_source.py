@@ -108,7 +108,6 @@ class Checkpoint:
     Args:
         folder: Holds safetensors files, with an index when there are several.
         rank, world_size: Which share is read here.
-        num_threads: Threads that read.
         scratch_bytes: See TensorSource.
 
     Raises:

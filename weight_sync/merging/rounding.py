@@ -60,7 +60,6 @@ def thresholds(key: int, rows_R: Tensor, columns: range) -> Tensor:
     Args:
         key: From `key_of`.
         rows_R: Int64; rows of the parameter over all ranks, those of a stack of matrices counted through the stack.
-        columns: Columns of the parameter.
     """
     rows_R = rows_R * ROW_FACTOR + key
     columns_N = torch.arange(columns.start, columns.stop, device=rows_R.device).mul_(COLUMN_FACTOR)

@@ -84,7 +84,6 @@ def max_packets(watermark_bytes: int) -> int:
 
 
 def sums_bytes(watermark_bytes: int) -> int:
-    """Memory of the hash sums."""
     return 8 * NUM_SLOTS * max_packets(watermark_bytes)
 
 

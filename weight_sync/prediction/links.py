@@ -99,12 +99,10 @@ class Placement:
             )
 
     def node_of(self, gpu: int) -> int:
-        """The node that a GPU belongs to."""
         return gpu // self.ranks_per_node
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that hold a rank."""
         return len({self.node_of(gpu) for gpu in (*self.trainer_gpus.values(), *self.engine_gpus.values())})
 
 

@@ -78,8 +78,6 @@ class ReceiverFigures:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A predicted publish."""
-
     total_s: float
     """From "go" to committed everywhere."""
     begin_s: float
@@ -130,7 +128,6 @@ def predict(
     Args:
         plan: which rank sends what.
         placement: the GPU of every rank of the plan.
-        rates: rates of the hardware.
         staging: the watermark of every trainer rank.
         slow_ranks: trainer rank -> how many times slower its links and its memory are, >= 1.
         verify_hashes: hash on both sides.

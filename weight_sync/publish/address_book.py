@@ -54,7 +54,6 @@ class AddressBook:
         """Check a replica's answer to begin. Returns the addresses in it that were not known.
 
         Args:
-            replica: The replica that answered.
             bounds: Its answer, one per engine rank.
             params: Per engine rank: the parameters that will be written.
 

@@ -27,9 +27,7 @@ class Bases:
     """See the module's docstring.
 
     Args:
-        source: This rank's weights.
         zone_bytes: weight_sync.delta_bytes; 0: nobody ever takes changes.
-        rank, num_ranks: This rank and the number of trainer ranks.
     """
 
     def __init__(self, source: WeightSource, zone_bytes: int, rank: int, num_ranks: int) -> None:

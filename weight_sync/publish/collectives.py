@@ -52,7 +52,6 @@ class Meeting:
     """One trainer rank among the others.
 
     Args:
-        rank, world_size: This rank and the number of trainer ranks.
         group: A process group over all trainer ranks; None if there is only one rank.
     """
 

@@ -70,7 +70,6 @@ class ChangeSlots:
 
     Args:
         loads: Per load, its packets and the source's function that fills a slot and marks.
-        slots: The staging slots.
         takes_changes: Per column of the sums, whether an engine rank can put changes into that parameter.
         transport: Streams are registered with it until close().
     """

@@ -65,11 +65,9 @@ class Pipeline:
     """One rank's staging memory and schedule.
 
     Args:
-        source: Gives the values.
         transport: Carries the bytes; staging is registered with it.
         device: Where staging lives: the device of the trainer's weights.
         watermark_bytes: Bound on all temporary memory on this rank.
-        verify_hashes: Hash every packed byte.
         has_changes: Be ready to send changes alone, if the source is a MarkingSource.
     """
 

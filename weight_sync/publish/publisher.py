@@ -61,12 +61,8 @@ class Publisher:
     """One trainer rank's part in every publish.
 
     Args:
-        source: This rank's weights.
-        transport: This rank's link.
-        rank, world_size: This rank and the number of trainer ranks.
         group: A gloo process group over all trainer ranks; None if there is only one rank.
         config: Watermark, deadline, hashes.
-        key: The run's key.
         device: Device of the trainer's weights, where staging lives.
         base: What engines that merge for themselves merge from, with the layout of `source`; None: none does.
     """
@@ -118,7 +114,6 @@ class Publisher:
         Collective.
 
         Args:
-            endpoints: Of all replicas.
             absent: Replicas (positions) that are out of service: they get nothing until they reconnect(), and an
                 endpoint may be "". If it is given, whoever does not answer counts among them, as long as one does:
                 their layouts are taken to be those of the first that answers, and are compared when they reconnect().

@@ -61,7 +61,6 @@ class Rank0:
 
     Args:
         config: Deadlines, hashes, the watermark that the report names.
-        key: The run's key.
         bases: What engines are known to hold, where changes alone are sent.
     """
 
@@ -267,7 +266,6 @@ class Rank0:
         }
 
     def close(self) -> None:
-        """Close the connections."""
         if self._clients is not None:
             self._clients.close()
             self._clients = None

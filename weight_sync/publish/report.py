@@ -9,8 +9,6 @@ EXCLUDED = "excluded by the caller"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """The result of one publish for one replica."""
-
     endpoint: str
     committed: bool
     error: str | None = None

@@ -129,12 +129,9 @@ class Slots:
 
     Args:
         compiled: Per load, in schedule order, its packets and the function that fills a slot with them.
-        slot_bytes: Size of one slot.
         places: Places of the sums; see sums.py.
         transport: Staging is registered with it until close().
-        device: Where staging lives.
         watermark_bytes: Bounds the sums that are on the device at a time, and the scratch of hashing.
-        verify_hashes: Hash every packed byte.
         quarantined: Slots that a failed write may still read, with its sessions. Empty at first; outlives a plan.
         marked: Per load, the function that fills a slot and marks changes; none if changes are not sent.
         takes_changes: See ChangeSlots.

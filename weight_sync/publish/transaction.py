@@ -50,8 +50,6 @@ class Alive:
 
 @dataclass(slots=True)
 class Notes:
-    """Notes on one replica."""
-
     endpoint: str
     spent_s: float = 0.0
     times: ReplicaTimes | None = None
@@ -64,9 +62,6 @@ class Transaction:
     """See the module's docstring.
 
     Args:
-        clients: Connections to all replicas.
-        book: Known addresses of all replicas.
-        endpoints: Endpoints of all replicas.
         included: Replicas that take part, by their position.
         version, epoch, digest: Name the publish.
         timeout_s: A replica's deadline.
@@ -149,7 +144,6 @@ class Transaction:
         """Add up what the ranks did. Let replicas commit that got everything, and abort the others.
 
         Args:
-            results: The results of all trainer ranks.
             expected_of: Replica -> per engine rank, what it must hold.
         """
         for number in self._begun:

@@ -34,7 +34,6 @@ _NUMBERS = np.dtype("<i8")
 
 
 def layouts_to_bytes(layouts: Sequence[DestLayout]) -> bytes:
-    """Write the layouts of one engine."""
     names: dict[str, int] = {}
     blocks: dict[bytes, int] = {}
 
@@ -67,7 +66,6 @@ def layouts_digest(layouts: Sequence[DestLayout]) -> str:
 
 
 def layouts_from_bytes(data: bytes) -> tuple[DestLayout, ...]:
-    """Read what `layouts_to_bytes` wrote."""
     names, blocks, rows = msgpack.unpackb(data, use_list=False)
     arrays: list[Ints] = [np.frombuffer(block, _NUMBERS) for block in blocks]
     return tuple(
@@ -96,7 +94,6 @@ def source_layout_to_bytes(layout: SourceLayout) -> bytes:
 
 
 def source_layout_from_bytes(data: bytes) -> SourceLayout:
-    """Read what `source_layout_to_bytes` wrote."""
     content: Any = msgpack.unpackb(data, use_list=False)
     rank, packed, unlisted, shards = content
     tensors = _tensors_from_bytes(packed)

@@ -84,7 +84,6 @@ def record_layout(
         load_weights: the engine's loader; called once with (name, meta tensor) pairs. It may skip tensors.
         params: every parameter that the loader may write, on any device, contiguous; and the derived ones, with any
             strides. Several names of the same memory (tied weights) are one parameter, under the first name.
-        tensors: the checkpoint.
         rank: the engine rank inside its replica.
         post_load: what the engine does to a parameter after loading; identity for those that are absent. Derived ones
             need not be written.
@@ -188,7 +187,6 @@ class _Recorder(TorchDispatchMode):
         self._sources[storage_of(source.base)] = source
 
     def _source_of(self, tensor: Any) -> _Source | None:
-        """The source that a tensor is a view of."""
         if not isinstance(tensor, Tensor) or tensor.device.type != "meta":
             return None
         return self._sources.get(storage_of(tensor))
@@ -290,7 +288,6 @@ class _Recorder(TorchDispatchMode):
         return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _stack_of(self, tensor: Any) -> _Stack | None:
-        """The stack that a tensor is a view of."""
         if not isinstance(tensor, Tensor) or tensor.device.type != "meta":
             return None
         return self._stacks.get(storage_of(tensor))

@@ -34,7 +34,6 @@ class ReplicaClients:
 
     Args:
         endpoints: Addresses of all replicas; "" of one that is not there yet.
-        key: The run's key.
     """
 
     def __init__(self, endpoints: Sequence[str], key: bytes) -> None:

@@ -73,7 +73,6 @@ class ReplicaEndpoint(ReplicaVerbs):
     """Serves one replica's part of a publish. All methods belong to one event loop.
 
     Args:
-        handler: Does the work.
         key: The run's key, shared with the publisher.
         host: Address to bind; loopback unless publisher and replica are on different machines.
         pauses: Whether the replica samples nothing between begin and the end of commit.
@@ -124,13 +123,11 @@ class ReplicaEndpoint(ReplicaVerbs):
     # -- ReplicaVerbs ------------------------------------------------------------------------------------------------
 
     async def describe(self, publisher: str) -> Described:
-        """See ReplicaVerbs."""
         async with self._one_at_a_time:
             self._described[publisher] = 1 + max(self._described.values(), default=0)
             return Described(tuple(await self._handler.describe()), self._state.epoch)
 
     async def begin(self, publish: PublishId, known: Sequence[str]) -> Begun:
-        """See ReplicaVerbs."""
         version, epoch, digest = publish.version, publish.epoch, publish.digest
         async with self._turn_of(publish):
             self._state = self._state.begin(version, epoch, digest)
@@ -142,7 +139,6 @@ class ReplicaEndpoint(ReplicaVerbs):
             return Begun(tuple(bindings), idle - self._began, time.monotonic() - idle)
 
     async def commit(self, publish: PublishId, expected: Sequence[Expected]) -> Committed:
-        """See ReplicaVerbs."""
         version, epoch, digest = publish.version, publish.epoch, publish.digest
         async with self._turn_of(publish):
             state = self._state.verified(version, epoch, digest)
@@ -158,7 +154,6 @@ class ReplicaEndpoint(ReplicaVerbs):
             return Committed(verified - began, done - verified, pause_s)
 
     async def abort(self, publish: PublishId, reason: str) -> None:
-        """See ReplicaVerbs."""
         async with self._turn_of(publish):
             if publish.epoch == self._state.epoch and not self._state.is_serving:
                 await self._fail(publish.epoch, reason)

@@ -64,7 +64,6 @@ class LandingZone:
         num_bytes: Of memory beside the parameters, which the link registers.
         layout: Of this rank.
         params: Its live tensors.
-        transport: The link.
 
     Raises:
         WatermarkError: There is no room.

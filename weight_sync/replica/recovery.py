@@ -64,8 +64,6 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """The result of one pull."""
-
     num_bytes: int
     read_s: float
     verify_s: float

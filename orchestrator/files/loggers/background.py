@@ -53,7 +53,6 @@ class InBackground:
         self._thread.start()
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Queue a row."""
         try:
             self._rows.put_nowait((step, numbers))
         except queue.Full:

@@ -23,8 +23,6 @@ _NEXT_TO_RUNS = "mlruns"
 
 
 class MlflowRun:
-    """One run of MLflow."""
-
     def __init__(self, options: MlflowConfig, start: RunStart, runs: Path) -> None:
         # MLflow asks for this before it writes to a folder: that it adds no features to that any more is no reason
         # against it here.
@@ -44,7 +42,6 @@ class MlflowRun:
             self._client.log_batch(self._id, params=parameters[first : first + MOST_PARAMETERS])
 
     def send(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Add a row."""
         now_ms = int(time.time() * 1000)
         metrics = [
             self._entities.Metric(name, float(value), now_ms, step)
@@ -54,7 +51,6 @@ class MlflowRun:
         self._client.log_batch(self._id, metrics=metrics)
 
     def finish(self, timeout_s: float) -> None:
-        """Say that the run of MLflow has ended."""
         self._client.set_terminated(self._id)
 
 

@@ -20,7 +20,6 @@ class RayGauges:
         self._gauges: JsonObject = {}
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Show a row."""
         try:
             import ray
             from ray.util.metrics import Gauge

@@ -34,12 +34,10 @@ class TensorBoardEvents:
             self._add(step=after_step + 1, session_log=events.SessionLog(status=events.SessionLog.START))
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Add a row."""
         values = [self._Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         self._add(step=step, summary=self._Summary(value=values))
 
     def close(self) -> None:
-        """Close the file."""
         self._writer.close()
 
     def _add(self, **fields: Any) -> None:

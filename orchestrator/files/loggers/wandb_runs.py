@@ -48,7 +48,6 @@ class WandbRun:
         )
 
     def send(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Add a row."""
         self._run.log(dict(numbers), step=step)
 
     def finish(self, timeout_s: float) -> None:

@@ -70,7 +70,6 @@ class Conversation:
         return Sample(np.asarray(self.token_ids, dtype=np.int32), mask, zeros, zeros, policy_version)
 
     def samples(self, policy_version: int) -> list[list[Sample]]:
-        """See Lesson."""
         return [[self.sample(policy_version)]]
 
 
@@ -86,7 +85,6 @@ class Conversations:
         return tuple(token for one in self.sequences for token in one.token_ids)
 
     def samples(self, policy_version: int) -> list[list[Sample]]:
-        """See Lesson."""
         return [[one.sample(policy_version)] for one in self.sequences]
 
 

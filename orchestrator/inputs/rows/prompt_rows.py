@@ -75,7 +75,6 @@ class PromptRows:
         )
 
     def read(self, row: Row, prompt_id: int) -> Prompt:
-        """One row's prompt."""
         prompt = self._reader.prompt(row, prompt_id)
         if self._config.rollout.agent is None:  # an agent may judge its episodes itself
             self._check_columns(row.where, prompt)

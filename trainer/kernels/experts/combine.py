@@ -75,7 +75,6 @@ def weighted_sum(
         rows_SH: one row per choice, contiguous.
         weights_TK: contiguous; None: all one.
         row_of_choice_TK: int64, contiguous; the row of choice (t, k), or -1. Rows are sorted by expert.
-        mode: where it rounds.
         out_dtype: of the sums; None: that of rows.
 
     Returns:

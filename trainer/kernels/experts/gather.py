@@ -103,7 +103,6 @@ def gather_project(
         source_S: int64; which row of x is row i in expert order.
         p_ERK: one (r, K) factor per expert, any float dtype and strides; taken in x's dtype.
         groups: which expert each row belongs to after the gather.
-        scale: multiplies the projection.
         v_EK: one vector per expert, or None.
 
     Returns:

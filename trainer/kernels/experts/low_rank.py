@@ -195,7 +195,6 @@ def add_low_rank(
         low_SR: [S, r], or None.
         p_ENR: one (N, r) factor per expert, any float dtype and strides, taken in low's dtype; None with low.
         bias_EN: one vector per expert, or None.
-        groups: which expert each row belongs to.
 
     Returns:
         rows_SN.
@@ -236,7 +235,6 @@ def low_rank_gradient(
     Args:
         left_SR: the narrow side.
         right_XN: the wide side, contiguous.
-        groups: which expert each row belongs to.
         out_ERN: (E, r, N), any strides (a transposed view for a gradient of shape (E, N, r)).
         source_S: int64; row i's wide side is right[source[i]]. None: right[i].
         weights_S: the narrow side is multiplied by these and rounded again; None: all one.

@@ -226,8 +226,6 @@ def activate(
         gu_SI: [S, 2I] base product with its bias, gate columns first.
         xa_SR: scale times rows times A of gate and up; None without an adapter.
         adapter: None without one.
-        groups: which expert each row belongs to.
-        activation: the constants of the activation.
 
     Returns:
         h [S, I] and ha [S, r] (None without an adapter), rounded once to gu's dtype.
