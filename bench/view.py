@@ -37,8 +37,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = flags.run or make_run(Path(folder) / "run", num_steps=flags.steps, num_samples=flags.samples).root
         openings = [opened(root) for _ in range(flags.times)]
-        files = {path.name: path.stat().st_size for path in [*sorted(root.glob("*.jsonl")), root / "samples.index"]}
-        num_samples = files["samples.index"] // 48
+        files = {path.name: path.stat().st_size for path in sorted(root.glob("*.jsonl"))}
+        num_samples = (root / "samples.jsonl").read_bytes().count(b"\n")
     print(
         json.dumps(
             {

@@ -2,7 +2,7 @@
 
     all rows, but a few names of each   read_rows(path, names)   one pass; what is not asked for is never built
     the newest rows, whole              last_rows(path, most)    from the end
-    rows of work that is redone         cut_rows(path, ...)      from the end
+    rows of work that is redone         cut_rows(path, ...), end_of_rows(file, ...)      from the end
 
 Owns: reading and cutting. Does not own: what rows say, who writes them (telemetry.py). Invariant: a last line that a
 crash cut short counts as not there.
@@ -67,6 +67,12 @@ def cut_rows(path: Path, *, after_step: int, names: Collection[str] = ()) -> lis
     except FileNotFoundError:
         return []
     return list(removed)
+
+
+def end_of_rows(file: BinaryIO, after_step: int) -> int:
+    """Bytes of a file in step order up to the rows of later steps."""
+    decode = _decoder_of({"step"}).decode
+    return next((end for end, line in _backwards(file) if decode(line)["step"] <= after_step), 0)
 
 
 def _keep_first(path: Path, file: BinaryIO, num_bytes: int) -> None:

@@ -11,7 +11,6 @@
       startup.jsonl      one row per start: who did what, from when to when
       chaos.jsonl        what slipstream chaos did to the run, and what that cost
       samples.jsonl      a few responses of every step, token by token, and of every evaluation
-      samples.index      where each of its rows is, and what they are sorted by
       timeline.jsonl     one row per step: who did what, from when to when
       curves.png         reward, evaluation, mismatch KL, entropy, sync seconds
       tensorboard/       the same numbers as events
@@ -106,7 +105,6 @@ class RunFolder:
     startup = Inside("startup.jsonl")
     chaos = Inside("chaos.jsonl")
     samples = Inside("samples.jsonl")
-    samples_index = Inside("samples.index")
     timeline = Inside("timeline.jsonl")
     log = Inside("run.log")
     curves = Inside("curves.png")

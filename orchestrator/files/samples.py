@@ -1,9 +1,9 @@
 """samples.jsonl: responses of training and of evaluations, token by token, for people and for `slipstream view`.
 
-    groups --shown_rollouts--> a few of them --sample_row--> --fitted--> samples.jsonl, samples.index
+    groups --shown_rollouts--> a few of them --sample_row--> --fitted--> samples.jsonl
 
-Owns: which rollouts of a step are shown, the form of a row, and its size. Does not own: the index's form
-(sample_index.py), how the trainer's figures reach their rollouts (loop/samples.py).
+Owns: which rollouts of a step are shown, the form of a row, and its size. Does not own: how the trainer's figures reach
+their rollouts (loop/samples.py).
 Invariants: the rows of one step take RunSection.max_sample_bytes_per_step at most: what is too long loses its
 middle, and says how much. A resumed run has the rows of a step once. Rows are in step order.
 """
@@ -13,14 +13,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
-
-import numpy as np
 
 from slipstream.conf.json_files import JsonObject
 from slipstream.orchestrator.figures.held_out import Evaluation
+from slipstream.orchestrator.files.row_files import end_of_rows
 from slipstream.orchestrator.files.run_folder import RunFolder
-from slipstream.orchestrator.files.sample_index import entry_of, read_index
 from slipstream.rollout.types import Group, Rollout
 
 SHORTEST_TEXT = 200
@@ -49,7 +46,7 @@ def shown_rollouts(groups: Sequence[Group], most: int) -> list[tuple[int, int]]:
 
 
 class SampleLog:
-    """Writes both files of one run.
+    """Writes the file of one run.
 
     Args:
         after_step: rows of later steps are removed: they belong to work that a resumed run redoes.
@@ -59,18 +56,11 @@ class SampleLog:
 
     def __init__(self, folder: RunFolder, *, after_step: int, most: int, most_bytes: int) -> None:
         self._most, self._most_bytes = most, most_bytes
-        entries = read_index(folder.samples, folder.samples_index)
-        kept = entries[: int(np.searchsorted(entries["step"], after_step, side="right"))]
-        end = int(kept["offset"][-1] + kept["length"][-1]) if len(kept) else 0
-        self._rows = folder.samples.open("ab")
-        self._rows.truncate(end)
-        self._offset = end
-        folder.samples_index.write_bytes(kept.tobytes())
-        self._entries = folder.samples_index.open("ab")
+        self._rows = folder.samples.open("a+b")
+        self._rows.truncate(end_of_rows(self._rows, after_step))
 
     def close(self) -> None:
         self._rows.close()
-        self._entries.close()
 
     def write(
         self,
@@ -94,18 +84,13 @@ class SampleLog:
                 ]
         left = self._most_bytes
         lines: list[bytes] = []
-        entries: list[np.ndarray[Any, Any]] = []
         for number, row in enumerate(rows):
             line = fitted(row, left // (len(rows) - number))
             if line is not None:
-                entries.append(entry_of(row, self._offset, len(line)))
                 lines.append(line)
                 left -= len(line)
-                self._offset += len(line)
         self._rows.write(b"".join(lines))
         self._rows.flush()
-        self._entries.write(b"".join(entry.tobytes() for entry in entries))
-        self._entries.flush()
 
 
 def sample_row(

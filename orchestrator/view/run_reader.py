@@ -1,8 +1,8 @@
 """One run's folder, as the page asks for it: what is new is read, and what is large is read where it is shown.
 
     metrics.jsonl, fleet.jsonl, timeline.jsonl   read once, then what is added
-    samples.index                                read whole (48 bytes a row), then what is added
-    samples.jsonl                                the rows of one page, by their offsets
+    samples.jsonl                                what rows are sorted by, once, then what is added (sample_index.py);
+                                                 the rows of one page whole, by their offsets
     traces/publish-N.json                        the one that is asked for
 
 Owns: which file answers what, and what is kept in memory. Does not own: the form of any file, HTTP (server.py).
@@ -22,10 +22,10 @@ from slipstream.conf.json_files import JsonObject, is_object, object_in
 from slipstream.orchestrator.control.run_state import state_of
 from slipstream.orchestrator.files.growing_file import GrowingFile, objects
 from slipstream.orchestrator.files.run_folder import RunFolder, flatten, saved_options
-from slipstream.orchestrator.files.sample_index import ENTRY, FAILED, KINDS, TRUNCATED, extended, read_index
 from slipstream.orchestrator.view.fleet_table import FleetTable
 from slipstream.orchestrator.view.metrics_table import MetricsTable
 from slipstream.orchestrator.view.sample_detail import detail, preview
+from slipstream.orchestrator.view.sample_index import ENTRY, FAILED, KINDS, TRUNCATED, extended
 from slipstream.orchestrator.view.sample_query import PAGE, SampleQuery, chosen
 from slipstream.orchestrator.view.step_timeline import concluded
 from slipstream.orchestrator.view.token_text import TokenText
@@ -52,7 +52,6 @@ class RunReader:
         self._timeline: dict[int, tuple[int, int]] = {}
         self._publishes: list[tuple[float, int, list[bool]]] = []
         self._index = np.zeros(0, ENTRY)
-        self._index_of = 0, 0
 
     # ---------------------------------------------------------------------------------------------- figures
 
@@ -195,13 +194,7 @@ class RunReader:
         return _row_at(self.folder.samples, int(entry["offset"]), int(entry["length"]))
 
     def _refresh_index(self) -> None:
-        samples = self.folder.samples
-        size, inode = _size(samples), _inode(samples)
-        if inode != self._index_of[1] or size < self._index_of[0]:
-            self._index = read_index(samples, self.folder.samples_index)
-        elif size > self._index_of[0]:
-            self._index = extended(samples, self._index)
-        self._index_of = size, inode
+        self._index = extended(self.folder.samples, self._index)
 
     def _refresh_timeline(self) -> None:
         news = self._timeline_file.news()
@@ -231,13 +224,6 @@ def _row_at(path: Path, offset: int, length: int) -> JsonObject | None:
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _inode(path: Path) -> int:
-    try:
-        return path.stat().st_ino
     except OSError:
         return 0
 

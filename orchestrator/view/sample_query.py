@@ -1,6 +1,6 @@
 """Which samples a page shows, and in which order: from the index alone. Pure.
 
-Owns: filters and orders by name. Does not own: the index (files/sample_index.py), the rows (run_reader.py).
+Owns: filters and orders by name. Does not own: the index (sample_index.py), the rows (run_reader.py).
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.conf.errors import ConfigError
-from slipstream.orchestrator.files.sample_index import FAILED, KINDS, TRUNCATED
+from slipstream.orchestrator.view.sample_index import FAILED, KINDS, TRUNCATED
 
 ORDERS: dict[str, tuple[str, bool]] = {
     "newest": ("step", True),

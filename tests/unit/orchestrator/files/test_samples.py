@@ -1,5 +1,5 @@
-"""Locks: samples.jsonl says of each token what engine and trainer said, stays within its bytes, and is read whole
-whatever state its index is in.
+"""Locks: samples.jsonl says of each token what engine and trainer said, stays within its bytes, and its rows are listed
+whatever became of it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.orchestrator.figures.held_out import Evaluation
-from slipstream.orchestrator.files import sample_index
 from slipstream.orchestrator.files.run_folder import RunFolder
-from slipstream.orchestrator.files.sample_index import ENTRY, FAILED, TRUNCATED, read_index
 from slipstream.orchestrator.files.samples import SampleLog, TrainedRollout, fitted, sample_row, shown_rollouts
+from slipstream.orchestrator.view.sample_index import ENTRY, FAILED, TRUNCATED, extended
 from slipstream.rollout.types import Group, Prompt, Rollout, Turn
 
 
@@ -117,13 +115,16 @@ def test_a_step_takes_its_bytes_at_most(tmp_path: Path) -> None:
     assert [bool(row.get("cut")) for row in rows_of(folder)] == [True] * 3 + [False] * 3
 
 
+NOTHING = np.zeros(0, ENTRY)
+
+
 def test_the_index_has_what_rows_are_sorted_by(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     log = SampleLog(folder, after_step=0, most=9, most_bytes=100_000)
     trained = {(1, 0): TrainedRollout(2, [0.5] * 3, [-1.5] * 3)}
     log.write(4, 4, [group(7, reward=None), group(8, reward=0.5)], [Evaluation(3, 3, {"hard": [group(9)]})], trained)
     log.close()
-    entries = np.fromfile(folder.samples_index, ENTRY)
+    entries = extended(folder.samples, NOTHING)
     assert entries["prompt_id"].tolist() == [7, 8, 9] and entries["kind"].tolist() == [0, 0, 1]
     assert entries["flags"].tolist() == [TRUNCATED | FAILED, TRUNCATED, TRUNCATED]
     assert entries["k3"][1] == pytest.approx(math.exp(-1) - 1 + 1, rel=1e-3)
@@ -134,102 +135,39 @@ def test_the_index_has_what_rows_are_sorted_by(tmp_path: Path) -> None:
         assert json.loads(line) == row
 
 
-def broken(folder: RunFolder, how: str) -> None:
-    rows, index = folder.samples.read_bytes(), folder.samples_index.read_bytes()
-    if how == "index is missing":
-        folder.samples_index.unlink()
-    elif how == "index is behind":
-        folder.samples_index.write_bytes(index[: 2 * ENTRY.itemsize])
-    elif how == "index ends inside an entry":
-        folder.samples_index.write_bytes(index[:-5])
-    elif how == "index is of another file":
-        folder.samples_index.write_bytes(b"\x07" * len(index))
-    elif how == "rows were replaced":
-        folder.samples.write_bytes(b'{"step": 1}\n' + rows)
-    elif how == "last row is half-written":
-        folder.samples.write_bytes(rows[:-9])
-    elif how == "something else is between rows":
-        lines = rows.splitlines(keepends=True)
-        folder.samples.write_bytes(b"".join([lines[0], b"\xff\x00 no json\n", *lines[1:]]))
-
-
-@pytest.mark.parametrize(
-    ("how", "steps"),
-    [
-        ("nothing", [1, 1, 2, 2, 3, 3]),
-        ("index is missing", [1, 1, 2, 2, 3, 3]),
-        ("index is behind", [1, 1, 2, 2, 3, 3]),
-        ("index ends inside an entry", [1, 1, 2, 2, 3, 3]),
-        ("index is of another file", [1, 1, 2, 2, 3, 3]),
-        ("rows were replaced", [1, 1, 1, 2, 2, 3, 3]),
-        ("last row is half-written", [1, 1, 2, 2, 3]),
-        ("something else is between rows", [1, 1, 2, 2, 3, 3]),
-    ],
-)
-def test_every_whole_row_is_found_whatever_became_of_the_files(tmp_path: Path, how: str, steps: list[int]) -> None:
+def test_every_whole_row_is_found_and_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
+    assert len(extended(folder.samples, NOTHING)) == 0
     written(folder, range(1, 4))
-    broken(folder, how)
-    entries = read_index(folder.samples, folder.samples_index)
-    assert entries["step"].tolist() == steps
-    content = folder.samples.read_bytes()
+    whole = folder.samples.read_bytes()
+    folder.samples.write_bytes(whole[:-9])  # killed while it wrote
+    assert extended(folder.samples, NOTHING)["step"].tolist() == [1, 1, 2, 2, 3]
+    written(folder, range(3, 5), after_step=2)  # the run goes on from a checkpoint of step 2
+    entries, content = extended(folder.samples, NOTHING), folder.samples.read_bytes()
+    assert entries["step"].tolist() == [1, 1, 2, 2, 3, 3, 4, 4] and content.startswith(whole)
     for entry in entries:
         assert json.loads(content[entry["offset"] : entry["offset"] + entry["length"]])["step"] == entry["step"]
-    written(folder, range(3, 5), after_step=2)  # the run goes on from a checkpoint of step 2
-    assert [row["step"] for row in map(json.loads, lines_that_are_rows(folder))] == [
-        *steps[: steps.index(3)],
-        3,
-        3,
-        4,
-        4,
-    ]
-    assert len(np.fromfile(folder.samples_index, ENTRY)) == len(read_index(folder.samples, folder.samples_index))
+    written(folder, range(0), after_step=0)
+    assert folder.samples.read_bytes() == b""
 
 
-@pytest.mark.parametrize(
-    ("change", "num_believed"),
-    [
-        (lambda entries: entries, 6),
-        (lambda entries: entries[:2], 2),
-        (lambda entries: entries[:0], 0),
-        (lambda entries: shifted(entries, 3, "length", -entries["length"][3].astype(int)), 3),
-        (lambda entries: shifted(entries, 2, "offset", -1), 2),
-        (lambda entries: shifted(entries, 5, "length", 1), 5),  # beyond the end of the file
-        (lambda entries: shifted(entries, 0, "step", 7), 0),
-        (lambda entries: shifted(entries, 5, "step", 7), 0),
-    ],
-)
-def test_rows_that_the_index_has_are_not_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, num_believed: int
-) -> None:
-    folder, begun = RunFolder(tmp_path), []
+def test_rows_that_are_known_are_read_again_only_where_the_file_is_another_one(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
     written(folder, range(1, 4))
-    entries = read_index(folder.samples, folder.samples_index)
-    starts = [*entries["offset"].tolist(), folder.samples.stat().st_size]
-    scan = sample_index.scan
-    monkeypatch.setattr(sample_index, "scan", lambda file, start: begun.append(start) or scan(file, start))
-    assert sample_index.extended(folder.samples, change(entries.copy())).tobytes() == entries.tobytes()
-    assert begun == [starts[num_believed]]
+    entries = extended(folder.samples, NOTHING)
+    known = entries.copy()
+    known["reward"] = 7.0
+    written(folder, range(4, 5), after_step=3)
+    assert extended(folder.samples, known)["reward"].tolist()[:7] == [7.0] * 6 + [1.0]
+    written(folder, range(2, 3), after_step=1, num_tokens=5)
+    assert extended(folder.samples, known)["step"].tolist() == [1, 1, 2, 2]
+    assert extended(folder.samples, known)["reward"][0] == 1.0
 
 
-def shifted(entries: np.ndarray, row: int, field: str, by: int) -> np.ndarray:
-    entries[field][row] = int(entries[field][row]) + by
-    return entries
-
-
-def test_an_entry_holds_what_a_row_says_as_far_as_it_fits(tmp_path: Path) -> None:
-    row = {"step": 1 << 40, "prompt_id": 1 << 40, "num_tokens": -3, "staleness": "2", "turns": [{}] * 70_000}
-    (entry,) = sample_index.entry_of(row, 5, 9)
-    names = ("offset", "length", "step", "prompt_id", "num_tokens", "staleness", "num_turns", "kind", "flags")
-    assert [int(entry[name]) for name in names] == [5, 9, (1 << 32) - 1, (1 << 31) - 1, 0, 0, (1 << 16) - 1, 0, FAILED]
+def test_a_line_that_is_no_row_is_left_out(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_bytes(b'{"step": 3}\n[1]\n{"step": "4"}\n{}\nno row\n{"step": 5}\n{"step": 6}')
-    with file.open("rb") as rows:
-        found = list(sample_index.scan(rows, 0))
-    assert [(int(one["step"][0]), int(one["offset"][0]), int(one["length"][0])) for one in found] == [
-        (3, 0, 12), (5, 12 + 4 + 14 + 3 + 7, 12)
+    file.write_bytes(b'{"step": 3}\n[1]\n{"step": "4"}\n{}\nno row\n\xff\n{"step": 5, "turns": [{}, {}]}\n{"step": 6}')
+    found = extended(file, NOTHING)
+    assert [(one["step"], one["offset"], one["length"], one["num_turns"]) for one in found] == [
+        (3, 0, 12, 0), (5, 12 + 4 + 14 + 3 + 7 + 2, 31, 2)
     ]  # fmt: skip
-
-
-def lines_that_are_rows(folder: RunFolder) -> list[bytes]:
-    return [line for line in folder.samples.read_bytes().splitlines() if line.startswith(b"{")]

@@ -14,12 +14,12 @@ from bench.run_folders import MadeUpRun
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.cli.main import main
 from slipstream.orchestrator.files.growing_file import GrowingFile, objects
-from slipstream.orchestrator.files.sample_index import ENTRY
 from slipstream.orchestrator.view.command import ViewOptions, run_view
 from slipstream.orchestrator.view.fleet_table import FleetTable
 from slipstream.orchestrator.view.metrics_table import MetricsTable
 from slipstream.orchestrator.view.run_reader import RunReader
 from slipstream.orchestrator.view.sample_detail import MOST_CHARS, MOST_TOKENS, detail
+from slipstream.orchestrator.view.sample_index import ENTRY
 from slipstream.orchestrator.view.sample_query import ORDERS, SampleQuery, chosen, parse_query
 from slipstream.orchestrator.view.server import answer
 from slipstream.orchestrator.view.step_timeline import concluded
