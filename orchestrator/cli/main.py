@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from slipstream.conf.errors import ConfigError, SlipstreamError
 from slipstream.orchestrator.cli import flags as cli_flags
@@ -23,9 +23,6 @@ from slipstream.orchestrator.cli import offline_commands, run_commands, start_co
 from slipstream.orchestrator.cli.exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, say, tell
 from slipstream.orchestrator.signals import wound_down_by_signals
 from slipstream.orchestrator.socket_folder import for_engines_alone
-
-if TYPE_CHECKING:
-    pass
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,8 +1,7 @@
 """What a plan consists of: tasks, one at a time as objects, and all of a trainer rank's as columns.
 
 Owns: `Task` and its pieces, the columnar form and its bytes. Does not own: how tasks come about (plan.py) or are
-replayed (pipeline.py, which iterates over objects). Invariant: a table is the sequence of its tasks; equal sequences
-have equal bytes.
+replayed (pipeline.py, which iterates over objects). Invariant: equal schedules have equal bytes.
 
     row i of a table   bytes that are packed once, and the replicas that get them, in schedule order
                        its pieces are the next num_pieces[i] of the table's, in the same order
@@ -13,21 +12,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast, overload
+from typing import Any
 
 import numpy as np
 
-from slipstream.weight_sync.errors import PlanError
 from slipstream.weight_sync.layout import DTYPE_BYTES, Destination, Region
 from slipstream.weight_sync.plan.columns import (
     Ints,
     Narrow,
     as_list,
-    axes_code,
     axes_of,
     concatenated,
     num_dims,
-    padded,
     region_of,
     starts_of,
 )
@@ -134,7 +130,7 @@ _ROW_COLUMNS = ("replicas", "group", "dest_rank", "param", "dest_offset_bytes", 
 
 
 @dataclass(frozen=True, eq=False)
-class TaskTable(Sequence[Task]):
+class TaskTable:
     """The tasks of one trainer rank in schedule order, one row per block of bytes."""
 
     source_rank: int
@@ -152,52 +148,6 @@ class TaskTable(Sequence[Task]):
     num_pieces: Ints
     pieces: PieceColumns
     """Those of all rows, row after row; their `names` may be more than these use."""
-
-    @classmethod
-    def of(cls, source_rank: int, tasks: Sequence[Task]) -> TaskTable:
-        """The columns of any tasks of one trainer rank; a table is itself."""
-        if isinstance(tasks, cls) and tasks.source_rank == source_rank:
-            return tasks
-        blocks: list[tuple[Task, list[int]]] = []
-        for task in tasks:
-            if task.source_rank != source_rank:
-                raise PlanError(f"source rank {source_rank} is given a task of source rank {task.source_rank}: {task}")
-            if blocks and replace(blocks[-1][0], replica=task.replica) == task:
-                blocks[-1][1].append(task.replica)
-            else:
-                blocks.append((task, [task.replica]))
-        names: dict[str, int] = {}
-        params: dict[str, int] = {}
-        sets: dict[tuple[int, ...], int] = {}
-        rows = [
-            (
-                sets.setdefault(tuple(replicas), len(sets)),
-                MESH_GROUPS.index(task.mesh_group),
-                task.dest_rank,
-                params.setdefault(task.param, len(params)),
-                task.dest_offset_bytes,
-                task.num_bytes,
-                DTYPES.index(task.dtype),
-                len(task.pieces),
-            )
-            for task, replicas in blocks
-        ]
-        columns = np.array(rows, np.int64).reshape(-1, len(_ROW_COLUMNS)).T
-        pieces = [piece for task, _ in blocks for piece in task.pieces]
-        return cls(
-            source_rank,
-            tuple(params),
-            tuple(sets),
-            **dict(zip(_ROW_COLUMNS, columns)),
-            pieces=PieceColumns(
-                tuple(dict.fromkeys(piece.tensor for piece in pieces)),
-                np.array([names.setdefault(piece.tensor, len(names)) for piece in pieces], np.int64),
-                padded([piece.region.start for piece in pieces], 0),
-                padded([piece.region.shape for piece in pieces], 1),
-                np.array([axes_code(piece.axes) for piece in pieces], np.int64),
-                np.array([piece.offset_elements for piece in pieces], np.int64),
-            ),
-        )
 
     @cached_property
     def num_replicas(self) -> Ints:
@@ -227,13 +177,11 @@ class TaskTable(Sequence[Task]):
         """Blocks of bytes that are packed."""
         return len(self.num_bytes)
 
-    def rows(self, start: int = 0) -> Iterator[tuple[Task, tuple[int, ...]]]:
-        """Every row from `start` on: its first task, and its replicas."""
+    def rows(self) -> Iterator[tuple[Task, tuple[int, ...]]]:
+        """Of every row its first task, and its replicas."""
         columns = (self.replicas, self.group, self.dest_rank, self.param, self.dest_offset_bytes, self.num_bytes)
         columns = (*columns, self.dtype, starts_of(self.num_pieces), self.num_pieces)
-        members, group, dest_rank, param, offset, size, dtype, first, count = (
-            as_list(column[start:]) for column in columns
-        )
+        members, group, dest_rank, param, offset, size, dtype, first, count = map(as_list, columns)
         for row in range(len(members)):
             replicas = self.replica_sets[members[row]]
             yield (
@@ -256,26 +204,6 @@ class TaskTable(Sequence[Task]):
             yield task
             for replica in replicas[1:]:
                 yield replace(task, replica=replica)
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
-        if isinstance(index, slice):
-            return tuple(self)[index]
-        position = range(len(self))[index]
-        row = int(np.searchsorted(np.cumsum(self.num_replicas), position, side="right"))
-        task, replicas = next(self.rows(row))
-        return replace(task, replica=replicas[position - int(self.num_replicas[:row].sum())])
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, TaskTable):
-            return self.source_rank == other.source_rank and self.to_wire() == other.to_wire()
-        if not isinstance(other, Sequence):
-            return NotImplemented
-        others = cast(Sequence[object], other)
-        return len(self) == len(others) and all(a == b for a, b in zip(self, others))
 
     def to_wire(self) -> dict[str, Any]:
         """Plain data for msgpack: names by number in order of use, columns as little-endian 64-bit numbers."""

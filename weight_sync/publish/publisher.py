@@ -31,12 +31,14 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from slipstream.conf.schema import WeightSyncConfig
 from slipstream.weight_sync.errors import ProtocolError, TransportError
 from slipstream.weight_sync.layout import Destination, DestLayout, SourceLayout
+from slipstream.weight_sync.plan.columns import as_list
 from slipstream.weight_sync.plan.transfer_plan import PlanSummary, rank_plan_from_wire
 from slipstream.weight_sync.publish.address_book import AddressBook, Addresses
 from slipstream.weight_sync.publish.bases import Bases
@@ -47,7 +49,6 @@ from slipstream.weight_sync.publish.rank0 import Agreed, Rank0
 from slipstream.weight_sync.publish.report import PublishReport, joined
 from slipstream.weight_sync.publish.sums import Places, Sums
 from slipstream.weight_sync.publish.transaction import Alive
-from slipstream.weight_sync.publish.waves import assign_waves
 from slipstream.weight_sync.source import WeightSource
 from slipstream.weight_sync.transport.base import Transport
 from slipstream.weight_sync.typed_msgpack import Sent
@@ -193,7 +194,8 @@ class Publisher:
             raise ProtocolError("publish() before connect()")
         self.disconnect(exclude)
         included = [number for number in range(len(self._endpoints)) if number not in exclude]
-        waves = assign_waves(included, self._config.publish_waves) or [[]]
+        num_waves = max(1, min(self._config.publish_waves, len(included)))
+        waves = [as_list(wave) for wave in np.array_split(np.array(included, np.int64), num_waves)]
         self._bases.begin()
         reports = [
             self._publish_wave(version, wave, trace.with_stem(f"{trace.stem}-wave{i}") if trace and i else trace)

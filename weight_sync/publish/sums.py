@@ -12,7 +12,7 @@ sends 80,000 different (engine rank, parameter) pairs, and rank 0 took nine seco
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -63,11 +63,8 @@ class Places:
         return self.first[dest] + self._within[dest][param]
 
 
-class Sums(Mapping[Destination, dict[str, tuple[int, int]]]):
-    """Bytes and hash sums, readable as a mapping by names: {(0, 3): {"lm_head.weight": (2048, 9127364)}}.
-
-    Engine ranks and parameters to which nothing was written are absent.
-    """
+class Sums:
+    """Bytes and hash sums, each in its place."""
 
     def __init__(self, places: Places, table: Ints | None = None) -> None:
         self.places = places
@@ -81,17 +78,3 @@ class Sums(Mapping[Destination, dict[str, tuple[int, int]]]):
     def part(self, dest: Destination) -> Ints:
         """The columns of one engine rank, zeros included: a view."""
         return self.table[:, self.places.columns(dest)]
-
-    def __getitem__(self, dest: Destination) -> dict[str, tuple[int, int]]:
-        sizes, hashes = self.part(dest)
-        found = zip(self.places.params[dest], sizes.tolist(), hashes.view(np.uint64).tolist())
-        by_name = {name: (size, total) for name, size, total in found if size}
-        if not by_name:
-            raise KeyError(dest)
-        return by_name
-
-    def __iter__(self) -> Iterator[Destination]:
-        return (dest for dest in self.places.params if self.part(dest)[0].any())
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases.plan_tables import by_name
 from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.publish import PlainEngine, checkpoint, engine_layout, expected_of
 from hypothesis import given
@@ -100,7 +101,7 @@ def test_an_engine_holds_what_is_on_disk(world_size: int, stored: torch.dtype, t
             pipeline.prepare(version)
             result = pipeline.run(version, bindings, {0: 5.0})
             assert result.report.errors == {}
-            for (_, rank), sums in result.sums.items():
+            for (_, rank), sums in by_name(result.sums).items():
                 for param, (count, total) in sums.items():
                     had = expected[rank].get(param, (0, 0))
                     expected[rank][param] = (had[0] + count, (had[1] + total) % 2**64)

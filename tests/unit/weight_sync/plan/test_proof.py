@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from cases.layouts import systems
+from cases.plan_tables import table_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles.scalar_proof import prove_by_element
@@ -24,7 +25,7 @@ from slipstream.weight_sync.layout import (
 )
 from slipstream.weight_sync.plan.plan import build_plan
 from slipstream.weight_sync.plan.proof import prove_coverage
-from slipstream.weight_sync.plan.tasks import DTYPES, MESH_GROUPS, Piece, Task, TaskTable
+from slipstream.weight_sync.plan.tasks import DTYPES, MESH_GROUPS, Piece, Task
 from slipstream.weight_sync.plan.transfer_plan import TransferPlan
 
 FEW = settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -96,15 +97,15 @@ def broken_plan(draw: st.DrawFn, kind: str, plan: TransferPlan) -> TransferPlan:
     if kind == "sender":
         other = draw(st.sampled_from(sorted(plan.tasks)))
         moved = [dataclasses.replace(task, source_rank=other) for task in tasks]
-        schedule = {rank: TaskTable.of(rank, [])}
-        schedule |= {other: TaskTable.of(other, [*schedule.get(other, plan.tasks[other]), *moved])}
+        schedule = {rank: table_of(rank, [])}
+        schedule |= {other: table_of(other, [*schedule.get(other, plan.tasks[other]), *moved])}
         return dataclasses.replace(plan, tasks={**plan.tasks, **schedule})
     if kind == "order":
         tasks = draw(st.permutations(tasks))
     else:
         index = draw(st.integers(0, len(tasks) - 1))
         tasks[index : index + 1] = broken_task(draw, kind, tasks[index], tasks)
-    return dataclasses.replace(plan, tasks={**plan.tasks, rank: TaskTable.of(rank, tasks)})
+    return dataclasses.replace(plan, tasks={**plan.tasks, rank: table_of(rank, tasks)})
 
 
 def broken_sides(
@@ -166,7 +167,7 @@ def test_both_proofs_refuse_a_task_without_bytes(change):
     plan = build_plan(sources, replicas, max_task_bytes=64)
     (task,) = plan.tasks[0]
     empty = dataclasses.replace(task, **change)
-    wrong = dataclasses.replace(plan, tasks={0: TaskTable.of(0, [empty, task])})
+    wrong = dataclasses.replace(plan, tasks={0: table_of(0, [empty, task])})
     assert is_refused(prove_coverage, wrong, replicas, sources)
     assert is_refused(prove_by_element, wrong, replicas, sources)
 
@@ -197,7 +198,7 @@ class Joined:
         self.plan = build_plan(self.sources, [[self.layout]], max_task_bytes=64)
 
     def refused(self, tasks: list[Task], **changes: object) -> str:
-        plan = dataclasses.replace(self.plan, tasks={0: TaskTable.of(0, tasks)}, **changes)
+        plan = dataclasses.replace(self.plan, tasks={0: table_of(0, tasks)}, **changes)
         by_element = is_refused(prove_by_element, plan, [[self.layout]], self.sources)
         by_columns = is_refused(prove_coverage, plan, [[self.layout]], self.sources)
         assert bool(by_element) == bool(by_columns), (by_element, by_columns)
@@ -244,7 +245,7 @@ def test_a_piece_that_is_walked_in_another_order_than_its_elements_lie_in_is_ref
     (task,) = plan.tasks[0]
     for order in ((0, 1), (1, 0)):
         turned = dataclasses.replace(task, pieces=(Piece("t", whole, order, 0),))
-        wrong = dataclasses.replace(plan, tasks={0: TaskTable.of(0, [turned])})
+        wrong = dataclasses.replace(plan, tasks={0: table_of(0, [turned])})
         for prove in (prove_coverage, prove_by_element):
             assert (is_refused(prove, wrong, [[layout]], sources) == "") == (order == axes), (prove, order)
 
@@ -297,17 +298,16 @@ def test_a_derived_parameter_may_have_fills_and_no_task_and_whose_task_it_is_is_
     assert is_refused(prove_by_element, plan, [[layout]] * 2, sources) == ""
     (task, _) = plan.tasks[0]
     task = dataclasses.replace(task, source_rank=1, replica=1, param="d")
-    wrong = dataclasses.replace(plan, tasks={**plan.tasks, 1: TaskTable.of(1, [task])})
+    wrong = dataclasses.replace(plan, tasks={**plan.tasks, 1: table_of(1, [task])})
     said = is_refused(prove_coverage, wrong, [[layout]] * 2, sources)
     assert "replica 1 rank 0: d is derived, and Task(" in said and "source_rank=1, replica=1," in said
 
 
-def test_a_task_is_the_same_by_its_place_and_in_its_turn_whichever_replicas_have_it() -> None:
+def test_tasks_come_in_their_turn_whichever_replicas_have_them() -> None:
     one, other = Joined().right
     tasks = [dataclasses.replace(task, replica=replica, dest_offset_bytes=at)
              for task, replica, at in ((one, 0, 0), (one, 1, 0), (other, 1, 0), (other, 0, 32))]  # fmt: skip
-    table = TaskTable.of(0, tasks)
-    assert [table[place] for place in range(4)] == list(table) == tasks
+    assert list(table_of(0, tasks)) == tasks
 
 
 def test_a_task_longer_than_the_bound_is_refused_and_one_as_long_is_not() -> None:

@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 from cases.layouts import systems
+from cases.plan_tables import table_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -67,7 +68,7 @@ def plans(draw: st.DrawFn) -> TransferPlan:
                 piece = Piece("w", Region((0,), (num_bytes,)), (0,), 0)
                 schedule.append(Task(group, rank, *where, "w", 1000 * position, num_bytes, "uint8", (piece,)))
                 expected[where]["w"] += num_bytes
-        tasks[rank] = TaskTable.of(rank, schedule)
+        tasks[rank] = table_of(rank, schedule)
     return TransferPlan("", STAGING.max_task_bytes, tasks, expected, "", {})
 
 
@@ -136,7 +137,7 @@ def test_loads_are_those_of_the_pipeline(system, limit):
     plan = build_plan(*system, max_task_bytes=limit // staging.TASKS_A_SLOT)
     for rank, tasks in plan.tasks.items():
         limits = Staging(watermark_bytes=2 * limit)
-        loads, slot_bytes = load_bytes(TaskTable.of(rank, tuple(tasks)), limits)
+        loads, slot_bytes = load_bytes(table_of(rank, tuple(tasks)), limits)
         expected = pipeline.cut_into_packets(tasks, slot_bytes, limits)
         assert loads.tolist() == [sum(packet.tasks[0].num_bytes for packet in packets) for packets in expected]
 
@@ -149,7 +150,7 @@ def test_loads_are_those_of_the_pipeline(system, limit):
 def test_loads_of_many_packets_are_those_of_the_pipeline(watermark_bytes, packets):
     schedule = (tuple(even_plan(num_bytes=1 << 12).tasks[0]) * 30_000)[:30_000]
     limits = Staging(watermark_bytes=watermark_bytes)
-    loads, slot_bytes = load_bytes(TaskTable.of(0, schedule), limits)
+    loads, slot_bytes = load_bytes(table_of(0, schedule), limits)
     assert (loads // schedule[0].num_bytes).tolist() == packets
     assert [len(load) for load in pipeline.cut_into_packets(schedule, slot_bytes, limits)] == packets
 
@@ -236,10 +237,10 @@ def test_what_changed_costs_passes_to_find_and_to_put_in_and_saves_bytes():
 
 def test_messages_are_of_all_parameters_and_stand_before_the_proof():
     # Three engine ranks of two replicas with 2 parameters each: 6 entries told, 4 of them read by the first replica.
-    task = even_plan().tasks[0][0]
+    task = next(iter(even_plan().tasks[0]))
     dests = [(0, 0), (0, 1), (1, 0)]
     rows = [dataclasses.replace(task, replica=r, dest_rank=d) for r, d in dests]
-    tasks = {0: TaskTable.of(0, rows), 1: TaskTable.of(1, ())}
+    tasks = {0: table_of(0, rows), 1: table_of(1, ())}
     plan = TransferPlan("", 1 << 30, tasks, {where: {"v": 0, "w": task.num_bytes} for where in dests}, "", {})
     rates = dataclasses.replace(BARE, entry_s=3.0)
     found, silent = run(plan, rates), run(plan, BARE)

@@ -17,6 +17,7 @@ from cases.pipeline_world import (
     destinations,
     num_reads,
 )
+from cases.plan_tables import by_name
 from fakes.memory_transport import Fault
 from fakes.publish import DictSource, engine_layout
 
@@ -36,7 +37,7 @@ def test_every_byte_arrives_and_is_counted_and_hashed() -> None:
     assert world.arrived(0, 3)
     for rank in range(NUM_RANKS):
         params = world.engines[0].params[rank]
-        sums = result.sums[0, rank]
+        sums = by_name(result.sums)[0, rank]
         assert {name: count for name, (count, _) in sums.items()} == world.plan.expected[0, rank]
         for name, (count, total) in sums.items():
             assert total == hash_bytes(params[name].reshape(-1).view(torch.uint8)[:count])
@@ -59,8 +60,8 @@ def test_hashes_of_more_packets_than_the_device_has_sums_for(
         world.pipeline.prepare(version)
         world.pipeline.cancel()
         result = world.run(version)
-        assert result.report.errors == {} and result.sums.keys() == world.bindings().keys()
-        for (replica, rank), sums in result.sums.items():
+        assert result.report.errors == {} and by_name(result.sums).keys() == world.bindings().keys()
+        for (replica, rank), sums in by_name(result.sums).items():
             params = world.engines[replica].params[rank]
             for name, (count, total) in sums.items():
                 assert total == hash_bytes(params[name].reshape(-1).view(torch.uint8)[:count])
@@ -333,7 +334,7 @@ def test_a_traced_run_has_a_span_for_every_stage_of_every_load() -> None:
 def test_staging_leaves_the_link_with_its_plan_and_with_the_pipeline() -> None:
     world = World()
     (first,) = world.transport.registered
-    world.pipeline.load(world.plan.tasks[0][:1])  # another plan, another staging
+    world.pipeline.load(list(world.plan.tasks[0])[:1])  # another plan, another staging
     (second,) = world.transport.registered
     assert second.num_bytes < first.num_bytes
     world.pipeline.close()
