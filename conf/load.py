@@ -14,9 +14,9 @@ read, nothing is written, and the working directory does not change.
 
 from __future__ import annotations
 
-import copy
 import difflib
 import functools
+import pickle
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,8 +99,9 @@ def _compose(words: Sequence[str], config_dir: Path | None = None) -> DictConfig
 
 
 @functools.lru_cache(maxsize=64)
-def _presets(words: tuple[str, ...]) -> DictConfig:
-    return _compose(words)
+def _presets(words: tuple[str, ...]) -> bytes:
+    """Pickled: a copy out of that takes a fifth of the time of copy.deepcopy."""
+    return pickle.dumps(_compose(words))
 
 
 def _composed_of_presets(parsed: Sequence[Override]) -> DictConfig:
@@ -108,7 +109,7 @@ def _composed_of_presets(parsed: Sequence[Override]) -> DictConfig:
     process, which takes most of the time; options are set afterwards, as Hydra does.
     """
     groups = [override for override in parsed if override.key_or_group in GROUPS]
-    tree = copy.deepcopy(_presets(tuple(map(_for_hydra, groups))))
+    tree: DictConfig = pickle.loads(_presets(tuple(map(_for_hydra, groups))))
     for override in parsed:
         if override.key_or_group not in GROUPS:
             OmegaConf.update(tree, override.key_or_group, override.value(), merge=True, force_add=True)

@@ -349,11 +349,12 @@ def test_letters_beyond_ascii_need_no_quotes(word: str, read: object, tmp_path: 
         return list(found) if isinstance(found, tuple) else found
 
     (tmp_path / "experiment").mkdir()
-    words, saved = [QUICKSTART, word], resolved_yaml(load_run_config([QUICKSTART]))
-    for config in (load_run_config(words), load_run_config(words, tmp_path), load_resolved_yaml(saved, [word])):
-        assert value(config) == read
-        assert load_resolved_yaml(resolved_yaml(config)) == config
-        load.check_model_reads_overrides(config, [word], {})
+    words = [QUICKSTART, word]
+    config = load_run_config(words)
+    saved = resolved_yaml(config)
+    assert [value(one) for one in (config, load_run_config(words, tmp_path))] == [read] * 2
+    assert load_resolved_yaml(saved) == load_resolved_yaml(saved, [word]) == config
+    load.check_model_reads_overrides(config, [word], {})
 
 
 @pytest.mark.parametrize(

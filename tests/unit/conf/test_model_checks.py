@@ -36,48 +36,17 @@ SFT = ["experiment=sft_quickstart", "data.max_sequence_tokens=64"]
 @pytest.mark.parametrize(
     ("check", "words", "right", "wrong", "message"),
     [
-        (
-            check_ep_size_fits_experts, EIGHT_RANKS, {"num_experts": 8}, {"num_experts": 7},
-            "trainer.ep_size=8 is more than the model's 7 experts; with trainer.num_ranks=8 it can be 1, 2, 4$",
-        ),
-        (
-            check_sequence_fits_model, ["rollout.max_model_len=64"], {"max_position_embeddings": 64},
-            {"max_position_embeddings": 63}, "rollout.max_model_len=64 is more than .*to at most 63",
-        ),
-        (
-            check_sequence_fits_model, SFT, {"max_position_embeddings": 64},
-            {"max_position_embeddings": 63}, "data.max_sequence_tokens=64 is more than .*to at most 63",
-        ),
+        (check_ep_size_fits_experts, EIGHT_RANKS, {"num_experts": 8}, {"num_experts": 7}, "trainer.ep_size=8 is more than the model's 7 experts; with trainer.num_ranks=8 it can be 1, 2, 4$"),
+        (check_sequence_fits_model, ["rollout.max_model_len=64"], {"max_position_embeddings": 64}, {"max_position_embeddings": 63}, "rollout.max_model_len=64 is more than .*to at most 63"),
+        (check_sequence_fits_model, SFT, {"max_position_embeddings": 64}, {"max_position_embeddings": 63}, "data.max_sequence_tokens=64 is more than .*to at most 63"),
         (check_head_dim_on_cpu, [], {"head_dim": 512}, {"head_dim": 576}, "head_dim=576 has no attention kernel"),
-        (
-            check_head_dim_on_cpu, [], {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 48},
-            {"kv_lora_rank": 512, "qk_rope_head_dim": 32}, "this model has 512 and 32",
-        ),
-        (
-            check_head_dim_on_cpu, [], {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
-            {"kv_lora_rank": 256, "qk_rope_head_dim": 64}, "this model has 256 and 64",
-        ),
-        (
-            check_int4_kernels_add_adapters, TWO_PARTS, {"hidden_size": 256, "moe_intermediate_size": 128},
-            {"hidden_size": 256, "moe_intermediate_size": 64}, "got 256 and 64 / 2",
-        ),
-        (
-            check_int4_kernels_add_adapters, WHOLE_EXPERTS, {"hidden_size": 128, "moe_intermediate_size": 64},
-            {"hidden_size": 192, "moe_intermediate_size": 64}, "got 192 and 64 / 1",
-        ),
-        (
-            check_engine_forward_knows_the_model, BITWISE, {"model_type": "qwen3", "head_dim": 256},
-            {"model_type": "qwen3", "head_dim": 80}, "head_dim=80: only at 128, 192, 256",
-        ),
-        (
-            check_engine_forward_knows_the_model, BITWISE,
-            {"model_type": "qwen3", "rope_parameters": {"rope_type": "default"}},
-            {"model_type": "qwen3", "rope_parameters": {"type": "linear"}}, "positions scaled by linear",
-        ),
-        (
-            check_engine_forward_knows_the_model, BITWISE, {"model_type": "qwen3_moe"},
-            {"model_type": "qwen3_moe", "quantization_config": {"quant_method": "fp8"}}, "quantized engines",
-        ),
+        (check_head_dim_on_cpu, [], {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 48}, {"kv_lora_rank": 512, "qk_rope_head_dim": 32}, "this model has 512 and 32"),
+        (check_head_dim_on_cpu, [], {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, {"kv_lora_rank": 256, "qk_rope_head_dim": 64}, "this model has 256 and 64"),
+        (check_int4_kernels_add_adapters, TWO_PARTS, {"hidden_size": 256, "moe_intermediate_size": 128}, {"hidden_size": 256, "moe_intermediate_size": 64}, "got 256 and 64 / 2"),
+        (check_int4_kernels_add_adapters, WHOLE_EXPERTS, {"hidden_size": 128, "moe_intermediate_size": 64}, {"hidden_size": 192, "moe_intermediate_size": 64}, "got 192 and 64 / 1"),
+        (check_engine_forward_knows_the_model, BITWISE, {"model_type": "qwen3", "head_dim": 256}, {"model_type": "qwen3", "head_dim": 80}, "head_dim=80: only at 128, 192, 256"),
+        (check_engine_forward_knows_the_model, BITWISE, {"model_type": "qwen3", "rope_parameters": {"rope_type": "default"}}, {"model_type": "qwen3", "rope_parameters": {"type": "linear"}}, "positions scaled by linear"),
+        (check_engine_forward_knows_the_model, BITWISE, {"model_type": "qwen3_moe"}, {"model_type": "qwen3_moe", "quantization_config": {"quant_method": "fp8"}}, "quantized engines"),
         *(
             (check_lora_adapts_something, MLP_ALONE, right, NO_MLP, "has experts only; set trainer.lora.experts=true")
             for right in (

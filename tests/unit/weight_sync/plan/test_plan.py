@@ -43,7 +43,7 @@ from slipstream.weight_sync.plan.schedule import MIN_SHARED_BYTES
 from slipstream.weight_sync.plan.tasks import MESH_GROUPS, Task
 from slipstream.weight_sync.plan.transfer_plan import TransferPlan, rank_plan_from_wire
 
-PROPERTY = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+PROPERTY = settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 def all_tasks(plan: TransferPlan) -> list[Task]:

@@ -28,7 +28,7 @@ from slipstream.weight_sync.plan.proof import prove_coverage
 from slipstream.weight_sync.plan.tasks import DTYPES, MESH_GROUPS, Piece, Task
 from slipstream.weight_sync.plan.transfer_plan import TransferPlan
 
-FEW = settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+FEW = settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 PIECE_KINDS = ("tensor", "start", "shape", "axes", "packed at")
 TASK_KINDS = ("lost", "twice", "offset", "bytes", "dtype", "group", "param", "rank", "replica", "pieces of another")
 PLAN_KINDS = ("order", "sender", "expected", "bound")

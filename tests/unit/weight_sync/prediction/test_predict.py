@@ -23,7 +23,7 @@ from slipstream.weight_sync.prediction.links import LinkRates, Placement, place
 from slipstream.weight_sync.prediction.predict import Prediction, apply_passes, load_bytes, predict
 from slipstream.weight_sync.publish import pipeline
 
-PROPERTY = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+PROPERTY = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 SLOW = LinkRates(
     nic_bytes_s=1e3,
     nvlink_bytes_s=4e3,
