@@ -39,7 +39,6 @@ test: setup       ## Everything CI runs: unit, contract, system; fails at the en
 unit: setup       ## No GPU, network or Ray; 3 to 8 min on two cores
 	@$(TEST_ENV) $(CPU_$(PERSONALITY)) $(PY) -m pytest tests/unit -q $(SHARED) --durations=40
 
-contract: JOBS := 3 # they wait for processes and deadlines
 contract: setup   ## Real Mooncake, real vLLM loaders, real processes, a real browser
 	@requirements/browser.sh
 	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(PY) -m pytest tests/contract -q $(SHARED) --durations=40

@@ -44,7 +44,6 @@ def publish(folder: Path, *, source: WeightSource | None = None, **parallel: Any
         ("glm4_moe", 1, False),
         ("deepseek_v3", 2, True),
         ("glm4_moe_lite", 1, False),
-        ("qwen3_moe", 2, False),
         ("qwen3_next", 2, False),
     ],
 )

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import psutil
+from cases.environment_of_a_child import written_environment
 from cases.tiny_models import DENSE
 from cases.vllm_process import import_path
 
@@ -45,10 +46,6 @@ if __name__ == "__main__":
 """
 
 
-def environment_of_a_child(file: Path) -> None:
-    file.write_text(json.dumps(dict(os.environ)))
-
-
 def test_engines_and_ranks_are_forked_from_the_worker_and_all_end_with_it(tmp_path: Path) -> None:
     """Of each process that imported vLLM anew there would be another command line."""
     config = DENSE | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
@@ -76,11 +73,11 @@ def test_a_forked_process_has_the_environment_in_which_it_was_made(tmp_path: Pat
     context = ForkContext()
     os.environ["SET_BEFORE"] = "1"
     try:
-        first = context.Process(target=environment_of_a_child, args=(tmp_path / "first",))
+        first = context.Process(target=written_environment, args=(tmp_path / "first",))
         first.start()  # the server starts here
         del os.environ["SET_BEFORE"]
         os.environ["SET_LATER"] = "1"
-        second = context.Process(target=environment_of_a_child, args=(tmp_path / "second",))
+        second = context.Process(target=written_environment, args=(tmp_path / "second",))
         second.start()
     finally:
         os.environ.pop("SET_BEFORE", None)

@@ -6,8 +6,11 @@ One process, forked from that of the tests, has all of them and what needs no ca
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
+import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +28,6 @@ from slipstream.conf.tensor_parallel import tp_problem
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint
 from slipstream.orchestrator.offline.record import layouts_digest, record
 from slipstream.rollout.engine.engine_options import engine_arguments
-from slipstream.rollout.errors import EngineError
 from slipstream.rollout.layouts.offline_layout import LayoutRequest, offline_layouts
 from slipstream.weight_sync.layout import DestLayout, PostLoad
 from slipstream.weight_sync.record.layout_wire import layouts_from_bytes, layouts_to_bytes
@@ -51,6 +53,7 @@ LIVE = {
 }  # fmt: skip
 """Model and tp_size of live engines."""
 SPLIT = "expert parallel"
+UNBUILT = "without a projection"
 RECORDED: dict[str, dict[str, Any]] = {
     "recorded qwen3_moe-1": {"model": "qwen3_moe"},
     "recorded qwen3_moe-2": {"model": "qwen3_moe", "tp_size": 2},
@@ -77,7 +80,7 @@ def in_vllm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, s
     """What live engines said, a folder for each, and by case what failed in the one process of them all."""
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("live")
-    return folder, outcomes_of(compare, folder, [*LIVE, *SIZES, *FAMILIES, *RECORDED])
+    return folder, outcomes_of(compare, folder, [*LIVE, *SIZES, *FAMILIES, *RECORDED, UNBUILT])
 
 
 @pytest.fixture(scope="module")
@@ -140,13 +143,9 @@ def test_a_damaged_layout_is_recorded_again_and_a_kept_one_is_not(cache: Path, m
     assert offline_layouts(asked("qwen3"), cache) == first
 
 
-def test_what_the_engine_cannot_build_is_an_error_that_says_why(tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
-    whole = asked("qwen3")
-    request = replace(whole, tensors=[meta for meta in whole.tensors if not meta.name.endswith("o_proj.weight")])
-    with pytest.raises(EngineError, match=r"RecordError: .*o_proj"):
-        offline_layouts(request, tmp_path)
-    assert not list(tmp_path.iterdir())
+def test_what_the_engine_cannot_build_is_an_error_that_says_why(in_vllm: tuple[Path, dict[str, str]]) -> None:
+    """How it reaches the caller: tests/unit/rollout/layouts."""
+    assert in_vllm[1][UNBUILT] == "", in_vllm[1][UNBUILT]
 
 
 @pytest.mark.parametrize("case", SIZES)
@@ -255,9 +254,24 @@ def record_and_keep(case: str, folder: Path) -> None:
     request.file(folder).write_bytes(layouts_to_bytes(layouts))
 
 
+def fail_to_record(folder: Path) -> None:
+    """As the process of a recording does."""
+    from slipstream.rollout.layouts.meta_engine import main
+
+    whole, said = asked("qwen3"), io.StringIO()
+    request = replace(whole, tensors=[meta for meta in whole.tensors if not meta.name.endswith("o_proj.weight")])
+    (folder / "request").write_text(request.text)
+    with contextlib.redirect_stderr(said):
+        assert main(str(folder / "request"), str(folder / "layouts")) != 0
+    assert re.search(r"^error: RecordError: .*o_proj", said.getvalue(), re.MULTILINE), said.getvalue()
+    assert not (folder / "layouts").exists()
+
+
 def compare(case: str, folder: Path) -> None:
     """One case, in the process of them all."""
-    if case in SIZES:
+    if case == UNBUILT:
+        fail_to_record(folder)
+    elif case in SIZES:
         build_sizes(case)
     elif case in FAMILIES:
         record_family(case, folder.parent / f"{case}-1" / "loaded")

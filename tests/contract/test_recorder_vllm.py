@@ -30,7 +30,7 @@ MODELS = [
     "gemma3",
     "gemma4_moe",
 ]
-"""Others are recorded and published in test_engine_layouts.py."""
+"""Others are recorded and published in test_engine_layouts.py, qwen3_moe in test_engine_vllm.py."""
 BESIDE_TOWER = "beside_tower"
 CASES = [*MODELS, BESIDE_TOWER, *recorded_fp8.CASES]
 SMALL: dict[str, Any] = {

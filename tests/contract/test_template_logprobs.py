@@ -31,8 +31,8 @@ from slipstream.rollout.worker import RolloutWorker
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
-CONVERSATIONS = 30
-"""For each of seven templates."""
+SEEDS = range(5, 13)
+"""Of conversations under each of seven templates: in them answers are edited, cut, asked again and begun anew."""
 TURNS = 4
 MAX_MODEL_LEN = 4096
 VOCAB_SIZE = NUM_WORDS + 40
@@ -107,7 +107,7 @@ async def test_what_is_trained_has_the_engines_tokens_and_transformers_log_proba
     save_template_tokenizer(tmp_path, family.template, family.specials, family.plain)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     chat = FolderChatText(tmp_path, [tokenizer.token_to_id(family.specials[0])], family.parser)
-    held = await asyncio.gather(*(converse(worker, chat, seed) for seed in range(CONVERSATIONS)))
+    held = await asyncio.gather(*(converse(worker, chat, seed) for seed in SEEDS))
     model, compared, worst, reasons = checkpoints.model(0), 0, 0.0, set[str]()
     for rollout, asked in held:
         trained: list[int] = []

@@ -157,32 +157,6 @@ def test_thresholds_round_what_adapters_add_to_the_codes_of_the_base(tmp_path):
     assert checked > 10
 
 
-def test_vllm_reads_it_as_its_own_format(exported):
-    """Its dequantization gives the weights back to half an FP8 step, and its own quantizer chooses the same scales."""
-    pytest.importorskip("vllm")
-    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, scaled_dequantize
-    from vllm.utils.deep_gemm import per_block_cast_to_fp8
-
-    rank, export = exported
-    merged = merged_in_float32(rank)
-    for name in ("model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.experts.3.gate_proj.weight"):
-        weight, scales = export[name], export[name + SCALE_SUFFIX]
-        with torch.compiler.set_stance("force_eager"):
-            theirs, their_scales = per_block_cast_to_fp8(merged[name])
-        assert torch.equal(scales, their_scales)
-        # They multiply by 1 / scale: a value may fall to the neighbour, one code away.
-        apart = (as_bytes(weight).astype(int) - as_bytes(theirs).astype(int)).__abs__()
-        assert apart.max() <= 1
-        assert (apart > 0).mean() < 1e-3
-        rows, columns = (-(-size // BLOCK) * BLOCK for size in weight.shape)
-        padded = torch.zeros(rows, columns).to(torch.float8_e4m3fn)
-        padded[: weight.shape[0], : weight.shape[1]] = weight
-        back = scaled_dequantize(padded, scales, GroupShape(BLOCK, BLOCK))[: weight.shape[0], : weight.shape[1]]
-        # Three bits of fraction: half a step is 2^-4 of the value; below the smallest normal, 2^-10 of the scale.
-        bound = merged[name].abs() * 2.0**-4 + scales.max() * 2.0**-10
-        assert ((back - merged[name]).abs() <= bound).all()
-
-
 @settings(max_examples=60)
 @given(data=st.data())
 def test_any_rectangle_and_any_join_is_bitwise_a_slice_of_the_export(exported, data):

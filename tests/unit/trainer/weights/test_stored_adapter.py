@@ -154,18 +154,6 @@ def test_an_adapter_of_pefts_computes_what_it_computes_there(
     assert relative_error(peft_logits(hf_config, tmp_path / "ours"), expected) < 1e-5
 
 
-def test_what_we_write_of_an_rslora_adapter_has_its_scale_in_vllm(tmp_path: Path) -> None:
-    """vLLM computes with `vllm_lora_scaling_factor` of adapter_config.json."""
-    helper = pytest.importorskip("vllm.lora.peft_helper").PEFTHelper
-    write_adapter(LLAMA, tmp_path / "peft", use_rslora=True)
-    decoder = make_decoder(LLAMA, trainer_config(lora=options(tmp_path / "peft")), nonzero_b=False)
-    load_adapter(decoder, tmp_path / "peft")
-    save_adapter(decoder, tmp_path / "ours")
-    read = [helper.from_local_dir(str(tmp_path / one), None) for one in ("peft", "ours")]
-    assert read[0].vllm_lora_scaling_factor == pytest.approx(16 / 6**0.5, rel=1e-9)
-    assert read[1].vllm_lora_scaling_factor == pytest.approx(16 / 6**0.5, rel=1e-9)
-
-
 def test_files_of_peft_before_patterns_are_taken(tmp_path: Path) -> None:
     write_adapter(LLAMA, tmp_path)
     expected = peft_logits(LLAMA, tmp_path)
