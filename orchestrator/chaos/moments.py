@@ -33,6 +33,12 @@ _FACTS = re.compile(
     r"|(?P<anew>up: \d+ rollout workers;)"
 )
 
+_FIGURES = (
+    "step", "sync/total_s", "sync/verify_s", "sync/commit_s", "rollout/groups_failed", "rollout/handed_over",
+    "reward/failures", "rollout/replicas_serving", "rollout/replicas_wanted",
+)  # fmt: skip
+"""What is read of a row of metrics.jsonl."""
+
 
 class Moment(StrEnum):
     """When it can be."""
@@ -68,7 +74,7 @@ class RunWatch:
         self.made_again: list[str] = []
         """Calls that trainer ranks made once more."""
         self.rows: dict[int, JsonObject] = {}
-        """The newest row of each step."""
+        """The newest row of each step, _FIGURES of it."""
         self._stages: deque[JsonObject] = deque(maxlen=_NUM_RECENT)
         self.look()
 
@@ -78,7 +84,7 @@ class RunWatch:
             text = line.decode(errors="replace").rstrip()
             for fact in _FACTS.finditer(text):
                 self._take(fact.groupdict(), _time_of(text))
-        for _, row in objects(self._metrics.news()):
+        for _, row in objects(self._metrics.news(), _FIGURES):
             self.rows[row["step"]] = row
             if row.get("sync/total_s") is not None:
                 self._stages.append(row)

@@ -5,12 +5,15 @@ Invariant: a line is given once it ends; when the file has become shorter or ano
 anew), all of its lines are given again, and `GrowingFile.news` says so.
 """
 
-import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.conf.json_files import JsonObject, is_object
+import msgspec
+
+from slipstream.conf.json_files import JsonObject
+from slipstream.orchestrator.files.row_files import decoder_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +43,20 @@ class GrowingFile:
                 if is_another:
                     self._end = 0
                 file.seek(self._end)
-                content = file.read()
+                lines: list[tuple[int, bytes]] = []
+                for line in file:
+                    if line.endswith(b"\n"):
+                        lines.append((self._end, line))
+                        self._end += len(line)
         except OSError:
             was_there, self._identity, self._end = self._identity is not None, None, 0
             return Lines(was_there, [])
-        lines: list[tuple[int, bytes]] = []
-        for line in content[: content.rfind(b"\n") + 1].splitlines(keepends=True):
-            lines.append((self._end, line))
-            self._end += len(line)
         return Lines(is_another, lines)
 
 
-def objects(lines: Lines) -> Iterator[tuple[int, JsonObject]]:
-    """(offset, object) of each line that is a JSON object; others are left out."""
+def objects(lines: Lines, names: Collection[str] | None = None) -> Iterator[tuple[int, JsonObject]]:
+    """(offset, object, or what it has of these names) of each line that is a JSON object; others are left out."""
+    decode = decoder_of(names).decode
     for offset, line in lines.lines:
-        try:
-            found = json.loads(line)
-        except ValueError:
-            continue
-        if is_object(found):
-            yield offset, found
+        with suppress(msgspec.DecodeError):
+            yield offset, decode(line)

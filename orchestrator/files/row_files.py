@@ -26,7 +26,7 @@ _COPY_BYTES = 16 << 20
 
 def read_rows(path: Path, names: Collection[str] | None = None) -> list[JsonObject]:
     """All rows, or what they have of these names."""
-    decode = _decoder_of(names).decode
+    decode = decoder_of(names).decode
     try:
         with path.open("rb") as file:
             return [decode(line) for line in file if line.endswith(b"\n")]
@@ -36,7 +36,7 @@ def read_rows(path: Path, names: Collection[str] | None = None) -> list[JsonObje
 
 def last_rows(path: Path, most: int) -> list[JsonObject]:
     """The newest ones, in step order."""
-    decode = _decoder_of(None).decode
+    decode = decoder_of(None).decode
     try:
         with path.open("rb") as file:
             return [decode(line) for _, line in islice(_backwards(file), most)][::-1]
@@ -51,7 +51,7 @@ def cut_rows(path: Path, *, after_step: int, names: Collection[str] = ()) -> lis
     Returns:
         What the removed ones had of these names.
     """
-    decode = _decoder_of({"step", *names}).decode
+    decode = decoder_of({"step", *names}).decode
     removed: deque[JsonObject] = deque()
     try:
         with path.open("rb") as file:
@@ -85,7 +85,7 @@ def _keep_first(path: Path, file: BinaryIO, num_bytes: int) -> None:
     partial.replace(path)
 
 
-def _decoder_of(names: Collection[str] | None) -> msgspec.json.Decoder[Any]:
+def decoder_of(names: Collection[str] | None) -> msgspec.json.Decoder[Any]:
     """Reads a row, or these names of it."""
     if names is None:
         return msgspec.json.Decoder(dict[str, Any])

@@ -322,7 +322,7 @@ class Push:
 
     def _say(self, num_starting: int) -> None:
         read = sum(rank.num_bytes_read.value for rank in self._ranks) / 1e9
-        words = [f"{self._elapsed():6.1f} s  read {read:.2f} GB"]
+        words = [f"{self._elapsed():6.1f} s  {f'read {read:.2f} GB' if read else 'readers start'}"]
         if self._servers:
             words.append(f"engines up {len(self._servers) - num_starting} of {len(self._servers)}")
         sys.stderr.write(", ".join(words) + "\n")

@@ -32,8 +32,10 @@ def test_lines_are_given_once_whole_and_anew_when_the_file_is_another_one(tmp_pa
     path.write_bytes(b'{"a": 1}\nno json\n{"b"')
     assert list(objects(file.news())) == [(0, {"a": 1})]
     with path.open("ab") as more:
-        more.write(b': 2}\n[3]\n{"c": 4}\n')
-    assert list(objects(file.news())) == [(17, {"b": 2}), (30, {"c": 4})]
+        more.write(b': 2}\n[3]\n{"c": 4, "d": [5]}\n{"e": 6}\n')
+    news = file.news()
+    assert list(objects(news)) == [(17, {"b": 2}), (30, {"c": 4, "d": [5]}), (49, {"e": 6})]
+    assert list(objects(news, ["b", "c"])) == [(17, {"b": 2}), (30, {"c": 4}), (49, {})]
     assert file.news().lines == []
     other = tmp_path / "other"
     other.write_bytes(b'{"d": 5}\n')
