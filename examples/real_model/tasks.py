@@ -64,7 +64,10 @@ def chain(num_rows: int, seed: int) -> Iterator[tuple[str, int]]:
 
 def gym(num_rows: int, seed: int) -> Iterator[tuple[str, int]]:
     """reasoning_gym's GYM_TASK."""
-    import reasoning_gym
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError:
+        raise SystemExit("--task gym needs a package: uv pip install reasoning-gym==0.1.25") from None
 
     for row in reasoning_gym.create_dataset(GYM_TASK, size=num_rows, seed=seed, **GYM_OPTIONS):
         yield f"{row['question']} {GYM_ENDS}", int(row["answer"])

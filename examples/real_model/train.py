@@ -61,10 +61,8 @@ def main() -> None:
     parser.add_argument("--task", choices=TASKS, help="default: sums; on a CPU small")
     args, more = parser.parse_known_args()
     task = args.task or ("small" if args.place == "cpu" else "sums")
-    model, data = (
-        make_model(ROOT / "build" / "smollm2-135m-instruct"),
-        write(task, ROOT / "runs" / "real_model" / task),
-    )
+    data = write(task, ROOT / "runs" / "real_model" / task)  # what can be missing is seen before a model is made
+    model = make_model(ROOT / "build" / "smollm2-135m-instruct")
     words = [*options(args.place, task, model, data), *more]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.execv(sys.executable, [sys.executable, "-m", "slipstream.orchestrator.cli.main", "train", *words])

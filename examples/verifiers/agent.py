@@ -9,10 +9,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+NEEDED = ("VERIFIERS_PYTHON", "VERIFIERS_TASKSET")
+if missing := [name for name in NEEDED if not os.environ.get(name)]:
+    raise RuntimeError(f"{' and '.join(missing)} not set; export them, and 'rollout.episodes.env=[{','.join(NEEDED)}]'")
+if shutil.which(os.environ["VERIFIERS_PYTHON"]) is None:
+    raise RuntimeError(f"VERIFIERS_PYTHON={os.environ['VERIFIERS_PYTHON']} is no program")
 MAX_EPISODES = 2000
 """verifiers keeps an HTTP client for each key, half a megabyte; then another process takes its place."""
 

@@ -35,6 +35,7 @@ NUM_LOG_LINES = 5
 _SHOWN = (
     ("reward/mean", "reward", ".3f"),
     ("reward/no_spread_fraction", "groups of equal rewards", ".0%"),
+    ("distill/kl_mean", "KL to the teacher, nats", ".3f"),
     ("rollout/response_tokens_mean", "tokens of a response", ".0f"),
     ("rollout/truncated_fraction", "responses cut off", ".0%"),
     ("sft/nll", "nll", ".4f"),

@@ -71,7 +71,7 @@ def cut_rows(path: Path, *, after_step: int, names: Collection[str] = ()) -> lis
 
 def end_of_rows(file: BinaryIO, after_step: int) -> int:
     """Bytes of a file in step order up to the rows of later steps."""
-    decode = _decoder_of({"step"}).decode
+    decode = decoder_of({"step"}).decode
     return next((end for end, line in _backwards(file) if decode(line)["step"] <= after_step), 0)
 
 

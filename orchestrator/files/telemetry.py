@@ -148,14 +148,15 @@ class Telemetry:
 
     def _describe(self, row: Mapping[str, Value]) -> str:
         parts = self._rewards.all if len(self._rewards.all) > 1 else ()
-        spread = row["reward/no_spread_fraction"]
+        spread, to_teacher = row["reward/no_spread_fraction"], row["distill/kl_mean"]
         evaluated = self._last_eval
         eval_step, figures = (0, {}) if evaluated is None else (evaluated.step, evaluated.figures)
         shown = (
             ("reward", row["reward/mean"], ".3f"),
             *((name, row[f"reward/{name}_mean"], ".3f") for name in parts),
             ("failed", failed_of([row], "reward"), ""),
-            ("groups of equal rewards", spread if spread == 1 else None, ".0%"),
+            ("groups of equal rewards", spread if spread == 1 and to_teacher is None else None, ".0%"),
+            ("KL to the teacher", to_teacher, ".3f"),
             (f"eval (step {eval_step})", in_words(figures, "reward"), ""),
             ("eval failed", failed_of([figures], "eval"), ""),
             ("tokens", row["rollout/response_tokens_mean"], ".0f"),

@@ -96,7 +96,9 @@ def cases_of(tests: Any) -> list[Case]:
         with contextlib.suppress(ValueError):  # or Python that begins with a bracket
             tests = json.loads(tests)
     if isinstance(tests, dict) and isinstance(inputs := tests.get("inputs"), list):
-        tests = [{"input": given, "output": made} for given, made in zip(inputs, tests["outputs"], strict=True)]
+        if not isinstance(outputs := tests.get("outputs"), list) or len(outputs) != len(inputs):
+            raise ValueError("inputs and outputs must be lists of one length")
+        tests = [{"input": given, "output": made} for given, made in zip(inputs, outputs, strict=True)]
     cases = [_case(one) for one in (tests if isinstance(tests, list) else [tests])]
     if not cases:
         raise ValueError("the row has an empty list of tests")
@@ -105,11 +107,11 @@ def cases_of(tests: Any) -> list[Case]:
 
 def _case(test: Any) -> Case:
     match test:
-        case str():
+        case str() if test.strip():
             return Case(test, None)
         case {"input": str() as given, "output": str() as made}:
             return Case(given, made)
-    raise ValueError(f"a test must be text or {{input: text, output: text}}, got {type(test).__name__}: {test!r:.200}")
+    raise ValueError(f"a test must be text or {{input: text, output: text}}, got {test!r:.200}")
 
 
 def passes(code: str, case: Case, limits: Limits) -> bool:

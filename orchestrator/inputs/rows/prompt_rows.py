@@ -42,6 +42,7 @@ from slipstream.orchestrator.inputs.rows.turn_ends import unknown_end
 from slipstream.orchestrator.inputs.text_encoder import TextEncoder
 from slipstream.rollout.errors import DataError
 from slipstream.rollout.rewards.answer_text import answer_text
+from slipstream.rollout.rewards.code_tests import cases_of
 from slipstream.rollout.rewards.judge_prompt import columns_needed
 from slipstream.rollout.rewards.runner import chosen_rewards
 from slipstream.rollout.text.messages import Chat
@@ -93,10 +94,11 @@ class PromptRows:
                         f"{where}: no column {column!r} for {section}.kind={kind}; its other columns are "
                         f"{listed(prompt.fields)}; set {or_option}data.columns.{column}=COLUMN"
                     )
+                told = f"{where}: column {column!r} ({reward.section_of(name)}.{option or 'kind=code'})"
                 if option == "answer_key":
-                    _check_answer(
-                        prompt.fields[column], f"{where}: column {column!r} ({reward.section_of(name)}.{option})"
-                    )
+                    _check_answer(prompt.fields[column], told)
+                elif self._parts[name].kind == "code":
+                    _check_tests(prompt.fields[column], told)
 
     def training(self) -> list[Prompt]:
         """Training prompts, source after source; with data.stream the first ones of each."""
@@ -124,6 +126,15 @@ def _check_answer(answer: object, what: str) -> None:
         got = "null" if answer is None else json.dumps(answer)[:60]
         raise DataError(
             f"{what} must be text or a number, got {got}; write the answer as text, or remove the row"
+        ) from e
+
+
+def _check_tests(tests: object, what: str) -> None:
+    try:
+        cases_of(tests)
+    except ValueError as e:
+        raise DataError(
+            f"{what}: {e}; write the tests in one of the forms of docs/rewards.md, or remove the row"
         ) from e
 
 

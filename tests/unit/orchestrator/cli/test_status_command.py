@@ -162,13 +162,14 @@ def test_a_run_that_failed_says_why(run: Path) -> None:
 def test_reward_parts_length_and_truncation_are_shown(run: Path) -> None:
     row = {"step": 1, "reward/mean": 0.75, "reward/right_mean": 0.5, "reward/short_mean": 0.25, "step/total_s": 1.0}
     row |= {"rollout/response_tokens_mean": 40.5, "rollout/truncated_fraction": 0.5, "reward/no_spread_fraction": 1.0}
-    row |= {"rollout/replicas_serving": 1}
+    row |= {"rollout/replicas_serving": 1, "distill/kl_mean": 1.25}
     (run / "metrics.jsonl").write_text(json.dumps({**row, "step": 0}) + "\n" + json.dumps(row) + "\n")
     shown = [re.split(r"  +", line.strip()) for line in status_of(run).as_text().splitlines()]
     at = shown.index(["reward", "0.750"])
     assert shown[at + 1 : at + 3] == [["right", "0.500"], ["short", "0.250"]]
-    assert shown[at + 3 : at + 6] == [
+    assert shown[at + 3 : at + 7] == [
         ["groups of equal rewards", "100%"],
+        ["KL to the teacher, nats", "1.250"],
         ["tokens of a response", "40"],
         ["responses cut off", "50%"],
     ]

@@ -127,6 +127,10 @@ def test_groups_without_spread_are_counted_and_on_the_line_when_they_are_all(tmp
         telemetry.step(replace(none, step=10))
     line = text.getvalue().splitlines()[-1]
     assert "reward 0.000  right 0.250  short 0.500  groups of equal rewards 100%  tokens 2  cut off 0%" in line
+    taught = [replace(one, teacher_logprobs=[-1.5, -1.5]) for one in rollouts]
+    with open_telemetry(tmp_path, console=Console(file=text, width=300), rewards=rewards) as telemetry:
+        telemetry.step(replace(none, step=10, groups=[replace(groups[0], rollouts=taught)]))
+    assert "short 0.500  KL to the teacher 0.500  tokens 2" in text.getvalue().splitlines()[-1]
 
 
 def test_routes_are_counted_by_hand() -> None:

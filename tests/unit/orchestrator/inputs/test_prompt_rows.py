@@ -183,6 +183,15 @@ def test_an_answer_that_is_neither_text_nor_a_number_is_refused(tmp_path: Path, 
         rows.training()
 
 
+@pytest.mark.parametrize("tests", [None, "", [], [{"input": 4, "output": "8"}], {"inputs": ["1"]}])
+def test_code_that_no_test_judges_is_refused(tmp_path: Path, tests: Any) -> None:
+    path = tmp_path / "a.jsonl"
+    rows = ({"prompt": "1a=", "target": {"text": "a"}, "tests": one} for one in ("assert True", tests))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"a\.jsonl:2: column 'tests' \(reward\.kind=code\): .* forms of docs/rewards"):
+        rows_of(f"data.path={path}", "reward=code").training()
+
+
 def test_numbers_are_answers(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     answers = ["a", 4, 0.5, -(10**400)]

@@ -62,9 +62,11 @@ def test_tests_have_one_of_three_forms(tests: Any, cases: list[Case]):
     assert cases_of(tests) == cases
 
 
-@pytest.mark.parametrize("tests", [[], 3, None, [{"input": 1, "output": "2"}], [["a"]]])
+@pytest.mark.parametrize(
+    "tests", [[], 3, None, "", " \n", [{"input": 1, "output": "2"}], [["a"]], {"inputs": ["1", "2"], "outputs": ["3"]}]
+)
 def test_tests_of_another_form_are_an_error(tests: Any):
-    with pytest.raises(ValueError, match=r"empty list of tests|a test must be text or"):
+    with pytest.raises(ValueError, match=r"empty list of tests|a test must be text or|lists of one length"):
         cases_of(tests)
 
 
