@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Mapping
 
 import pytest
+from fakes.fleet import FakeFleet
 from fakes.loop import FakeWorker, World, outcome
 
 from slipstream.fleet.errors import FleetRefusal, NoReplicasLeft
-from slipstream.fleet.fleet_log import FleetEvent, FleetRow
+from slipstream.fleet.fleet_log import FleetEvent
 from slipstream.fleet.replicas import ReplicaState
 from slipstream.fleet.router import Router
 from slipstream.fleet.supervisor import Supervisor
@@ -20,31 +21,19 @@ S = ReplicaState
 E = FleetEvent
 
 
-class Fleet:
-    """A supervisor over fakes; further workers come when `gate` is open, and where there is `room` for them."""
+class Fleet(FakeFleet):
+    """Further workers come where there is `room` for them."""
 
     def __init__(self, num_workers: int = 1, room: int = 4, max_restarts: int = 1) -> None:
-        self.world = World(committed=[-1] * num_workers)
-        self.gate = asyncio.Event()
-        self.gate.set()
         self.room = room
         self.started: list[str] = []
         self.ended: list[str] = []
-        self.rows: list[FleetRow] = []
-        self.supervisor = Supervisor(
-            [FakeWorker(self.world, i) for i in range(num_workers)],
-            restart=self.restart, make_room=self.make_room, end=self.end, max_restarts=max_restarts, backoff_s=0,
-            note=self.rows.append,
-        )  # fmt: skip
+        super().__init__(num_workers, make_room=self.make_room, end=self.end, max_restarts=max_restarts)
         self.router = Router(self.supervisor, request_timeout_s=60)
 
     async def restart(self, name: str) -> FakeWorker:
         self.started.append(name)
-        await self.gate.wait()
-        index = int(name[-1])
-        self.world.committed += [-1] * (index + 1 - len(self.world.committed))
-        self.world.committed[index] = -1
-        return FakeWorker(self.world, index)
+        return await super().restart(name)
 
     async def make_room(self, names: Mapping[str, str | None]) -> None:
         if len(names) > self.room:
@@ -52,38 +41,6 @@ class Fleet:
 
     async def end(self, name: str) -> None:
         self.ended.append(name)
-
-    @property
-    def states(self) -> list[ReplicaState]:
-        return [replica.state for replica in self.supervisor.roster.replicas.values()]
-
-    def worker(self, index: int) -> FakeWorker:
-        worker = self.supervisor.roster.replicas[f"rollout-{index}"].worker
-        assert isinstance(worker, FakeWorker)
-        return worker
-
-    async def publish(self, version: int) -> list[int]:
-        """Returns who was left out."""
-        held = await self.supervisor.hold()
-        for replica in held.joining:
-            self.supervisor.joined(replica.name)
-        reports = []
-        for index in range(len(self.world.committed)):
-            if index not in held.exclude:
-                self.world.committed[index] = version
-            reports.append(outcome(index not in held.exclude, "excluded"))
-        await self.supervisor.settle(reports)
-        return held.exclude
-
-    def events(self, worker: int) -> list[FleetEvent]:
-        return [row.event for row in self.rows if row.worker == worker]
-
-    async def until(self, *states: ReplicaState) -> None:
-        for _ in range(20000):
-            if self.states == list(states):
-                return
-            await asyncio.sleep(0.001)
-        raise AssertionError(f"it did not come to that, but to {self.states}")
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1])

@@ -6,35 +6,31 @@ import asyncio
 from collections.abc import Mapping
 
 import pytest
-from fakes.loop import FakeWorker, World, outcome
+from fakes.fleet import FakeFleet
+from fakes.loop import FakeWorker
 
 from slipstream.fleet.errors import FleetRefusal, NoReplicasLeft
 from slipstream.fleet.following import follow
 from slipstream.fleet.replicas import ReplicaState
 from slipstream.fleet.scaling import Room
-from slipstream.fleet.supervisor import Supervisor
 from slipstream.rollout.worker_verbs import NOTICE
 
 S = ReplicaState
 
 
-class Machines:
+class Machines(FakeFleet):
     """Each has room for some workers; the run's first ones are on `m0`, where their room stays reserved."""
 
     def __init__(self, rooms: Mapping[str, int], bounds: tuple[int, int] | None, num_workers: int) -> None:
         self.free = dict(rooms)
         self.reserved = {f"rollout-{place}": "m0" for place in range(num_workers)}
         self.num_reserved = num_workers
-        self.world = World(committed=[-1] * num_workers)
-        self.up = asyncio.Event()
-        self.up.set()
-        workers = [FakeWorker(self.world, place) for place in range(num_workers)]
-        for worker in workers:
-            worker.node = "m0"
-        self.supervisor = Supervisor(
-            workers, restart=self.restart, make_room=self.make_room, end=self.end, look=self.look, bounds=bounds,
-            max_restarts=1, backoff_s=0,
-        )  # fmt: skip
+        super().__init__(num_workers, make_room=self.make_room, end=self.end, look=self.look, bounds=bounds)
+
+    def made(self, index: int) -> FakeWorker:
+        worker = super().made(index)
+        worker.node = self.reserved[f"rollout-{index}"]
+        return worker
 
     async def look(self) -> Room:
         return Room(dict(self.free), {name: node for name, node in self.reserved.items() if node in self.free})
@@ -47,43 +43,14 @@ class Machines:
             self.free[node] -= 1
             self.reserved[name] = node
 
-    async def restart(self, name: str) -> FakeWorker:
-        await self.up.wait()
-        place = int(name[-1])
-        self.world.committed += [-1] * (place + 1 - len(self.world.committed))
-        self.world.committed[place] = -1
-        worker = FakeWorker(self.world, place)
-        worker.node = self.reserved[name]
-        return worker
-
     async def end(self, name: str) -> None:
         if int(name[-1]) >= self.num_reserved or self.reserved.get(name) not in (None, "m0"):
             node = self.reserved.pop(name, "")
             if node in self.free:
                 self.free[node] += 1
 
-    async def publish(self) -> None:
-        held = await self.supervisor.hold()
-        for replica in held.joining:
-            self.supervisor.joined(replica.name)
-        places = range(len(self.world.committed))
-        for place in set(places) - set(held.exclude):
-            self.world.committed[place] = 1
-        await self.supervisor.settle([outcome(place not in held.exclude, "excluded") for place in places])
-
-    @property
-    def states(self) -> list[ReplicaState]:
-        return [replica.state for replica in self.supervisor.roster.replicas.values()]
-
     def node(self, place: int) -> str:
-        return self.supervisor.roster.replicas[f"rollout-{place}"].worker.node
-
-    async def until(self, *states: ReplicaState) -> None:
-        for _ in range(5000):
-            if self.states == list(states):
-                return
-            await asyncio.sleep(0.001)
-        raise AssertionError(f"it did not come to that, but to {self.states}")
+        return self.replica(place).worker.node
 
     def follow(self, patience_s: float = 60) -> asyncio.Task[None]:
         roster, scaling = self.supervisor.roster, self.supervisor.scaling
@@ -99,13 +66,13 @@ async def test_a_machine_that_comes_gets_a_worker_and_one_that_leaves_takes_it()
     machines.free["m1"] = 1
     await machines.until(S.serving, S.serving)
     assert machines.node(1) == "m1" and machines.supervisor.roster.num_wanted == 2
-    machines.up.clear()
+    machines.gate.clear()
     del machines.free["m1"]
     await machines.supervisor.fail(machines.supervisor.roster.replicas["rollout-1"], "its machine is gone")
     await machines.until(S.serving, S.gone)
     await asyncio.sleep(0.01)
     assert machines.supervisor.roster.num_wanted == 1, "no machine has room for another"
-    machines.up.set()
+    machines.gate.set()
     machines.free["m2"] = 5
     await machines.until(S.serving, S.serving, S.serving)
     assert (machines.node(1), machines.node(2), machines.free["m2"]) == ("m2", "m2", 3), "three are the most"
@@ -168,13 +135,13 @@ async def test_a_run_without_a_worker_waits_for_a_machine_and_ends_when_none_com
     machines = Machines({"m0": 0}, (1, 2), 1)
     await machines.publish()
     following = machines.follow(patience_s=60 if comes else 0.05)
-    machines.up.clear()
+    machines.gate.clear()
     del machines.free["m0"]
     await machines.supervisor.fail(machines.supervisor.roster.replicas["rollout-0"], "its machine is gone")
     await machines.until(S.gone)
     waiting = asyncio.create_task(machines.supervisor.roster.least_loaded())
     await asyncio.sleep(0.01)
-    machines.up.set()
+    machines.gate.set()
     if comes:
         assert not waiting.done()
         machines.free["m1"] = 1

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from fakes.clock import on_jumping_clock
+from fakes.fleet import serve, supervised, until
 from fakes.loop import FakeWorker, World, outcome
 
 from slipstream.conf.schema import SamplingConfig
 from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.fleet.replicas import ReplicaState
 from slipstream.fleet.router import Router
-from slipstream.fleet.supervisor import Supervisor
 from slipstream.orchestrator.files.timeline import Activities
 from slipstream.rollout.types import Prompt, Rollout
 from slipstream.weight_sync.errors import ReplicaDirty
@@ -22,27 +21,8 @@ from slipstream.weight_sync.errors import ReplicaDirty
 PROMPT = Prompt(0, (1,), "p")
 
 
-def make(num_workers: int = 2) -> tuple[Supervisor, list[FakeWorker]]:
-    world = World(committed=[0] * num_workers)
-    workers = [FakeWorker(world, i) for i in range(num_workers)]
-    return Supervisor(workers), workers
-
-
-async def serve(supervisor: Supervisor) -> None:
-    await supervisor.hold()
-    await supervisor.settle([outcome(True) for _ in supervisor.roster.replicas.values()])
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0)
-    raise AssertionError("it did not come to that")
-
-
 async def test_least_loaded_replica_is_asked() -> None:
-    supervisor, workers = make()
+    supervisor, workers = supervised()
     router = Router(supervisor, request_timeout_s=60)
     await serve(supervisor)
     for worker in workers:
@@ -57,7 +37,7 @@ async def test_least_loaded_replica_is_asked() -> None:
 
 
 async def test_no_group_starts_before_the_first_commit_or_during_a_publish() -> None:
-    supervisor, workers = make()
+    supervisor, workers = supervised()
     router = Router(supervisor, request_timeout_s=60)
     call = asyncio.create_task(router.generate_group(PROMPT, 2))
     for _ in range(10):
@@ -75,7 +55,7 @@ async def test_no_group_starts_before_the_first_commit_or_during_a_publish() -> 
 
 
 async def test_request_that_crossed_a_publish_is_repeated_and_costs_nobody() -> None:
-    supervisor, (worker,) = make(1)
+    supervisor, (worker,) = supervised(1)
     router = Router(supervisor, request_timeout_s=60)
     await serve(supervisor)
 
@@ -92,7 +72,7 @@ async def test_request_that_crossed_a_publish_is_repeated_and_costs_nobody() -> 
 
 
 async def test_replica_that_refuses_without_a_publish_goes_out() -> None:
-    supervisor, (worker,) = make(1)
+    supervisor, (worker,) = supervised(1)
     router = Router(supervisor, request_timeout_s=60)
     await serve(supervisor)
 
@@ -112,7 +92,7 @@ async def test_replica_that_refuses_without_a_publish_goes_out() -> None:
 
 @on_jumping_clock
 async def test_hanging_request_times_out_and_moves_to_another_replica() -> None:
-    supervisor, workers = make(2)
+    supervisor, workers = supervised(2)
     router = Router(supervisor, request_timeout_s=50)
     await serve(supervisor)
     workers[0].gate = asyncio.Event()
@@ -127,7 +107,7 @@ async def test_hanging_request_times_out_and_moves_to_another_replica() -> None:
 
 
 async def test_wrong_number_of_responses_is_a_failure() -> None:
-    supervisor, (worker,) = make(1)
+    supervisor, (worker,) = supervised(1)
     router = Router(supervisor, request_timeout_s=60)
     await serve(supervisor)
 
@@ -140,7 +120,7 @@ async def test_wrong_number_of_responses_is_a_failure() -> None:
 
 
 async def test_a_response_without_a_token_is_a_failure() -> None:
-    supervisor, (worker,) = make(1)
+    supervisor, (worker,) = supervised(1)
     router = Router(supervisor, request_timeout_s=60)
     await serve(supervisor)
 
@@ -153,7 +133,7 @@ async def test_a_response_without_a_token_is_a_failure() -> None:
 
 
 async def test_groups_are_in_flight_until_they_are_answered_or_have_failed() -> None:
-    supervisor, workers = make(2)
+    supervisor, workers = supervised(2)
     activities = Activities()
     router = Router(supervisor, request_timeout_s=60, note=activities.note)
     await serve(supervisor)
@@ -177,7 +157,7 @@ async def test_groups_are_in_flight_until_they_are_answered_or_have_failed() -> 
 
 
 async def test_a_group_that_is_given_up_is_cancelled_at_its_worker() -> None:
-    supervisor, workers = make(1)
+    supervisor, workers = supervised(1)
     router = Router(supervisor, request_timeout_s=60)
     await serve(supervisor)
     workers[0].gate = asyncio.Event()
@@ -200,7 +180,7 @@ async def test_a_group_that_is_given_up_is_cancelled_at_its_worker() -> None:
 
 
 async def test_a_group_leaves_a_worker_that_goes_out_of_service_at_once() -> None:
-    supervisor, workers = make(2)
+    supervisor, workers = supervised(2)
     router = Router(supervisor, request_timeout_s=3600)
     await serve(supervisor)
     workers[0].gate = asyncio.Event()
@@ -214,7 +194,7 @@ async def test_a_group_leaves_a_worker_that_goes_out_of_service_at_once() -> Non
 
 
 async def test_a_worker_is_told_what_to_sample_and_from_which_version() -> None:
-    supervisor, (worker,) = make(1)
+    supervisor, (worker,) = supervised(1)
     router = Router(supervisor, request_timeout_s=60)
     await serve(supervisor)
     asked: list[tuple[object, ...]] = []
@@ -232,7 +212,7 @@ async def test_a_worker_is_told_what_to_sample_and_from_which_version() -> None:
 
 
 async def test_only_workers_that_serve_are_asked_to_keep_a_version_and_silence_costs_nobody() -> None:
-    supervisor, workers = make(4)
+    supervisor, workers = supervised(4)
     router = Router(supervisor, request_timeout_s=60)
     await serve(supervisor)
     await supervisor.fail(supervisor.roster.replicas["rollout-3"], "it died")
@@ -255,7 +235,7 @@ async def test_only_workers_that_serve_are_asked_to_keep_a_version_and_silence_c
 
 
 async def test_scores_come_from_the_least_loaded_worker_and_from_nobody_where_none_serves() -> None:
-    supervisor, workers = make(2)
+    supervisor, workers = supervised(2)
     router = Router(supervisor, request_timeout_s=60)
     scoring = asyncio.create_task(router.score([1, 5, 2], 0))
     await until(scoring.done)  # nobody is waited for
@@ -271,7 +251,7 @@ async def test_scores_come_from_the_least_loaded_worker_and_from_nobody_where_no
 
 async def test_a_worker_that_refuses_after_a_publish_or_a_restart_is_not_blamed() -> None:
     """A dirty answer is explained by a publish that began meanwhile, also when it is over by then."""
-    supervisor, (worker,) = make(1)
+    supervisor, (worker,) = supervised(1)
     router = Router(supervisor, request_timeout_s=60)
     await serve(supervisor)
 

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 from fakes.clock import on_jumping_clock
-from fakes.loop import FakeWorker, World, outcome
+from fakes.fleet import serve, supervised
+from fakes.loop import outcome
 
 from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.fleet.replicas import ReplicaState
@@ -17,19 +18,8 @@ from slipstream.weight_sync.publish.report import ReplicaReport
 PROMPT = Prompt(0, (1,), "p")
 
 
-def make(num_workers: int = 2) -> tuple[Supervisor, list[FakeWorker]]:
-    world = World(committed=[0] * num_workers)
-    workers = [FakeWorker(world, i) for i in range(num_workers)]
-    return Supervisor(workers), workers
-
-
-async def serve(supervisor: Supervisor) -> None:
-    await supervisor.hold()
-    await supervisor.settle([outcome(True) for _ in supervisor.roster.replicas.values()])
-
-
 async def test_replica_once_out_stays_out() -> None:
-    supervisor, _ = make(2)
+    supervisor, _ = supervised(2)
     await supervisor.hold()
     await supervisor.settle([outcome(False, "IntegrityError: x"), outcome(True)])
     await serve(supervisor)
@@ -40,7 +30,7 @@ async def test_replica_once_out_stays_out() -> None:
 
 
 async def test_a_death_that_a_publish_notices_is_told_with_how_it_came(caplog: pytest.LogCaptureFixture) -> None:
-    supervisor, workers = make(3)
+    supervisor, workers = supervised(3)
     workers[0].death = "rollout-0 died of SIGSEGV (main thread in a.py:1, f)"
     workers[2].death = "the engine's process was ended by SIGKILL"
     await supervisor.hold()
@@ -62,7 +52,7 @@ async def test_a_death_that_a_publish_notices_is_told_with_how_it_came(caplog: p
 
 
 async def test_a_worker_that_was_replaced_while_it_was_asked_how_it_died_is_not_failed_again() -> None:
-    supervisor, workers = make(2)
+    supervisor, workers = supervised(2)
     replica = supervisor.roster.replicas["rollout-0"]
 
     async def replaced() -> None:
@@ -77,7 +67,7 @@ async def test_a_worker_that_was_replaced_while_it_was_asked_how_it_died_is_not_
 
 @on_jumping_clock
 async def test_a_worker_that_does_not_say_whether_it_is_alive_is_waited_for_briefly() -> None:
-    supervisor, workers = make(2)
+    supervisor, workers = supervised(2)
     workers[0].check = asyncio.Event().wait  # type: ignore[method-assign]
     await supervisor.hold()
     began = asyncio.get_running_loop().time()
@@ -93,7 +83,7 @@ async def publish_without_a_pause(supervisor: Supervisor, *outcomes: ReplicaRepo
 
 
 async def test_in_adapter_mode_a_replica_serves_on_until_its_version_is_too_old() -> None:
-    _, workers = make(2)
+    _, workers = supervised(2)
     supervisor = Supervisor(workers, max_missed_publishes=1)
     await publish_without_a_pause(supervisor, outcome(True), outcome(True))
     await supervisor.hold(pauses=False)
@@ -109,7 +99,7 @@ async def test_in_adapter_mode_a_replica_serves_on_until_its_version_is_too_old(
 
 
 async def test_in_adapter_mode_a_first_publish_that_fails_leaves_nothing_to_serve() -> None:
-    _, workers = make(1)
+    _, workers = supervised(1)
     supervisor = Supervisor(workers, max_missed_publishes=3)
     await publish_without_a_pause(supervisor, outcome(False, "the engine ignores adapters"))
     assert supervisor.roster.out_of_service == ["rollout-0"]

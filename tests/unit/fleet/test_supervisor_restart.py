@@ -7,12 +7,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+from fakes.fleet import FakeFleet, until
 from fakes.loop import FakeWorker, World, an_offer, outcome
 
 from slipstream.fleet import roster as roster_module
 from slipstream.fleet.errors import NoReplicasLeft
-from slipstream.fleet.fleet_log import FleetEvent, FleetRow
-from slipstream.fleet.replicas import Replica, ReplicaState
+from slipstream.fleet.fleet_log import FleetEvent
+from slipstream.fleet.replicas import ReplicaState
 from slipstream.fleet.router import Router
 from slipstream.fleet.starts import NUM_READS
 from slipstream.fleet.supervisor import Supervisor
@@ -23,64 +24,31 @@ S = ReplicaState
 E = FleetEvent
 
 
-class Cast:
-    """A supervisor, its workers, and restarts that succeed when `gate` is open, unless they are told to fail."""
+class Cast(FakeFleet):
+    """Restarts succeed unless they are told to fail."""
 
-    def __init__(
-        self, num_workers: int = 2, max_restarts: int = 2, max_missed_publishes: int = 0, backoff_s: float = 0.0
-    ) -> None:
-        self.world = World(committed=[-1] * num_workers)
-        self.gate = asyncio.Event()
-        self.gate.set()
+    def __init__(self, num_workers: int = 2, max_restarts: int = 2, **options: float) -> None:
+        super().__init__(num_workers, max_restarts=max_restarts, **options)
         self.failures: list[Exception] = []
         self.prepare: Callable[[FakeWorker], None] = lambda worker: None
         """Called with every worker that was started again."""
         self.num_started = 0
-        self.rows: list[FleetRow] = []
-        self.supervisor = Supervisor(
-            [FakeWorker(self.world, i) for i in range(num_workers)],
-            restart=lambda name: self.restart(int(name[-1])), max_restarts=max_restarts, backoff_s=backoff_s,
-            max_missed_publishes=max_missed_publishes, note=self.rows.append,
-        )  # fmt: skip
         self.router = Router(self.supervisor, request_timeout_s=60)
 
-    @property
-    def states(self) -> list[ReplicaState]:
-        return [replica.state for replica in self.supervisor.roster.replicas.values()]
-
-    def replica(self, index: int) -> Replica:
-        return self.supervisor.roster.replicas[f"rollout-{index}"]
-
-    def worker(self, index: int) -> FakeWorker:
-        worker = self.replica(index).worker
-        assert isinstance(worker, FakeWorker)
-        return worker
-
-    def events(self, worker: int) -> list[tuple[str, FleetEvent]]:
-        """Process and event, in the order in which they were noted."""
-        return [(row.name, row.event) for row in self.rows if row.worker == worker]
-
-    async def restart(self, index: int) -> FakeWorker:
+    async def restart(self, name: str) -> FakeWorker:
         self.num_started += 1
+        number = self.num_started
         await self.gate.wait()
         if self.failures:
             raise self.failures.pop(0)
-        self.world.committed[index] = -1
-        worker = FakeWorker(self.world, index)
-        worker.name, worker.endpoint = f"rollout-{index}.{self.num_started}", f"tcp://{self.num_started}"
+        worker = await super().restart(name)
+        worker.name, worker.endpoint = f"{name}.{number}", f"tcp://{number}"
         self.prepare(worker)
         return worker
 
-    async def publish(self, version: int) -> list[int]:
-        """Returns who was left out."""
-        held = await self.supervisor.hold()
-        for replica in held.joining:
-            self.supervisor.joined(replica.name)
-        for index in range(len(self.states)):
-            if index not in held.exclude:
-                self.world.committed[index] = version
-        await self.supervisor.settle([outcome(i not in held.exclude, "excluded") for i in range(len(self.states))])
-        return held.exclude
+    def told(self, worker: int) -> list[tuple[str, FleetEvent]]:
+        """Process and event, in the order in which they were noted."""
+        return [(row.name, row.event) for row in self.rows if row.worker == worker]
 
     async def serves(self, index: int) -> None:
         await until(lambda: self.states[index] is S.serving)
@@ -98,14 +66,6 @@ async def serving(*args: int, **options: float) -> Cast:
 
 async def broken_link() -> None:
     raise ConnectionError("the link broke")
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(5000):
-        if condition():
-            return
-        await asyncio.sleep(0)
-    raise AssertionError("it did not come to that")
 
 
 async def turns() -> None:
@@ -140,7 +100,7 @@ async def test_every_step_of_a_restart_is_noted_with_its_time(monkeypatch: pytes
     monkeypatch.setattr(roster_module, "time", SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now))
     cast = Cast()
     await cast.publish(7)
-    assert cast.events(0) == [("rollout-0", E.process_up), ("rollout-0", E.up)], "its first start"
+    assert cast.told(0) == [("rollout-0", E.process_up), ("rollout-0", E.up)], "its first start"
     cast.rows.clear()
 
     def started(worker: FakeWorker) -> None:
@@ -150,7 +110,7 @@ async def test_every_step_of_a_restart_is_noted_with_its_time(monkeypatch: pytes
     cast.prepare = started
     await cast.fail(0)
     await cast.serves(0)
-    assert cast.events(0) == [
+    assert cast.told(0) == [
         ("rollout-0", E.failed), ("rollout-0", E.restarting),
         ("rollout-0.1", E.process_up), ("rollout-0.1", E.imported), ("rollout-0.1", E.up),
         ("rollout-0.1", E.read), ("rollout-0.1", E.serving),
@@ -493,7 +453,7 @@ async def test_a_worker_that_leaves_while_it_comes_back_stays_where_it_went(call
     assert cast.states == [S.starting, S.serving]
     assert cast.supervisor.roster.recoveries == []
     assert cast.replica(0).reason == "a restart was asked for"
-    assert call == "base_wanted_at" or E.waiting not in [event for _, event in cast.events(0)]
+    assert call == "base_wanted_at" or E.waiting not in cast.events(0)
     cast.worker(1).before.clear()
     cast.gate.set()
     await until(lambda: cast.states == [S.serving, S.serving])
@@ -646,7 +606,7 @@ async def test_closing_ends_what_waits_and_nothing_fails_or_starts_after_it() ->
     await cast.fail(1)
     await turns()
     assert cast.states[1] is S.serving and cast.num_started == 1
-    assert E.failed not in [event for _, event in cast.events(1)]
+    assert E.failed not in cast.events(1)
 
 
 async def test_a_worker_that_is_out_or_starting_fails_once() -> None:
@@ -655,12 +615,12 @@ async def test_a_worker_that_is_out_or_starting_fails_once() -> None:
     await cast.fail(0)
     await until(lambda: cast.num_started == 1)
     await cast.fail(0)
-    assert [event for _, event in cast.events(0)].count(E.failed) == 1
+    assert cast.events(0).count(E.failed) == 1
     cast.gate.set()
     await cast.serves(0)
     await cast.fail(0)
     await cast.fail(0)
-    assert [event for _, event in cast.events(0)].count(E.failed) == 2
+    assert cast.events(0).count(E.failed) == 2
     assert cast.states[0] is S.out
     assert cast.supervisor.roster.out_of_service == ["rollout-0"]
 

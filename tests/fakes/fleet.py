@@ -1,0 +1,91 @@
+"""A supervisor over the fakes of loop.py, and what its tests wait for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from fakes.loop import FakeWorker, World, outcome
+from slipstream.fleet.fleet_log import FleetEvent, FleetRow
+from slipstream.fleet.replicas import Replica, ReplicaState
+from slipstream.fleet.supervisor import Supervisor
+
+
+class FakeFleet:
+    """Workers that are started again, or are further ones, come up once `gate` is open.
+
+    Args:
+        options: More of Supervisor's.
+    """
+
+    def __init__(self, num_workers: int, **options: Any) -> None:
+        self.world = World(committed=[-1] * num_workers)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.rows: list[FleetRow] = []
+        workers = [self.made(index) for index in range(num_workers)]
+        options = {"backoff_s": 0.0, "max_restarts": 1, "restart": self.restart, "note": self.rows.append} | options
+        self.supervisor = Supervisor(workers, **options)
+
+    def made(self, index: int) -> FakeWorker:
+        """A worker as it starts."""
+        return FakeWorker(self.world, index)
+
+    @property
+    def states(self) -> list[ReplicaState]:
+        return [replica.state for replica in self.supervisor.roster.replicas.values()]
+
+    def replica(self, index: int) -> Replica:
+        return self.supervisor.roster.replicas[f"rollout-{index}"]
+
+    def worker(self, index: int) -> FakeWorker:
+        worker = self.replica(index).worker
+        assert isinstance(worker, FakeWorker)
+        return worker
+
+    def events(self, worker: int) -> list[FleetEvent]:
+        """In the order in which they were noted."""
+        return [row.event for row in self.rows if row.worker == worker]
+
+    async def restart(self, name: str) -> FakeWorker:
+        await self.gate.wait()
+        index = int(name[-1])
+        self.world.committed += [-1] * (index + 1 - len(self.world.committed))
+        self.world.committed[index] = -1
+        return self.made(index)
+
+    async def publish(self, version: int = 1) -> list[int]:
+        """Returns who was left out."""
+        held = await self.supervisor.hold()
+        for replica in held.joining:
+            self.supervisor.joined(replica.name)
+        places = range(len(self.world.committed))
+        for index in set(places) - set(held.exclude):
+            self.world.committed[index] = version
+        await self.supervisor.settle([outcome(index not in held.exclude, "excluded") for index in places])
+        return held.exclude
+
+    async def until(self, *states: ReplicaState) -> None:
+        await until(lambda: self.states == list(states), every_s=0.001)
+
+
+def supervised(num_workers: int = 2) -> tuple[Supervisor, list[FakeWorker]]:
+    """A supervisor and its workers, which hold version 0."""
+    world = World(committed=[0] * num_workers)
+    workers = [FakeWorker(world, i) for i in range(num_workers)]
+    return Supervisor(workers), workers
+
+
+async def serve(supervisor: Supervisor) -> None:
+    """A publish to all."""
+    await supervisor.hold()
+    await supervisor.settle([outcome(True) for _ in supervisor.roster.replicas.values()])
+
+
+async def until(condition: Callable[[], bool], every_s: float = 0.0) -> None:
+    for _ in range(20_000):
+        if condition():
+            return
+        await asyncio.sleep(every_s)
+    raise AssertionError("it did not come to that")
