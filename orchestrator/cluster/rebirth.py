@@ -288,7 +288,9 @@ class Rebirth:
     async def _bring_up_to_date(self, ranks: Ranks, number: int, keepers: Sequence[Address]) -> list[str]:
         """Returns the names of the calls that were made again."""
         if number:
+            began = time.monotonic()
             await self._on_all(ranks, "load_kept", lambda rank: (keepers[rank], number), _READ_S)
+            logger.info("trainer ranks read state %d in %.1f s", number, time.monotonic() - began)
         if (engines := self.engines).endpoints:
             facts = engines.endpoints, engines.slots, sorted(engines.absent)
             await self._on_all(ranks, "connect", lambda _: facts, _READ_S)
