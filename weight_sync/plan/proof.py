@@ -14,11 +14,7 @@ The argument, per engine rank:
 A proof for one replica is a proof for every other one that has the same layout and gets the same rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import islice
 from typing import NoReturn
 
 import numpy as np
@@ -37,11 +33,11 @@ from slipstream.weight_sync.plan.columns import (
     num_dims,
     padded,
     spread,
-    starts_of,
     walk_orders,
     widened,
 )
-from slipstream.weight_sync.plan.tasks import DTYPES, MESH_GROUPS, PieceColumns, Task, TaskTable, mesh_group_of
+from slipstream.weight_sync.plan.proof_rows import Numbering, Rows
+from slipstream.weight_sync.plan.tasks import DTYPES, MESH_GROUPS, PieceColumns, TaskTable
 from slipstream.weight_sync.plan.transfer_plan import TransferPlan
 
 
@@ -67,8 +63,8 @@ def prove_coverage(
                         f"a task of source rank {table.source_rank} goes to replica {replica} rank "
                         f"{pair // num_sets}, unknown"
                     )
-    numbering = _Numbering({}, {}, {}, [])
-    all_rows = _Rows.of(plan, len(replicas), numbering)
+    numbering = Numbering({}, {}, {}, [])
+    all_rows = Rows.of(plan, len(replicas), numbering)
     for dest_rank in sorted({rank for _, rank in wanted}):
         rows = all_rows.going_to(dest_rank)
         alike: dict[int, list[int]] = {}
@@ -83,132 +79,11 @@ def prove_coverage(
         _prove_held(plan, sources, numbering)
 
 
-@dataclass(frozen=True, slots=True)
-class _Numbering:
-    """Numbers for names, the same for all tables and loads. Lists of names are cached by identity."""
-
-    params: dict[str, int]
-    tensors: dict[str, int]
-    columns: dict[tuple[int, int], tuple[Sequence[str], Ints]]
-    groups: list[int]
-    """Mesh groups of the first tensors."""
-
-    def mesh_groups(self) -> Ints:
-        """The mesh group that each tensor is sent in; every name is read once."""
-        self.groups.extend(mesh_group_of(name) for name in islice(self.tensors, len(self.groups), None))
-        return np.array(self.groups, np.int64)
-
-    def column(self, names: Sequence[str], numbers: dict[str, int]) -> Ints:
-        """The number of every name of a list. Keeps the list alive, so that its identity is not used again."""
-        key = (id(names), id(numbers))
-        if key not in self.columns:
-            column = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
-            self.columns[key] = (names, column)
-        return self.columns[key][1]
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Rows of all sources; names numbered anew, the same for all."""
-
-    names: _Numbering
-    param: Ints
-    offset: Ints
-    num_bytes: Ints
-    dtype: Ints
-    group: Ints
-    source: Ints
-    dest_rank: Ints
-    gets: Flags
-    """(rows, replicas): whether the replica gets the row."""
-    num_pieces: Ints
-    pieces: PieceColumns
-    """Those of all rows, row after row."""
-
-    @classmethod
-    def of(cls, plan: TransferPlan, num_replicas: int, names: _Numbering) -> _Rows:
-        """Collect the rows of all sources, once: a plan has hundreds of them, and each goes to every engine rank."""
-        tables = list(plan.tasks.values())
-        pieces = [table.pieces for table in tables]
-        width = max(one.start.shape[1] for one in pieces)
-        tensor = np.concatenate([names.column(one.names, names.tensors)[one.tensor] for one in pieces])
-        return cls(
-            names,
-            param=np.concatenate([names.column(table.params, names.params)[table.param] for table in tables]),
-            offset=np.concatenate([table.dest_offset_bytes for table in tables]),
-            num_bytes=np.concatenate([table.num_bytes for table in tables]),
-            dtype=np.concatenate([table.dtype for table in tables]),
-            group=np.concatenate([table.group for table in tables]),
-            source=np.repeat([table.source_rank for table in tables], [table.num_rows for table in tables]),
-            dest_rank=np.concatenate([table.dest_rank for table in tables]),
-            gets=np.concatenate([_receivers(table, num_replicas) for table in tables]),
-            num_pieces=np.concatenate([table.num_pieces for table in tables]),
-            pieces=PieceColumns(
-                list(names.tensors),
-                tensor,
-                start=np.concatenate([widened(one.start, width, 0) for one in pieces]),
-                shape=np.concatenate([widened(one.shape, width, 1) for one in pieces]),
-                axes=np.concatenate([one.axes for one in pieces]),
-                offset=np.concatenate([one.offset for one in pieces]),
-            ),
-        )
-
-    def going_to(self, dest_rank: int) -> _Rows:
-        """The rows of engine ranks of one number."""
-        own = np.flatnonzero(self.dest_rank == dest_rank)
-        row, within = spread(self.num_pieces[own])
-        return _Rows(
-            self.names,
-            self.param[own],
-            self.offset[own],
-            self.num_bytes[own],
-            self.dtype[own],
-            self.group[own],
-            self.source[own],
-            self.dest_rank[own],
-            self.gets[own],
-            self.num_pieces[own],
-            self.pieces.take(starts_of(self.num_pieces)[own][row] + within),
-        )
-
-    def task(self, row: int) -> Task:
-        """A row as an object, for messages."""
-        first = int(self.num_pieces[:row].sum())
-        return Task(
-            MESH_GROUPS[int(self.group[row])],
-            int(self.source[row]),
-            int(self.gets[row].argmax()),
-            -1,
-            next(name for name, number in self.names.params.items() if number == self.param[row]),
-            int(self.offset[row]),
-            int(self.num_bytes[row]),
-            DTYPES[int(self.dtype[row])],
-            self.pieces.expanded(first, int(self.num_pieces[row])),
-        )
-
-
-def _receivers(table: TaskTable, num_replicas: int) -> Flags:
-    """(rows, replicas): whether the replica gets the row.
-
-    Raises:
-        PlanError: a row names a replica twice.
-    """
-    times = np.zeros((len(table.replica_sets), num_replicas), np.int64)
-    for number, members in enumerate(table.replica_sets):
-        np.add.at(times[number], list(members), 1)
-    for row in first_true(times.max(axis=1, initial=0)[table.replicas] > 1):
-        raise PlanError(
-            f"source rank {table.source_rank}: {table.params[int(table.param[row])]}: written twice: a row names "
-            f"replicas {table.replica_sets[int(table.replicas[row])]}"
-        )
-    return (times > 0)[table.replicas]
-
-
 class _Proof:
     """The proof for the engine ranks of one number in replicas with one layout, over the rows that they get."""
 
     def __init__(
-        self, plan: TransferPlan, dest_rank: int, replicas: Sequence[int], layout: DestLayout, rows: _Rows
+        self, plan: TransferPlan, dest_rank: int, replicas: Sequence[int], layout: DestLayout, rows: Rows
     ) -> None:
         self.plan, self.dest_rank, self.replicas, self.layout, self.rows = plan, dest_rank, replicas, layout, rows
         self.loads = LoadTable.of(layout.loads)
@@ -448,7 +323,7 @@ def _check_expected(plan: TransferPlan, where: tuple[int, int], layout: DestLayo
         )
 
 
-def _prove_held(plan: TransferPlan, sources: Sequence[SourceLayout], names: _Numbering) -> None:
+def _prove_held(plan: TransferPlan, sources: Sequence[SourceLayout], names: Numbering) -> None:
     """Step 3: every source holds what it packs."""
     held, numbers = {source.rank: source for source in sources}, names.tensors
     for rank, table in plan.tasks.items():

@@ -11,15 +11,11 @@ Invariants: a slot is packed again only when every write from it is over; a repl
 a failed write is closed while no other write is running.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
-import threading
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -32,6 +28,7 @@ from slipstream.weight_sync.layout import Binding, Destination
 from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS
 from slipstream.weight_sync.plan.columns import Ints
 from slipstream.weight_sync.publish.landings import Landing
+from slipstream.weight_sync.publish.slot_turns import Door, FreeSlots, OnItsWay
 from slipstream.weight_sync.publish.staging_slots import Filled, Load, Slots
 from slipstream.weight_sync.publish.sums import Sums
 from slipstream.weight_sync.publish.trace import Span, Tracer
@@ -39,8 +36,8 @@ from slipstream.weight_sync.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
-WAIT_LOG_S = 30.0
-"""How often a wait says what it waits for."""
+_Part = tuple[OnItsWay, Sequence[Destination]]
+"""The part of a load that one lane writes."""
 
 
 @dataclass(slots=True)
@@ -187,7 +184,7 @@ class Replay:
             parts.setdefault(self._lane_of[dest], []).append(dest)
         if not parts:
             self._free.give_back(filled.slot)
-        load = _OnItsWay(filled, len(parts))
+        load = OnItsWay(filled, len(parts))
         for lane, destinations in parts.items():
             self._lanes[lane].put((load, destinations))
 
@@ -297,138 +294,3 @@ class Replay:
             self._result.report.num_bytes += self._sent_bytes[dest]
             if dest in self._landings:
                 self._result.report.changes[dest] = self._landings[dest].to_bytes()
-
-
-class _OnItsWay:
-    """A load in its slot: packed once the device has finished, over once every lane has written its part."""
-
-    def __init__(self, filled: Filled, num_lanes: int) -> None:
-        self.filled = filled
-        self._num_lanes = num_lanes
-        self._is_packed = filled.ready is None
-        self._lock = threading.Lock()
-
-    def wait_until_packed(self) -> float:
-        """Wait until the device has packed the load: one lane asks the device, the others wait for that lane. Returns
-        the seconds for which this lane asked."""
-        with self._lock:
-            if self._is_packed:
-                return 0.0
-            began = time.monotonic()
-            assert self.filled.ready is not None
-            self.filled.ready.synchronize()
-            self._is_packed = True
-            return time.monotonic() - began
-
-    def part_is_over(self) -> bool:
-        """Note that a lane has written its part. Returns whether it was the last."""
-        with self._lock:
-            self._num_lanes -= 1
-            return self._num_lanes == 0
-
-
-_Part = tuple[_OnItsWay, Sequence[Destination]]
-"""The part of a load that one lane writes."""
-
-
-class FreeSlots:
-    """Slots that may be packed. A slot that a failed write may still read is quarantined, and is not among them."""
-
-    def __init__(self, quarantined: dict[int, list[str]]) -> None:
-        self._quarantined = quarantined
-        self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        """None: no more slots will come."""
-
-    def take(self, seconds: Mapping[Destination, float]) -> int | None:
-        """Wait for a slot; None when a lane failed, whose error is raised later.
-
-        Args:
-            seconds: Of writing so far, for the log.
-
-        Raises:
-            TransportError: Every slot is quarantined.
-        """
-        waited_s = 0.0
-        while True:
-            try:
-                slot = self._free.get(timeout=WAIT_LOG_S)
-                if slot is None and len(self._quarantined) == NUM_SLOTS:
-                    raise TransportError("no staging slot is left: earlier failed writes cannot be closed yet")
-                return slot
-            except queue.Empty:
-                waited_s += WAIT_LOG_S
-                logger.warning("packing waits %.0f s for a staging slot; writes so far: %s s", waited_s, seconds)
-
-    def give_back(self, slot: int) -> None:
-        """Every write from a slot is over."""
-        if slot not in self._quarantined:
-            self._free.put(slot)
-        elif len(self._quarantined) == NUM_SLOTS:
-            self._free.put(None)
-
-    def end(self) -> None:
-        """A lane failed: take() waits no longer."""
-        self._free.put(None)
-
-    def close_failed(self, slot: int, session: str, reset: Callable[[str], None]) -> None:
-        """Make sure that nothing of a failed write ever reads its slot again.
-
-        The slot is in nobody's hands meanwhile: this lane's part of its load is not over. It is quarantined only where
-        `reset` failed, since lanes of other slots ask how many are left.
-        """
-        try:
-            reset(session)
-        except BaseException as e:
-            self._quarantined.setdefault(slot, []).append(session)
-            if not isinstance(e, TransportError):
-                raise
-            logger.error("slot %d is quarantined: %s", slot, e)
-
-
-class Door:
-    """A lock that writes hold together, and the closing of a failed write holds alone. Counts the seconds of
-    writing."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._num_writing = 0
-        self._is_closing = False
-        self._began = 0.0
-        self.busy_s = 0.0
-
-    @contextmanager
-    def writing(self) -> Generator[None]:
-        """Hold the lock for a write."""
-        with self._changed:
-            self._wait_until(lambda: not self._is_closing)
-            if self._num_writing == 0:
-                self._began = time.monotonic()
-            self._num_writing += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_writing -= 1
-                if self._num_writing == 0:
-                    self.busy_s += time.monotonic() - self._began
-                    self._changed.notify_all()
-
-    @contextmanager
-    def alone(self) -> Generator[None]:
-        """Hold the lock alone: wait for all running writes, and let none begin."""
-        with self._changed:
-            self._wait_until(lambda: not self._is_closing)
-            self._is_closing = True
-            self._wait_until(lambda: self._num_writing == 0)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._is_closing = False
-                self._changed.notify_all()
-
-    def _wait_until(self, is_so: Callable[[], bool]) -> None:
-        waited_s = 0.0
-        while not self._changed.wait_for(is_so, timeout=WAIT_LOG_S):
-            waited_s += WAIT_LOG_S
-            logger.warning("waited %.0f s to close a failed write; %d still running", waited_s, self._num_writing)

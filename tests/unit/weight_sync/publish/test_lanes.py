@@ -18,9 +18,10 @@ from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 
 from slipstream.weight_sync.errors import TransferTimeout, TransportError
 from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS
-from slipstream.weight_sync.publish import lanes, pipeline
-from slipstream.weight_sync.publish.lanes import Door, FreeSlots, PipelineResult, Replay
+from slipstream.weight_sync.publish import lanes, pipeline, slot_turns
+from slipstream.weight_sync.publish.lanes import PipelineResult, Replay
 from slipstream.weight_sync.publish.pipeline import Pipeline
+from slipstream.weight_sync.publish.slot_turns import Door, FreeSlots, OnItsWay
 from slipstream.weight_sync.publish.staging_slots import Filled, Slots
 from slipstream.weight_sync.publish.sums import Sums
 
@@ -34,10 +35,16 @@ def impatience(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Filter]:
             assert not record.msg.startswith("packing waits"), "nobody gives a slot back"
             return True
 
-    monkeypatch.setattr(lanes, "WAIT_LOG_S", 10.0)
-    lanes.logger.addFilter(found := Impatience())
+    monkeypatch.setattr(slot_turns, "WAIT_LOG_S", 10.0)
+    slot_turns.logger.addFilter(found := Impatience())
     yield found
-    lanes.logger.removeFilter(found)
+    slot_turns.logger.removeFilter(found)
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, now: Callable[[], float]) -> None:
+    """Let a publish measure its seconds with another clock."""
+    for module in (pipeline, lanes, slot_turns):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=now))
 
 
 class SlowTransport(MemoryTransport):
@@ -302,7 +309,7 @@ class WatchedTransport(MemoryTransport):
 
 def test_a_failed_write_is_closed_alone_and_nobody_elses_time_runs_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(3, transport=WatchedTransport)
-    monkeypatch.setattr(lanes, "time", SimpleNamespace(monotonic=lambda: world.transport.now))
+    set_clock(monkeypatch, lambda: world.transport.now)
     for replica in (0, 2):
         for transport in world.sessions[replica]:
             world.fabric.inject(transport.session, Fault(delay_s=0.1), Fault(delay_s=0.02))
@@ -391,8 +398,7 @@ def test_seconds_of_waiting_for_the_device_are_of_packing_and_count_once(monkeyp
     """Each load takes a second of its lane's time, and nothing takes any of the others'."""
     world, events = packing_world()
     clock = threading.local()
-    for module in (pipeline, lanes):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: getattr(clock, "now", 0.0)))
+    set_clock(monkeypatch, lambda: getattr(clock, "now", 0.0))
     wait = Events.Event.synchronize
 
     def second(event: Events.Event) -> None:
@@ -452,7 +458,7 @@ class ClockedTransport(MemoryTransport):
 def test_all_writes_to_a_rank_share_one_deadline(monkeypatch: pytest.MonkeyPatch, budget_s: float) -> None:
     """Each has what the ones before have left, down to nothing; and their seconds are in the report."""
     world = World(transport=ClockedTransport)
-    monkeypatch.setattr(lanes, "time", SimpleNamespace(monotonic=lambda: world.transport.now))
+    set_clock(monkeypatch, lambda: world.transport.now)
     dest, binding = world.bindings().popitem()
     world.budgets_s = {dest[0]: budget_s}
     result = world.run(1, {dest: binding})
@@ -486,7 +492,7 @@ def test_the_seconds_of_a_replica_are_those_of_its_slowest_rank(
 
     world.transport.write = timed
     world.budgets_s = {0: 10_000.0}
-    monkeypatch.setattr(lanes, "time", SimpleNamespace(monotonic=lambda: getattr(per_thread, "now", 0.0)))
+    set_clock(monkeypatch, lambda: getattr(per_thread, "now", 0.0))
     report = world.run(1).report
     assert report.write_s == {0: max(spent.values())}
     assert report.num_bytes == sum(num_bytes)
@@ -520,7 +526,7 @@ def test_a_lane_that_fails_wakes_packing_which_waits_for_a_slot(monkeypatch: pyt
 
 
 def test_a_load_is_over_when_its_last_lane_and_not_when_its_first_has_written() -> None:
-    load = lanes._OnItsWay(Filled(0, World().pipeline._slots.loads[0], None), 3)
+    load = OnItsWay(Filled(0, World().pipeline._slots.loads[0], None), 3)
     assert [load.part_is_over() for _ in range(3)] == [False, False, True]
     assert load.wait_until_packed() == 0.0
 
@@ -577,7 +583,7 @@ def test_a_slot_is_quarantined_with_every_session_that_may_still_read_it() -> No
 
 def test_the_door_counts_the_seconds_in_which_anybody_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=10.0)
-    monkeypatch.setattr(lanes, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    set_clock(monkeypatch, lambda: clock.now)
     door = Door()
     with door.writing():
         clock.now += 1
@@ -597,8 +603,8 @@ def test_waits_say_how_long_they_last(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, impatience: logging.Filter
 ) -> None:
     """For a slot, and for the end of the writes under way; each goes on when there is something."""
-    lanes.logger.removeFilter(impatience)
-    monkeypatch.setattr(lanes, "WAIT_LOG_S", 0.01)
+    slot_turns.logger.removeFilter(impatience)
+    monkeypatch.setattr(slot_turns, "WAIT_LOG_S", 0.01)
     free, door = FreeSlots({}), Door()
 
     def said(num_times: int) -> None:

@@ -25,7 +25,7 @@ from slipstream.weight_sync.errors import PlanError, TransportError, WatermarkEr
 from slipstream.weight_sync.integrity import MIN_SCRATCH_BYTES, hash_bytes
 from slipstream.weight_sync.plan.budget import NUM_SLOTS, aligned, sums_bytes
 from slipstream.weight_sync.plan.plan import build_plan
-from slipstream.weight_sync.publish import lanes, staging_slots
+from slipstream.weight_sync.publish import lanes, slot_turns, staging_slots
 from slipstream.weight_sync.publish import pipeline as pipeline_module
 from slipstream.weight_sync.publish.pipeline import Pipeline
 
@@ -192,7 +192,7 @@ def test_a_task_as_large_as_a_slot_fits_and_a_publish_needs_a_plan() -> None:
 def test_seconds_of_packing_are_those_of_the_first_loads_and_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each read takes a second of a clock that nothing else moves."""
     world, clock = World(), SimpleNamespace(now=50.0)
-    for module in (pipeline_module, lanes):
+    for module in (pipeline_module, lanes, slot_turns):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
     def second(_: str) -> None:
