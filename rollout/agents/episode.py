@@ -97,21 +97,18 @@ class Episode:
 
     Args:
         number: The controller's number of it.
-        key: What its requests are authenticated with.
         template_options: Variables of the chat template, for requests that do not give them.
     """
 
     def __init__(
         self,
         number: int,
-        key: str,
         chat: FolderChatText,
         limits: Limits,
         generate: Generate,
         template_options: JsonMapping | None = None,
     ) -> None:
         self.number = number
-        self.key = key
         self.turns: list[TurnRecord] = []
         self.last_reply = ""
         """Text of the newest turn."""

@@ -112,7 +112,7 @@ class Service:
         """One episode, from its key to the message that tells its end."""
         key = secrets.token_urlsafe(24)
         generate = partial(self._generate, number)
-        episode = Episode(number, key, self._chat, self._limits, generate, template_options)
+        episode = Episode(number, self._chat, self._limits, generate, template_options)
         self._episodes[key] = episode
         limit_s = self._options.timeout_s
         try:

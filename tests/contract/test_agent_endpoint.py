@@ -98,7 +98,7 @@ def chat(folder: Path) -> FolderChatText:
 async def served(chat: FolderChatText) -> AsyncIterator[tuple[openai.AsyncOpenAI, Script, Episode]]:
     script = Script(chat)
     limits = Limits(max_turns=6, max_tokens=400, max_turn_tokens=80, max_model_len=2000)
-    episode = Episode(0, "sesame", chat, limits, script.generate)
+    episode = Episode(0, chat, limits, script.generate)
     endpoint = Endpoint({"sesame": episode}, {"temperature": 1.0, "top_p": 1.0}, script.told.append)
     base_url = await endpoint.start("127.0.0.1", 0)
     async with openai.AsyncOpenAI(base_url=base_url, api_key="sesame", max_retries=0) as client:
@@ -320,7 +320,7 @@ async def test_tools_that_the_model_or_the_agent_would_not_see_are_refused(
     own = FolderChatText(tmp_path, [2], parser)
     script = Script(own)
     limits = Limits(max_turns=6, max_tokens=400, max_turn_tokens=80, max_model_len=2000)
-    endpoint = Endpoint({"sesame": Episode(0, "sesame", own, limits, script.generate)}, {"temperature": 1, "top_p": 1})
+    endpoint = Endpoint({"sesame": Episode(0, own, limits, script.generate)}, {"temperature": 1, "top_p": 1})
     base_url = await endpoint.start("127.0.0.1", 0)
     script.texts = ["a<eos>"]
     messages: list[Any] = [{"role": "user", "content": "go"}]
@@ -341,7 +341,7 @@ async def test_options_of_the_template_are_the_episodes_unless_a_request_gives_t
     chat = FolderChatText(own, [2])
     script = Script(chat)
     limits = Limits(max_turns=6, max_tokens=400, max_turn_tokens=80, max_model_len=2000)
-    episode = Episode(0, "sesame", chat, limits, script.generate, {"enable_thinking": True})
+    episode = Episode(0, chat, limits, script.generate, {"enable_thinking": True})
     endpoint = Endpoint({"sesame": episode}, {"temperature": 1, "top_p": 1})
     base_url = await endpoint.start("127.0.0.1", 0)
     async with aiohttp.ClientSession() as client:

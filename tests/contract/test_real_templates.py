@@ -215,7 +215,7 @@ def an_episode(model: tuple[Family, FolderChatText], seed: int) -> tuple[Episode
     family, chat = model
     engine = Engine(chat, family, random.Random(seed))
     limits = Limits(max_turns=20, max_tokens=10_000, max_turn_tokens=200, max_model_len=20_000)
-    return Episode(seed, "key", chat, limits, engine.generate), engine
+    return Episode(seed, chat, limits, engine.generate), engine
 
 
 def rollout_of(episode: Episode, engine: Engine) -> Rollout:

@@ -93,7 +93,7 @@ async def converse(worker: RolloutWorker, chat: FolderChatText, seed: int) -> tu
     """One conversation."""
     asked = Asked(worker)
     limits = Limits(max_turns=20, max_tokens=10_000, max_turn_tokens=200, max_model_len=MAX_MODEL_LEN)
-    episode = Episode(seed, "key", chat, limits, asked.generate)
+    episode = Episode(seed, chat, limits, asked.generate)
     await hold(episode, random.Random(seed), TURNS)
     return asked.rollout(episode), asked
 

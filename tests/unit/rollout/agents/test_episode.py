@@ -65,7 +65,7 @@ class Table:
     def __init__(self, limits: Limits = AMPLE) -> None:
         self.chat = Chat("chatml")
         self.engine = Engine(self.chat)
-        self.episode = Episode(3, "key", self.chat, limits, self.engine.generate)  # type: ignore[arg-type]
+        self.episode = Episode(3, self.chat, limits, self.engine.generate)  # type: ignore[arg-type]
 
     def say(self, *texts: str | Exception) -> None:
         self.engine.says += texts
@@ -114,7 +114,7 @@ async def test_options_of_a_request_go_before_those_of_the_episode() -> None:
 
     noted: list[dict[str, Any]] = []
     chat = Noting("chatml")
-    episode = Episode(3, "key", chat, AMPLE, Engine(chat).generate, {"one": "a", "two": "b"})  # type: ignore[arg-type]
+    episode = Episode(3, chat, AMPLE, Engine(chat).generate, {"one": "a", "two": "b"})  # type: ignore[arg-type]
     await episode.chat([user("one")], options={"one": "x"})
     episode.check([user("one")], (), {"one": "x"})
     await episode.chat([user("one")])
