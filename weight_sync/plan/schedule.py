@@ -104,13 +104,12 @@ def _share_out(
         if heap is None:
             heap = heaps[number] = [(total[position[rank]], position[rank]) for rank in holders.sets[number]]
             heapq.heapify(heap)
-        # Totals only grow: an entry that another set of holders made stale is pushed down until the top is current.
+        # Totals only grow: stale entries are pushed down until the top is current.
         while heap[0][0] != total[heap[0][1]]:
             heapq.heapreplace(heap, (total[heap[0][1]], heap[0][1]))
         source = heap[0][1]
         chosen.extend((need, source, replica) for need in parcel)
         total[source] += size
-        heapq.heapreplace(heap, (total[source], source))
     return chosen
 
 

@@ -101,7 +101,6 @@ class Transaction:
         Args:
             params_of: Replica -> per engine rank, the parameters that will be written.
         """
-        began = time.monotonic()
         numbers = [number for number, replica in enumerate(self.replicas) if replica.error is None]
         replies = await self._clients.ask(
             ReplicaVerbs.begin,
@@ -116,7 +115,7 @@ class Transaction:
                 continue
             self._begun.append(number)
             replica.spent_s = self._clients.answer_s[number]
-            replica.times = ReplicaTimes(began, reply.idle_s, reply.mark_s)
+            replica.times = ReplicaTimes(self._began, reply.idle_s, reply.mark_s)
             alive.budgets_s[number] = max(0.0, self._timeout_s - replica.spent_s)
             try:
                 alive.fresh[number] = self._book.check(number, reply.bindings, params_of(number))
@@ -129,7 +128,7 @@ class Transaction:
                 if bound.holds and self._held.get((number, rank)) == bound.holds:
                     alive.take_changes.append((number, rank))
         self.bases = {dest: self._held[dest] for dest in alive.take_changes}
-        self._begin_s = time.monotonic() - began
+        self._begin_s = time.monotonic() - self._began
         logger.debug(
             "version %d, epoch %d: %d of %d replicas began in %.3f s",
             self._publish.version,
