@@ -74,7 +74,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "orchestrator/loop/advantages.py": ("orchestrator/loop/test_advantages.py",),
     "orchestrator/loop/samples.py": ("orchestrator/loop/test_advantages.py", "orchestrator/loop/test_distillation.py"),
     "orchestrator/loop/publication.py": ("orchestrator/loop/test_publication.py",),
-    "orchestrator/checkpoints/run_checkpoint.py": ("orchestrator/files/test_run_checkpoint.py",),
+    "orchestrator/checkpoints/run_checkpoint.py": ("orchestrator/checkpoints/test_run_checkpoint.py",),
     "rollout/agents/token_tree.py": ("rollout/agents/test_token_tree.py",),
     "rollout/agents/episode.py": ("rollout/agents/test_episode.py",),
     "rollout/branches.py": ("rollout/test_branches.py",),
@@ -85,7 +85,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "rollout/text/plain_text.py": ("rollout/test_plain_text.py",),
     "fleet/supervisor.py": ("fleet/test_supervisor.py", "fleet/test_supervisor_restart.py"),
     "fleet/starts.py": ("fleet/test_supervisor_restart.py",),
-    "fleet/scaling.py": ("fleet/test_coming_and_going.py",),
+    "fleet/scaling.py": ("fleet/test_coming_and_going.py", "fleet/test_following.py"),
     "fleet/roster.py": ("fleet/test_supervisor.py", "fleet/test_supervisor_restart.py"),
     "fleet/router.py": ("fleet/test_router.py",),
 }

@@ -127,6 +127,8 @@ async def test_a_worker_that_failed_too_often_stays_out_and_nobody_takes_its_pla
     await machines.supervisor.fail(machines.supervisor.roster.replicas["rollout-1"], "it fails and fails")
     await asyncio.sleep(0.02)
     assert machines.states == [S.serving, S.out] and machines.supervisor.roster.num_wanted == 2
+    await machines.supervisor.scaling.drain("rollout-1")
+    assert machines.supervisor.scaling.num_asked == 2, "it did not count any more"
     following.cancel()
 
 

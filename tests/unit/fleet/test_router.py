@@ -13,7 +13,7 @@ from fakes.loop import FakeWorker, World, outcome
 from slipstream.conf.schema import SamplingConfig
 from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.fleet.replicas import ReplicaState
-from slipstream.fleet.router import Router
+from slipstream.fleet.router import KEEP_S, Router
 from slipstream.orchestrator.files.timeline import Activities
 from slipstream.rollout.types import Prompt, Rollout
 from slipstream.weight_sync.errors import ReplicaDirty
@@ -142,10 +142,12 @@ async def test_groups_are_in_flight_until_they_are_answered_or_have_failed() -> 
     await until(lambda: workers[0].num_groups == 1)
     counts = [replica.num_in_flight for replica in supervisor.roster.replicas.values()]
     assert counts == [1, 0]
+    num_tasks = len(asyncio.all_tasks())
     for _ in range(2):
         await router.generate_group(PROMPT, 2)
         assert [replica.num_in_flight for replica in supervisor.roster.replicas.values()] == counts
     assert [worker.num_groups for worker in workers] == [1, 2], "the one that is busy is not asked"
+    await until(lambda: len(asyncio.all_tasks()) == num_tasks)  # nothing waits on for the end of the worker
     workers[0].gate.set()
     await held
     assert [replica.num_in_flight for replica in supervisor.roster.replicas.values()] == [0, 0]
@@ -211,27 +213,28 @@ async def test_a_worker_is_told_what_to_sample_and_from_which_version() -> None:
     assert asked == [(PROMPT, 3, greedy, 7, []), (PROMPT, 1, greedy, None, [])]
 
 
+@on_jumping_clock
 async def test_only_workers_that_serve_are_asked_to_keep_a_version_and_silence_costs_nobody() -> None:
-    supervisor, workers = supervised(4)
+    supervisor, workers = supervised(5)
     router = Router(supervisor, request_timeout_s=60)
     await serve(supervisor)
-    await supervisor.fail(supervisor.roster.replicas["rollout-3"], "it died")
+    await supervisor.fail(supervisor.roster.replicas["rollout-4"], "it died")
     asked: list[tuple[int, int | None]] = []
 
-    def answers(worker: FakeWorker, answer: bool | Exception) -> None:
+    def answers(worker: FakeWorker, answer: bool | Exception | None) -> None:
         async def keep(version: int | None) -> bool:
             asked.append((worker.index, version))
             if isinstance(answer, Exception):
                 raise answer
-            return answer
+            return await asyncio.Event().wait() if answer is None else answer
 
         worker.keep_version = keep  # type: ignore[method-assign]
 
-    for worker, answer in zip(workers, (True, False, ConnectionError("lost"), True), strict=True):
+    for worker, answer in zip(workers, (True, False, ConnectionError("lost"), None, True), strict=True):
         answers(worker, answer)
-    assert await router.keep_version(7) == 1
-    assert sorted(asked) == [(0, 7), (1, 7), (2, 7)]
-    assert supervisor.roster.num_serving == 3
+    assert await asyncio.wait_for(router.keep_version(7), 2 * KEEP_S) == 1
+    assert sorted(asked) == [(0, 7), (1, 7), (2, 7), (3, 7)]
+    assert supervisor.roster.num_serving == 4
 
 
 async def test_scores_come_from_the_least_loaded_worker_and_from_nobody_where_none_serves() -> None:

@@ -119,7 +119,7 @@ async def test_every_step_of_a_restart_is_noted_with_its_time(monkeypatch: pytes
     assert [by_event[event].time for event in (E.process_up, E.imported, E.up)] == [4.0, 6.0, 9.0]
     assert by_event[E.failed].facts == {"reason": "it died"}
     assert by_event[E.restarting].facts == {"attempt": 1}
-    assert by_event[E.process_up].facts == {"pid": 1000}
+    assert (by_event[E.process_up].facts, by_event[E.up].facts) == ({"pid": 1000}, {})
     assert by_event[E.read].facts == {"peer": "rollout-1", "version": 7, "bytes": 10, "read_s": 0.5, "verify_s": 0.1}
     assert by_event[E.failed].time == 50.0
     assert (by_event[E.serving].time, by_event[E.serving].facts["down_s"]) == (57.5, 7.5)

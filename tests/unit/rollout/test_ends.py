@@ -68,6 +68,7 @@ def test_the_end_of_the_tokenizer_is_one_whatever_the_configs_say(folder, file, 
 
 def test_the_end_of_a_tokenizer_is_told_by_the_loaded_one_or_by_its_file_or_by_nobody(folder):
     _write(folder, "config.json", {"eos_token_id": 0})
+    _write(folder, "special_tokens_map.json", {"eos_token": NAMES[1]})  # asked where tokenizer_config.json has none
     end, loaded = _ids(folder)[NAMES[0]], load_tokenizer(folder)
     (folder / "tokenizer.json").rename(folder / "aside.json")
     assert end_token_ids(folder, loaded) == [end, 0]

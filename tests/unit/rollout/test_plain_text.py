@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from slipstream.rollout.text.plain_text import TOKENIZER_FILE, encode_text, load_tokenizer
 
-FORMS = {"": "$A", "begin": "<b> $A", "both": "<b> <c> $A <e>", "end": "$A <e>"}
+FORMS = {"": "$A", "begin": "<b> $A", "both": "<b> <c> $A <e> <b>", "end": "$A <e>"}
 
 
 def save(folder: Path, form: str, **settings: Any) -> Tokenizer:

@@ -186,7 +186,7 @@ def test_resume_takes_a_url(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     above = remote.url.rpartition("/")[0]
-    config = load_run_config([*OPTIONS, "run.seed=7", f"run.checkpoint_dir={above}"])
+    config = load_run_config([*OPTIONS, "run.seed=7", f"run.checkpoint_dir={above}/"])
     folder = RunFolder(tmp_path / "run-1")
     folder.root.mkdir()
     write_description(folder, config, [])
@@ -194,6 +194,8 @@ def test_resume_takes_a_url(
     checkpoints.begin_sending()
     write(checkpoints, 3)
     checkpoints.finish_sending()
+    assert record_of(checkpoints)["url"] == remote.url, "an object store takes a double slash for a folder"
+    assert checkpoints.to_resume(None) is None
     elsewhere = tmp_path / "another machine"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)

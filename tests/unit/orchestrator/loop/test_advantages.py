@@ -92,6 +92,11 @@ def test_whitening_uses_the_samples_variance_over_all_tokens() -> None:
     assert [*first, *second] == pytest.approx([-2 / 7**0.5, -1 / 7**0.5, 3 / 7**0.5], rel=1e-6)
 
 
+def test_a_batch_is_standardized_as_one_and_its_groups_keep_their_spread() -> None:
+    found = batch_advantages([[1.0, 0.0], [0.5, 0.0]], [[1, 1], [1, 1]], "group_batch_std")
+    assert np.ravel(found) == pytest.approx(whitened([np.array([0.5, -0.5, 0.25, -0.25])])[0])
+
+
 def test_penalties_are_subtracted_once_from_what_comes_after_them() -> None:
     """Two responses of 2 and 1 tokens with rewards 1 and 0, whose penalties are 0.1 and 0.2, and 0.4. From token t on:
     1 - 0.3, 1 - 0.2; 0 - 0.4. Of whole responses: 0.7 and -0.4, whose mean is 0.15."""

@@ -28,6 +28,7 @@ class Diary:
         self.joining: list[Replica] = []
         self.strangers: set[int] = set()
         """Whom the trainer refuses to meet."""
+        self.is_committed = True
 
     async def hold(self, *, pauses: bool = True) -> Held:
         self.calls.append(("hold", pauses))
@@ -50,7 +51,7 @@ class Diary:
 
     async def publish(self, timeout_s: float, exclude: Sequence[int] = (), trace: Path | None = None) -> PublishReport:
         self.calls.append(("publish", timeout_s, list(exclude), trace))
-        return publish_report(7, [outcome(True)] * 3)
+        return publish_report(7, [outcome(self.is_committed)] * 3)
 
     def publication(self, version: int = 7, **options: Any) -> Publication:
         services: Any = SimpleNamespace(supervisor=self, trainer=self, traces=Path("traces"))
@@ -71,9 +72,10 @@ async def test_replicas_are_held_written_to_and_settled(diary: Diary, mode: Sync
     assert diary.calls == [("hold", pauses), ("publish", 180.0, [1], None), ("settle", report.replicas)]
 
 
-async def test_each_wave_has_its_time(diary: Diary) -> None:
-    await diary.publication(timeout_s=10, publish_waves=3).run()
-    assert diary.calls[1] == ("publish", 2 * 10 * 3 + 60.0, [], None)
+async def test_each_wave_has_its_time_and_replicas_are_settled_also_if_none_committed(diary: Diary) -> None:
+    diary.is_committed = False
+    report = await diary.publication(timeout_s=10, publish_waves=3).run()
+    assert diary.calls[1:] == [("publish", 2 * 10 * 3 + 60.0, [], None), ("settle", report.replicas)]
 
 
 async def test_the_trainer_meets_restarted_workers_before_it_writes_and_leaves_out_those_that_it_cannot(

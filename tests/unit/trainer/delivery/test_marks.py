@@ -18,6 +18,8 @@ from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.weights.row_runs import RowRun, Rows
 from slipstream.weight_sync.layout import Region
+from slipstream.weight_sync.merging.merge import marker
+from slipstream.weight_sync.merging.merge_operands import MergeOperands
 from slipstream.weight_sync.publish.packing import PackedRead
 
 
@@ -129,3 +131,12 @@ def test_a_convolution_that_lies_permuted_is_written_and_unmarked():
     run.marker(out.transpose(1, 2), marks.transpose(1, 2), {}, ({}, {}))()
     assert torch.equal(out, kernel[1:5].transpose(1, 2))
     assert not marks.any()
+
+
+def test_a_zero_that_has_another_sign_is_marked():
+    """An engine that was not told would hold other bits than those that are hashed."""
+    out, marks = torch.ones(1, 1, 2).bfloat16(), torch.zeros(1, 1, 2, dtype=torch.uint8)
+    a, factors = torch.full((1, 1, 2), 1e-20), (torch.full((1, 1, 1), b) for b in (-1e-22, 1e-22))
+    now, last = (MergeOperands(out * 0, b, a, 1.0, 0, 1) for b in factors)
+    marker(now, last, out, marks)()
+    assert bool(marks.all()) and not out.any()

@@ -55,6 +55,20 @@ def layouts(spec: ModelSpec) -> list[DestLayout]:
     ]
 
 
+class CountingLink(MemoryTransport):
+    """Memory that is freed while it is registered may be registered again at the same address."""
+
+    num_held = 0
+
+    def register(self, tensors):
+        super().register(tensors)
+        self.num_held += len(tensors)
+
+    def unregister(self, tensors):
+        super().unregister(tensors)
+        self.num_held -= len(tensors)
+
+
 class World:
     """A trainer rank and one engine."""
 
@@ -69,7 +83,8 @@ class World:
         self.engines: list[RankedEngine] = []
         self.endpoints: list[EndpointThread] = []
         self.start_engine(flipped)
-        summary = self.rank.delivery.connect([self.endpoints[0].address], MemoryTransport(self.fabric))
+        self.link = CountingLink(self.fabric)
+        summary = self.rank.delivery.connect([self.endpoints[0].address], self.link)
         self.whole_bytes = summary["num_bytes"]
         own = [one.layout for one in self.engines[0].merges]
         self.factor_bytes = sum(p.num_bytes for layout in own for p in layout.params if is_factor(p.name))
@@ -131,6 +146,8 @@ def test_factors_alone_are_sent_from_the_first_publish_on_also_to_an_engine_that
         assert report.num_bytes == world.factor_bytes
     world.restart_engine()
     assert world.publish(3).num_bytes == world.factor_bytes
+    world.rank.delivery._publisher.release()
+    assert world.link.num_held == 0, "staging of the base's survey is unregistered as well"
 
 
 def test_a_base_that_differs_by_a_bit_is_known_by_its_digest_and_every_byte_is_sent(make_world):

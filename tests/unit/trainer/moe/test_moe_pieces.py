@@ -163,20 +163,30 @@ def test_the_engine_decides_whether_sigmoid_logits_are_rounded(engine_rounds):
     assert Router(moe, 64, weight_dtype=torch.bfloat16, numerics=numerics).narrow_logits is engine_rounds
 
 
-def test_experts_are_of_the_best_groups_also_where_all_of_their_scores_are_negative():
+def test_what_gemmas_router_multiplies_by_is_in_the_models_format():
+    moe = MoeSpec(
+        num_experts=4, top_k=2, intermediate_size=8, norm_topk_prob=True, layers=(True,), is_beside_dense=True
+    )
+    router = Router(moe, 64, weight_dtype=torch.bfloat16, numerics=Roundings())
+    assert [parameter.dtype for parameter in router.parameters()] == [torch.bfloat16] * 3
+
+
+@pytest.mark.parametrize("top_groups", [1, 2, 4])
+def test_experts_are_of_the_best_groups_also_where_all_of_their_scores_are_negative(top_groups):
     """A bias that is the same for all experts changes no choice, however far it is below the scores."""
     moe = MoeSpec(
-        num_experts=8, top_k=3, intermediate_size=8, norm_topk_prob=True, layers=(True,), score=RouterScore.sigmoid,
-        num_groups=4, top_groups=2,
+        num_experts=12, top_k=3, intermediate_size=8, norm_topk_prob=True, layers=(True,), score=RouterScore.sigmoid,
+        num_groups=4, top_groups=top_groups,
     )  # fmt: skip
     router = Router(moe, 64, weight_dtype=torch.float32, numerics=AS_TRANSFORMERS.places)
     generator = torch.Generator().manual_seed(5)
     x, chosen = torch.randn(50, 64, generator=generator), []
     assert router.e_score_correction_bias is not None
     with torch.no_grad():
-        router.weight.copy_(torch.randn(8, 64, generator=generator) / 8)
+        router.weight.copy_(torch.randn(12, 64, generator=generator) / 8)
         for bias in (0.0, -2.0):
             router.e_score_correction_bias.fill_(bias)
             chosen.append(router(x).experts_TK)
     assert torch.equal(*chosen)
-    assert (torch.div(chosen[0], 2, rounding_mode="floor").sort().values.diff() != 0).sum(-1).max() == 1, "two groups"
+    groups = torch.div(chosen[0], 3, rounding_mode="floor").sort().values
+    assert 1 + (groups.diff() != 0).sum(-1).max() == min(top_groups, 3)
