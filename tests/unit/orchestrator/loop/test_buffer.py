@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slipstream.orchestrator.loop.buffer import Batch, GroupBuffer, Ticket
@@ -338,7 +338,10 @@ class ResumedRun:
     async def take(self) -> None:
         self.taking = self.taking or asyncio.create_task(self.buffer.take_batch(self.num_taken))
         await settle()
-        if self.taking.done():
+        await self.note_taken()
+
+    async def note_taken(self) -> None:
+        if self.taking is not None and self.taking.done():
             batch, self.taking = self.taking.result(), None
             assert batch.index == self.num_taken
             first = self.num_taken * self.groups_per_step
@@ -348,6 +351,7 @@ class ResumedRun:
             await self.buffer.open_next_batch()
 
     async def resume(self) -> None:
+        await self.note_taken()  # a batch may have become whole since
         self.close()
         state, self.buffer = self.buffer.state(), GroupBuffer(self.groups_per_step, self.max_staleness_steps)
         self.undrawn.clear()
@@ -371,6 +375,7 @@ ACTIONS = (ResumedRun.claim, ResumedRun.draw, ResumedRun.deliver, ResumedRun.del
     actions=st.lists(st.sampled_from([*ACTIONS[:3], *ACTIONS, ResumedRun.resume]), max_size=60),
     seed=st.integers(0, 1000),
 )
+@example(1, 0, [*ACTIONS[:2], ResumedRun.take, ResumedRun.deliver, ResumedRun.claim, ResumedRun.resume], 0)
 def test_no_ticket_or_prompt_is_lost_or_changed_by_any_number_of_resumes(
     groups_per_step: int,
     max_staleness_steps: int,
