@@ -48,7 +48,7 @@ from slipstream.trainer.checkpoint.keeper import Keeper, Readiness, hold
 from slipstream.trainer.checkpoint.rank_state import write_rank_state
 from slipstream.trainer.errors import CheckpointError, LayoutError, TrainerError
 from slipstream.trainer.rank import TrainerRank
-from slipstream.trainer.types import Denominators
+from slipstream.trainer.types import Denominators, LossStats
 from slipstream.weight_sync.publish.packing import Packet
 
 LAYOUTS = {
@@ -63,6 +63,14 @@ def train_once(rank: TrainerRank, assignment: list[list[int]]):
     samples = make_samples()
     stats = rank.forward_backward([[samples[i] for i in members] for members in assignment], count(samples))
     return stats, local_gradients(rank)
+
+
+def step(rank: TrainerRank) -> LossStats:
+    """A batch of the rank's version, and an update that is applied."""
+    samples = make_samples(version=rank.policy_version)
+    stats = rank.forward_backward([samples[:3], samples[3:]], count(samples, rank.policy_version))
+    assert rank.optimizer_step().is_finite
+    return stats
 
 
 def work(rank: int, world_size: int, rendezvous: str, folder: Path, ep_size: int, mode: TrainMode) -> dict:
@@ -142,20 +150,15 @@ def test_bfloat16_adapters_learn_with_8_bit_moments_and_resume_exactly(tmp_path)
     """The loss of a fixed batch falls, and a state written in the middle continues bitwise."""
     rank = make_rank(dtype=DType.bfloat16, lora_dtype=DType.bfloat16, optim=OptimConfig(lr=1e-2, state=OptimState.int8))
     losses = []
-    for step in range(8):
-        if step == 4:
+    for number in range(8):
+        if number == 4:
             rank.save_state(tmp_path)
-        samples = make_samples(version=step)
-        stats = rank.forward_backward([samples], count(samples, step))
-        losses.append(stats.sums["loss/total_sum"])
-        assert rank.optimizer_step().is_finite
+        losses.append(step(rank).sums["loss/total_sum"])
     assert losses[-1] < losses[0]
     after = values_of(rank)
     rank.load_state(tmp_path)
-    for step in range(4, 8):
-        samples = make_samples(version=step)
-        rank.forward_backward([samples], count(samples, step))
-        rank.optimizer_step()
+    for _ in range(4):
+        step(rank)
     assert are_equal(after, values_of(rank))
 
 
@@ -188,8 +191,7 @@ def test_the_reference_is_the_policy_before_training(mode):
 
 def test_training_goes_on_from_an_adapter_and_its_penalty_pulls_back_to_it(tmp_path):
     first = make_rank()
-    train_once(first, [[0, 1], [2, 3, 4]])
-    first.optimizer_step()
+    step(first)
     first.save_adapter(tmp_path)
     rank = make_rank(algorithm=AlgorithmConfig(kl_coef=0.1), init_from=tmp_path)
     assert are_equal(values_of(rank), values_of(first))
@@ -273,11 +275,6 @@ def spread(sample, values):
 
 
 def test_resume_continues_bitwise_in_a_new_rank(tmp_path):
-    def step(rank: TrainerRank) -> None:
-        samples = make_samples(version=rank.policy_version)
-        rank.forward_backward([samples[:3], samples[3:]], count(samples, rank.policy_version))
-        rank.optimizer_step()
-
     optim = OptimConfig(lr=1e-2, warmup_steps=2, final_lr_fraction=0.1)
     straight = make_rank(optim=optim)
     step(straight)
@@ -294,10 +291,8 @@ def test_resume_continues_bitwise_in_a_new_rank(tmp_path):
 def test_a_new_rank_goes_on_bitwise_from_a_kept_state():
     """Of the step before the last one, too; what was copied does not change while it is sent."""
 
-    def step(rank: TrainerRank, number: int) -> None:
-        samples = make_samples(version=rank.policy_version)
-        rank.forward_backward([samples], count(samples, rank.policy_version))
-        rank.optimizer_step()
+    def keep_step(rank: TrainerRank, number: int) -> None:
+        step(rank)
         while rank.keep(number) is Readiness.later:
             time.sleep(0.01)
 
@@ -305,7 +300,7 @@ def test_a_new_rank_goes_on_bitwise_from_a_kept_state():
     rank.keep_states([keeper.address])
     after = {}
     for number in (1, 2, 3):
-        step(rank, number)
+        keep_step(rank, number)
         after[number] = values_of(rank)
     while keeper.kept() != {0: [2, 3]}:
         time.sleep(0.01)
@@ -314,7 +309,7 @@ def test_a_new_rank_goes_on_bitwise_from_a_kept_state():
         reborn.load_kept(keeper.address, 1)
     reborn.load_kept(keeper.address, 2)
     assert reborn.policy_version == 2 and are_equal(values_of(reborn), after[2])
-    step(reborn, 3)
+    keep_step(reborn, 3)
     assert are_equal(values_of(reborn), after[3])
     keeper.close()
 
@@ -346,9 +341,8 @@ def test_a_rank_whose_keeper_is_gone_says_so_once_and_trains_on(caplog):
     assert found.count(Readiness.now) == 1
     assert rank.keep(99) is Readiness.never
     assert caplog.text.count("a step's state could not be kept in another process") == 1
-    samples = make_samples()
-    rank.forward_backward([samples], count(samples))
-    assert rank.optimizer_step().policy_version == 1
+    step(rank)
+    assert rank.policy_version == 1
 
 
 def test_a_state_is_left_out_while_another_is_sent_and_where_copies_would_take_much_of_the_time(monkeypatch):
@@ -384,11 +378,6 @@ def test_a_state_is_left_out_while_another_is_sent_and_where_copies_would_take_m
 
 def test_a_checkpoint_holds_what_was_when_it_began_though_steps_follow(tmp_path, monkeypatch):
     """The next one uses the same memory, and holds what is then."""
-
-    def step(rank: TrainerRank) -> None:
-        samples = make_samples(version=rank.policy_version)
-        rank.forward_backward([samples], count(samples, rank.policy_version))
-        rank.optimizer_step()
 
     def write_later(*arguments: Any) -> None:
         assert may_write.wait(60), "nobody lets it write"
