@@ -379,7 +379,8 @@ def _not_utf8(folder: Path | None) -> Path | None:
 def _first_line(error: BaseException) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
-        return f"not valid YAML at {mark.name}, line {mark.line + 1}: {error.problem}"
+        file = "" if mark.name.startswith("<") else f"{mark.name}, "  # text that came from no file
+        return f"not valid YAML at {file}line {mark.line + 1}: {error.problem}"
     if misplaced := re.search(r"is not a subclass of \w+\. value: (.*)", str(error)):
         return f"the value {misplaced[1]} stands in the place of a section, as trainer in trainer: {{num_ranks: 2}}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

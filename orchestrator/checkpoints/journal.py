@@ -74,7 +74,13 @@ def read_journal(folder: RunFolder) -> Journal | None:
 def door_of(folder: RunFolder) -> Path | None:
     """Where the run's processes wait for another controller, if they do."""
     journal = read_journal(folder)
-    return journal.ray.door if journal is not None and journal.ray.door.exists() else None
+    return journal.ray.door if journal is not None and _is_answered(journal.ray.door) else None
+
+
+def _is_answered(door: Path) -> bool:
+    """Whether a process listens there: of one that was killed, the file stays."""
+    with Path("/proc/net/unix").open() as sockets:
+        return any(line.endswith(f" {door}\n") for line in sockets)
 
 
 def end_what_waits(folder: RunFolder) -> bool:
@@ -103,6 +109,6 @@ def waits_for(config: RunConfig) -> RunState | None:
         return None
     folder = RunFolder(root)
     journal = read_journal(folder)
-    if journal is not None and journal.ray.door.exists() and not changed_options(folder, config):
+    if journal is not None and _is_answered(journal.ray.door) and not changed_options(folder, config):
         return journal.state
     return None

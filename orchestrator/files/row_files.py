@@ -5,13 +5,13 @@
     rows of work that is redone         cut_rows(path, ...), end_of_rows(file, ...)      from the end
 
 Owns: reading and cutting. Does not own: what rows say, who writes them (telemetry.py). Invariant: a last line that a
-crash cut short counts as not there.
+crash cut short, and a line that is no row (a disk that lost power leaves zeros), count as not there.
 """
 
 import os
 import shutil
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
@@ -29,7 +29,7 @@ def read_rows(path: Path, names: Collection[str] | None = None) -> list[JsonObje
     decode = decoder_of(names).decode
     try:
         with path.open("rb") as file:
-            return [decode(line) for line in file if line.endswith(b"\n")]
+            return [row for line in file if line.endswith(b"\n") and (row := _row(line, decode)) is not None]
     except FileNotFoundError:
         return []
 
@@ -39,7 +39,7 @@ def last_rows(path: Path, most: int) -> list[JsonObject]:
     decode = decoder_of(None).decode
     try:
         with path.open("rb") as file:
-            return [decode(line) for _, line in islice(_backwards(file), most)][::-1]
+            return [row for _, row in islice(_rows_backwards(file, decode), most)][::-1]
     except FileNotFoundError:
         return []
 
@@ -56,8 +56,7 @@ def cut_rows(path: Path, *, after_step: int, names: Collection[str] = ()) -> lis
     try:
         with path.open("rb") as file:
             kept_bytes = 0
-            for end, line in _backwards(file):
-                row = decode(line)
+            for end, row in _rows_backwards(file, decode):
                 if row["step"] <= after_step:
                     kept_bytes = end
                     break
@@ -72,7 +71,19 @@ def cut_rows(path: Path, *, after_step: int, names: Collection[str] = ()) -> lis
 def end_of_rows(file: BinaryIO, after_step: int) -> int:
     """Bytes of a file in step order up to the rows of later steps."""
     decode = decoder_of({"step"}).decode
-    return next((end for end, line in _backwards(file) if decode(line)["step"] <= after_step), 0)
+    return next((end for end, row in _rows_backwards(file, decode) if row["step"] <= after_step), 0)
+
+
+def _rows_backwards(file: BinaryIO, decode: Callable[[bytes], JsonObject]) -> Iterator[tuple[int, JsonObject]]:
+    """(where it ends, row) of each line that is one, the last one first."""
+    return ((end, row) for end, line in _backwards(file) if (row := _row(line, decode)) is not None)
+
+
+def _row(line: bytes, decode: Callable[[bytes], JsonObject]) -> JsonObject | None:
+    try:
+        return decode(line)
+    except msgspec.DecodeError:
+        return None
 
 
 def _keep_first(path: Path, file: BinaryIO, num_bytes: int) -> None:

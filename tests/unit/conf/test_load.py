@@ -303,6 +303,8 @@ def test_loading_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_resolved_yaml_of_another_schema_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^RUN/config\.yaml: not valid YAML at line 1: "):
+        load_resolved_yaml("trainer: {num_rank", subject="RUN/config.yaml: ")
     with pytest.raises(ConfigError, match=r"unknown option trainer\.num_rank"):
         load_resolved_yaml("trainer: {num_rank: 2}")
 

@@ -51,6 +51,14 @@ def test_a_file_that_is_cut_is_another_one_for_those_who_follow_it(rows: Path) -
     assert (cut_rows(rows, after_step=NUM_ROWS), rows.stat().st_ino) == ([], inode), "nothing to cut"
 
 
+def test_lines_that_are_no_rows_count_as_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"step": 1}\n\0\0\0\n[2]\n{"step": 2}\n\xff\n')
+    assert read_rows(path) == read_rows(path, ["step"]) == last_rows(path, 2) == [{"step": 1}, {"step": 2}]
+    assert cut_rows(path, after_step=1) == [{"step": 2}]
+    assert path.read_bytes() == b'{"step": 1}\n'
+
+
 @pytest.mark.parametrize("content", [None, "", "{"])
 def test_there_may_be_no_row(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "rows.jsonl"
