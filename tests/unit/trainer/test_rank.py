@@ -406,10 +406,10 @@ def test_a_checkpoint_holds_what_was_when_it_began_though_steps_follow(tmp_path,
 
 
 def test_a_state_of_another_layout_is_refused_before_anything_changes(tmp_path):
+    """What else is refused, and how it is said: checkpoint/test_rank_state.py."""
     rank = make_rank()
-    with pytest.raises(CheckpointError, match=r"rank-0\.json is missing"):
-        rank.load_state(tmp_path)
     rank.save_state(tmp_path)
+    step(rank)
     before = values_of(rank)
     meta = json.loads((tmp_path / "rank-0.json").read_text())
     meta["layout"]["trainer.num_ranks"] = 4
@@ -417,13 +417,6 @@ def test_a_state_of_another_layout_is_refused_before_anything_changes(tmp_path):
     with pytest.raises(CheckpointError, match=r"trainer\.num_ranks=4, this run has 1"):
         rank.load_state(tmp_path)
     assert are_equal(before, values_of(rank))
-    (tmp_path / "rank-0.json").write_text("{")
-    with pytest.raises(CheckpointError, match="not valid JSON"):
-        rank.load_state(tmp_path)
-    rank.save_state(tmp_path)
-    (tmp_path / "rank-0.safetensors").write_bytes(b"torn")
-    with pytest.raises(CheckpointError, match="cannot read"):
-        rank.load_state(tmp_path)
 
 
 def test_values_of_tokens_that_do_not_count_are_never_read():

@@ -141,6 +141,11 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rebirth_module, "kill_actor", kill)
 
 
+async def started(**options: Any) -> tuple[Cast, RayTrainerGroup]:
+    cast = Cast(**options)
+    return cast, await cast.group()
+
+
 async def step(group: RayTrainerGroup) -> OptimStats:
     await group.forward_backward([[], []], SimpleNamespace())  # type: ignore[arg-type]
     return await group.optimizer_step()
@@ -149,8 +154,7 @@ async def step(group: RayTrainerGroup) -> OptimStats:
 async def test_a_step_whose_end_was_not_told_is_computed_again_though_its_state_is_kept(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    cast = Cast()
-    group = await cast.group()
+    cast, group = await started()
     for version in (1, 2, 3):
         assert (await step(group)).policy_version == version
         assert group.unkept_steps == 1, "its state may be on its way"
@@ -170,8 +174,7 @@ async def test_a_step_whose_end_was_not_told_is_computed_again_though_its_state_
 
 
 async def test_of_states_that_were_under_way_the_one_before_is_taken_and_a_finished_step_computed_again() -> None:
-    cast = Cast()
-    group = await cast.group()
+    cast, group = await started()
     for _ in range(3):
         await step(group)
     cast.kept = {2}  # some rank's third had not arrived
@@ -182,8 +185,7 @@ async def test_of_states_that_were_under_way_the_one_before_is_taken_and_a_finis
 
 
 async def test_steps_without_a_kept_state_are_computed_again_and_states_counted_on() -> None:
-    cast = Cast()
-    group = await cast.group()
+    cast, group = await started()
     for number, readiness in enumerate((Readiness.now, Readiness.later, Readiness.later)):
         cast.readiness = readiness
         await step(group)
@@ -202,8 +204,7 @@ async def test_steps_without_a_kept_state_are_computed_again_and_states_counted_
 
 async def test_ranks_whose_keeper_is_gone_send_to_the_one_in_its_place(caplog: pytest.LogCaptureFixture) -> None:
     """Until it has a whole state, a death would end the run."""
-    cast = Cast()
-    group = await cast.group()
+    cast, group = await started()
     await step(group)
     await step(group)
     cast.readiness, cast.kept = Readiness.never, set()
@@ -220,8 +221,7 @@ async def test_ranks_whose_keeper_is_gone_send_to_the_one_in_its_place(caplog: p
 
 
 async def test_a_death_before_the_keeper_in_its_place_has_a_state_ends_the_run() -> None:
-    cast = Cast()
-    group = await cast.group()
+    cast, group = await started()
     for cast.readiness in (Readiness.now, Readiness.now, Readiness.never):
         await step(group)
     cast.kept, cast.lives[0][1].is_dead = set(), True
@@ -232,8 +232,7 @@ async def test_a_death_before_the_keeper_in_its_place_has_a_state_ends_the_run()
 async def test_ranks_whose_keeper_stays_gone_train_on_and_a_death_ends_the_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    cast = Cast()
-    group = await cast.group()
+    cast, group = await started()
     await step(group)
     cast.readiness, cast.no_keeper = Readiness.never, RayError("its node is gone")
     for _ in range(2):
@@ -247,8 +246,7 @@ async def test_ranks_whose_keeper_stays_gone_train_on_and_a_death_ends_the_run(
 
 
 async def test_before_the_second_state_everything_since_the_start_is_made_again() -> None:
-    cast = Cast()
-    group = await cast.group()
+    cast, group = await started()
     await group.load_state("folder")  # type: ignore[arg-type]
     await step(group)
     cast.kept = set()
@@ -258,8 +256,7 @@ async def test_before_the_second_state_everything_since_the_start_is_made_again(
 
 
 async def test_engines_out_of_service_are_left_out_and_others_met_where_they_are_now() -> None:
-    cast = Cast()
-    group = await cast.group()
+    cast, group = await started()
     await step(group)
     await group.reconnect(1, "tcp://b2", 5.0)
     await group.publish(5.0, exclude=[0])
@@ -277,8 +274,7 @@ async def test_engines_out_of_service_are_left_out_and_others_met_where_they_are
 
 
 async def test_calls_that_fail_at_once_start_ranks_again_once() -> None:
-    cast = Cast()
-    group = await cast.group()
+    cast, group = await started()
     await step(group)
     cast.lives[0][1].is_dead = True
     stats, written, _ = await asyncio.gather(step(group), group.has_written(), group.disconnect([1]))
@@ -286,8 +282,7 @@ async def test_calls_that_fail_at_once_start_ranks_again_once() -> None:
 
 
 async def test_a_checkpoint_under_way_is_begun_again_or_told_to_be_lost() -> None:
-    cast = Cast()
-    group = await cast.group()
+    cast, group = await started()
     for _ in range(2):
         await step(group)
     cast.is_written = False
@@ -310,8 +305,7 @@ async def test_a_checkpoint_under_way_is_begun_again_or_told_to_be_lost() -> Non
 
 
 async def test_restarts_that_fail_count_and_the_last_one_ends_the_run() -> None:
-    cast = Cast(max_restarts=3)
-    group = await cast.group()
+    cast, group = await started(max_restarts=3)
     await step(group)
     cast.start_fails = 1
     cast.lives[0][0].is_dead = True
@@ -325,8 +319,7 @@ async def test_restarts_that_fail_count_and_the_last_one_ends_the_run() -> None:
 
 
 async def test_without_a_death_or_a_state_the_error_ends_the_run() -> None:
-    cast = Cast()
-    group = await cast.group()
+    cast, group = await started()
 
     def fails(*_: Any) -> RuntimeError:
         return RuntimeError("trainer-0 failed with ValueError: a batch")
@@ -358,8 +351,7 @@ async def test_without_a_death_or_a_state_the_error_ends_the_run() -> None:
 async def test_where_ranks_may_not_be_started_again_a_death_ends_the_run_as_it_is(
     max_restarts: int, lack: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cast = Cast(max_restarts=max_restarts, lack=lack)
-    group = await cast.group()
+    cast, group = await started(max_restarts=max_restarts, lack=lack)
     assert ("a trainer rank that dies will end this run" in caplog.text) == bool(lack)
     assert lack in caplog.text
     await step(group)
