@@ -1,6 +1,5 @@
 """A rollout worker is forked, as its engine is, from a process that has imported vLLM, and ends with its caller; where
-it cannot be forked it is spawned and works the same. With real vLLM where an engine starts; elsewhere modules without a
-line stand in for it, whose import takes no time.
+it cannot be forked it is spawned and works the same. Real vLLM.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -107,13 +104,11 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 @contextlib.contextmanager
-def program(
-    text: str, *words: str, log: Path | None = None, on_path: Sequence[Path] = (), **environment: str
-) -> Iterator[subprocess.Popen[str]]:
+def program(text: str, *words: str, log: Path | None = None, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """A Python process whose stdout is read and whose stderr goes to the test's, or to `log`."""
     left = {"VLLM_WORKER_MULTIPROC_METHOD"}  # by vLLM, in a process that has made a configuration for CPUs
     environ = {name: value for name, value in os.environ.items() if name not in left}
-    environ |= {"PYTHONPATH": import_path(*on_path), **environment}
+    environ |= {"PYTHONPATH": import_path(), **environment}
     command = [sys.executable, "-c", text, *words]
     stderr = contextlib.nullcontext() if log is None else log.open("w")
     pipe = subprocess.PIPE
@@ -154,56 +149,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def no_vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder to import from: of vLLM it has empty modules, of those that a worker without an engine imports."""
-    folder = tmp_path_factory.mktemp("path")
-    for name in ("engine/arg_utils", "v1/engine/core", "v1/engine/async_llm", "v1/worker/cpu_worker"):
-        file = folder / "vllm" / f"{name}.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-    (folder / "vllm" / "platforms.py").write_text("class current_platform:\n    is_cpu = lambda: True\n")
-    return folder
+def node() -> Iterator[subprocess.Popen[str]]:
+    """A process that begins a server when it is asked."""
+    with program(NODE) as node:
+        yield node
 
 
-@dataclass
-class Node:
-    """A process that begins a server when it is asked, and callers beside it whose workers have this model folder."""
-
-    folder: str
-    process: subprocess.Popen[str]
-    on_path: Sequence[Path] = ()
-
-    def ask(self) -> tuple[str, int]:
-        """Address and pid of the server, which is begun where there is none."""
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write("begin\n")
-        self.process.stdin.flush()
-        address = self.process.stdout.readline().strip()
-        children = psutil.Process(self.process.pid).children()
-        return address, next(child.pid for child in children if "forkserver" in " ".join(child.cmdline()))
-
-    def caller(self, address: str, what: str, **options: Any) -> contextlib.AbstractContextManager[subprocess.Popen]:
-        return program(CALLER, self.folder, address, what, on_path=self.on_path, **options)
+def ask(node: subprocess.Popen[str]) -> tuple[str, int]:
+    """Address and pid of the node's server, which is begun where there is none."""
+    assert node.stdin
+    assert node.stdout
+    node.stdin.write("begin\n")
+    node.stdin.flush()
+    address = node.stdout.readline().strip()
+    servers = [child for child in psutil.Process(node.pid).children() if "forkserver" in " ".join(child.cmdline())]
+    return address, servers[0].pid
 
 
-@pytest.fixture(scope="module")
-def node(folder: str) -> Iterator[Node]:
-    with program(NODE) as process:
-        yield Node(folder, process)
-
-
-@pytest.fixture(scope="module")
-def light_node(folder: str, no_vllm: Path) -> Iterator[Node]:
-    """For workers without an engine."""
-    with program(NODE, on_path=[no_vllm]) as process:
-        yield Node(folder, process, [no_vllm])
-
-
-def test_worker_and_engine_are_forked_and_end_with_the_caller(node: Node, tmp_path: Path) -> None:
-    address, server = node.ask()
+def test_worker_and_engine_are_forked_and_end_with_the_caller(
+    folder: str, node: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    address, server = ask(node)
     log = tmp_path / "log"
-    with node.caller(address, "engine", log=log) as caller:
+    with program(CALLER, folder, address, "engine", log=log) as caller:
         facts = told(caller)
         worker, engine = facts["pids"]
         assert psutil.Process(worker).ppid() == server
@@ -214,10 +182,10 @@ def test_worker_and_engine_are_forked_and_end_with_the_caller(node: Node, tmp_pa
         wait_for_end([worker, engine])
 
 
-def test_an_engine_ends_with_its_worker_while_it_starts(node: Node) -> None:
+def test_an_engine_ends_with_its_worker_while_it_starts(folder: str, node: subprocess.Popen[str]) -> None:
     """vLLM's process would wait five minutes for the worker that forked it."""
-    address, server = node.ask()
-    with node.caller(address, "engine") as caller:
+    address, server = ask(node)
+    with program(CALLER, folder, address, "engine") as caller:
         while not (forked := [child for child in psutil.Process(server).children(recursive=True) if is_engine(child)]):
             assert caller.poll() is None
         (engine,) = forked
@@ -233,54 +201,56 @@ def is_engine(process: psutil.Process) -> bool:
     return False
 
 
-def test_a_caller_that_returns_does_not_wait_for_its_worker(light_node: Node) -> None:
-    address, server = light_node.ask()
-    with light_node.caller(address, "leave") as caller:
+def test_a_caller_that_returns_does_not_wait_for_its_worker(folder: str, node: subprocess.Popen[str]) -> None:
+    address, server = ask(node)
+    with program(CALLER, folder, address, "leave") as caller:
         (worker,) = told(caller)["pids"]
         assert psutil.Process(worker).ppid() == server
         assert caller.wait(TIMEOUT_S) == 0
         wait_for_end([worker])
 
 
-def test_a_caller_is_told_that_its_worker_was_killed(light_node: Node) -> None:
-    with light_node.caller(light_node.ask()[0], "stay") as caller:
+def test_a_caller_is_told_that_its_worker_was_killed(folder: str, node: subprocess.Popen[str]) -> None:
+    with program(CALLER, folder, ask(node)[0], "stay") as caller:
         (worker,) = told(caller)["pids"]
         psutil.Process(worker).kill()
         assert told(caller)["ended"] == ["EngineDied", f"process {worker} of the rollout worker was ended by SIGKILL"]
 
 
-def test_a_worker_is_spawned_where_variables_that_imports_read_differ(light_node: Node) -> None:
-    with light_node.caller(light_node.ask()[0], "stay", VLLM_LOGGING_PREFIX="other: ") as caller:
+def test_a_worker_is_spawned_where_variables_that_imports_read_differ(folder: str, node: subprocess.Popen[str]) -> None:
+    with program(CALLER, folder, ask(node)[0], "stay", VLLM_LOGGING_PREFIX="other: ") as caller:
         facts = told(caller)
         (worker,) = facts["pids"]
         assert psutil.Process(worker).ppid() == caller.pid
         assert facts["phase"] == "importing vLLM"
 
 
-def test_a_worker_is_spawned_where_the_server_is_gone(light_node: Node) -> None:
-    with light_node.caller("/gone/listener", "stay") as caller:
+def test_a_worker_is_spawned_where_the_server_is_gone(folder: str) -> None:
+    with program(CALLER, folder, "/gone/listener", "stay") as caller:
         (worker,) = told(caller)["pids"]
         assert psutil.Process(worker).ppid() == caller.pid
 
 
-def test_a_server_that_was_killed_is_begun_again_and_its_worker_goes_on(light_node: Node) -> None:
-    killed, server = light_node.ask()
-    with light_node.caller(killed, "stay") as caller:
+def test_a_server_that_was_killed_is_begun_again_and_its_worker_goes_on(
+    folder: str, node: subprocess.Popen[str]
+) -> None:
+    killed, server = ask(node)
+    with program(CALLER, folder, killed, "stay") as caller:
         (worker,) = told(caller)["pids"]
         psutil.Process(server).kill()
         wait_for_end([server])
-        address, server = light_node.ask()
+        address, server = ask(node)
         assert address != killed
-        with light_node.caller(address, "stay") as other:
+        with program(CALLER, folder, address, "stay") as other:
             (forked,) = told(other)["pids"]
             assert psutil.Process(forked).ppid() == server
         psutil.Process(worker).kill()
         assert told(caller)["ended"] == ["EngineDied", f"process {worker} of the rollout worker has ended"]
 
 
-def test_a_server_begun_beforehand_is_found_by_workers_whose_imports_read_the_same(no_vllm: Path) -> None:
+def test_a_server_begun_beforehand_is_found_by_workers_whose_imports_read_the_same() -> None:
     """And is used by whoever would begin another one for them, unless its imports read others, or it is gone."""
-    with program(BEFOREHAND, on_path=[no_vllm]) as before:
+    with program(BEFOREHAND) as before:
         assert before.stdin
         assert before.stdout
 
