@@ -19,14 +19,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import compress
 
-import numpy as np
 import torch
 
 from slipstream.weight_sync.changes import stream_bytes
 from slipstream.weight_sync.errors import TransportError
 from slipstream.weight_sync.layout import Binding, Destination
 from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS
-from slipstream.weight_sync.plan.columns import Ints
 from slipstream.weight_sync.publish.landings import Landing
 from slipstream.weight_sync.publish.slot_turns import Door, FreeSlots, OnItsWay
 from slipstream.weight_sync.publish.staging_slots import Filled, Load, Slots
@@ -129,7 +127,7 @@ class Replay:
         self._free = FreeSlots(slots.quarantined)
         self._seconds = dict.fromkeys(served, 0.0)
         """Seconds spent on writing to each destination."""
-        self._written: dict[Destination, list[slice]] = {dest: [] for dest in served}
+        self._num_written: dict[Destination, int] = dict.fromkeys(served, 0)
         """The entries that reached each destination."""
         self._sent_bytes = dict.fromkeys(served, 0)
         """Bytes that were written to each destination."""
@@ -232,7 +230,7 @@ class Replay:
             track = f"write replica {replica} rank {dest[1]}"
             self._tracer.add(track, f"load {filled.load.number}", began, stopped, bytes=sum(sizes))
         if error is None:
-            self._written[dest].append(batch.span)
+            self._num_written[dest] = batch.span.stop
             self._sent_bytes[dest] += sum(sizes)
             return
         logger.warning("replica %d, rank %d: %s", *dest, error)
@@ -283,14 +281,9 @@ class Replay:
         hashes = self._slots.sums_of_packets()
         if self._landings and self._slots.changes is not None:
             self._result.report.num_changed, self._result.report.num_compared = self._slots.changes.found()
-        for dest, spans in self._written.items():
-            entries, num_written = self._slots.entries[dest], sum(span.stop - span.start for span in spans)
-            at: slice | Ints = slice(None)
-            if num_written < len(entries.sizes):
-                ranges: list[Ints] = [np.arange(0), *(np.arange(span.start, span.stop) for span in spans)]
-                at = np.concatenate(ranges)
-            sizes = entries.sizes[at]
-            self._result.sums.add(entries.columns[at], sizes, hashes[entries.packets[at]])
+        for dest, num_written in self._num_written.items():  # the first ones: after a failure there are no others
+            entries, written = self._slots.entries[dest], slice(num_written)
+            self._result.sums.add(entries.columns[written], entries.sizes[written], hashes[entries.packets[written]])
             self._result.report.num_bytes += self._sent_bytes[dest]
             if dest in self._landings:
                 self._result.report.changes[dest] = self._landings[dest].to_bytes()
