@@ -532,6 +532,33 @@ async def test_the_peer_that_is_read_from_is_the_most_current_and_the_least_busy
     assert cast.replica(0).num_missed == 0
 
 
+async def test_who_waits_for_a_worker_gets_the_one_that_has_read_from_a_peer() -> None:
+    """The peer fails before it serves."""
+    cast = await serving()
+    reads, may_serve = asyncio.Event(), asyncio.Event()
+
+    def slow(worker: FakeWorker) -> None:
+        adopt = worker.adopt
+
+        async def adopts(*args: int) -> None:
+            reads.set()
+            await may_serve.wait()
+            await adopt(*args)
+
+        worker.adopt = adopts  # type: ignore[method-assign]
+
+    cast.prepare = slow
+    await cast.fail(0)
+    await until(reads.is_set)
+    cast.gate.clear()
+    await cast.fail(1)
+    waiting = asyncio.create_task(cast.supervisor.roster.least_loaded())
+    await turns()
+    may_serve.set()
+    await until(waiting.done)
+    assert waiting.result() is cast.replica(0)
+
+
 async def test_what_a_restarted_worker_was_told_before_is_forgotten() -> None:
     cast = await serving()
     replica = cast.replica(0)

@@ -13,6 +13,7 @@ import pytest
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.rollout.errors import DataError
 from slipstream.rollout.text.chat_template import ChatTemplate
+from slipstream.rollout.text.messages import Chat
 from slipstream.rollout.text.plain_template import read_plain
 
 TEMPLATES = Path(__file__).parents[2] / "cases" / "chat_templates"
@@ -116,6 +117,12 @@ def test_what_a_request_says_is_no_option(option: str, tmp_path: Path) -> None:
         template.check_options({option: 1})
 
 
+def test_tools_that_the_template_does_not_write_are_refused(tmp_path: Path) -> None:
+    ChatTemplate(save(tmp_path, "{{ messages }}{{ tools }}")).check(Chat(CHAT, [TOOL]))
+    with pytest.raises(DataError, match="tools: the model's chat template writes none"):
+        ChatTemplate(save(tmp_path, "{{ messages }}")).check(Chat(CHAT, [TOOL]))
+
+
 def test_the_template_in_a_file_of_its_own_is_the_one(tmp_path: Path) -> None:
     folder = save(tmp_path, "of the description")
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }} \u2026 of the file", encoding="utf-8")
@@ -152,8 +159,15 @@ def test_arguments_of_a_tool_call_are_an_object_where_they_can_be(
     assert ChatTemplate(save(tmp_path, template)).render(calling(arguments), is_open=True) == said
 
 
-@pytest.mark.parametrize(("asks", "said"), [("", ""), ("{% if messages[0].content is none %}none{% endif %}", "none")])
-def test_no_content_is_empty_unless_the_template_asks_for_it(asks: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("asks", "said"),
+    [
+        ("", ""),
+        ("{% if messages[0].content is none %}none{% endif %}", "none"),
+        ("{% if messages[0].content is none %}{{ raise_exception('no content') }}{% endif %}", ""),
+    ],
+)
+def test_no_content_is_empty_unless_the_template_asks_for_it_and_takes_it(asks: str, said: str, tmp_path: Path) -> None:
     text = "" if asks else "{{ messages[0].content }}"
     assert ChatTemplate(save(tmp_path, text + asks)).render(calling({}), is_open=True) == said
 

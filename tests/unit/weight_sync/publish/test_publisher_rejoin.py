@@ -290,3 +290,6 @@ def test_another_trainer_meets_the_replicas_that_are_there_and_publishes_anew(wo
     addresses = [endpoint.address for endpoint in world.endpoints]
     world.publisher.connect([addresses[0], "", addresses[2]], absent=[])
     assert committed(world.publisher.publish(3)) == [True, False, True], "a place that nobody has had yet"
+    world.engines[0].calls.clear()
+    world.publisher.connect(addresses, absent=[0])
+    assert world.engines[0].calls == [], "it is out of service, and might keep everybody waiting"

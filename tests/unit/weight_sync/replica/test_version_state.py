@@ -109,9 +109,11 @@ def test_a_replica_may_go_back_to_an_older_version() -> None:
     assert state.begin(0, 2, "d").version == 0
 
 
-def test_an_abort_of_a_committed_epoch_changes_nothing() -> None:
+def test_an_abort_of_a_committed_epoch_changes_nothing_and_it_is_verified_once() -> None:
     state = VersionState().begin(7, 1, "d").verified(7, 1, "d").committed(7, 1)
     assert state.failed(1) == state
+    with pytest.raises(ProtocolError):
+        state.verified(7, 1, "d")
 
 
 PUBLISH = PublishId("5e", version=3, epoch=4, digest="9f")
