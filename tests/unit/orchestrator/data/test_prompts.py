@@ -155,6 +155,8 @@ def test_parquet_reads_as_jsonl_does(tmp_path, encoder):
         ('{"question": "a"}', r"the columns are question; did you mean data\.prompt_key=question\?"),
         ('{"instruction": "Add.", "input": "1, 2", "output": "3"}', r"the columns are input, instruction, output$"),
         ('{"conversations": []}', r"columns are conversations; these look like ShareGPT's .* algorithm=sft learns"),
+        ('{"messages": []}', r"the columns are messages; algorithm=sft learns rows with 'messages'$"),
+        ('{"chosen": "a", "rejected": "b"}', r"are chosen, rejected; algorithm=dpo learns rows with 'chosen'$"),
         ('{"prompt": 3}', r"a\.jsonl:2: column 'prompt' must be text or a non-empty list of messages.*got int"),
         ('{"prompt": []}', r"a\.jsonl:2: column 'prompt' must be text or a non-empty list .*got an empty list"),
         ('{"prompt": null}', r"a\.jsonl:2: column 'prompt' must be text or a non-empty list .*got null"),

@@ -108,7 +108,7 @@ def test_rows_that_are_too_long_are_left_out_where_that_is_asked_for(
     config = load_run_config(["experiment=quickstart", "data=files", "data.max_prompt_tokens=8", *words])
     finding = check_data(config).finding
     first = "the first 3 (1 too long and left out)" if stream else "4 (2 too long and left out)"
-    told = f"{first} in {path}, held-out 4 (2 too long and left out) in {path}"
+    told = f"{first} in {path}, held-out 4 (2 too long and left out) in {path}, which is trained on as well"
     few = "; fewer than a step takes, so that each is drawn more than once: algorithm.groups_per_step=16"
     assert finding == (told if stream else told + few)
     with pytest.raises(DataError, match=r"a\.jsonl has no rows that are short enough"):
