@@ -236,14 +236,14 @@ def check_head_dim_on_cpu(config: RunConfig, hf_config: HfConfig) -> None:
 
 
 def check_cpu_engine_has_kernels(config: RunConfig, hf_config: HfConfig) -> None:
-    """The CPU engine's router takes sigmoid scores in groups only, and its linear attention bfloat16 and one width of
-    heads (vLLM 0.32, `cpu_router.py` and `gdn_attention.py`, assertions)."""
+    """The CPU engine lacks parts of some families, and its linear attention takes bfloat16 and one width of heads (vLLM
+    0.32, `gdn_attention.py`, assertions)."""
     if config.cluster.device is not Device.cpu:
         return
-    if not family_of(hf_config).routes_on_cpu:
+    if (lack := family_of(hf_config).lacks_on_cpu) is not None:
         raise ConfigError(
-            f"the CPU engine cannot choose the experts of model_type={kind_of(hf_config)}: it takes sigmoid scores "
-            "only where experts come in groups; choose another model, or cluster.device=cuda"
+            f"the CPU engine does not serve model_type={kind_of(hf_config)}: {lack}; choose another model, or "
+            "cluster.device=cuda"
         )
     if not family_of(hf_config).has_linear_attention:
         return

@@ -232,6 +232,34 @@ class DeltaNetSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerSpec:
+    """What chooses the keys that each query of a latent attention sees (DeepSeek Sparse Attention,
+    https://arxiv.org/abs/2512.02556)."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    """Keys that a query sees. In sequences of at most as many tokens that is every key before it."""
+    interleaved: bool
+    """As RopeSpec.interleaved, of the first dims of its heads, which turn as the attention's."""
+
+    def shapes(self, hidden: int, q_lora_rank: int) -> dict[str, tuple[int, ...]]:
+        """Every parameter below its module, in checkpoint order."""
+        return {
+            "wq_b.weight": (self.num_heads * self.head_dim, q_lora_rank),
+            "wk.weight": (self.head_dim, hidden),
+            "k_norm.weight": (self.head_dim,),
+            "k_norm.bias": (self.head_dim,),
+            "weights_proj.weight": (self.num_heads, hidden),
+        }
+
+    @property
+    def cached_bytes(self) -> int:
+        """What a layer of an engine caches per token: a key in FP8, and a scale of each 128 elements."""
+        return self.head_dim + 4 * -(-self.head_dim // 128)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MlaSpec:
     """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434): low-rank q, k and v."""
 
@@ -248,6 +276,8 @@ class MlaSpec:
     """eps of q_a_layernorm and kv_a_layernorm; see conf.schema.Roundings.mla_norm_eps."""
     softmax_scale: float
     """Factor of q . k."""
+    indexer: IndexerSpec | None = None
+    """None: a query sees every key before it."""
 
     @property
     def qk_head_dim(self) -> int:

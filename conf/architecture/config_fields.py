@@ -183,18 +183,19 @@ def _linear(config: JsonObject, rope: JsonObject) -> LinearScaling:
     return LinearScaling(factor=factor)
 
 
-def refuse_windows(config: JsonObject) -> None:
-    """For families whose layers all see every earlier token: vLLM gives each layer a window that the config names."""
+def refuse_windows(config: JsonObject, kind: str = "full_attention") -> None:
+    """For families whose layers are all of one kind, without a window: vLLM gives each layer a window that the config
+    names."""
     refuse(config, "sliding_window", (None,))
-    refuse_layer_types(config)
+    refuse_layer_types(config, kind)
 
 
-def refuse_layer_types(config: JsonObject) -> None:
+def refuse_layer_types(config: JsonObject, kind: str = "full_attention") -> None:
     kinds = by_layer(config, "layer_types")
-    if set(kinds) - {"full_attention"}:
+    if set(kinds) - {kind}:
         raise ConfigError(
             f"model.hf_config.layer_types={kinds!r} is not supported for {config['model_type']}, where every layer "
-            "has full_attention; remove it"
+            f"has {kind}; remove it"
         )
 
 

@@ -1,6 +1,6 @@
 """From a Hugging Face config to a ModelSpec: one function per family. Pure data, no torch.
 
-Owns the list of families, the reading of those with a latent attention, a sigmoid router or sinks, and the refusals. If
+Owns the list of families, the reading of MiniMax's and gpt-oss, and the refusals. If
 a config asks for what the decoder cannot do (vision towers, quantized weights, other activations), an error here names
 it before anything starts. A new architecture is one entry of `FAMILIES`; see docs/new_architecture.md.
 """
@@ -10,22 +10,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from slipstream.conf.architecture import gemma, llama_like
+from slipstream.conf.architecture import deepseek_like, gemma, llama_like
 from slipstream.conf.architecture.activation import ExpertActivation
-from slipstream.conf.architecture.attention_spec import Llama3Scaling, MlaSpec, RopeSpec, YarnScaling
+from slipstream.conf.architecture.attention_spec import YarnScaling
 from slipstream.conf.architecture.config_fields import (
     by_layer,
     common_fields,
     count,
     expert_sizes,
-    first_dense_layers,
     grouped_queries,
-    hidden_per_head,
-    num_mtp_layers,
     number,
     refuse,
     refuse_windows,
-    require,
     rope_spec,
     size,
 )
@@ -44,9 +40,6 @@ _GPT_OSS_YARN = {
     "original_max_position_embeddings": 4096,
 }
 """YaRN's fields, where gpt-oss's config does not say."""
-
-HF_MLA_NORM_EPS = 1e-6
-"""transformers builds q_a_layernorm and kv_a_layernorm of DeepSeek-V3 without an eps, so with this default."""
 
 
 def read_config(config: JsonObject, mla_norm_eps: MlaNormEps = MlaNormEps.rollout) -> ModelSpec:
@@ -135,122 +128,6 @@ def check_engine_constants(config: HfConfig) -> None:
             )
 
 
-def _deepseek_v3(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
-    """DeepSeek-V3 (transformers models/deepseek_v3; https://arxiv.org/abs/2412.19437) and Kimi-K2: latent attention,
-    sigmoid router, a shared expert. vLLM's router is another where scoring_func and topk_method are missing."""
-    require(config, "n_group", "topk_group", "n_shared_experts", "routed_scaling_factor", "scoring_func", "topk_method")
-    rope = rope_spec(config, size(config, "qk_rope_head_dim"), interleaved=True, partial=1.0)
-    common = common_fields(config, "DeepseekV3ForCausalLM")
-    return ModelSpec(
-        **common,
-        attention=_latent_attention(
-            config, rope, common["rms_norm_eps"] if mla_norm_eps is MlaNormEps.rollout else HF_MLA_NORM_EPS
-        ),
-        rope=rope,
-        moe=_sigmoid_moe(config, engine_rounds_logits=config.get("moe_router_dtype") != "float32"),
-        num_mtp_layers=num_mtp_layers(config),
-    )
-
-
-def _glm4_moe_lite(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
-    """GLM-4.7-Flash (transformers models/glm4_moe_lite): DeepSeek-V3's latent attention, and GLM's experts and routing.
-
-    vLLM's model counts dense layers by first_k_dense_replace; transformers' names them in mlp_layer_types, by default
-    the first one.
-    """
-    num_layers, first_dense = size(config, "num_hidden_layers"), first_dense_layers(config)
-    kinds = by_layer(config, "mlp_layer_types") or ["dense", *["sparse"] * (num_layers - 1)]
-    if kinds != ["dense" if layer < first_dense else "sparse" for layer in range(num_layers)]:
-        raise ConfigError(
-            f"model.hf_config.mlp_layer_types must say dense for the first_k_dense_replace={first_dense} first of "
-            f"{num_layers} layers and sparse for the others: transformers reads the one and vLLM the other; got "
-            f"{config.get('mlp_layer_types') or 'none, which is one dense layer'}"
-        )
-    turning = size(config, "qk_rope_head_dim")
-    refuse(config, "head_dim", (turning, None))
-    rope = rope_spec(config, turning, interleaved=True)
-    common = common_fields(config, "Glm4MoeLiteForCausalLM", rms_norm_eps=1e-5)
-    return ModelSpec(
-        **common,
-        attention=_latent_attention(
-            config, rope, common["rms_norm_eps"] if mla_norm_eps is MlaNormEps.rollout else HF_MLA_NORM_EPS
-        ),
-        rope=rope,
-        moe=_sigmoid_moe(config, engine_rounds_logits=False, scaling_factor=1.8, num_shared=1),
-        num_mtp_layers=num_mtp_layers(config),
-    )
-
-
-def _latent_attention(config: JsonObject, rope: RopeSpec, norm_eps: float) -> MlaSpec:
-    """Low-rank queries, keys and values. vLLM's have no biases, turn pairs (2i, 2i + 1), and take fewer of YaRN's
-    fields."""
-    refuse(config, "attention_bias", (False, None))
-    refuse(config, "rope_interleave", (True,))
-    refuse(config, "tie_word_embeddings", (False, None))
-    refuse_windows(config)
-    require(config, "q_lora_rank", "num_key_value_heads")
-    heads = size(config, "num_attention_heads")
-    if config["num_key_value_heads"] not in (heads, None):
-        raise ConfigError(
-            f"model.hf_config.num_key_value_heads must equal num_attention_heads {heads} for latent attention, "
-            f"got {config['num_key_value_heads']}"
-        )
-    refuse(config, "index_topk", (None,))
-    if not isinstance(rope.scaling, YarnScaling | None):
-        kind = "llama3" if isinstance(rope.scaling, Llama3Scaling) else "linear"
-        raise ConfigError(f"model.hf_config: RoPE type {kind!r} is not supported for latent attention; supported: yarn")
-    nope = size(config, "qk_nope_head_dim")
-    scale = (nope + size(config, "qk_rope_head_dim")) ** -0.5
-    if isinstance(rope.scaling, YarnScaling):
-        _check_engine_scales_alike(rope.scaling)
-        scale *= rope.scaling.mscale_of(rope.scaling.mscale_all_dim or 0.0) ** 2
-    return MlaSpec(
-        num_heads=heads,
-        q_lora_rank=None if config.get("q_lora_rank") is None else size(config, "q_lora_rank"),
-        kv_lora_rank=size(config, "kv_lora_rank"),
-        qk_nope_head_dim=nope,
-        qk_rope_head_dim=size(config, "qk_rope_head_dim"),
-        v_head_dim=size(config, "v_head_dim"),
-        bias=False,
-        norm_eps=norm_eps,
-        softmax_scale=scale,
-    )
-
-
-def _check_engine_scales_alike(yarn: YarnScaling) -> None:
-    """vLLM's YaRN of latent attention knows mscale (1 where it is missing) and mscale_all_dim (0), no more."""
-    of_engine = yarn.mscale_of(1.0 if yarn.mscale is None else yarn.mscale) / yarn.mscale_of(yarn.mscale_all_dim or 0.0)
-    if yarn.attention_factor is not None or not yarn.truncate or of_engine != yarn.cos_sin_factor:
-        raise ConfigError(
-            "model.hf_config: YaRN of latent attention takes mscale and mscale_all_dim, both or neither, and no "
-            f"attention_factor or truncate=false, which vLLM ignores; got mscale={yarn.mscale}, mscale_all_dim="
-            f"{yarn.mscale_all_dim}, attention_factor={yarn.attention_factor}, truncate={yarn.truncate}"
-        )
-
-
-def _glm4_moe(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
-    """GLM-4.5 and later with experts (transformers models/glm4_moe): DeepSeek-V3's feed-forward, and grouped-query
-    attention that rotates half of each head. vLLM's head is its own."""
-    require(config, "n_shared_experts")
-    refuse(config, "tie_word_embeddings", (False, None))
-    refuse_windows(config)
-    head_dim = size(config, "head_dim", hidden_per_head(config))
-    attention = grouped_queries(
-        config,
-        head_dim,
-        qkv_bias=bool(config.get("attention_bias", False)),
-        output_bias=False,
-        qk_norm=bool(config.get("use_qk_norm", False)),
-    )
-    return ModelSpec(
-        **common_fields(config, "Glm4MoeForCausalLM", rms_norm_eps=1e-5),
-        attention=attention,
-        rope=rope_spec(config, head_dim, partial=0.5),
-        moe=_sigmoid_moe(config, engine_rounds_logits=False),
-        num_mtp_layers=num_mtp_layers(config),
-    )
-
-
 def _minimax_m2(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     """MiniMax-M2 (transformers models/minimax_m2): one norm over all heads of q, one over all of k, RoPE on a part of
     each head, experts by sigmoid under Mixtral's names. vLLM reads rotary_dim, use_routing_bias and scoring_func, which
@@ -337,49 +214,17 @@ def _gpt_oss(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     )
 
 
-def _sigmoid_moe(
-    config: JsonObject, *, engine_rounds_logits: bool, scaling_factor: float = 1.0, num_shared: int = 0
-) -> MoeSpec:
-    """DeepSeek-V3's experts: the first layers dense, the others routed by sigmoid scores, in groups.
-
-    Args:
-        config: As in config.json.
-        engine_rounds_logits: As MoeSpec.engine_rounds_logits.
-        scaling_factor: routed_scaling_factor, if the config does not say.
-        num_shared: n_shared_experts, if the config does not say.
-    """
-    refuse(config, "scoring_func", ("sigmoid",))
-    refuse(config, "topk_method", ("noaux_tc",))
-    refuse(config, "moe_layer_freq", (1,))
-    experts = expert_sizes(config)
-    groups, top_groups = size(config, "n_group", 1), size(config, "topk_group", 1)
-    group_size = experts["num_experts"] // groups
-    if experts["num_experts"] % groups or group_size < 2 or experts["top_k"] > group_size * top_groups:
-        raise ConfigError(
-            f"model.hf_config.n_group={groups}, topk_group={top_groups}: n_group must cut the "
-            f"{experts['num_experts']} experts into equal groups of two or more, and topk_group of them must hold "
-            f"num_experts_per_tok={experts['top_k']} experts"
-        )
-    first_dense = first_dense_layers(config)
-    return MoeSpec(
-        **experts,
-        norm_topk_prob=bool(config.get("norm_topk_prob", True)),
-        layers=tuple(layer >= first_dense for layer in range(size(config, "num_hidden_layers"))),
-        score=RouterScore.sigmoid,
-        engine_rounds_logits=engine_rounds_logits,
-        num_groups=groups,
-        top_groups=top_groups,
-        scaling_factor=number(config, "routed_scaling_factor", scaling_factor),
-        shared_intermediate_size=(config.get("n_shared_experts", num_shared) or 0) * experts["intermediate_size"],
-    )
-
+_NO_SPARSE = "it has no attention to keys that an indexer chooses (vLLM 0.32, `cpu.py`)"
+_NO_UNGROUPED = "its router takes sigmoid scores only where experts come in groups (vLLM 0.32, `cpu_router.py`)"
 
 FAMILIES: dict[str, Family] = {
-    "deepseek_v3": Family(_deepseek_v3),
+    "deepseek_v3": Family(deepseek_like.deepseek_v3),
+    "deepseek_v32": Family(deepseek_like.deepseek_v32, lacks_on_cpu=_NO_SPARSE),
     "gemma3_text": Family(gemma.gemma3, wrapper="gemma3", left_out=gemma.GEMMA3_DEFAULTS, head_dim=256),
     "gemma4_text": Family(gemma.gemma4, wrapper="gemma4", head_dim=256, fills_slots=False, names_slots=False),
-    "glm4_moe": Family(_glm4_moe),
-    "glm4_moe_lite": Family(_glm4_moe_lite),
+    "glm4_moe": Family(deepseek_like.glm4_moe),
+    "glm4_moe_lite": Family(deepseek_like.glm4_moe_lite),
+    "glm_moe_dsa": Family(deepseek_like.glm_moe_dsa, lacks_on_cpu=_NO_SPARSE),
     "gpt_oss": Family(
         _gpt_oss,
         head_dim=64,
@@ -387,10 +232,10 @@ FAMILIES: dict[str, Family] = {
         cuts_all=True,
         engine_constants=(("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)),
     ),
-    "kimi_k2": Family(_deepseek_v3, wrapper="kimi_k25", left_out={"tie_word_embeddings": True}),
+    "kimi_k2": Family(deepseek_like.deepseek_v3, wrapper="kimi_k25", left_out={"tie_word_embeddings": True}),
     "llama": Family(llama_like.llama),
     "minimax_m2": Family(
-        _minimax_m2, head_dim=128, expert_width="intermediate_size", names_slots=False, routes_on_cpu=False
+        _minimax_m2, head_dim=128, expert_width="intermediate_size", names_slots=False, lacks_on_cpu=_NO_UNGROUPED
     ),
     "mistral": Family(llama_like.mistral),
     "mixtral": Family(llama_like.mixtral, expert_width="intermediate_size", names_slots=False),
@@ -422,11 +267,8 @@ _WRAPPED = {family.wrapper: name for name, family in FAMILIES.items() if family.
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OF_WHOLE = (*_TOKENS, "tie_word_embeddings", "quantization_config")
 """Fields of a whole checkpoint that count for its language model; tokens, where that has none of its own."""
-_SPARSE = "the decoder has no attention over keys that an indexer chooses"
 _NORMS_AFTER = "the decoder's norms are before attention and feed-forward, this family's after them"
 _LEFT_OUT = {
-    "deepseek_v32": _SPARSE,
-    "glm_moe_dsa": _SPARSE,
     "olmo2": _NORMS_AFTER,
     "olmo3": _NORMS_AFTER,
 }

@@ -38,6 +38,5 @@ class Family:
     """An engine's slot of q, k and v holds an adapter of each."""
     names_slots: bool = True
     """Adapter files have names for the projections of its experts."""
-    routes_on_cpu: bool = True
-    """The CPU engine can choose its experts: its router takes sigmoid scores in groups only (vLLM 0.32,
-    `cpu_router.py`, an assertion)."""
+    lacks_on_cpu: str | None = None
+    """What the CPU engine does not do of it."""

@@ -12,7 +12,14 @@ from enum import StrEnum
 from functools import lru_cache
 
 from slipstream.conf.architecture.activation import SWIGLU, ExpertActivation
-from slipstream.conf.architecture.attention_spec import DeltaNetSpec, GqaSpec, LinearShape, MlaSpec, RopeSpec
+from slipstream.conf.architecture.attention_spec import (
+    DeltaNetSpec,
+    GqaSpec,
+    IndexerSpec,
+    LinearShape,
+    MlaSpec,
+    RopeSpec,
+)
 from slipstream.conf.architecture.tensors import DTYPE_BYTES, TensorMeta
 from slipstream.conf.errors import ConfigError
 
@@ -167,6 +174,11 @@ class ModelSpec:
         full = self.full_attention
         return self.attention if full is None or full.window(layer) is not None else full
 
+    @property
+    def indexer(self) -> IndexerSpec | None:
+        """What chooses keys, the same in every layer."""
+        return self.attention.indexer if isinstance(self.attention, MlaSpec) else None
+
     def is_delta_net(self, layer: int) -> bool:
         """Whether this layer's attention is the linear one."""
         return self.delta_net is not None and self.delta_net.layers[layer]
@@ -175,6 +187,7 @@ class ModelSpec:
         """Ranks can share the tokens of a sequence only if they can compute its attention apart."""
         has_sinks = isinstance(self.attention, GqaSpec) and self.attention.sinks
         what = "linear attention" if self.delta_net is not None else "attention sinks" if has_sinks else None
+        what = "an indexer that chooses keys" if self.indexer is not None else what
         if cp_size > 1 and what is not None:
             raise ConfigError(
                 f"trainer.cp_size={cp_size} is not for a model with {what}, and {self.family} has it; set "
@@ -208,6 +221,7 @@ class ModelSpec:
             attention = self.attention_of(layer)
             window = attention.window(layer) if isinstance(attention, GqaSpec) else None
             cached += min(num_tokens, window or num_tokens) * attention.cached_elements(tp_size) * DTYPE_BYTES[dtype]
+            cached += num_tokens * self.indexer.cached_bytes if self.indexer is not None else 0
         return cached
 
     def checkpoint_tensors(self, dtype: str) -> tuple[TensorMeta, ...]:
@@ -252,7 +266,13 @@ class ModelSpec:
                 shapes[f"{linear.name}.bias"] = (linear.out_features,)
         if self.delta_net is not None and self.delta_net.layers[layer]:
             return shapes | self.delta_net.others()
-        return shapes | {name: (size,) for name, size in self.attention_of(layer).vectors().items()}
+        attention = self.attention_of(layer)
+        shapes |= {name: (size,) for name, size in attention.vectors().items()}
+        if isinstance(attention, MlaSpec) and attention.indexer is not None:
+            assert attention.q_lora_rank is not None, "families.py checks it"
+            indexer = attention.indexer.shapes(self.hidden_size, attention.q_lora_rank)
+            shapes |= {f"{INDEXER}.{name}": shape for name, shape in indexer.items()}
+        return shapes
 
     def _feed_forward_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         dense = _swiglu_shapes("mlp.", self.hidden_size, self.intermediate_size)
@@ -298,6 +318,16 @@ NORMS_BESIDE_DENSE = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm
 LAYER_SCALAR = "layer_scalar"
 """A layer's factor, in the checkpoint, in the trainer and in vLLM. Not trained: transformers has it as a buffer."""
 
+INDEXER = "indexer"
+"""What chooses keys, in an attention, in the checkpoint and in the trainer."""
+
+
+def stays_frozen(name: str) -> bool:
+    """Whether a parameter is trained in no mode. No gradient passes an indexer's choice, and its own loss (DeepSeek's
+    warm-up against the scores of attention) is not there; a router's bias is moved by pretraining alone."""
+    return name.endswith((CORRECTION_BIAS, LAYER_SCALAR)) or f".{INDEXER}." in name
+
+
 INT4_GROUP = 32
 """Weights that share a scale, in both packed formats."""
 
@@ -308,13 +338,15 @@ _FIXED_DTYPES = {
     **dict.fromkeys(("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales"), "uint8"),
 }
 """Leaves whose dtype is not the model's."""
+_WIDE_NORM = f".{INDEXER}.k_norm."
+"""In float32, too, as engines hold it."""
 
 
 @lru_cache(maxsize=4)
 def _checkpoint_tensors(spec: ModelSpec, dtype: str) -> tuple[TensorMeta, ...]:
     """Kept, because a plan asks several times for a list that takes 0.1 s for the largest models."""
     return tuple(
-        TensorMeta(name, shape, _FIXED_DTYPES.get(name.rsplit(".", 1)[-1], dtype))
+        TensorMeta(name, shape, "float32" if _WIDE_NORM in name else _FIXED_DTYPES.get(name.rsplit(".", 1)[-1], dtype))
         for name, shape in spec.checkpoint_shapes().items()
     )
 

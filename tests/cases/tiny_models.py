@@ -204,6 +204,26 @@ GLM_LITE = {
 }
 """DeepSeek's latent attention without scaled positions, values wider than keys, and GLM's routing."""
 
+DEEPSEEK_V32 = {
+    **DEEPSEEK,
+    "model_type": "deepseek_v32",
+    "index_topk": 5,
+    "index_n_heads": 12,
+    "index_head_dim": 14,
+}
+"""Some sequences are longer than the keys that an indexer chooses, some are not."""
+
+GLM_DSA = {
+    **{key: value for key, value in DEEPSEEK_V32.items() if key != "rope_scaling"},
+    "model_type": "glm_moe_dsa",
+    "q_lora_rank": 20,
+    "v_head_dim": 22,
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_theta": 1000000.0,
+    "indexer_rope_interleave": True,
+}
+
 QWEN3_NEXT = {
     **COMMON,
     "model_type": "qwen3_next",

@@ -74,6 +74,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 64, "v_head_dim": 32, "head_dim": 64, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
     },
 }  # fmt: skip
+CONFIGS["deepseek_v32"] = {
+    **CONFIGS["deepseek_v3"], "model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"],
+    "index_topk": 64, "index_n_heads": 4, "index_head_dim": 128,
+}  # fmt: skip
 CONFIGS["glm4_moe_lite"] = {
     **{key: value for key, value in CONFIGS["deepseek_v3"].items() if key != "scoring_func"},
     "model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"], "v_head_dim": 48,
@@ -124,7 +128,8 @@ GPT_OSS: dict[str, Any] = {
 
 
 def write_checkpoint(config: dict[str, Any], folder: Path, *, seed: int, dtype: str = "bfloat16") -> Path:
-    """A folder with config.json and model.safetensors of random weights; correction biases are random and float32."""
+    """A folder with config.json and model.safetensors of random weights; correction biases and the norm of an
+    indexer's keys are random and float32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -134,7 +139,7 @@ def write_checkpoint(config: dict[str, Any], folder: Path, *, seed: int, dtype: 
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "indexer.k_norm.weight", "indexer.k_norm.bias")):
             tensors[name] = torch.randn(tensor.shape) * 0.1
         elif tensor.dim() == 1 or not tensor.any():
             tensors[name] = torch.randn(tensor.shape).mul(0.1).add(1.0).to(tensor.dtype)  # norms and biases differ, too
@@ -153,6 +158,7 @@ FOR_GPUS: dict[str, dict[str, Any]] = {
 """Changes to CONFIGS: sizes that GPU kernels take. Two ranks still cut at multiples of 128; DeepSeek's 576 latent rows
 are none, as in the real one.
 """
+FOR_GPUS["deepseek_v32"] = FOR_GPUS["deepseek_v3"]
 
 
 def quantize_checkpoint(folder: Path) -> None:
@@ -163,7 +169,9 @@ def quantize_checkpoint(folder: Path) -> None:
     kept: list[str] = []
     for name, tensor in load_file(folder / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if tensor.dim() != 2 or module.endswith(("embed_tokens", "lm_head", ".mlp.gate")):
+        if tensor.dim() != 2 or module.endswith(
+            ("embed_tokens", "lm_head", ".mlp.gate", ".indexer.wk", ".indexer.weights_proj")
+        ):
             kept += [module] if tensor.dim() == 2 else []
             tensors[name] = tensor
             continue

@@ -1,7 +1,8 @@
 """The decoder's attentions: their modules, and the order of their operations up to the heads' projection.
 
     GqaSpec  GroupedQueryAttention  q, k, v, o; heads share keys and values in groups
-    MlaSpec  LatentAttention        q and kv through low-rank latents; one rotated key part for all heads
+    MlaSpec  LatentAttention        q and kv through low-rank latents; one rotated key part for all heads; perhaps an
+                                    indexer that chooses keys (indexer.py)
     DeltaNetSpec  GatedDeltaNet     of the layers that it names (delta_net.py)
 
 Owns parameter names, which are the checkpoint's; ModelSpec lists their shapes. Every projection is a Linear, so
@@ -24,6 +25,7 @@ from slipstream.conf.schema import LoraConfig, Rounding, Roundings
 from slipstream.trainer.lora import Linear
 from slipstream.trainer.model.attend import AttentionBackend
 from slipstream.trainer.model.delta_net import GatedDeltaNet
+from slipstream.trainer.model.indexer import Indexer
 from slipstream.trainer.model.norm import RMSNorm, unit_heads
 from slipstream.trainer.model.operations import Operation
 
@@ -167,7 +169,10 @@ class LatentAttention(nn.Module):
         self.mla, self.interleaved, self.backend = mla, spec.rope.interleaved, backend
         for name, linear in linears.items():
             self.add_module(name, linear)
+        self.indexer = None
         if mla.q_lora_rank is not None:
+            if mla.indexer is not None:
+                self.indexer = Indexer(mla.indexer, spec.hidden_size, mla.q_lora_rank, weight_dtype)
             self.q_a_layernorm = RMSNorm(
                 mla.q_lora_rank, eps=mla.norm_eps, weight_dtype=weight_dtype, rounding=numerics.norm
             )
@@ -192,4 +197,5 @@ class LatentAttention(nn.Module):
         yield Operation(split, (latents,), (latent, turning), lambda at, x: x.split(widths, dim=-1), is_view=True)
         yield Operation(kv_norm, (latent,), (kv_norm,), lambda at, x: (at.by.norm(self.kv_a_layernorm, x),))
         yield Operation(kv_b, (kv_norm,), (kv_b,), lambda at, x: at.by.linears([self.kv_b_proj], x))
-        yield Operation(out, (query, turning, kv_b), (out,), lambda at, *qkv: (at.by.attend_latent(self, *qkv, at),))
+        given = (query, turning, kv_b) if self.indexer is None else (query, turning, kv_b, x, q_norm)
+        yield Operation(out, given, (out,), lambda at, *given: (at.by.attend_latent(self, *given, at=at),))

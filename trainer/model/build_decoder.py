@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from slipstream.conf.architecture.model_spec import CORRECTION_BIAS, LAYER_SCALAR, ExpertFormat, ModelSpec
+from slipstream.conf.architecture.model_spec import ExpertFormat, ModelSpec, stays_frozen
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import LoraConfig, TrainerConfig, TrainMode
 from slipstream.trainer.lora import Adapted
@@ -144,5 +144,5 @@ def _choose_trainable(decoder: Decoder, trainer: TrainerConfig) -> None:
             parameter.requires_grad_("lora_" in name.rsplit(".", 1)[-1])
         else:
             parameter.requires_grad_(trainer.train_router or id(parameter) not in routers)
-        if name.endswith((CORRECTION_BIAS, LAYER_SCALAR)):
+        if stays_frozen(name):
             parameter.requires_grad_(False)

@@ -30,6 +30,7 @@ from slipstream.trainer.model.delta_net import GatedDeltaNet
 from slipstream.trainer.model.dense_mlp import DenseMlp
 from slipstream.trainer.model.engine_attention import EngineKernel
 from slipstream.trainer.model.flash_attention import KeptAttention
+from slipstream.trainer.model.indexer import sparse_attention
 from slipstream.trainer.model.logprobs import Head
 from slipstream.trainer.model.norm import RMSNorm
 from slipstream.trainer.model.packed_sequences import PackedSequences
@@ -115,11 +116,16 @@ class Forward:
         )  # fmt: skip
         return out_TND.flatten(1)
 
-    def attend_latent(self, own: LatentAttention, q_TO: Tensor, turning_TR: Tensor, kv_TO: Tensor, at: Place) -> Tensor:
-        """[T, N * V], of queries, the keys' part that turns, and the other keys and values."""
+    def attend_latent(
+        self, own: LatentAttention, q_TO: Tensor, turning_TR: Tensor, kv_TO: Tensor, *indexed: Tensor, at: Place
+    ) -> Tensor:
+        """[T, N * V], of queries, the keys' part that turns, the other keys and values, and what an indexer reads."""
         mla = own.mla
         q_TND, kv_TNE = q_TO.unflatten(1, (mla.num_heads, mla.qk_head_dim)), kv_TO.unflatten(1, (mla.num_heads, -1))
         qkv = latent_heads(q_TND, kv_TNE, turning_TR, *at.rope, interleaved=own.interleaved)
+        if own.indexer is not None and at.sequences.max_length > (top_k := own.indexer.spec.top_k):
+            chosen_by = own.indexer(*indexed, at.rope)
+            return sparse_attention(*qkv, chosen_by, at.sequences, top_k, own.backend, mla.softmax_scale).flatten(1)
         heads = attend(*qkv, at.sequences, own.backend, mla.softmax_scale, kept=at.kept, engine=self.attention)
         return heads.flatten(1)
 

@@ -182,6 +182,8 @@ class DecoderGraphs:
         layout, spec = self._decoder.layout, self._decoder.spec
         if not 0 < size.num_tokens <= self._max_tokens:
             return False
+        if spec.indexer is not None and size.longest > spec.indexer.top_k:
+            return False
         if layout.ep_group is None or spec.moe is None:
             return True
         num_rows = layout.ep_size * size.num_tokens * spec.moe.top_k

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from slipstream.conf.architecture.model_spec import CORRECTION_BIAS, LAYER_SCALAR
+from slipstream.conf.architecture.model_spec import stays_frozen
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.whole_weights import extra_bytes
 from slipstream.trainer.moe.experts import Experts
@@ -86,8 +86,8 @@ def fits_whole(decoder: Decoder, layout: ParallelLayout) -> bool:
 
 
 def replicated_parameters(decoder: Decoder) -> set[nn.Parameter]:
-    """Parameters that every rank holds whole: LoRA mode's frozen vectors, layers' factors, and the routers' float32
-    correction biases.
+    """Parameters that every rank holds whole: vectors that stay frozen (all of the base's in LoRA mode, layers' factors
+    and routers' float32 correction biases in any).
 
     A norm sharded over 256 ranks would be shards of a few bytes, each a separate write to every engine rank. Frozen
     vectors never change, so the ranks' copies stay equal. Correction biases are float32 in any mode: FSDP2 would gather
@@ -101,7 +101,8 @@ def replicated_parameters(decoder: Decoder) -> set[nn.Parameter]:
         for name, parameter in decoder.named_parameters()
         if not parameter.requires_grad
         and id(parameter) not in experts
-        and (name.endswith((CORRECTION_BIAS, LAYER_SCALAR)) or (has_frozen_base and parameter.dim() == 1))
+        and parameter.dim() == 1
+        and (has_frozen_base or stays_frozen(name))
     }
 
 

@@ -66,7 +66,7 @@ class BlockFp8:
     def hf_entry(tensors: Iterable[TensorMeta]) -> JsonObject:
         """`quantization_config` for a model without one: every projection except the head and the routers."""
         modules = (meta.name.removesuffix(".weight") for meta in tensors)
-        kept = [module for module in modules if module == "lm_head" or _is_router(module)]
+        kept = [module for module in modules if module == "lm_head" or _stays_float(module)]
         return {
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -80,7 +80,7 @@ class BlockFp8:
         if len(shape) != 2 or not name.endswith(".weight"):
             return False
         module = name.removesuffix(".weight")
-        if module in self.skipped or _is_router(module):
+        if module in self.skipped or _stays_float(module):
             return False
         return not module.rsplit(".", 1)[-1].endswith(_NEVER)
 
@@ -150,6 +150,8 @@ def rounding_bytes(num_columns: int) -> int:
     return 40 * ROUNDED_ROWS * num_columns
 
 
-def _is_router(module: str) -> bool:
-    """Of a mixture of experts, or the gate of its shared expert."""
-    return module.endswith((".mlp.gate", ".block_sparse_moe.gate", ".shared_expert_gate"))
+def _stays_float(module: str) -> bool:
+    """Of a mixture of experts, the gate of its shared expert, or what engines join of an indexer."""
+    return module.endswith(
+        (".mlp.gate", ".block_sparse_moe.gate", ".shared_expert_gate", ".indexer.wk", ".indexer.weights_proj")
+    )

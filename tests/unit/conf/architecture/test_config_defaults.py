@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from cases.tiny_models import (
     DEEPSEEK,
+    DEEPSEEK_V32,
     DENSE,
     GEMMA3,
     GEMMA4_MOE,
     GLM,
+    GLM_DSA,
     GLM_LITE,
     GPT_OSS,
     LLAMA,
@@ -37,7 +39,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     config["model_type"]: config
     for config in (
         *(DENSE, MOE, QWEN2, QWEN2_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LLAMA, MISTRAL, MIXTRAL, OLMOE),
-        *(GLM, GLM_LITE, GPT_OSS, MINIMAX, DEEPSEEK, GEMMA3, GEMMA4_MOE),
+        *(GLM, GLM_LITE, GPT_OSS, MINIMAX, DEEPSEEK, DEEPSEEK_V32, GLM_DSA, GEMMA3, GEMMA4_MOE),
     )
 }
 NEUTRAL = {
@@ -53,6 +55,8 @@ NEUTRAL_HERE = {
     "qwen3": {"max_window_layers", "sliding_window"},
     "qwen3_moe": {"sliding_window"},
     "deepseek_v3": {"head_dim", "qk_head_dim"},  # computed from other fields
+    "deepseek_v32": {"head_dim", "qk_head_dim"},
+    "glm_moe_dsa": {"head_dim", "qk_head_dim"},
     "glm4_moe_lite": {"qk_head_dim"},
     # of embeddings that each layer adds, and of layers with keys of another, which are refused
     "gemma4_text": {"vocab_size_per_layer_input", "use_double_wide_mlp"},

@@ -8,11 +8,13 @@ import pytest
 import torch
 from cases.tiny_models import (
     DEEPSEEK,
+    DEEPSEEK_V32,
     DENSE,
     GEMMA3,
     GEMMA4,
     GEMMA4_MOE,
     GLM,
+    GLM_DSA,
     GLM_LITE,
     GPT_OSS,
     KIMI_INT4,
@@ -102,7 +104,6 @@ def test_a_config_written_by_transformers_reads_the_same():
         ),
         ({"model_type": "kimi_k25"}, r"kimi_k25 has a vision tower.*with model_type=kimi_k2$"),
         ({"model_type": "gemma4"}, r"gemma4 has a vision tower.*with model_type=gemma4_text"),
-        ({"model_type": "deepseek_v32"}, r"deepseek_v32 is not supported: .* an indexer chooses; supported: "),
         ({"hidden_size": None}, "hidden_size must be a positive whole number, got None"),
         ({"num_key_value_heads": 3}, "num_key_value_heads must divide"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
@@ -190,6 +191,19 @@ def test_a_latent_attention_model_out_of_range_is_refused_by_name(changes, messa
         (DEEPSEEK, {"rope_scaling": LLAMA["rope_scaling"]}, "RoPE type 'llama3' is not supported for latent attention"),
         (DEEPSEEK, {"index_topk": 2048}, "index_topk=2048 is not supported for deepseek_v3; supported: None"),
         (GLM_LITE, {"index_topk": 2048}, "index_topk=2048 is not supported for glm4_moe_lite"),
+        (DEEPSEEK_V32, {"index_topk": ...}, "index_topk must be given for deepseek_v32"),
+        (DEEPSEEK_V32, {"index_topk": 0}, "index_topk must be a positive whole number, got 0"),
+        (DEEPSEEK_V32, {"index_head_dim": 6}, "index_head_dim must be at least qk_rope_head_dim=8.*, got 6"),
+        (DEEPSEEK_V32, {"q_lora_rank": None}, "q_lora_rank must be a positive whole number, got None"),
+        (DEEPSEEK_V32, {"indexer_rope_interleave": True}, "indexer_rope_interleave=True is not supported for deepse"),
+        (DEEPSEEK_V32, {"layer_types": ["full_attention"] * 3}, "layer_types=.* every layer has indexed_attention"),
+        (DEEPSEEK_V32, {"mlp_layer_types": ["sparse"] * 3}, "must say dense for the first_k_dense_replace=1 first of"),
+        (DEEPSEEK_V32, {"mlp_bias": True}, "mlp_bias=True is not supported for deepseek_v32"),
+        (GLM_DSA, {"indexer_rope_interleave": ...}, "indexer_rope_interleave must be given for glm_moe_dsa"),
+        (GLM_DSA, {"indexer_rope_interleave": False}, "indexer_rope_interleave=False is not supported for glm_moe_dsa"),
+        (GLM_DSA, {"index_topk_freq": 4}, "index_topk_freq=4 is not supported for glm_moe_dsa; supported: 1"),
+        (GLM_DSA, {"index_topk_pattern": "FSS"}, "index_topk_pattern='FSS' is not supported for glm_moe_dsa"),
+        (GLM_DSA, {"indexer_types": ["full", "shared", "full"]}, "indexer_types=.* every layer has an indexer of its"),
         (GLM_LITE, {"attention_bias": True}, "attention_bias=True is not supported for glm4_moe_lite"),
         (GLM_LITE, {"rope_interleave": False}, "rope_interleave=False is not supported for glm4_moe_lite"),
         (GLM_LITE, {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1 for glm4_moe_lite"),
@@ -325,6 +339,21 @@ PUBLISHED = {
          "max_position_embeddings": 202752, "tie_word_embeddings": False},
         29_943_393_920,
     ),
+    "DeepSeek-V3.2": (  # without scales of blocks and the layer of multi-token prediction
+        {"model_type": "deepseek_v32", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
+         "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+         "attention_bias": False, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+         "qk_rope_head_dim": 64, "v_head_dim": 128, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048,
+         "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+         "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+         "first_k_dense_replace": 3, "moe_layer_freq": 1, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-6,
+         "rope_theta": 10000, "max_position_embeddings": 163840, "tie_word_embeddings": False,
+         "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
+                          "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+         "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0",
+                                 "activation_scheme": "dynamic", "weight_block_size": [128, 128]}},
+        671_877_944_064,
+    ),
     "MiniMax-M2": (
         {"model_type": "minimax_m2", "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 1536,
          "mlp_intermediate_size": 8192, "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8,
@@ -459,7 +488,9 @@ def test_an_expert_parallel_size_that_does_not_fit_is_refused():
 
 FOR_VLLM = {
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "deepseek_v32": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "glm_moe_dsa": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "indexer_rope_interleave": True},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
     "minimax_m2": {"rotary_dim": 64, "use_routing_bias": True, "scoring_func": "sigmoid"},
 }
@@ -473,6 +504,8 @@ FOR_VLLM = {
         "qwen3",
         "qwen3_moe",
         "deepseek_v3",
+        "deepseek_v32",
+        "glm_moe_dsa",
         "glm4_moe_lite",
         "minimax_m2",
         "qwen3_next",
@@ -528,6 +561,8 @@ def test_latents_are_cached_once_and_windows_bound_what_a_layer_keeps():
     assert isinstance(latent.attention, MlaSpec)
     width = latent.attention.kv_lora_rank + latent.attention.qk_rope_head_dim
     assert latent.sequence_cache_bytes(100, "bfloat16", 2) == 100 * latent.num_layers * width * 2
+    # and an indexer's key of 14 elements in FP8 with its scale
+    assert read_config(DEEPSEEK_V32).sequence_cache_bytes(100, "bfloat16", 2) == 100 * 3 * (width * 2 + 14 + 4)
 
     spec = read_config(GPT_OSS)
     assert isinstance(spec.attention, GqaSpec)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from cases.tiny_models import GPT_OSS, QWEN3_NEXT
+from cases.tiny_models import DEEPSEEK_V32, GPT_OSS, QWEN3_NEXT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,7 +66,10 @@ def test_ranks_of_a_group_get_the_same_microbatches_of_their_tokens_together(
     assert all(plan[rank] == plan[rank - rank % cp_size] for rank in range(groups * cp_size))
 
 
-@pytest.mark.parametrize(("model", "what"), [(GPT_OSS, "attention sinks"), (QWEN3_NEXT, "linear attention")])
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [(GPT_OSS, "attention sinks"), (QWEN3_NEXT, "linear attention"), (DEEPSEEK_V32, "an indexer that chooses keys")],
+)
 def test_attention_that_cannot_be_shared_is_refused(model: dict[str, object], what: str) -> None:
     spec = read_config(model)
     spec.check_cp_size(1)

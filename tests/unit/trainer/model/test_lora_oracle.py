@@ -7,6 +7,7 @@ import torch
 from cases.tiny_models import (
     AS_TRANSFORMERS,
     DEEPSEEK,
+    DEEPSEEK_V32,
     DENSE,
     GEMMA3,
     GEMMA4_MOE,
@@ -45,6 +46,7 @@ MODELS = {
     "dense": DENSE, "moe": MIXED, "llama": LLAMA, "glm": GLM, "glm_lite": GLM_LITE, "deepseek": DEEPSEEK,
     "gpt_oss": GPT_OSS, "qwen2": QWEN2, "mistral": MISTRAL, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE, "olmoe": OLMOE,
     "minimax": MINIMAX, "qwen3_5": QWEN3_5, "gemma3": GEMMA3, "gemma4_moe": GEMMA4_MOE,
+    "deepseek_v32": DEEPSEEK_V32,
     "qwen3_next": {**QWEN3_NEXT, "num_experts_per_tok": 8},  # another route in bfloat16 would hide the rest
     "qwen3_5_moe": {**QWEN3_5_MOE, "num_experts_per_tok": 6},
 }  # fmt: skip
