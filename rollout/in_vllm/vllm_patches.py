@@ -200,12 +200,22 @@ def kernels_of_gpus() -> Iterator[None]:
     from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
     from vllm.model_executor.layers.quantization import fp8
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    of_platform = current_platform.get_attn_backend_cls
+
+    def attention_of(selected_backend: Any, attn_selector_config: Any, **options: Any) -> str:
+        """CPUs have no attention to keys that an indexer chooses; this one's constructor asks for no device."""
+        if attn_selector_config.use_sparse and current_platform.is_cpu():
+            return AttentionBackendEnum.XPU_MLA_SPARSE.get_path()
+        return of_platform(selected_backend, attn_selector_config, **options)
 
     chosen = {
         "init_fp8_linear_kernel": lambda **_: object.__new__(TritonFp8BlockScaledMMKernel),
         "select_fp8_moe_backend": lambda **_: (Fp8MoeBackend.TRITON, None),
     }
-    with replaced(fp8, chosen):
+    with replaced(fp8, chosen), replaced(current_platform, {"get_attn_backend_cls": attention_of}):
         yield
 
 

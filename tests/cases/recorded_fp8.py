@@ -16,7 +16,7 @@ from cases.recorded import replay_plan
 CASES = {
     "qwen3_moe of one rank": ("qwen3_moe", 1, False),
     "qwen3_moe cut in two": ("qwen3_moe", 2, False),
-    "deepseek_v3 with its experts on two ranks": ("deepseek_v3", 2, True),
+    "deepseek_v32 with its experts on two ranks": ("deepseek_v32", 2, True),
 }
 """Model, ranks, and whether whole experts lie on one of them."""
 
@@ -100,4 +100,4 @@ def compare(case: str, folder: Path) -> None:
     assert num_fp8 > 0
     assert num_lost > 0
     # Two layers have two matrices each. They are made after loading, so nothing loads them.
-    assert num_derived == (4 * tp_size if model == "deepseek_v3" else 0)
+    assert num_derived == (4 * tp_size if model == "deepseek_v32" else 0)

@@ -29,8 +29,8 @@ def by_a_square(qkv: list[torch.Tensor], indexed: Indexed, lengths: tuple[int, .
     outs = []
     for part in torch.arange(sum(lengths)).split(lengths):
         q, k, v = (x[part].transpose(0, 1) for x in qkv)
-        products = torch.einsum("sie,ke->sik", indexed.q_TIE[part], indexed.k_TE[part]).relu()
-        scores = torch.einsum("si,sik->sk", indexed.weights_TI[part], products)
+        products = torch.einsum("snd,kd->snk", indexed.q_TIE[part], indexed.k_TE[part]).relu()
+        scores = torch.einsum("sn,snk->sk", indexed.weights_TI[part], products)
         scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
         least = scores.topk(min(TOP_K, len(part)), dim=1).values[:, -1:]
         logits = (q @ k.transpose(1, 2) * SCALE).masked_fill((scores < least) | scores.isinf(), -torch.inf)

@@ -15,6 +15,7 @@ from cases.parallel_worker import Scenario, reference, run_ranks
 from cases.tiny_models import (
     AS_TRANSFORMERS,
     DEEPSEEK,
+    DEEPSEEK_V32,
     DENSE,
     GPT_OSS,
     GPT_OSS_MXFP4,
@@ -48,7 +49,7 @@ WORLD_2 = [
     Scenario("as_transformers_ep2", 2, ((0, 1, 2, 3), ()), numerics=AS_TRANSFORMERS),
     # One token, two experts: six experts and, in some layer, maybe a whole rank without rows.
     Scenario("full_experts_without_rows_ep2", 2, ((0,), ()), lengths=(1,), mode=TrainMode.full, hf_config=MOE),
-    Scenario("deepseek_ep2", 2, ((0, 1), (2, 3)), hf_config=DEEPSEEK),
+    Scenario("deepseek_ep2", 2, ((0, 1), (2, 3)), hf_config=DEEPSEEK_V32),
     Scenario("deepseek_ep1_bfloat16", 1, ((0, 1, 2, 3), ()), hf_config=DEEPSEEK, dtype=torch.bfloat16),
     Scenario("lora_uneven_ep2", 2, ((0, 1), (2, 3)), hf_config=UNEVEN),
     Scenario("gpt_oss_ep2", 2, ((0, 1), (2, 3)), hf_config=GPT_OSS),
@@ -62,7 +63,7 @@ WORLD_2 = [
     Scenario("whole_lora_ep2_keeping_activations", 2, ((0, 1), (2, 3)), checkpointing=False, is_whole=True),
     Scenario("whole_full_ep1", 1, ((0, 1), (2, 3)), mode=TrainMode.full, hf_config=UNEVEN, is_whole=True),
     Scenario("whole_full_ep2", 2, ((0, 1), (2, 3)), mode=TrainMode.full, hf_config=UNEVEN, is_whole=True),
-    Scenario("whole_deepseek_full_ep1", 1, ((0, 1), ()), mode=TrainMode.full, hf_config=DEEPSEEK, is_whole=True),
+    Scenario("whole_deepseek_full_ep1", 1, ((0, 1), ()), mode=TrainMode.full, hf_config=DEEPSEEK_V32, is_whole=True),
     Scenario("whole_int4_ep2", 2, ((0, 1), (2, 3)), hf_config=KIMI_INT4, is_whole=True),
 ]
 FAULTY = [
