@@ -238,7 +238,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"))
     add_shape_options(parser, rank=32)
     parser.add_argument("--slots", type=int, default=8, help="of the engine; requests hold theirs to their end")
-    parser.add_argument("--on-busy-slot", default="wait", choices=("wait", "requeue", "re_prefill"))
+    parser.add_argument("--pause-mode", default="wait", choices=("wait", "abort", "keep"))
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument(

@@ -70,7 +70,7 @@ PROMPT_TOKENS = 5
 WARM_UP_STEPS, PEER_WARM_UP_STEPS = 2, 1
 RANK, LEARNING_RATE, MICROBATCH_TOKENS = 32, 1e-4, 32768
 MERGED = ["weight_sync.mode=merged"]
-KEPT = [*MERGED, "trainer.activation_checkpointing=false", "trainer.max_microbatch_tokens=13568"]
+KEPT = [*MERGED, "trainer.activations=keep", "trainer.max_microbatch_tokens=13568"]
 KEEP_KV = "weight_sync.pause_mode=keep_kv"
 OWN = ["model.init=checkpoint"]
 RUNS = {
@@ -121,7 +121,7 @@ def run_options(args: argparse.Namespace, row: str, model: Path) -> list[str]:
         f"trainer.max_microbatch_tokens={MICROBATCH_TOKENS}", "reward.kind=bench.loops.reward:is_even",
         "rollout.sampling.stop_at_eos=false", f"algorithm.groups_per_step={args.responses // GROUP}",
         f"algorithm.group_size={GROUP}", f"algorithm.max_staleness_steps={args.staleness}",
-        "parity.floor_every_steps=0", *RUNS[row], *args.set,
+        *RUNS[row], *args.set,
     ]  # fmt: skip
     if args.one_gpu:
         words += ["cluster.share_gpu=true", f"rollout.kv_cache_bytes={kv_cache_bytes(args, args.staleness + 1)}"]

@@ -3,7 +3,7 @@
 Two programs that compute the same weights in bfloat16 differ as far as they round differently. So the k3 of a trainer
 is put beside forwards of which only one thing differs:
 
-    same weights                 the trainer on the merged weights that the engine holds (numerics.adapters=merged)
+    same weights                 the trainer on the merged weights that the engine holds (numerics.match=merged)
     same weights, norm=each      the same with norms that round elsewhere: another program, and no weight differs
     engine, float32              the engine beside a float32 forward of the weights that it holds: its arithmetic
     weights, float32             W + s B A beside what the engine holds, both in float32: the rounding of weights
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.rounding_ways import to_nearest
-from slipstream.conf.schema import AdapterValues, NumericsByPlace, Rounding, Roundings, TrainerConfig
+from slipstream.conf.schema import Match, NumericsByPlace, Rounding, Roundings, TrainerConfig
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.trainer.engine_ops.choose_forward import choose_forward
 from slipstream.trainer.model.build_decoder import build_decoder
@@ -34,8 +34,8 @@ from slipstream.weight_sync.layout import Region
 
 HEAD_ROWS = 1024
 SAME_WEIGHTS = {
-    "same weights": NumericsByPlace(adapters=AdapterValues.merged),
-    "same weights, norm=each": NumericsByPlace(adapters=AdapterValues.merged, own=Roundings(norm=Rounding.each)),
+    "same weights": NumericsByPlace(match=Match.merged),
+    "same weights, norm=each": NumericsByPlace(match=Match.merged, own=Roundings(norm=Rounding.each)),
 }
 """Numerics of trainers on the engine's weights."""
 

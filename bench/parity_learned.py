@@ -94,7 +94,8 @@ class LearnedRow:
             model = schema.ModelConfig(path=str(args.model), dtype=bfloat16)
         else:
             config, std = ROWS[name].config(args.tiny), 0.13 if args.tiny else ROWS[name].std
-            model = schema.ModelConfig(init=schema.Init.random, hf_config=config, init_std=std, dtype=bfloat16)
+            config = config | {"initializer_range": std}
+            model = schema.ModelConfig(init=schema.Init.random, hf_config=config, dtype=bfloat16)
         hf_config = resolve_hf_config(model)
         (folder / "config.json").write_text(json.dumps(hf_config))
         self.vocab_size = int(hf_config["vocab_size"])
@@ -102,7 +103,7 @@ class LearnedRow:
         trainer = schema.TrainerConfig(
             lora=schema.LoraConfig(rank=32, alpha=64.0),
             optim=schema.OptimConfig(lr=args.learn_lr),
-            activation_checkpointing=not self.is_chat,
+            activations=schema.Activations.keep if self.is_chat else schema.Activations.recompute,
             cuda_graph_tokens=0,
         )
         self.rank = TrainerRank(

@@ -52,7 +52,8 @@ class RowRun:
             self.hf_config = resolve_hf_config(self.model)
             return
         std = 0.13 if args.tiny else self.row.std
-        self.model = schema.ModelConfig(init=schema.Init.random, hf_config=config, init_std=std, dtype=bfloat16)
+        config = config | {"initializer_range": std}
+        self.model = schema.ModelConfig(init=schema.Init.random, hf_config=config, dtype=bfloat16)
         self.hf_config = resolve_hf_config(self.model)
         self.folder.mkdir()
         (self.folder / FACTS).write_text(json.dumps({"seed": SEED, "std": std}))

@@ -51,13 +51,11 @@ def train_on_text(hf_config: dict[str, Any], folder: Path, args: argparse.Namesp
     num_steps, batch = (4, 2) if args.tiny else (100_000, 64)
     rank = TrainerRank(
         TrainerOptions(
-            model=schema.ModelConfig(
-                init=schema.Init.random, hf_config=hf_config, init_std=0.02, dtype=schema.DType.bfloat16
-            ),
+            model=schema.ModelConfig(init=schema.Init.random, hf_config=hf_config, dtype=schema.DType.bfloat16),
             trainer=schema.TrainerConfig(
                 mode=schema.TrainMode.full,
                 optim=schema.OptimConfig(lr=1e-3, warmup_steps=20),
-                activation_checkpointing=False,
+                activations=schema.Activations.keep,
             ),
             algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),
             sampling_temperature=1.0,

@@ -37,7 +37,7 @@ from bench.environment import environment  # noqa: E402
 from slipstream.conf.architecture.families import read_config  # noqa: E402
 from slipstream.conf.architecture.model_spec import ModelSpec  # noqa: E402
 from slipstream.conf.load import load_run_config  # noqa: E402
-from slipstream.conf.schema import LoraConfig, TrainerConfig  # noqa: E402
+from slipstream.conf.schema import LORA_TARGETS, LoraConfig, TrainerConfig  # noqa: E402
 from slipstream.rollout.layouts.offline_slots import offline_slots  # noqa: E402
 from slipstream.trainer.delivery.planned_layouts import PlannedTrainer  # noqa: E402
 from slipstream.trainer.weights.adapter_names import adapter_tensors  # noqa: E402
@@ -227,7 +227,7 @@ def model_of(args: argparse.Namespace) -> tuple[ModelSpec, BlockFp8 | None]:
 
 def lora_of(args: argparse.Namespace) -> LoraConfig:
     """With --adapter: adapters of all experts and of nothing else."""
-    return LoraConfig(rank=args.rank, attention=not args.adapter, mlp=not args.adapter)
+    return LoraConfig(rank=args.rank, targets=("experts",) if args.adapter else LORA_TARGETS)
 
 
 def sources_of(args: argparse.Namespace) -> Sequence[SourceLayout]:

@@ -51,7 +51,7 @@ ROWS: dict[str, list[str]] = {
     "dithered": [],
     "nearest": ["weight_sync.rounding=nearest"],
     "slots": ["weight_sync.mode=adapter"],
-    "merged_values": ["trainer.numerics.adapters=merged"],
+    "merged_values": ["trainer.numerics.match=merged"],
     "masked": ["algorithm.mask_truncated=true"],
     "beta2": ["trainer.optim.betas=[0.9,0.95]"],
     "warm_up": ["trainer.optim.warmup_steps=10"],

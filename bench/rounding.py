@@ -52,10 +52,11 @@ from transformers import AutoTokenizer  # noqa: E402
 from bench.environment import environment  # noqa: E402
 from bench.rounding_ways import Forwards, Pairs, Policy, Published, divergence, policy_of, published  # noqa: E402
 from slipstream.conf.schema import (  # noqa: E402
-    AdapterValues,
+    Activations,
     AlgorithmConfig,
     DType,
     LoraConfig,
+    Match,
     ModelConfig,
     NumericsByPlace,
     Objective,
@@ -106,8 +107,8 @@ class Trained:
                 trainer=TrainerConfig(
                     lora=lora,
                     optim=OptimConfig(lr=args.lr),
-                    numerics=NumericsByPlace(adapters=AdapterValues(args.values)),
-                    activation_checkpointing=False,
+                    numerics=NumericsByPlace(match=Match.merged if args.values == "merged" else Match.engine),
+                    activations=Activations.keep,
                     cuda_graph_tokens=0,
                 ),
                 algorithm=AlgorithmConfig(objective=Objective.sft),

@@ -64,7 +64,7 @@ PUBLISH = (
     "orchestrator/cluster/actors.py publish",
     "trainer/delivery/delivery.py publish",
     "weight_sync/publish/publisher.py publish",
-    "weight_sync/publish/publisher.py _publish_wave",
+    "weight_sync/publish/publisher.py _publish_to",
     "weight_sync/publish/transaction.py begin",
     "weight_sync/replica/clients.py ask",
     "weight_sync/calls/connection.py call",
@@ -100,6 +100,7 @@ GONE = {
         "rollout/calls.py _serve",
     ),
     "hops of a publish": (
+        "weight_sync/publish/publisher.py _publish_wave",
         "rollout/worker.py begin",
         "weight_sync/replica/control_client.py call",
         "weight_sync/replica/control_server.py _serve",

@@ -244,7 +244,7 @@ def measure_job(args: argparse.Namespace, report: dict[str, Any], folder: Path) 
             "rollout.max_model_len=384", f"rollout.sampling.max_tokens={args.length}", "run.loggers=[]",
             "rollout.sampling.stop_at_eos=false", "weight_sync.transport=auto", "cluster.dashboard=false",
             f"rollout.num_workers={num}", "trainer.max_microbatch_tokens=32768", "rollout=standard",
-            "parity.floor_every_steps=0", "rollout.max_concurrent_groups=64", f"weight_sync.watermark_bytes={1 << 30}",
+            "rollout.max_concurrent_groups=64", f"weight_sync.watermark_bytes={1 << 30}",
             *placement_words(args, num), *args.set,
         ]  # fmt: skip
         with sampled_gpus() as gpus, sampled_cores() as cores:

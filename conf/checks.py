@@ -12,14 +12,15 @@ from slipstream.conf.model_checks import check_architecture
 from slipstream.conf.schema import (
     ENGINE_LORA_RANKS,
     SHIPPED_ADVANTAGES,
-    AdapterValues,
-    BusySlot,
     Correction,
     Device,
     DType,
     EngineFormat,
     Init,
+    Match,
     Objective,
+    Order,
+    PauseMode,
     Relay,
     RunConfig,
     SyncMode,
@@ -34,6 +35,7 @@ MASKS_NOTHING = frozenset({Correction.none, Correction.tis, Correction.sequence_
 def check_all(config: RunConfig) -> None:
     """Check every rule that needs no machine and no file, the most basic first."""
     check_data_is_given(config)
+    check_success_rates_are_known(config)
     check_tokenizer_is_given(config)
     if config.algorithm.objective is Objective.policy:
         check_prompt_and_response_fit(config)
@@ -72,6 +74,16 @@ def check_data_is_given(config: RunConfig) -> None:
         "data.path is required: give a .jsonl or .parquet file of prompts, or choose data=letters, which ships with "
         "Slipstream"
     )
+
+
+def check_success_rates_are_known(config: RunConfig) -> None:
+    """Given answers have no rewards to draw rows by."""
+    objective = config.algorithm.objective
+    if config.data.order is Order.middling and objective is not Objective.policy:
+        raise ConfigError(
+            f"data.order=middling contradicts algorithm={objective}, whose rows have no success rates; set "
+            "data.order=shuffled"
+        )
 
 
 def check_tokenizer_is_given(config: RunConfig) -> None:
@@ -132,9 +144,9 @@ def check_stop_texts_are_found(config: RunConfig) -> None:
     reason = None
     if config.parity.replay_routing:
         reason = "parity.replay_routing=true: a request that a text ends returns no routes; set it to false"
-    elif sync.mode is SyncMode.adapter and sync.on_busy_slot is not BusySlot.wait:
+    elif sync.mode is SyncMode.adapter and sync.requests_in_flight is not PauseMode.wait:
         reason = (
-            f"weight_sync.on_busy_slot={sync.on_busy_slot}: a response that goes on in another request could have the "
+            f"weight_sync.pause_mode={sync.pause_mode}: a response that goes on in another request could have the "
             "text half in each; set it to wait"
         )
     if reason is not None:
@@ -259,8 +271,8 @@ def check_bitwise_parity_is_possible(config: RunConfig) -> None:
 
 def check_merged_values_are_the_engines(config: RunConfig) -> None:
     """Values from merged weights are for engines that hold merged weights."""
-    if config.trainer.numerics.adapters is AdapterValues.merged and config.weight_sync.mode is SyncMode.adapter:
+    if config.trainer.numerics.match is Match.merged and config.weight_sync.mode is SyncMode.adapter:
         raise ConfigError(
-            "trainer.numerics.adapters=merged contradicts weight_sync.mode=adapter, whose engines add adapters to the "
-            "base; set trainer.numerics.adapters=separate, or weight_sync.mode=merged"
+            "trainer.numerics.match=merged contradicts weight_sync.mode=adapter, whose engines add adapters to the "
+            "base; set trainer.numerics.match=engine, or weight_sync.mode=merged"
         )

@@ -9,6 +9,7 @@ Owns: both tables. Does not own how options are read (load.py).
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -16,19 +17,22 @@ from typing import NamedTuple
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.functions import under_one_name
-from slipstream.conf.json_files import JsonObject, is_object, object_or_empty
+from slipstream.conf.json_files import JsonObject, is_list, is_object, object_or_empty
 
 REWARD = "reward."
 """Options of a reward are there, and in reward.parts.NAME."""
 MOVED = {
-    **{
-        f"rollout.eval_{name}": f"rollout.eval.{name}"
-        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "seed")
-    },
+    **{f"rollout.eval_{name}": f"rollout.eval.{name}" for name in ("temperature", "top_p", "top_k", "seed")},
+    "data.messages_key": "data.columns.messages",
+    "data.response_key": "data.columns.response",
+    "reward.answer_key": "data.columns.answer",
     "reward.choice_key": "data.columns.reward",
     "reward.code.tests_key": "data.columns.tests",
 }
 """Old name -> the name that takes the same values."""
+
+
+_TARGETS = ("attention", "mlp", "experts")
 
 
 class Gone(NamedTuple):
@@ -52,7 +56,7 @@ def _shaped(name: str, neutral: float) -> Gone:
         f"rollout.sampling.{name}",
         "training refuses it, because engines return log-probabilities of what it leaves or makes of the distribution, "
         "and the trainer's are of the whole softmax(logits / temperature), so that ratios, importance weights and "
-        f"parity/k3 would compare two policies; for evaluations set rollout.eval.{name}",
+        "parity/k3 would compare two policies; for evaluations set rollout.eval.top_p or rollout.eval.top_k",
         neutral,
     )
 
@@ -69,11 +73,57 @@ GONE = (
     _shaped("repetition_penalty", 1),
     _shaped("presence_penalty", 0),
     *(
+        _gone(f"rollout.{name}", "set rollout.eval.top_p or rollout.eval.top_k", neutral)
+        for option, neutral in {"min_p": 0, "repetition_penalty": 1, "presence_penalty": 0}.items()
+        for name in (f"eval_{option}", f"eval.{option}")
+    ),
+    Gone(
+        ("rollout.episodes.host", "rollout.episodes.port"),
+        "set rollout.episodes.address=HOST:PORT",
+        {("127.0.0.1", 0): {}},
+    ),
+    _gone("weight_sync.on_busy_slot", "set weight_sync.pause_mode: keep for re_prefill, abort for requeue"),
+    Gone(
+        ("data.curriculum", "data.shuffle"),
+        "set data.order",
+        {
+            ("none", True): {},
+            ("none", False): {"data.order": "given"},
+            ("middling", True): {"data.order": "middling"},
+            ("middling", False): {"data.order": "middling"},
+        },
+    ),
+    Gone(
+        ("trainer.activation_checkpointing", "trainer.activations_on_host"),
+        "set trainer.activations=recompute, keep or host",
+        {
+            (True, False): {},
+            (False, False): {"trainer.activations": "keep"},
+            (True, True): {"trainer.activations": "host"},
+        },
+    ),
+    Gone(
+        ("trainer.numerics.adapters",),
+        "set trainer.numerics.match=merged, or engine for separate",
+        {("separate",): {}, ("merged",): {"trainer.numerics.match": "merged"}},
+    ),
+    Gone(
+        tuple(f"trainer.lora.{name}" for name in _TARGETS),
+        "set trainer.lora.targets",
+        {
+            flags: {"trainer.lora.targets": list(itertools.compress(_TARGETS, flags))}
+            for flags in itertools.product((True, False), repeat=len(_TARGETS))
+        },
+    ),
+    _gone("data.add_special_tokens", "they are added to a prompt that is text and does not have them", True),
+    _gone("cluster.object_store_bytes", "for another one start a Ray cluster, and set cluster.ray_address", 512 << 20),
+    *(
         _gone(name, f"it is {value} in every run", value)
         for name, value in {
             "algorithm.max_uninformative_batches": 10,
             "algorithm.sapo_tau_negative": 1.05,
             "algorithm.sapo_tau_positive": 1.0,
+            "algorithm.teacher.max_concurrent": 64,
             "algorithm.teacher.max_tries": 6,
             "algorithm.teacher.try_timeout_s": 60.0,
             "data.curriculum_floor": 0.1,
@@ -91,7 +141,18 @@ GONE = (
             "weight_sync.verify_hashes": True,
         }.items()
     ),
-    _gone("run.wandb.entity", "set run.wandb.project=TEAM/PROJECT", None),
+    _gone("weight_sync.publish_waves", "a publish goes to all replicas at once", 1),
+    _gone("parity.floor_every_steps", "the floor is measured at every tenth step", 10, 0),
+    _gone("reward.judge.verdict_pattern", "the last number of an answer is the score", r"(-?\d+(?:\.\d+)?)"),
+    _gone("reward.code.cpu_s", "it is reward.code.wall_s in every run", 10.0),
+    _gone("cluster.dashboard_port", "it is 8265, or the next free one, which the run says", None, 8265),
+    _gone("run.eval_pass_at", "it is 1, 2, 4 and so on up to run.eval_samples_per_prompt", ()),
+    _gone("model.init_std", "set model.hf_config.initializer_range"),
+    _gone("run.wandb.entity", "set run.project=TEAM/PROJECT"),
+    _gone("run.wandb.mode", "set the environment variable WANDB_MODE"),
+    _gone("run.mlflow.tracking_uri", "set the environment variable MLFLOW_TRACKING_URI"),
+    _gone("run.mlflow.experiment", "set run.project"),
+    _gone("run.wandb.project", "set run.project"),
     _gone("weight_sync.enabled", "run python -m bench.controls train to publish nothing but version 0", True),
     _gone("algorithm.shuffle_advantages", "set algorithm.advantage=bench/controls.py:shuffled", False),
     _gone("reward.judge.max_tokens", "set reward.judge.extra.max_tokens", 512),
@@ -156,18 +217,44 @@ def carried_over(options: JsonObject) -> JsonObject:
         ConfigError: The run depends on an option that is no more.
     """
     _rename_functions(options)
-    _join_team(options)
+    _name_project(options)
+    _move_spread(options)
+    _choose_pause_mode(options)
     parts = object_or_empty(object_or_empty(options.get("reward")).get("parts"))
     for where in (REWARD, *(f"{REWARD}parts.{name}." for name in parts)):
         _carry_over(options, where)
     return options
 
 
-def _join_team(options: JsonObject) -> None:
-    """The team of W&B begins the name of the project."""
-    wandb = object_or_empty(object_or_empty(options.get("run")).get("wandb"))
-    if team := wandb.pop("entity", None):
-        wandb["project"] = f"{team}/{wandb.get('project', 'slipstream')}"
+def _name_project(options: JsonObject) -> None:
+    """W&B's project, which its team begins, or where the run has another logger, MLflow's experiment. What its logger
+    does not read, or reads in the environment as well, is dropped.
+    """
+    run = object_or_empty(options.get("run"))
+    loggers = run.get("loggers", ())
+    for name, named, usual in (("mlflow", "experiment", None), ("wandb", "project", "online")):
+        section = object_or_empty(run.get(name))
+        team, project = section.pop("entity", None), section.pop(named, None)
+        if name in loggers and project is not None:
+            run["project"] = f"{team}/{project}" if team else project
+        if name not in loggers or section.get("mode", section.get("tracking_uri")) in (None, usual):
+            run.pop(name, None)
+
+
+def _choose_pause_mode(options: JsonObject) -> None:
+    """What happens to requests in flight had a name for each mode, and only one was read."""
+    sync = object_or_empty(options.get("weight_sync"))
+    busy = sync.pop("on_busy_slot", None)
+    if busy is not None and sync.get("mode") == "adapter":
+        sync["pause_mode"] = {"re_prefill": "keep", "requeue": "abort"}.get(busy, busy)
+
+
+def _move_spread(options: JsonObject) -> None:
+    """The spread of random weights is a field of the model's config, which a run of a checkpoint has none of."""
+    model = object_or_empty(options.get("model"))
+    spread = model.pop("init_std", None)
+    if spread is not None and model.get("init") == "random":
+        model["hf_config"] = object_or_empty(model.get("hf_config")) | {"initializer_range": spread}
 
 
 def _rename_functions(options: JsonObject) -> None:
@@ -192,7 +279,8 @@ def _carry_over(options: JsonObject, where: str) -> None:
             )
     for gone in GONE:
         names = [name.replace(REWARD, where) for name in gone.names]
-        found = {name: value for name in names if (value := _take(options, name)) is not _ABSENT}
+        taken = {name: _take(options, name) for name in names}
+        found = {name: tuple(v) if is_list(v) else v for name, v in taken.items() if v is not _ABSENT}
         if not found:
             continue
         usual = next(iter(gone.values), (_ABSENT,) * len(names))

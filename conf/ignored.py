@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
-from typing import cast, get_type_hints
+from typing import get_type_hints
 
 from slipstream.conf.architecture.families import kind_of
 from slipstream.conf.errors import ConfigError
@@ -23,8 +23,8 @@ from slipstream.conf.schema.read_if import READ_IF, REMOVE_ONE, If
 from slipstream.conf.tensor_parallel import num_experts_of
 
 READ_BY_POLICY_ALONE = (
-    *("rollout.", "weight_sync.", "parity.", "reward", "reward.", "data.max_prompt_tokens", "data.curriculum"),
-    *(f"run.{name}" for name in ("eval_samples_per_prompt", "eval_pass_at", "eval_right_from", "eval_beside")),
+    *("rollout.", "weight_sync.", "parity.", "reward", "reward.", "data.max_prompt_tokens"),
+    *(f"run.{name}" for name in ("eval_samples_per_prompt", "eval_right_from", "eval_beside")),
     *("run.samples_per_step", "algorithm.teacher."),
     *(
         f"algorithm.{item.name}"
@@ -105,7 +105,10 @@ def _holds(config: RunConfig, condition: str) -> bool:
 
 
 def _value(config: RunConfig, name: str) -> object:
-    return functools.reduce(getattr, name.split("."), cast("object", config))
+    value: object = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
 
 
 def _shown(value: object) -> str:

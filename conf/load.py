@@ -20,7 +20,6 @@ import pickle
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -162,7 +161,7 @@ def load_resolved_yaml(text: str, overrides: Sequence[str] = (), subject: str = 
     return _checked(config, parsed)
 
 
-def _carried_over(text: str, subject: str) -> Any:
+def _carried_over(text: str, subject: str) -> object:
     saved = OmegaConf.to_container(OmegaConf.create(text))
     try:
         return carried_over(saved) if is_object(saved) else saved
@@ -224,7 +223,7 @@ def _for_hydra(override: Override) -> str:
     return f"++{text}"
 
 
-def _check_choice(text: str, group: str, value: Any, config_dir: Path | None) -> None:
+def _check_choice(text: str, group: str, value: object, config_dir: Path | None) -> None:
     if isinstance(value, dict):
         raise ConfigError(f"{text}: {group} is a section; set its options one by one, as in {_example_of(group)}")
     names = [choice.name for choice in group_choices(group, config_dir)]

@@ -101,8 +101,8 @@ def check_slots_of_experts_have_kernels(config: RunConfig, hf_config: HfConfig) 
         raise ConfigError(
             f"weight_sync.mode=adapter: engines serve adapters of experts up to rank {MAX_EXPERT_SLOT_RANK}, and the "
             f"slots of all modules have the largest rank, which is {lora.slot_rank} here; set trainer.lora.rank, "
-            f"attention_rank and expert_rank to {MAX_EXPERT_SLOT_RANK} at most, trainer.lora.experts=false, or "
-            "weight_sync.mode=merged"
+            f"attention_rank and expert_rank to {MAX_EXPERT_SLOT_RANK} at most, trainer.lora.targets without experts, "
+            "or weight_sync.mode=merged"
         )
 
 
@@ -115,18 +115,18 @@ def check_slots_have_names(config: RunConfig, hf_config: HfConfig) -> None:
     if lora.experts and not family.names_slots and num_experts_of(hf_config):
         raise ConfigError(
             f"weight_sync.mode=adapter: the slots of {kind}'s experts have no names that adapters have; "
-            "set trainer.lora.experts=false, or weight_sync.mode=merged"
+            "set trainer.lora.targets without experts, or weight_sync.mode=merged"
         )
     if lora.attention and not family.fills_slots:
         raise ConfigError(
             f"weight_sync.mode=adapter: engines give values of {kind} the weights of keys, and no adapter; set "
-            "trainer.lora.attention=false, or weight_sync.mode=merged"
+            "trainer.lora.targets without attention, or weight_sync.mode=merged"
         )
     is_latent = hf_config.get("kv_lora_rank") is not None
     if lora.attention and (is_latent or family.has_linear_attention):
         raise ConfigError(
             f"weight_sync.mode=adapter: the {'latent' if is_latent else 'linear'} attention of model_type={kind} has "
-            "no slots for adapters in an engine; set trainer.lora.attention=false, or weight_sync.mode=merged"
+            "no slots for adapters in an engine; set trainer.lora.targets without attention, or weight_sync.mode=merged"
         )
 
 
@@ -361,9 +361,9 @@ def check_lora_adapts_something(config: RunConfig, hf_config: HfConfig) -> None:
     has_mlp = has_dense_layers(hf_config) or has_shared_experts(hf_config)
     if not (lora.experts and is_moe) and not (lora.mlp and has_mlp):
         raise ConfigError(
-            "trainer.lora.attention=false leaves nothing to adapt: this model has "
+            "trainer.lora.targets without attention leaves nothing to adapt: this model has "
             f"{'experts' if is_moe else 'a dense feed-forward'} only; set "
-            f"trainer.lora.{'experts' if is_moe else 'mlp'}=true"
+            f"trainer.lora.targets=[{'experts' if is_moe else 'mlp'}]"
         )
 
 
@@ -375,5 +375,5 @@ def check_expert_rank_has_kernels(config: RunConfig, hf_config: HfConfig) -> Non
     if num_experts_of(hf_config):
         raise ConfigError(
             f"routed experts take adapters of rank {MAX_EXPERT_RANK} at most, got {lora.rank}; set "
-            f"trainer.lora.expert_rank={MAX_EXPERT_RANK} or lower, or trainer.lora.experts=false"
+            f"trainer.lora.expert_rank={MAX_EXPERT_RANK} or lower, or trainer.lora.targets without experts"
         )

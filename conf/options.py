@@ -135,7 +135,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"Did you mean {' or '.join(found)}?" if found else ""
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value as it would be written on the command line."""
     if value is None:
         return "null"

@@ -14,16 +14,11 @@ from slipstream.conf.tensor_parallel import fp8_skipped
 
 
 def check_changes_can_be_sent(config: RunConfig, hf_config: HfConfig) -> None:
-    """Changes are those of bfloat16 values. Under LoRA the last ones are computed again, at any time; in full training
-    they are kept on the host, and those of the publish before are gone once a wave has packed the present ones."""
+    """Changes are those of bfloat16 values."""
     if config.weight_sync.delta_bytes == 0:
         return
     is_fp8 = config.model.engine_format is EngineFormat.block_fp8 or fp8_skipped(hf_config) is not None
     wrong = {
-        f"weight_sync.publish_waves={config.weight_sync.publish_waves} with trainer.mode=full, because the values that "
-        "are kept of the last publish serve one wave": (
-            config.trainer.mode is TrainMode.full and config.weight_sync.publish_waves > 1
-        ),
         "block-FP8 engines (model.engine_format, config.json)": is_fp8,
         f"model.dtype={config.model.dtype}": config.model.dtype is not DType.bfloat16,
     }
@@ -49,7 +44,7 @@ def check_engines_can_merge(config: RunConfig, hf_config: HfConfig) -> None:
         "cluster.device=cpu, which has no GPU to keep it on (host has)": (
             config.weight_sync.remote_merge is RemoteMerge.gpu and config.cluster.device is Device.cpu
         ),
-        f"trainer.lora.experts=true for {kind_of(hf_config)}, whose experts lie in turns and not row by row": (
+        f"trainer.lora.targets with experts for {kind_of(hf_config)}, whose experts lie in turns and not row by row": (
             moe is not None and moe.is_fused and has_adapted_experts
         ),
     }

@@ -67,11 +67,10 @@ async def together(*awaitables: Awaitable[T]) -> list[T]:
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return list(await asyncio.gather(*tasks))
-    except BaseException:
+    finally:
         for task in tasks:
-            task.cancel()
+            task.cancel()  # nothing, to one that is done
         await asyncio.gather(*tasks, return_exceptions=True)
-        raise
 
 
 async def all_started(starts: Iterable[Awaitable[T]], what: str, *, timeout_s: float) -> list[T]:

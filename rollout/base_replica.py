@@ -84,7 +84,7 @@ class BaseReplica:
         version, epoch, plan = offers[0].version, offers[0].epoch, offers[0].plan
         self.endpoint.adopt(self.state.begin(version, epoch, plan))
         self.serving.clear()
-        await self._engine.pause(self.config.pause_mode, timeout_s=self._limit_s)
+        await self._engine.pause(self.config.requests_in_flight, timeout_s=self._limit_s)
         self._clear_cache()
         read_s = self.config.timeout_s  # limits the read, which must end before the wait for it
         pulled = await self._ask(2 * self._limit_s, Receivers.pull, WEIGHTS, offers, read_s)
@@ -113,7 +113,7 @@ class BaseReplica:
         samples from a mixture of versions."""
         self.serving.clear()
         hold_collections()
-        await self._engine.pause(self.config.pause_mode, timeout_s=self._limit_s)
+        await self._engine.pause(self.config.requests_in_flight, timeout_s=self._limit_s)
 
     async def begin(self, version: int, epoch: int, digest: str, known: Sequence[str]) -> Sequence[Bound]:
         """Let the publisher write into every rank, and start to drop KV blocks."""
@@ -148,7 +148,7 @@ class BaseReplica:
 
     def _clear_cache(self) -> None:
         """Start to drop KV blocks. That takes milliseconds, and bytes already arrive meanwhile."""
-        if self.config.pause_mode is not PauseMode.keep_kv:
+        if self.config.requests_in_flight is not PauseMode.keep_kv:
             self._clearing = asyncio.create_task(self._engine.clear_cache(timeout_s=self._limit_s))
 
     async def _ask(

@@ -28,8 +28,9 @@ from slipstream.rollout.adapters.slot_ranks import SlotRanks
 from slipstream.rollout.base_replica import BaseReplica
 from slipstream.rollout.continuation import go_on
 from slipstream.rollout.engine.engine import EngineWithSlots
-from slipstream.rollout.errors import EngineError, ReplicaNotServing
+from slipstream.rollout.errors import EngineError, ReplicaNotServing, TokenizerError
 from slipstream.rollout.layouts.known_layouts import ExpectedLayouts
+from slipstream.rollout.text.plain_text import load_tokenizer
 from slipstream.rollout.types import (
     ABORTED,
     NOTHING_YET,
@@ -269,7 +270,7 @@ class RolloutWorker:
                 rollouts = await self.engine.generate_group(prompt.token_ids, n, sampling, seed=seed)
             if self._is_going or not any(rollout.finish_reason == ABORTED for rollout in rollouts):
                 return [replace(rollout, text=self._decode(rollout)) for rollout in rollouts]
-            if self.base.config.pause_mode is not PauseMode.abort:
+            if self.base.config.requests_in_flight is not PauseMode.abort:
                 raise EngineError(
                     f"the engine aborted requests of prompt {prompt.prompt_id} although nobody asked it to"
                 )
@@ -409,6 +410,6 @@ class RolloutWorker:
 def _read_tokenizer(file: Path) -> Tokenizer:
     """The tokenizer of a model folder. Without one, rewards would judge empty texts."""
     try:
-        return Tokenizer.from_file(str(file))
-    except Exception as e:  # the only class that `tokenizers` raises
+        return load_tokenizer(file.parent)
+    except TokenizerError as e:
         raise EngineError(f"no response can be made text: {file} cannot be read: {e}") from e

@@ -10,7 +10,7 @@ msgpack (weight_sync/calls). Does not own: what trainer ranks ask at a publish, 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, Self
+from typing import Annotated, Protocol, Self
 
 import msgspec
 
@@ -167,6 +167,6 @@ class WorkerClient(WorkerVerbs):
         self.connection = connection
 
     @classmethod
-    def at(cls, address: str, key: bytes, ended: asyncio.Future[Any] | None = None) -> Self:
+    def at(cls, address: str, key: bytes, ended: asyncio.Future[None] | None = None) -> Self:
         """Connect (see Connection)."""
         return cls(EngineConnection(address, key, ended))

@@ -1,8 +1,8 @@
 """What every trainer rank of a run is built from. Plain data, no torch: a controller makes it."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import (
     AlgorithmConfig,
     ModelConfig,
@@ -31,7 +31,7 @@ class TrainerOptions:
     """"tcp://host:port" of rank 0. Unused with one rank."""
     device: str
     """"cpu" or "cuda"; rank r takes the visible GPU r modulo their number."""
-    hf_config: dict[str, Any]
+    hf_config: JsonObject
     """The policy's Hugging Face config."""
     sync_key: bytes
     """Signs the control messages of a publish."""

@@ -23,12 +23,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from slipstream.conf.architecture.families import read_config
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import (
     Init,
     MergeRounding,
@@ -122,7 +123,7 @@ class TrainerRank:
 
     # ------------------------------------------------------------------------------------------------------------ load
 
-    def load(self) -> dict[str, Any]:
+    def load(self) -> JsonObject:
         """Build the decoder, fill its weights, set up the optimizer. Returns facts for the log."""
         started, options, trainer = time.perf_counter(), self._options, self._options.trainer
         spec = read_config(options.hf_config, trainer.numerics.places.mla_norm_eps)
@@ -405,7 +406,7 @@ class TrainerRank:
         data = take(keeper, self._options.sync_key, self._rank, number)
         self._restore("state in memory", partial(read_rank_state_parts, data))
 
-    def _restore(self, what: str, read: Callable[[int, dict[str, Any], dict[str, list[int]]], State]) -> None:
+    def _restore(self, what: str, read: Callable[[int, JsonObject, dict[str, list[int]]], State]) -> None:
         learner = self.learner
         needed = {name: list(tensor.shape) for name, tensor in learner.state_tensors().items()}
         error: Exception | None = None
@@ -425,7 +426,7 @@ class TrainerRank:
         learner.restore(tensors, progress)
 
     @property
-    def _state_layout(self) -> dict[str, Any]:
+    def _state_layout(self) -> JsonObject:
         return state_layout(self._options.model, self._options.trainer, self._options.hf_config, self._device.type)
 
     @property

@@ -10,6 +10,7 @@ Owns: these calls and their defaults. Does not own what they do: `safetensors_so
 did not commit does not serve.
 """
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -148,11 +149,10 @@ class Sender:
             rank=rank, world_size=world_size, group=group, config=config, key=key, device=kind,
         )  # fmt: skip
         if engines is not None:
-            try:
+            with contextlib.ExitStack() as failed:
+                failed.callback(self.close)
                 self.connect(engines)
-            except BaseException:
-                self.close()
-                raise
+                failed.pop_all()
 
     def connect(self, engines: Sequence[str]) -> None:
         """Plan for these engines, and register the memory that is sent from. Collective, once.

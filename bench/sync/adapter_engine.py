@@ -204,9 +204,9 @@ async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, p
     ("stop",)."""
     from slipstream.conf.architecture.families import read_config
     from slipstream.conf.schema import (
-        BusySlot,
         Device,
         DType,
+        PauseMode,
         RolloutConfig,
         SamplingConfig,
         SyncMode,
@@ -224,7 +224,7 @@ async def serve(config: dict[str, Any], device: str, args: argparse.Namespace, p
         worker = RolloutWorker(
             Path(folder),
             config=RolloutConfig(max_model_len=2048, sampling=SamplingConfig(max_tokens=1024, stop_at_eos=False)),
-            weight_sync=WeightSyncConfig(mode=SyncMode.adapter, on_busy_slot=BusySlot(args.on_busy_slot)),
+            weight_sync=WeightSyncConfig(mode=SyncMode.adapter, pause_mode=PauseMode(args.pause_mode)),
             dtype=DType.bfloat16,
             device=device,
             seed=0,

@@ -148,7 +148,7 @@ def make_rank(case: Case, rank: int, world_size: int, rendezvous: str) -> Traine
                     rank=case.lora_rank, alpha=2.0 * case.lora_rank, dtype=schema.DType(case.adapter_dtype)
                 ),
                 optim=schema.OptimConfig(lr=1e-5, state=schema.OptimState(case.state)),
-                activation_checkpointing=True,
+                activations=schema.Activations.recompute,
             ),
             algorithm=schema.AlgorithmConfig(objective=schema.Objective.sft),
             sampling_temperature=1.0,

@@ -47,8 +47,7 @@ class Ours:
                 trainer=schema.TrainerConfig(
                     lora=schema.LoraConfig(rank=args.rank, alpha=2.0 * args.rank, dtype=schema.DType(adapters)),
                     optim=schema.OptimConfig(lr=1e-5, state=schema.OptimState(moments)),
-                    activation_checkpointing=True,
-                    activations_on_host=state == "offload",
+                    activations=schema.Activations.host if state == "offload" else schema.Activations.recompute,
                     embedding_on_host=state == "int8",
                     num_ranks=place.num_ranks,
                     ep_size=place.ep_size,

@@ -78,8 +78,8 @@ def grouped_queries(
 
 
 def expert_sizes(
-    config: dict[str, Any], *, width: str = "moe_intermediate_size", top_k: str = "num_experts_per_tok"
-) -> dict[str, Any]:
+    config: JsonObject, *, width: str = "moe_intermediate_size", top_k: str = "num_experts_per_tok"
+) -> JsonObject:
     """num_experts, top_k and intermediate_size, under any of the names in use, or of the fields named."""
     # transformers writes a family's own name, or num_local_experts (its attribute map), into config.json
     names = ("num_experts", "n_routed_experts", "num_local_experts")

@@ -20,11 +20,9 @@ from slipstream.conf.schema.algorithm import (
     RatioBaseline,
 )
 from slipstream.conf.schema.cluster import ClusterConfig, Device
-from slipstream.conf.schema.data import Curriculum, DataConfig
-from slipstream.conf.schema.loggers import MlflowConfig, WandbConfig
+from slipstream.conf.schema.data import DataConfig, Order
 from slipstream.conf.schema.model import DType, EngineFormat, Init, ModelConfig
 from slipstream.conf.schema.numerics import (
-    AdapterValues,
     AttentionValues,
     CombineMode,
     Match,
@@ -39,6 +37,7 @@ from slipstream.conf.schema.numerics import (
 )
 from slipstream.conf.schema.parity import ParityConfig
 from slipstream.conf.schema.reward import (
+    ANSWER,
     READ_AN_ANSWER,
     SHIPPED_REWARDS,
     CodeConfig,
@@ -58,7 +57,9 @@ from slipstream.conf.schema.run import RunConfig, RunSection
 from slipstream.conf.schema.teacher import TeacherConfig
 from slipstream.conf.schema.trainer import (
     ENGINE_LORA_RANKS,
+    LORA_TARGETS,
     MAX_EXPERT_RANK,
+    Activations,
     LoraConfig,
     OptimConfig,
     OptimState,
@@ -66,7 +67,6 @@ from slipstream.conf.schema.trainer import (
     TrainMode,
 )
 from slipstream.conf.schema.weight_sync import (
-    BusySlot,
     MergeRounding,
     PauseMode,
     Relay,
@@ -77,21 +77,21 @@ from slipstream.conf.schema.weight_sync import (
 )
 
 __all__ = [
+    "ANSWER",
     "ENGINE_LORA_RANKS",
+    "LORA_TARGETS",
     "MAX_EXPERT_RANK",
     "READ_AN_ANSWER",
     "SHIPPED_ADVANTAGES",
     "SHIPPED_LOSSES",
     "SHIPPED_REWARDS",
-    "AdapterValues",
+    "Activations",
     "AlgorithmConfig",
     "AttentionValues",
-    "BusySlot",
     "ClusterConfig",
     "CodeConfig",
     "CombineMode",
     "Correction",
-    "Curriculum",
     "DType",
     "DataConfig",
     "Device",
@@ -107,7 +107,6 @@ __all__ = [
     "Match",
     "MergeRounding",
     "MlaNormEps",
-    "MlflowConfig",
     "ModelConfig",
     "Normalization",
     "NumericsByPlace",
@@ -115,6 +114,7 @@ __all__ = [
     "Objective",
     "OptimConfig",
     "OptimState",
+    "Order",
     "ParityConfig",
     "PauseMode",
     "RatioBaseline",
@@ -136,7 +136,6 @@ __all__ = [
     "TrainMode",
     "TrainerConfig",
     "TransportKind",
-    "WandbConfig",
     "WeightSyncConfig",
     "reward_part",
 ]

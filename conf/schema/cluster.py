@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import ClassVar
 
 from slipstream.conf.schema.read_if import REMOVE_ONE, If, read_if
-from slipstream.conf.schema.rules import above, require
+from slipstream.conf.schema.rules import above
 
 
 class Device(StrEnum):
@@ -37,25 +38,15 @@ class ClusterConfig:
     null: start one on this machine, bound to loopback, and stop it at the end.
     """
     dashboard: bool = field(default=True, metadata=read_if(OWN_CLUSTER))
-    """Start the Ray dashboard, if the run starts its own cluster."""
-    dashboard_port: int | None = field(
-        default=None, metadata=read_if(If("cluster.dashboard=true", cure=REMOVE_ONE), OWN_CLUSTER)
-    )
-    """Port of that dashboard; a port that is taken is an error. null: 8265, or the next free one, which the run and
+    """Start the Ray dashboard, if the run starts its own cluster: at port 8265, or the next free one, which the run and
     `slipstream status` say.
     """
-    object_store_bytes: int = field(default=512 << 20, metadata=read_if(OWN_CLUSTER))
-    """Size of Ray's object store, if the run starts its own cluster. Batches pass through it, weights never do."""
+    object_store_bytes: ClassVar[int] = 512 << 20
+    """Size of Ray's object store, if the run starts its own cluster. Batches pass through it, weights never do; what it
+    has no room for becomes files.
+    """
     start_timeout_s: float = 900.0
     """Longest wait for trainer ranks and engines to come up."""
 
     def __post_init__(self) -> None:
-        require(
-            self.dashboard_port is None or 1024 <= self.dashboard_port <= 65535,
-            f"cluster.dashboard_port must lie in [1024, 65535], got {self.dashboard_port}",
-        )
-        require(
-            self.object_store_bytes >= 80 << 20,  # Ray refuses less than 75 MiB, but only after it has started
-            f"cluster.object_store_bytes must be >= {80 << 20}, got {self.object_store_bytes}",
-        )
         above(0, "cluster", start_timeout_s=self.start_timeout_s)

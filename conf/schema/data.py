@@ -8,18 +8,16 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 from slipstream.conf.json_files import JsonObject
-from slipstream.conf.schema.read_if import REMOVE_ONE, If, read_if
+from slipstream.conf.schema.read_if import If, read_if
 from slipstream.conf.schema.rules import above, at_least_or_null, require
 
 
-class Curriculum(StrEnum):
-    """Which prompts come more often."""
+class Order(StrEnum):
+    """In which order rows come."""
 
-    none = "none"
+    shuffled = "shuffled"
+    given = "given"
     middling = "middling"
-
-
-SFT = If("algorithm.objective=sft", cure="choose algorithm=sft")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,22 +52,15 @@ class DataConfig:
     """
     stream_buffer_rows: ClassVar[int] = 1000
     """Rows of each source that are shuffled among each other; as many more are read ahead meanwhile."""
-    curriculum: Curriculum = Curriculum.none
-    """middling: prompts that are solved now and then come more often than those that are always or never solved.
-    Rewards count as success rates, those below 0 as 0 and those above 1 as 1.
+    order: Order = Order.shuffled
+    """shuffled: rows come at random, seeded by run.seed, each once in an epoch. given: in the file's order. middling:
+    prompts are drawn, and those that are solved now and then come more often than those that are always or never
+    solved; rewards count as success rates, those below 0 as 0 and those above 1 as 1.
     """
     curriculum_floor: ClassVar[float] = 0.1
     """Least weight of a prompt in the draw; prompts solved half of the time, and those not seen yet, have 1."""
     prompt_key: str = "prompt"
     """Name of the prompt column."""
-    response_key: str = field(default="response", metadata=read_if(SFT))
-    """algorithm=sft: name of the column with the answer to `prompt_key`, for rows without `messages_key`. A row without
-    this column may call it completion.
-    """
-    messages_key: str = field(default="messages", metadata=read_if(SFT))
-    """algorithm=sft: name of the column with a conversation, a list of {role, content}. The model learns its assistant
-    turns.
-    """
     max_sequence_tokens: int | None = field(
         default=None, metadata=read_if(If("algorithm.objective!=policy", cure="choose algorithm=sft or algorithm=dpo"))
     )
@@ -84,14 +75,6 @@ class DataConfig:
     """Leave out rows that are longer than these two allow, instead of refusing them. The start of a run tells how many
     (with `stream`: how many of the first ones).
     """
-    shuffle: bool = field(
-        default=True, metadata=read_if(If("data.curriculum!=middling", ", which draws prompts at random", REMOVE_ONE))
-    )
-    """Take prompts in a random order, seeded by run.seed and new in each epoch. false: in the file's order."""
-    add_special_tokens: bool = True
-    """Let the tokenizer add its special tokens to plain-text prompts. Chat prompts always go through the chat
-    template.
-    """
     chat_template_kwargs: dict[str, Any] = field(default_factory=JsonObject)
     """Further variables of the model's chat template, for rows, held-out rows and agents' requests:
     `data.chat_template_kwargs.enable_thinking=false`. A row's column of this name, and a request's field, go first.
@@ -100,8 +83,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         at_least_or_null(1, "data", max_prompt_tokens=self.max_prompt_tokens)
         at_least_or_null(2, "data", max_sequence_tokens=self.max_sequence_tokens)
-        for name in ("prompt_key", "response_key", "messages_key"):
-            require(bool(getattr(self, name)), f"data.{name} must name a column, got nothing")
+        require(bool(self.prompt_key), "data.prompt_key must name a column, got nothing")
         require(
             self.path is None or not self.sources,
             f"data.path={self.path} and data.sources={list(self.sources)} are both set; give all of them in "
@@ -133,9 +115,9 @@ class DataConfig:
         for name, column in self.columns.items():
             require(bool(column), f"data.columns.{name} must name a column, got nothing")
         require(
-            not (self.stream and self.curriculum is Curriculum.middling),
-            "data.curriculum=middling contradicts data.stream=true: it draws from all prompts by their success rates; "
-            "set data.stream=false, or data.curriculum=none",
+            not (self.stream and self.order is Order.middling),
+            "data.order=middling contradicts data.stream=true: it draws from all prompts by their success rates; "
+            "set data.stream=false, or data.order=shuffled",
         )
 
     @property

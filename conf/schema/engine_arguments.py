@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonMapping
 
 _OPTIONS = {
     "dtype": "model.dtype",
@@ -50,7 +50,7 @@ _REASONS = {
 """Arguments that would break a layout, exactness or memory."""
 
 
-def check_engine_options(options: Mapping[str, Any]) -> None:
+def check_engine_options(options: JsonMapping) -> None:
     """Refuse arguments that are not the user's to set.
 
     Raises:

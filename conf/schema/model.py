@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from slipstream.conf.schema.read_if import If, read_if
 from slipstream.conf.schema.rules import above, require
 
 
@@ -41,10 +40,9 @@ class ModelConfig:
     """checkpoint: read weights from `path`. random: draw them from `run.seed`; they are the same for any layout."""
     hf_config: dict[str, Any] = field(default_factory=dict)
     """Hugging Face config fields (model_type, hidden_size, ...). With init=random: the whole config if path is null,
-    otherwise overrides of path's config.json.
+    otherwise overrides of path's config.json. initializer_range is the standard deviation of random weights, by
+    default 0.02.
     """
-    init_std: float = field(default=0.02, metadata=read_if(If("model.init=random")))
-    """Standard deviation of random weights."""
     dtype: DType = DType.bfloat16
     """Format of the frozen weights, of the engine's weights and of activations."""
     engine_format: EngineFormat = EngineFormat.checkpoint
@@ -58,7 +56,7 @@ class ModelConfig:
     """
 
     def __post_init__(self) -> None:
-        above(0, "model", init_std=self.init_std)
+        above(0, "model.hf_config", initializer_range=self.init_std)
         if self.init is Init.checkpoint:
             require(
                 self.path is not None,
@@ -75,3 +73,8 @@ class ModelConfig:
                 bool(self.path or self.hf_config),
                 "model.init=random needs model.hf_config (or model.path with a config.json)",
             )
+
+    @property
+    def init_std(self) -> float:
+        """Standard deviation of random weights."""
+        return self.hf_config.get("initializer_range", 0.02)

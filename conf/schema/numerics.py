@@ -5,21 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from slipstream.conf.schema.read_if import If, read_if
-
 
 class Rounding(StrEnum):
     """How often a chain of float32 steps is rounded to model.dtype."""
 
     once = "once"
     each = "each"
-
-
-class AdapterValues(StrEnum):
-    """What the forward pass computes adapted layers with."""
-
-    separate = "separate"
-    merged = "merged"
 
 
 class AttentionValues(StrEnum):
@@ -71,6 +62,7 @@ class Match(StrEnum):
     """Whose numbers the forward pass computes."""
 
     engine = "engine"
+    merged = "merged"
     transformers = "transformers"
     bitwise = "bitwise"
 
@@ -150,27 +142,16 @@ class NumericsConfig:
     """Whose numbers the forward pass computes (docs/parity.md)."""
 
     match: Match = Match.engine
-    """engine: round where vLLM's engines with torch.compile round. transformers: where transformers does, for
-    comparisons with it. bitwise: compute the policy's values by the engine's own kernels, with the weights that a
-    publish writes, and gradients by the trainer's; engines take kernels whose results for a token do not depend on the
-    batch that it is in, without torch.compile. Every log-ratio is then 0 at staleness 0: choose it by parity=bitwise.
-    docs/parity.md says what it costs and which runs it is for; it needs GPUs, and vLLM on the trainer's node.
-    """
-    adapters: AdapterValues = field(
-        default=AdapterValues.separate,
-        metadata=read_if(
-            If("trainer.mode=lora", ", which has no adapters"),
-            If(
-                "is_bitwise=false",
-                "trainer.numerics.match=bitwise, whose values come from the engine's kernels",
-                "choose parity=standard",
-            ),
-        ),
-    )
-    """separate: x W^T + scale (x A^T) B^T; what is added to the rounded x W^T is rounded by thresholds, so that it
-    arrives in the mean; in linears with weight_sync.mode=adapter to nearest, as by such engines. merged: x times
-    the merged weight, rounded as a publish rounds it, what engines of weight_sync.mode=merged compute; gradients
-    are the same formula's. It merges every layer in every forward, and runs each layer once more in backward.
+    """engine: round where vLLM's engines with torch.compile round. Adapted layers are x W^T + scale (x A^T) B^T; what
+    is added to the rounded x W^T is rounded by thresholds, so that it arrives in the mean; in linears with
+    weight_sync.mode=adapter to nearest, as by such engines. merged: as engine, with x times the merged weight, rounded
+    as a publish rounds it, what engines of weight_sync.mode=merged compute; gradients are the same formula's. It merges
+    every layer in every forward, and runs each layer once more in backward. transformers: round where transformers
+    does, for comparisons with it. bitwise: compute the policy's values by the engine's own kernels, with the weights
+    that a publish writes, and gradients by the trainer's; engines take kernels whose results for a token do not depend
+    on the batch that it is in, without torch.compile. Every log-ratio is then 0 at staleness 0: choose it by
+    parity=bitwise. docs/parity.md says what it costs and which runs it is for; it needs GPUs, and vLLM on the trainer's
+    node.
     """
 
     @property

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
 
-from slipstream.conf.schema.read_if import If, read_if
 from slipstream.conf.schema.rules import at_least, require
 
 
@@ -25,25 +23,12 @@ class ParityConfig:
     """Tokens whose log-probabilities differ by more than this are left out of the policy's loss, whatever
     algorithm.correction does with the others: they still count in what it is divided by. 0: none.
     """
-    floor_every_steps: int = field(
-        default=10,
-        metadata=read_if(
-            If("rollout.sampling.temperature=1", ": an engine's prefill gives log-probabilities without it")
-        ),
-    )
-    """Measure the floor at the first step and this often: one engine scores responses of the step again by prefill,
-    while the trainer computes gradients, and parity/floor_k3 is its mismatch with its own decoding. 0: never.
-    """
-    floor_sequences: ClassVar[int] = 4
-    """Responses that are scored for it, of different prompts; of each the first 1024 tokens, its prompt included."""
-
     replay_routing: bool = False
     """Replay routing: the engine records which experts it chose for each token, and the trainer uses these instead of
     its own choice. Needs a mixture of experts, and engines on GPUs.
     """
 
     def __post_init__(self) -> None:
-        at_least(0, "parity", floor_every_steps=self.floor_every_steps)
         at_least(0, "parity", warn_k3=self.warn_k3, stop_k3=self.stop_k3, mask_log_ratio=self.mask_log_ratio)
         require(
             math.isfinite(self.warn_k3) and math.isfinite(self.stop_k3),

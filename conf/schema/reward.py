@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.json_files import JsonObject
+from slipstream.conf.json_files import JsonObject, is_object
 from slipstream.conf.schema.read_if import If, read_if
 from slipstream.conf.schema.rules import above, at_least, at_least_or_null, require, section_of
 
 SHIPPED_REWARDS = ("exact_match", "regex", "math", "judge", "code", "none")
 """Values of reward.kind that are not functions of the user's own."""
 READ_AN_ANSWER = ("exact_match", "regex", "math")
-"""Kinds that compare the response with the column reward.answer_key."""
+"""Kinds that compare the response with the row's answer."""
+ANSWER = "answer"
+"""The column of it; data.columns.answer says where rows have another."""
 MIN_SANDBOX_BYTES = 1 << 20
 """Least memory and disk that a sandbox may be given."""
 SHAPINGS = ("overlong_penalty", "length_penalty")
@@ -38,11 +39,9 @@ class JudgeConfig:
     folder. null: none is sent.
     """
     prompt_file: str | None = None
-    """Text file with what it is asked; {{prompt}}, {{response}} and {{COLUMN}} stand for those. null: a prompt that
-    asks for a score from 0 to 10.
+    """Text file with what it is asked; {{prompt}}, {{response}} and {{COLUMN}} stand for those. The last number of the
+    answer is the score. null: a prompt that asks for one from 0 to 10.
     """
-    verdict_pattern: str = r"(-?\d+(?:\.\d+)?)"
-    """The first group of the last match in the answer is the score."""
     scale: tuple[float, float] = (0.0, 10.0)
     """The score that is worth 0, and the one that is worth 1. A score out of this range is none."""
     extra: dict[str, Any] = field(default_factory=JsonObject)
@@ -72,9 +71,9 @@ class CodeConfig:
     partial: bool = False
     """The reward is the share of tests that pass. false: 1 if all do, otherwise 0."""
     wall_s: float = 10.0
-    """Seconds of one test; all tests of a response share reward.timeout_s."""
-    cpu_s: float = 10.0
-    """Seconds of CPU time of one test, all its processes together."""
+    """Seconds of one test, and as many seconds of CPU time of all its processes together; all tests of a response share
+    reward.timeout_s.
+    """
     memory_bytes: int = 1 << 30
     """Memory of one test's processes together. They may be 32, and write 64 MiB to /tmp, which is kept in memory;
     nothing else can be written to.
@@ -86,20 +85,13 @@ class RewardPart:
     """One reward: the whole section if it is the only one, or a value of reward.parts."""
 
     kind: str = "exact_match"
-    """exact_match, regex, math, judge, code, none (0 for every response: algorithm=distill needs no reward), or a
-    function: `FILE.py:function`, `package.module:function`. It is (prompt, response, fields) -> number, or (prompt,
-    responses, fields) -> list of numbers for a whole group; both may be async. Fields are the row's other columns, and
-    `finish_reason`.
+    """exact_match, regex, math (these compare with the column `answer`), judge, code, none (0 for every response:
+    algorithm=distill needs no reward), or a function: `FILE.py:function`, `package.module:function`. It is (prompt,
+    response, fields) -> number, or (prompt, responses, fields) -> list of numbers for a whole group; both may be async.
+    Fields are the row's other columns, and `finish_reason`.
     """
     weight: float = 1.0
     """What the reward is multiplied by before it is added to the others."""
-    answer_key: str = field(
-        default="answer",
-        metadata=read_if(
-            If("reward.kind=" + "|".join(READ_AN_ANSWER), cure=": it is for " + ", ".join(READ_AN_ANSWER))
-        ),
-    )
-    """Column with the expected answer; for exact_match, regex and math."""
     pattern: str = field(default=r"(.+)", metadata=read_if(If("reward.kind=regex", cure="choose reward=regex")))
     """regex: the first group of the first match in the response is compared with the answer."""
     timeout_s: float = 10.0
@@ -126,13 +118,11 @@ class RewardPart:
     )
 
     @property
-    def columns(self) -> dict[str, str]:
-        """Columns that every row must have, by the option that names each. A function gets all columns and needs none
-        that is known here.
-        """
+    def columns(self) -> tuple[str, ...]:
+        """Columns that every row must have. A function gets all columns and needs none that is known here."""
         if self.kind == "code":
-            return {"": "tests"}
-        return {"answer_key": self.answer_key} if self.kind in READ_AN_ANSWER else {}
+            return ("tests",)
+        return (ANSWER,) if self.kind in READ_AN_ANSWER else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,9 +207,9 @@ def reward_part(section: str, values: object) -> RewardPart:
     Raises:
         ConfigError: An option is unknown or has a value of a wrong type; the message begins with the section.
     """
-    if not isinstance(values, Mapping):
+    if not is_object(values):
         raise ConfigError(f"{section} must be a mapping of options, got {values!r}")
-    return section_of(RewardPart, section, cast("Mapping[str, Any]", values))
+    return section_of(RewardPart, section, values)
 
 
 def _check_part(section: str, part: RewardPart) -> None:
@@ -232,7 +222,7 @@ def _check_part(section: str, part: RewardPart) -> None:
     above(0, section, timeout_s=part.timeout_s)
     if part.kind == "judge":
         _check_judge(section, part)
-    above(0, f"{section}.code", wall_s=part.code.wall_s, cpu_s=part.code.cpu_s)
+    above(0, f"{section}.code", wall_s=part.code.wall_s)
     at_least(MIN_SANDBOX_BYTES, f"{section}.code", memory_bytes=part.code.memory_bytes)
     at_least(1, section, num_processes=part.num_processes, max_concurrent=part.max_concurrent)
 

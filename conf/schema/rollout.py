@@ -67,12 +67,6 @@ class EvalSamplingConfig:
     """Nucleus bound. 1: none."""
     top_k: int = field(default=0, metadata=read_if(DRAWN))
     """Sample among the k likeliest tokens. 0: among all."""
-    min_p: float = field(default=0.0, metadata=read_if(DRAWN))
-    """Sample among tokens of at least this share of the likeliest one's probability."""
-    repetition_penalty: float = 1.0
-    """Divide the logits of tokens that occurred by it (multiply those below 0). 1: none."""
-    presence_penalty: float = 0.0
-    """Take it from the logits of tokens that the response has. 0: none."""
     seed: int | None = field(default=None, metadata=read_if(DRAWN))
     """Give each response random numbers of its own, the same in every evaluation: of this seed, the prompt and the
     number of the response. null: as rollout.sampling.
@@ -82,9 +76,6 @@ class EvalSamplingConfig:
         at_least_or_null(0, "rollout.eval", temperature=self.temperature, seed=self.seed)
         require(0 < self.top_p <= 1, f"rollout.eval.top_p must lie in (0, 1], got {self.top_p}")
         require(self.top_k >= 0, f"rollout.eval.top_k must be >= 0, got {self.top_k}; 0: all tokens")
-        require(0 <= self.min_p < 1, f"rollout.eval.min_p must lie in [0, 1), got {self.min_p}")
-        penalty = self.repetition_penalty
-        require(penalty > 0, f"rollout.eval.repetition_penalty must be > 0, got {penalty}; 1: none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,19 +106,25 @@ class EpisodesConfig:
     """
     tool_parser: str | None = None
     """vLLM's parser of the model's tool calls, such as hermes or qwen3_coder. null: requests with tools are refused."""
-    host: str = "127.0.0.1"
-    """Address on which the endpoint listens (OpenAI's protocol). Every request needs its episode's key, but nothing is
-    encrypted.
+    address: str = "127.0.0.1:0"
+    """HOST:PORT at which the endpoint listens (OpenAI's protocol); port 0: any that is free. Every request needs its
+    episode's key, but nothing is encrypted.
     """
-    port: int = 0
-    """Its port. 0: any that is free."""
 
     def __post_init__(self) -> None:
         at_least(1, "rollout.episodes", max_turns=self.max_turns, num_processes=self.num_processes)
         at_least_or_null(1, "rollout.episodes", max_tokens=self.max_tokens)
         above(0, "rollout.episodes", timeout_s=self.timeout_s)
-        require(bool(self.host), "rollout.episodes.host must be an address of this machine, got nothing")
-        require(0 <= self.port < 1 << 16, f"rollout.episodes.port must lie in [0, 65535], got {self.port}")
+        require(
+            re.fullmatch(r"[^/]+:[0-9]{1,5}", self.address) is not None and self.host_and_port[1] < 1 << 16,
+            f"rollout.episodes.address must be HOST:PORT, such as 0.0.0.0:8100, got {self.address!r}",
+        )
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        """`address`, taken apart."""
+        host, _, port = self.address.rpartition(":")
+        return host.strip("[]"), int(port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

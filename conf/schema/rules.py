@@ -11,7 +11,7 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 
 from slipstream.conf.earlier import explain
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.json_files import is_list
+from slipstream.conf.json_files import JsonMapping, is_list
 
 Section = TypeVar("Section")
 
@@ -46,7 +46,7 @@ def above(bound: float, section: str, **values: float) -> None:
         require(value < math.inf, f"{section}.{name} must be finite, got {value}")
 
 
-def section_of(cls: type[Section], section: str, values: Mapping[str, Any]) -> Section:
+def section_of(cls: type[Section], section: str, values: JsonMapping) -> Section:
     """A section's dataclass from plain mappings, where Hydra does not know its options: a value of a mapping.
 
     Raises:

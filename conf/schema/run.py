@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 from slipstream.conf.schema.algorithm import AlgorithmConfig, Objective
 from slipstream.conf.schema.cluster import ClusterConfig
 from slipstream.conf.schema.data import DataConfig
-from slipstream.conf.schema.loggers import LOGGERS, MlflowConfig, WandbConfig
 from slipstream.conf.schema.model import Init, ModelConfig
 from slipstream.conf.schema.numerics import Match
 from slipstream.conf.schema.parity import ParityConfig
@@ -24,6 +23,8 @@ from slipstream.conf.schema.weight_sync import MergeRounding, SyncMode, WeightSy
 
 SEQS_OF_A_GRAPH = 16
 """vLLM captures CUDA graphs for multiples of this many requests, above 256."""
+LOGGERS = ("tensorboard", "wandb", "mlflow")
+"""What run.loggers may name; each is a package of the same name."""
 MOST_SEQS = 1024
 """The most requests that an engine decodes at once if nobody says how many."""
 
@@ -61,11 +62,7 @@ class RunSection:
     0: only before the first step and at the end.
     """
     eval_samples_per_prompt: int = field(default=1, metadata=read_if(EVALUATED))
-    """Responses per held-out prompt."""
-    eval_pass_at: tuple[int, ...] = field(default=(), metadata=read_if(EVALUATED))
-    """Every k of pass@k, such as [1, 4, 16]; none may exceed `eval_samples_per_prompt`. []: 1 and
-    `eval_samples_per_prompt`.
-    """
+    """Responses per held-out prompt: pass@k is told for this k, and for 1, 2, 4 and so on below it."""
     eval_right_from: float = field(default=1.0, metadata=read_if(EVALUATED))
     """A response with this reward or a larger one counts as right, for pass@k and majority votes."""
     eval_beside: bool = field(default=False, metadata=read_if(EVALUATED))
@@ -83,13 +80,16 @@ class RunSection:
     """The most bytes that one step adds to samples.jsonl, where a sampled token takes about 30. Responses that are too
     long for it lose their middle."""
     loggers: tuple[str, ...] = ("tensorboard",)
-    """Where the rows of metrics.jsonl go, too: tensorboard (events in the run folder), wandb, mlflow. []: nowhere."""
-    wandb: WandbConfig = field(
-        default_factory=WandbConfig, metadata=read_if(If("run.loggers=wandb", cure="add wandb to run.loggers"))
+    """Where the rows of metrics.jsonl go, too: tensorboard (events in the run folder), wandb, mlflow. []: nowhere.
+    Their keys, W&B's mode (WANDB_MODE) and MLflow's address (MLFLOW_TRACKING_URI) are the environment's.
+    """
+    project: str = field(
+        default="slipstream",
+        metadata=read_if(If("run.loggers=wandb|mlflow", cure="name wandb or mlflow there")),
     )
-    mlflow: MlflowConfig = field(
-        default_factory=MlflowConfig, metadata=read_if(If("run.loggers=mlflow", cure="add mlflow to run.loggers"))
-    )
+    """Project of W&B (PROJECT, or TEAM/PROJECT of a team or another user) and experiment of MLflow in which runs
+    appear.
+    """
 
     def __post_init__(self) -> None:
         require(
@@ -124,24 +124,20 @@ class RunSection:
         for name in self.loggers:
             require(name in LOGGERS, f"run.loggers must be a list of {', '.join(LOGGERS)}, got {name!r}")
         require(len(set(self.loggers)) == len(self.loggers), f"run.loggers names one twice: {list(self.loggers)}")
+        parts = self.project.split("/")
+        require(
+            bool(self.project) and ("wandb" not in self.loggers or (all(parts) and len(parts) <= 2)),
+            f"run.project must be a name; for W&B PROJECT or TEAM/PROJECT; got {self.project!r}",
+        )
         require(self.seed < 1 << 63, f"run.seed must be < 2**63, got {self.seed}")
         at_least(1, "run", keep_checkpoints=self.keep_checkpoints, eval_samples_per_prompt=self.eval_samples_per_prompt)
-        for k in self.eval_pass_at:
-            require(
-                1 <= k <= self.eval_samples_per_prompt,
-                f"run.eval_pass_at has {k}: pass@k needs 1 <= k <= run.eval_samples_per_prompt, which is "
-                f"{self.eval_samples_per_prompt}; raise that, or remove {k}",
-            )
-        require(
-            len(set(self.eval_pass_at)) == len(self.eval_pass_at),
-            f"run.eval_pass_at has a number twice: {list(self.eval_pass_at)}",
-        )
         require(math.isfinite(self.eval_right_from), f"run.eval_right_from must be finite, got {self.eval_right_from}")
 
     @property
     def pass_ks(self) -> tuple[int, ...]:
         """Every k of pass@k, ascending."""
-        return tuple(sorted(self.eval_pass_at)) or tuple(sorted({1, self.eval_samples_per_prompt}))
+        num_samples = self.eval_samples_per_prompt
+        return (*(1 << power for power in range((num_samples - 1).bit_length())), num_samples)
 
     def is_due(self, every_steps: int, step: int) -> bool:
         """Whether `step` is the last one or a multiple of every_steps. With every_steps=0: only the last one."""

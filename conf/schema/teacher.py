@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from slipstream.conf.schema.rules import above, at_least, require
+from slipstream.conf.schema.rules import above, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +22,8 @@ class TeacherConfig:
     """Name of the environment variable that holds the key, such as TEACHER_API_KEY. The key is never written into the
     run folder. null: none is sent.
     """
-    max_concurrent: int = 64
-    """Responses that it is asked about at the same time."""
+    max_concurrent: ClassVar[int] = 64
+    """Responses that it is asked about at the same time; more wait here instead of there."""
     timeout_s: float = 120.0
     """If it takes longer for one response, all tries together, the response is left out of training and counted."""
     max_tries: ClassVar[int] = 6
@@ -39,5 +39,4 @@ class TeacherConfig:
             "algorithm.teacher.base_url must be the address of an OpenAI endpoint, such as http://127.0.0.1:8000/v1, "
             f"got {self.base_url!r}",
         )
-        at_least(1, "algorithm.teacher", max_concurrent=self.max_concurrent)
         above(0, "algorithm.teacher", timeout_s=self.timeout_s)

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from slipstream.conf.schema.model import DType
-from slipstream.conf.schema.numerics import AdapterValues, Match, NumericsConfig
+from slipstream.conf.schema.numerics import Match, NumericsConfig
 from slipstream.conf.schema.read_if import REMOVE_ONE, If, read_if
 from slipstream.conf.schema.rules import above, at_least, at_least_or_null, divisors, require
 
@@ -17,6 +17,14 @@ class TrainMode(StrEnum):
 
     lora = "lora"
     full = "full"
+
+
+class Activations(StrEnum):
+    """What becomes of activations between forward and backward pass."""
+
+    recompute = "recompute"
+    keep = "keep"
+    host = "host"
 
 
 class OptimState(StrEnum):
@@ -34,10 +42,11 @@ MAX_EXPERT_RANK = 512
 """The highest rank of experts' adapters for which trainer/kernels has tilings that fit a GPU."""
 
 
+LORA_TARGETS = ("attention", "mlp", "experts")
 HAS_EXPERTS = If("has_experts=true", ", which has no experts")
 ONE_INPUT = "with which each layer keeps its input alone"
 NOT_BITWISE = If("is_bitwise=false", f"trainer.numerics.match=bitwise, {ONE_INPUT}", "choose parity=standard")
-NOT_MERGED = If("trainer.numerics.adapters=separate", f", {ONE_INPUT}")
+NOT_MERGED = If("trainer.numerics.match!=merged", f", {ONE_INPUT}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +56,11 @@ class LoraConfig:
     rank: int = 16
     """Rank of A and B. Gate and up of an expert share one A of this rank, as in PEFT's fused expert parameters."""
     attention_rank: int | None = field(
-        default=None, metadata=read_if(If("trainer.lora.attention=true", cure=REMOVE_ONE))
+        default=None, metadata=read_if(If("trainer.lora.targets=attention", cure=REMOVE_ONE))
     )
     """Rank in the attention; null: `rank`. The scale is alpha / `rank` everywhere."""
     expert_rank: int | None = field(
-        default=None, metadata=read_if(If("trainer.lora.experts=true", cure=REMOVE_ONE), HAS_EXPERTS)
+        default=None, metadata=read_if(If("trainer.lora.targets=experts", cure=REMOVE_ONE), HAS_EXPERTS)
     )
     """Rank in routed experts. They have by far the most adapters, whose memory grows with this rank. At most 512.
     null: `rank`.
@@ -61,12 +70,11 @@ class LoraConfig:
     dtype: DType = DType.float32
     """Format of the adapters' parameters and gradients. bfloat16 halves both; updates are then rounded stochastically.
     """
-    attention: bool = True
-    """Adapt every projection of the attention: q, k, v and o, or q_a, q_b, kv_a, kv_b and o of latent attention."""
-    mlp: bool = True
-    """Adapt gate, up and down of dense feed-forwards and of shared experts."""
-    experts: bool = True
-    """Adapt gate, up and down of every routed expert."""
+    targets: tuple[str, ...] = LORA_TARGETS
+    """What is adapted. attention: every projection of it: q, k, v and o, or q_a, q_b, kv_a, kv_b and o of latent
+    attention. mlp: gate, up and down of dense feed-forwards and of shared experts. experts: those of every routed
+    expert.
+    """
     init_from: str | None = None
     """Folder of an adapter in PEFT format from which training starts, such as runs/NAME/adapter of a fine-tuning run.
     It must have these ranks and this scale; a matrix that it has no factors for starts with B = 0. It is the policy
@@ -74,6 +82,7 @@ class LoraConfig:
     """
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "targets", tuple(self.targets))  # OmegaConf builds the object with a list
         require(
             self.rank >= 1,
             f"trainer.lora.rank must be >= 1, got {self.rank}; choose trainer.mode=full to train without LoRA",
@@ -81,9 +90,25 @@ class LoraConfig:
         at_least_or_null(1, "trainer.lora", attention_rank=self.attention_rank, expert_rank=self.expert_rank)
         above(0, "trainer.lora", alpha=self.alpha)
         require(
-            self.attention or self.mlp or self.experts,
-            "trainer.lora adapts nothing: set attention, mlp or experts to true, or trainer.mode=full",
+            bool(self.targets) and set(self.targets) <= set(LORA_TARGETS),
+            f"trainer.lora.targets must be some of {', '.join(LORA_TARGETS)}, got {list(self.targets)}; "
+            "trainer.mode=full trains without adapters",
         )
+
+    @property
+    def attention(self) -> bool:
+        """Whether the attention is adapted."""
+        return "attention" in self.targets
+
+    @property
+    def mlp(self) -> bool:
+        """Whether dense feed-forwards are."""
+        return "mlp" in self.targets
+
+    @property
+    def experts(self) -> bool:
+        """Whether routed experts are."""
+        return "experts" in self.targets
 
     @property
     def scale(self) -> float:
@@ -194,30 +219,27 @@ class TrainerConfig:
     """The most tokens that one rank packs into one forward and backward pass; cp_size ranks together pack cp_size times
     as many. A longer sample gets a microbatch of its own.
     """
-    activation_checkpointing: bool = field(default=True, metadata=read_if(NOT_BITWISE))
-    """Recompute each layer in the backward pass instead of keeping its activations. false is faster where memory is
+    activations: Activations = field(default=Activations.recompute, metadata=read_if(NOT_BITWISE))
+    """It changes no value. recompute: each layer is computed again in the backward pass. keep: faster where memory is
     left; use smaller microbatches then (docs/measurements.md, whole jobs). An expert layer then keeps 2 x expert width
-    numbers for each of a token's experts, beside what a dense one keeps.
-    """
-    activations_on_host: bool = field(default=False, metadata=read_if(NOT_BITWISE, NOT_MERGED))
-    """Let what a recomputed layer keeps for its backward pass (its input, attention's output and what attention adds)
-    wait in page-locked host memory, while other layers compute: (4 x hidden + 2 x heads x head width) bytes per token
-    and layer in bfloat16. A step's first microbatch leaves its last layers on the GPU, as many as fit the memory that
-    gradients will take. It changes no value. On a GPU it makes room for longer samples or larger microbatches. Needs
-    activation_checkpointing=true.
+    numbers for each of a token's experts, beside what a dense one keeps. host: as recompute, and what a layer keeps
+    for its backward pass (its input, attention's output and what attention adds) waits in page-locked host memory,
+    while other layers compute: (4 x hidden + 2 x heads x head width) bytes per token and layer in bfloat16. A step's
+    first microbatch leaves its last layers on the GPU, as many as fit the memory that gradients will take. On a GPU it
+    makes room for longer samples or larger microbatches. Not with numerics.match=merged.
     """
     gate_up_kept: float = field(
         default=0.0,
         metadata=read_if(
             NOT_BITWISE,
-            If("trainer.activation_checkpointing=true", ", with which every layer keeps it"),
+            If("trainer.activations!=keep", ", with which every layer keeps it"),
             NOT_MERGED,
             HAS_EXPERTS,
         ),
     )
     """Share of the expert layers that keep the product of gate and up for their backward pass although
-    activation_checkpointing=true recomputes the rest: 0 to 1, spread evenly over the layers. It changes no value. A
-    layer then keeps 2 x expert width numbers more for each of a token's experts; with activations_on_host=true in host
+    the rest are recomputed: 0 to 1, spread evenly over the layers. It changes no value. A
+    layer then keeps 2 x expert width numbers more for each of a token's experts; with activations=host in host
     memory, where it pays until copies take longer than the forward pass (docs/measurements.md, trainer).
     """
     embedding_on_host: bool = False
@@ -269,19 +291,18 @@ class TrainerConfig:
             "to save memory with bfloat16 adapters",
         )
         require(
-            self.numerics.adapters is AdapterValues.separate or self.num_ranks == 1,
-            f"trainer.numerics.adapters=merged needs trainer.num_ranks=1, got {self.num_ranks}: several ranks gather "
-            "adapters rounded to model.dtype, and a publish merges them as they are",
-        )
-        require(
-            self.numerics.match is not Match.bitwise or self.num_ranks == 1,
-            f"trainer.numerics.match=bitwise needs trainer.num_ranks=1, got {self.num_ranks}: several "
+            self.numerics.match not in (Match.merged, Match.bitwise) or self.num_ranks == 1,
+            f"trainer.numerics.match={self.numerics.match} needs trainer.num_ranks=1, got {self.num_ranks}: several "
             "ranks gather adapters rounded to model.dtype, and a publish merges them as they are",
         )
         require(
-            not self.activations_on_host or self.activation_checkpointing,
-            "trainer.activations_on_host=true needs trainer.activation_checkpointing=true, got false: it moves what a "
-            "recomputed layer keeps",
+            self.numerics.match is not Match.merged or self.mode is TrainMode.lora,
+            "trainer.numerics.match=merged needs trainer.mode=lora: full training has no adapters",
+        )
+        require(
+            self.activations is not Activations.host or self.numerics.match is not Match.merged,
+            f"trainer.activations=host contradicts trainer.numerics.match=merged, {ONE_INPUT}; set "
+            "trainer.activations=recompute",
         )
         require(
             0.0 <= self.gate_up_kept <= 1.0,
@@ -296,6 +317,16 @@ class TrainerConfig:
             not (self.train_router and self.mode is TrainMode.lora),
             "trainer.train_router=true needs trainer.mode=full: adapters do not cover the router",
         )
+
+    @property
+    def activation_checkpointing(self) -> bool:
+        """Whether each layer is computed again in the backward pass."""
+        return self.activations is not Activations.keep
+
+    @property
+    def activations_on_host(self) -> bool:
+        """Whether what such a layer keeps waits in host memory."""
+        return self.activations is Activations.host
 
     def logprob_chunk_tokens(self, vocab_size: int) -> int:
         """Tokens whose logits exist at once in the head. 1,024 take 0.6 GB with a vocabulary of 152,000; with a small

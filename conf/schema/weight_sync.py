@@ -17,17 +17,6 @@ class SyncMode(StrEnum):
     adapter = "adapter"
 
 
-class BusySlot(StrEnum):
-    """What a publish does when requests of older versions read every adapter slot: wait for them; end them, so that
-    they start anew under the newest version (a group at most twice, then it goes on); or end them, so that they go on
-    under the newest version with what they have.
-    """
-
-    wait = "wait"
-    requeue = "requeue"
-    re_prefill = "re_prefill"
-
-
 class TransportKind(StrEnum):
     """Link that carries the weights. `auto`: nvlink if both ends are GPUs of this host, otherwise rdma if there is a
     NIC for it, otherwise tcp.
@@ -100,13 +89,6 @@ class WeightSyncConfig:
     a threshold of each element, which stays the same for the run, so that an update smaller than the format's step is
     right in the mean. nearest: such an update is lost, and engines sample from nearly the base (docs/parity.md).
     """
-    on_busy_slot: BusySlot = field(
-        default=BusySlot.wait, metadata=read_if(If("weight_sync.mode=adapter", ", which has no slots"))
-    )
-    """What to do when requests of older versions read every slot (there are algorithm.max_staleness_steps + 2 slots,
-    and one more with run.eval_beside). wait: until they end, at most half of timeout_s. requeue: end them; they start
-    anew under the newest version, a group at most twice. re_prefill: end them; they go on under the newest version.
-    """
     transport: TransportKind = TransportKind.auto
     """Link that must carry the weights. If the connection turns out to be another one, that is an error; there is no
     fallback."""
@@ -130,22 +112,18 @@ class WeightSyncConfig:
     trainer merges and hashes, too. For links slower than NVLink; engines need memory for the base's adapted matrices
     once more. Needs weights in model.path, bfloat16 or float32, and engines that this run starts.
     """
-    pause_mode: PauseMode = field(
-        default=PauseMode.keep, metadata=read_if(If("weight_sync.mode=merged", ", which never pauses an engine"))
-    )
-    """What happens to requests in flight while weights change. keep: they are frozen, prefilled again with the
-    new weights, and go on. keep_kv: they go on with KV entries of older weights. wait: they finish first, so the
-    longest response must fit into timeout_s. abort: they start anew.
+    pause_mode: PauseMode | None = None
+    """What a publish does with requests in flight. keep (null with mode=merged): they are frozen, prefilled again with
+    the new weights, and go on. keep_kv: they go on with KV entries of older weights. wait (null with mode=adapter):
+    they finish first, so the longest response must fit into timeout_s. abort: they start anew. mode=adapter does so
+    only when requests of older versions read every slot (there are algorithm.max_staleness_steps + 2, and one more with
+    run.eval_beside), waits half of timeout_s, starts a group anew at most twice, and has no keep_kv.
     """
     verify_hashes: ClassVar[bool] = True
     """Compare a position-dependent 64-bit hash of every parameter at both ends before a version is committed. Benches
     time a publish without it."""
     timeout_s: float = 60.0
     """Deadline of one publish to one replica. A replica that misses it is taken out of service; the others commit."""
-    publish_waves: int = 1
-    """Number of groups in which replicas are updated, one group after the other. With more than one, some replicas
-    still serve if the trainer dies during a publish, but a publish takes that many times as long.
-    """
     relay: Relay = field(default=Relay.none, metadata=read_if(If("rollout.num_workers!=1", cure="start more workers")))
     """none: the trainer writes to every replica. node: it writes to one replica per node, and the node's others read
     the version from that one's memory. Use node if the trainer has few links for many replicas; `slipstream plan`
@@ -173,6 +151,17 @@ class WeightSyncConfig:
             f"weight_sync.delta_bytes={self.delta_bytes} and weight_sync.remote_merge={self.remote_merge} are two ways "
             "to send less; set delta_bytes=0 or remote_merge=none",
         )
+        require(
+            self.mode is SyncMode.merged or self.pause_mode is not PauseMode.keep_kv,
+            "weight_sync.pause_mode=keep_kv needs weight_sync.mode=merged: a slot's requests keep their version; set "
+            "wait, keep or abort",
+        )
         above(0, "weight_sync", timeout_s=self.timeout_s)
-        at_least(1, "weight_sync", publish_waves=self.publish_waves)
         at_least(0, "weight_sync", trace_every_steps=self.trace_every_steps)
+
+    @property
+    def requests_in_flight(self) -> PauseMode:
+        """`pause_mode`, or the mode's own."""
+        if self.pause_mode is not None:
+            return self.pause_mode
+        return PauseMode.keep if self.mode is SyncMode.merged else PauseMode.wait

@@ -25,7 +25,7 @@ from examples.real_model.tasks import TASKS, write  # noqa: E402
 COMMON = [
     "model=checkpoint", "data=files", f"reward.kind={ROOT}/examples/real_model/reward.py:answer", "run.name=real_model",
     "run.eval_every_steps=5", "run.checkpoint_every_steps=50", "data.max_prompt_tokens=320",
-    "trainer.activation_checkpointing=false",
+    "trainer.activations=keep",
 ]  # fmt: skip
 GPU = [
     "trainer.lora.rank=32", "trainer.lora.alpha=64", "trainer.optim.lr=1e-4", "run.num_steps=100",

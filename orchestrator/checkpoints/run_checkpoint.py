@@ -32,7 +32,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from slipstream.conf.json_files import JsonObject, is_object
-from slipstream.conf.schema import RunConfig
+from slipstream.conf.schema import LORA_TARGETS, LoraConfig, Order, RunConfig, TrainMode
 from slipstream.orchestrator.checkpoints.checkpoint_uploads import CheckpointUploads
 from slipstream.orchestrator.checkpoints.loop_state import RunState, lines_of, state_of
 from slipstream.orchestrator.checkpoints.object_store import MANIFEST, ObjectStore
@@ -58,11 +58,11 @@ def fingerprint(config: RunConfig) -> JsonObject:
     return to_plain(
         {
             # Names of the first release, so that its checkpoints are read.
-            "model": {**asdict(config.model), "mla_norm_eps": trainer.numerics.places.mla_norm_eps},
+            "model": {**_model_of(config), "mla_norm_eps": trainer.numerics.places.mla_norm_eps},
             "trainer.num_ranks": trainer.num_ranks,
             "trainer.ep_size": trainer.ep_size,
             "trainer.mode": trainer.mode,
-            "trainer.lora": asdict(trainer.lora) if trainer.mode == "lora" else None,
+            "trainer.lora": _adapters_of(trainer.lora) if trainer.mode is TrainMode.lora else None,
             "trainer.train_router": trainer.train_router,
             "trainer.optim.state": trainer.optim.state,
             "device": resolve_device(config.cluster.device),
@@ -79,12 +79,27 @@ def fingerprint(config: RunConfig) -> JsonObject:
             "data.chat_template_kwargs": dict(config.data.chat_template_kwargs) or None,
             "data.stream": config.data.stream or None,
             "data.drop_too_long": config.data.drop_too_long or None,
-            "data.curriculum": config.data.curriculum if config.data.curriculum != "none" else None,
+            "data.curriculum": config.data.order if config.data.order is Order.middling else None,
             "run.seed": config.run.seed,
             "weight_sync.enabled": config.weight_sync.enabled,
             "parity.replay_routing": config.parity.replay_routing,
         }
     )
+
+
+def _adapters_of(lora: LoraConfig) -> JsonObject:
+    """The section `trainer.lora`, with a flag for each target, as the first release had them."""
+    options = asdict(lora)
+    return {name: value for name, value in options.items() if name != "targets"} | {
+        name: name in lora.targets for name in LORA_TARGETS
+    }
+
+
+def _model_of(config: RunConfig) -> JsonObject:
+    """The section `model`, with the spread of random weights where the first release had it."""
+    model = asdict(config.model)
+    fields = {name: value for name, value in model["hf_config"].items() if name != "initializer_range"}
+    return {**model, "hf_config": fields, "init_std": config.model.init_std}
 
 
 def named_checkpoints(folder: Path) -> list[Path]:

@@ -175,7 +175,7 @@ def processors_and_memory(machine: Machine) -> Iterator[Finding]:
     shared, wanted = machine.free_bytes(Path("/dev/shm")), ClusterConfig().object_store_bytes
     small = (
         f"Ray's object store wants {wanted >> 20} MiB there and is slow elsewhere: enlarge it (docker run "
-        "--shm-size=2g), or lower cluster.object_store_bytes"
+        "--shm-size=2g)"
     )
     yield _judged("machine", "/dev/shm free", _gb(shared), small if shared < wanted else "")
 

@@ -15,7 +15,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject
@@ -187,7 +186,7 @@ def adapter_of(folder: RunFolder, checkpoint: str) -> Path:
 def _shape_of(adapter: Path) -> list[str]:
     """The options that an adapter's file decides."""
     options = options_of(read_stored_adapter(adapter, "--adapter"), "--adapter")
-    return [f"trainer.lora.{name}={'null' if value is None else value}" for name, value in options.items()]
+    return [f"trainer.lora.{name}={'null' if value is None else value}" for name, value in options._asdict().items()]
 
 
 def report_of(config: RunConfig, weights: str, folder: RunFolder) -> JsonObject:
@@ -214,7 +213,7 @@ def report_of(config: RunConfig, weights: str, folder: RunFolder) -> JsonObject:
 
 def table_of(report: JsonObject) -> str:
     """For people: a line per set, each figure with its standard error."""
-    sets = cast("dict[str, dict[str, dict[str, float | None]]]", report["sets"])
+    sets: dict[str, dict[str, dict[str, float | None]]] = report["sets"]
     names = list(next(iter(sets.values())))
     rows = [["set", *(name.replace("pass_at_", "pass@") for name in names)]]
     rows += [[name, *(_cell(figures[one]) for one in names)] for name, figures in sets.items()]

@@ -108,7 +108,7 @@ Writes a folder below RUN/evals (of a model, below run.dir/evals) with evaluatio
 and logs.
 
 examples
-  slipstream eval runs/latest --checkpoint best run.eval_samples_per_prompt=16 run.eval_pass_at=[1,4,16]
+  slipstream eval runs/latest --checkpoint best run.eval_samples_per_prompt=16
   slipstream eval runs/latest data.eval_path=null data.eval_sets.aime=aime.jsonl
   slipstream eval MODEL data.eval_path=test.jsonl reward=math
       a base model, or one that slipstream merge wrote

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
+from slipstream.conf.json_files import JsonObject
 from slipstream.orchestrator.cluster import nodes
 from slipstream.orchestrator.machine import memory_bytes
 from slipstream.rollout import worker_process
@@ -90,13 +91,13 @@ class TrainerActor:
             self._reserved = None
 
     @ray.method
-    def load(self) -> dict[str, Any]:
+    def load(self) -> JsonObject:
         facts = self._rank.load()
         report_crashes(self._report)  # it may have imported vLLM
         return facts | {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
 
     @ray.method
-    def call(self, what: str, *arguments: Any) -> Any:
+    def call(self, what: str, *arguments: object) -> Any:
         """A method of this class, of the rank or of its delivery; RayTrainerGroup has their types."""
         holder = next(one for one in (self, self._rank, self._rank.delivery) if hasattr(one, what))
         return getattr(holder, what)(*arguments)
@@ -106,7 +107,7 @@ class TrainerActor:
         stats = self._rank.optimizer_step(ends_version=ends_version)
         return stats, Readiness.later if keep_as is None else self._rank.keep(keep_as)
 
-    def connect(self, endpoints: list[str], adapter_endpoints: list[str], absent: list[int] | None) -> dict[str, Any]:
+    def connect(self, endpoints: list[str], adapter_endpoints: list[str], absent: list[int] | None) -> JsonObject:
         return self._rank.delivery.connect(endpoints, None, adapter_endpoints, absent)
 
     def publish(self, exclude: Sequence[int], trace: Path | None) -> PublishReport:

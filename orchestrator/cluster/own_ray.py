@@ -126,7 +126,6 @@ class OwnRay:
             logs=str(self._folder.ray_logs),
             crashes=str(self._folder.crashes),
             has_dashboard=cluster.dashboard,
-            dashboard_port=cluster.dashboard_port if cluster.dashboard else None,
             object_store_bytes=cluster.object_store_bytes,
             workers_import_under=self._workers_import_under(environment) if has_workers else None,
         )

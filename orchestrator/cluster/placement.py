@@ -22,12 +22,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from ray.util.placement_group import PlacementGroup
 
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.plural import counted
 from slipstream.conf.schema import Objective, RunConfig, SyncMode, TransportKind
 from slipstream.fleet.waiting import together
@@ -161,7 +161,7 @@ class Cluster:
         )
         return msgspec.json.encode(living).decode()
 
-    async def start(self, hf_config: dict[str, Any]) -> None:
+    async def start(self, hf_config: JsonObject) -> None:
         """Start Ray, then trainer ranks and engines at the same time, then join them by a transfer plan."""
         assert self._ray is not None
         config = self._config
@@ -210,7 +210,7 @@ class Cluster:
         """Whether the processes are those that a controller left that was killed."""
         return self._left is not None and self._own_ray is not None and self._own_ray.is_taken_over
 
-    async def _take_over(self, ray: RayCluster, hf_config: dict[str, Any]) -> None:
+    async def _take_over(self, ray: RayCluster, hf_config: JsonObject) -> None:
         """Find what the other controller left; nothing is started."""
         left = self._left
         assert left is not None
@@ -304,7 +304,7 @@ class Cluster:
         for problem in [] if self._rollout is None else await self._rollout.stop():
             logger.warning("while stopping: %s", problem)
 
-    def _workers_of(self, cluster: RayCluster, hf_config: dict[str, Any], is_one_node: bool) -> RolloutWorkers:
+    def _workers_of(self, cluster: RayCluster, hf_config: JsonObject, is_one_node: bool) -> RolloutWorkers:
         assert self._group is not None
         return RolloutWorkers(
             self._config,
@@ -320,7 +320,7 @@ class Cluster:
         )
 
     async def _start_trainer(
-        self, cluster: RayCluster, hf_config: dict[str, Any], is_one_node: bool, left: LivingRanks | None = None
+        self, cluster: RayCluster, hf_config: JsonObject, is_one_node: bool, left: LivingRanks | None = None
     ) -> None:
         self._trainer = await start_trainer_ranks(
             self._config,

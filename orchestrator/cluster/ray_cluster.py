@@ -120,8 +120,7 @@ class RayCluster:
         ray_worker._worker_logs_enabled = False  # pyright: ignore[reportPrivateUsage]
         if self._own is not None and self._own.dashboard is not None:
             where = f"http://{self._own.dashboard}"
-            is_moved = self._config.cluster.dashboard_port is None and not where.endswith(f":{DASHBOARD_PORT}")
-            taken = f" ({DASHBOARD_PORT} is taken)" if is_moved else ""
+            taken = "" if where.endswith(f":{DASHBOARD_PORT}") else f" ({DASHBOARD_PORT} is taken)"
             logger.info("Ray dashboard: %s asks for the token in %s%s", where, self._own.token, taken)
             note_dashboard(self._folder, f"{where}, asks for the token in {self._own.token}")
 

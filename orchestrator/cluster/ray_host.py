@@ -41,7 +41,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import psutil
 
@@ -74,8 +74,6 @@ class HostOptions:
     crashes: str
     """Where processes of the run report that they die of a signal (rollout/crash_reports.py)."""
     has_dashboard: bool
-    dashboard_port: int | None
-    """None: Ray's own port, or the next free one."""
     object_store_bytes: int
     workers_import_under: dict[str, str] | None
     """What rollout workers' environment will hold of variables that imports read. None: the run has no workers."""
@@ -129,8 +127,7 @@ def _start_ray(options: HostOptions, controller: _Controller) -> None:
             address="local",
             num_cpus=count_cpus(),  # it starts as many idle workers, by itself for all cores of the machine
             include_dashboard=options.has_dashboard,
-            dashboard_host="127.0.0.1",
-            dashboard_port=options.dashboard_port,
+            dashboard_host="127.0.0.1",  # at Ray's own port, or the next free one
             object_store_memory=options.object_store_bytes,
             log_to_driver=False,
             logging_level=logging.ERROR,
@@ -140,7 +137,8 @@ def _start_ray(options: HostOptions, controller: _Controller) -> None:
         controller.say(failed=f"{type(error).__name__}: {error}")
     else:
         # It reads all logs for drivers that show them, of which there is none, and holds each process's open for ever.
-        cast("Any", ray_worker.global_worker.node).kill_log_monitor(check_alive=False)
+        node: Any = ray_worker.global_worker.node
+        node.kill_log_monitor(check_alive=False)
         controller.greeting = {
             "address": ray.get_runtime_context().gcs_address,
             "dashboard": str(joined.dashboard_url),

@@ -23,6 +23,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.plural import counted
 from slipstream.fleet.errors import FleetError
 from slipstream.fleet.waiting import wait_for
@@ -34,7 +35,7 @@ from slipstream.trainer.checkpoint.keeper import Address, Readiness
 
 logger = logging.getLogger(__name__)
 
-Arguments = Callable[[int], tuple[Any, ...]]
+Arguments = Callable[[int], tuple[object, ...]]
 """Those of one rank's call, given its number."""
 _CHECKPOINT, _STEP, KEEP = "begin_checkpoint", "optimizer_step", "keep"
 _KEEPER_IS_GONE = "a process that kept states is gone"
@@ -51,7 +52,7 @@ class Ranks:
     actors: Sequence[type[TrainerActor]]
     names: Sequence[str]
     """In Ray and in the log."""
-    facts: Sequence[dict[str, Any]]
+    facts: Sequence[JsonObject]
     """What load() returned."""
 
 
@@ -90,7 +91,7 @@ class LivingRanks:
     """What another controller has to know of the ranks to go on with them."""
 
     names: Sequence[str]
-    facts: Sequence[dict[str, Any]]
+    facts: Sequence[JsonObject]
     engines: Engines
     num_begun: int
     number: int

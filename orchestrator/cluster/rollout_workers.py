@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ray.util.placement_group import PlacementGroup
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.errors import SlipstreamError
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.model_checks import packing_of
 from slipstream.conf.plural import counted
 from slipstream.conf.schema import Device, MergeRounding, RemoteMerge, RunConfig, SyncMode
@@ -78,7 +78,7 @@ class RolloutWorkers:
         cluster: RayCluster,
         *,
         model_folder: Path,
-        hf_config: dict[str, Any],
+        hf_config: JsonObject,
         device: RunDevice,
         sync_key: bytes,
         rooms: Rooms,
@@ -262,7 +262,7 @@ class RolloutWorkers:
             watching.cancel()
 
 
-def own_merge(config: RunConfig, hf_config: dict[str, Any]) -> OwnMergeSpec | None:
+def own_merge(config: RunConfig, hf_config: JsonObject) -> OwnMergeSpec | None:
     """What engines merge for themselves; None where the trainer merges."""
     sync = config.weight_sync
     if sync.remote_merge is RemoteMerge.none:
@@ -275,7 +275,7 @@ def own_merge(config: RunConfig, hf_config: dict[str, Any]) -> OwnMergeSpec | No
     return OwnMergeSpec(config.model.path or "", sync.remote_merge is RemoteMerge.gpu, merges)
 
 
-def adapter_slots(config: RunConfig, hf_config: dict[str, Any]) -> AdapterSlotsSpec | None:
+def adapter_slots(config: RunConfig, hf_config: JsonObject) -> AdapterSlotsSpec | None:
     """The slots that engines need in adapter mode; None when adapters are merged."""
     if config.weight_sync.mode is SyncMode.merged:
         return None

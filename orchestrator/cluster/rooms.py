@@ -7,6 +7,7 @@ not own: the run's own group, which has the room of the first workers until the 
 (fleet/scaling.py).
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping
 
@@ -67,17 +68,15 @@ class Rooms:
         wanted = {name: node for name, node in where.items() if name not in self._made or node is not None}
         made: dict[str, PlacementGroup] = {}
         what = counted(len(where), "further rollout worker")
-        try:
+        async with contextlib.AsyncExitStack() as failed:
             for name, node in wanted.items():
                 if node is None and place_of(name) < self._config.rollout.least_workers:
                     continue
                 gpus, timeout_s = [self._config.gpus_of_worker], ROOM_TIMEOUT_S / len(where)
                 on = await self._on(node or self._only_node)
                 made[name] = await self._cluster.place(gpus, what, on=on, timeout_s=timeout_s)
-        except BaseException:
-            for room in made.values():
-                await self._cluster.give_back(room)
-            raise
+                failed.push_async_callback(self._cluster.give_back, made[name])
+            failed.pop_all()
         for name in made.keys() & self._made.keys():
             await self.give_back(name)
         self._made |= made

@@ -8,9 +8,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from slipstream.conf.functions import absolute
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.plural import counted
 from slipstream.conf.schema import Objective, RunConfig, TrainMode
 from slipstream.fleet.waiting import all_started
@@ -33,7 +33,7 @@ async def start_trainer_ranks(
     cluster: RayCluster,
     *,
     bundles: Sequence[int],
-    hf_config: dict[str, Any],
+    hf_config: JsonObject,
     device: RunDevice,
     sync_key: bytes,
     is_one_node: bool,
@@ -122,7 +122,7 @@ async def _start(
         startup.expect("trainer ranks", names)
     actors: list[type[TrainerActor]] = []
 
-    async def start(rank: int, rendezvous: str) -> dict[str, Any]:
+    async def start(rank: int, rendezvous: str) -> JsonObject:
         actor, who = actors[rank], names[rank]
         startup.enter(names[rank], "importing PyTorch")
         await cluster.result_of(prepared[rank], who, TrainingStopped)
@@ -169,7 +169,7 @@ async def _warm_up(config: RunConfig, trainer: RayTrainerGroup) -> None:
     )
 
 
-def _log_start(facts: Sequence[dict[str, Any]]) -> None:
+def _log_start(facts: Sequence[JsonObject]) -> None:
     """What the ranks chose and loaded, in one line; what they could not place, in another."""
     first = facts[0]
     chosen = first["backends"] | ({} if first["device"] == "cpu" else {"CUDA graphs": first["cuda_graphs"]})

@@ -62,8 +62,6 @@ class PromptReader:
     """Longer prompts are refused."""
     prompt_key: str = "prompt"
     """Column that holds the prompt."""
-    add_special_tokens: bool = True
-    """For plain text; chat templates bring their own."""
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
     """data.columns."""
     template_options: JsonMapping = field(default_factory=JsonObject)
@@ -79,9 +77,9 @@ class PromptReader:
         """
         where, columns = row.where, renamed(row, self.columns)
         text, messages = self._text_of(columns, where)
-        add_special = self.add_special_tokens and messages is None  # chat templates bring their own
         limit = self.max_prompt_tokens
-        token_ids, is_whole = encode_up_to(limit, text, partial(self.encoder.encode, add_special_tokens=add_special))
+        encode = partial(self.encoder.encode, add_special_tokens=messages is None)  # chat templates bring their own
+        token_ids, is_whole = encode_up_to(limit, text, encode)
         if len(token_ids) > limit:
             count = f"{len(token_ids)}" if is_whole else f"{len(text)} characters, more than {limit}"
             raise RowTooLong(
@@ -171,7 +169,7 @@ def _check_plain(fields: JsonObject, where: str) -> None:
             ) from e
 
 
-def messages_in(value: Any, what: str) -> list[JsonObject]:
+def messages_in(value: object, what: str) -> list[JsonObject]:
     """The chat messages of a column. A field that is null counts as missing: Parquet gives all structs all fields.
 
     Raises:

@@ -141,14 +141,14 @@ def other_names(columns: JsonMapping, *, with_answers: bool) -> str:
             )
         return (
             "; these look like ShareGPT's rows: docs/data.md has the lines that write 'messages', or, if they "
-            "hold 'role' and 'content' already, set data.messages_key=conversations"
+            "hold 'role' and 'content' already, set data.columns.messages=conversations"
         )
     for column, algorithm in (("messages", "sft"), ("chosen", "dpo")):
         if column in columns and not with_answers:
             return f"; algorithm={algorithm} learns rows with {column!r}"
     for asked, answered in _ASKED_AND_ANSWERED:
         if asked in columns and (answered in columns or not with_answers) and not columns.get("input"):
-            answer = f" data.response_key={answered}" if with_answers else ""
+            answer = f" data.columns.response={answered}" if with_answers else ""
             return f"; did you mean data.prompt_key={asked}{answer}?"
     return ""
 

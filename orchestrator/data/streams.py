@@ -136,7 +136,7 @@ class Shuffled(Stream[Item]):
         return {"epoch": self._epoch, "position": self._position, **self._facts}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        check_cursor(state, self._facts, {"digest": "data.path", "seed": "run.seed", "shuffle": "data.shuffle"})
+        check_cursor(state, self._facts, {"digest": "data.path", "seed": "run.seed", "shuffle": "data.order"})
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._order_of(self._epoch)
 
@@ -218,7 +218,7 @@ class Streamed(Stream[Item]):
 
     def load_state_dict(self, state: JsonObject) -> None:
         """Fill the buffer again with the rows that it had; see Stream."""
-        options = {"seed": "run.seed", "shuffle": "data.shuffle", "buffer_rows": "data.stream_buffer_rows"}
+        options = {"seed": "run.seed", "shuffle": "data.order", "buffer_rows": "data.stream_buffer_rows"}
         check_cursor(state, self._facts, options)
         self._begin(int(state["pass"]), Position(*state["first"]))
         check_cursor(state, {"digest": digest(self._buffer.items)}, {"digest": "data.path"})

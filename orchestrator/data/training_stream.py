@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 from typing import Generic
 
-from slipstream.conf.schema import DataConfig
+from slipstream.conf.schema import DataConfig, Order
 from slipstream.orchestrator.data.sources import START, Position, Row, read_rows
 from slipstream.orchestrator.data.streams import Item, Mixed, Shuffled, Stream, Streamed
 from slipstream.rollout.errors import DataError, RowTooLong
@@ -26,7 +26,7 @@ _SEEDS_APART = 1_000_003
 
 Read = Callable[[Row, int], Item]
 ReadSome = Callable[[Row, int], Item | None]
-Order = Callable[[Sequence[Item], int], Stream[Item]]
+MakeStream = Callable[[Sequence[Item], int], Stream[Item]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +43,19 @@ class Items(Generic[Item]):
         return f"{len(self.found)}{left_out}"
 
 
-def training_stream(data: DataConfig, read: Read[Item], *, seed: int, order: Order[Item] | None = None) -> Stream[Item]:
+def training_stream(
+    data: DataConfig, read: Read[Item], *, seed: int, order: MakeStream[Item] | None = None
+) -> Stream[Item]:
     """The run's training items, endlessly. Without data.stream, all rows are read and checked by this call.
 
     Args:
-        order: Makes a stream of a source's items and a seed. None: as data.shuffle says.
+        order: Makes a stream of a source's items and a seed. None: as data.order says.
 
     Raises:
         DataError: A source is missing or malformed, or one of the rows that were read cannot be an item.
     """
-    order = order or (lambda items, own_seed: Shuffled(items, seed=own_seed, shuffle=data.shuffle))
+    shuffle = data.order is not Order.given
+    order = order or (lambda items, own_seed: Shuffled(items, seed=own_seed, shuffle=shuffle))
     streams: dict[str, Stream[Item]] = {}
     for index, source in enumerate(data.training_sources):
         own_seed = seed + index * _SEEDS_APART
@@ -63,7 +66,7 @@ def training_stream(data: DataConfig, read: Read[Item], *, seed: int, order: Ord
                 _reader(data, index, read),
                 seed=own_seed,
                 buffer_rows=data.stream_buffer_rows,
-                shuffle=data.shuffle,
+                shuffle=shuffle,
             )
         else:
             streams[source] = order(training_items(data, index, read).found, own_seed)

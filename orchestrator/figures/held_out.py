@@ -33,7 +33,7 @@ EVAL_METRICS: dict[str, str] = {
 """Figures of every evaluation of a run with rewards."""
 
 PASS_METRICS: dict[str, str] = {
-    "eval/pass_at_<k>": "unbiased estimate of pass@k on held-out prompts, for every k of run.eval_pass_at",
+    "eval/pass_at_<k>": "unbiased estimate of pass@k on held-out prompts, k: run.eval_samples_per_prompt, 1, 2, 4 ...",
     "eval/pass_at_<k>_se": "its standard error, over prompts",
 }
 

@@ -14,7 +14,7 @@
       timeline.jsonl     one row per step: who did what, from when to when
       curves.png         reward, evaluation, mismatch KL, entropy, sync seconds
       tensorboard/       the same numbers as events
-      wandb/             the same numbers, where run.loggers names wandb; with run.wandb.mode=offline for `wandb sync`
+      wandb/             the same numbers, where run.loggers names wandb; with WANDB_MODE=offline for `wandb sync`
       model/             config.json and tokenizer, as engines read them
       traces/            timelines of publishes, where weight_sync.trace_every_steps asks for them
       checkpoints/step-000050/, and a link to the best one (run.keep_best)

@@ -175,7 +175,6 @@ def _sync_metrics(report: PublishReport) -> dict[str, Value]:
     seconds: dict[str, Value] = {f"sync/{name}": getattr(report, name) for name in parts}
     return {
         **seconds,
-        "sync/wave_s": max(report.wave_s, default=report.total_s),
         "sync/bytes": report.num_bytes,
         "sync/peak_bytes": report.peak_bytes,
         "sync/watermark_bytes": report.watermark_bytes,

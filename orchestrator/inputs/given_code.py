@@ -98,14 +98,14 @@ def check_agent_loads(config: RunConfig) -> Fact | None:
         )
     _check_template_knows_tools(config)
     try:
-        family, kind, *_, address = socket.getaddrinfo(episodes.host, episodes.port, type=socket.SOCK_STREAM)[0]
+        family, kind, *_, address = socket.getaddrinfo(*episodes.host_and_port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
         raise ConfigError(
-            f"rollout.episodes.host={episodes.host} and rollout.episodes.port={episodes.port}: "
-            f"{error.strerror or error}; give an address of this machine and a free port, or port 0 for any"
+            f"rollout.episodes.address={episodes.address}: {error.strerror or error}; give an address of this machine "
+            "and a free port, or port 0 for any"
         ) from error
     check_agent(config)
     return Fact("agent", f"{name}, at most {counted(episodes.max_turns, 'turn')}")

@@ -1,6 +1,6 @@
 """Checks of run.loggers before anything starts: the packages are there, and W&B has a key.
 
-Owns: what a user can repair here. Does not own: values of single options (conf/schema/loggers.py), services that are
+Owns: what a user can repair here. Does not own: values of single options (conf/schema/run.py), services that are
 away (orchestrator/files/loggers/background.py). Nothing is asked over the network.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.schema import RunConfig, WandbConfig
+from slipstream.conf.schema import RunConfig
 from slipstream.orchestrator.inputs.facts import Fact
 
 _WITHOUT_A_DATABASE = ("", "file", "http", "https", "databricks")
@@ -28,33 +28,29 @@ def check_loggers(config: RunConfig) -> Fact:
         if importlib.util.find_spec(name) is None:
             how = "pip install tensorboard" if name == "tensorboard" else f"pip install 'slipstream-rl[{name}]'"
             raise ConfigError(f"run.loggers names {name}, which is not installed: {how}, or remove it from run.loggers")
-    mode = _wandb_mode(config.run.wandb) if "wandb" in loggers else "offline"
+    mode = _wandb_mode() if "wandb" in loggers else "offline"
     if mode not in _WITHOUT_A_KEY and not _has_key():
         raise ConfigError(
             "run.loggers names wandb, which has no key here: call `wandb login`, set WANDB_API_KEY, or set "
-            "run.wandb.mode=offline"
+            "WANDB_MODE=offline"
         )
     if "mlflow" in loggers:
-        place = config.run.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or ""
+        place = os.environ.get("MLFLOW_TRACKING_URI") or ""
         scheme = urlsplit(place).scheme
         if scheme not in _WITHOUT_A_DATABASE and importlib.util.find_spec("sqlalchemy") is None:
             raise ConfigError(
-                f"MLflow's client alone reaches no {scheme} database: give run.mlflow.tracking_uri (or "
-                "MLFLOW_TRACKING_URI) a server's address or a folder, or pip install mlflow"
+                f"MLflow's client alone reaches no {scheme} database: give MLFLOW_TRACKING_URI a server's address or a "
+                "folder, or pip install mlflow"
             )
     said = [f"{name} ({mode})" if name == "wandb" else name for name in loggers]
     return Fact("loggers", ", ".join(["metrics.jsonl", *said]))
 
 
-def _wandb_mode(options: WandbConfig) -> str:
-    """What wandb will do: the option, or what wandb reads where that is null."""
-    if options.mode is not None:
-        return options.mode.value
+def _wandb_mode() -> str:
+    """What wandb reads in the environment."""
     mode = os.environ.get("WANDB_MODE") or "online"
     if mode not in _WANDB_MODES:
-        raise ConfigError(
-            f"WANDB_MODE={mode} is no mode of W&B ({', '.join(_WANDB_MODES)}); unset it, or set run.wandb.mode"
-        )
+        raise ConfigError(f"WANDB_MODE={mode} is no mode of W&B ({', '.join(_WANDB_MODES)}); unset it")
     return mode
 
 

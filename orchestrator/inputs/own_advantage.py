@@ -9,7 +9,6 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -96,7 +95,7 @@ def _made_up(config: RunConfig, prompt: Prompt, *, has_failure: bool) -> Group:
     return Group(prompt, rollouts, rewards, parts)
 
 
-def _checked(found: Any, groups: Sequence[Group], value: str) -> list[list[np.ndarray | None]]:
+def _checked(found: object, groups: Sequence[Group], value: str) -> list[list[np.ndarray | None]]:
     def refuse(where: str, what: str) -> TrainingStopped:
         return TrainingStopped(f"algorithm.advantage={value}: {where}{what}: it must be {_SIGNATURE}")
 

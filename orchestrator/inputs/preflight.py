@@ -274,7 +274,8 @@ def check_routes(config: RunConfig) -> Fact | None:
         return Fact("routes", found)
     return Fact(
         "routes",
-        f"{found}, more than cluster.object_store_bytes={store}: Ray will put the rest into files; raise it",
+        f"{found}, more than the {store >> 20} MiB of Ray's object store, which puts the rest into files; on a cluster "
+        "of your own (cluster.ray_address) `ray start --object-store-memory` says how much it has",
         is_warning=True,
     )
 

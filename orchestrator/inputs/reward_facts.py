@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from slipstream.conf.schema import Objective, RunConfig
+from slipstream.conf.schema import ANSWER, Objective, RunConfig
 
 DEFAULT = "exact_match"
 
@@ -15,7 +15,7 @@ def who_judges(config: RunConfig) -> str:
         return "what the agent returns" + (
             "" if _is_default(config) else f"; where that is None, {parts or reward.kind}"
         )
-    return parts or (f"{DEFAULT}: {_meaning(config)}" if reward.kind == DEFAULT else reward.kind)
+    return parts or (f"{DEFAULT}: {_MEANING}" if reward.kind == DEFAULT else reward.kind)
 
 
 def unchosen_reward(config: RunConfig, overrides: Sequence[str]) -> str:
@@ -29,7 +29,7 @@ def unchosen_reward(config: RunConfig, overrides: Sequence[str]) -> str:
     if is_chosen or not trains or config.rollout.agent is not None or not _is_default(config):
         return ""
     return (
-        f"reward: {DEFAULT}, which no word of the command chose: {_meaning(config)}; another: reward=math, or "
+        f"reward: {DEFAULT}, which no word of the command chose: {_MEANING}; another: reward=math, or "
         "reward.kind=FILE.py:function (docs/rewards.md)"
     )
 
@@ -38,5 +38,4 @@ def _is_default(config: RunConfig) -> bool:
     return config.reward.kind == DEFAULT and not config.reward.parts
 
 
-def _meaning(config: RunConfig) -> str:
-    return f"1 if a response equals the row's column {config.reward.answer_key!r}, otherwise 0"
+_MEANING = f"1 if a response equals the row's column {ANSWER!r}, otherwise 0"

@@ -53,7 +53,7 @@ from slipstream.orchestrator.files.step_rows import StepRecord
 from slipstream.orchestrator.files.timeline import TRAINER, StepTimeline
 from slipstream.orchestrator.loop.buffer import Batch, GroupBuffer
 from slipstream.orchestrator.loop.evaluations import Evaluations
-from slipstream.orchestrator.loop.floor import measure_floor
+from slipstream.orchestrator.loop.floor import FLOOR_EVERY_STEPS, measure_floor
 from slipstream.orchestrator.loop.ports import LoopServices, Stopwatch
 from slipstream.orchestrator.loop.publication import Publication
 from slipstream.orchestrator.loop.ramp import Ramp
@@ -191,15 +191,13 @@ class Controller(StepLoop):
         """The engines' mismatch with themselves, where it is due. They have little else to do while gradients are
         computed.
         """
-        parity = self._config.parity
-        is_due = parity.floor_every_steps > 0 and (step == 1 or step % parity.floor_every_steps == 0)
-        if not is_due or self._config.rollout.sampling.temperature != 1:
+        is_due = step == 1 or step % FLOOR_EVERY_STEPS == 0
+        if not is_due or self._config.rollout.sampling.temperature != 1:  # prefill's log-probabilities are without it
             return {}
         return await measure_floor(
             self.services.router,
             batch.groups,
             self.policy_version,
-            num_sequences=parity.floor_sequences,
             max_model_len=self._config.rollout.max_model_len,
         )
 

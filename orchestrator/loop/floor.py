@@ -20,14 +20,18 @@ from slipstream.rollout.types import Group
 
 logger = logging.getLogger(__name__)
 
+FLOOR_EVERY_STEPS = 10
+"""The floor is measured at the first step and then this often: it costs a prefill of few sequences."""
+NUM_SEQUENCES = 4
+"""Responses that are scored, of different prompts."""
 MAX_SCORED_TOKENS = 1024
-"""Per sequence. vLLM holds float32 logits of all its tokens at once: 1024 times 150 000 entries take 0.6 GB."""
+"""Per sequence, prompt included. vLLM has float32 logits of all at once: 1024 times 150 000 entries take 0.6 GB."""
 FLOOR_TIMEOUT_S = 60.0
 """Longest that the scoring may take; it overlaps with the trainer's forward and backward."""
 
 
 async def measure_floor(
-    router: Router, groups: Sequence[Group], version: int, *, num_sequences: int, max_model_len: int
+    router: Router, groups: Sequence[Group], version: int, *, max_model_len: int, num_sequences: int = NUM_SEQUENCES
 ) -> dict[str, Value]:
     """Score the first response of each of the first groups that `version` sampled alone.
 

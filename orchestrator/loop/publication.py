@@ -40,7 +40,7 @@ class Publication:
         self._traces = services.traces
         self._policy_version = policy_version
         # Every replica has its own deadline inside the publish; this one only notices a trainer that is lost.
-        self._timeout_s = 2 * config.timeout_s * config.publish_waves + _TRAINER_LOST_S
+        self._timeout_s = 2 * config.timeout_s + _TRAINER_LOST_S
 
     async def run(self) -> PublishReport:
         """Publish, and return what became of every replica. A replica that fails is restarted, or out of service."""

@@ -361,7 +361,7 @@ def _finish(engine: ServedEngine) -> str:
     return ""
 
 
-def _beside(call: Callable[..., T], *args: Any) -> Future[T]:
+def _beside(call: Callable[..., T], *args: object) -> Future[T]:
     """Call it in a daemon thread: unlike a pool's, the command does not wait for it at its end."""
     future: Future[T] = Future()
 

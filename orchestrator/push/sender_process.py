@@ -118,7 +118,7 @@ class RankProcess:
         """Publish. Call it after result() has returned "read" and "connected"; the next result() is the report."""
         self._tell("publish", None)
 
-    def _tell(self, order: str, value: Any) -> None:
+    def _tell(self, order: str, value: object) -> None:
         with contextlib.suppress(OSError):  # it has ended, and result() says why
             self._pipe.send((order, value))
 

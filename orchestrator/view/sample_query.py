@@ -5,9 +5,9 @@ Owns: filters and orders by name. Does not own: the index (sample_index.py), the
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.view.sample_index import FAILED, KINDS, TRUNCATED
@@ -79,7 +79,7 @@ def parse_query(words: Mapping[str, str]) -> SampleQuery:
     )
 
 
-def chosen(index: np.ndarray[Any, Any], query: SampleQuery) -> np.ndarray[Any, Any]:
+def chosen(index: npt.NDArray[np.void], query: SampleQuery) -> npt.NDArray[np.intp]:
     """Numbers of all samples that are asked for, in order; equal ones newest first."""
     mask = index["step"] >= query.first_step
     if query.last_step is not None:

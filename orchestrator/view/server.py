@@ -19,7 +19,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -193,6 +193,6 @@ def whole(words: Mapping[str, str], name: str) -> int:
     return int(word)
 
 
-def _answer(content: Any, status: int = 200) -> web.Response:
+def _answer(content: object, status: int = 200) -> web.Response:
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     return web.Response(text=text, status=status, content_type="application/json", headers=HEADERS)

@@ -1,7 +1,7 @@
 """A rollout worker's side of adapter mode: a publish fills a free slot of a running engine, and a commit flips to it.
 
     begin(v)    pick a slot that nobody reads; every rank's receiver of that slot DIRTY -> the slot's addresses
-                (none is free: wait, or end the requests of the oldest version, as weight_sync.on_busy_slot says)
+                (none is free: wait, or end the requests of the oldest version, as weight_sync.pause_mode says)
     verify      every rank proves the slot's bytes
     commit(v)   requests that start from here on read the slot
     abort       the slot is empty; the earlier version goes on serving
@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from slipstream.conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
+from slipstream.conf.schema import PauseMode, SamplingConfig, WeightSyncConfig
 from slipstream.rollout.adapters.kinds import kind_of, last_of_kind
 from slipstream.rollout.adapters.slot_leases import SlotTable
 from slipstream.rollout.adapters.slot_ranks import SlotRanks
@@ -57,7 +57,7 @@ class AdapterReplica:
         engine: Started, with LoRA.
         ranks: Every engine rank's slots: layout, and the binding of one slot.
         asked: Those ranks.
-        config: on_busy_slot and the deadline.
+        config: pause_mode and the deadline.
         has_base: Whether the engine's own weights have arrived; until then it is paused.
     """
 
@@ -111,7 +111,7 @@ class AdapterReplica:
         if self._table.newest is None:
             raise ReplicaNotServing("this rollout worker has no adapter yet: it samples only from a committed version")
         num_evictions, rollouts = [one.num_evictions for one in so_far] or [0] * n, list(so_far)
-        num_tries = 1 if self.config.on_busy_slot is BusySlot.re_prefill else 1 + MAX_RESTARTS
+        num_tries = 1 if self.config.requests_in_flight is PauseMode.keep else 1 + MAX_RESTARTS
         for _ in range(0 if so_far else num_tries):
             with self._table.lease(version) as adapter:
                 rollouts = await self._engine.generate_group(token_ids, n, sampling, seed=seed, adapter=adapter)
@@ -161,7 +161,7 @@ class AdapterReplica:
         return so_far
 
     def _count_evicted(self, num_requests: int) -> None:
-        if num_requests and self.config.on_busy_slot is BusySlot.wait:
+        if num_requests and self.config.requests_in_flight is PauseMode.wait:
             raise EngineError("the engine aborted requests although nobody asked it to")
         self.num_evicted_requests += num_requests
 
@@ -241,12 +241,12 @@ class AdapterReplica:
         self._writing = None
 
     async def _free_slot(self, version: int) -> int:
-        """Wait for a slot that no request reads; weight_sync.on_busy_slot says how."""
-        policy, limit_s = self.config.on_busy_slot, self.config.timeout_s / 2
+        """Wait for a slot that no request reads; weight_sync.pause_mode says how."""
+        policy, limit_s = self.config.requests_in_flight, self.config.timeout_s / 2
         try:
             async with asyncio.timeout(limit_s):
                 while (slot := self._table.free()) is None:
-                    if policy is BusySlot.wait:
+                    if policy is PauseMode.wait:
                         await self._table.wait_changed()
                     elif (oldest := self._table.oldest_read()) is not None:
                         await self._engine.abort_version(oldest.version)
@@ -255,7 +255,7 @@ class AdapterReplica:
         except TimeoutError as e:
             raise SlotsBusy(
                 f"no adapter slot became free for version {version} within {limit_s:g} s: requests in flight by version"
-                f" {self._table.num_readers}; raise weight_sync.timeout_s, or set weight_sync.on_busy_slot=re_prefill"
+                f" {self._table.num_readers}; raise weight_sync.timeout_s, or set weight_sync.pause_mode=keep"
             ) from e
 
     async def _probe(self) -> None:

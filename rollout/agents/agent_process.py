@@ -51,7 +51,7 @@ def load_agent(name: str) -> Agent:
     return function
 
 
-async def _run(agent: Agent, client: aiohttp.ClientSession, task: JsonObject, *connection: str) -> list[Any]:
+async def _run(agent: Agent, client: aiohttp.ClientSession, task: JsonObject, *connection: str) -> list[object]:
     """One episode. Returns the message that tells its end."""
     try:
         reward = await agent(task, Session(client, *connection))
@@ -72,7 +72,7 @@ def _set_up(name: str) -> tuple[Answer, list[object]]:
     agent = load_agent(name)
     client: aiohttp.ClientSession | None = None
 
-    async def answer(*question: Any) -> list[Any]:
+    async def answer(*question: Any) -> list[object]:
         nonlocal client
         if client is None:  # it belongs to an event loop
             unlimited = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)

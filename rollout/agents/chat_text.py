@@ -41,7 +41,6 @@ class FolderChatText:
         folder: With tokenizer.json and a chat template.
         stop_token_ids: Tokens that end a response.
         tool_parser: Name of one of vLLM's tool parsers; None: tools are refused.
-        add_special_tokens: data.add_special_tokens.
     """
 
     def __init__(
@@ -49,11 +48,9 @@ class FolderChatText:
         folder: Path,
         stop_token_ids: Sequence[int],
         tool_parser: str | None = None,
-        add_special_tokens: bool = True,
     ) -> None:
         self._template = ChatTemplate(folder)
         self._tokenizer = load_tokenizer(folder)
-        self._add_special_tokens = add_special_tokens
         self.stop_texts: Mapping[int, str] = {token: self.decode([token]) for token in stop_token_ids}
         self._specials = sorted(
             {token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special},
@@ -95,7 +92,7 @@ class FolderChatText:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a plain prompt, those that a row with this text has."""
-        return encode_text(self._tokenizer, text, self._add_special_tokens)[0]
+        return encode_text(self._tokenizer, text, add_special_tokens=True)[0]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)

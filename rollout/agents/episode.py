@@ -12,7 +12,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from slipstream.conf.json_files import JsonMapping
 from slipstream.rollout.agents.chat_text import FolderChatText, Reply
@@ -125,7 +124,7 @@ class Episode:
         self._num_turns = 0
         self._num_tokens = 0
         self._is_over = False
-        self._requests: set[asyncio.Task[Any]] = set()
+        self._requests: set[asyncio.Task[object]] = set()
 
     async def chat(
         self,

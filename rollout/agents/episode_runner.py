@@ -17,10 +17,9 @@ import hashlib
 import itertools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from slipstream.conf.functions import keep_copy
 from slipstream.conf.json_files import JsonMapping
@@ -195,10 +194,8 @@ class EpisodeRunner:
             folder=str(self._folder),
             stop_token_ids=[*end_token_ids(self._folder), *rollout.sampling.stop_token_ids],
             tool_parser=episodes.tool_parser,
-            add_special_tokens=self._config.data.add_special_tokens,
             fixed={"temperature": rollout.sampling.temperature, "top_p": 1.0},
-            host=episodes.host,
-            port=episodes.port,
+            address=episodes.host_and_port,
             limits=asdict(limits),
             timeout_s=episodes.timeout_s,
             blocked_s=episodes.blocked_s,
@@ -215,7 +212,7 @@ class EpisodeRunner:
         self._send(["episode", number, task, {**self._config.data.chat_template_kwargs, **own}])
         return number
 
-    def _send(self, message: Any) -> None:
+    def _send(self, message: Sequence[object]) -> None:
         if self._kept is not None:
             self._kept.channel.send(message)
 

@@ -11,7 +11,6 @@ log-probabilities would be of another one. Owns the table. Does not own what hon
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from slipstream.conf.json_files import JsonMapping
 
@@ -33,7 +32,7 @@ FIXED = ("temperature", "top_p")
 _NO_CONSTRAINTS = "constrained decoding"
 _OF_THE_RUN = "rollout.sampling.{0} is for all requests"
 _OTHER_DISTRIBUTION = "the trainer's log-probabilities are of the model's own distribution"
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NEUTRAL: dict[str, tuple[object, ...]] = {
     "stop": ([], ""),
     "stop_token_ids": ([],),
     "seed": (),
@@ -75,8 +74,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "routed_experts_prompt_start": (0,),
 }
 """Fields that are not honoured -> values that ask for nothing, beside null."""
-_NEUTRAL_OF_CHAT: dict[str, tuple[Any, ...]] = {"add_special_tokens": (False,)}
-_NEUTRAL_OF_TEXT: dict[str, tuple[Any, ...]] = {"add_special_tokens": (True,)}
+_NEUTRAL_OF_CHAT: dict[str, tuple[object, ...]] = {"add_special_tokens": (False,)}
+_NEUTRAL_OF_TEXT: dict[str, tuple[object, ...]] = {"add_special_tokens": (True,)}
 _WHY: dict[str, str] = {
     "stop": _OF_THE_RUN.format("stop"),
     "stop_token_ids": _OF_THE_RUN.format("stop_token_ids"),
@@ -94,7 +93,7 @@ _WHY: dict[str, str] = {
     "add_generation_prompt": "give the text to session.complete, or to /v1/completions",
     "best_of": "ask for n, and choose",
 }
-_STREAM_OPTIONS: dict[str, tuple[Any, ...] | None] = {
+_STREAM_OPTIONS: dict[str, tuple[object, ...] | None] = {
     "include_usage": None,  # any
     "include_obfuscation": None,
     "continuous_usage_stats": (False,),

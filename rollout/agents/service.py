@@ -46,9 +46,7 @@ class Service:
         self._channel = channel
         self._options = options
         self._limits = Limits(**options.limits)
-        self._chat = FolderChatText(
-            Path(options.folder), options.stop_token_ids, options.tool_parser, options.add_special_tokens
-        )
+        self._chat = FolderChatText(Path(options.folder), options.stop_token_ids, options.tool_parser)
         self._episodes: dict[str, Episode] = {}
         self._endpoint = Endpoint(self._episodes, options.fixed, self._tell)
         log_path = None if options.log_path is None else Path(options.log_path)
@@ -66,11 +64,11 @@ class Service:
         """
         options = self._options
         try:
-            self._base_url = await self._endpoint.start(options.host, options.port)
+            self._base_url = await self._endpoint.start(*options.address)
         except OSError as e:
             raise AgentError(
-                f"rollout.episodes.host={options.host} and rollout.episodes.port={options.port}: {e.strerror or e}; "
-                "give an address of this machine and a free port, or port 0 for any"
+                f"rollout.episodes.address={':'.join(map(str, options.address))}: {e.strerror or e}; give an address "
+                "of this machine and a free port, or port 0 for any"
             ) from e
         # A template's first use imports transformers: seconds, in which no request would be answered.
         (source,), _ = await asyncio.gather(self._pool.start(), asyncio.to_thread(self._chat.load))

@@ -10,11 +10,10 @@ class ServiceOptions:
     """Model folder: tokenizer and chat template."""
     stop_token_ids: list[int]
     tool_parser: str | None
-    add_special_tokens: bool
     fixed: dict[str, float]
     """The run's values of request_fields.FIXED."""
-    host: str
-    port: int
+    address: tuple[str, int]
+    """Where the endpoint listens."""
     limits: dict[str, int]
     """Fields of episode.Limits."""
     timeout_s: float

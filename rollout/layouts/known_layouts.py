@@ -14,7 +14,6 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from slipstream.conf.schema import Device, DType
 from slipstream.rollout.layouts.offline_layout import engine_version
@@ -55,7 +54,7 @@ class ExpectedLayouts:
             keep_known(self._file, found)
 
 
-def known_file(*depends_on: Any) -> Path:
+def known_file(*depends_on: object) -> Path:
     """The file of engines that agree in these values (JSON types): whatever may change a layout."""
     name = hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()
     return cache_folder() / "layouts" / f"{name}.digests"

@@ -8,6 +8,7 @@ import math
 import re
 
 from slipstream.conf.json_files import JsonObject
+from slipstream.conf.schema import ANSWER
 from slipstream.rollout.errors import RewardError
 
 
@@ -23,30 +24,28 @@ def answer_text(answer: object) -> str:
     return str(answer).strip()
 
 
-def answer_of(fields: JsonObject, answer_key: str) -> str:
+def answer_of(fields: JsonObject) -> str:
     """`answer_text` of a row's answer.
 
     Raises:
         KeyError: The row has no answer column.
         ValueError: The answer is neither text nor a number.
     """
-    if answer_key not in fields:
-        raise KeyError(f"the row has no column {answer_key!r} (reward.answer_key); it has {', '.join(sorted(fields))}")
-    return answer_text(fields[answer_key])
+    if ANSWER not in fields:
+        raise KeyError(f"the row has no column {ANSWER!r} (data.columns.{ANSWER}); it has {', '.join(sorted(fields))}")
+    return answer_text(fields[ANSWER])
 
 
-def exact_match(response: str, fields: JsonObject, *, answer_key: str) -> tuple[float, str]:
+def exact_match(response: str, fields: JsonObject) -> tuple[float, str]:
     """(1.0 if the response and the answer are equal once white space around them is gone; case counts, the response).
 
     Raises: as answer_of.
     """
     given = response.strip()
-    return float(given == answer_of(fields, answer_key)), given
+    return float(given == answer_of(fields)), given
 
 
-def regex_match(
-    response: str, fields: JsonObject, *, pattern: re.Pattern[str], answer_key: str
-) -> tuple[float, str | None]:
+def regex_match(response: str, fields: JsonObject, pattern: re.Pattern[str]) -> tuple[float, str | None]:
     """(1.0 if the first group of the pattern's first match equals the answer, that group); white space around both is
     ignored.
 
@@ -56,7 +55,7 @@ def regex_match(
     """
     found = pattern.search(response)
     given = None if found is None else (found.group(1) or "").strip()
-    return float(given == answer_of(fields, answer_key)), given
+    return float(given == answer_of(fields)), given
 
 
 def compile_pattern(pattern: str, option: str) -> re.Pattern[str]:

@@ -19,8 +19,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import CodeConfig
@@ -63,7 +62,7 @@ def code_reward(config: CodeConfig, *, section: str, timeout_s: float) -> Callab
         raise RewardError(
             f"{section}.kind=code: this machine runs no code of responses, because it cannot do so safely: {e}"
         ) from e
-    limits = Limits(**{name: value for name, value in asdict(config).items() if name != "partial"})
+    limits = Limits(wall_s=config.wall_s, cpu_s=config.wall_s, memory_bytes=config.memory_bytes)
 
     def judge(prompt: str, response: str, fields: JsonObject) -> float:
         deadline = time.monotonic() + timeout_s - RESERVED_S
@@ -86,7 +85,7 @@ def code_of(response: str) -> str:
     return blocks[-1] if blocks else response
 
 
-def cases_of(tests: Any) -> list[Case]:
+def cases_of(tests: object) -> list[Case]:
     """The row's tests.
 
     Raises:
@@ -105,7 +104,7 @@ def cases_of(tests: Any) -> list[Case]:
     return cases
 
 
-def _case(test: Any) -> Case:
+def _case(test: object) -> Case:
     match test:
         case str() if test.strip():
             return Case(test, None)

@@ -7,7 +7,6 @@ Runs inside reward processes only: a user's module is never imported into the co
     async def of either                                        is awaited, with others of its process meanwhile
 """
 
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,12 +61,11 @@ def load_reward(config: RewardPart, section: str = "reward", folder: Path | None
 
 def _shipped(config: RewardPart, section: str, folder: Path | None) -> Callable[..., Any]:
     if config.kind == "exact_match":
-        match = functools.partial(exact_match, answer_key=config.answer_key)
-        return lambda prompt, response, fields: match(response, fields)
+        return lambda prompt, response, fields: exact_match(response, fields)
     if config.kind == "math":
         from slipstream.rollout.rewards.math_answer import math_reward  # imports SymPy
 
-        return math_reward(answer_key=config.answer_key, timeout_s=config.timeout_s)
+        return math_reward(timeout_s=config.timeout_s)
     if config.kind == "code":
         return code_reward(config.code, section=section, timeout_s=config.timeout_s)
     if config.kind == "judge":
@@ -77,8 +75,7 @@ def _shipped(config: RewardPart, section: str, folder: Path | None) -> Callable[
     if config.kind == "none":
         return lambda prompt, response, fields: 0.0
     pattern = compile_pattern(config.pattern, f"{section}.pattern")
-    match = functools.partial(regex_match, pattern=pattern, answer_key=config.answer_key)
-    return lambda prompt, response, fields: match(response, fields)
+    return lambda prompt, response, fields: regex_match(response, fields, pattern)
 
 
 def import_function(kind: str, section: str) -> Callable[..., Any]:

@@ -15,17 +15,18 @@ import asyncio
 import hashlib
 import json
 import math
+import re
 import time
 from pathlib import Path
 
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import RewardPart
 from slipstream.rollout.openai_client import OpenAIClient
-from slipstream.rollout.rewards.answer_text import compile_pattern
 from slipstream.rollout.rewards.counting import count
 from slipstream.rollout.rewards.judge_prompt import fill, template_of
 from slipstream.rollout.rewards.verdict_cache import VerdictCache
 
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 CACHE_FILE = "judge_cache.sqlite"
 """Name of the cache in the run folder."""
 
@@ -43,14 +44,13 @@ class Judge:
         folder: The run folder, for the cache; None: there is none yet.
 
     Raises:
-        RewardError: The prompt file, the pattern or the cache cannot be used.
+        RewardError: The prompt file or the cache cannot be used.
     """
 
     def __init__(self, config: RewardPart, section: str, folder: Path | None) -> None:
         self._config = config.judge
         self._timeout_s = config.timeout_s
         self._template = template_of(config, section)
-        self._pattern = compile_pattern(self._config.verdict_pattern, f"{section}.judge.verdict_pattern")
         path = self._config.cache_path
         file = Path(path) if path is not None else folder / CACHE_FILE if folder is not None else None
         self._cache = VerdictCache(file, f"{section}.judge.cache_path")
@@ -96,12 +96,12 @@ class Judge:
                 self._asking.pop(asked, None)
 
     def _read(self, verdict: str) -> float:
-        """The number in the verdict's last match, as a share of the range."""
-        matches = list(self._pattern.finditer(verdict))
+        """The last number in the verdict, as a share of the range."""
+        numbers = _NUMBER.findall(verdict)
         lowest, highest = self._config.scale
         try:
-            number = float(matches[-1][1])
-        except (IndexError, TypeError, ValueError):
+            number = float(numbers[-1])
+        except IndexError:
             raise NoVerdict(f"no number in the judge's verdict: {verdict[-300:]!r}") from None
         if not lowest <= number <= highest:
             raise NoVerdict(f"{number:g} is not from {lowest:g} to {highest:g} in the verdict: {verdict[-300:]!r}")

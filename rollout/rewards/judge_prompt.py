@@ -51,13 +51,13 @@ def template_of(config: RewardPart, section: str) -> str:
 
 
 def columns_needed(config: RewardPart, section: str) -> list[tuple[str, str]]:
-    """Columns that a row must have, each after the option that names it: those of a judge are in its prompt.
+    """Columns that a row must have, each after the option that names it, if one does: a judge's prompt does.
 
     Raises:
         RewardError: The judge's prompt cannot be read.
     """
     if config.kind != "judge":
-        return list(config.columns.items())
+        return [("", name) for name in config.columns]
     places = dict.fromkeys(PLACE.findall(template_of(config, section)))
     return [("judge.prompt_file", name) for name in places if name not in GIVEN]
 

@@ -24,13 +24,12 @@ CALLS_PER_SAMPLE = 6
 """Calls of math-verify that have a time limit of their own: the answer, the response, and two readings of each."""
 
 
-def math_reward(*, answer_key: str, timeout_s: float) -> Callable[[str, str, JsonObject], tuple[float, str | None]]:
+def math_reward(*, timeout_s: float) -> Callable[[str, str, JsonObject], tuple[float, str | None]]:
     """(prompt, response, fields) -> (1.0 if the last boxed expression of the response, or else its last expression,
-    equals the answer; 0.0 if not, if there is none, or if comparing them takes too long; that expression). Limits this
-    process's memory.
+    equals the answer (a number, an expression, or LaTeX); 0.0 if not, if there is none, or if comparing them takes too
+    long; that expression). Limits this process's memory.
 
     Args:
-        answer_key: The column with the answer: a number, an expression, or LaTeX.
         timeout_s: How long one sample may take.
     """
     for library in ("math_verify", "latex2sympy2_extended"):
@@ -46,16 +45,16 @@ def math_reward(*, answer_key: str, timeout_s: float) -> Callable[[str, str, Jso
         return tuple(parse(answer if is_marked else f"\\boxed{{{answer}}}", parsing_timeout=limit_s))
 
     def judge(prompt: str, response: str, fields: JsonObject) -> tuple[float, str | None]:
-        answer = expected(answer_of(fields, answer_key))
+        answer = expected(answer_of(fields))
         if not answer:
-            raise ValueError(f"math-verify finds no expression in the answer {fields[answer_key]!r}")
+            raise ValueError(f"math-verify finds no expression in the answer {answer_of(fields)!r}")
         found = parse(response, parsing_timeout=limit_s)
         return float(verify(list(answer), found, timeout_seconds=limit_s)), _in_words(found)
 
     return judge
 
 
-def _in_words(found: Sequence[Any]) -> str | None:
+def _in_words(found: Sequence[object]) -> str | None:
     """One text for an expression, however it is written; None if there is none. A long one stays as it is written,
     because SymPy may take minutes for it.
     """

@@ -34,7 +34,7 @@ def _set_up(message: Any) -> tuple[Answer, list[object]]:
     return judge, [reward.is_async, reward.is_of_group, reward.source]
 
 
-def _judge(reward: Reward, prompt: str, responses: Sequence[str], fields: JsonObject) -> list[Any]:
+def _judge(reward: Reward, prompt: str, responses: Sequence[str], fields: JsonObject) -> list[object]:
     """Outcomes and counts of one sample, or of one group."""
     with counted() as counts:
         try:
@@ -47,7 +47,7 @@ def _judge(reward: Reward, prompt: str, responses: Sequence[str], fields: JsonOb
 
 async def _judge_soon(
     reward: Reward, timeout_s: float, prompt: str, responses: Sequence[str], fields: JsonObject
-) -> list[Any]:
+) -> list[object]:
     """The same for a coroutine."""
     with counted() as counts:
         try:
@@ -62,7 +62,7 @@ async def _judge_soon(
     return [[one.as_message for one in outcomes], counts]
 
 
-def _outcomes(reward: Reward, value: Any, num_responses: int) -> list[Outcome]:
+def _outcomes(reward: Reward, value: object, num_responses: int) -> list[Outcome]:
     if not reward.is_of_group:
         return [_outcome(value)]
     values = plain_list(value)
@@ -73,7 +73,7 @@ def _outcomes(reward: Reward, value: Any, num_responses: int) -> list[Outcome]:
     return [_outcome(one) for one in values]
 
 
-def _outcome(value: Any) -> Outcome:
+def _outcome(value: object) -> Outcome:
     answer: str | None = None
     if isinstance(value, tuple) and is_list(value) and len(value) == 2:  # with the answer, for majority votes
         number, given = value

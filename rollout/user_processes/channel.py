@@ -49,7 +49,7 @@ class Channel:
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         return cls(reader, writer, max_bytes=max_bytes)
 
-    def send(self, message: Any) -> None:
+    def send(self, message: object) -> None:
         """Send one message of lists, maps, text and numbers, without waiting. receive() tells of a lost connection."""
         payload: bytes = _msgpack.packb(message, default=_extended, unicode_errors="surrogatepass")
         if not self._writer.is_closing():
@@ -92,7 +92,7 @@ def _unpacked(payload: bytes) -> Any:
         raise Garbled(f"{len(payload)} bytes that are no message: {type(e).__name__}: {e!s:.200}") from e
 
 
-def _extended(value: Any) -> Any:
+def _extended(value: object) -> object:
     if isinstance(value, int):
         return _msgpack.ExtType(LARGE_INTEGER, str(value).encode())
     raise TypeError(f"a message cannot hold {type(value).__name__}: {value!r:.100}")

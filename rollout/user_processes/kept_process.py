@@ -50,23 +50,22 @@ class KeptProcess:
         fd = str(theirs.fileno())
         channel = await Channel.over(ours, max_bytes=max_message_bytes)
         output = os.open(log_path or os.devnull, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", keeper.__file__, fd, str(max_log_bytes)),
-                *(sys.executable, "-X", "faulthandler", "-P", "-m", module, fd),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                pass_fds=(theirs.fileno(),),
-                env=dict(environment),
-                start_new_session=True,  # a signal to our group, such as Ctrl-C, does not reach it
-            )
-        except BaseException:
-            channel.close()
-            raise
-        finally:
-            os.close(output)
-            theirs.close()
+        with contextlib.ExitStack() as failed, theirs:
+            failed.callback(channel.close)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", "-S", keeper.__file__, fd, str(max_log_bytes)),
+                    *(sys.executable, "-X", "faulthandler", "-P", "-m", module, fd),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=(theirs.fileno(),),
+                    env=dict(environment),
+                    start_new_session=True,  # a signal to our group, such as Ctrl-C, does not reach it
+                )
+            finally:
+                os.close(output)
+            failed.pop_all()
         return cls(process, channel)  # nothing is awaited between the process and this: it could not be ended
 
     async def exit_status(self) -> int | None:

@@ -56,7 +56,7 @@ class UserPool:
         self._room: asyncio.Semaphore | None = None
         self._alive: set[UserProcess] = set()
         """Also those that are over, and have not ended yet."""
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self.is_closed = False
 
     async def start(self) -> list[Any]:
@@ -75,7 +75,7 @@ class UserPool:
 
     async def ask(
         self,
-        message: Sequence[Any],
+        message: Sequence[object],
         read: Callable[[list[Any]], T | None],
         timeout_s: float | None = None,
         limit: str = "",

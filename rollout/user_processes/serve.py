@@ -24,7 +24,7 @@ MAX_PART = 600
 MAX_REASON = 4000
 """Longest reason why a function cannot be set up, in characters."""
 
-Answer = Callable[..., list[Any]] | Callable[..., Awaitable[list[Any]]]
+Answer = Callable[..., list[object]] | Callable[..., Awaitable[list[object]]]
 
 
 def serve(set_up: Callable[[Any], tuple[Answer, list[object]]], *, tells_alive: bool = False) -> None:
@@ -68,7 +68,7 @@ def _serve(
         loop.run_until_complete(channel.sent())
 
 
-async def _serve_many(channel: Channel, answer: Callable[..., Awaitable[list[Any]]], tells_alive: bool) -> None:
+async def _serve_many(channel: Channel, answer: Callable[..., Awaitable[list[object]]], tells_alive: bool) -> None:
     """Raises: Disconnected."""
     running: dict[int, asyncio.Task[None]] = {}
 

@@ -60,7 +60,7 @@ class Program:
     """How messages name the user's function."""
     module: str
     """Main module; it serves with serve.py."""
-    first_message: Any
+    first_message: object
     error: type[ConfigError]
     """Raised where the function cannot be set up."""
     environment: Mapping[str, str]
@@ -140,7 +140,7 @@ class UserProcess:
             raise
 
     async def ask(
-        self, message: Sequence[Any], read: Callable[[list[Any]], T | None], timeout_s: float | None, limit: str
+        self, message: Sequence[object], read: Callable[[list[Any]], T | None], timeout_s: float | None, limit: str
     ) -> T:
         number = next(self._numbers)
         answered: asyncio.Future[T] = asyncio.get_running_loop().create_future()

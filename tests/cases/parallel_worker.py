@@ -17,7 +17,7 @@ from torch import Tensor
 from cases.processes import run_processes
 from cases.tiny_models import MIXED, base_logits_of, draw_b, logits_of, make_decoder, packed, probe_loss, trainer_config
 from slipstream.conf.architecture.families import read_config
-from slipstream.conf.schema import LoraConfig, NumericsConfig, TrainMode
+from slipstream.conf.schema import Activations, LoraConfig, NumericsConfig, TrainMode
 from slipstream.trainer.adapter_io import all_experts, load_adapter, save_adapter, save_merged
 from slipstream.trainer.model import whole_weights
 from slipstream.trainer.model.build_decoder import build_decoder
@@ -54,7 +54,7 @@ class Scenario:
         config = trainer_config(
             self.mode,
             train_router=self.mode is TrainMode.full,
-            activation_checkpointing=self.checkpointing,
+            activations=Activations("recompute" if self.checkpointing else "keep"),
             numerics=self.numerics,
             num_ranks=layout.world_size if layout else 1,
             ep_size=layout.ep_size if layout else 1,

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cases.processes import run_processes
 from slipstream.conf.schema import (
+    Activations,
     AlgorithmConfig,
     DType,
     Init,
@@ -79,14 +80,14 @@ def make_rank(
     weight_sync: WeightSyncConfig | None = None,
     num_ranks: int | None = None,
     parity: ParityConfig | None = None,
-    activations_on_host: bool = False,
+    activations: Activations = Activations.recompute,
     is_loaded: bool = True,
 ) -> TrainerRank:
     """A rank of the tiny policy."""
     hf_config = dict(hf_config or MOE_CONFIG)
     made = TrainerRank(
         TrainerOptions(
-            model=ModelConfig(init=Init.random, hf_config=hf_config, init_std=0.2, dtype=dtype),
+            model=ModelConfig(init=Init.random, hf_config=hf_config | {"initializer_range": 0.2}, dtype=dtype),
             trainer=_OfFewTokens(
                 num_ranks=num_ranks or world_size,
                 ep_size=ep_size,
@@ -94,7 +95,7 @@ def make_rank(
                 mode=mode,
                 lora=replace(LORA, dtype=lora_dtype, init_from=None if init_from is None else str(init_from)),
                 optim=optim or OptimConfig(lr=1e-2),
-                activations_on_host=activations_on_host,
+                activations=activations,
             ),
             algorithm=algorithm or AlgorithmConfig(),
             sampling_temperature=0.9,

@@ -61,11 +61,11 @@ def assert_holds(cluster: Cluster, replica: int, version: int) -> None:
     assert (state.phase, state.version) == (Phase.clean, version)
 
 
-def test_a_trainer_rank_that_dies_or_stops_mid_write_leaves_dirty_replicas_and_waves_leave_some_that_serve(
+def test_a_trainer_rank_that_dies_or_stops_mid_write_leaves_dirty_replicas_and_another_trainer_heals_them(
     clusters: Make,
 ) -> None:
     """Rank 1 is a sender, rank 0 is the sender that also controls. Three trainers die one after the other."""
-    cluster = clusters(publish_waves=2, group_timeout_s=GROUP_TIMEOUT_S)
+    cluster = clusters(group_timeout_s=GROUP_TIMEOUT_S)
     assert committed(cluster.publish(0)) == [True, True]
     for version, (victim, kind) in enumerate(((1, "die"), (0, "die"), (1, "stop")), start=1):
         began = time.monotonic()
@@ -77,7 +77,6 @@ def test_a_trainer_rank_that_dies_or_stops_mid_write_leaves_dirty_replicas_and_w
         wrong, state = cluster.replicas[0].ask("wrong", version)
         assert (state.phase, state.version) == (Phase.dirty, version), "some bytes came, and nobody vouches for them"
         assert wrong, "rank 0's or rank 1's part is missing"
-        assert_holds(cluster, 1, version - 1)
         cluster.end_trainer()
         cluster.start_trainer()
         assert committed(cluster.publish(version)) == [True, True], "another trainer heals it"

@@ -89,8 +89,8 @@ def pairs_of(rollout: Rollout) -> list[tuple[int, int]]:
 
 
 def support(probabilities_TV: Tensor, drawing: EvalSamplingConfig) -> Tensor:
-    """S as a mask: min_p, then top_k, then top_p of what is left, as vLLM applies them."""
-    kept_TV = probabilities_TV >= drawing.min_p * probabilities_TV.amax(-1, keepdim=True)
+    """S as a mask: top_k, then top_p of what is left, as vLLM applies them."""
+    kept_TV = torch.ones_like(probabilities_TV, dtype=torch.bool)
     if drawing.top_k:
         kept_TV &= probabilities_TV >= probabilities_TV.topk(drawing.top_k, dim=-1).values[:, -1:]
     left_TV = probabilities_TV * kept_TV
@@ -126,10 +126,7 @@ async def test_temperature_alone_gives_the_trainers_log_probabilities(served: Se
     [
         {"top_k": 5},
         {"top_p": 0.6},
-        {"min_p": 0.2},
-        {"top_k": 20, "top_p": 0.8, "min_p": 0.05},
-        {"repetition_penalty": 1.5},
-        {"presence_penalty": 0.8},
+        {"top_k": 20, "top_p": 0.8},
     ],
     ids=str,
 )

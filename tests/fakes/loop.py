@@ -95,7 +95,7 @@ def publish_report(version: int, replicas: Sequence[ReplicaReport], num_changed:
     return PublishReport(
         version=version, epoch=1, replicas=tuple(replicas), pause_s=0.01, begin_s=0.01, idle_s=0.01, mark_s=0.0,
         prepare_s=0.01, write_s=0.01, verify_s=0.01, commit_s=0.01, total_s=0.06, num_bytes=1000, peak_bytes=100,
-        watermark_bytes=1 << 20, num_changed_params=num_changed, wave_s=(0.06,),
+        watermark_bytes=1 << 20, num_changed_params=num_changed,
     )  # fmt: skip
 
 

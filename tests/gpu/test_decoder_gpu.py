@@ -14,7 +14,7 @@ from cases.tiny_models import MIXED, logits_of, make_decoder, packed, probe_loss
 from torch.utils.checkpoint import checkpoint
 from triton.runtime.jit import JITFunction
 
-from slipstream.conf.schema import LoraConfig, TrainMode
+from slipstream.conf.schema import Activations, LoraConfig, TrainMode
 from slipstream.trainer.kernels.experts.groups import RowGroups
 from slipstream.trainer.model.attend import flex_attention, padded_attention, sink_attention
 from slipstream.trainer.model.flash_attention import KeptAttention, cudnn_attention, varlen_attention
@@ -248,7 +248,7 @@ def test_activations_in_host_memory_take_less_memory_and_change_nothing(long):
     lengths = (4096, 4096) if long else (700, 3000, 1500)
     config = {**MIXED, "num_hidden_layers": 12, "hidden_size": 512, "head_dim": 64}
     results, peaks = [], []
-    for options in ({}, {"activations_on_host": True}, {"activations_on_host": True, "gate_up_kept": 0.5}):
+    for options in ({}, {"activations": Activations.host}, {"activations": Activations.host, "gate_up_kept": 0.5}):
         decoder = make_decoder(config, trainer_config(**options), device="cuda", dtype=torch.bfloat16)
         for seed in (0, 1, 2):
             batch = packed(lengths, seed=seed)

@@ -47,8 +47,9 @@ def config_of(model: str, base: Path) -> RunConfig:
     return load_run_config(
         [
             "experiment=quickstart", "cluster.device=cuda", "trainer.ep_size=1", "trainer.num_ranks=1",
-            "trainer.lora.rank=8", "trainer.lora.alpha=8", f"trainer.lora.attention={model == 'qwen3_moe'}",
-            "trainer.lora.mlp=false", "model.dtype=bfloat16", "model=checkpoint", f"model.path={base}",
+            "trainer.lora.rank=8", "trainer.lora.alpha=8",
+            f"trainer.lora.targets=[{'attention,' * (model == 'qwen3_moe')}experts]", "model.dtype=bfloat16",
+            "model=checkpoint", f"model.path={base}",
             "model.tokenizer=characters", "rollout.num_workers=1", "rollout.max_model_len=256",
             "rollout.gpu_memory_utilization=0.3", "rollout.enforce_eager=true", "weight_sync.mode=adapter",
         ]

@@ -87,7 +87,7 @@ def config_of(mode: SyncMode, tp_size: int = 1) -> RunConfig:
             f"rollout.tp_size={tp_size}", *["rollout.enable_expert_parallel=true"] * (tp_size > 1),
             "rollout.max_num_seqs=16", "rollout.max_num_batched_tokens=64", "parity.replay_routing=true",
             f"weight_sync.mode={mode}",
-            *(["weight_sync.on_busy_slot=re_prefill"] if mode is SyncMode.adapter else ["weight_sync.pause_mode=keep"]),
+            "weight_sync.pause_mode=keep",
         ]
     )  # fmt: skip
 

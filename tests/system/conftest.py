@@ -105,7 +105,7 @@ def dashboard_beside_another() -> Iterator[str]:
         with contextlib.suppress(OSError):  # a run beside the tests has it
             another.bind(("127.0.0.1", DASHBOARD_PORT))
             another.listen()
-        yield "cluster.dashboard_port=null"
+        yield "cluster.dashboard=true"
 
 
 def command(words: list[str], folder: Path, module: str = "slipstream.orchestrator.cli.main") -> list[str]:

@@ -22,7 +22,7 @@ from fakes.vllm_oracle import vllm_serves_adapter
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.load import load_run_config
-from slipstream.conf.schema import BusySlot, Device, RunConfig, SamplingConfig
+from slipstream.conf.schema import Device, PauseMode, RunConfig, SamplingConfig
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.rollout.engine.engine_options import engine_arguments
 from slipstream.rollout.engine.vllm_engine import VllmEngine
@@ -118,11 +118,11 @@ class Setup:
         """Where a version is on disk."""
         return self.folder / f"adapter-{version}"
 
-    def use(self, policy: BusySlot) -> None:
-        """Choose on_busy_slot."""
+    def use(self, policy: PauseMode) -> None:
+        """Choose pause_mode."""
         replica = self.worker.adapter_replica
         assert replica is not None
-        replica.config = dataclasses.replace(replica.config, on_busy_slot=policy, timeout_s=60.0)
+        replica.config = dataclasses.replace(replica.config, pause_mode=policy, timeout_s=60.0)
 
     async def slots(self) -> list[dict[str, str]]:
         """sha256 of every buffer of every slot."""
@@ -213,7 +213,7 @@ async def test_a_slot_holds_what_vllm_loads_from_disk_and_samples_the_same(setup
 
 
 async def test_one_request_outlives_three_publishes_on_its_own_version(setup: Setup):
-    setup.use(BusySlot.wait)
+    setup.use(PauseMode.wait)
     await setup.publish()
     first = setup.version
     (alone,) = await setup.worker.generate_group(PROMPT, 1, sampling=LONG, seed=3)
@@ -264,7 +264,7 @@ async def fill_all_slots(setup: Setup) -> list[asyncio.Task[list[Rollout]]]:
 
 
 async def test_a_publish_waits_for_a_busy_slot_and_not_longer_than_its_time(setup: Setup):
-    setup.use(BusySlot.wait)
+    setup.use(PauseMode.wait)
     tasks = await fill_all_slots(setup)
     newest = setup.version
     replica = setup.worker.adapter_replica
@@ -275,7 +275,7 @@ async def test_a_publish_waits_for_a_busy_slot_and_not_longer_than_its_time(setu
     (served,) = await setup.worker.generate_group(PROMPT, 1, sampling=SHORT)
     assert served.policy_versions == [newest] * 8
     assert not tasks[0].done(), "the request was meant to be in flight still; make LONG longer"
-    setup.use(BusySlot.wait)
+    setup.use(PauseMode.wait)
     report = await setup.publish()
     assert report.replicas[0].error is None
     assert tasks[0].done()
@@ -284,7 +284,7 @@ async def test_a_publish_waits_for_a_busy_slot_and_not_longer_than_its_time(setu
 
 
 async def test_a_busy_slots_requests_are_sampled_anew(setup: Setup):
-    setup.use(BusySlot.requeue)
+    setup.use(PauseMode.abort)
     tasks = await fill_all_slots(setup)
     assert (await setup.publish()).replicas[0].error is None
     for age, task in enumerate(tasks):
@@ -299,7 +299,7 @@ async def test_a_busy_slots_requests_are_sampled_anew(setup: Setup):
 
 
 async def test_a_busy_slots_requests_go_on_under_the_newest_version(setup: Setup):
-    setup.use(BusySlot.re_prefill)
+    setup.use(PauseMode.keep)
     tasks = await fill_all_slots(setup)
     first = setup.version - NUM_SLOTS + 1
     assert (await setup.publish()).replicas[0].error is None

@@ -20,7 +20,7 @@ from slipstream.orchestrator.files.row_files import read_rows
 
 DATA = [
     "data=files", "data.sources=[pkg://letters_train.jsonl,pkg://letters_heldout.jsonl]", "data.weights=[3,1]",
-    "data.curriculum=middling", "data.eval_path=pkg://letters_heldout.jsonl", "data.max_prompt_tokens=16",
+    "data.order=middling", "data.eval_path=pkg://letters_heldout.jsonl", "data.max_prompt_tokens=16",
     "rollout.sampling.seed=1", "rollout.sampling.stop=[xy]", "rollout.eval.top_k=8", "rollout.eval.seed=2",
 ]  # fmt: skip
 """Orders of prompts and ways of sampling that a first run need not name."""

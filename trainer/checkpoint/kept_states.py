@@ -15,11 +15,11 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.conf.json_files import JsonObject
 from slipstream.trainer.checkpoint.background_writes import BackgroundWrites
 from slipstream.trainer.checkpoint.host_copies import HostCopies
 from slipstream.trainer.checkpoint.keeper import Address, Readiness, hold
@@ -59,9 +59,7 @@ class KeptStates:
             return Readiness.never
         return Readiness.now if is_sent and time.monotonic() >= self._not_before else Readiness.later
 
-    def begin(
-        self, number: int, tensors: Mapping[str, Tensor], layout: dict[str, Any], progress: dict[str, int]
-    ) -> None:
+    def begin(self, number: int, tensors: Mapping[str, Tensor], layout: JsonObject, progress: dict[str, int]) -> None:
         """Copy a state, and begin to send it, if this rank is ready."""
         began = time.monotonic()
         self._copies.begin()

@@ -10,16 +10,16 @@ Invariant: only the same rank of the same layout reads a state, and any differen
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slipstream.conf.json_files import HfConfig, JsonObject
 from slipstream.conf.schema import ModelConfig, TrainerConfig, TrainMode
 from slipstream.trainer.errors import CheckpointError
 
@@ -41,7 +41,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def write_rank_state(
-    folder: Path, rank: int, tensors: dict[str, Tensor], layout: dict[str, Any], progress: dict[str, int]
+    folder: Path, rank: int, tensors: dict[str, Tensor], layout: JsonObject, progress: dict[str, int]
 ) -> None:
     """Write one rank's state; each file appears whole or not at all.
 
@@ -61,7 +61,7 @@ def write_rank_state(
     os.replace(partial, meta)
 
 
-def rank_state_parts(tensors: dict[str, Tensor], layout: dict[str, Any], progress: dict[str, int]) -> list[memoryview]:
+def rank_state_parts(tensors: dict[str, Tensor], layout: JsonObject, progress: dict[str, int]) -> list[memoryview]:
     """The same as one safetensors file, in parts that follow each other: a header, then each tensor's own memory."""
     parts = [tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in tensors.values()]
     entries: dict[str, object] = {"__metadata__": {"state": _document(tensors, layout, progress)}}
@@ -74,7 +74,7 @@ def rank_state_parts(tensors: dict[str, Tensor], layout: dict[str, Any], progres
     return [memoryview(len(header).to_bytes(8, "little") + header), *parts]
 
 
-def read_rank_state_parts(data: memoryview, rank: int, layout: dict[str, Any], shapes: dict[str, list[int]]) -> State:
+def read_rank_state_parts(data: memoryview, rank: int, layout: JsonObject, shapes: dict[str, list[int]]) -> State:
     """Read what `rank_state_parts` made: its tensors are views of `data`. Arguments and errors as of
     `read_rank_state`.
     """
@@ -85,7 +85,7 @@ def read_rank_state_parts(data: memoryview, rank: int, layout: dict[str, Any], s
     return _checked(text, lambda: _views(data, start, header), where, rank, layout, shapes)
 
 
-def _views(data: memoryview, start: int, header: dict[str, Any]) -> dict[str, Tensor]:
+def _views(data: memoryview, start: int, header: JsonObject) -> dict[str, Tensor]:
     """safetensors.load copies all bytes twice, into memory that a host gives page by page: 15 GB took 40 s."""
     tensors = {}
     for name, entry in header.items():
@@ -107,13 +107,13 @@ class _Place:
     data: str
 
 
-def _document(tensors: dict[str, Tensor], layout: dict[str, Any], progress: dict[str, int]) -> str:
+def _document(tensors: dict[str, Tensor], layout: JsonObject, progress: dict[str, int]) -> str:
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     document = {"format_version": FORMAT_VERSION, "layout": layout, "progress": progress, "shapes": shapes}
     return json.dumps(document, indent=1, sort_keys=True)
 
 
-def read_rank_state(folder: Path, rank: int, layout: dict[str, Any], shapes: dict[str, list[int]]) -> State:
+def read_rank_state(folder: Path, rank: int, layout: JsonObject, shapes: dict[str, list[int]]) -> State:
     """Read one rank's state back: (tensors on the CPU, progress).
 
     Args:
@@ -138,7 +138,7 @@ def _checked(
     load_tensors: Callable[[], dict[str, Tensor]],
     where: _Place,
     rank: int,
-    layout: dict[str, Any],
+    layout: JsonObject,
     shapes: dict[str, list[int]],
 ) -> State:
     try:
@@ -173,9 +173,7 @@ def _paths(folder: Path, rank: int) -> tuple[Path, Path]:
     return folder / f"rank-{rank}.safetensors", folder / f"rank-{rank}.json"
 
 
-def state_layout(
-    model: ModelConfig, trainer: TrainerConfig, hf_config: Mapping[str, Any], device_type: str
-) -> dict[str, Any]:
+def state_layout(model: ModelConfig, trainer: TrainerConfig, hf_config: HfConfig, device_type: str) -> JsonObject:
     """Options on which a rank's values and their meaning depend."""
     lora = trainer.lora if trainer.mode is TrainMode.lora else None
     return {

@@ -77,7 +77,7 @@ class ChangedShare:
     def look(self, version: int) -> None:
         """Write the rows, and compare them with those of the version before. Nothing waits for the device.
 
-        Another look at the same version, by a later wave of its publish, changes nothing.
+        Another look at the same version, by a later round of its publish, changes nothing.
         """
         if version == self._version or not self._reads:
             return

@@ -16,10 +16,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import LoraConfig, SyncMode, WeightSyncConfig
 from slipstream.trainer.delivery.adapter_source import AdapterSource
 from slipstream.trainer.delivery.merged_source import TrainerWeightSource
@@ -96,7 +97,7 @@ class Delivery:
         transport: Transport | None = None,
         adapter_endpoints: Sequence[str] = (),
         absent: Sequence[int] | None = None,
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Meet the rollout workers at these ZMQ endpoints and build the transfer plan. Returns its summary.
 
         Args:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from slipstream.conf.architecture.model_spec import ModelSpec
-from slipstream.conf.schema import Device, TrainerConfig
+from slipstream.conf.schema import Activations, Device, TrainerConfig
 from slipstream.trainer.delivery.adapter_source import held_factors
 from slipstream.trainer.lora import Linear
 from slipstream.trainer.model.build_decoder import build_decoder
@@ -98,7 +98,9 @@ class PlannedTrainer:
             trainer: How many ranks, and what they train.
         """
         self._spec, self._dtype, self._trainer = spec, dtype, trainer
-        whole = replace(trainer, num_ranks=1, ep_size=1, cp_size=1, embedding_on_host=False, activations_on_host=False)
+        whole = replace(
+            trainer, num_ranks=1, ep_size=1, cp_size=1, embedding_on_host=False, activations=Activations.recompute
+        )
         self._decoder = build_decoder(spec, dtype=getattr(torch, dtype), device="meta", trainer=whole)
         self._holders: dict[int, list[int]] = {}
         """By id of an expert bank's parameter: the rank that holds each expert."""

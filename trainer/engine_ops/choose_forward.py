@@ -3,7 +3,7 @@
 import torch
 
 from slipstream.conf.architecture.model_spec import ModelSpec
-from slipstream.conf.schema import AdapterValues, AttentionValues, Match, SyncMode, TrainerConfig, TrainMode
+from slipstream.conf.schema import AttentionValues, Match, SyncMode, TrainerConfig, TrainMode
 from slipstream.trainer.engine_ops.engine_forward import EngineForward, SlotForward
 from slipstream.trainer.engine_ops.merged_forward import MergedForward
 from slipstream.trainer.engine_ops.published_adapters import PublishedAdapters
@@ -41,7 +41,7 @@ def choose_forward(
             slots = PublishedAdapters(rank)
             return SlotForward(operations=operations, adapters=VllmAdapters(rank, device), slots=slots)
         return EngineForward(operations=operations, engine_ranks=engine_ranks)
-    is_merged = trainer.numerics.adapters is AdapterValues.merged and trainer.mode is TrainMode.lora
+    is_merged = trainer.numerics.match is Match.merged and trainer.mode is TrainMode.lora
     kernel, told = None, f"the trainer's own (trainer.cp_size={trainer.cp_size})"
     if trainer.cp_size == 1:
         kernel, told = _choose_attention(spec, dtype, trainer.numerics.places.attention, device)

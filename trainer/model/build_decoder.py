@@ -122,8 +122,7 @@ def _refuse_misfits(spec: ModelSpec, lora: LoraConfig | None, layout: ParallelLa
         if not has_target:
             raise ConfigError(
                 f"trainer.lora adapts nothing in this {spec.family} model, where {num_moe_layers} of {spec.num_layers} "
-                f"layers have experts: got attention={lora.attention}, mlp={lora.mlp}, experts={lora.experts}; "
-                "set one to true that the model has"
+                f"layers have experts: got targets={list(lora.targets)}; name what the model has"
             )
 
 

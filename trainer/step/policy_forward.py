@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -153,10 +154,10 @@ class PolicyForward:
         )
         return found if predictions is None else predictions.whole(*found)
 
-    def _own(self, array: Any, cut: ContextCut | None) -> Tensor:
+    def _own(self, array: np.ndarray, cut: ContextCut | None) -> Tensor:
         """Entries of this rank's tokens, of an array that has one per token."""
         whole = self._to_device(array)
         return whole if cut is None else whole.index_select(0, cut.rows_R)
 
-    def _to_device(self, array: Any) -> Tensor:
+    def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)

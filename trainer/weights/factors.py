@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from slipstream.conf.architecture.model_spec import ModelSpec
-from slipstream.conf.schema import TrainerConfig
+from slipstream.conf.schema import Activations, TrainerConfig
 from slipstream.trainer.errors import LayoutError
 from slipstream.trainer.model.build_decoder import build_decoder
 from slipstream.trainer.model.decoder import Decoder
@@ -29,7 +29,9 @@ def planned_merges(spec: ModelSpec, dtype: str, trainer: TrainerConfig, seed: in
         spec, dtype, trainer: What is trained, in model.dtype, and how.
         seed: run.seed, of which thresholds depend; None: merged values are rounded to nearest.
     """
-    whole = replace(trainer, num_ranks=1, ep_size=1, cp_size=1, embedding_on_host=False, activations_on_host=False)
+    whole = replace(
+        trainer, num_ranks=1, ep_size=1, cp_size=1, embedding_on_host=False, activations=Activations.recompute
+    )
     decoder = build_decoder(spec, dtype=getattr(torch, dtype), device="meta", trainer=whole, rounding_seed=seed)
     return merges_of(decoder)
 

@@ -12,11 +12,10 @@ neutral is refused unless it is off, so that fields of a later PEFT are, too.
 import json
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 from slipstream.conf.architecture.model_spec import BESIDE_DENSE, ModelSpec
 from slipstream.conf.errors import ConfigError
@@ -163,13 +162,22 @@ def _is_pattern(key: str, value: Any, kinds: Any) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool) and value > 0
 
 
-def _shortened(value: Any) -> str:
+def _shortened(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def options_of(stored: StoredAdapter, subject: str) -> dict[str, float | int | None]:
-    """rank, attention_rank, expert_rank and alpha of trainer.lora with which a run computes as the adapter does.
+class LoraOptions(NamedTuple):
+    """Options of trainer.lora with which a run computes as an adapter does."""
+
+    rank: int
+    attention_rank: int | None
+    expert_rank: int | None
+    alpha: float
+
+
+def options_of(stored: StoredAdapter, subject: str) -> LoraOptions:
+    """What a run needs to compute as the adapter does.
 
     Raises:
         ConfigError: modules of a kind have different ranks, or modules have different scales; no options say that.
@@ -197,12 +205,12 @@ def options_of(stored: StoredAdapter, subject: str) -> dict[str, float | int | N
         raise ConfigError(f"{of}: {ADAPTER_FILE} holds no factor; is it the file of an adapter?")
     ranks = {kind: rank for kind, (rank, _) in found.items()}
     rank = ranks.get(Kind.mlp, next(iter(ranks.values())))
-    return {
-        "rank": rank,
-        "attention_rank": _unless(rank, ranks.get(Kind.attention)),
-        "expert_rank": _unless(rank, ranks.get(Kind.experts)),
-        "alpha": _plain(next(iter(scales)) * rank),
-    }
+    return LoraOptions(
+        rank=rank,
+        attention_rank=_unless(rank, ranks.get(Kind.attention)),
+        expert_rank=_unless(rank, ranks.get(Kind.experts)),
+        alpha=_plain(next(iter(scales)) * rank),
+    )
 
 
 def _unless(rank: int, own: int | None) -> int | None:
@@ -236,7 +244,7 @@ def check_adapter_fits(stored: StoredAdapter, spec: ModelSpec, lora: LoraConfig,
             raise ConfigError(f"{of}: {name} {_no_place(name)}")
         if name not in trained:
             kind = stored.kind_of(name)
-            raise ConfigError(f"{of}: {name} has no place in a run with trainer.lora.{kind}=false; set it to true")
+            raise ConfigError(f"{of}: {name} has no place in a run without {kind} in trainer.lora.targets; add it")
     _check_options(options_of(stored, subject), lora, stored, of)
     for name, factor in stored.factors.items():
         if factor.shape != trained[name]:
@@ -251,21 +259,21 @@ def check_adapter_fits(stored: StoredAdapter, spec: ModelSpec, lora: LoraConfig,
     return (len(trained) - len(stored.factors)) // 2
 
 
-def _check_options(needed: Mapping[str, float | int | None], lora: LoraConfig, stored: StoredAdapter, of: str) -> None:
+def _check_options(needed: LoraOptions, lora: LoraConfig, stored: StoredAdapter, of: str) -> None:
     """Raise ConfigError with the words to copy, where the run's ranks or scale are not the adapter's."""
     kinds = {stored.kind_of(factor) for factor in stored.factors}
     adapters = {Kind.attention: lora.for_attention, Kind.mlp: lora.for_mlp, Kind.experts: lora.for_experts}
     fits = all(
-        (adapter := adapters[kind]) is not None and adapter.rank == (needed.get(option) or needed["rank"])
-        for kind, option in ((Kind.attention, "attention_rank"), (Kind.mlp, ""), (Kind.experts, "expert_rank"))
+        (adapter := adapters[kind]) is not None and adapter.rank == (own or needed.rank)
+        for kind, own in ((Kind.attention, needed.attention_rank), (Kind.mlp, None), (Kind.experts, needed.expert_rank))
         if kind in kinds
     )
-    scale = cast("float", needed["alpha"]) / cast("int", needed["rank"])
-    if fits and math.isclose(lora.scale, scale, rel_tol=SAME_SCALE):
+    if fits and math.isclose(lora.scale, needed.alpha / needed.rank, rel_tol=SAME_SCALE):
         return
-    given = {option: getattr(lora, option) for option in needed}
-    words = [f"trainer.lora.{option}={value:.15g}" for option, value in needed.items() if value is not None]
-    words += [f"trainer.lora.{option}=null" for option, value in needed.items() if value is None and given[option]]
+    wanted = needed._asdict()
+    given = {option: getattr(lora, option) for option in wanted}
+    words = [f"trainer.lora.{option}={value:.15g}" for option, value in wanted.items() if value is not None]
+    words += [f"trainer.lora.{option}=null" for option, value in wanted.items() if value is None and given[option]]
     said = f"r={stored.fields['r']}, lora_alpha={stored.fields['lora_alpha']}"
     if stored.fields.get("use_rslora"):
         said += ", use_rslora=true (a scale of lora_alpha / sqrt(r), where a run's is alpha / rank)"

@@ -48,7 +48,7 @@ class Connection:
     gone: type[SlipstreamError] = ReplicaError
     """Raised when the server is gone."""
 
-    def __init__(self, address: str, key: bytes, ended: asyncio.Future[Any] | None = None) -> None:
+    def __init__(self, address: str, key: bytes, ended: asyncio.Future[None] | None = None) -> None:
         self._address = address
         self._ended = ended
         self._numbers = itertools.count()
@@ -167,5 +167,5 @@ def calls(protocol: type) -> Callable[[ClassT], ClassT]:
     return fill
 
 
-def _has_failed(future: asyncio.Future[Any]) -> bool:
+def _has_failed(future: asyncio.Future[None]) -> bool:
     return future.done() and not future.cancelled()

@@ -17,11 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import TypeVar, cast, overload
+from typing import TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.conf.json_files import is_sequence
 from slipstream.weight_sync.layout import Load, Region
 
 Ints = NDArray[np.int64]
@@ -117,10 +118,9 @@ class LoadTable(Sequence[Load]):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, LoadTable):
             return self is other or (len(self) == len(other) and self._has_the_loads_of(other))
-        if not isinstance(other, Sequence):
+        if not is_sequence(other):
             return NotImplemented
-        others = cast(Sequence[object], other)
-        return len(self) == len(others) and all(a == b for a, b in zip(self, others))
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other))
 
     def _has_the_loads_of(self, other: LoadTable) -> bool:
         """Compare column by column: a reconnect compares a replica's layouts, 140,000 loads per rank."""

@@ -17,9 +17,8 @@ until publish() returns).
                                        bcast  report; links of failed replicas are closed
 
 A replica that the caller excludes is not asked, not written to and not waited for; its open links are closed, as for
-one that failed. With weight_sync.publish_waves > 1 all of this is done for one group of replicas after the other, and
-each wave is an epoch of its own. A replica that was started again rejoins by reconnect(), under the same plan. So does
-a further one: it gets what replica 0 gets, from the same ranks, and is refused where its layout is another one.
+one that failed. A replica that was started again rejoins by reconnect(), under the same plan. So does a further one: it
+gets what replica 0 gets, from the same ranks, and is refused where its layout is another one.
 
 Invariants. All ranks run the same collectives in the same order, whatever fails. A replica's failure is an entry in the
 report, never an exception, and delays the others at most by the wait for it. Each attempt is a new epoch, larger than
@@ -31,14 +30,12 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from slipstream.conf.schema import WeightSyncConfig
 from slipstream.weight_sync.errors import ProtocolError, TransportError
 from slipstream.weight_sync.layout import Destination, DestLayout, SourceLayout
-from slipstream.weight_sync.plan.columns import as_list
 from slipstream.weight_sync.plan.transfer_plan import PlanSummary, rank_plan_from_wire
 from slipstream.weight_sync.publish.address_book import AddressBook, Addresses
 from slipstream.weight_sync.publish.bases import Bases
@@ -46,7 +43,7 @@ from slipstream.weight_sync.publish.collectives import Meeting, values
 from slipstream.weight_sync.publish.lanes import RankPublishReport
 from slipstream.weight_sync.publish.pipeline import Pipeline
 from slipstream.weight_sync.publish.rank0 import Agreed, Rank0
-from slipstream.weight_sync.publish.report import PublishReport, joined
+from slipstream.weight_sync.publish.report import PublishReport
 from slipstream.weight_sync.publish.sums import Places, Sums
 from slipstream.weight_sync.publish.transaction import Alive
 from slipstream.weight_sync.source import WeightSource
@@ -194,15 +191,10 @@ class Publisher:
             raise ProtocolError("publish() before connect()")
         self.disconnect(exclude)
         included = [number for number in range(len(self._endpoints)) if number not in exclude]
-        num_waves = max(1, min(self._config.publish_waves, len(included)))
-        waves = [as_list(wave) for wave in np.array_split(np.array(included, np.int64), num_waves)]
         self._bases.begin()
-        reports = [
-            self._publish_wave(version, wave, trace.with_stem(f"{trace.stem}-wave{i}") if trace and i else trace)
-            for i, wave in enumerate(waves)
-        ]
+        report = self._publish_to(version, included, trace)
         self._bases.end()
-        return joined(reports, waves)
+        return report
 
     def note_base(self) -> None:
         """Take the source's present values for what engine ranks may hold, and send nothing: those that prove to hold
@@ -242,7 +234,7 @@ class Publisher:
             self._rank0.freeze_base(found[0])
         self._is_base_known = True
 
-    def _publish_wave(self, version: int, included: Sequence[int], trace: Path | None) -> PublishReport:
+    def _publish_to(self, version: int, included: Sequence[int], trace: Path | None) -> PublishReport:
         """One transaction with the included replicas; the others are reported as excluded."""
         begun = None
         if self._meeting.rank == 0:

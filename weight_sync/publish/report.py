@@ -47,8 +47,6 @@ class PublishReport:
     """Parameters, of engines that committed, whose bytes differ from those of the engine's last commit; None at the
     first publish and if hashes are off. 0 after an optimizer step means that the step did not reach the source, or was
     lost in rounding."""
-    wave_s: tuple[float, ...] = ()
-    """Seconds of every wave, in order."""
     num_relayed: int = 0
     """Replicas that read the version from another replica of their node (weight_sync.relay)."""
     relay_s: float = 0.0
@@ -70,11 +68,13 @@ class PublishReport:
         return sum(replica.committed for replica in self.replicas)
 
 
-def joined(reports: Sequence[PublishReport], waves: Sequence[Sequence[int]]) -> PublishReport:
-    """Join the waves of one publish into one report: seconds and bytes add up, pauses and peaks do not."""
+def joined(reports: Sequence[PublishReport], rounds: Sequence[Sequence[int]]) -> PublishReport:
+    """Join the rounds of one publish, each with the replicas that it wrote to, into one report: seconds and bytes add
+    up, pauses and peaks do not.
+    """
     replicas = list(reports[-1].replicas)
-    for report, wave in zip(reports, waves, strict=True):
-        for number in wave:
+    for report, written in zip(reports, rounds, strict=True):
+        for number in written:
             replicas[number] = report.replicas[number]
     changed = [report.num_changed_params for report in reports if report.num_changed_params is not None]
     summed = (
@@ -95,6 +95,5 @@ def joined(reports: Sequence[PublishReport], waves: Sequence[Sequence[int]]) -> 
         pause_s=max(report.pause_s for report in reports),
         peak_bytes=max(report.peak_bytes for report in reports),
         num_changed_params=sum(changed) if changed else None,
-        wave_s=tuple(report.total_s for report in reports),
         **{name: sum(getattr(report, name) for report in reports) for name in summed},
     )

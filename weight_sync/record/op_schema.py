@@ -42,7 +42,7 @@ def storage_of(tensor: Tensor) -> int:
     return cast(Any, tensor.untyped_storage())._cdata
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     """The tensors among an op's arguments or results, which nest only in lists. (pytree takes ten times as long.)"""
     if isinstance(value, Tensor):
         yield value

@@ -70,7 +70,7 @@ class _Span(NamedTuple):
 
 
 def record_layout(
-    load_weights: Callable[[Iterable[tuple[str, Tensor]]], Any],
+    load_weights: Callable[[Iterable[tuple[str, Tensor]]], object],
     params: Mapping[str, Tensor],
     tensors: Sequence[TensorMeta],
     rank: int,
@@ -186,12 +186,12 @@ class _Recorder(TorchDispatchMode):
     def _remember(self, source: _Source) -> None:
         self._sources[storage_of(source.base)] = source
 
-    def _source_of(self, tensor: Any) -> _Source | None:
+    def _source_of(self, tensor: object) -> _Source | None:
         if not isinstance(tensor, Tensor) or tensor.device.type != "meta":
             return None
         return self._sources.get(storage_of(tensor))
 
-    def _param_of(self, tensor: Any) -> tuple[str, int] | None:
+    def _param_of(self, tensor: object) -> tuple[str, int] | None:
         """The parameter that a tensor is a view of, and the view's first element in it."""
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             return None
@@ -287,7 +287,7 @@ class _Recorder(TorchDispatchMode):
         self._remember(_Source(source.meta, dtype, is_narrowed, base))
         return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def _stack_of(self, tensor: Any) -> _Stack | None:
+    def _stack_of(self, tensor: object) -> _Stack | None:
         if not isinstance(tensor, Tensor) or tensor.device.type != "meta":
             return None
         return self._stacks.get(storage_of(tensor))

@@ -15,7 +15,6 @@ A live engine does this if the digest of its kind's whole layout is known, from 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -31,7 +30,7 @@ _LAYER = re.compile(r"(?<![^.])layers\.(\d+)\.")
 
 
 def record_repeating(
-    load_weights: Callable[[Iterable[tuple[str, Tensor]]], Any],
+    load_weights: Callable[[Iterable[tuple[str, Tensor]]], object],
     params: Mapping[str, Tensor],
     tensors: Sequence[TensorMeta],
     rank: int,
@@ -72,17 +71,17 @@ def _at(name: str, layer: int) -> str:
     return _LAYER.sub(f"layers.{layer}.", name, count=1)
 
 
-def layers_by_kind(facts: Iterable[tuple[str, Any]]) -> list[list[int]]:
+def layers_by_kind(facts: Iterable[tuple[str, object]]) -> list[list[int]]:
     """Groups of layers that are the same except for their number, in ascending order.
 
     Args:
         facts: The name of a tensor or a parameter, and what must be equal in two layers of a kind.
     """
-    by_layer: dict[int, list[Any]] = {}
+    by_layer: dict[int, list[object]] = {}
     for name, fact in facts:
         by_layer.setdefault(layer_of(name), []).append((_at(name, 0), fact))
     by_layer.pop(-1, None)
-    kinds: dict[tuple[Any, ...], list[int]] = {}
+    kinds: dict[tuple[object, ...], list[int]] = {}
     for layer in sorted(by_layer):
         kinds.setdefault(tuple(by_layer[layer]), []).append(layer)
     return list(kinds.values())
@@ -92,7 +91,7 @@ def _kinds(
     params: Mapping[str, Tensor], tensors: Sequence[TensorMeta], post_load: Mapping[str, PostLoad]
 ) -> list[list[int]]:
     """Layers of the same checkpoint tensors and parameters."""
-    facts: list[tuple[str, Any]] = [(meta.name, (meta.shape, meta.dtype)) for meta in tensors]
+    facts: list[tuple[str, object]] = [(meta.name, (meta.shape, meta.dtype)) for meta in tensors]
     first_name: dict[tuple[int, int], str] = {}
     for name, param in params.items():
         layer = layer_of(name)

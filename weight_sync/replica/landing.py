@@ -12,7 +12,6 @@ Invariant: no element is written unless all rows of a commit, all counts and all
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
 
 import numpy as np
 import torch
@@ -112,7 +111,7 @@ class LandingZone:
         row_bytes = 8 * COLUMNS
         if len(changes) % row_bytes:
             raise ProtocolError(f"{len(changes)} bytes of changes are not rows of {row_bytes}")
-        rows = cast(list[list[int]], np.frombuffer(changes, "<i8").reshape(-1, COLUMNS).tolist())
+        rows: list[list[int]] = np.frombuffer(changes, "<i8").reshape(-1, COLUMNS).tolist()
         landed = [self._landed(*row) for row in rows]
         wrong = apply(landed)
         if wrong is not None:

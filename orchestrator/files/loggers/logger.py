@@ -50,7 +50,7 @@ def open_loggers(
     )
     known: dict[str, Callable[[], Logger]] = {
         "tensorboard": lambda: TensorBoardEvents(folder.tensorboard, after_step=after_step),
-        "wandb": lambda: InBackground("W&B", lambda: WandbRun(config.run.wandb, start, folder.root)),
-        "mlflow": lambda: InBackground("MLflow", lambda: MlflowRun(config.run.mlflow, start, folder.root.parent)),
+        "wandb": lambda: InBackground("W&B", lambda: WandbRun(config.run.project, start, folder.root)),
+        "mlflow": lambda: InBackground("MLflow", lambda: MlflowRun(config.run.project, start, folder.root.parent)),
     }
     return (*(known[name]() for name in config.run.loggers), RayGauges(meanings))

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream.conf.schema import MlflowConfig
 from slipstream.orchestrator.files.loggers.run_start import RunStart
 
 MOST_PARAMETERS = 100
@@ -23,7 +22,7 @@ _NEXT_TO_RUNS = "mlruns"
 
 
 class MlflowRun:
-    def __init__(self, options: MlflowConfig, start: RunStart, runs: Path) -> None:
+    def __init__(self, project: str, start: RunStart, runs: Path) -> None:
         # MLflow asks for this before it writes to a folder: that it adds no features to that any more is no reason
         # against it here.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -32,9 +31,9 @@ class MlflowRun:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
         self._entities: Any = importlib.import_module("mlflow.entities")
         tracking: Any = importlib.import_module("mlflow.tracking")
-        self._client: Any = tracking.MlflowClient(tracking_place(options, runs))
-        experiment = self._client.get_experiment_by_name(options.experiment)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(options.experiment)
+        self._client: Any = tracking.MlflowClient(tracking_place(runs))
+        experiment = self._client.get_experiment_by_name(project)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(project)
         run = self._client.create_run(number, run_name=start.name, tags={"slipstream.run": start.group})
         self._id: str = run.info.run_id
         parameters = [self._entities.Param(name, str(value)[:MOST_CHARACTERS]) for name, value in start.options.items()]
@@ -54,7 +53,7 @@ class MlflowRun:
         self._client.set_terminated(self._id)
 
 
-def tracking_place(options: MlflowConfig, runs: Path) -> str:
-    """run.mlflow.tracking_uri, else MLFLOW_TRACKING_URI, else a folder beside the run folders."""
-    place = options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or str(runs / _NEXT_TO_RUNS)
+def tracking_place(runs: Path) -> str:
+    """MLFLOW_TRACKING_URI, else a folder beside the run folders."""
+    place = os.environ.get("MLFLOW_TRACKING_URI") or str(runs / _NEXT_TO_RUNS)
     return place if "://" in place or place.startswith(("file:", "databricks")) else Path(place).resolve().as_uri()

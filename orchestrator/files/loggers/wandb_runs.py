@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream.conf.schema import WandbConfig
 from slipstream.orchestrator.files.loggers.run_start import RunStart
 
 CONNECT_TIMEOUT_S = 10.0
@@ -18,9 +17,11 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class WandbRun:
-    """One run of W&B. Offline it is a folder, RUN/wandb/offline-run-*, for `wandb sync`."""
+    """One run of W&B, in the mode that WANDB_MODE says. Offline it is a folder, RUN/wandb/offline-run-*, for
+    `wandb sync`.
+    """
 
-    def __init__(self, options: WandbConfig, start: RunStart, folder: Path) -> None:
+    def __init__(self, project: str, start: RunStart, folder: Path) -> None:
         wandb: Any = importlib.import_module("wandb")
         self._settings = wandb.Settings(
             silent=True,
@@ -34,11 +35,10 @@ class WandbRun:
             x_disable_machine_info=True,
             x_save_requirements=False,
         )
-        team, _, project = options.project.rpartition("/")
+        team, _, project = project.rpartition("/")
         self._run: Any = wandb.init(
             project=project,
             entity=team or None,
-            mode=None if options.mode is None else options.mode.value,  # None: wandb reads WANDB_MODE
             name=start.name,
             group=start.group,
             config=dict(start.options),

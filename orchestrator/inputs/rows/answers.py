@@ -105,7 +105,7 @@ def _saying(word: str) -> JsonObject:
     return {"role": "assistant", "content": word}
 
 
-def num_shared(some: Sequence[Any], others: Sequence[Any]) -> int:
+def num_shared(some: Sequence[object], others: Sequence[object]) -> int:
     """Length of the common beginning."""
     pairs = enumerate(zip(some, others, strict=False))
     return next((place for place, (one, other) in pairs if one != other), min(len(some), len(others)))

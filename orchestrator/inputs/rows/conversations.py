@@ -7,8 +7,8 @@ Invariant: the text of a conversation is exactly what the chat template makes of
 assistant's turn, or ends it as the next turn's header (turn_ends.py), which is added after the last turn.
 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
-    {"prompt": "k 3 a =", "response": "a"}            columns: data.prompt_key, data.response_key; either may be a list
-                                                      of messages: then the turns of the response are taught
+    {"prompt": "k 3 a =", "response": "a"}            either may be a list of messages: then the turns of
+                                                      the response are taught
 
     whole      <user> 2 + 2? <end> <assistant> 4 <end>
     template of messages[:1] + generation prompt  --> ends here ^        the span after it, to the end of the template
@@ -18,7 +18,7 @@ assistant's turn, or ends it as the next turn's header (turn_ends.py), which is 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -42,7 +42,9 @@ from slipstream.rollout.text.messages import Chat
 from slipstream.trainer.types import Sample
 
 Turns = Sequence[JsonObject]
-COMPLETION = "completion"
+MESSAGES = "messages"
+RESPONSES = ("response", "completion", "answer")
+"""Columns with what an assistant says; the first that a row has."""
 
 
 class Lesson(Tokenized, Protocol):
@@ -121,14 +123,14 @@ class ConversationReader(RowReader):
 
     def _tokenized(self, row: JsonObject, where: str) -> list[Conversation]:
         config, encoder = self.config, self.encoder
-        if config.messages_key in row:
-            turns, first = messages_in(row[config.messages_key], f"{where}: column {config.messages_key!r}"), 0
+        if MESSAGES in row:
+            turns, first = messages_in(row[MESSAGES], f"{where}: column {MESSAGES!r}"), 0
         else:
             prompt, response, name = _asked_and_answered(row, where, config)
             if isinstance(prompt, str) and isinstance(response, str):
                 check_no_chat_columns(row, where)
                 text = prompt + with_end(response, encoder)
-                return [tokenized(text, [(len(prompt), len(text))], where, encoder, config.add_special_tokens)]
+                return [tokenized(text, [(len(prompt), len(text))], where, encoder)]
             before, answer = as_turns(prompt, "user"), as_turns(response, "assistant")
             if answer[0]["role"] != "assistant" or not says_something(answer):
                 raise DataError(f"{where}: column {name!r} must begin with a turn of 'assistant' that says something")
@@ -165,7 +167,7 @@ def check_conversation(conversation: Conversation, what: str, limit: int | None)
 
 
 def tokenized(
-    text: str, spans: Sequence[tuple[int, int]], where: str, encoder: Encoder, add_special_tokens: bool
+    text: str, spans: Sequence[tuple[int, int]], where: str, encoder: Encoder, add_special_tokens: bool = True
 ) -> Conversation:
     """A conversation of which the characters in `spans`, each (start, stop), are taught: every token that has one of
     them. The first token of an answer may begin within the prompt: " Paris" after one that ends with a space.
@@ -208,7 +210,7 @@ def chat_conversations(chat: Chat, where: str, encoder: Encoder, first_taught: i
     return conversations
 
 
-def text_or_turns(value: Any, what: str) -> str | Turns:
+def text_or_turns(value: object, what: str) -> str | Turns:
     """Text or messages of a column, not empty.
 
     Raises:
@@ -239,15 +241,15 @@ def says_something(turns: Turns) -> bool:
 
 
 def _asked_and_answered(row: JsonObject, where: str, config: DataConfig) -> tuple[str | Turns, str | Turns, str]:
-    """(prompt, response, the response's column) of a row without messages. TRL calls the response `completion`."""
-    name = config.response_key
-    if name not in row and COMPLETION in row:
-        name = COMPLETION
-    keys = ((config.prompt_key, "data.prompt_key"), (name, "data.response_key"))
+    """(prompt, response, the response's column) of a row without messages. TRL calls the response `completion`, and
+    rows for rewards have an answer.
+    """
+    name = next((name for name in RESPONSES if name in row), RESPONSES[0])
+    keys = ((config.prompt_key, "data.prompt_key"), (name, f"data.columns.{RESPONSES[0]}"))
     for key, option in keys:
         if row.get(key) is None:
             raise DataError(
-                f"{where}: needs a column {config.messages_key!r} (data.messages_key), or text or messages in column "
+                f"{where}: needs a column {MESSAGES!r} (data.columns.{MESSAGES}), or text or messages in column "
                 f"{key!r} ({option}); the columns are {listed(row)}{other_names(row, with_answers=True)}"
             )
     prompt, response = (row[key] for key, _ in keys)

@@ -102,7 +102,7 @@ class PreferenceReader(RowReader):
         the prompt. Tokens that both have cancel in the loss, so without a prompt they are taken as one."""
 
         def whole(text: str) -> Conversation:
-            return tokenized(text, [(0, len(text))], where, self.encoder, self.config.add_special_tokens)
+            return tokenized(text, [(0, len(text))], where, self.encoder)
 
         pair = [whole((prompt or "") + with_end(answer, self.encoder)) for answer in (chosen, rejected)]
         if prompt is None and not chosen[: num_shared(chosen, rejected)].strip():

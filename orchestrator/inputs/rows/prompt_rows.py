@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.conf.errors import ConfigError, SlipstreamError
-from slipstream.conf.schema import Curriculum, Objective, RunConfig
+from slipstream.conf.schema import ANSWER, READ_AN_ANSWER, Objective, Order, RunConfig
 from slipstream.orchestrator.data.curriculum import Middling
 from slipstream.orchestrator.data.prompts import Encoder, PromptReader, encode_up_to
 from slipstream.orchestrator.data.sources import Row, listed
@@ -69,7 +69,6 @@ class PromptRows:
             encoder=encoder,
             max_prompt_tokens=config.max_prompt_tokens,
             prompt_key=data.prompt_key,
-            add_special_tokens=data.add_special_tokens,
             columns=data.columns,
             template_options=data.chat_template_kwargs,
             is_for_agent=config.rollout.agent is not None,
@@ -94,10 +93,11 @@ class PromptRows:
                         f"{where}: no column {column!r} for {section}.kind={kind}; its other columns are "
                         f"{listed(prompt.fields)}; set {or_option}data.columns.{column}=COLUMN"
                     )
-                told = f"{where}: column {column!r} ({reward.section_of(name)}.{option or 'kind=code'})"
-                if option == "answer_key":
+                kind = self._parts[name].kind
+                told = f"{where}: column {column!r} ({reward.section_of(name)}.kind={kind})"
+                if kind in READ_AN_ANSWER:
                     _check_answer(prompt.fields[column], told)
-                elif self._parts[name].kind == "code":
+                elif kind == "code":
                     _check_tests(prompt.fields[column], told)
 
     def training(self) -> list[Prompt]:
@@ -113,7 +113,7 @@ class PromptRows:
     def stream(self) -> Stream[Prompt]:
         """Training prompts in the order in which the run draws them."""
         data, order = self._config.data, None
-        if data.curriculum is Curriculum.middling:
+        if data.order is Order.middling:
             order = partial(_middling, data.curriculum_floor)
         return training_stream(data, self.read, seed=self._config.run.seed, order=order)
 
@@ -289,7 +289,7 @@ def _answers_out_of_reach(config: RunConfig, prompts: Sequence[Prompt], encoder:
         return []
     found: list[tuple[Prompt, int]] = []
     for prompt in prompts:
-        answer = str(prompt.fields[config.reward.answer_key]).strip()
+        answer = str(prompt.fields[ANSWER]).strip()
         token_ids, _ = encode_up_to(sampling.max_tokens, answer, partial(encoder.encode, add_special_tokens=False))
         if len(token_ids) > sampling.max_tokens or (
             not sampling.can_end_early and len(token_ids) < sampling.max_tokens

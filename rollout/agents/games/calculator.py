@@ -7,8 +7,8 @@ Rows have the columns `prompt` and `answer`. rollout.episodes.tool_parser must n
 
 import ast
 import operator
-from typing import Any
 
+from slipstream.conf.json_files import JsonObject
 from slipstream.rollout.agents.session import Session
 
 TOOLS = [
@@ -59,7 +59,7 @@ def _value(node: ast.expr) -> float:
             raise ValueError("only numbers, + - * / and parentheses")
 
 
-async def solve(task: dict[str, Any], session: Session) -> float:
+async def solve(task: JsonObject, session: Session) -> float:
     """1 if the last number that the model says is the answer. Needs rollout.episodes.tool_parser."""
     messages = task["prompt"] if isinstance(task["prompt"], list) else [{"role": "user", "content": task["prompt"]}]
     messages = list(messages)

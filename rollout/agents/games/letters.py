@@ -7,12 +7,11 @@ again. Rows have the column `lines`, and `prompt`, which is the first of them. W
 gets 1/8.
 """
 
-from typing import Any
-
+from slipstream.conf.json_files import JsonObject
 from slipstream.rollout.agents.session import Session
 
 
-async def play(task: dict[str, Any], session: Session) -> float:
+async def play(task: JsonObject, session: Session) -> float:
     """The share of right answers; there are as many turns as lines."""
     lines = list(task["lines"])
     num_turns, num_right = len(lines), 0

@@ -9,12 +9,11 @@ table does not have gets the last result again. Rows have `prompt`, `table` (key
 A tiny model that knows no format of tool calls can learn this; for one that does, see calculator.py.
 """
 
-from typing import Any
-
+from slipstream.conf.json_files import JsonObject
 from slipstream.rollout.agents.session import Session
 
 
-async def follow(task: dict[str, Any], session: Session) -> float:
+async def follow(task: JsonObject, session: Session) -> float:
     """The share of calls and answer that were right; there are as many turns as it takes without a mistake."""
     table: dict[str, str] = task["table"]
     num_turns, num_right, shown = len(table) + 1, 0, task["prompt"]

@@ -20,7 +20,7 @@ TRAINER = TrainerConfig(lora=LoraConfig(rank=4, alpha=8.0))
 
 def learnt(config: dict[str, Any], dtype: DType) -> Scorer:
     """Random weights, and adapters that add something."""
-    model = ModelConfig(init=Init.random, hf_config=config, init_std=0.2, dtype=dtype)
+    model = ModelConfig(init=Init.random, hf_config=config | {"initializer_range": 0.2}, dtype=dtype)
     scorer = Scorer(model, TRAINER, config, seed=0, device="cpu", rounding_seed=0)
     torch.manual_seed(1)
     with torch.no_grad():

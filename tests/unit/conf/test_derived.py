@@ -130,8 +130,8 @@ CASES: dict[str, tuple[Of, list[tuple[list[str], Any]]]] = {
         lambda config: config.run.pass_ks,
         [
             (["run.eval_samples_per_prompt=1"], (1,)),
-            (["run.eval_samples_per_prompt=4"], (1, 4)),
-            (["run.eval_samples_per_prompt=8", "run.eval_pass_at=[8,2]"], (2, 8)),
+            (["run.eval_samples_per_prompt=4"], (1, 2, 4)),
+            (["run.eval_samples_per_prompt=5"], (1, 2, 4, 5)),
         ],
     ),
     "is due": (
@@ -175,7 +175,7 @@ def test_ranks_of_kinds_keep_the_scale_and_slots_have_room_for_the_largest() -> 
     lora = LoraConfig(rank=8, alpha=16.0, attention_rank=4, expert_rank=12)
     kinds = [(one.rank, one.alpha) for one in (lora.for_attention, lora.for_mlp, lora.for_experts) if one is not None]
     assert kinds == [(4, 8.0), (8, 16.0), (12, 24.0)] and lora.slot_rank == 16
-    assert LoraConfig(rank=8, alpha=16.0, attention=False, expert_rank=16).for_attention is None
-    assert LoraConfig(rank=8, alpha=16.0, mlp=False, attention_rank=16).slot_rank == 16
-    assert LoraConfig(rank=8, alpha=16.0, experts=False).slot_rank == 8
+    assert LoraConfig(rank=8, alpha=16.0, targets=("mlp", "experts"), expert_rank=16).for_attention is None
+    assert LoraConfig(rank=8, alpha=16.0, targets=("attention", "experts"), attention_rank=16).slot_rank == 16
+    assert LoraConfig(rank=8, alpha=16.0, targets=("attention", "mlp")).slot_rank == 8
     assert [LoraConfig(rank=rank, alpha=1.0).slot_rank for rank in (1, 9, 33, 513)] == [1, 16, 64, 0]

@@ -39,6 +39,7 @@ def test_options_have_moved_to_options() -> None:
 def test_a_run_of_an_earlier_release_goes_on() -> None:
     before, after = values_of(yaml.safe_load(OLD)), values_of(yaml.safe_load(resolved_yaml(load_resolved_yaml(OLD))))
     before["reward.kind"] = f"slipstream.{before['reward.kind']}"
+    before["model.hf_config"]["initializer_range"] = before["model.init_std"]
     assert {name: after[name] for name in NAMES & set(before)} == {name: before[name] for name in NAMES & set(before)}
 
 
@@ -84,8 +85,25 @@ MATCHED = {
             {"trainer": {"numerics": {}}, "model": {}},
         ),
         (
-            {"run": {"wandb": {"entity": "us", "project": "sums"}}},
-            {"run": {"wandb": {"project": "us/sums"}}},
+            {
+                "run": {
+                    "loggers": ["wandb"],
+                    "wandb": {"entity": "us", "project": "sums"},
+                    "mlflow": {"experiment": "e"},
+                }
+            },
+            {"run": {"loggers": ["wandb"], "project": "us/sums"}},
+        ),
+        ({"model": {"init": "checkpoint", "init_std": 0.02}}, {"model": {"init": "checkpoint"}}),
+        ({"run": {"eval_pass_at": []}, "cluster": {"dashboard_port": 8265}}, {"run": {}, "cluster": {}}),
+        (
+            {"weight_sync": {"mode": "adapter", "pause_mode": "keep", "on_busy_slot": "requeue"}},
+            {"weight_sync": {"mode": "adapter", "pause_mode": "abort"}},
+        ),
+        ({"data": {"curriculum": "none", "shuffle": False}}, {"data": {"order": "given"}}),
+        (
+            {"trainer": {"lora": {"attention": False, "mlp": True}, "activation_checkpointing": False}},
+            {"trainer": {"lora": {"targets": ["mlp", "experts"]}, "activations": "keep"}},
         ),
         ({"algorithm": {"teacher": {"max_tries": 6}}}, {"algorithm": {"teacher": {}}}),
         ({"reward": {"choice_key": "reward"}}, {"reward": {}}),

@@ -76,7 +76,7 @@ def test_every_choice_that_no_experiment_makes_composes(group: str, choice: str)
     teacher = ["algorithm.teacher.base_url=http://localhost/v1", "algorithm.teacher.model=big"]
     needed |= {"distill": teacher, "none": ["algorithm=distill", *teacher]}
     needed |= {"standard": ["model=qwen3_30b_a3b_4layers"]}  # whose longest sequence is more than the tiny models take
-    int4_engines = ["weight_sync.mode=adapter", "cluster.device=cuda", "trainer.lora.attention=false"]
+    int4_engines = ["weight_sync.mode=adapter", "cluster.device=cuda", "trainer.lora.targets=[mlp,experts]"]
     needed |= {"kimi_k2_thinking": int4_engines, "kimi_k2_5": int4_engines}
     config = load_run_config([*base, *needed.get(choice, []), f"{group}={choice}"])
     assert isinstance(config, RunConfig)

@@ -27,8 +27,7 @@ TWO_PARTS = ["rollout.tp_size=2"]
 WHOLE_EXPERTS = [*TWO_PARTS, "rollout.enable_expert_parallel=true", "cluster.device=cuda"]
 BITWISE = ["parity=bitwise", "cluster.device=cuda", "trainer.num_ranks=1", "trainer.ep_size=1", "model.dtype=bfloat16"]
 BITWISE += ["model.hf_config.head_dim=128"]
-MLP_ALONE = ["model=tiny_deepseek_v3", "trainer.lora.attention=false", "trainer.lora.experts=false"]
-MLP_ALONE += ["trainer.lora.mlp=true"]
+MLP_ALONE = ["model=tiny_deepseek_v3", "trainer.lora.targets=[mlp]"]
 NO_MLP = {"num_experts": 8, "decoder_sparse_step": 1, "first_k_dense_replace": 0}
 SFT = ["experiment=sft_quickstart", "data.max_sequence_tokens=64"]
 
@@ -48,7 +47,7 @@ SFT = ["experiment=sft_quickstart", "data.max_sequence_tokens=64"]
         (check_engine_forward_knows_the_model, BITWISE, {"model_type": "qwen3", "rope_parameters": {"rope_type": "default"}}, {"model_type": "qwen3", "rope_parameters": {"type": "linear"}}, "positions scaled by linear"),
         (check_engine_forward_knows_the_model, BITWISE, {"model_type": "qwen3_moe"}, {"model_type": "qwen3_moe", "quantization_config": {"quant_method": "fp8"}}, "quantized engines"),
         *(
-            (check_lora_adapts_something, MLP_ALONE, right, NO_MLP, "has experts only; set trainer.lora.experts=true")
+            (check_lora_adapts_something, MLP_ALONE, right, NO_MLP, r"has experts only; set \S*targets=\[experts\]")
             for right in (
                 {}, {**NO_MLP, "n_shared_experts": 1}, {**NO_MLP, "shared_expert_intermediate_size": 32},
                 {**NO_MLP, "first_k_dense_replace": 1}, {**NO_MLP, "decoder_sparse_step": 2},
@@ -69,7 +68,7 @@ def test_the_last_value_is_right_and_the_next_is_refused(
 @pytest.mark.parametrize(("rank", "is_right"), [(128, True), (129, False)])
 def test_slots_of_experts_have_kernels_up_to_a_rank(rank: int, is_right: bool) -> None:
     words = ["experiment=quickstart_gpu", "weight_sync.mode=adapter", "trainer.lora.expert_rank=16"]
-    words += [f"trainer.lora.rank={rank}", "trainer.lora.attention=true"]
+    words += [f"trainer.lora.rank={rank}"]
     if is_right:
         load_run_config(words)
         return
@@ -80,11 +79,11 @@ def test_slots_of_experts_have_kernels_up_to_a_rank(rank: int, is_right: bool) -
 
 def test_values_that_are_keys_have_no_slot() -> None:
     """An engine loads k_proj's weights for values, too, but puts k_proj's adapter on keys alone."""
-    words = ["experiment=quickstart_gpu", "weight_sync.mode=adapter", "trainer.lora.experts=false"]
+    words = ["experiment=quickstart_gpu", "weight_sync.mode=adapter", "trainer.lora.targets=[attention,mlp]"]
     gemma = {"model_type": "gemma4_text"}
     with pytest.raises(ConfigError, match="engines give values of gemma4_text the weights of keys, and no adapter"):
-        check_slots_have_names(load_run_config([*words, "trainer.lora.attention=true"]), gemma)
-    alone = ["trainer.lora.attention=false", "trainer.lora.mlp=true", "model=tiny_qwen3", "trainer.ep_size=1"]
+        check_slots_have_names(load_run_config([*words]), gemma)
+    alone = ["trainer.lora.targets=[mlp]", "model=tiny_qwen3", "trainer.ep_size=1"]
     check_slots_have_names(load_run_config([*words, *alone]), gemma)
 
 

@@ -11,7 +11,9 @@ from slipstream.rollout.types import Prompt, Rollout, Turn
 
 
 def a_teacher(server: TeacherServer, **options: object) -> Teacher:
-    constants = {name: options.pop(name) for name in ("try_timeout_s", "max_tries") if name in options}
+    constants = {
+        name: options.pop(name) for name in ("try_timeout_s", "max_tries", "max_concurrent") if name in options
+    }
     return Teacher(type("Asked", (TeacherConfig,), constants)(base_url=server.url, model="big", **options))
 
 

@@ -129,8 +129,10 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
     save_adapter(make_decoder(MOE), tmp_path)
     with pytest.raises(CheckpointError, match=r"has r=4, lora_alpha=8\.0; set trainer\.lora\.rank=4"):
         load_adapter(make_decoder(MOE, trainer_config(lora=LoraConfig(rank=8, alpha=8.0))), tmp_path)
-    with pytest.raises(CheckpointError, match=r"no place in a run with trainer\.lora\.attention=false"):
-        load_adapter(make_decoder(MOE, trainer_config(lora=LoraConfig(rank=4, alpha=8.0, attention=False))), tmp_path)
+    with pytest.raises(CheckpointError, match=r"no place in a run without attention in trainer\.lora\.targets"):
+        load_adapter(
+            make_decoder(MOE, trainer_config(lora=LoraConfig(rank=4, alpha=8.0, targets=("mlp", "experts")))), tmp_path
+        )
     with pytest.raises(CheckpointError, match="belongs to no weight of the model"):
         load_adapter(make_decoder(MIXED), tmp_path)
     with pytest.raises(CheckpointError, match="holds no adapter"):

@@ -122,10 +122,10 @@ def test_tools_and_options_that_cannot_reach_it_are_refused(tmp_path, encoder, c
         read_prompts(write(tmp_path / "a.jsonl", json.dumps(row)), encoder, max_prompt_tokens=8)
 
 
-def test_special_tokens_and_the_column_are_options(tmp_path, encoder):
+def test_the_column_is_an_option(tmp_path, encoder):
     path = write(tmp_path / "a.jsonl", '{"question": "x", "prompt": "kept as a field"}')
-    (prompt,) = read_prompts(path, encoder, prompt_key="question", max_prompt_tokens=8, add_special_tokens=False)
-    assert prompt.token_ids == (ord("x"),)
+    (prompt,) = read_prompts(path, encoder, prompt_key="question", max_prompt_tokens=8)
+    assert prompt.token_ids == (1, ord("x"))
     assert prompt.fields == {"prompt": "kept as a field"}
 
 
@@ -200,12 +200,6 @@ def test_bytes_that_are_not_text_are_refused_with_their_line(tmp_path, encoder):
         read_prompts(str(tmp_path / "a.jsonl"), encoder, max_prompt_tokens=8)
 
 
-def test_an_empty_prompt_is_refused(tmp_path, encoder):
-    path = write(tmp_path / "a.jsonl", '{"prompt": ""}')
-    with pytest.raises(DataError, match=r"a\.jsonl:1: the prompt is empty"):
-        read_prompts(path, encoder, max_prompt_tokens=8, add_special_tokens=False)
-
-
 def test_missing_and_unknown_files_are_refused(tmp_path, encoder):
     with pytest.raises(DataError, match=r"^data\.path=.*no\.jsonl does not exist; give a \.jsonl"):
         read_prompts(str(tmp_path / "no.jsonl"), encoder, max_prompt_tokens=8)
@@ -265,7 +259,7 @@ def test_a_cursor_continues_the_sequence(taken):
     [
         (Shuffled(prompts_of(9), seed=3), r"data\.path"),
         (Shuffled(prompts_of(8), seed=4), r"run\.seed"),
-        (Shuffled(prompts_of(8), seed=3, shuffle=False), r"data\.shuffle"),
+        (Shuffled(prompts_of(8), seed=3, shuffle=False), r"data\.order"),
     ],
 )
 def test_a_cursor_of_another_order_is_refused(other, option):

@@ -218,7 +218,7 @@ def test_the_order_within_a_source_does_not_depend_on_the_others() -> None:
     [
         (lambda: streamed(13, 5, seed=4), r"run\.seed"),
         (lambda: streamed(13, 6), r"data\.stream_buffer_rows"),
-        (lambda: streamed(13, 5, shuffle=False), r"data\.shuffle"),
+        (lambda: streamed(13, 5, shuffle=False), r"data\.order"),
         (lambda: streamed(13, 5, first=1), r"data\.path"),
     ],
 )

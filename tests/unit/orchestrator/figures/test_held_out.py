@@ -43,18 +43,18 @@ def test_a_reward_that_tells_no_answers_has_no_majority_and_one_that_failed_no_m
 
 
 def test_figures_have_the_names_of_the_runs_sets() -> None:
-    run = RunSection(eval_samples_per_prompt=8, eval_pass_at=(4, 1))
+    run = RunSection(eval_samples_per_prompt=4)
     config = RunConfig(run=run, data=DataConfig(eval_sets={"aime": "a.jsonl"}))
     names = eval_names(config)
-    assert (names.sets, names.ks) == (("aime",), (1, 4))
+    assert (names.sets, names.ks) == (("aime",), (1, 2, 4))
     assert "eval/aime/pass_at_4_se" in names.metrics and "eval/aime/nll" in names.metrics
-    assert choosing_metrics(config)[:4] == ["eval/reward", "eval/majority", "eval/pass_at_1", "eval/pass_at_4"]
+    assert choosing_metrics(config)[:4] == ["eval/reward", "eval/majority", "eval/pass_at_1", "eval/pass_at_2"]
     sft = replace(config, algorithm=AlgorithmConfig(objective=Objective.sft))
     assert choosing_metrics(sft) == ["eval/nll", "eval/aime/nll"]
     dpo = replace(config, algorithm=AlgorithmConfig(objective=Objective.dpo))
     figures = ("dpo_loss", "dpo_accuracy")
     assert choosing_metrics(dpo) == [*(f"eval/{name}" for name in figures), *(f"eval/aime/{name}" for name in figures)]
-    found = evaluate_groups({"aime": [a_group([1.0] * 8)]}, 3, names, 1.0)
+    found = evaluate_groups({"aime": [a_group([1.0] * 4)]}, 3, names, 1.0)
     assert {name for name in found if name.startswith("eval/aime") or "pass" in name} <= names.metrics.keys()
 
 

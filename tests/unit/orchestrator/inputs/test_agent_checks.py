@@ -28,7 +28,7 @@ GAME = ["experiment=agent_game", "cluster.device=cpu"]
         ("rollout.episodes.tool_parser=herms", r"is none of vLLM's: give one of .*hermes"),
         ("rollout.episodes.tool_parser=hermes", "the chat template of model.tokenizer=characters writes no tools"),
         ("rollout.episodes.env=[NO_SUCH_KEY_HERE]", "NO_SUCH_KEY_HERE, which is not set"),
-        ("rollout.episodes.host=203.0.113.7", "give an address of this machine"),
+        ("rollout.episodes.address=203.0.113.7:0", "give an address of this machine"),
     ],
 )
 def test_what_cannot_run_is_refused(word: str, said: str) -> None:
@@ -50,7 +50,7 @@ def test_a_taken_port_is_refused() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        word = f"rollout.episodes.port={taken.getsockname()[1]}"
+        word = f"rollout.episodes.address=127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match=word):
             check_agent_loads(load_run_config([*GAME, word]))
 
@@ -70,7 +70,7 @@ def test_an_agents_module_that_exits_or_raises_while_it_is_imported_is_refused(t
     [
         ("rollout.agent=play", r"rollout\.agent must be FILE\.py:function"),
         ("rollout.episodes.max_turns=0", r"rollout\.episodes\.max_turns must be >= 1"),
-        ("rollout.episodes.port=70000", r"rollout\.episodes\.port must lie in"),
+        ("rollout.episodes.address=a:70000", r"rollout\.episodes\.address must be HOST:PORT"),
         ("rollout.episodes.timeout_s=0", r"rollout\.episodes\.timeout_s must be > 0"),
     ],
 )

@@ -149,7 +149,7 @@ def test_the_sample_predicts_each_taught_token(folder):
     ("row", "complaint"),
     [
         ({"text": "a"}, "needs a column 'messages'"),
-        ({"question": "a", "answer": "b"}, r"mean data.prompt_key=question data.response_key=answer\?"),
+        ({"question": "a", "answer": "b"}, r"mean data.prompt_key=question data.columns.response=answer\?"),
         ({"question": "a"}, "the columns are question$"),
         ({"prompt": [ASKED], "completion": [ASKED]}, "column 'completion' must begin with a turn of 'assistant'"),
         ({"prompt": [ASKED], "completion": []}, "column 'completion' .*non-empty list of messages.*got an empty list"),
@@ -157,7 +157,7 @@ def test_the_sample_predicts_each_taught_token(folder):
         ({"prompt": "", "completion": [SAID]}, "column 'prompt' .* is empty"),
         ({"prompt": [ASKED], "completion": " "}, "column 'completion' .* is empty"),
         ({"prompt": [ASKED, SAID], "completion": [SAID]}, "messages 2 and 3 are both of 'assistant'"),
-        ({"prompt": [ASKED]}, r"column 'response' \(data.response_key\)"),
+        ({"prompt": [ASKED]}, r"column 'response' \(data.columns.response\)"),
         ({"messages": []}, "non-empty list"),
         ({"messages": [{"role": "user"}]}, r"column 'messages': content of message 1 \(user\) must be text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only parts of type text"),

@@ -284,28 +284,20 @@ def test_a_ray_cluster_is_one_that_answers(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_dashboard_is_off_where_it_was_asked_to_be_or_on_a_free_port() -> None:
-    free = Machine(is_port_free=lambda port: port not in (8265, 9000))
+    free = Machine(is_port_free=lambda port: port != 8265)
     assert found(check_dashboard_port, free, "cluster.dashboard=false").finding == "off"
     words = ["cluster.dashboard=true"]
     assert found(check_dashboard_port, free, *words).finding == "http://127.0.0.1:8266 (8265 is taken)"
-    assert found(check_dashboard_port, free, *words, "cluster.dashboard_port=9001").finding == "http://127.0.0.1:9001"
-    message = refused(check_dashboard_port, free, *words, "cluster.dashboard_port=9000")
-    assert "cluster.dashboard_port=9000 is taken by another process; set cluster.dashboard_port=9001, which" in message
     none = Machine(is_port_free=lambda port: False)
     assert found(check_dashboard_port, none, *words).finding == "on a port of Ray's choice"
-    message = refused(check_dashboard_port, none, *words, "cluster.dashboard_port=9000")
-    assert message.endswith("is taken by another process; set cluster.dashboard=false")
 
 
 @pytest.mark.parametrize(
     ("free_bytes", "words", "said"),
     [
-        (320 * MIB, ["rollout.tp_size=2", "cluster.object_store_bytes=300000000"], "320 MiB free"),
-        (320 * MIB - 1, ["rollout.tp_size=2", "cluster.object_store_bytes=300000000"], "error"),
-        (400_000_000, ["cluster.object_store_bytes=400000000"], "381 MiB free"),
-        (399_999_999, ["cluster.object_store_bytes=400000000"], "warning"),
-        (1 << 30, ["cluster.object_store_bytes=10000000000"], "warning"),
-        (1 << 30, ["cluster.object_store_bytes=10000000001"], "error"),
+        (512 * MIB, ["rollout.tp_size=2"], "512 MiB free"),
+        (512 * MIB - 1, ["rollout.tp_size=2"], "warning"),
+        (320 * MIB - 1, ["rollout.tp_size=2"], "error"),
     ],
 )
 def test_shared_memory_holds_queues_and_the_store_to_the_byte(free_bytes: int, words: list[str], said: str) -> None:
@@ -322,8 +314,6 @@ def test_shared_memory_without_room_for_engines_of_several_ranks() -> None:
     small = Machine(free_bytes=lambda folder: {Path("/dev/shm"): 16 << 20}[folder])
     message = refused(check_shared_memory, small, "rollout.tp_size=2", "rollout.num_workers=1")
     assert "/dev/shm has 16 MiB free, and rollout.num_workers=1 engines of rollout.tp_size=2 take 160 MiB" in message
-    message = refused(check_shared_memory, small, "cluster.object_store_bytes=20000000000")
-    assert "cluster.object_store_bytes=20000000000 does not fit" in message
 
 
 def test_no_ray_cluster_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:

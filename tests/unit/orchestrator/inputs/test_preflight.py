@@ -65,10 +65,12 @@ def test_experts_in_turns_are_refused_before_ranks_load_where_engines_merge_for_
     (tmp_path / "config.json").write_text(json.dumps({**GPT_OSS, "swiglu_limit": 7.0}))
     words = ["experiment=quickstart", "cluster.device=cuda", "model=checkpoint", f"model.path={tmp_path}"]
     words += ["model.tokenizer=characters", "weight_sync.remote_merge=host"]
-    with pytest.raises(ConfigError, match=r"contradicts trainer.lora.experts=true for gpt_oss.*remote_merge=none"):
+    with pytest.raises(
+        ConfigError, match=r"contradicts trainer.lora.targets with experts for gpt_oss.*remote_merge=none"
+    ):
         check_model(load_run_config(words))
     with pytest.raises(ConfigError, match=r"safetensors"):  # the next check
-        check_model(load_run_config([*words, "trainer.lora.experts=false"]))
+        check_model(load_run_config([*words, "trainer.lora.targets=[attention,mlp]"]))
 
 
 def test_header_is_read(tmp_path: Path) -> None:
@@ -248,7 +250,7 @@ def test_routes_that_do_not_fit_the_object_store_are_warned_of(checkpoint: Path)
     config = replace(config, algorithm=replace(config.algorithm, groups_per_step=60_000))
     fact = check_routes(config)
     assert fact is not None and fact.is_warning
-    assert "0.58 GB at most at a time, more than cluster.object_store_bytes" in fact.finding
+    assert "0.58 GB at most at a time, more than the 512 MiB of Ray's object store" in fact.finding
 
 
 def test_stops_are_told_and_their_tokens_must_exist(checkpoint: Path) -> None:
@@ -325,7 +327,7 @@ def test_many_processes_and_little_shared_memory_are_warned_of(checkpoint: Path)
         facts = run_preflight(config, machine).facts
         warnings[workers] = {fact.subject: fact.finding for fact in facts if fact.is_warning}
     assert list(warnings[2]) == ["/dev/shm"]
-    assert "16 MiB free: Ray's object store (cluster.object_store_bytes=536870912)" in warnings[2]["/dev/shm"]
+    assert "16 MiB free: Ray's object store of 512 MiB" in warnings[2]["/dev/shm"]
     assert "are many processes for 2 cores; lower them" in warnings[15]["memory"]
 
 

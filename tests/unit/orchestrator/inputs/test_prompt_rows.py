@@ -48,7 +48,7 @@ def rows_of(*words: str) -> PromptRows:
     [
         ([], Shuffled),
         (["data.stream=true"], Streamed),
-        (["data.curriculum=middling"], Middling),
+        (["data.order=middling"], Middling),
     ],
 )
 def test_options_choose_the_order(
@@ -178,7 +178,7 @@ def test_an_answer_that_is_neither_text_nor_a_number_is_refused(tmp_path: Path, 
     pattern = ['reward.pattern="(a)"'] if reward == "regex" else []
     rows = rows_of(f"data.path={path}", f"reward={reward}", *pattern)
     with pytest.raises(
-        DataError, match=rf"a\.jsonl:2: column 'answer' \(reward\.answer_key\) must be text or a number, got {got}"
+        DataError, match=rf"a\.jsonl:2: column 'answer' \(reward\.kind={reward}\) must be text or a number, got {got}"
     ):
         rows.training()
 

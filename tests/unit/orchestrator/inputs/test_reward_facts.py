@@ -19,7 +19,6 @@ GAME = "rollout.agent=agent.py:play"
     ("words", "said"),
     [
         ([], "exact_match: 1 if a response equals the row's column 'answer', otherwise 0"),
-        (["reward.answer_key=a"], "exact_match: 1 if a response equals the row's column 'a', otherwise 0"),
         (["reward=math"], "math"),
         (["reward.parts={right: {}, math: {kind: math, weight: 0.5}}"], "1 x right, 0.5 x math"),
         ([GAME], "what the agent returns"),
@@ -38,7 +37,7 @@ def test_the_default_reward_is_told_where_nobody_chose_it() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["reward=exact_match"], ["reward.answer_key=a"], ["reward=math"], [GAME], ["algorithm=sft"], ["run.num_steps=0"]],
+    [["reward=exact_match"], ["reward.weight=2"], ["reward=math"], [GAME], ["algorithm=sft"], ["run.num_steps=0"]],
 )
 def test_nothing_is_told_of_a_reward_that_was_chosen_or_does_not_judge(words: list[str]) -> None:
     words = [*(["experiment=sft_quickstart"] if words == ["algorithm=sft"] else []), *MINE, *words]

@@ -9,22 +9,26 @@ from pathlib import Path
 import pytest
 from fakes.loop import FakeWorker, Loop, World, make_config, outcome
 
-from slipstream.conf.schema import ParityConfig, RolloutConfig, RunConfig, SamplingConfig
+from slipstream.conf.schema import RolloutConfig, RunConfig, SamplingConfig
 from slipstream.fleet.router import Router
 from slipstream.fleet.supervisor import Supervisor
+from slipstream.orchestrator.loop import controller
 from slipstream.orchestrator.loop.floor import MAX_SCORED_TOKENS, measure_floor
 from slipstream.rollout.types import Group, Prompt, Rollout
 
 
-def a_run(tmp_path: Path, parity: ParityConfig, sampling: SamplingConfig | None = None, **changes: int) -> Loop:
+def a_run(tmp_path: Path, temperature: float = 1.0, **changes: int) -> Loop:
     config = make_config(**changes)
-    rollout = RolloutConfig(sampling=sampling or SamplingConfig())
-    return Loop(tmp_path, RunConfig(run=config.run, algorithm=config.algorithm, parity=parity, rollout=rollout))
+    rollout = RolloutConfig(sampling=SamplingConfig(temperature=temperature))
+    return Loop(tmp_path, RunConfig(run=config.run, algorithm=config.algorithm, rollout=rollout))
 
 
-async def test_floor_is_measured_at_the_first_step_and_then_this_often(tmp_path: Path) -> None:
+async def test_floor_is_measured_at_the_first_step_and_then_this_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fakes' prefill is half a nat above their decoding: k3 = e^0.5 - 1.5."""
-    loop = a_run(tmp_path, ParityConfig(floor_every_steps=3), num_steps=7)
+    monkeypatch.setattr(controller, "FLOOR_EVERY_STEPS", 3)
+    loop = a_run(tmp_path, num_steps=7)
     loop.trainer.extra_sums = {"parity/k3_sum": 4.0, "parity/num_tokens": 10.0}
     await loop.run()
     k3 = math.exp(0.5) - 1.5
@@ -36,9 +40,12 @@ async def test_floor_is_measured_at_the_first_step_and_then_this_often(tmp_path:
     assert loop.world.scored == [(version, [1, 7, 5, 2]) for version in (0, 0, 0, 2, 2, 2, 5, 5, 5)]
 
 
-async def test_engines_score_before_the_publish_that_changes_them(tmp_path: Path) -> None:
+async def test_engines_score_before_the_publish_that_changes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A worker that committed a later version has no answer."""
-    loop = a_run(tmp_path, ParityConfig(floor_every_steps=1), num_steps=3)
+    monkeypatch.setattr(controller, "FLOOR_EVERY_STEPS", 1)
+    loop = a_run(tmp_path, num_steps=3)
     await loop.run()
     assert [version for version, _ in loop.world.scored] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert all(row["parity/floor_k3"] is not None for row in loop.rows[1:])
@@ -47,7 +54,7 @@ async def test_engines_score_before_the_publish_that_changes_them(tmp_path: Path
 async def test_a_worker_that_cannot_score_costs_a_warning_and_no_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop = a_run(tmp_path, ParityConfig(), num_steps=2)
+    loop = a_run(tmp_path, num_steps=2)
     for worker in loop.workers:
         worker.scores_fail = True
     await loop.run()
@@ -55,14 +62,8 @@ async def test_a_worker_that_cannot_score_costs_a_warning_and_no_step(
     assert "the floor of the mismatch was not measured: ConnectionError" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("parity", "sampling"),
-    [(ParityConfig(floor_every_steps=0), SamplingConfig()), (ParityConfig(), SamplingConfig(temperature=0.5))],
-)
-async def test_no_floor_where_it_is_off_or_prefill_has_another_distribution(
-    tmp_path: Path, parity: ParityConfig, sampling: SamplingConfig
-) -> None:
-    loop = a_run(tmp_path, parity, sampling, num_steps=1)
+async def test_no_floor_where_prefill_has_another_distribution(tmp_path: Path) -> None:
+    loop = a_run(tmp_path, temperature=0.5, num_steps=1)
     await loop.run()
     assert not loop.world.scored
 

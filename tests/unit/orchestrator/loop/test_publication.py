@@ -65,17 +65,17 @@ def diary() -> Diary:
 
 @pytest.mark.parametrize(("mode", "pauses"), [(SyncMode.merged, True), (SyncMode.adapter, False)])
 async def test_replicas_are_held_written_to_and_settled(diary: Diary, mode: SyncMode, pauses: bool) -> None:
-    """Groups go on during the publish of an adapter alone. A lost trainer is noticed after two deadlines of each
-    wave: 2 * 60 * 1 + 60 s."""
+    """Groups go on during the publish of an adapter alone. A lost trainer is noticed after two deadlines:
+    2 * 60 + 60 s."""
     diary.exclude = [1]
     report = await diary.publication(mode=mode).run()
     assert diary.calls == [("hold", pauses), ("publish", 180.0, [1], None), ("settle", report.replicas)]
 
 
-async def test_each_wave_has_its_time_and_replicas_are_settled_also_if_none_committed(diary: Diary) -> None:
+async def test_replicas_are_settled_also_if_none_committed(diary: Diary) -> None:
     diary.is_committed = False
-    report = await diary.publication(timeout_s=10, publish_waves=3).run()
-    assert diary.calls[1:] == [("publish", 2 * 10 * 3 + 60.0, [], None), ("settle", report.replicas)]
+    report = await diary.publication(timeout_s=10).run()
+    assert diary.calls[1:] == [("publish", 2 * 10 + 60.0, [], None), ("settle", report.replicas)]
 
 
 async def test_the_trainer_meets_restarted_workers_before_it_writes_and_leaves_out_those_that_it_cannot(

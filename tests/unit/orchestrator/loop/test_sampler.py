@@ -80,8 +80,8 @@ async def what_is_asked(
 @pytest.mark.parametrize("temperature", [None, 0.0, 0.6])
 async def test_evaluations_have_options_of_their_own(tmp_path: Path, temperature: float | None) -> None:
     training = SamplingConfig(temperature=0.9, max_tokens=256, stop=("x",))
-    asked = await what_is_asked(tmp_path, training, temperature=temperature, top_k=7, min_p=0.25)
-    drawing = EvalSamplingConfig(temperature=temperature, top_k=7, min_p=0.25)
+    asked = await what_is_asked(tmp_path, training, temperature=temperature, top_k=7, top_p=0.25)
+    drawing = EvalSamplingConfig(temperature=temperature, top_k=7, top_p=0.25)
     expected = EvalSampling(
         temperature=0.9 if temperature is None else temperature, max_tokens=256, stop=("x",), drawing=drawing
     )

@@ -253,7 +253,7 @@ def test_a_mode_that_a_run_is_refused_is_not_compared_and_the_report_has_the_sam
 def test_an_adapter_slot_of_kimi_k2_has_the_known_size():
     words = ["experiment=kimi_k2_fp8_merged", "model.hf_config.num_hidden_layers=2"]
     spec = read_config(load_run_config(words).model.hf_config)
-    lora = LoraConfig(rank=32, attention=False, mlp=False)
+    lora = LoraConfig(rank=32, targets=("experts",))
 
     def slot_bytes(enable_expert_parallel: bool) -> int:
         rollout = RolloutConfig(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.conf.schema import BusySlot, SamplingConfig, WeightSyncConfig
+from slipstream.conf.schema import PauseMode, SamplingConfig, SyncMode, WeightSyncConfig
 from slipstream.rollout.adapters.adapter_replica import MAX_RESTARTS, AdapterReplica
 from slipstream.rollout.adapters.kinds import kind_of
 from slipstream.rollout.errors import EngineError
@@ -63,17 +63,19 @@ class RecordingEngine(SeededEngine):
 
 
 def make(
-    policy: BusySlot, evictions: list[int | None], kind: type[SeededEngine] = SeededEngine
+    policy: PauseMode, evictions: list[int | None], kind: type[SeededEngine] = SeededEngine
 ) -> tuple[AdapterReplica, SeededEngine]:
     engine: Any = kind(evictions)
     ranks: Any = None
-    replica = AdapterReplica(engine, [], ranks, 2, WeightSyncConfig(on_busy_slot=policy), lambda: True)
+    replica = AdapterReplica(
+        engine, [], ranks, 2, WeightSyncConfig(mode=SyncMode.adapter, pause_mode=policy), lambda: True
+    )
     replica._table.commit(0, 7)
     return replica, engine
 
 
 async def test_a_resumed_response_does_not_repeat_the_random_numbers_of_its_beginning() -> None:
-    replica, engine = make(BusySlot.re_prefill, [5, 4, None])
+    replica, engine = make(PauseMode.keep, [5, 4, None])
     (rollout,) = await replica.sample(PROMPT, 1, SAMPLING, seed=11)
     assert (len(rollout.token_ids), rollout.finish_reason, rollout.num_evictions) == (12, "length", 2)
     assert engine.requests[1][0] == [*PROMPT, *rollout.token_ids[:5]]
@@ -81,16 +83,16 @@ async def test_a_resumed_response_does_not_repeat_the_random_numbers_of_its_begi
     first, second, third = rollout.token_ids[:5], rollout.token_ids[5:9], rollout.token_ids[9:]
     assert second[:4] != first[:4]
     assert third[:3] not in (first[:3], second[:3])
-    again, _ = make(BusySlot.re_prefill, [5, 4, None])
+    again, _ = make(PauseMode.keep, [5, 4, None])
     assert await again.sample(PROMPT, 1, SAMPLING, seed=11) == [rollout]
-    unseeded, engine = make(BusySlot.re_prefill, [5, None])
+    unseeded, engine = make(PauseMode.keep, [5, None])
     await unseeded.sample(PROMPT, 1, SAMPLING, seed=None)
     assert [seed for _, seed in engine.requests] == [None, None]
 
 
 async def test_a_resumed_response_keeps_the_routes_that_its_tokens_were_sampled_at() -> None:
     """Each request computes all positions before it anew: its number is in the routes that it returns."""
-    replica, _ = make(BusySlot.re_prefill, [5, 0, 4, None], RecordingEngine)
+    replica, _ = make(PauseMode.keep, [5, 0, 4, None], RecordingEngine)
     (rollout,) = await replica.sample(PROMPT, 1, SAMPLING, seed=11)
     assert rollout.routes is not None
     assert rollout.routes.experts[:, 0, 0].tolist() == [1] * 7 + [3] * 4 + [4] * 3  # 3 prompt tokens, then 5, 4 and 3
@@ -98,7 +100,7 @@ async def test_a_resumed_response_keeps_the_routes_that_its_tokens_were_sampled_
 
 
 async def test_evictions_are_counted_by_request_and_siblings_start_anew_together() -> None:
-    replica, engine = make(BusySlot.requeue, [5, None, 3])  # of three siblings one was done
+    replica, engine = make(PauseMode.abort, [5, None, 3])  # of three siblings one was done
     rollouts = await replica.sample(PROMPT, 3, SAMPLING, seed=11)
     assert [(len(rollout.token_ids), rollout.num_evictions) for rollout in rollouts] == [(12, 1), (12, 0), (12, 1)]
     assert replica.num_evicted_requests == 2
@@ -107,7 +109,7 @@ async def test_evictions_are_counted_by_request_and_siblings_start_anew_together
 
 async def test_a_group_that_outlives_every_slot_ends_all_the_same() -> None:
     evictions = [5] * (1 + MAX_RESTARTS) + [1] * 7  # seven more tokens, one at a time
-    replica, engine = make(BusySlot.requeue, list(evictions))
+    replica, engine = make(PauseMode.abort, list(evictions))
     (rollout,) = await replica.sample(PROMPT, 1, SAMPLING, seed=11)
     assert len(rollout.token_ids) == len(rollout.logprobs) == len(rollout.policy_versions) == 12
     assert rollout.finish_reason == "length"
@@ -116,7 +118,7 @@ async def test_a_group_that_outlives_every_slot_ends_all_the_same() -> None:
 
 
 async def test_an_abort_that_nobody_asked_for_is_an_error() -> None:
-    replica, _ = make(BusySlot.wait, [5])
+    replica, _ = make(PauseMode.wait, [5])
     with pytest.raises(EngineError, match="although nobody asked it to"):
         await replica.sample(PROMPT, 1, SAMPLING, seed=11)
 
@@ -158,8 +160,8 @@ async def test_every_slot_is_asked_for_every_kind_of_module_and_left_empty() -> 
         await probe([set(), both])
 
 
-@pytest.mark.parametrize("policy", list(BusySlot))
-async def test_responses_that_are_handed_over_are_returned_as_they_stand(policy: BusySlot) -> None:
+@pytest.mark.parametrize("policy", [PauseMode.wait, PauseMode.keep, PauseMode.abort])
+async def test_responses_that_are_handed_over_are_returned_as_they_stand(policy: PauseMode) -> None:
     """No eviction, and no new try: another worker goes on."""
     replica, engine = make(policy, [5, None])
     replica.is_going = True
@@ -171,7 +173,7 @@ async def test_responses_that_are_handed_over_are_returned_as_they_stand(policy:
 
 
 async def test_what_another_worker_handed_over_goes_on_under_the_newest_version() -> None:
-    replica, engine = make(BusySlot.wait, [])
+    replica, engine = make(PauseMode.wait, [])
     begun = Rollout([1, 2], [-1.0, -1.0], [5, 6], "", ABORTED, num_evictions=1)
     (rollout,) = await replica.sample(PROMPT, 1, SAMPLING, seed=11, so_far=[begun])
     assert engine.requests[0][0] == [*PROMPT, 1, 2]

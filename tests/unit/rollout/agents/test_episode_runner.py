@@ -361,8 +361,8 @@ def test_a_port_that_is_taken_is_refused(config: Callable[..., RunConfig], tmp_p
         port = taken.getsockname()[1]
 
         async def start() -> None:
-            async with running(config(port=port), tmp_path):
+            async with running(config(address=f"127.0.0.1:{port}"), tmp_path):
                 pass
 
-        with pytest.raises(AgentError, match=f"rollout.episodes.port={port}"):
+        with pytest.raises(AgentError, match=f"rollout.episodes.address=127.0.0.1:{port}"):
             asyncio.run(start())

@@ -114,7 +114,7 @@ async def rewards_of(config: RewardConfig, judged: list[tuple[str, Any]]) -> lis
         return [(await runner.score_group(prompt(tests), [rollout(code)]))[0].reward for code, tests in judged]
 
 
-CODE = RewardConfig(kind="code", timeout_s=120, code=CodeConfig(cpu_s=1, wall_s=30))
+CODE = RewardConfig(kind="code", timeout_s=120, code=CodeConfig(wall_s=5))
 
 
 def test_a_response_is_worth_what_its_code_does():

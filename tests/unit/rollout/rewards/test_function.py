@@ -52,12 +52,12 @@ def test_a_function_says_by_its_form_how_it_is_called(own: Path, name: str, is_a
 def test_an_object_that_can_be_called_and_what_ships_are_rewards_too(own: Path) -> None:
     made = load_reward(RewardConfig(kind=f"{own}:made"))
     assert (made.is_async, made.is_of_group, made.source) == (False, False, "")
-    fields = {"a": " 4", "answer": "5"}
-    exact = load_reward(RewardConfig(kind="exact_match", answer_key="a"))
+    fields = {"answer": " 4"}
+    exact = load_reward(RewardConfig(kind="exact_match"))
     assert exact.function("p", "4 ", fields) == (1.0, "4") and exact.function("p", "5", fields) == (0.0, "5")
-    with pytest.raises(KeyError, match=r"the row has no column 'a' \(reward.answer_key\); it has answer, b"):
-        exact.function("p", "4", {"b": 1, "answer": "4"})
-    regex = load_reward(RewardConfig(kind="regex", pattern=r"is (\d+)|none()", answer_key="a"))
+    with pytest.raises(KeyError, match=r"the row has no column 'answer' \(data.columns.answer\); it has b"):
+        exact.function("p", "4", {"b": 1})
+    regex = load_reward(RewardConfig(kind="regex", pattern=r"is (\d+)|none()"))
     assert regex.function("p", "it is 4, is 5", fields) == (1.0, "4")
     assert regex.function("p", "none", fields) == (0.0, "") and regex.function("p", "4", fields) == (0.0, None)
     assert load_reward(RewardConfig(kind="none")).function("p", "4", fields) == 0.0

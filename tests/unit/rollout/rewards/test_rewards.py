@@ -98,12 +98,12 @@ def test_exact_match_ignores_outer_white_space_and_keeps_case(response, expected
 
 
 def test_exact_match_compares_numbers_as_text():
-    assert load_reward(RewardConfig(answer_key="n")).function("p", "42", {"n": 42}) == (1.0, "42")
+    assert load_reward(RewardConfig()).function("p", "42", {"answer": 42}) == (1.0, "42")
 
 
 async def test_the_reward_none_asks_for_no_column_and_is_0_for_every_response():
     config = RewardConfig(kind="none")
-    assert config.by_name["none"].columns == {}
+    assert config.by_name["none"].columns == ()
     async with running(config) as runner:
         assert await rewards_of(runner, Prompt(0, (1,), "p"), "a", "") == [0.0, 0.0]
 
@@ -167,8 +167,8 @@ def test_the_text_of_what_is_no_answer_is_not_compared_with(kind, answer):
 
 
 async def test_a_missing_answer_column_costs_samples_not_the_run():
-    async with running(RewardConfig(answer_key="solution")) as runner:
-        assert await rewards_of(runner, PROMPT, "a") == [None]
+    async with running(RewardConfig()) as runner:
+        assert await rewards_of(runner, replace(PROMPT, fields={"solution": "a"}), "a") == [None]
 
 
 async def test_several_processes_keep_the_order_of_rollouts(rewards_module):

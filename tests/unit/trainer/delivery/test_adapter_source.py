@@ -207,9 +207,9 @@ def test_names_and_targets_follow_what_is_adapted():
     everything = adapter_tensors(tensors, LoraConfig(rank=16))
     assert len(everything) == 2 * (2 * 4 + 3 + 3 * EXPERTS)
     assert all(meta.name.startswith(PREFIX) and 16 in meta.shape for meta in everything)
-    assert target_modules(tensors, LoraConfig(experts=False, mlp=False)) == ["k_proj", "o_proj", "q_proj", "v_proj"]
-    assert "experts" in target_modules(tensors, LoraConfig(attention=False, mlp=False))
-    assert target_modules(tensors, LoraConfig(attention=False, experts=False)) == ["down_proj", "gate_proj", "up_proj"]
+    assert target_modules(tensors, LoraConfig(targets=("attention",))) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert "experts" in target_modules(tensors, LoraConfig(targets=("experts",)))
+    assert target_modules(tensors, LoraConfig(targets=("mlp",))) == ["down_proj", "gate_proj", "up_proj"]
 
 
 def test_kinds_of_another_rank_share_the_slots_of_the_largest():

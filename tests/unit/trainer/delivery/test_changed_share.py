@@ -81,7 +81,7 @@ def test_fused_experts_are_looked_at():
     assert figure == pytest.approx(counted, rel=0.3)
 
 
-def test_a_later_wave_of_a_publish_changes_nothing_and_no_step_is_no_change():
+def test_a_later_round_of_a_publish_changes_nothing_and_no_step_is_no_change():
     rank = make_rank(dtype=DType.bfloat16)
     source = TrainerWeightSource(rank.decoder, 0)
     figures = []

@@ -174,16 +174,6 @@ def test_an_engine_that_missed_two_versions_gets_every_byte_and_the_others_what_
     assert sent[0] == 1.5 * world.whole_bytes > 2 * sent[1], "once, where a further one has joined"
 
 
-@pytest.mark.parametrize("waves", [1, 2])
-def test_waves_of_one_publish_have_the_same_base(make_world, waves):
-    world = make_world(2, publish_waves=waves)
-    for number in range(3):
-        report = world.publish()
-        assert report.num_committed == 2 and world.all_hold_it()
-        assert (report.num_bytes < world.whole_bytes / 2) == (number > 0)
-        world.step()
-
-
 def test_a_link_that_breaks_leaves_an_engine_dirty_and_the_next_publish_is_whole(make_world):
     world = make_world()
     world.publish()

@@ -142,7 +142,7 @@ def test_a_switched_off_adapter_adds_nothing():
 
 
 def test_only_adapted_kinds_of_modules_get_adapters():
-    lora = LoraConfig(rank=4, alpha=8.0, attention=False)
+    lora = LoraConfig(rank=4, alpha=8.0, targets=("mlp", "experts"))
     operations = TorchAdapters()
     decoder = make_decoder(DENSE, replace(trainer_config(TrainMode.lora), lora=lora), by=with_slots(operations))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""trainer.numerics.adapters=merged: values of merged weights, gradients of base and adapters."""
+"""trainer.numerics.match=merged: values of merged weights, gradients of base and adapters."""
 
 from __future__ import annotations
 

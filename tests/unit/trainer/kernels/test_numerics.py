@@ -11,7 +11,7 @@ from cases.tiny_models import DEEPSEEK, DENSE, GPT_OSS, MOE, by_place, logits_of
 from torch import Tensor
 
 from slipstream.conf.architecture.activation import CLAMPED_SWIGLU, GELU_TANH, SWIGLU
-from slipstream.conf.schema import CombineMode, Rounding, RoutedScale, RouterFormat, RouterLogits
+from slipstream.conf.schema import Activations, CombineMode, Rounding, RoutedScale, RouterFormat, RouterLogits
 from slipstream.trainer.kernels.dense_activation import silu_product
 from slipstream.trainer.kernels.experts.groups import RowGroups
 from slipstream.trainer.kernels.experts.route import route
@@ -110,7 +110,11 @@ def test_a_decoder_layer_rounds_its_sum_where_numerics_say(once: bool) -> None:
 @pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "experts"])
 def test_a_layer_norms_the_sum_of_the_layer_before_it_unrounded(config: dict[str, object], checkpointing: bool) -> None:
     """norm=once, in bfloat16: where a layer is given the rounded sum alone, its output differs."""
-    decoder = make_decoder(config, trainer_config(activation_checkpointing=checkpointing), dtype=torch.bfloat16)
+    decoder = make_decoder(
+        config,
+        trainer_config(activations=Activations("recompute" if checkpointing else "keep")),
+        dtype=torch.bfloat16,
+    )
     token_ids, positions, cu_seqlens = packed()
     norm = decoder.model.layers[1].get_submodule("input_layernorm")
     seen: list[tuple[Tensor, Tensor]] = []

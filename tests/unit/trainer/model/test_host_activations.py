@@ -1,4 +1,4 @@
-"""trainer.activations_on_host and gate_up_kept: the same bits, the device holds two layers, and host memory returns to
+"""trainer.activations=host and gate_up_kept: the same bits, the device holds two layers, and host memory returns to
 its pool.
 
 A CPU has no second memory: copies are real, and their order is the program's. tests/gpu/test_decoder_gpu.py has the
@@ -28,6 +28,7 @@ from cases.tiny_models import (
 )
 from torch import Tensor
 
+from slipstream.conf.schema import Activations
 from slipstream.trainer.model import host_activations
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.model.host_activations import HostLayer, HostPool, HostStack, MovedTensor
@@ -51,7 +52,7 @@ def _no_collector() -> Iterator[None]:
 
 
 def decoder_of(hf_config: dict[str, Any], num_layers: int = 4, *, on_host: bool = True, **options: Any) -> Decoder:
-    config = trainer_config(activations_on_host=on_host, **options)
+    config = trainer_config(activations=Activations.host if on_host else Activations.recompute, **options)
     decoder = make_decoder({**hf_config, "num_hidden_layers": num_layers}, config)
     if decoder.host is not None:
         decoder.host.room_bytes = lambda: 0
@@ -195,7 +196,7 @@ def test_the_last_layers_stay_on_the_device_if_they_fit(monkeypatch: pytest.Monk
 
 def test_layers_stay_on_the_device_while_gradients_have_no_memory_of_their_own() -> None:
     """The room is what gradients will take: of all parameters in the first microbatch, of none in those after it."""
-    rank = make_rank(activations_on_host=True)
+    rank = make_rank(activations=Activations.host)
     rooms: list[int] = []
     pool = rank.decoder.host
     assert pool is not None

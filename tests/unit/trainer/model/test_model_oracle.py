@@ -43,7 +43,7 @@ from cases.tiny_models import (
 )
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.schema import MlaNormEps, TrainMode
+from slipstream.conf.schema import Activations, MlaNormEps, TrainMode
 from slipstream.trainer.kernels import delta_rule
 from slipstream.trainer.model import delta_net
 from slipstream.trainer.model.attend import AttentionBackend, attend
@@ -195,7 +195,9 @@ def test_recomputation_changes_no_bit(hf_config, mode):
     batch = packed()
     results = []
     for checkpointing in (True, False):
-        decoder = make_decoder(hf_config, trainer_config(mode, activation_checkpointing=checkpointing))
+        decoder = make_decoder(
+            hf_config, trainer_config(mode, activations=Activations("recompute" if checkpointing else "keep"))
+        )
         logits = logits_of(decoder, batch)
         probe_loss(logits, batch[0]).backward()
         results.append((logits, {n: p.grad for n, p in decoder.named_parameters() if p.requires_grad}))

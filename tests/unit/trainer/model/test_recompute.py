@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from slipstream.conf.schema import Activations
 from slipstream.trainer.engine_ops.merged_forward import MergedForward
 from slipstream.trainer.model.forward import Forward
 from slipstream.trainer.recompute import Recomputed, recomputation
@@ -152,7 +153,8 @@ class Alive(TorchDispatchMode):
 def held_in_the_first_layer(hf_config: dict[str, Any], num_layers: int, *, checkpointing: bool) -> Any:
     """What is alive when the first layer's attention is about to go backward."""
     decoder = make_decoder(
-        {**hf_config, "num_hidden_layers": num_layers}, trainer_config(activation_checkpointing=checkpointing)
+        {**hf_config, "num_hidden_layers": num_layers},
+        trainer_config(activations=Activations("recompute" if checkpointing else "keep")),
     )
     batch, alive, found = packed(), Alive(), []
     o_proj = decoder.model.layers[0].get_submodule("self_attn.o_proj")
@@ -176,7 +178,7 @@ def test_experts_keep_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have them again from the part before them, which is computed again once, for both."""
     routings, refs, route = [], [], Forward.route
     monkeypatch.setattr(Forward, "route", lambda self, *given: routings.append(self) or route(self, *given))
-    decoder, batch = make_decoder(MOE, trainer_config(activation_checkpointing=True)), packed()
+    decoder, batch = make_decoder(MOE, trainer_config(activations=Activations.recompute)), packed()
     for layer in decoder.model.layers:
         layer.get_submodule("mlp.experts").register_forward_pre_hook(
             lambda _, args: refs.append(StorageWeakRef(args[0].untyped_storage()))

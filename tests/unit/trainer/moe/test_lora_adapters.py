@@ -78,12 +78,12 @@ def test_full_training_trains_all_but_the_router_in_float32():
 
 
 def test_choosing_what_to_adapt():
-    only_experts = LoraConfig(rank=4, attention=False, mlp=False)
+    only_experts = LoraConfig(rank=4, targets=("experts",))
     names = {n for n, p in make_decoder(MIXED, trainer_config(lora=only_experts)).named_parameters() if p.requires_grad}
     assert names
     assert all(".mlp.experts." in name for name in names)
     with pytest.raises(ConfigError, match="adapts nothing"):
-        make_decoder(MOE, trainer_config(lora=LoraConfig(attention=False, experts=False)))
+        make_decoder(MOE, trainer_config(lora=LoraConfig(targets=("mlp",))))
 
 
 def test_bfloat16_stays_near_float32():

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.conf.architecture.activation import CLAMPED_SWIGLU, SWIGLU
 from slipstream.conf.architecture.model_spec import ExpertFormat
+from slipstream.conf.schema import Activations
 from slipstream.trainer.adapter_io import pack_expert_a, pack_expert_b
 from slipstream.trainer.kernels.experts.dequant import GROUP
 from slipstream.trainer.kernels.experts.groups import RowGroups
@@ -293,7 +294,7 @@ def test_gate_and_up_that_are_saved_outlive_a_backward(monkeypatch):
 
 def test_a_checkpointed_layer_computes_its_routed_experts_forward_once():
     calls: list[torch.nn.Module] = []
-    batch, decoder = packed(), make_decoder(MIXED, trainer_config(activation_checkpointing=True))
+    batch, decoder = packed(), make_decoder(MIXED, trainer_config(activations=Activations.recompute))
     for module in decoder.modules():
         if isinstance(module, Experts):
             module.register_forward_pre_hook(lambda experts, _: calls.append(experts))

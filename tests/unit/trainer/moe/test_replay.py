@@ -36,7 +36,7 @@ from cases.tiny_models import (
 from torch import Tensor, nn
 
 from slipstream.conf.architecture.model_spec import MoeSpec, RouterScore
-from slipstream.conf.schema import MlaNormEps, TrainMode
+from slipstream.conf.schema import Activations, MlaNormEps, TrainMode
 from slipstream.trainer.model.decoder import Decoder
 from slipstream.trainer.moe.replay import RecordedRoutes
 from slipstream.trainer.parallel import ParallelLayout
@@ -56,9 +56,9 @@ FAMILIES = {
 }
 MODES = {
     "lora": trainer_config(),
-    "lora_keeping_activations": trainer_config(activation_checkpointing=False),
+    "lora_keeping_activations": trainer_config(activations=Activations.keep),
     "full": trainer_config(TrainMode.full, train_router=True),
-    "full_keeping_activations": trainer_config(TrainMode.full, train_router=True, activation_checkpointing=False),
+    "full_keeping_activations": trainer_config(TrainMode.full, train_router=True, activations=Activations.keep),
 }
 HALF = [(family, mode) for i, family in enumerate(FAMILIES) for j, mode in enumerate(MODES) if (i + j) % 2 == 0]
 """Each family trains adapters, and all weights; half of the families keep activations, as every other one does not."""

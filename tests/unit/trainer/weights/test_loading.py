@@ -114,7 +114,7 @@ def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
 
 def test_random_weights_have_the_declared_spread_and_norms_of_one():
     decoder = make_decoder(MIXED)
-    config = ModelConfig(init=Init.random, hf_config=MIXED, init_std=0.3)
+    config = ModelConfig(init=Init.random, hf_config=MIXED | {"initializer_range": 0.3})
     load_weights(decoder, open_reader(config, SPEC, seed=1, device="cpu"), seed=1)
     for name, parameter in decoder.named_parameters():
         if name.endswith("norm.weight"):

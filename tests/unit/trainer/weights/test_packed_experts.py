@@ -166,7 +166,7 @@ def test_a_right_program_is_within_the_bound_of_gpu_runs_and_faults_are_far_outs
     """What tests/gpu/test_packed_base_gpu.py asks of an engine, asked of the trainer here."""
     base = fakes.write_packed_checkpoint(model, tmp_path / "base", seed=1)
     spec = read_config(json.loads((base / "config.json").read_text()))
-    lora = LoraConfig(rank=4, alpha=8.0, attention=model == "qwen3_moe", mlp=False)
+    lora = LoraConfig(rank=4, alpha=8.0, targets=("attention", "experts") if model == "qwen3_moe" else ("experts",))
     decoder = build_decoder(spec, dtype=torch.bfloat16, device="cpu", trainer=trainer_config(lora=lora))
     load_weights(decoder, CheckpointReader(base, spec), seed=3)
     batch = packed((72,) * 2, vocab_size=spec.vocab_size)
@@ -323,7 +323,7 @@ def test_a_rank_trains_packed_experts_and_publishes_nothing_merged(kind, objecti
 
 def test_adapters_beside_packed_experts_have_the_names_and_shapes_of_those_beside_plain_ones():
     """Engines load the packed base themselves, and a publish carries these."""
-    lora = LoraConfig(rank=4, attention=False)
+    lora = LoraConfig(rank=4, targets=("mlp", "experts"))
     packed_source, plain_source = (
         AdapterSource(make_decoder(config, trainer_config(lora=lora)), 0, lora)
         for config in (KIMI_INT4, {**KIMI_INT4, "quantization_config": None})

@@ -42,7 +42,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.schema import LoraConfig
+from slipstream.conf.schema import LORA_TARGETS, LoraConfig
 from slipstream.trainer.adapter_io import load_adapter, save_adapter
 from slipstream.trainer.weights.stored_adapter import (
     ADAPTER_CONFIG,
@@ -99,7 +99,7 @@ def change_config(folder: Path, **fields: Any) -> None:
 
 def options(folder: Path) -> LoraConfig:
     """Those of a run that fits the adapter."""
-    return LoraConfig(**options_of(read_stored_adapter(folder, "--adapter"), "--adapter"))
+    return LoraConfig(**options_of(read_stored_adapter(folder, "--adapter"), "--adapter")._asdict())
 
 
 def peft_logits(hf_config: dict[str, Any], folder: Path) -> torch.Tensor:
@@ -166,7 +166,9 @@ def test_files_of_peft_before_patterns_are_taken(tmp_path: Path) -> None:
     assert relative_error(logits_of(decoder, packed()), expected) < 1e-5
 
 
-WITHOUT = [LoraConfig(rank=4, alpha=8.0, **{kind: False}) for kind in ("attention", "mlp", "experts")]
+WITHOUT = [
+    LoraConfig(rank=4, alpha=8.0, targets=tuple(one for one in LORA_TARGETS if one != kind)) for kind in LORA_TARGETS
+]
 
 
 @pytest.mark.parametrize(
@@ -309,7 +311,11 @@ def test_fields_that_no_option_says_are_refused(
             "use_rslora=true (a scale of lora_alpha / sqrt(r), where a run's is alpha / rank); set trainer.lora.rank=6 "
             "trainer.lora.alpha=39.1918358845309, got",
         ),
-        ({}, LoraConfig(rank=6, alpha=16, mlp=False), "no place in a run with trainer.lora.mlp=false; set it to true"),
+        (
+            {},
+            LoraConfig(rank=6, alpha=16, targets=("attention", "experts")),
+            "no place in a run without mlp in trainer.lora.targets; add it",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_answered_with_those_that_do(

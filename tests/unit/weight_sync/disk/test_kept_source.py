@@ -152,18 +152,6 @@ def test_an_engine_that_was_filled_from_a_peer_takes_changes_once_it_has_hashed_
     assert report.num_takers == 2 and report.num_bytes < NUM_BYTES
 
 
-@pytest.mark.parametrize("waves", [1, 2])
-def test_what_was_packed_twice_in_a_publish_is_not_compared(make, waves, tmp_path) -> None:
-    tensors = values(0)
-    ends = make(register_tensors(tensors), 2, publish_waves=waves)
-    for version in range(3):
-        report = ends.sender.update(version)
-        save(tensors, tmp_path)
-        assert report.num_committed == 2 and ends.hold(tmp_path) == [True, True]
-        step(tensors, version)
-    assert waves == 2 or report.num_bytes < NUM_BYTES
-
-
 def test_a_publish_that_does_not_end_leaves_nothing_that_is_compared_with(make, monkeypatch, tmp_path) -> None:
     tensors = values(0)
     ends = make(register_tensors(tensors))

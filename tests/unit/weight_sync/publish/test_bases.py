@@ -1,4 +1,4 @@
-"""Locks: who may be sent changes alone, where they land, and what a publish of several waves reports."""
+"""Locks: who may be sent changes alone, where they land, and what a publish of several rounds reports."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def test_parts_and_flags_of_ranks_are_one_after_the_other() -> None:
     assert joined_flags([(True, False), (), (False, True)]).tolist() == [True, False, False, True]
 
 
-def test_waves_of_a_publish_add_up_but_for_pauses_and_peaks() -> None:
-    """Three replicas: the first wave has the second, the second wave the others."""
+def test_rounds_of_a_publish_add_up_but_for_pauses_and_peaks() -> None:
+    """Three replicas: the first round has the second, the second round the others."""
     summed = (
         "begin_s",
         "idle_s",
@@ -145,9 +145,8 @@ def test_waves_of_a_publish_add_up_but_for_pauses_and_peaks() -> None:
     assert [one.endpoint for one in report.replicas] == ["two 0", "one 1", "two 2"]
     assert {name: getattr(report, name) for name in summed} == {n: 101 * (i + 1) for i, n in enumerate(summed)}
     assert (report.pause_s, report.peak_bytes, report.num_changed_params) == (2.0, 30, 4)
-    assert report.wave_s == (8, 800)
     left = {one.name for one in fields(report)} - {*summed, "replicas", "pause_s", "peak_bytes"}
-    left -= {"num_changed_params", "wave_s"}
+    left -= {"num_changed_params"}
     assert all(getattr(report, name) == getattr(reports[-1], name) for name in left)
     more = joined([replace(reports[0], num_changed_params=n) for n in (3, 5)], [[1], [0, 2]])
     assert more.num_changed_params == 8 and more.pause_s == pytest.approx(2.0)

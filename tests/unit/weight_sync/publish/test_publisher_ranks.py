@@ -6,7 +6,6 @@ The ranks are threads, their group a room in which all must make the same calls 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -43,7 +42,7 @@ NUM_BYTES = sum((40, 10, 70, 80, 80))
 class World:
     """Two trainer ranks that hold different shards, and two replicas of two ranks."""
 
-    def __init__(self, num_replicas: int = 2, num_waves: int = 1) -> None:
+    def __init__(self, num_replicas: int = 2) -> None:
         self.fabric = MemoryFabric()
         self.room = Room(NUM_RANKS)
         self.engines = [PlainEngine([MemoryTransport(self.fabric) for _ in range(2)]) for _ in range(num_replicas)]
@@ -53,7 +52,7 @@ class World:
         self.publishers: list[Publisher] = [
             Publisher(
                 self.sources[rank], self.links[rank], rank=rank, world_size=NUM_RANKS, group=self.room, key=KEY,
-                config=WeightSyncConfig(watermark_bytes=1 << 16, timeout_s=30.0, publish_waves=num_waves),
+                config=WeightSyncConfig(watermark_bytes=1 << 16, timeout_s=30.0),
             )
             for rank in range(NUM_RANKS)
         ]  # fmt: skip
@@ -254,16 +253,6 @@ def test_a_replica_started_again_is_met_by_rank_0_and_known_to_all(make) -> None
     world.raises(ReplicaError, "gone", lambda publisher: publisher.reconnect(0, "tcp://127.0.0.1:9"))
     assert committed(world.publish(3)) == [False, True]
     world.endpoints[0] = EndpointThread(world.engines[0])
-
-
-def test_waves_are_epochs_of_their_own_and_traced_apart(make, tmp_path: Path) -> None:
-    world = make(num_waves=2)
-    first = world.publish(0, trace=tmp_path / "t.json")
-    assert committed(first) == [True, True] and len(first.wave_s) == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["t-wave1.json", "t.json"]
-    second = world.publish(1)
-    assert second.epoch == first.epoch + 2
-    assert second.num_bytes == 2 * 2 * NUM_BYTES
 
 
 def test_excluded_replicas_are_left_alone_by_every_rank(make) -> None:

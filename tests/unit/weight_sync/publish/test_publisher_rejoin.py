@@ -1,4 +1,4 @@
-"""A replica that was started again rejoins under the same plan; replicas are updated in waves."""
+"""A replica that was started again rejoins under the same plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
+from fakes.memory_transport import MemoryFabric, MemoryTransport
 from fakes.publish import KEY, DictSource, EndpointThread, PlainEngine, engine_layout
 
 from slipstream.conf.schema import WeightSyncConfig
@@ -22,14 +22,14 @@ from slipstream.weight_sync.typed_msgpack import Sent
 class World:
     """One trainer rank and some replicas that can be ended and started again."""
 
-    def __init__(self, num_replicas: int, num_waves: int = 1) -> None:
+    def __init__(self, num_replicas: int) -> None:
         self.fabric = MemoryFabric()
         self.engines = [self.engine() for _ in range(num_replicas)]
         self.endpoints = [EndpointThread(engine) for engine in self.engines]
         self.transport = MemoryTransport(self.fabric)
         self.publisher = Publisher(
             DictSource(0, num_ranks=1), self.transport, rank=0, world_size=1, group=None,
-            config=WeightSyncConfig(watermark_bytes=1 << 16, timeout_s=10.0, publish_waves=num_waves), key=KEY,
+            config=WeightSyncConfig(watermark_bytes=1 << 16, timeout_s=10.0), key=KEY,
         )  # fmt: skip
         try:
             self.publisher.connect([endpoint.address for endpoint in self.endpoints])
@@ -221,42 +221,6 @@ def test_disconnect_closes_the_links_of_the_dead_at_once(worlds: list[World]) ->
     assert sorted(world.transport.closed) == sessions
     world.publisher.disconnect([0])
     assert len(world.transport.closed) == len(sessions), "once"
-
-
-def test_waves_update_one_after_the_other_and_a_failed_one_does_not_stop_the_next(worlds: list[World]) -> None:
-    worlds.append(world := World(3, num_waves=2))
-    report = world.publisher.publish(0)
-    assert committed(report) == [True, True, True]
-    assert len(report.wave_s) == 2
-    assert report.total_s == pytest.approx(sum(report.wave_s))
-    assert report.num_bytes == 3 * 2 * sum((40, 10, 70, 80, 80))
-    assert world.transport.closed == [], "a wave leaves the links of the others' replicas open"
-    sessions = [receiver.describe().binding.session for receiver in world.engines[0].receivers]
-    world.fabric.inject(sessions[0], Fault(corrupt=True))
-    report = world.publisher.publish(1)
-    assert committed(report) == [False, True, True]
-    assert sorted(world.transport.closed) == sorted(sessions), "those of the one that failed"
-    assert report.num_changed_params == 2 * 2 * 5, "of the two that committed"
-    assert committed(world.publisher.publish(2)) == [True, True, True]
-    assert committed(world.publisher.publish(3, exclude=[1])) == [True, False, True]
-
-
-def test_during_a_wave_the_others_serve(worlds: list[World]) -> None:
-    """A trainer that died inside any wave would leave somebody who serves."""
-    worlds.append(world := World(2, num_waves=2))
-    world.publisher.publish(0)
-    seen: list[tuple[int, list[int]]] = []
-    for number, engine in enumerate(world.engines):
-        verify = engine.verify
-
-        async def look(*args, number: int = number, verify=verify) -> None:
-            serving = [i for i, e in enumerate(world.endpoints) if e.endpoint.state.is_serving]
-            seen.append((number, serving))
-            await verify(*args)
-
-        engine.verify = look  # type: ignore[method-assign]
-    world.publisher.publish(1)
-    assert seen == [(0, [1]), (1, [0])]
 
 
 def test_another_trainer_meets_the_replicas_that_are_there_and_publishes_anew(worlds: list[World]) -> None:
