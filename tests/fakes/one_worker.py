@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from fakes.checkpoints import CheckpointSource
 from fakes.flipping_transport import FlippingTransport
 from slipstream.conf.schema import Device, DType, RolloutConfig, WeightSyncConfig
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.types import Prompt, Rollout
 from slipstream.rollout.worker import RolloutWorker
-from slipstream.weight_sync.layout import Region, SourceLayout, SourceShard, TensorMeta
 from slipstream.weight_sync.publish.publisher import Publisher
 from slipstream.weight_sync.publish.report import PublishReport
 
@@ -83,36 +83,6 @@ class Checkpoints:
         num_prompt = len(prompt.token_ids)
         scores = torch.log_softmax(logits[num_prompt - 1 : -1], dim=-1)
         return scores.gather(1, ids[0, num_prompt:, None])[:, 0]
-
-
-class CheckpointSource:
-    """WeightSource of one trainer rank that holds a whole checkpoint."""
-
-    temporary_bytes = 0
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors = tensors
-
-    def layout(self) -> SourceLayout:
-        """Every tensor, whole."""
-        return SourceLayout(
-            0,
-            tuple(TensorMeta(name, tuple(t.shape), "float32") for name, t in sorted(self.tensors.items())),
-            tuple(
-                SourceShard(name, Region((0,) * t.dim(), tuple(t.shape))) for name, t in sorted(self.tensors.items())
-            ),
-        )
-
-    def begin(self, version: int) -> int:
-        """Nothing to gather."""
-        return 0
-
-    def read(self, tensor: str, region: Region, out: torch.Tensor) -> None:
-        """Copy a rectangle."""
-        out.copy_(self.tensors[tensor][tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))])
-
-    def end(self) -> None:
-        """Nothing to drop."""
 
 
 @dataclass(kw_only=True)
