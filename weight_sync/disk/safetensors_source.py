@@ -20,10 +20,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -169,13 +170,20 @@ class Checkpoint:
         before = _stamps(self._pieces)
         self.num_bytes_read = 0
         jobs = [job for number in range(len(self._plans)) for job in self._jobs(number)]
+        has_failed = threading.Event()
+
+        def run(job: Callable[[], None]) -> None:
+            if has_failed.is_set():  # the checkpoint is refused, so do not read the rest
+                return
+            try:
+                job()
+            except BaseException:
+                has_failed.set()
+                raise
+
         with ThreadPoolExecutor(self._num_threads, "weight-sync-read") as pool:
-            futures = [pool.submit(job) for job in jobs]
-            wait(futures, return_when=FIRST_EXCEPTION)
-            pool.shutdown(cancel_futures=True)  # once one has failed the checkpoint is refused: the rest is not read
-            for future in futures:
-                if not future.cancelled():
-                    future.result()
+            for future in [pool.submit(run, job) for job in jobs]:
+                future.result()
         if _stamps(self._pieces) != before:
             raise ConfigError(f"CHECKPOINT={self._folder} changed while it was read; read it again")
         source.missing = ""
@@ -304,7 +312,7 @@ def _allocate(plan: BlockPlan) -> mmap.mmap:
 
 def _read_into(path: Path, offset: int, out: Tensor) -> None:
     """Call pread until `out` is full, with the interpreter's lock released."""
-    view = out.numpy().data
+    view = memoryview(cast(Any, out.numpy()))
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError as error:
