@@ -401,9 +401,9 @@ def test_chat_prompts_need_no_transformers_here(checkpoint: Path) -> None:
     (checkpoint / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
     rows = [{"prompt": [{"role": "user", "content": "1a="}], "answer": "a"}]
     data = checkpoint.parent / "chat.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows * 16))
     report = run_preflight(load_run_config(words_for(checkpoint, f"data.path={data}", "data.eval_path=null")))
-    assert f"1 in {data}" in {fact.finding for fact in report.facts}
+    assert f"16 in {data}" in {fact.finding for fact in report.facts}
 
 
 def test_the_figure_that_chooses_the_best_checkpoint_is_one_of_the_runs() -> None:

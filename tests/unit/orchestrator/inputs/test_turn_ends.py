@@ -173,7 +173,7 @@ def test_a_run_says_that_answers_end_elsewhere(tmp_path, words, said):
     save_template_tokenizer(tmp_path, "qwen3", BASE)
     asked, answer = ({"role": role, "content": text} for role, text in SUMS[:2])
     row = {"prompt": [asked], "answer": "4"} if words else {"messages": [asked, answer]}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 64)  # as many as a step takes
     given = words or ["experiment=sft_quickstart"]
     config = load_run_config(
         [*given, "data=files", f"data.path={tmp_path / 'rows.jsonl'}", f"model.tokenizer={tmp_path}"]
