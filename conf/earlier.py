@@ -116,7 +116,7 @@ GONE = (
         },
     ),
     _gone("data.add_special_tokens", "they are added to a prompt that is text and does not have them", True),
-    _gone("cluster.object_store_bytes", "for another one start a Ray cluster, and set cluster.ray_address", 512 << 20),
+    _gone("cluster.object_store_bytes", "it follows from what the routes of a run take, and from /dev/shm", 512 << 20),
     *(
         _gone(name, f"it is {value} in every run", value)
         for name, value in {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar
 
 from slipstream.conf.schema.read_if import REMOVE_ONE, If, read_if
 from slipstream.conf.schema.rules import above
@@ -40,10 +39,6 @@ class ClusterConfig:
     dashboard: bool = field(default=True, metadata=read_if(OWN_CLUSTER))
     """Start the Ray dashboard, if the run starts its own cluster: at port 8265, or the next free one, which the run and
     `slipstream status` say.
-    """
-    object_store_bytes: ClassVar[int] = 512 << 20
-    """Size of Ray's object store, if the run starts its own cluster. Batches pass through it, weights never do; what it
-    has no room for becomes files.
     """
     start_timeout_s: float = 900.0
     """Longest wait for trainer ranks and engines to come up."""

@@ -20,9 +20,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.schema import ClusterConfig
 from slipstream.orchestrator import environment
 from slipstream.orchestrator.cluster.private_folder import private_folders
+from slipstream.orchestrator.inputs.object_store import LEAST_BYTES
 from slipstream.orchestrator.machine import DASHBOARD_PORT, HERE, Machine, list_interfaces
 from slipstream.orchestrator.socket_folder import where_sockets_lie
 
@@ -172,7 +172,7 @@ def processors_and_memory(machine: Machine) -> Iterator[Finding]:
     total, available = machine.memory_bytes()
     tight = "the quick start wants 8 GB: two engines and two trainer ranks" if available < 8 << 30 else ""
     yield _judged("machine", "memory", f"{_gb(total)}, {_gb(available)} free", tight)
-    shared, wanted = machine.free_bytes(Path("/dev/shm")), ClusterConfig().object_store_bytes
+    shared, wanted = machine.free_bytes(Path("/dev/shm")), LEAST_BYTES
     small = (
         f"Ray's object store wants {wanted >> 20} MiB there and is slow elsewhere: enlarge it (docker run "
         "--shm-size=2g)"

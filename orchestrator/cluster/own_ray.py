@@ -39,6 +39,8 @@ from slipstream.orchestrator.cluster.ray_host import HOST, HostOptions, loss
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import PlacementError
 from slipstream.orchestrator.files.run_folder import RunFolder
+from slipstream.orchestrator.inputs.object_store import object_store_bytes
+from slipstream.orchestrator.machine import Machine
 from slipstream.orchestrator.socket_folder import HOLD, LET_GO
 from slipstream.rollout.crash_reports import death_in, how_it_ended
 from slipstream.rollout.engine.engine_options import compile_cache, set_engine_environment
@@ -126,7 +128,7 @@ class OwnRay:
             logs=str(self._folder.ray_logs),
             crashes=str(self._folder.crashes),
             has_dashboard=cluster.dashboard,
-            object_store_bytes=cluster.object_store_bytes,
+            object_store_bytes=object_store_bytes(self._config, Machine()),
             workers_import_under=self._workers_import_under(environment) if has_workers else None,
         )
         self.is_taken_over = False

@@ -25,6 +25,7 @@ from slipstream.conf.schema import (
 )
 from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
+from slipstream.orchestrator.inputs.object_store import object_store_bytes
 from slipstream.orchestrator.machine import DASHBOARD_PORT, Machine, answers
 from slipstream.orchestrator.socket_folder import where_sockets_lie
 from slipstream.trainer.weights.stored_adapter import num_adapted
@@ -179,7 +180,7 @@ def check_shared_memory(config: RunConfig, machine: Machine) -> Fact:
         return Fact("/dev/shm", "not looked at: the machines of a Ray cluster")
     free = machine.free_bytes(Path("/dev/shm"))
     found = f"{free >> 20} MiB free"
-    rollout, store = config.rollout, config.cluster.object_store_bytes
+    rollout, store = config.rollout, object_store_bytes(config, machine)
     is_in_several = config.algorithm.objective is Objective.policy and rollout.tp_size > 1
     queues = rollout.most_workers * ENGINE_QUEUE_BYTES if is_in_several else 0
     cure = "enlarge it (docker run --shm-size=2g)"

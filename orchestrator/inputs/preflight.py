@@ -55,6 +55,7 @@ from slipstream.orchestrator.inputs.machine_checks import (
 )
 from slipstream.orchestrator.inputs.model_files import check_checkpoint_files, download_first
 from slipstream.orchestrator.inputs.model_folder import engine_checkpoint, resolve_hf_config
+from slipstream.orchestrator.inputs.object_store import object_store_bytes, route_bytes
 from slipstream.orchestrator.inputs.rows.prompt_rows import check_data
 from slipstream.orchestrator.inputs.text_encoder import (
     TextEncoder,
@@ -255,27 +256,21 @@ def check_evaluation(config: RunConfig) -> Fact:
     return Fact("evaluation", f"{counted(len(sets), 'held-out set')}{named}, {how}{kept}")
 
 
-def check_routes(config: RunConfig) -> Fact | None:
-    """What recorded routes take of Ray's object store, through which they pass twice: to the buffer, which holds the
-    batches that may be waiting, and to the trainer."""
-    if not config.parity.replay_routing:
+def check_routes(config: RunConfig, machine: Machine) -> Fact | None:
+    """What recorded routes take of Ray's object store."""
+    routes = route_bytes(config)
+    if routes is None:
         return None
-    folder = config.model.path
-    moe = read_config(resolve_hf_config(config.model)).moe if folder is None or Path(folder).is_dir() else None
-    if moe is None:
-        return None  # check_model reports a folder that is missing, and a model without experts
-    per_token = sum(moe.layers) * moe.top_k * (1 if moe.num_experts <= 256 else 2) + 1
-    algorithm, store = config.algorithm, config.cluster.object_store_bytes
-    num_responses = algorithm.groups_per_step * algorithm.group_size
-    longest = config.max_prompt_tokens + config.rollout.sampling.max_tokens
-    num_bytes = num_responses * longest * per_token * (algorithm.max_staleness_steps + 2)
-    found = f"recorded and replayed: {per_token} bytes per token, {num_bytes / 1e9:.2f} GB at most at a time"
-    if num_bytes <= store or config.cluster.ray_address is not None:
+    found = (
+        f"recorded and replayed: {routes.per_token} bytes per token, {routes.at_a_time / 1e9:.2f} GB at most at a time"
+    )
+    store = object_store_bytes(config, machine)
+    if routes.at_a_time <= store or config.cluster.ray_address is not None:
         return Fact("routes", found)
     return Fact(
         "routes",
-        f"{found}, more than the {store >> 20} MiB of Ray's object store, which puts the rest into files; on a cluster "
-        "of your own (cluster.ray_address) `ray start --object-store-memory` says how much it has",
+        f"{found}, more than the {store >> 20} MiB that Ray's object store gets, half of what /dev/shm has free; the "
+        "rest becomes files: enlarge /dev/shm (docker run --shm-size=16g)",
         is_warning=True,
     )
 
@@ -350,7 +345,6 @@ OPTION_CHECKS = (
     check_training,
     check_sampling,
     check_evaluation,
-    check_routes,
     check_reward_loads,
     check_algorithm_loads,
     check_teacher_answers,
@@ -362,6 +356,7 @@ MACHINE_CHECKS = (
     check_devices,
     check_memory,
     check_base_has_room,
+    check_routes,
     check_shared_memory,
     check_sockets,
     check_link,

@@ -21,6 +21,7 @@ from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import PreflightError
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
 from slipstream.orchestrator.inputs.model_files import check_checkpoint_files
+from slipstream.orchestrator.inputs.object_store import LEAST_BYTES, object_store_bytes
 from slipstream.orchestrator.inputs.preflight import (
     _count,
     _join,
@@ -238,19 +239,24 @@ def test_a_kv_cache_too_small_for_one_sequence_is_refused(checkpoint: Path) -> N
         run_preflight(load_run_config(words_for(checkpoint, f"rollout.kv_cache_bytes={enough}")))
 
 
-def test_routes_that_do_not_fit_the_object_store_are_warned_of(checkpoint: Path) -> None:
+def test_the_object_store_has_room_for_routes_as_far_as_shared_memory_has(checkpoint: Path) -> None:
     """Two layers, two experts per token and a byte for the mark: 5 bytes. 16 groups of 24 responses, prompts of 36
     and 4 tokens, at staleness 0 two batches at a time: 384 * 40 * 5 * 2 bytes; then 60,000 groups."""
     words = ["data.max_prompt_tokens=36", "rollout.sampling.max_tokens=4"]
     config = load_run_config(words_for(checkpoint, *words))
-    assert check_routes(config) is None
+    large, small = Machine(free_bytes=with_shared_memory(4 << 30)), Machine(free_bytes=with_shared_memory(1 << 30))
+    assert check_routes(config, large) is None and object_store_bytes(config, large) == LEAST_BYTES
     config = replace(config, parity=replace(config.parity, replay_routing=True))
-    fact = check_routes(config)
+    fact = check_routes(config, large)
     assert fact is not None and fact.finding == "recorded and replayed: 5 bytes per token, 0.00 GB at most at a time"
+    assert object_store_bytes(config, large) == LEAST_BYTES
     config = replace(config, algorithm=replace(config.algorithm, groups_per_step=60_000))
-    fact = check_routes(config)
+    fact = check_routes(config, large)
+    assert fact is not None and not fact.is_warning
+    assert object_store_bytes(config, large) == 60_000 * 24 * 40 * 5 * 2
+    fact = check_routes(config, small)
     assert fact is not None and fact.is_warning
-    assert "0.58 GB at most at a time, more than the 512 MiB of Ray's object store" in fact.finding
+    assert "0.58 GB at most at a time, more than the 512 MiB that Ray's object store gets" in fact.finding
 
 
 def test_stops_are_told_and_their_tokens_must_exist(checkpoint: Path) -> None:
