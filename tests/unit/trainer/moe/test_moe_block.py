@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -146,11 +147,13 @@ def test_gradients_pass_gradcheck(activation, is_full, has_bias):
     names = [name for name, parameter in experts.named_parameters() if parameter.requires_grad]
     assert any("bias" in name for name in names) is (is_full and has_bias)
 
-    def call(x, weights, *values):
-        return torch.func.functional_call(experts, dict(zip(names, values, strict=True)), (x, weights, plan))
+    def call(is_computed_again, x, weights, *values):
+        again = (lambda: x) if is_computed_again else None
+        return torch.func.functional_call(experts, dict(zip(names, values, strict=True)), (x, weights, plan, again))
 
     values = [dict(experts.named_parameters())[name] for name in names]
-    assert torch.autograd.gradcheck(call, (x, weights, *values), fast_mode=True)
+    for is_computed_again in (False, True):
+        assert torch.autograd.gradcheck(partial(call, is_computed_again), (x, weights, *values), fast_mode=True)
 
 
 def test_weights_that_multiply_rows_in_the_product_are_those_of_the_rows(monkeypatch):
