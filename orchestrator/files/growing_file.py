@@ -6,14 +6,11 @@ anew), all of its lines are given again, and `GrowingFile.news` says so.
 """
 
 from collections.abc import Collection, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from slipstream.conf.json_files import JsonObject
-from slipstream.orchestrator.files.row_files import decoder_of
+from slipstream.orchestrator.files.row_files import reader_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,5 @@ class GrowingFile:
 
 def objects(lines: Lines, names: Collection[str] | None = None) -> Iterator[tuple[int, JsonObject]]:
     """(offset, object, or what it has of these names) of each line that is a JSON object; others are left out."""
-    decode = decoder_of(names).decode
-    for offset, line in lines.lines:
-        with suppress(msgspec.DecodeError):
-            yield offset, decode(line)
+    read = reader_of(names)
+    return ((offset, row) for offset, line in lines.lines if (row := read(line)) is not None)

@@ -8,38 +8,40 @@ Owns: reading and cutting. Does not own: what rows say, who writes them (telemet
 crash cut short, and a line that is no row (a disk that lost power leaves zeros), count as not there.
 """
 
+import json
 import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, TypedDict
+from typing import Any, BinaryIO, TypeAlias, TypedDict
 
 import msgspec
 
-from slipstream.conf.json_files import JsonObject
+from slipstream.conf.json_files import JsonObject, is_object
 
+ReadRow: TypeAlias = Callable[[bytes], JsonObject | None]
 _BLOCK_BYTES = 1 << 20
 _COPY_BYTES = 16 << 20
 
 
 def read_rows(path: Path, names: Collection[str] | None = None) -> list[JsonObject]:
     """All rows, or what they have of these names."""
-    decode = decoder_of(names).decode
+    read = reader_of(names)
     try:
         with path.open("rb") as file:
-            return [row for line in file if line.endswith(b"\n") and (row := _row(line, decode)) is not None]
+            return [row for line in file if line.endswith(b"\n") and (row := read(line)) is not None]
     except FileNotFoundError:
         return []
 
 
 def last_rows(path: Path, most: int) -> list[JsonObject]:
     """The newest ones, in step order."""
-    decode = decoder_of(None).decode
+    read = reader_of(None)
     try:
         with path.open("rb") as file:
-            return [row for _, row in islice(_rows_backwards(file, decode), most)][::-1]
+            return [row for _, row in islice(_rows_backwards(file, read), most)][::-1]
     except FileNotFoundError:
         return []
 
@@ -51,12 +53,12 @@ def cut_rows(path: Path, *, after_step: int, names: Collection[str] = ()) -> lis
     Returns:
         What the removed ones had of these names.
     """
-    decode = decoder_of({"step", *names}).decode
+    read = reader_of({"step", *names})
     removed: deque[JsonObject] = deque()
     try:
         with path.open("rb") as file:
             kept_bytes = 0
-            for end, row in _rows_backwards(file, decode):
+            for end, row in _rows_backwards(file, read):
                 if row["step"] <= after_step:
                     kept_bytes = end
                     break
@@ -70,20 +72,13 @@ def cut_rows(path: Path, *, after_step: int, names: Collection[str] = ()) -> lis
 
 def end_of_rows(file: BinaryIO, after_step: int) -> int:
     """Bytes of a file in step order up to the rows of later steps."""
-    decode = decoder_of({"step"}).decode
-    return next((end for end, row in _rows_backwards(file, decode) if row["step"] <= after_step), 0)
+    read = reader_of({"step"})
+    return next((end for end, row in _rows_backwards(file, read) if row["step"] <= after_step), 0)
 
 
-def _rows_backwards(file: BinaryIO, decode: Callable[[bytes], JsonObject]) -> Iterator[tuple[int, JsonObject]]:
+def _rows_backwards(file: BinaryIO, read: ReadRow) -> Iterator[tuple[int, JsonObject]]:
     """(where it ends, row) of each line that is one, the last one first."""
-    return ((end, row) for end, line in _backwards(file) if (row := _row(line, decode)) is not None)
-
-
-def _row(line: bytes, decode: Callable[[bytes], JsonObject]) -> JsonObject | None:
-    try:
-        return decode(line)
-    except msgspec.DecodeError:
-        return None
+    return ((end, row) for end, line in _backwards(file) if (row := read(line)) is not None)
 
 
 def _keep_first(path: Path, file: BinaryIO, num_bytes: int) -> None:
@@ -96,12 +91,30 @@ def _keep_first(path: Path, file: BinaryIO, num_bytes: int) -> None:
     partial.replace(path)
 
 
-def decoder_of(names: Collection[str] | None) -> msgspec.json.Decoder[Any]:
-    """Reads a row, or these names of it."""
-    if names is None:
-        return msgspec.json.Decoder(dict[str, Any])
+def reader_of(names: Collection[str] | None) -> ReadRow:
+    """Reads a line: a row, or these names of it; None of what is no row."""
     made: Any = TypedDict  # its fields are known now, and to no type checker
-    return msgspec.json.Decoder(made("Part", dict.fromkeys(names, Any), total=False))
+    kind = dict[str, Any] if names is None else made("Part", dict.fromkeys(names, Any), total=False)
+    decode = msgspec.json.Decoder(kind).decode
+
+    def read(line: bytes) -> JsonObject | None:
+        try:
+            return decode(line)
+        except msgspec.DecodeError:
+            return _as_python_reads_it(line, names)
+
+    return read
+
+
+def _as_python_reads_it(line: bytes, names: Collection[str] | None) -> JsonObject | None:
+    """A user's text may hold half of a surrogate pair, which msgspec refuses."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    if not is_object(row):
+        return None
+    return row if names is None else {name: row[name] for name in names if name in row}
 
 
 def _backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:

@@ -4,6 +4,8 @@ Owns: what is kept of a row (`ENTRY`). Does not own: what a row says (files/samp
 listed once, in order; a last line that is half-written is not there yet, and a line that is no row is left out.
 """
 
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -41,6 +43,8 @@ class _Row(msgspec.Struct):
 
 
 _DECODER = msgspec.json.Decoder(_Row)
+_HALF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+"""Of surrogates: one without the other, which a user's text may hold, is no text to msgspec."""
 
 
 def extended(samples: Path, entries: Entries) -> Entries:
@@ -71,10 +75,10 @@ def extended(samples: Path, entries: Entries) -> Entries:
 def _read(line: bytes) -> _Row | None:
     if not line.endswith(b"\n"):
         return None
-    try:
-        return _DECODER.decode(line)
-    except msgspec.MsgspecError:
-        return None
+    for text in (line, _HALF_A_PAIR.sub(rb"\\ufffd", line)):
+        with suppress(msgspec.MsgspecError):
+            return _DECODER.decode(text)
+    return None
 
 
 def _entry(row: _Row, offset: int, length: int) -> tuple[float, ...]:

@@ -1,12 +1,12 @@
 """What a real engine's responses and log-probabilities are under each option of sampling, against a recomputation with
 transformers' logits and with the trainer's head.
 
-With z the logits, T the temperature, p the penalties and S the tokens that top_k, top_p and min_p leave:
+With z the logits, T the temperature, and S the tokens that top_k and top_p leave:
 
-    engine    log mu(a) = log softmax(p(z) / T)[a] - log sum over b in S of softmax(p(z) / T)[b]
+    engine    log mu(a) = log softmax(z / T)[a] - log sum over b in S of softmax(z / T)[b]
     trainer   log pi(a) = log softmax(z / T)[a]
 
-They are equal without penalties and with all tokens in S. conf/checks.py refuses the rest for training.
+They are equal with all tokens in S. conf/checks.py refuses the rest for training.
 """
 
 from __future__ import annotations
@@ -101,19 +101,6 @@ def support(probabilities_TV: Tensor, drawing: EvalSamplingConfig) -> Tensor:
     return kept_TV & nucleus_TV
 
 
-def penalized(logits_TV: Tensor, rollout: Rollout, drawing: EvalSamplingConfig) -> Tensor:
-    """Logits at every position, with the penalties of the tokens before it."""
-    found_TV = logits_TV.clone()
-    for position in range(len(rollout.token_ids)):
-        response = sorted(set(rollout.token_ids[:position]))
-        seen = sorted({*ASKED.token_ids, *response})
-        row_V = found_TV[position]
-        penalty = drawing.repetition_penalty
-        row_V[seen] = torch.where(row_V[seen] > 0, row_V[seen] / penalty, row_V[seen] * penalty)
-        row_V[response] -= drawing.presence_penalty
-    return found_TV
-
-
 async def test_temperature_alone_gives_the_trainers_log_probabilities(served: Served):
     for temperature in (1.0, 0.7, 1.3):
         for rollout in await served.sample(2, replace(FREE, temperature=temperature)):
@@ -138,7 +125,7 @@ async def test_what_evaluations_alone_may_ask_for_has_log_probabilities_of_anoth
     sampling = EvalSampling(max_tokens=120, stop_at_eos=False, temperature=0.8, drawing=drawing)
     for rollout in await served.sample(2, sampling):
         _, logits_TV = served.forward(rollout)
-        probabilities_TV = (penalized(logits_TV, rollout, drawing) / sampling.temperature).softmax(-1)
+        probabilities_TV = (logits_TV / sampling.temperature).softmax(-1)
         chosen_T = torch.tensor(rollout.token_ids)[:, None]
         kept_TV = support(probabilities_TV, drawing)
         assert kept_TV.gather(1, chosen_T).all()

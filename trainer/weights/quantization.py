@@ -151,7 +151,7 @@ def rounding_bytes(num_columns: int) -> int:
 
 
 def _stays_float(module: str) -> bool:
-    """Of a mixture of experts, the gate of its shared expert, or what engines join of an indexer."""
+    """A router, the gate of a shared expert, and what engines join of an indexer."""
     return module.endswith(
         (".mlp.gate", ".block_sparse_moe.gate", ".shared_expert_gate", ".indexer.wk", ".indexer.weights_proj")
     )

@@ -59,6 +59,13 @@ def test_lines_that_are_no_rows_count_as_not_there(tmp_path: Path) -> None:
     assert path.read_bytes() == b'{"step": 1}\n'
 
 
+def test_half_of_a_surrogate_pair_is_text(tmp_path: Path) -> None:
+    path, row = tmp_path / "rows.jsonl", {"step": 1, "text": "\ud800"}
+    path.write_text(json.dumps(row) + "\n")
+    assert read_rows(path) == last_rows(path, 1) == [row]
+    assert read_rows(path, ["step"]) == cut_rows(path, after_step=0) == [{"step": 1}]
+
+
 @pytest.mark.parametrize("content", [None, "", "{"])
 def test_there_may_be_no_row(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "rows.jsonl"
