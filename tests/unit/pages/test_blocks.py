@@ -13,6 +13,7 @@ import importlib
 import inspect
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,7 +219,7 @@ def paste_shell(block: Block, place: Place) -> None:
             place.write(words[2], block.text.partition("<<END\n")[2].partition("\nEND")[0] + "\n")
         elif command == "export":
             for name, _, value in (word.partition("=") for word in words[1:]):
-                place.monkeypatch.setenv(name, value)
+                place.monkeypatch.setenv(name, sys.executable if value.startswith("~") else value)
         elif command == "slipstream":
             place.run_slipstream(words[1:])
         elif command == "make":
