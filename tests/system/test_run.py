@@ -99,8 +99,9 @@ def test_a_controller_and_trainer_ranks_that_are_killed_change_nothing_that_is_l
         run.resume()
         run.wait_for(lambda: "publish of version 2 begins" in run.log)
         kill_command(run)  # in it, or soon after
+        written = journal_time(run)
         run.resume()
-        run.wait_for(lambda: len(went_on_after(run)) == 2 and last_publish(run) == "ended")
+        run.wait_for(lambda: len(went_on_after(run)) == 2 and journal_time(run) != written)  # no rank is asked for more
         ranks[1].suspend()
         wait_until_idle(engines[0])
         ranks[1].kill()
@@ -157,6 +158,11 @@ def went_on_after(run: RunUnderWay) -> list[str]:
 def last_publish(run: RunUnderWay) -> str:
     """What became of it: "begins" while it is under way."""
     return re.findall(r"publish of version \d+ (\w+)", run.log)[-1]
+
+
+def journal_time(run: RunUnderWay) -> int:
+    """When the state before a step was written, just before it is sampled."""
+    return (run.folder / "control" / "journal").stat().st_mtime_ns
 
 
 def kill_command(run: RunUnderWay) -> None:
