@@ -43,7 +43,8 @@ def test_blocks_are_a_softmax_over_the_chosen_keys_with_its_gradients(block, mon
     monkeypatch.setattr(indexer, "BLOCK", block)
     qkv, indexed = inputs()
     sequences = PackedSequences.from_cu_seqlens(torch.tensor([0, 3, 20, 21, 30]), 30, torch.device("cpu"))
-    mine = sparse_attention(*qkv, indexed, sequences, TOP_K, AttentionBackend.padded, SCALE)
+    q, k, v = qkv
+    mine = sparse_attention(q, k, v, indexed, sequences, TOP_K, AttentionBackend.padded, SCALE)
     wanted = by_a_square(qkv, indexed)
     assert relative_error(mine, wanted) < 1e-6
     probe = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
