@@ -8,22 +8,26 @@ Owns: reading and cutting. Does not own: what rows say, who writes them (telemet
 crash cut short, and a line that is no row (a disk that lost power leaves zeros), count as not there.
 """
 
-import json
 import os
+import re
 import shutil
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, TypedDict
+from typing import Any, BinaryIO, TypeAlias, TypedDict, TypeVar
 
 import msgspec
 
-from slipstream.conf.json_files import JsonObject, is_object
+from slipstream.conf.json_files import JsonObject
 
 ReadRow: TypeAlias = Callable[[bytes], JsonObject | None]
+T = TypeVar("T")
 _BLOCK_BYTES = 1 << 20
 _COPY_BYTES = 16 << 20
+_HALF_A_PAIR = re.compile(rb"(\\\\|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)|\\u[dD][89a-fA-F]..")
+"""The first alternative stays as it is: an escaped backslash, or a whole pair."""
 
 
 def read_rows(path: Path, names: Collection[str] | None = None) -> list[JsonObject]:
@@ -95,26 +99,21 @@ def reader_of(names: Collection[str] | None) -> ReadRow:
     """Reads a line: a row, or these names of it; None of what is no row."""
     made: Any = TypedDict  # its fields are known now, and to no type checker
     kind = dict[str, Any] if names is None else made("Part", dict.fromkeys(names, Any), total=False)
-    decode = msgspec.json.Decoder(kind).decode
+    return of_rows_alone(msgspec.json.Decoder(kind).decode)
 
-    def read(line: bytes) -> JsonObject | None:
-        try:
-            return decode(line)
-        except msgspec.DecodeError:
-            return _as_python_reads_it(line, names)
+
+def of_rows_alone(decode: Callable[[bytes], T]) -> Callable[[bytes], T | None]:
+    """Decodes a line, or returns None if it is no row. Half of a surrogate pair, which a user's text may hold and
+    msgspec refuses, is read as U+FFFD.
+    """
+
+    def read(line: bytes) -> T | None:
+        for text in (line, _HALF_A_PAIR.sub(lambda found: found[1] or rb"\ufffd", line)):
+            with suppress(msgspec.DecodeError):
+                return decode(text)
+        return None
 
     return read
-
-
-def _as_python_reads_it(line: bytes, names: Collection[str] | None) -> JsonObject | None:
-    """A user's text may hold half of a surrogate pair, which msgspec refuses."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    if not is_object(row):
-        return None
-    return row if names is None else {name: row[name] for name in names if name in row}
 
 
 def _backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:

@@ -4,13 +4,13 @@ Owns: what is kept of a row (`ENTRY`). Does not own: what a row says (files/samp
 listed once, in order; a last line that is half-written is not there yet, and a line that is no row is left out.
 """
 
-import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
+
+from slipstream.orchestrator.files.row_files import of_rows_alone
 
 _WHOLE = ("offset", "length", "step", "kind", "flags", "num_turns", "num_tokens", "staleness", "prompt_id")
 _FIGURES = ("reward", "advantage", "k3", "k3_max")
@@ -18,7 +18,7 @@ ENTRY = np.dtype([*((name, np.int64) for name in _WHOLE), *((name, np.float64) f
 """One row: its bytes (with the newline), its step, a number of KINDS, TRUNCATED and FAILED, and its figures, NaN where
 there is none."""
 Entries: TypeAlias = np.ndarray[Any, Any]
-"""Of ENTRY."""
+"""Rows of ENTRY."""
 KINDS = ("training", "held-out")
 TRUNCATED = 1
 """The response ended by length."""
@@ -42,9 +42,7 @@ class _Row(msgspec.Struct):
     k3_max: float | None = None
 
 
-_DECODER = msgspec.json.Decoder(_Row)
-_HALF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
-"""Of surrogates: one without the other, which a user's text may hold, is no text to msgspec."""
+_DECODE = of_rows_alone(msgspec.json.Decoder(_Row).decode)
 
 
 def extended(samples: Path, entries: Entries) -> Entries:
@@ -73,12 +71,7 @@ def extended(samples: Path, entries: Entries) -> Entries:
 
 
 def _read(line: bytes) -> _Row | None:
-    if not line.endswith(b"\n"):
-        return None
-    for text in (line, _HALF_A_PAIR.sub(rb"\\ufffd", line)):
-        with suppress(msgspec.MsgspecError):
-            return _DECODER.decode(text)
-    return None
+    return _DECODE(line) if line.endswith(b"\n") else None
 
 
 def _entry(row: _Row, offset: int, length: int) -> tuple[float, ...]:

@@ -32,7 +32,7 @@ from slipstream.rollout.worker import RolloutWorker
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 SEEDS = range(5, 13)
-"""Of conversations under each of seven templates: in them answers are edited, cut, asked again and begun anew."""
+"""Each draws a conversation for each of seven templates: answers are edited, cut, asked again and begun anew."""
 TURNS = 4
 MAX_MODEL_LEN = 4096
 VOCAB_SIZE = NUM_WORDS + 40

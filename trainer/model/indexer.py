@@ -34,7 +34,7 @@ from slipstream.trainer.recompute import Recomputed
 BLOCK = 256
 """Queries of a block."""
 NORM_EPS = 1e-6
-"""Of the norm of keys, whatever the config says (transformers and vLLM)."""
+"""The norm of keys has it, whatever the config says (transformers and vLLM)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,13 @@ class Indexer(nn.Module):
 
     @torch.no_grad()
     def forward(self, x_TH: Tensor, latent_TQ: Tensor, rope: tuple[Tensor, Tensor]) -> Indexed:
-        """Of the norm of the stream, and of the normed latent of queries."""
+        """Project, norm and rotate.
+
+        Args:
+            x_TH: The normed stream.
+            latent_TQ: The normed latent of queries.
+            rope: Cosines and sines of the positions.
+        """
         spec = self.spec
         q_TIE = self.wq_b(latent_TQ).unflatten(1, (spec.num_heads, spec.head_dim))
         k_TE = self.k_norm(self.wk(x_TH).float()).to(x_TH.dtype)

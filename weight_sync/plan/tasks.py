@@ -178,7 +178,7 @@ class TaskTable:
         return len(self.num_bytes)
 
     def rows(self) -> Iterator[tuple[Task, tuple[int, ...]]]:
-        """Of every row its first task, and its replicas."""
+        """Every row's first task, and its replicas."""
         columns = (self.replicas, self.group, self.dest_rank, self.param, self.dest_offset_bytes, self.num_bytes)
         columns = (*columns, self.dtype, starts_of(self.num_pieces), self.num_pieces)
         members, group, dest_rank, param, offset, size, dtype, first, count = map(as_list, columns)

@@ -26,7 +26,7 @@ from slipstream.weight_sync.errors import TransportError
 from slipstream.weight_sync.layout import Binding, Destination
 from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS
 from slipstream.weight_sync.publish.landings import Landing
-from slipstream.weight_sync.publish.slot_turns import Door, FreeSlots, OnItsWay
+from slipstream.weight_sync.publish.slot_turns import FreeSlots, OnItsWay, SharedLock
 from slipstream.weight_sync.publish.staging_slots import Filled, Load, Slots
 from slipstream.weight_sync.publish.sums import Sums
 from slipstream.weight_sync.publish.trace import Span, Tracer
@@ -123,7 +123,7 @@ class Replay:
         self._lane_of = {dest: number % MAX_LINK_THREADS for number, dest in enumerate(served)}
         self._lanes = [queue.SimpleQueue[_Part | None]() for _ in range(min(len(served), MAX_LINK_THREADS))]
         """Per lane, the parts that it has to write."""
-        self._door = Door()
+        self._write_lock = SharedLock()
         self._free = FreeSlots(slots.quarantined)
         self._seconds = dict.fromkeys(served, 0.0)
         """Seconds spent on writing to each destination."""
@@ -209,7 +209,7 @@ class Replay:
         replica, binding, batch = dest[0], self._bindings[dest], filled.load.batches[dest]
         sources, addresses, sizes = self._pieces(filled, dest)
         error: TransportError | None = None
-        with self._door.writing():
+        with self._write_lock.writing():
             if replica in self._result.report.errors:
                 return
             began = time.monotonic()
@@ -235,7 +235,7 @@ class Replay:
             return
         logger.warning("replica %d, rank %d: %s", *dest, error)
         self._result.report.errors.setdefault(replica, f"{type(error).__name__}: {error}")
-        with self._door.alone():
+        with self._write_lock.alone():
             self._free.close_failed(filled.slot, binding.session, self._transport.reset)
 
     def _pieces(self, filled: Filled, dest: Destination) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
@@ -275,7 +275,7 @@ class Replay:
 
     def _count(self) -> None:
         """Add up what was written, after the lanes have ended."""
-        self._result.report.busy_write_s = self._door.busy_s
+        self._result.report.busy_write_s = self._write_lock.busy_s
         for (replica, _), seconds in self._seconds.items():
             self._result.report.write_s[replica] = max(seconds, self._result.report.write_s.get(replica, 0.0))
         hashes = self._slots.sums_of_packets()

@@ -104,7 +104,7 @@ class FreeSlots:
             logger.error("slot %d is quarantined: %s", slot, e)
 
 
-class Door:
+class SharedLock:
     """A lock that writes hold together, and the closing of a failed write holds alone. Counts the seconds of
     writing."""
 

@@ -59,10 +59,11 @@ def test_lines_that_are_no_rows_count_as_not_there(tmp_path: Path) -> None:
     assert path.read_bytes() == b'{"step": 1}\n'
 
 
-def test_half_of_a_surrogate_pair_is_text(tmp_path: Path) -> None:
-    path, row = tmp_path / "rows.jsonl", {"step": 1, "text": "\ud800"}
-    path.write_text(json.dumps(row) + "\n")
-    assert read_rows(path) == last_rows(path, 1) == [row]
+def test_half_of_a_surrogate_pair_costs_a_character_and_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"step": 1, "text": "a\ud800b", "more": ["\U0001f600", "\\ud800"]}) + "\n")
+    read = {"step": 1, "text": "a\ufffdb", "more": ["\U0001f600", "\\ud800"]}
+    assert read_rows(path) == last_rows(path, 1) == [read]
     assert read_rows(path, ["step"]) == cut_rows(path, after_step=0) == [{"step": 1}]
 
 

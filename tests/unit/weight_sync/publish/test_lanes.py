@@ -21,7 +21,7 @@ from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS
 from slipstream.weight_sync.publish import lanes, pipeline, slot_turns
 from slipstream.weight_sync.publish.lanes import PipelineResult, Replay
 from slipstream.weight_sync.publish.pipeline import Pipeline
-from slipstream.weight_sync.publish.slot_turns import Door, FreeSlots, OnItsWay
+from slipstream.weight_sync.publish.slot_turns import FreeSlots, OnItsWay, SharedLock
 from slipstream.weight_sync.publish.staging_slots import Filled, Slots
 from slipstream.weight_sync.publish.sums import Sums
 
@@ -322,14 +322,14 @@ def test_a_failed_write_is_closed_alone_and_nobody_elses_time_runs_meanwhile(mon
 
 
 def test_no_write_begins_while_a_failed_one_is_closed() -> None:
-    door, has_entered = Door(), threading.Event()
+    lock, has_entered = SharedLock(), threading.Event()
 
     def write() -> None:
-        with door.writing():
+        with lock.writing():
             has_entered.set()
 
     writer = threading.Thread(target=write, daemon=True)
-    with door.alone():
+    with lock.alone():
         writer.start()
         assert not has_entered.wait(timeout=0.2)
     assert has_entered.wait(timeout=60)
@@ -584,19 +584,19 @@ def test_a_slot_is_quarantined_with_every_session_that_may_still_read_it() -> No
 def test_the_door_counts_the_seconds_in_which_anybody_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=10.0)
     set_clock(monkeypatch, lambda: clock.now)
-    door = Door()
-    with door.writing():
+    lock = SharedLock()
+    with lock.writing():
         clock.now += 1
-        with door.writing():  # two at once count once
+        with lock.writing():  # two at once count once
             clock.now += 2
         clock.now += 4
     clock.now += 8
-    with pytest.raises(RuntimeError), door.writing():
+    with pytest.raises(RuntimeError), lock.writing():
         clock.now += 16
         raise RuntimeError("a write that fails ends, too")
-    with door.alone():
+    with lock.alone():
         clock.now += 32
-    assert door.busy_s == 1 + 2 + 4 + 16
+    assert lock.busy_s == 1 + 2 + 4 + 16
 
 
 def test_waits_say_how_long_they_last(
@@ -605,7 +605,7 @@ def test_waits_say_how_long_they_last(
     """For a slot, and for the end of the writes under way; each goes on when there is something."""
     slot_turns.logger.removeFilter(impatience)
     monkeypatch.setattr(slot_turns, "WAIT_LOG_S", 0.01)
-    free, door = FreeSlots({}), Door()
+    free, lock = FreeSlots({}), SharedLock()
 
     def said(num_times: int) -> None:
         for _ in range(10_000):
@@ -627,11 +627,11 @@ def test_waits_say_how_long_they_last(
     caplog.clear()
 
     def close() -> None:
-        with door.alone():
+        with lock.alone():
             pass
 
     closer = threading.Thread(target=close, daemon=True)
-    with door.writing():
+    with lock.writing():
         closer.start()
         said(2)
     closer.join(timeout=120)
@@ -639,18 +639,18 @@ def test_waits_say_how_long_they_last(
 
 
 def test_closing_waits_for_every_write_under_way() -> None:
-    door, closed = Door(), threading.Event()
+    lock, closed = SharedLock(), threading.Event()
 
     def close() -> None:
-        with door.alone():
+        with lock.alone():
             closed.set()
 
-    with door.writing():
-        with door.writing():
+    with lock.writing():
+        with lock.writing():
             closer = threading.Thread(target=close, daemon=True)
             closer.start()
         assert not closed.wait(timeout=0.1)
     assert closed.wait(timeout=20)
     closer.join()
-    with door.writing():
+    with lock.writing():
         pass
