@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -42,6 +42,8 @@ _SETTLE_S = 60.0
 """Longest that ranks may be busy with what a controller asked for that is gone. They are started again then."""
 _KEEP_S = 10.0
 """Longest wait until a rank has room for a copy of its state."""
+_LOOK_S = 1.0
+"""How often ranks that nobody calls are asked whether they are there."""
 _STEP_TIMEOUT_S = 3600.0
 """Longest forward-backward of one batch. A backstop only: a rank that dies ends its call at once, and one that hangs in
 a collective fails there after 10 minutes (trainer.process_group). What is left is a rank that computes for ever."""
@@ -112,6 +114,16 @@ class RayTrainerGroup:
     async def outlive_ranks(self) -> None:
         """From now on a rank that dies does not end the run, as far as trainer.max_restarts and host memory go."""
         await self._rebirth.begin(self._ranks)
+
+    async def meanwhile(self, work: Awaitable[T]) -> T:
+        """Await what ranks wait for. One that dies meanwhile is started again at once, not when it is called."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=_LOOK_S))[0]:
+                await self._on_all("has_written", no_arguments, _STEP_TIMEOUT_S)  # changes nothing
+            return task.result()
+        finally:
+            task.cancel()
 
     async def keep(self) -> None:
         """Keep the state that ranks have now, as after a step, if states are kept."""

@@ -137,7 +137,7 @@ class Controller(StepLoop):
         consumes: a batch     waits for: a batch, the trainer, the publish     unblocked by: Sampler.run, deadlines
         """
         clock = Stopwatch(self._activities)
-        batch = await self._or_save(self._fed(self._next_batch()))
+        batch = await self._or_save(self._fed(self.services.trainer.meanwhile(self._next_batch())))
         clock.lap("rollout/wait_s")
         await self._finish_step(self._train_on(batch, clock))
 

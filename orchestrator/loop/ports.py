@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from slipstream.conf.json_files import JsonObject
 from slipstream.fleet.router import Router
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from slipstream.conf.schema import SamplingConfig
     from slipstream.rollout.agents.episode_runner import FinishedEpisode
     from slipstream.weight_sync.publish.report import PublishReport
+
+
+T = TypeVar("T")
 
 
 class StepTrainer(Protocol):
@@ -57,6 +60,7 @@ class StepTrainer(Protocol):
 class PublishingTrainer(StepTrainer, Protocol):
     """The same, as reinforcement calls them."""
 
+    async def meanwhile(self, work: Awaitable[T]) -> T: ...
     async def score(
         self, microbatches_by_rank: Sequence[list[list[Sample]]], policy_version: int
     ) -> list[list[list[Scores]]]: ...

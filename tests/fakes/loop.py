@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -134,6 +134,9 @@ class Watched:
             await self.before[call]()
 
 
+T = TypeVar("T")
+
+
 class FakeTrainer(Watched):
     """Raises the version by one a step, unless the step is listed as not finite."""
 
@@ -238,6 +241,9 @@ class FakeTrainer(Watched):
         if adapter is not None:
             self.being_written += [(adapter / "adapter_model.safetensors", self.world.version)]
         await self._reached("end of begin_checkpoint")
+
+    async def meanwhile(self, work: Awaitable[T]) -> T:
+        return await work
 
     async def has_written(self) -> bool:
         await self._reached("has_written")

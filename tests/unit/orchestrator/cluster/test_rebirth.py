@@ -12,6 +12,7 @@ import pytest
 from ray.exceptions import RayError
 
 from slipstream.fleet.errors import WaitTimeout
+from slipstream.orchestrator.cluster import ray_handles
 from slipstream.orchestrator.cluster import rebirth as rebirth_module
 from slipstream.orchestrator.cluster.keepers import Keepers, _nodes_of_keepers
 from slipstream.orchestrator.cluster.ray_handles import RayTrainerGroup
@@ -279,6 +280,28 @@ async def test_calls_that_fail_at_once_start_ranks_again_once() -> None:
     cast.lives[0][1].is_dead = True
     stats, written, _ = await asyncio.gather(step(group), group.has_written(), group.disconnect([1]))
     assert stats.policy_version == 2 and written and len(cast.lives) == 2
+
+
+async def test_ranks_that_die_while_nobody_calls_them_are_up_again_before_what_was_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray_handles, "_LOOK_S", 0.01)
+    cast, group = await started()
+    await step(group)
+    batch: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    waiting = asyncio.ensure_future(group.meanwhile(batch))
+    cast.lives[0][1].is_dead = True
+    while len(group.down_s) < 1:
+        await asyncio.sleep(0.01)
+    assert len(cast.lives) == 2 and not waiting.done()
+    batch.set_result("a batch")
+    assert await waiting == "a batch" and len(cast.lives) == 2
+    stranded: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    waiting = asyncio.ensure_future(group.meanwhile(stranded))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert stranded.cancelled()
 
 
 async def test_a_checkpoint_under_way_is_begun_again_or_told_to_be_lost() -> None:
