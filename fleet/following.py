@@ -15,6 +15,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from slipstream.conf.failures import outcome_when_done
 from slipstream.fleet.replicas import ReplicaState
 from slipstream.fleet.roster import Roster
 
@@ -40,11 +41,8 @@ async def follow(roster: Roster, scaling: Scaling, *, patience_s: float, every_s
             # Whether those that are out failed, or their machines left, two looks tell.
             roster.awaits_room = time.monotonic() - served_at < (patience_s if goes else 3 * every_s)
             roster.changed.notify_all()
-        try:
-            await scaling.follow_once()
-            said = ""
-        except Exception as error:  # noqa: BLE001 - Ray's: another run may have taken the room; the next look tells
-            if str(error) != said:
-                logger.warning("no further rollout worker for now: %s", error)
-            said = str(error)
+        refusal = await outcome_when_done(scaling.follow_once())  # Ray's: another run may have taken the room
+        if refusal is not None and str(refusal) != said:
+            logger.warning("no further rollout worker for now: %s", refusal)
+        said = "" if refusal is None else str(refusal)
         await asyncio.sleep(every_s)

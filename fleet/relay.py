@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from slipstream.conf.failures import raised_as
 from slipstream.fleet.replicas import Replica
 from slipstream.fleet.supervisor import Supervisor
 from slipstream.fleet.waiting import wait_for
@@ -151,10 +152,8 @@ async def _read(peer_name: str, reader_name: str, supervisor: Supervisor, timeou
     The link stays open: closing it takes a second without sampling. The supervisor closes it when the peer dies.
     """
     peer, reader = supervisor.roster.replicas[peer_name].worker, supervisor.roster.replicas[reader_name].worker
-    try:
+    with raised_as(_PeerLost, "it committed, and then made no offer: "):
         offers = await wait_for(peer.offer(), f"offer on {peer.name}", timeout_s=timeout_s)
-    except Exception as error:  # the boundary to another process
-        raise _PeerLost(f"it committed, and then made no offer: {type(error).__name__}: {error}") from error
     began = time.monotonic()
     pulled = await wait_for(reader.pull(offers), f"pull on {reader.name}", timeout_s=timeout_s)
     supervisor.linked(reader_name, peer_name, offers)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
+from slipstream.conf.failures import outcome_when_done
 from slipstream.fleet.errors import WaitTimeout
 from slipstream.fleet.waiting import wait_for
 from slipstream.rollout.worker_verbs import RolloutVerbs
@@ -41,13 +42,11 @@ _DEATH_TOLD_S = 3.0
 
 async def cause_of(worker: RolloutHandle, reason: str) -> str:
     """How a worker died on which a publish failed, if it did, and then what the trainer noticed of it, `reason`."""
-    try:
-        await wait_for(worker.check(), f"{worker.name} to say whether it is alive", timeout_s=_DEATH_TOLD_S)
-    except WaitTimeout:
+    says = wait_for(worker.check(), f"{worker.name} to say whether it is alive", timeout_s=_DEATH_TOLD_S)
+    death = await outcome_when_done(says)
+    if death is None or isinstance(death, WaitTimeout) or str(death) in reason:
         return reason
-    except Exception as error:  # noqa: BLE001 - the boundary to another process
-        return reason if str(error) in reason else f"{error}; a publish noticed it: {reason}"
-    return reason
+    return f"{death}; a publish noticed it: {reason}"
 
 
 class ReplicaState(StrEnum):

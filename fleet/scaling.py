@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from slipstream.conf.failures import outcome_when_done
 from slipstream.conf.plural import counted
 from slipstream.fleet.errors import FleetRefusal
 from slipstream.fleet.fleet_log import FleetEvent
@@ -145,9 +146,8 @@ class Scaling:
     async def listen(self, replica: Replica) -> None:
         """Let a worker go when it is told to."""
         worker = replica.worker
-        try:
-            who = await worker.told_to_go()
-        except Exception:  # noqa: BLE001 - it has died, which its next call tells
+        who = await outcome_when_done(worker.told_to_go())
+        if isinstance(who, Exception):  # it has died, which its next call tells
             return
         if replica.handle is worker and replica.is_wanted:
             self._shun(replica)
@@ -288,15 +288,14 @@ class Scaling:
                 await asyncio.sleep(IDLE_POLL_S)
 
         num_groups = replica.num_in_flight
-        try:
-            await self._starts.call(replica, "hand_over", idle())
-            took_s = time.monotonic() - replica.failed_at
-            logger.info("%s handed %d groups over in %.2f s", replica.process, num_groups, took_s)
-        except Exception as error:  # noqa: BLE001 - the boundary to another process; its groups begin anew
-            logger.warning("%s did not hand its requests over, and they begin anew: %s", replica.process, error)
+        failure = await outcome_when_done(self._starts.call(replica, "hand_over", idle()))
+        if failure is not None:
+            logger.warning("%s did not hand its requests over, and they begin anew: %s", replica.process, failure)
+            return
+        took_s = time.monotonic() - replica.failed_at
+        logger.info("%s handed %d groups over in %.2f s", replica.process, num_groups, took_s)
 
     async def _ended(self, replica: Replica) -> None:
-        try:
-            await self._end(replica.name)
-        except Exception as error:  # noqa: BLE001 - the boundary to another process, which is not needed any more
-            logger.warning("%s did not end as it should: %s", replica.process, error)
+        failure = await outcome_when_done(self._end(replica.name))
+        if failure is not None:
+            logger.warning("%s did not end as it should: %s", replica.process, failure)

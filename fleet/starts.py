@@ -24,6 +24,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from slipstream.conf.failures import in_words, outcome_when_done
 from slipstream.fleet.fleet_log import FleetEvent
 from slipstream.fleet.replicas import Replica, ReplicaState, RolloutHandle
 from slipstream.fleet.roster import Roster
@@ -92,10 +93,9 @@ class Starts:
         """A worker that another controller left: whether it lives, and what it needs where the trainer has not met it.
         One that has died is started again.
         """
-        try:
-            await self.call(replica, "check", replica.worker.check())
-        except Exception as error:  # noqa: BLE001 - the boundary to another process
-            await self._failed(replica, str(error))
+        death = await outcome_when_done(self.call(replica, "check", replica.worker.check()))
+        if death is not None:
+            await self._failed(replica, str(death))
             return
         if not is_known:
             replica.is_known = False
@@ -140,10 +140,9 @@ class Starts:
             if not replica.is_further:
                 self._roster.note(replica, FleetEvent.restarting, attempt=replica.num_restarts)
             await self.close_links_to(replica)
-            try:
-                worker = await self._restart(replica.name)
-            except Exception as error:  # noqa: BLE001 - the boundary to another process
-                replica.reason = f"restart {replica.num_restarts} of {most} failed: {type(error).__name__}: {error}"
+            worker = await outcome_when_done(self._restart(replica.name))
+            if isinstance(worker, Exception):
+                replica.reason = f"restart {replica.num_restarts} of {most} failed: {in_words(worker)}"
                 logger.warning("%s: %s", replica.process, replica.reason)
                 num_failed += 1
                 continue
@@ -162,10 +161,9 @@ class Starts:
         logger.error("%s stays out of service: %s", replica.process, replica.reason)
 
     async def _release(self, reader: Replica, peer: Replica, offers: Sequence[Offer]) -> None:
-        try:
-            await self.call(reader, "release", reader.worker.release(offers))
-        except Exception as error:  # noqa: BLE001 - it goes on serving, with a link too many
-            logger.warning("%s keeps its link to %s: %s", reader.process, peer.process, error)
+        failure = await outcome_when_done(self.call(reader, "release", reader.worker.release(offers)))
+        if failure is not None:  # it goes on serving, with a link too many
+            logger.warning("%s keeps its link to %s: %s", reader.process, peer.process, failure)
 
     async def _recover(self, replica: Replica) -> None:
         """Give a restarted worker a healthy peer's weights; leave it pending, for a publish, where that cannot be."""
@@ -220,11 +218,11 @@ class Starts:
 
     async def _wait_for_publish(self, replica: Replica, why: str) -> None:
         left = replica.left
-        try:
-            base_wanted_at = await self.call(replica, "base_wanted_at", replica.worker.base_wanted_at())
-        except Exception as error:  # noqa: BLE001 - the boundary to another process
+        asked = self.call(replica, "base_wanted_at", replica.worker.base_wanted_at())
+        base_wanted_at = await outcome_when_done(asked)
+        if isinstance(base_wanted_at, Exception):
             if not left.is_set():
-                await self._failed(replica, f"{type(error).__name__}: {error}")
+                await self._failed(replica, in_words(base_wanted_at))
             return
         self._roster.note(replica, FleetEvent.waiting, reason=why)
         needs = " and needs its base before" if base_wanted_at else ""

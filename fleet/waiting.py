@@ -6,13 +6,11 @@ Invariant: every wait of the controller has a deadline and says what it waits fo
 """
 
 import asyncio
-import contextlib
 import logging
-import threading
 from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
 from typing import TypeVar
 
+from slipstream.conf.failures import in_daemon_thread, in_words, outcome_when_done
 from slipstream.fleet.errors import WaitTimeout
 
 logger = logging.getLogger(__name__)
@@ -87,25 +85,7 @@ async def in_abandoned_thread(call: Callable[[], T]) -> T:
     """Await a blocking call in a thread of its own. Cancelled, it leaves the thread behind, for which nothing waits any
     more, not even the end of the process; for those of asyncio.to_thread it does.
     """
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[T] = loop.create_future()
-
-    def tell(set_answer: Callable[[], None]) -> None:
-        if not answer.done():
-            set_answer()
-
-    def run() -> None:
-        try:
-            result = call()
-        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
-            set_answer = partial(answer.set_exception, error)
-        else:
-            set_answer = partial(answer.set_result, result)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(tell, set_answer)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await answer
+    return await asyncio.wrap_future(in_daemon_thread(call))
 
 
 async def finish_first(work: Awaitable[T], what: str, *, timeout_s: float) -> T:
@@ -128,8 +108,7 @@ async def finish_first(work: Awaitable[T], what: str, *, timeout_s: float) -> T:
 
 async def last_attempt(work: Awaitable[object], what: str, *, timeout_s: float) -> None:
     """Await on the way out. What it raises is logged and not raised: the caller reports why the run ends."""
-    try:
-        await asyncio.wait_for(work, timeout_s)
-    except Exception as error:
-        logger.error("%s failed with %s: %s", what, type(error).__name__, error)
-        logger.debug("where it failed:", exc_info=True)
+    failure = await outcome_when_done(asyncio.wait_for(work, timeout_s))
+    if isinstance(failure, Exception):
+        logger.error("%s failed with %s", what, in_words(failure))
+        logger.debug("where it failed:", exc_info=failure)

@@ -14,14 +14,13 @@ import hashlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import astuple, dataclass
 from itertools import islice
-from threading import Thread
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from slipstream.conf.failures import in_daemon_thread
 from slipstream.conf.json_files import JsonMapping, JsonObject
 from slipstream.orchestrator.data.sources import START, Position, Row
 from slipstream.rollout.errors import DataError
@@ -230,15 +229,7 @@ class Streamed(Stream[Item]):
     def _use(self, buffer: _Buffer[Item]) -> None:
         """Take items from this buffer, and let a thread fill the one that follows."""
         self._buffer, self._taken = buffer, 0
-        self._following: Future[_Buffer[Item]] = Future()
-        # A daemon: a run that ends does not wait for rows that nobody will use.
-        Thread(target=self._fill_ahead, args=(self._following, buffer), name="rows", daemon=True).start()
-
-    def _fill_ahead(self, result: Future[_Buffer[Item]], before: _Buffer[Item]) -> None:
-        try:
-            result.set_result(self._fill(before.ahead, before.epoch, before.end))
-        except Exception as error:  # noqa: BLE001 - whoever waits for the buffer raises it
-            result.set_exception(error)
+        self._following = in_daemon_thread(self._fill, buffer.ahead, buffer.epoch, buffer.end, name="rows")
 
     def _fill(self, ahead: Iterator[Row], epoch: int, first: Position) -> _Buffer[Item]:
         """Items of the next rows; of the rows after them while all are left out."""

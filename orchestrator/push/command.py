@@ -19,15 +19,15 @@ import json
 import secrets
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.failures import in_daemon_thread, in_words, undone_by
 from slipstream.conf.schema import Device, DType
 from slipstream.conf.tensor_parallel import check_tp_size_fits_model
 from slipstream.orchestrator.environment import resolve_device
@@ -45,7 +45,6 @@ from slipstream.weight_sync.disk.safetensors_files import first_difference, read
 from slipstream.weight_sync.layout import DestLayout, TensorMeta
 from slipstream.weight_sync.record.layout_wire import layouts_digest
 
-T = TypeVar("T")
 POLL_S = 0.05
 PROGRESS_S = 2.0
 
@@ -122,7 +121,7 @@ class Push:
         )
         base = "" if options.base is None else str(options.base)
         report = PushReport(str(options.checkpoint), 0, num_ranks, self._device.value, base=base)
-        expected = _beside(self._expected_layouts, report) if options.start else None
+        expected = in_daemon_thread(self._expected_layouts, report) if options.start else None
         self._start_ranks(num_ranks, host)
         self._say(len(self._servers))
         endpoints = self._wait_until_ready(engines, expected, report)
@@ -198,7 +197,7 @@ class Push:
         """
         reading, meeting, starting = list(self._ranks), list(self._ranks), list(self._servers)
         layouts: tuple[DestLayout, ...] = ()
-        attaching = {engine: _beside(self._attach, engine, layouts) for engine in engines if not starting}
+        attaching = {engine: in_daemon_thread(self._attach, engine, layouts) for engine in engines if not starting}
         endpoints: dict[ServedEngine, list[str]] = {}
         next_word = time.monotonic() + PROGRESS_S
         while reading or meeting:
@@ -216,7 +215,7 @@ class Push:
                     server.engine.pause()
                     report.engines_up_s = self._elapsed()
                     starting.remove(server)
-                    attaching[server.engine] = _beside(self._attach, server.engine, layouts)
+                    attaching[server.engine] = in_daemon_thread(self._attach, server.engine, layouts)
             if starting and self._elapsed() > self._options.start_timeout_s:
                 late = starting[0]
                 raise EngineError(f"{late.engine.url} is not up after {self._elapsed():.0f} s; see {late.log}")
@@ -286,7 +285,12 @@ class Push:
         """Pause, send to all ranks of all engines at once, then resume the engines whose ranks all committed."""
         started: list[ServedEngine] = []
         may_be_written = False
-        try:
+
+        def end(error: BaseException) -> None:
+            for engine in started:
+                (engine.abandon if may_be_written else engine.undo)(in_words(error))
+
+        with undone_by(end):
             for engine in endpoints:
                 engine.start()
                 started.append(engine)
@@ -294,10 +298,6 @@ class Push:
             for rank in self._ranks:
                 rank.publish()
             _, published, report.link = self._results()[0]
-        except BaseException as e:
-            for engine in started:
-                (engine.abandon if may_be_written else engine.undo)(f"{type(e).__name__}: {e}")
-            raise
         report.publish, report.publish_s = asdict(published), published.total_s
         failed = {replica.endpoint: replica.error for replica in published.replicas if not replica.committed}
         for engine, addresses in endpoints.items():
@@ -359,17 +359,3 @@ def _finish(engine: ServedEngine) -> str:
     except EngineError as e:
         return str(e)
     return ""
-
-
-def _beside(call: Callable[..., T], *args: object) -> Future[T]:
-    """Call it in a daemon thread: unlike a pool's, the command does not wait for it at its end."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call(*args))
-        except BaseException as e:  # noqa: BLE001 - result() raises it
-            future.set_exception(e)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
