@@ -14,8 +14,11 @@ import contextlib
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date, time, timedelta
+from decimal import Decimal
 from functools import partial
 from typing import Any, Protocol
+from uuid import UUID
 
 from slipstream.conf.json_files import JsonMapping, JsonObject, is_list, is_object, kind_of
 from slipstream.orchestrator.data.sources import Row, listed, other_names, renamed
@@ -68,6 +71,8 @@ class PromptReader:
     """data.chat_template_kwargs."""
     is_for_agent: bool = False
     """The columns are an agent's task. It offers tools of its own, and its chats are rendered request by request."""
+    left_out: dict[str, str] = field(default_factory=dict[str, str], init=False)
+    """Columns of rows so far whose values JSON cannot hold, and the type of such a value: {"image": "bytes"}."""
 
     def prompt(self, row: Row, prompt_id: int) -> Prompt:
         """Check and tokenize one row.
@@ -88,9 +93,18 @@ class PromptReader:
             )
         if not token_ids:
             raise DataError(f"{where}: the prompt has no tokens")
-        fields = {key: value for key, value in columns.items() if key != self.prompt_key}
-        _check_plain(fields, where)
-        return Prompt(prompt_id, tuple(token_ids), text, fields, messages)
+        return Prompt(prompt_id, tuple(token_ids), text, self._fields_of(columns), messages)
+
+    def _fields_of(self, columns: JsonObject) -> JsonObject:
+        """The other columns as JSON, in which rewards and checkpoints get them."""
+        fields = JsonObject()
+        for name, value in columns.items():
+            try:
+                if name != self.prompt_key:
+                    fields[name] = json.loads(json.dumps(value, default=_as_json))
+            except TypeError as e:
+                self.left_out.setdefault(name, str(e))
+        return fields
 
     def _text_of(self, row: JsonObject, where: str) -> tuple[str, list[JsonObject] | None]:
         """(the prompt's text, the messages that it was rendered from)."""
@@ -157,16 +171,11 @@ def check_text(text: str, where: str) -> None:
         ) from e
 
 
-def _check_plain(fields: JsonObject, where: str) -> None:
-    """Refuse columns that JSON cannot hold: rewards and checkpoints get a row as JSON, and Parquet has more types."""
-    for name, value in fields.items():
-        try:
-            json.dumps(value)
-        except TypeError as e:
-            raise DataError(
-                f"{where}: column {name!r} holds what rewards cannot be given ({e}): text, numbers, true and false, "
-                "null, and lists and structs of these are allowed; write the column as text"
-            ) from e
+def _as_json(value: object) -> str:
+    """What stands in JSON for a value that Parquet has and JSON has not."""
+    if isinstance(value, date | time | timedelta | Decimal | UUID):
+        return str(value)
+    raise TypeError(type(value).__name__)
 
 
 def messages_in(value: object, what: str) -> list[JsonObject]:

@@ -74,6 +74,11 @@ class PromptRows:
             is_for_agent=config.rollout.agent is not None,
         )
 
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Columns that nobody is given, and the type that JSON cannot hold."""
+        return self._reader.left_out
+
     def read(self, row: Row, prompt_id: int) -> Prompt:
         prompt = self._reader.prompt(row, prompt_id)
         if self._config.rollout.agent is None:  # an agent may judge its episodes itself
@@ -86,15 +91,19 @@ class PromptRows:
         reward = self._config.reward
         for name in chosen_rewards(reward, prompt, where):
             for option, column in self._needed[name]:
+                section, kind = reward.section_of(name), self._parts[name].kind
                 if column not in prompt.fields:
-                    section, kind = reward.section_of(name), self._parts[name].kind
+                    if column in self.left_out:
+                        raise DataError(
+                            f"{where}: column {column!r} ({section}.kind={kind}) holds {self.left_out[column]}; write "
+                            "it as text"
+                        )
                     or_option = f"{section}.{option}, or " if option else ""
                     raise DataError(
                         f"{where}: no column {column!r} for {section}.kind={kind}; its other columns are "
                         f"{listed(prompt.fields)}; set {or_option}data.columns.{column}=COLUMN"
                     )
-                kind = self._parts[name].kind
-                told = f"{where}: column {column!r} ({reward.section_of(name)}.kind={kind})"
+                told = f"{where}: column {column!r} ({section}.kind={kind})"
                 if kind in READ_AN_ANSWER:
                     _check_answer(prompt.fields[column], told)
                 elif kind == "code":
@@ -174,6 +183,7 @@ def check_data(config: RunConfig) -> Fact:
         training = [items(data, index, read) for index in range(len(data.training_sources))]
         held_out = held_out_items(data, read, "checking")
         found = [prompt for of_source in training for prompt in of_source.found]
+        warnings += _columns_left_out({**of_prompts.left_out, **quick_ones.left_out})
         warnings += _answers_out_of_reach(config, found, encoder)
         has_chats = any(prompt.messages is not None for prompt in found)
     warnings += _answers_end_elsewhere(config, encoder.exact) if has_chats else []
@@ -187,6 +197,12 @@ def check_data(config: RunConfig) -> Fact:
     shown = (Fact(f"first {subject[:-1]}", f"{seen[0][0]}, {shown_row(seen[0][1], encoder.exact)}"),) if seen else ()
     finding = "; ".join([", ".join(parts) + bound, *warnings])
     return Fact(subject, finding, is_warning=bool(warnings), also=shown)
+
+
+def _columns_left_out(left_out: Mapping[str, str]) -> list[str]:
+    """What to say of columns that nobody is given."""
+    named = ", ".join(f"{column} ({kind})" for column, kind in left_out.items())
+    return [f"columns that neither rewards nor agents get, because JSON cannot hold them: {named}"] if named else []
 
 
 def _fewer_than_a_step(config: RunConfig, num_rows: int) -> list[str]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from datetime import date
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from slipstream.orchestrator.data.prompts import PromptReader
@@ -130,18 +133,32 @@ def test_the_column_is_an_option(tmp_path, encoder):
 
 
 def test_parquet_reads_as_jsonl_does(tmp_path, encoder):
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as pq
-
     rows = [{"prompt": f"p{i}", "answer": str(i)} for i in range(3)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     jsonl = write(tmp_path / "a.jsonl", *map(json.dumps, rows))
     assert read_prompts(str(tmp_path / "a.parquet"), encoder, max_prompt_tokens=8) == read_prompts(
         jsonl, encoder, max_prompt_tokens=8
     )
-    pq.write_table(pa.Table.from_pylist([{"prompt": "p", "when": date(2026, 1, 31)}]), tmp_path / "b.parquet")
-    with pytest.raises(DataError, match=r"b\.parquet: row 0: column 'when' holds .* date .*; write the column as text"):
-        read_prompts(str(tmp_path / "b.parquet"), encoder, max_prompt_tokens=8)
+
+
+def test_values_that_json_has_not_are_text_and_columns_without_text_are_left_out(tmp_path, encoder):
+    rows = {
+        "prompt": ["p", "q"],
+        "day": [date(2026, 1, 31), None],
+        "price": [Decimal("1.50"), Decimal("2.00")],
+        "seen": [[{"at": datetime(2026, 1, 31, 12, tzinfo=UTC), "for": timedelta(seconds=3)}], []],
+        "image": [{"bytes": b"\x89PNG", "path": None}, None],
+    }
+    pq.write_table(pa.table(rows), tmp_path / "a.parquet")
+    reader = PromptReader(encoder=encoder, max_prompt_tokens=8)
+    first, second = (reader.prompt(row, 0) for row in read_rows(str(tmp_path / "a.parquet")))
+    assert first.fields == {
+        "day": "2026-01-31",
+        "price": "1.50",
+        "seen": [{"at": "2026-01-31 12:00:00+00:00", "for": "0:00:03"}],
+    }
+    assert second.fields == {"day": None, "price": "2.00", "seen": [], "image": None}
+    assert reader.left_out == {"image": "bytes"}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from slipstream.conf.errors import ConfigError
@@ -89,6 +91,19 @@ def test_held_out_rows_come_from_any_source(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("\n")
     with pytest.raises(DataError, match=r"b\.jsonl has no rows"):
         rows.held_out()
+
+
+def test_a_column_that_nobody_can_be_given_is_named_and_refused_only_where_a_reward_reads_it(tmp_path: Path) -> None:
+    columns = {"prompt": ["1a=", "2a="], "answer": ["a", "a"], "image": [b"\x89PNG", None]}
+    pq.write_table(pa.table(columns), path := tmp_path / "a.parquet")
+    words = ["experiment=quickstart", "data=files", "data.max_prompt_tokens=8", "algorithm.groups_per_step=1"]
+    words += [f"data.path={path}", "reward=exact_match", "rollout.sampling.stop_at_eos=true"]
+    fact = check_data(load_run_config(words))
+    assert "columns that neither rewards nor agents get, because JSON cannot hold them: image (bytes)" in fact.finding
+    assert fact.is_warning
+    told = r"a\.parquet: row 0: column 'answer' \(reward\.kind=exact_match\) holds bytes; write it as text"
+    with pytest.raises(DataError, match=told):
+        rows_of(f"data.path={path}", "reward=exact_match", "data.columns.answer=image").training()
 
 
 @pytest.mark.parametrize("stream", [[], ["data.stream=true"]])
