@@ -5,7 +5,8 @@
     runs/NAME/control/ID.request.json    {"ask": "scale", "rollout": 3}, written by the command
     runs/NAME/control/ID.answer.json     {"done": true, "lines": [...]}, written by the controller
     runs/NAME/control/workers_asked      how many workers were asked for last, for a resume
-    runs/NAME/control/end.json           {"state": "failed", "error": "..."}, written by the controller when it ends
+    runs/NAME/control/end.json           {"state": "failed", "error": "..."}, written by the controller when it ends;
+                                         blanks until then, so that there is room for it on a disk that is full
 
 Owns: both ends, and the lock that says whether a run is alive. The kernel drops the lock with the process, so none is
 left behind. Does not own: what a request means (fleet_requests.py). Files are used rather than a port or Ray: nothing
@@ -44,6 +45,8 @@ KILLED = "its process ended without a word: it was killed, or the machine went d
 WAITS = "; its trainer ranks and engines are alive, and wait some minutes for slipstream resume, or for slipstream stop"
 _FLOCK = "@hhqqi4x"
 """struct flock of <fcntl.h>: type, whence, start, length (0: the whole file), pid."""
+_ROOM_BYTES = 4096
+"""Of end.json, from the start on."""
 
 
 @contextlib.contextmanager
@@ -70,6 +73,7 @@ def alive(run: Path) -> Generator[None]:
             raise _no_locks(folder / "alive", error) from error
         for stale in folder.glob("*.json"):
             stale.unlink(missing_ok=True)
+        _write_end(run, "")
         try:
             yield
         except (KeyboardInterrupt, asyncio.CancelledError):
@@ -85,8 +89,16 @@ def alive(run: Path) -> Generator[None]:
 
 def note_end(run: Path, state: str, error: str | None = None) -> None:
     """Write down how it ended, for `how_it_ended`."""
-    with contextlib.suppress(OSError):  # a full disk: why the run ends is what is to be reported
-        write_whole(run / "control" / "end.json", json.dumps({"state": state, "error": error}))
+    _write_end(run, json.dumps({"state": state, "error": error}))
+
+
+def _write_end(run: Path, text: str) -> None:
+    """Over what is there: on a full disk there is no room for another file."""
+    with contextlib.suppress(OSError):  # why the run ends is what is to be reported
+        file = os.open(run / "control" / "end.json", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        with open(file, "wb") as end:
+            end.write(text.encode().ljust(_ROOM_BYTES))
+            end.truncate()  # after a longer text
 
 
 def how_it_ended(run: Path) -> tuple[str, str | None]:
@@ -95,16 +107,18 @@ def how_it_ended(run: Path) -> tuple[str, str | None]:
     """
     folder = run / "control"
     try:
-        end = json.loads((folder / "end.json").read_text())
-        return str(end["state"]), end["error"]
+        if said := (folder / "end.json").read_text().strip():
+            end = json.loads(said)
+            return str(end["state"]), end["error"]
     except FileNotFoundError:
-        if not (folder / "alive").is_file():
-            return "", None
-        how = death_in(RunFolder(run).crashes / COMMAND)
-        waits = WAITS if door_of(RunFolder(run)) is not None else ""
-        return "failed", (f"its process {how}" if how else KILLED) + waits
+        pass
     except (OSError, ValueError, KeyError, TypeError):
         return "", None
+    if not (folder / "alive").is_file():
+        return "", None
+    how = death_in(RunFolder(run).crashes / COMMAND)
+    waits = WAITS if door_of(RunFolder(run)) is not None else ""
+    return "failed", (f"its process {how}" if how else KILLED) + waits
 
 
 def is_alive(run: Path) -> bool | None:

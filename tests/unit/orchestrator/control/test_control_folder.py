@@ -26,6 +26,7 @@ from slipstream.orchestrator.control.control_folder import (
     ask,
     how_it_ended,
     is_alive,
+    note_end,
     workers_asked,
 )
 from slipstream.orchestrator.control.run_state import note_start, note_started
@@ -147,7 +148,7 @@ async def test_mistakes_are_answered_and_cost_the_run_nothing(run: Path) -> None
             await asyncio.sleep(0.01)
         (line,) = await asyncio.to_thread(ask, run, recover(0))
         assert "is being restarted" in line
-        assert {path.name for path in (run / "control").iterdir()} == {"alive", "x.answer.json"}
+        assert {path.name for path in (run / "control").iterdir()} == {"alive", "end.json", "x.answer.json"}
 
 
 def test_a_run_that_is_over_is_told_apart(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +158,7 @@ def test_a_run_that_is_over_is_told_apart(run: Path, tmp_path: Path, monkeypatch
         assert is_alive(run)
         with pytest.raises(ConfigError, match="did not answer within 0 s; nothing was done"):
             ask(run, recover(0), timeout_s=0)
-        assert list((run / "control").glob("*.json")) == [], "a request that was given up is not carried out"
+        assert not list((run / "control").glob("*.request.json")), "a request that was given up is not carried out"
         with monkeypatch.context() as hurried, pytest.raises(ConfigError, match="is starting, and answers when its en"):
             hurried.setattr("slipstream.orchestrator.control.control_folder.START_ANSWER_TIMEOUT_S", 0.0)
             note_start(RunFolder(run), 1.0, "Ray")
@@ -236,7 +237,23 @@ def test_the_folder_says_how_a_run_ended(run: Path, error: BaseException | None,
             raise error
     assert how_it_ended(run) == ended
     with alive(run):
-        assert not (run / "control" / "end.json").exists(), "it goes on"
+        assert how_it_ended(run) == ("failed", KILLED), "as long as it says nothing else"
+
+
+def test_what_a_run_says_at_its_end_needs_no_room_on_the_disk(run: Path) -> None:
+    """On a disk that is full no file can be made, and none can grow."""
+    end = run / "control" / "end.json"
+    why = f"DiskFull: {'/long/path' * 99} cannot be written"
+    with pytest.raises(RuntimeError), alive(run):
+        before = end.stat()
+        note_end(run, "stopped")
+        note_end(run, "failed", "x" * 9999)
+        note_end(run, "failed", why)
+        raise RuntimeError(why)
+    after = end.stat()
+    assert how_it_ended(run) == ("failed", f"RuntimeError: {why}")
+    assert (after.st_ino, after.st_size, after.st_blocks) == (before.st_ino, before.st_size, before.st_blocks)
+    assert before.st_blocks > 0
 
 
 @pytest.mark.parametrize(
