@@ -50,7 +50,7 @@ GROUPS = (
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One leaf of RunConfig. Example: Option("trainer.ep_size", int, "integer", 1, "Expert-parallel ...", ())."""
+    """One leaf of RunConfig. Example: Option("trainer.ep_size", int, "integer", 1, (), TrainerConfig)."""
 
     name: str
     """With dots, as on the command line."""
@@ -59,14 +59,21 @@ class Option:
     type_label: str
     """The type in words for users: `integer`, `text or null`, `one of auto, tcp`."""
     default: Any
-    doc: str
     choices: tuple[str, ...]
     """Allowed values of an enumeration; empty for other types."""
+    owner: type
+    """The dataclass of its section."""
 
     @property
     def section(self) -> str:
         """Top-level section, for example `trainer`."""
         return self.name.split(".", 1)[0]
+
+    @property
+    def doc(self) -> str:
+        """Its meaning, and when it is read. Help alone needs it: to read it out of the source takes long."""
+        field = next(field for field in dataclasses.fields(self.owner) if self.name.endswith(f".{field.name}"))
+        return " ".join((_field_docs(self.owner)[field.name], *_when(field.metadata.get(READ_IF, ()))))
 
     @property
     def is_open_dict(self) -> bool:
@@ -189,7 +196,6 @@ def _linked(text: str) -> str:
 
 def _walk(cls: type, prefix: str) -> Iterable[Option]:
     hints = get_type_hints(cls)
-    docs = {name: doc for one in cls.__mro__ if dataclasses.is_dataclass(one) for name, doc in _field_docs(one).items()}
     for item in dataclasses.fields(cls):
         name, annotation = f"{prefix}{item.name}", hints[item.name]
         if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
@@ -199,8 +205,7 @@ def _walk(cls: type, prefix: str) -> Iterable[Option]:
         if item.default_factory is not dataclasses.MISSING:
             default = item.default_factory()
         choices = tuple(member.name for member in annotation) if _is_enum(annotation) else ()
-        doc = " ".join((docs[item.name], *_when(item.metadata.get(READ_IF, ()))))
-        yield Option(name, annotation, _type_label(annotation), default, doc, choices)
+        yield Option(name, annotation, _type_label(annotation), default, choices, cls)
 
 
 def _when(conditions: Sequence[If]) -> Iterator[str]:
@@ -220,9 +225,12 @@ def _walk_sections(cls: type, prefix: str) -> Iterable[tuple[str, str]]:
             yield from _walk_sections(annotation, prefix=f"{prefix}{item_name}.")
 
 
+@functools.cache
 def _field_docs(cls: type) -> Mapping[str, str]:
-    """Field name -> the string literal under the field, its line breaks folded."""
-    docs: dict[str, str] = {}
+    """Field name -> the string literal under the field, its line breaks folded; those of bases included."""
+    docs = {
+        name: doc for base in cls.__bases__ if dataclasses.is_dataclass(base) for name, doc in _field_docs(base).items()
+    }
     (node,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(node, ast.ClassDef)
     name = None

@@ -40,6 +40,7 @@ def train(flags: argparse.Namespace, overrides: list[str]) -> int:
             print(f"{cli_flags.train().format_help()}\n{option_help.options(flags.config_dir)}")
         return EXIT_OK
 
+    _answer_at_once()
     from slipstream.conf.load import load_run_config
 
     return _start(load_run_config(overrides, flags.config_dir), overrides, flags)
@@ -52,6 +53,7 @@ def resume(flags: argparse.Namespace, overrides: list[str]) -> int:
         name = word.partition("=")[0].lstrip("+")
         if name in ("run.resume", "run.name", "run.checkpoint_dir" if is_url else "run.dir"):
             raise ConfigError(f"{name} has no effect with slipstream resume, which goes on in {flags.run}; remove it")
+    _answer_at_once()
     from slipstream.conf.load import load_resolved_yaml
     from slipstream.orchestrator.cli.working_folder import stand_where_it_began
     from slipstream.orchestrator.files.run_folder import RunFolder, no_run_folder
@@ -93,6 +95,7 @@ def _resume_from_store(url: str, overrides: list[str], flags: argparse.Namespace
 
 def evaluate(flags: argparse.Namespace, overrides: list[str]) -> int:
     """`slipstream eval`: a run of no steps, and its table."""
+    _answer_at_once()
     from slipstream.orchestrator.cli import evaluate as evaluation
 
     run = None
@@ -105,6 +108,12 @@ def evaluate(flags: argparse.Namespace, overrides: list[str]) -> int:
         print(json.dumps(report, indent=2) if flags.json else evaluation.table_of(report))
 
     return _start(config, overrides, flags, show)
+
+
+def _answer_at_once() -> None:
+    """To whoever looks on: reading options and files takes seconds where the machine has much else to do."""
+    if sys.stderr.isatty():
+        tell("checking options and files")
 
 
 def _start(
