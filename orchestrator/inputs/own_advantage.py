@@ -9,12 +9,12 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.functions import import_function
-from slipstream.conf.json_files import is_sequence
 from slipstream.conf.schema import RunConfig
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.rollout.rewards.runner import chosen_rewards
@@ -27,7 +27,7 @@ AdvantageFunction = Callable[[Sequence[Group], Penalties | None], list[list[np.n
 """(groups, penalty of KL of each sampled token, None if there is none) -> one number for each sampled token."""
 
 _SIGNATURE = (
-    "(groups) -> for each group a list with one number for each response, or one for each of its tokens "
+    "(groups) -> for each group a list or an array with one number for each response, or one for each of its tokens "
     "(docs/algorithms.md)"
 )
 
@@ -49,7 +49,9 @@ def own_advantage(value: str) -> AdvantageFunction:
     def call(groups: Sequence[Group], penalties: Penalties | None) -> list[list[np.ndarray | None]]:
         penalized = groups if penalties is None else [_minus(*one) for one in zip(groups, penalties, strict=True)]
         try:
-            found = function(penalized)
+            found: Any = function(penalized)
+            if hasattr(found, "__next__"):  # it yields them
+                found = list(found)
         except Exception as error:  # the user's own function
             logger.exception("algorithm.advantage=%s failed", value)
             raise TrainingStopped(f"algorithm.advantage={value} raised {type(error).__name__}: {error}") from error
@@ -99,21 +101,29 @@ def _checked(found: object, groups: Sequence[Group], value: str) -> list[list[np
     def refuse(where: str, what: str) -> TrainingStopped:
         return TrainingStopped(f"algorithm.advantage={value}: {where}{what}: it must be {_SIGNATURE}")
 
-    if not is_sequence(found) or len(found) != len(groups):
-        raise refuse("", f"it returned no list of {len(groups)} lists, one for each group")
+    def listed(given: Any, count: int, where: str, what: str) -> Any:
+        """It, if it is a list of that many, or an array or a tensor whose first dimension has them."""
+        try:
+            kind = f"{type(given).__name__} of {len(given)}"
+            if len(given) == count:
+                return given
+        except TypeError:  # a number; an array without dimensions
+            kind = repr(given)
+        raise refuse(where, f"it returned {kind:.200}, not {count} {what}")
+
     checked: list[list[np.ndarray | None]] = []
-    for i, (of_group, group) in enumerate(zip(found, groups, strict=True)):
-        if not hasattr(of_group, "__len__") or len(of_group) != len(group.rollouts):
-            raise refuse(f"group {i}: ", f"it returned no list of {len(group.rollouts)} advantages")
+    of_groups = listed(found, len(groups), "", "lists, one for each group")
+    for i, (of_group, group) in enumerate(zip(of_groups, groups, strict=True)):
         own: list[np.ndarray | None] = []
-        for j, (given, reward, rollout) in enumerate(zip(of_group, group.rewards, group.rollouts, strict=True)):
+        numbers = listed(of_group, len(group.rollouts), f"group {i}: ", "advantages, one for each response")
+        for j, (given, reward, rollout) in enumerate(zip(numbers, group.rewards, group.rollouts, strict=True)):
             where, num_tokens = f"group {i}, response {j}: ", len(rollout.token_ids)
             if reward is None:
                 own.append(None)
                 continue
             try:
                 values = np.asarray(given, dtype=np.float64)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, RuntimeError):  # the last: a tensor with a gradient
                 raise refuse(where, f"it returned {given!r}") from None
             if values.shape not in ((), (num_tokens,)):
                 raise refuse(where, f"it returned numbers of shape {values.shape} for {num_tokens} tokens")

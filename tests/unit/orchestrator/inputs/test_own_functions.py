@@ -25,12 +25,35 @@ from slipstream.rollout.types import Group, Prompt, Rollout
 
 OWN = """
 import numpy as np
+import torch
 
 def centred(groups):
     return [[None if r is None else r - 0.5 for r in group.rewards] for group in groups]
 
 def by_token(groups):
     return [[np.arange(len(rollout.token_ids)) for rollout in group.rollouts] for group in groups]
+
+def array(groups):
+    return np.array([[1.0, 0.0, 2.0] for group in groups])
+
+def tensor(groups):
+    return torch.tensor([[1.0, 0.0, 2.0] for group in groups], dtype=torch.bfloat16).float()
+
+def one_by_one(groups):
+    for group in groups:
+        yield np.array([1.0, 0.0, 2.0], dtype=np.float32)
+
+def fails_late(groups):
+    yield groups[9]
+
+def without_dimensions(groups):
+    return np.array(1.0)
+
+def all_in_one(groups):
+    return np.zeros(3 * len(groups))
+
+def with_a_gradient(groups):
+    return torch.zeros(len(groups), 3, requires_grad=True)
 
 def short(groups):
     return [[0.0] for group in groups]
@@ -71,6 +94,15 @@ def test_numbers_of_responses_and_of_tokens_reach_the_samples(path: Path) -> Non
     assert [sample.advantages.tolist() for sample in samples] == [[0, 0], [0, 0, 1, 2]]
 
 
+@pytest.mark.parametrize("name", ["array", "tensor", "one_by_one"])
+def test_arrays_tensors_and_generators_are_lists(path: Path, name: str) -> None:
+    found = own_advantage(f"{path}:{name}")([a_group([1.0, None, 0.0]), a_group([1.0, 0.0, 0.0])], None)
+    assert [[None if one is None else one.tolist() for one in of_group] for of_group in found] == [
+        [[1.0], None, [2.0, 2.0, 2.0]],
+        [[1.0], [0.0, 0.0], [2.0, 2.0, 2.0]],
+    ]
+
+
 def test_penalties_come_off_the_rewards_that_it_sees(path: Path) -> None:
     found = own_advantage(f"{path}:centred")([a_group([1.0, 0.0])], [[np.array([0.25]), np.array([0.5, 0.5])]])
     assert [values.tolist() for values in found[0] if values is not None] == [[0.25], [-1.5, -1.5]]
@@ -79,8 +111,12 @@ def test_penalties_come_off_the_rewards_that_it_sees(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("short", "group 0: it returned no list of 3 advantages"),
-        ("flat", "it returned no list of 2 lists, one for each group"),
+        ("short", "group 0: it returned list of 1, not 3 advantages, one for each response: it must be"),
+        ("flat", "it returned 1.0, not 2 lists, one for each group"),
+        ("without_dimensions", r"it returned array\(1\.\), not 2 lists"),
+        ("all_in_one", "it returned ndarray of 6, not 2 lists"),
+        ("with_a_gradient", r"group 0, response 0: it returned tensor\(0\., "),
+        ("fails_late", "raised IndexError"),
         ("nan", "group 0, response 0: it returned nan"),
         ("text", "group 0, response 0: it returned 'good'"),
         ("raises", "raised IndexError"),
