@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.trainer.step.microbatches import Microbatch, collate, pack, sample_cost
+from slipstream.trainer.step.microbatches import Extent, Microbatch, collate, extent_of, pack, sample_cost
 from slipstream.trainer.types import Sample
 
 lengths_strategy = st.lists(st.integers(1, 400), max_size=60)
@@ -170,6 +170,8 @@ def test_the_heaviest_bins_meet_and_the_least_loaded_rank_gets_the_heaviest():
     assert ranks == [[[0], [3], [5]], [[1], [2], [4]]]
     ranks = pack([1, 1, 2], num_ranks=2, max_tokens=8, attention_equal_tokens=10**9)
     assert ranks == [[[2]], [[0, 1]]], "the longest sample goes first"
+    shared = pack([5, 6, 7, 8], num_ranks=4, max_tokens=4, attention_equal_tokens=10**9, cp_size=2)
+    assert shared == [[[3], [0]]] * 2 + [[[2], [1]]] * 2, "two ranks share a microbatch, of twice the tokens"
 
 
 def test_a_bin_is_full_at_the_bound_and_a_sample_beyond_it_is_alone():
@@ -211,6 +213,13 @@ def test_collate_leaves_the_choice_to_the_trainer_where_a_sample_has_no_routes()
     assert collate([free], policy_version=3).routed_experts is None
     with pytest.raises(ValueError, match=r"arrays of one length.*'has_route': 0"):
         collate([replace(fixed, has_route=None)], policy_version=3)
+
+
+def test_ranks_tell_each_other_what_their_microbatches_are():
+    free, fixed = make_sample([4], [5]), with_routes(make_sample([7], [8, 9]), 0)
+    told = tuple(map(extent_of, ([free, fixed, free], [free], [])))
+    assert told == (Extent(7, 3, 3, True), Extent(2, 1, 2, False), Extent(1, 1, 1, False))
+    assert collate([free], 3, told[1:]).most_tokens == 2 and collate([free], 3).most_tokens is None
 
 
 def test_collate_of_nothing_is_one_dummy_token_that_does_not_count():

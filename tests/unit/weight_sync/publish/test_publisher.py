@@ -328,8 +328,9 @@ def test_without_hashes_bytes_still_cross_and_are_counted() -> None:
 
 def test_publish_needs_connect() -> None:
     world = World(1)
-    with pytest.raises(ProtocolError, match="before connect"):
-        world.publisher.publish(0)
+    for asks in (lambda: world.publisher.publish(0), lambda: world.publisher.reconnect(0, world.endpoints[0].address)):
+        with pytest.raises(ProtocolError, match="before connect"):
+            asks()
     world.close()
 
 
