@@ -8,6 +8,7 @@ are read by `weight_sync.disk.safetensors_files`.
 
 import math
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import numpy as np
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import JsonObject, read_json_object
+from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, step_of
+from slipstream.orchestrator.files.run_folder import RunFolder
 from slipstream.weight_sync.disk.language_model import language_model_tensors
 from slipstream.weight_sync.disk.safetensors_files import StoredTensor, read_index
 from slipstream.weight_sync.layout import TensorMeta
@@ -53,7 +56,27 @@ def read_hf_config(folder: Path, subject: str) -> JsonObject:
                 "is downloaded first: hf download NAME --local-dir FOLDER)"
             )
             raise ConfigError(f"{subject}={folder}: no such folder; {cure}") from error
-        raise ConfigError(f"{subject}={folder} has no config.json; give a Hugging Face model folder") from error
+        raise ConfigError(f"{subject}={folder} has no config.json; {_model_of(folder)}") from error
+
+
+def _model_of(folder: Path) -> str:
+    """What to give instead of a folder that is no model's: the model of the run in whose folder it is, or one in it."""
+    around = (folder, *folder.parents)
+    run = next((RunFolder(one) for one in around if RunFolder(one).config.is_file()), None)
+    if run is not None:
+        saved = complete_checkpoints(run.checkpoints)
+        chosen = "".join(f" --checkpoint {step_of(one)}" for one in saved if one in around)
+        if (run.merged / "config.json").is_file() and not chosen:
+            return f"give the model of that run: {run.merged}"
+        if saved:
+            return f"the model of that run is written by: slipstream merge {shlex.quote(str(run.root))}{chosen}"
+    if (folder / "adapter_config.json").is_file():
+        return (
+            "it is an adapter: merge it into its model (merge_and_unload of PEFT), or train it further: the model, and "
+            f"trainer.lora.init_from={folder}"
+        )
+    there = sorted(config.parent for config in folder.glob("*/config.json"))[:3]
+    return f"give one in it: {', '.join(map(str, there))}" if there else "give a Hugging Face model folder"
 
 
 def check_checkpoint_files(folder: Path, expected: Sequence[TensorMeta]) -> int:

@@ -205,7 +205,7 @@ def check_tokenizer(config: RunConfig) -> Fact:
             check_character_vocabulary(vocab_size)
         return Fact("tokenizer", "one token per character")
     folder = tokenizer_folder(config.model)
-    if config.model.tokenizer is None and not folder.is_dir():
+    if config.model.tokenizer is None and not (folder / "config.json").is_file():
         return Fact("tokenizer", "not looked for")  # it would be in model.path, and check_model reports that folder
     option = "model.path" if config.model.tokenizer is None else "model.tokenizer"
     if not folder.is_dir():

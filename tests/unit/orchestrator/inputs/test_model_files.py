@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator.inputs import model_files
-from slipstream.orchestrator.inputs.model_files import check_checkpoint_files
+from slipstream.orchestrator.inputs.model_files import check_checkpoint_files, read_hf_config
 from slipstream.trainer.adapter_io import save_merged
 from slipstream.trainer.weights.loading import CheckpointReader, load_weights
 
@@ -62,3 +62,31 @@ def test_a_stored_head_of_another_shape_is_refused(folder: Path) -> None:
     store_head(folder, load_file(folder / "model.safetensors")["model.embed_tokens.weight"][:-1])
     with pytest.raises(ConfigError, match=r"lm_head\.weight is stored with other values"):
         check(folder)
+
+
+def test_a_folder_that_is_no_models_is_answered_with_the_model_that_belongs_to_it(tmp_path: Path) -> None:
+    def said_of(folder: Path) -> str:
+        with pytest.raises(ConfigError, match=r"^MODEL=.* has no config\.json; ") as caught:
+            read_hf_config(folder, "MODEL")
+        return str(caught.value).partition("no config.json; ")[2]
+
+    run, adapter = tmp_path / "my run", tmp_path / "adapter"
+    step = run / "checkpoints" / "step-000003"
+    for one in (step / "adapter", run / "adapter", adapter, tmp_path / "models" / "a", tmp_path / "empty"):
+        one.mkdir(parents=True)
+    (run / "config.yaml").touch()
+    assert said_of(run) == "give a Hugging Face model folder", "nothing of it is saved"
+    (step / "manifest.json").touch()
+    merge = f"the model of that run is written by: slipstream merge '{run}'"
+    assert said_of(run) == said_of(run / "adapter") == merge
+    assert said_of(step) == said_of(step / "adapter") == f"{merge} --checkpoint 3"
+    (run / "merged").mkdir()
+    (run / "merged" / "config.json").write_text("{}")
+    assert said_of(run) == said_of(run / "adapter") == f"give the model of that run: {run / 'merged'}"
+    assert said_of(step) == f"{merge} --checkpoint 3"
+
+    (adapter / "adapter_config.json").touch()
+    assert said_of(adapter).endswith(f"or train it further: the model, and trainer.lora.init_from={adapter}")
+    (tmp_path / "models" / "a" / "config.json").write_text("{}")
+    assert said_of(tmp_path / "models") == f"give one in it: {tmp_path / 'models' / 'a'}"
+    assert said_of(tmp_path / "empty") == "give a Hugging Face model folder"

@@ -337,11 +337,12 @@ def test_many_processes_and_little_shared_memory_are_warned_of(checkpoint: Path)
     assert "are many processes for 2 cores; lower them" in warnings[15]["memory"]
 
 
-def test_one_cause_is_reported_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "said"), [("absent", "no such folder"), ("", "has no config.json")])
+def test_one_cause_is_reported_once(tmp_path: Path, name: str, said: str) -> None:
     with pytest.raises(PreflightError) as caught:
-        run_preflight(load_run_config(words_for(tmp_path / "absent", "parity.replay_routing=true")))
+        run_preflight(load_run_config(words_for(tmp_path / name, "parity.replay_routing=true")))
     assert "problems" not in str(caught.value)
-    assert "no such folder" in str(caught.value)
+    assert said in str(caught.value)
 
 
 def test_device_is_decided_before_rules_about_devices(checkpoint: Path) -> None:
