@@ -71,8 +71,9 @@ class Roster:
 
     @property
     def in_words(self) -> str:
-        """How many workers serve, for people: "2 of 3 rollout workers serve"."""
-        return f"{self.num_serving} of {counted(self.num_wanted, 'rollout worker')} serve"
+        """How many workers serve, for people: "2 of 3 rollout workers serve". Those that a publish holds do, too."""
+        num_there = self.count(ReplicaState.serving, ReplicaState.updating)
+        return f"{num_there} of {counted(self.num_wanted, 'rollout worker')} serve"
 
     async def least_loaded(self) -> Replica:
         """Wait until a replica serves, and return the one with the fewest groups in flight.

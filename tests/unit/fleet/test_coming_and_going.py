@@ -105,6 +105,15 @@ async def test_a_worker_that_is_out_was_not_asked_for_any_more() -> None:
     assert fleet.supervisor.roster.in_words == "1 of 2 rollout workers serve", "drained is only what serves"
 
 
+async def test_workers_that_a_publish_holds_are_not_said_to_be_missing() -> None:
+    fleet = Fleet(2)
+    await fleet.publish(0)
+    await fleet.supervisor.hold()
+    assert await fleet.supervisor.scaling.scale(2) == []
+    assert fleet.supervisor.roster.num_serving == 0, "none takes a request meanwhile"
+    assert fleet.supervisor.roster.in_words == "2 of 2 rollout workers serve"
+
+
 async def test_a_worker_that_waits_is_stranded_as_soon_as_its_last_peer_leaves() -> None:
     fleet, hand_over = Fleet(2), asyncio.Event()
     await fleet.publish(0)
