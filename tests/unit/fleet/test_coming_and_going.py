@@ -109,7 +109,7 @@ async def test_workers_that_a_publish_holds_are_not_said_to_be_missing() -> None
     fleet = Fleet(2)
     await fleet.publish(0)
     await fleet.supervisor.hold()
-    assert await fleet.supervisor.scaling.scale(2) == []
+    assert await fleet.supervisor.scaling.scale(2) == ["the run has 2 rollout workers already"]
     assert fleet.supervisor.roster.num_serving == 0, "none takes a request meanwhile"
     assert fleet.supervisor.roster.in_words == "2 of 2 rollout workers serve"
 
