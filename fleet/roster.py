@@ -45,7 +45,7 @@ class Roster:
     @property
     def num_serving(self) -> int:
         """Replicas that take requests right now."""
-        return self.count(ReplicaState.serving, ReplicaState.updating)
+        return self.count(ReplicaState.serving)
 
     @property
     def out_of_service(self) -> list[str]:
