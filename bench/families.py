@@ -3,19 +3,29 @@
     python bench/families.py                     the families of docs/families.md
     python bench/families.py mixtral olmoe
     python bench/families.py --gpu gemma3_text   on one GPU, which trainer and engine share, in bfloat16
+    python bench/families.py --own --kill 4      the families' own widths; every visible GPU has a row to itself
 
 Each is the quick start with a tiny random model of that family, one engine, and two trainer ranks that share the
-experts, if there are any. Reward is held-out, before the first step and after the last one; k3 is the largest of all
-steps but the first two. Prints its environment and a table; writes bench/results/families-cpu.json, and keeps the rows
-there that are of the same environment; families-one-gpu.json with --gpu.
+experts, if there are any. With --own it is 10 steps of 256 responses of 64 tokens by a few random layers of the
+published shape. --kill kills the engine's process once that step is done, and adds the seconds until it serves again,
+by phase (docs/metrics.md, fleet.jsonl). Reward is held-out, before the first step and after the last one; k3 is the
+largest of all steps but the first two. Prints its environment and a table; writes bench/results/families-cpu.json, and
+keeps the rows there that are of the same environment; families-one-gpu.json with --gpu, families-own-gpu.json with
+--own. A row that failed says why.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import queue
+import signal
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +33,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 from bench.environment import environment  # noqa: E402
-from bench.runs import figures, read_rows, train  # noqa: E402
+from bench.recovery import Job, processes_of  # noqa: E402
+from bench.recovery_phases import marks_after, phases_of  # noqa: E402
+from bench.runs import figures, read_rows  # noqa: E402
+from slipstream.conf.architecture.families import family_of  # noqa: E402
 
 NUM_STEPS = 60
 EXPERTS = ["model=tiny_qwen3_moe", "trainer.num_ranks=2", "trainer.ep_size=2"]
@@ -40,6 +53,8 @@ LINEAR_ATTENTION = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
+INDEXER = {"index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128}
+"""Sizes that DeepGEMM's kernels have."""
 GEMMA4 = {
     "sliding_window": 4,
     "layer_types": "[sliding_attention,full_attention]",
@@ -83,6 +98,13 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
         [*EXPERTS, "model.dtype=bfloat16"],
         LINEAR_ATTENTION,
     ),
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", [*DENSE, "model.dtype=bfloat16"], LINEAR_ATTENTION),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", LATENT, INDEXER),
+    "glm_moe_dsa": (
+        "GlmMoeDsaForCausalLM",
+        LATENT,
+        {**INDEXER, "indexer_rope_interleave": "true", "n_group": 1, "rms_norm_eps": 1e-5},
+    ),
     "glm4_moe_lite": (
         "Glm4MoeLiteForCausalLM",
         LATENT,
@@ -91,7 +113,30 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
 }
 """model_type, or the name of a row whose fields have it -> its class, the preset that it changes, and the fields of
 config.json that it needs."""
-SHOWN = ("eval_reward_first", "eval_reward_last", "k3_max", "publish_bytes", "wall_s")
+LAYERS_OF_64 = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 64}
+OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("qwen3_next_80b_a3b", {"num_hidden_layers": 4}),
+    "qwen3_5_text": ("qwen3_5_27b", {"num_hidden_layers": 4}),
+    "qwen3_5_moe_text": ("qwen3_5_35b_a3b", {"num_hidden_layers": 4}),
+    "gemma4_text": ("gemma4_31b", {"num_hidden_layers": 6}),
+    "gemma4_text with experts": ("gemma4_26b_a4b", {"num_hidden_layers": 6}),
+    "glm4_moe_lite": ("glm_4_7_flash", {"num_hidden_layers": 4}),
+    "minimax_m2": ("minimax_m2", {"num_hidden_layers": 2, "quantization_config": None}),
+    "deepseek_v32": ("deepseek_v3_2", {**LAYERS_OF_64, "quantization_config": None}),
+    "glm_moe_dsa": ("glm_5", LAYERS_OF_64),
+}
+"""Row of --own -> its preset, and what is less of it; None: without that field. Engines hold bfloat16."""
+OWN_WORDS = [
+    "experiment=qwen3_moe_2gpu", "cluster.share_gpu=true", "rollout.gpu_memory_utilization=0.35",
+    "rollout.kv_cache_bytes=8589934592", "trainer.max_microbatch_tokens=16384", "algorithm.max_staleness_steps=0",
+    "run.num_steps=10", "run.eval_every_steps=0", "data.eval_path=null", "cluster.dashboard=false",
+]  # fmt: skip
+REPLAYED = ("glm4_moe_lite", "minimax_m2", "deepseek_v32", "glm_moe_dsa")
+"""Rows of --own whose routes are recorded and replayed."""
+SHOWN = (
+    "eval_reward_first", "eval_reward_last", "k3_max", "rollout_tokens_per_s", "publish_s", "publish_bytes", "wall_s",
+)  # fmt: skip
+LIMIT_S = 1800.0
 
 
 def words_of(family: str, on_gpu: bool) -> list[str]:
@@ -111,31 +156,111 @@ def words_of(family: str, on_gpu: bool) -> list[str]:
     ]
 
 
+def own_words(family: str) -> list[str]:
+    """Options of a run of the family's own widths."""
+    preset, fields = OWN[family]
+    return [
+        *OWN_WORDS,
+        f"model={preset}",
+        *(f"++model.hf_config.{name}={value}" for name, value in fields.items() if value is not None),
+        *(f"~model.hf_config.{name}" for name, value in fields.items() if value is None),
+        f"parity.replay_routing={str(family in REPLAYED).lower()}",
+    ]
+
+
+def row_of(words: list[str], card: str | None, kill: int | None) -> dict[str, Any]:
+    """Figures of one run, in a process group of its own. `card`: the GPU that it sees; None: all of them."""
+    own, began = {} if card is None else {"CUDA_VISIBLE_DEVICES": card}, time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory() as folder, Job(words, Path(folder), own) as job:
+            killed = {} if kill is None else killed_after(job, kill)
+            job.wait(LIMIT_S)
+            wall_s = time.monotonic() - began
+            return {"words": words, "wall_s": wall_s, **killed, **figures(read_rows(job.folder.resolve()))}
+    except SystemExit as error:
+        return {"words": words, "wall_s": time.monotonic() - began, "failed": str(error)}
+
+
+def killed_after(job: Job, step: int) -> dict[str, Any]:
+    """Kill the engine's process when the step is done. Returns how long it took to serve again, by phase."""
+    if not job.wait_until(lambda _: job.num_steps >= step, LIMIT_S):
+        raise SystemExit(f"step {step} was not done within {LIMIT_S:g} s")
+    _, *engine = processes_of(job, 0)
+    if len(engine) != 1:
+        raise SystemExit(f"the log must name one process of the engine, got {engine}")
+    killed_at = time.time()
+    os.kill(engine[0], signal.SIGKILL)
+    if not job.wait_until(lambda rows: "serving" in marks_after(rows, 0, killed_at), LIMIT_S):
+        raise SystemExit(f"the killed engine was not back within {LIMIT_S:g} s")
+    marks = marks_after(job.rows, 0, killed_at)
+    return {"serves_again_s": marks["serving"] - killed_at, "phases": phases_of(killed_at, marks)}
+
+
+def run_rows(rows: dict[str, list[str]], cards: list[str], kill: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Figures of each, as they end: as many at a time as there are cards; without cards one after the other."""
+    free: queue.Queue[str | None] = queue.Queue()
+    for card in cards or [None]:
+        free.put(card)
+
+    def one(words: list[str]) -> dict[str, Any]:
+        card = free.get()
+        try:
+            return row_of(words, card, kill)
+        finally:
+            free.put(card)
+
+    with ThreadPoolExecutor(len(cards) or 1) as pool:
+        names = {pool.submit(one, words): name for name, words in rows.items()}
+        for future in as_completed(names):
+            yield names[future], future.result()
+
+
 def main() -> None:
-    """Run the named families one after the other."""
+    """Run the named families."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; default: all")
+    parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; --own: {', '.join(OWN)}; default: all")
     parser.add_argument("--gpu", action="store_true", help="on one GPU, which trainer and engine share")
+    parser.add_argument("--own", action="store_true", help="their own widths, one row to a visible GPU")
+    parser.add_argument("--kill", type=int, metavar="STEP", help="kill the engine once after this step")
+    parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     parser.add_argument("--out", type=Path, help="default: bench/results/families-<device>.json")
     args = parser.parse_args()
-    args.out = args.out or ROOT / "bench" / "results" / f"families-{'one-gpu' if args.gpu else 'cpu'}.json"
-    unknown = set(args.families) - set(FAMILIES)
-    if unknown:
-        parser.error(f"families must be of {', '.join(FAMILIES)}, got {', '.join(sorted(unknown))}")
-    report: dict[str, Any] = {"environment": environment(), "runs": {}}
+    device = "own-gpu" if args.own else "one-gpu" if args.gpu else "cpu"
+    out: Path = args.out or ROOT / "bench" / "results" / f"families-{device}.json"
+    known = [name for name in (OWN if args.own else FAMILIES) if device != "cpu" or lacking(name) is None]
+    if unknown := set(args.families) - set(known):
+        parser.error(f"families must be of {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    report: dict[str, Any] = {"environment": environment(args.commit), "runs": {}}
     print(json.dumps(report["environment"], indent=2))
-    if args.out.exists():
-        before = json.loads(args.out.read_text())
+    if out.exists():
+        before = json.loads(out.read_text())
         if before["environment"] == report["environment"]:
             report["runs"] = before["runs"]
-    for family in args.families or FAMILIES:
-        with tempfile.TemporaryDirectory() as folder:
-            run_folder, wall_s = train(family, words_of(family, args.gpu), Path(folder))
-            report["runs"][family] = {"wall_s": wall_s, **figures(read_rows(run_folder))}
-        args.out.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"{'':12}" + "".join(f"{name:>20}" for name in SHOWN))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    cards = visible_cards(len(report["environment"]["gpus"])) if args.own else []
+    chosen = args.families or known
+    rows = {name: own_words(name) if args.own else words_of(name, args.gpu) for name in chosen}
+    for name, row in run_rows(rows, cards, args.kill):
+        report["runs"][name] = row
+        out.write_text(json.dumps(report, indent=2) + "\n")
+        print(f"{name}: {row.get('failed') or format(row['wall_s'], '.0f') + ' s'}", flush=True)
+    print(f"{'':26}" + "".join(f"{name:>22}" for name in SHOWN))
     for family, row in report["runs"].items():
-        print(f"{family:12}" + "".join(f"{row[name]:>20.3g}" for name in SHOWN))
+        cells = [row.get(name) for name in SHOWN]
+        print(f"{family:26}" + "".join(f"{'-' if cell is None else format(cell, '.3g'):>22}" for cell in cells))
+    if any("failed" in report["runs"][name] for name in chosen):
+        raise SystemExit(1)
+
+
+def lacking(family: str) -> str | None:
+    """What the CPU engine does not do of it."""
+    return family_of({"model_type": family.partition(" ")[0]}).lacks_on_cpu
+
+
+def visible_cards(num_gpus: int) -> list[str]:
+    """Names of this process's GPUs, for its children."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(card) for card in range(num_gpus)] if given is None else given.split(",")
 
 
 if __name__ == "__main__":

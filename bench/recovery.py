@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,15 @@ COLORS = ("#999999", "#56B4E9", "#0072B2", "#CC79A7", "#009E73", "#F0E442", "#D5
 class Job:
     """A run under way, in a process group of its own. Use as a context manager, which ends it."""
 
-    def __init__(self, words: list[str], folder: Path) -> None:
+    def __init__(self, words: list[str], folder: Path, environment: Mapping[str, str] | None = None) -> None:
         self.folder = folder / "latest"
         self._said = folder / "said.txt"
         command = [sys.executable, "-m", "slipstream.orchestrator.cli.main", "train", f"run.dir={folder}", *words]
         with self._said.open("w") as said:
-            self._process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said, start_new_session=True)
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env={**os.environ, **(environment or {})}, stdout=said, stderr=said,
+                start_new_session=True,
+            )  # fmt: skip
 
     def __enter__(self) -> Job:
         return self
@@ -81,6 +84,15 @@ class Job:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGTERM)
             self._process.wait(END_TIMEOUT_S)
+
+    def wait(self, limit_s: float) -> None:
+        """Wait for its end. Raises SystemExit, with what it said last, unless that is a success within the limit."""
+        try:
+            code = self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise SystemExit(f"the run took more than {limit_s:g} s:\n{self._said.read_text()[-3000:]}") from None
+        if code:
+            raise SystemExit(f"the run ended with exit code {code}:\n{self._said.read_text()[-3000:]}")
 
     @property
     def rows(self) -> list[dict[str, Any]]:

@@ -219,12 +219,19 @@ _NO_UNGROUPED = "its router takes sigmoid scores only where experts come in grou
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(deepseek_like.deepseek_v3),
-    "deepseek_v32": Family(deepseek_like.deepseek_v32, lacks_on_cpu=_NO_SPARSE),
+    "deepseek_v32": Family(deepseek_like.deepseek_v32, needs_deep_gemm=True, lacks_on_cpu=_NO_SPARSE),
     "gemma3_text": Family(gemma.gemma3, wrapper="gemma3", left_out=gemma.GEMMA3_DEFAULTS, head_dim=256),
-    "gemma4_text": Family(gemma.gemma4, wrapper="gemma4", head_dim=256, fills_slots=False, names_slots=False),
+    "gemma4_text": Family(
+        gemma.gemma4,
+        wrapper="gemma4",
+        head_dim=256,
+        engine_fields=gemma.gemma4_engine_fields,
+        fills_slots=False,
+        names_slots=False,
+    ),
     "glm4_moe": Family(deepseek_like.glm4_moe),
     "glm4_moe_lite": Family(deepseek_like.glm4_moe_lite),
-    "glm_moe_dsa": Family(deepseek_like.glm_moe_dsa, lacks_on_cpu=_NO_SPARSE),
+    "glm_moe_dsa": Family(deepseek_like.glm_moe_dsa, needs_deep_gemm=True, lacks_on_cpu=_NO_SPARSE),
     "gpt_oss": Family(
         _gpt_oss,
         head_dim=64,

@@ -32,8 +32,12 @@ class Family:
     """trainer/engine_ops has its forward in the engine's kernels (parity=bitwise)."""
     has_linear_attention: bool = False
     """In some layers (Gated DeltaNet)."""
+    engine_fields: Callable[[JsonObject], JsonObject] | None = None
+    """Of its config: fields that vLLM reads beside those of transformers' class."""
     engine_imports: tuple[str, ...] = ()
     """Packages that vLLM's file of it imports, and that set-up leaves out for CPUs."""
+    needs_deep_gemm: bool = False
+    """Its engine computes in kernels that DeepGEMM compiles when they are first called."""
     fills_slots: bool = True
     """An engine's slot of q, k and v holds an adapter of each."""
     names_slots: bool = True

@@ -78,15 +78,7 @@ def gemma4(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
     for key in ("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq"):
         refuse(config, key, (None,))  # rope_parameters has them, by kind of layer
     refuse(config, "use_bidirectional_attention", (None, "vision"))  # of pictures' tokens
-    require(config, "sliding_window")
-    window, kinds = size(config, "sliding_window"), _kinds(config, ends_full=True)
-    local = replace(
-        grouped_queries(config, size(config, "head_dim", 256), qkv_bias=False, output_bias=False, qk_norm=True),
-        norms_values=True,
-        score_dim=1,
-        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
-    )
-    full = _full_attention(config, local, kinds)
+    local, full = _gemma4_heads(config)
     ropes = _gemma4_ropes(config, full.head_dim, local.head_dim)
     softcap = config.get("final_logit_softcapping")
     common = common_fields(config, "Gemma4ForCausalLM", is_tied=True)
@@ -103,6 +95,17 @@ def gemma4(config: JsonObject, mla_norm_eps: MlaNormEps) -> ModelSpec:
         has_gelu=True,
         moe=_experts_beside_dense(config),
     )
+
+
+def gemma4_engine_fields(config: JsonObject) -> JsonObject:
+    """What vLLM 0.25.1 builds layers without a window from. transformers moves these fields to `per_layer_config`, and
+    from 5.15 on refuses to say the other layers' head_dim; vLLM from 0.28 on reads it by layer."""
+    _, full = _gemma4_heads(config)
+    return {
+        "allow_global_per_layer_attribute_access": True,
+        "global_head_dim": full.head_dim,
+        "num_global_key_value_heads": full.num_kv_heads,
+    }
 
 
 def _experts_beside_dense(config: JsonObject) -> MoeSpec | None:
@@ -140,6 +143,19 @@ def _refuse_other_gemma4(config: JsonObject) -> None:
             f"model.hf_config: {config['model_type']} is supported as 31B and 26B-A4B are; this one has what the "
             f"decoder lacks: {'; '.join(lacking)}"
         )
+
+
+def _gemma4_heads(config: JsonObject) -> tuple[GqaSpec, GqaSpec]:
+    """Heads of layers with a window, and of those without."""
+    require(config, "sliding_window")
+    window, kinds = size(config, "sliding_window"), _kinds(config, ends_full=True)
+    local = replace(
+        grouped_queries(config, size(config, "head_dim", 256), qkv_bias=False, output_bias=False, qk_norm=True),
+        norms_values=True,
+        score_dim=1,
+        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+    )
+    return local, _full_attention(config, local, kinds)
 
 
 def _full_attention(config: JsonObject, local: GqaSpec, kinds: list[str]) -> GqaSpec:

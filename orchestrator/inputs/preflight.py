@@ -18,10 +18,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from slipstream.conf.architecture.families import family_of, kind_of, read_config
+from slipstream.conf.architecture.families import read_config
 from slipstream.conf.architecture.model_spec import ModelSpec
 from slipstream.conf.errors import ConfigError, SlipstreamError
-from slipstream.conf.json_files import HfConfig
 from slipstream.conf.model_checks import check_architecture, check_packed_base_reaches_engines
 from slipstream.conf.options import did_you_mean
 from slipstream.conf.plural import counted
@@ -35,6 +34,7 @@ from slipstream.orchestrator.errors import PreflightError
 from slipstream.orchestrator.figures.held_out import choosing_metrics
 from slipstream.orchestrator.files.run_folder import RunFolder, changed_options, follow_latest, resumed_folder
 from slipstream.orchestrator.inputs.character_tokenizer import CHARACTERS, check_character_vocabulary
+from slipstream.orchestrator.inputs.engine_needs import check_engine_needs
 from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.given_code import (
     check_agent_loads,
@@ -135,8 +135,8 @@ def check_model(config: RunConfig) -> Fact:
         check_packed_base_reaches_engines(config, hf_config)
         check_base_is_on_disk(config)
         _check_cache_holds_a_sequence(config, spec)
+        check_engine_needs(hf_config, config.cluster.device)
     check_architecture(config, hf_config)
-    _check_engine_imports(config, hf_config)
     engine_checkpoint(hf_config, model.dtype)
     tensors = spec.checkpoint_tensors(model.dtype.value)
     origin = "random weights"
@@ -148,19 +148,6 @@ def check_model(config: RunConfig) -> Fact:
     return Fact(
         "model", f"{spec.family}: {spec.num_layers} layers{experts}, {_count(num_parameters)} parameters, {origin}"
     )
-
-
-def _check_engine_imports(config: RunConfig, hf_config: HfConfig) -> None:
-    """Beside a family's language model, vLLM's file of it may have what reads pictures."""
-    if config.algorithm.objective is not Objective.policy:
-        return
-    for name in family_of(hf_config).engine_imports:
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"vLLM's file of model_type={kind_of(hf_config)} imports {name}, which this environment lacks: install "
-                "the build that belongs to its torch (beside the pinned packages of CPUs: .venv/bin/pip install "
-                "--no-deps --index-url https://download.pytorch.org/whl/cpu torchvision==0.28.0+cpu)"
-            )
 
 
 def check_initial_adapter(config: RunConfig) -> Fact:

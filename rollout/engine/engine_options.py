@@ -10,7 +10,7 @@ from collections.abc import MutableMapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from slipstream.conf.architecture.families import of_language_model
+from slipstream.conf.architecture.families import family_of, of_language_model
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Device, DType, RolloutConfig
 from slipstream.rollout.node_cache import cache_folder
@@ -131,8 +131,13 @@ def engine_arguments(
         # latent heads wrongly (0.32).
         arguments["attention_backend"] = "CPU_MLA"
         arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
-    if _config_of(folder).get("linear_num_value_heads") is not None:
+    hf_config = _config_of(folder)
+    if hf_config.get("linear_num_value_heads") is not None:
         arguments["mamba_ssm_cache_dtype"] = "float32"  # as the trainer's; else rounded after every token
+        # On Hopper vLLM's own choice is flashinfer's kernel, without a look at whether flashinfer is installed.
+        arguments["gdn_prefill_backend"] = "triton"
+    if (engine_fields := family_of(hf_config).engine_fields) is not None:
+        arguments["hf_overrides"] = engine_fields(hf_config)
     if batch_invariant:
         # torch.compile would make other kernels of norms and activations than those that the trainer calls; CUDA graphs
         # replay the same ones.

@@ -18,7 +18,12 @@ REFERRAL = "root cause"
 
 
 def cause_in(log: str) -> str:
-    """The line of a log that gives the reason: the last error that does not refer to another one.
+    """The line of a log that gives the reason: its last error, or else its last line."""
+    return last_error_in(log) or (log.strip().splitlines() or ["it said nothing"])[-1]
+
+
+def last_error_in(log: str) -> str:
+    """The last error of a log that does not refer to another one; "" if there is none.
 
     A validation error of pydantic has its text in the next line, so that line is added.
     """
@@ -26,7 +31,7 @@ def cause_in(log: str) -> str:
     errors = [at for at, line in enumerate(lines) if re.search(r"\w(Error|Exception)\b", line)]
     causes = [at for at in errors if REFERRAL not in lines[at]]
     if not errors:
-        return lines[-1] if lines else "it said nothing"
+        return ""
     at = (causes or errors)[-1]
     return " ".join(lines[at : at + 2]) if "validation error" in lines[at] else lines[at]
 

@@ -35,7 +35,7 @@ from slipstream.rollout.engine.engine_options import (
     set_engine_environment,
 )
 from slipstream.rollout.engine.same_path import same_path
-from slipstream.rollout.engine.start_failure import OutputSince, why_it_failed
+from slipstream.rollout.engine.start_failure import OutputSince, last_error_in, why_it_failed
 from slipstream.rollout.engine.start_phase import IMPORTING, phase_in
 from slipstream.rollout.errors import EngineDied, EngineError
 from slipstream.rollout.in_vllm.process_imports import (
@@ -262,10 +262,14 @@ class VllmProcess:
         raise TimeoutError
 
     def death(self) -> EngineDied:
-        """The engine's process is gone: how, where that is known."""
+        """The engine's process is gone: how, where that is known; with the last error that it wrote, unless a signal
+        ended it."""
         codes = [code for process in self.children if (code := process.exitcode) is not None]
         how = death_of_a_child() or (how_it_ended(codes[0]) if codes else "died")
-        return EngineDied(f"the engine's process {how}; this rollout worker must be restarted")
+        by_signal = any(code < 0 for code in codes)
+        said = "" if by_signal or self._output is None else last_error_in(self._output.read())
+        last = f"; its last error: {said}" if said else ""
+        return EngineDied(f"the engine's process {how}{last}; this rollout worker must be restarted")
 
     def shutdown(self) -> None:
         """End the engine's processes. Idempotent."""

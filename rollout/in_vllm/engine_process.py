@@ -11,6 +11,7 @@ import os
 from slipstream.rollout.crash_reports import report_beside_parent
 from slipstream.rollout.die_with_owner import OWNER_VARIABLE, end_with
 from slipstream.rollout.in_vllm.language_model_loader import register_language_model_loader
+from slipstream.rollout.in_vllm.process_imports import know_text_models
 from slipstream.rollout.in_vllm.vllm_patches import keep_batch_invariance, keep_linear_weights_in_place
 from slipstream.rollout.in_vllm.worker_extension import WeightReceiver
 
@@ -32,5 +33,6 @@ def _end_with_the_owner() -> None:
 keep_linear_weights_in_place()
 keep_batch_invariance()
 register_language_model_loader()
+know_text_models()
 _end_with_the_owner()
 report_beside_parent()

@@ -75,6 +75,15 @@ def can_use_gpu() -> bool:
         return False
 
 
+def know_text_models() -> None:
+    """Name Qwen3.5's language model alone to this process's vLLM, where it has no such architecture (0.25.1)."""
+    from vllm.model_executor.models import ModelRegistry
+
+    for name in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"):
+        if name not in ModelRegistry.models:
+            ModelRegistry.register_model(name, f"slipstream.rollout.in_vllm.qwen3_5_text:{name}")
+
+
 def ask_classes_here(architectures: list[str]) -> None:
     """Let vLLM ask the classes of models what they can do in this process, which has imported it. Of a class that it
     meets for the first time on a node it would ask another process, which imports all of vLLM for that.
@@ -84,6 +93,7 @@ def ask_classes_here(architectures: list[str]) -> None:
     """
     from vllm.model_executor.models import ModelRegistry
 
+    know_text_models()
     for name in architectures:
         if name in ModelRegistry.models:  # vLLM says of others that it does not support them
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())

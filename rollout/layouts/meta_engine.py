@@ -32,8 +32,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from slipstream.rollout.die_with_owner import OWNER_VARIABLE, end_with
-from slipstream.rollout.engine.engine_options import engine_arguments
+from slipstream.rollout.engine.engine_options import architectures_of, engine_arguments
 from slipstream.rollout.in_vllm.post_load import Forms
+from slipstream.rollout.in_vllm.process_imports import ask_classes_here
 from slipstream.rollout.in_vllm.vllm_patches import be_rank, kernels_of_gpus
 from slipstream.rollout.layouts.offline_layout import PROGRESS_MARK
 from slipstream.weight_sync.layout import DestLayout, TensorMeta
@@ -75,6 +76,7 @@ def record_all(request: JsonObject) -> tuple[DestLayout, ...]:
         arguments = engine_arguments(Path(folder), rollout, dtype=dtype, device=here, seed=0)
         if arguments.get("attention_backend") not in AttentionBackendEnum.__members__:
             arguments.pop("attention_backend", None)  # the build for GPUs lacks those of CPUs; nothing attends here
+        ask_classes_here(architectures_of(Path(folder)))
         config = EngineArgs(**arguments).create_engine_config()
         record = record_layout if request["every_layer"] else record_repeating
         layouts: list[DestLayout] = []

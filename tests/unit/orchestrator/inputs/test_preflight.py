@@ -20,6 +20,7 @@ from slipstream.conf.schema import Device, Init, WeightSyncConfig
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import PreflightError
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
+from slipstream.orchestrator.inputs.engine_needs import check_engine_needs
 from slipstream.orchestrator.inputs.model_files import check_checkpoint_files
 from slipstream.orchestrator.inputs.object_store import LEAST_BYTES, object_store_bytes
 from slipstream.orchestrator.inputs.preflight import (
@@ -443,6 +444,24 @@ def test_a_package_that_vllms_file_of_a_family_imports_is_asked_for(monkeypatch:
         check_model(config)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     assert check_model(config)
+
+
+def test_engines_whose_kernels_are_compiled_at_their_start_need_headers_and_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf_config = {"model_type": "deepseek_v32"}
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"DeepGEMM with its headers .* and nvcc at {tmp_path}/bin/nvcc"):
+        check_engine_needs(hf_config, Device.cuda)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    with pytest.raises(ConfigError, match=r"lacks DeepGEMM with its headers \(deep_gemm, or [^)]*\); "):
+        check_engine_needs(hf_config, Device.cuda)
+    (tmp_path / "deep_gemm" / "include" / "deep_gemm").mkdir(parents=True)
+    (tmp_path / "deep_gemm" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    check_engine_needs(hf_config, Device.cuda)
+    check_engine_needs({"model_type": "deepseek_v3"}, Device.cuda)
 
 
 def test_an_argument_that_vllm_does_not_know_is_refused_before_anything_starts() -> None:

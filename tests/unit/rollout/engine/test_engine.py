@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from cases.tiny_models import GEMMA4
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import Device, DType, RolloutConfig
@@ -81,6 +83,23 @@ def test_gpus_use_the_kernels_that_read_experts_in_checkpoint_order():
     assert arguments["distributed_executor_backend"] == "mp"
     assert arguments["enable_expert_parallel"] is True
     assert arguments["kv_cache_memory_bytes"] == 123
+
+
+def test_linear_attention_computes_by_kernels_that_vllm_brings_and_keeps_its_state_in_float32(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_next", "linear_num_value_heads": 2}')
+    arguments = engine_arguments(tmp_path, RolloutConfig(), dtype=DType.bfloat16, device=Device.cuda, seed=1)
+    assert arguments["gdn_prefill_backend"] == "triton"
+    assert arguments["mamba_ssm_cache_dtype"] == "float32"
+
+
+def test_engines_are_told_the_heads_of_layers_without_a_window_that_transformers_moves(tmp_path: Path):
+    moved = {"global_head_dim": GEMMA4["global_head_dim"], "num_global_key_value_heads": 1}
+    of_layer = {"head_dim": GEMMA4["global_head_dim"], "num_key_value_heads": 1}
+    written = {key: value for key, value in GEMMA4.items() if key not in moved}
+    for config in (GEMMA4, {**written, "per_layer_config": {"1": of_layer, "3": of_layer}}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        arguments = engine_arguments(tmp_path, RolloutConfig(), dtype=DType.bfloat16, device=Device.cuda, seed=1)
+        assert arguments["hf_overrides"] == {"allow_global_per_layer_attribute_access": True, **moved}
 
 
 def test_a_cpu_engine_is_eager_in_two_processes_with_a_fixed_cache():

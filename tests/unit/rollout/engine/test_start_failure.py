@@ -1,4 +1,4 @@
-"""What an engine that did not come up wrote is found, and the line that says why is in the error. No vLLM."""
+"""What an engine wrote that did not come up, or died, is found, and the line that says why is in the error. No vLLM."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import pytest
 
@@ -14,8 +15,9 @@ from slipstream.conf.schema import Device, DType, RolloutConfig
 from slipstream.rollout.crash_reports import PARENT_VARIABLE
 from slipstream.rollout.engine.start_failure import OutputSince, cause_in
 from slipstream.rollout.engine.vllm_engine import VllmEngine
-from slipstream.rollout.errors import EngineError
+from slipstream.rollout.errors import EngineDied, EngineError
 
+DEAD = cast(Any, SimpleNamespace(errored=True))
 REFERRAL = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 
 
@@ -121,3 +123,25 @@ async def test_an_engine_that_a_signal_ended_while_it_started_is_told_with_its_f
         await engine.start()
     died = "died of SIGSEGV (main thread in /lib/model.py:3, load)"
     assert str(caught.value) == f"the engine did not start: its process {died}; frames of all threads: {report}"
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (1, "ended with exit code 1; its last error: ERROR torch.OutOfMemoryError: CUDA out of memory"),
+        (None, "died; its last error: ERROR torch.OutOfMemoryError: CUDA out of memory"),
+        (-9, "was ended by SIGKILL"),
+    ],
+)
+async def test_an_engine_that_ended_by_itself_is_quoted(tmp_path: Path, code: int | None, told: str):
+    """A signal is a reason, and what was logged before it none."""
+    engine = VllmEngine(
+        tmp_path, RolloutConfig(), dtype=DType.float32, device=Device.cpu, seed=0, make_llm=lambda _: DEAD
+    )
+    with stderr_at(str(tmp_path / "stderr")):
+        await engine.process.start()
+        os.write(2, b"ERROR torch.OutOfMemoryError: CUDA out of memory\nEngineDeadError: above is the root cause\n")
+        engine.process.children = cast(Any, [SimpleNamespace(exitcode=code)])
+        with pytest.raises(EngineDied) as caught:
+            engine.check()
+    assert str(caught.value) == f"the engine's process {told}; this rollout worker must be restarted"
