@@ -111,11 +111,41 @@ async def test_whoever_was_told_to_go_starts_elsewhere_or_when_somebody_asks() -
     assert machines.supervisor.scaling.num_asked == 1
     machines.supervisor.scaling.ask(9)
     assert machines.supervisor.scaling.num_asked == 2, "the most of the range"
+    least = Machines({"m0": 0}, (2, 2), 2)
+    await least.publish()
+    await least.supervisor.scaling.drain("rollout-1")
+    assert least.supervisor.scaling.num_asked == 2
+    least.supervisor.scaling.ask(0)
+    assert least.supervisor.scaling.num_asked == 2
     await asyncio.sleep(0.02)
     assert machines.states == [S.serving, S.gone] and machines.free["m1"] == 1, "its machine may be needed or taken"
     assert await machines.supervisor.scaling.scale(2) == ["rollout-1 is being started"]
     await machines.until(S.serving, S.serving)
     following.cancel()
+
+
+@pytest.mark.parametrize("state", [S.starting, S.out])
+async def test_a_worker_is_given_up_whose_room_is_missing_at_two_looks_and_those_with_room_come_first(state: S) -> None:
+    machines = Machines({"m0": 0}, (1, 3), 3)
+    scaling = machines.supervisor.scaling
+    await machines.publish()
+    machines.gate.clear()
+    machines.replica(1).num_restarts = int(state is S.out)
+    await machines.supervisor.fail(machines.replica(1), "it died")
+    for _ in range(2):  # another place is found in between
+        del machines.reserved["rollout-1"]
+        await scaling.follow_once()
+        machines.reserved["rollout-1"] = "m0"
+        await scaling.follow_once()
+        await asyncio.sleep(0.01)
+        assert machines.states == [S.serving, state, S.serving]
+    del machines.reserved["rollout-1"]
+    for _ in range(2):
+        await scaling.follow_once()
+    await machines.until(S.serving, S.gone, S.serving)
+    await scaling.scale(1)
+    await machines.until(S.serving, S.gone, S.gone)
+    assert await scaling.scale(2) == ["rollout-2 is being started"]
 
 
 async def test_a_worker_that_failed_too_often_stays_out_and_nobody_takes_its_place() -> None:

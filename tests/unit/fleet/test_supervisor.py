@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 from fakes.clock import on_jumping_clock
@@ -74,6 +76,17 @@ async def test_a_worker_that_does_not_say_whether_it_is_alive_is_waited_for_brie
     await supervisor.settle([outcome(False, "PeerLost: x"), outcome(True)])
     assert asyncio.get_running_loop().time() - began < 10
     assert supervisor.roster.replicas["rollout-0"].reason == "PeerLost: x"
+
+
+async def test_what_was_done_beside_is_not_kept() -> None:
+    supervisor, _ = supervised(1)
+    task = supervisor.roster.spawn(asyncio.sleep(0))
+    kept = weakref.ref(task)
+    await task
+    del task
+    await asyncio.sleep(0)
+    gc.collect()
+    assert kept() is None
 
 
 async def publish_without_a_pause(supervisor: Supervisor, *outcomes: ReplicaReport) -> None:

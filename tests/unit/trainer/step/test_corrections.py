@@ -151,6 +151,17 @@ def test_mask_threshold_leaves_tokens_out_of_a_clipped_ratio_too() -> None:
     assert result.sums["correction/num_masked"].item() == 2
 
 
+def test_a_ratio_that_is_its_bound_is_within() -> None:
+    """e^0 is 1 in every format."""
+    one_N = torch.ones(1, dtype=torch.int64)
+    for correction in (Correction.tis, Correction.mis):
+        algorithm = AlgorithmConfig(correction=correction, correction_min=1.0, correction_max=1.0)
+        found = importance_weights(torch.zeros(1), one_N, one_N * 0, algorithm)
+        assert [found.weight_N.item(), found.is_truncated_N.item(), found.is_masked_N.item()] == [1.0, False, False]
+    found = importance_weights(torch.tensor([0.5]), one_N, one_N * 0, AlgorithmConfig(correction=Correction.none), 0.5)
+    assert found.weight_N.item() == 1.0
+
+
 def test_a_product_that_overflows_is_bounded() -> None:
     """100 tokens of ratio e: the product is e^100, which float32 cannot hold; the loss stays finite."""
     wild = Sequence([-1.0] * 100, [-2.0] * 100, 1.0)

@@ -262,9 +262,11 @@ def test_the_report_has_the_slowest_of_each_and_the_sum_of_bytes(make, one: int,
     setup.begin()
     setup.clock.now += 3.0
     results = [
-        RankPublishReport(write_s={one: 1.0}, num_bytes=100, prepare_s=0.5, busy_write_s=2.0, peak_bytes=7),
-        RankPublishReport(write_s={other: 1.0}, num_bytes=20, prepare_s=0.75, busy_write_s=1.0, peak_bytes=9),
-    ]
+        RankPublishReport({}, {one: 1.0}, 100, prepare_s=0.5, busy_write_s=2.0, peak_bytes=7, num_changed=1,
+                          num_compared=8),
+        RankPublishReport({}, {other: 1.0}, 20, prepare_s=0.75, busy_write_s=1.0, peak_bytes=9, num_changed=2,
+                          num_compared=4),
+    ]  # fmt: skip
     results = results if one == 0 else results[::-1]
     setup.finish(*results)
     report = setup.transaction.report(results, watermark_bytes=11, num_changed_params=5)
@@ -279,6 +281,7 @@ def test_the_report_has_the_slowest_of_each_and_the_sum_of_bytes(make, one: int,
     assert (report.begin_s, report.total_s) == (4.5, 4.5 + 3.0 + 2.0)
     assert (report.prepare_s, report.write_s, report.peak_bytes, report.num_bytes) == (0.75, 2.0, 9, 120)
     assert (report.watermark_bytes, report.num_changed_params) == (11, 5)
+    assert (report.changed_fraction, report.num_takers) == (3 / 12, 0)
 
 
 def test_a_publish_to_nobody_asks_nobody(make) -> None:
@@ -288,6 +291,7 @@ def test_a_publish_to_nobody_asks_nobody(make) -> None:
     assert [fields for _, fields, _ in setup.clients.asked] == [{}, {}]
     report = setup.transaction.report([RankPublishReport()], watermark_bytes=1, num_changed_params=None)
     assert (report.pause_s, report.verify_s, report.commit_s, report.idle_s, report.mark_s) == (0, 0, 0, 0, 0)
+    assert report.changed_fraction is None, "nothing was compared"
 
 
 def test_timelines_are_of_all_ranks_and_of_the_replicas_that_began(make) -> None:
