@@ -27,9 +27,10 @@ class DataConfig:
     """
 
     path: str | None = None
-    """Training rows: a .jsonl or .parquet file, a folder that `Dataset.save_to_disk` wrote, or a dataset of the Hugging
-    Face Hub, `hf:REPO:SPLIT` or `hf:REPO:CONFIG:SPLIT` (hf:openai/gsm8k:main:train). Relative paths start at the
-    working directory; `pkg://NAME` is a file that ships in conf/data.
+    """Training rows: a .jsonl or .parquet file, several Parquet files as one (train-*.parquet), a folder that
+    `Dataset.save_to_disk` wrote, or a dataset of the Hugging Face Hub, `hf:REPO:SPLIT` or `hf:REPO:CONFIG:SPLIT`
+    (hf:openai/gsm8k:main:train). Relative paths start at the working directory; `pkg://NAME` is a file that ships in
+    conf/data.
     """
     sources: tuple[str, ...] = ()
     """Several of these instead of `path`, mixed."""

@@ -1,6 +1,7 @@
 """Rows of a source: a file, a folder that `datasets` saved, or a dataset of the Hugging Face Hub.
 
     FILE.jsonl   FILE.parquet   pkg://NAME            relative paths start at the working directory
+    FOLDER/train-*.parquet                            files of one split, by name one after the other
     FOLDER                                            written by Dataset.save_to_disk
     hf:REPO[@REVISION]:SPLIT                          by id, from the Hub or its local cache
     hf:REPO[@REVISION]:CONFIG:SPLIT                   such as hf:openai/gsm8k:main:train
@@ -14,8 +15,9 @@ however many the source has. `datasets` is imported for the last three forms alo
 import codecs
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -166,10 +168,17 @@ def _at(columns: JsonMapping, path: str) -> list[Any]:
 
 
 def _file_rows(path: Path, start: Position, option: str) -> Iterator[Row]:
+    if not path.exists() and "*" in path.name and path.suffix == ".parquet":
+        if not (files := sorted(path.parent.glob(path.name))):
+            raise DataError(f"{option}={path}: no file in {path.parent.absolute()} has such a name")
+        return _rows_of_files(files, start)
     if not path.is_file():
         what = "does not exist" if path.is_absolute() else f"does not exist in {Path.cwd()}"
         if (path / "dataset_dict.json").is_file():
             what = f"has several splits; name the folder of one, such as {path}/train"
+        elif path.is_dir() and (files := sorted(path.rglob("*.parquet"))):
+            split = files[0].with_name(f"{files[0].name.partition('-')[0].removesuffix('.parquet')}*.parquet")
+            raise DataError(f"{option}={path} is a folder of Parquet files; name those of one split: '{split}'")
         elif path.is_dir():
             what = "is a folder that Dataset.save_to_disk has not written"
         raise DataError(f"{option}={path} {what}; give {FORMS}")
@@ -226,11 +235,31 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> JsonObject:
     return found
 
 
+def _rows_of_files(files: Sequence[Path], start: Position) -> Iterator[Row]:
+    """Rows of Parquet files as of one; positions count those of all."""
+    before = 0
+    for file in files:
+        with _reading(file) as parquet:
+            num_rows = int(parquet.read_metadata(file).num_rows)
+        if start.num_rows < before + num_rows:
+            for row in _parquet_rows(file, Position(max(start.num_rows - before, 0))):
+                yield replace(row, after=Position(before + row.after.num_rows))
+        before += num_rows
+
+
+@contextmanager
+def _reading(file: Path) -> Generator[Any]:
+    """pyarrow.parquet, whose errors name the file."""
+    arrow: Any = import_module("pyarrow")
+    try:
+        yield import_module("pyarrow.parquet")
+    except (arrow.ArrowInvalid, OSError) as e:
+        raise DataError(f"{file} is not a readable Parquet file: {e}") from e
+
+
 def _parquet_rows(file: Path, start: Position) -> Iterator[Row]:
     """Row groups before the one that holds `start` are not read."""
-    arrow: Any = import_module("pyarrow")
-    parquet: Any = import_module("pyarrow.parquet")
-    try:
+    with _reading(file) as parquet:
         table = parquet.ParquetFile(file)
         sizes = [int(table.metadata.row_group(group).num_rows) for group in range(table.num_row_groups)]
         number = first = 0
@@ -243,8 +272,6 @@ def _parquet_rows(file: Path, start: Position) -> Iterator[Row]:
             for columns in batch.slice(begin).to_pylist():
                 yield Row(f"{file}: row {number}", columns, Position(number + 1))
                 number += 1
-    except (arrow.ArrowInvalid, OSError) as e:
-        raise DataError(f"{file} is not a readable Parquet file: {e}") from e
 
 
 def _saved_rows(folder: Path, start: Position) -> Iterator[Row]:

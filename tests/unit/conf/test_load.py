@@ -179,6 +179,7 @@ def test_later_words_win_and_interpolation_works() -> None:
         ("run.seed", ["'run.seed' is not NAME=VALUE; write run.seed=VALUE"]),
         ("seed", ["'seed' is not NAME=VALUE", "run.seed"]),
         ("--num-steps=3", ["unknown flag --num-steps=3", "without dashes", "run.num_steps"]),
+        ("data.path=~/a.jsonl", ["cannot read 'data.path=~/a.jsonl'", "write data.path=$HOME/a.jsonl"]),
         ("run.name=a{b", ["cannot read 'run.name=a{b'", "quote it twice"]),
         ("run.seed=1,2", ["one value per option"]),
         ("trainer.optim.betas=0.9,0.99", ["a list is written in brackets: 'trainer.optim.betas=[0.9,0.99]'"]),

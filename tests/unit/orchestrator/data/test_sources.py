@@ -28,7 +28,7 @@ VERL = {
 }
 
 
-@pytest.fixture(params=["jsonl", "parquet", "saved"])
+@pytest.fixture(params=["jsonl", "parquet", "files", "saved"])
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Eleven rows in each of the forms that need no network."""
     path = tmp_path / f"rows.{request.param}"
@@ -36,6 +36,12 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         path.write_text("\n".join(f"{json.dumps(row)}\n" for row in ROWS))  # a blank line after every row
     elif request.param == "parquet":
         pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=4)
+    elif request.param == "files":
+        for number, rows in enumerate((ROWS[:5], ROWS[5:5], ROWS[5:9], ROWS[9:])):
+            table = pa.Table.from_pylist(rows, schema=pa.Table.from_pylist(ROWS).schema)
+            pq.write_table(table, tmp_path / f"train-0000{number}-of-00004.parquet", row_group_size=2)
+        pq.write_table(pa.table({"prompt": ["held out"]}), tmp_path / "test-00000-of-00001.parquet")
+        return str(tmp_path / "train-*.parquet")
     else:
         datasets.Dataset.from_list(ROWS).save_to_disk(str(path))
     return str(path)
@@ -107,6 +113,15 @@ def test_folders_that_hold_no_dataset_are_refused_with_the_cure(tmp_path: Path) 
     assert next(read_rows(str(tmp_path / "splits" / "train"))).columns == ROWS[0]
     with pytest.raises(DataError, match=r"is a folder that Dataset\.save_to_disk has not written; give a \.jsonl"):
         next(read_rows(str(tmp_path)))
+    (tmp_path / "hub" / "data").mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "hub" / "data" / "train-00000-of-00001.parquet")
+    with pytest.raises(
+        DataError, match=r"is a folder of Parquet files; name those of one split: '.*/data/train\*\.par"
+    ):
+        next(read_rows(str(tmp_path / "hub")))
+    assert list(read_rows(str(tmp_path / "hub" / "data" / "train*.parquet")))[-1].after.num_rows == len(ROWS)
+    with pytest.raises(DataError, match=r"data\.path=.*/test\*\.parquet: no file in .*/hub/data has such a name"):
+        next(read_rows(str(tmp_path / "hub" / "data" / "test*.parquet")))
     datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "broken"))
     (tmp_path / "broken" / "data-00000-of-00001.arrow").unlink()
     with pytest.raises(DataError, match=r"broken is not a readable folder of Dataset\.save_to_disk"):
