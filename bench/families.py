@@ -222,6 +222,7 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="on one GPU, which trainer and engine share")
     parser.add_argument("--own", action="store_true", help="their own widths, one row to a visible GPU")
     parser.add_argument("--kill", type=int, metavar="STEP", help="kill the engine once after this step")
+    parser.add_argument("--set", nargs="*", default=[], help="further options for every run")
     parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     parser.add_argument("--out", type=Path, help="default: bench/results/families-<device>.json")
     args = parser.parse_args()
@@ -239,7 +240,7 @@ def main() -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     cards = visible_cards(len(report["environment"]["gpus"])) if args.own else []
     chosen = args.families or known
-    rows = {name: own_words(name) if args.own else words_of(name, args.gpu) for name in chosen}
+    rows = {name: [*(own_words(name) if args.own else words_of(name, args.gpu)), *args.set] for name in chosen}
     for name, row in run_rows(rows, cards, args.kill):
         report["runs"][name] = row
         out.write_text(json.dumps(report, indent=2) + "\n")

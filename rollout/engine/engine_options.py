@@ -23,6 +23,8 @@ SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 """Where vLLM puts Unix sockets."""
 METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
 """How vLLM makes an engine's processes: fork, which is its default, or spawn."""
+FLASH_ATTENTION_4 = ("cutlass", "quack")
+"""Packages that compile its kernels."""
 BATCH_INVARIANT_VARIABLE = "VLLM_BATCH_INVARIANT"
 """1: vLLM's batch-invariant kernels, in every process of the engine."""
 
@@ -131,13 +133,7 @@ def engine_arguments(
         # latent heads wrongly (0.32).
         arguments["attention_backend"] = "CPU_MLA"
         arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
-    hf_config = _config_of(folder)
-    if hf_config.get("linear_num_value_heads") is not None:
-        arguments["mamba_ssm_cache_dtype"] = "float32"  # as the trainer's; else rounded after every token
-        # On Hopper vLLM's own choice is flashinfer's kernel, without a look at whether flashinfer is installed.
-        arguments["gdn_prefill_backend"] = "triton"
-    if (engine_fields := family_of(hf_config).engine_fields) is not None:
-        arguments["hf_overrides"] = engine_fields(hf_config)
+    arguments |= _of_family(_config_of(folder), device)
     if batch_invariant:
         # torch.compile would make other kernels of norms and activations than those that the trainer calls; CUDA graphs
         # replay the same ones.
@@ -170,6 +166,21 @@ def engine_arguments(
     if "compilation_config" in given:
         given["compilation_config"] = arguments.get("compilation_config", {}) | given["compilation_config"]
     return arguments | given
+
+
+def _of_family(hf_config: JsonObject, device: Device) -> JsonObject:
+    """Arguments that one model needs and another does not."""
+    arguments: JsonObject = {}
+    if hf_config.get("linear_num_value_heads") is not None:
+        arguments["mamba_ssm_cache_dtype"] = "float32"  # as the trainer's; else rounded after every token
+        # On Hopper vLLM's own choice is flashinfer's kernel, without a look at whether flashinfer is installed.
+        arguments["gdn_prefill_backend"] = "triton"
+    if (engine_fields := family_of(hf_config).engine_fields) is not None:
+        arguments["hf_overrides"] = engine_fields(hf_config)
+        if device is Device.cuda and not all(map(find_spec, FLASH_ATTENTION_4)):
+            # 0.25.1 takes it for heads that differ from layer to layer, without a look at whether these are installed.
+            arguments["attention_backend"] = "TRITON_ATTN"
+    return arguments
 
 
 def _loaded_from(base: Path) -> JsonObject:

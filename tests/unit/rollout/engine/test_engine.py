@@ -22,6 +22,7 @@ from cases.tiny_models import GEMMA4
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import Device, DType, RolloutConfig
+from slipstream.rollout.engine import engine_options
 from slipstream.rollout.engine.engine_options import (
     capture_sizes,
     engine_arguments,
@@ -92,7 +93,7 @@ def test_linear_attention_computes_by_kernels_that_vllm_brings_and_keeps_its_sta
     assert arguments["mamba_ssm_cache_dtype"] == "float32"
 
 
-def test_engines_are_told_the_heads_of_layers_without_a_window_that_transformers_moves(tmp_path: Path):
+def test_engines_are_told_the_heads_of_layers_without_a_window_that_transformers_moves(tmp_path: Path, monkeypatch):
     moved = {"global_head_dim": GEMMA4["global_head_dim"], "num_global_key_value_heads": 1}
     of_layer = {"head_dim": GEMMA4["global_head_dim"], "num_key_value_heads": 1}
     written = {key: value for key, value in GEMMA4.items() if key not in moved}
@@ -100,6 +101,10 @@ def test_engines_are_told_the_heads_of_layers_without_a_window_that_transformers
         (tmp_path / "config.json").write_text(json.dumps(config))
         arguments = engine_arguments(tmp_path, RolloutConfig(), dtype=DType.bfloat16, device=Device.cuda, seed=1)
         assert arguments["hf_overrides"] == {"allow_global_per_layer_attribute_access": True, **moved}
+        assert arguments["attention_backend"] == "TRITON_ATTN", "nothing here compiles other kernels for such heads"
+    monkeypatch.setattr(engine_options, "find_spec", lambda name: name)
+    arguments = engine_arguments(tmp_path, RolloutConfig(), dtype=DType.bfloat16, device=Device.cuda, seed=1)
+    assert "attention_backend" not in arguments
 
 
 def test_a_cpu_engine_is_eager_in_two_processes_with_a_fixed_cache():
