@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from slipstream.conf.failures import undone_by
 from slipstream.conf.schema import Objective, RunConfig
 from slipstream.orchestrator.checkpoints.journal import Journal, read_journal
 from slipstream.orchestrator.checkpoints.run_checkpoint import complete_checkpoints, step_of
@@ -60,21 +61,20 @@ def run(config: RunConfig, overrides: list[str], folder: RunFolder) -> RunResult
         for option in (changes := changed_options(folder, config)):
             log.say(f"resumed with another {option}")
         try:
-            with naming_a_full_disk(folder.root):
+            with undone_by(_log_early_end), naming_a_full_disk(folder.root):
                 write_description(folder, config, overrides)  # under the lock: they may be another process's
                 keep_sources(folder, config)
                 result = asyncio.run(_beside_ray(train, config, folder, log, left, must_end=bool(changes)))
-        except BaseException as error:
-            is_told = isinstance(error, KeyboardInterrupt)
-            how = "was told to end" if is_told else "has ended early"
-            logger.debug("the run %s", how, exc_info=not is_told)  # run.log alone: the caller tells people
-            if isinstance(error, DiskFull):
-                raise DiskFull(
-                    f"{error}; {_what_is_saved(folder)}. Make room, and go on with slipstream resume"
-                ) from error
-            raise
+        except DiskFull as error:
+            raise DiskFull(f"{error}; {_what_is_saved(folder)}. Make room, and go on with slipstream resume") from error
         log.say(result.summary())
     return result
+
+
+def _log_early_end(error: BaseException) -> None:
+    """Into run.log alone: the caller tells people."""
+    is_told = isinstance(error, KeyboardInterrupt)
+    logger.debug("the run %s", "was told to end" if is_told else "has ended early", exc_info=not is_told)
 
 
 async def _beside_ray(

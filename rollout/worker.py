@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from slipstream.conf.failures import undone_by
 from slipstream.conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig, WeightSyncConfig
 from slipstream.rollout.adapters.adapter_replica import AdapterReplica
 from slipstream.rollout.adapters.slot_ranks import SlotRanks
@@ -154,7 +155,7 @@ class RolloutWorker:
             await self.prepare()
         await self.engine.start()
         self._reached("engine_up")
-        try:
+        with undone_by(lambda _: self._end_start()):
             link = str(self.base.config.transport), self._host, self.base.config.timeout_s
             if base is not None:
                 await self.engine.call_ranks("slipstream_open_link", *link)
@@ -176,10 +177,10 @@ class RolloutWorker:
             address = await self.base.endpoint.start()
             self._reached("up")
             return address
-        except BaseException:
-            self._sockets.close()
-            self.engine.shutdown()
-            raise
+
+    def _end_start(self) -> None:
+        self._sockets.close()
+        self.engine.shutdown()
 
     async def start_status(self) -> StartStatus:
         """What prepare() or start() is doing, and how far they have come."""

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.failures import in_words, outcome_of
 from slipstream.conf.schema import WeightSyncConfig
 from slipstream.weight_sync.disk.copies import Held
 from slipstream.weight_sync.disk.kept_source import KeptSource
@@ -280,14 +281,13 @@ class _Hooks:
 
     def _call(self, hook: RequestHook, event: Event) -> str:
         """Call a hook. Returns "", or why it failed."""
-        try:
-            hook(event)
-        except Exception as e:  # the boundary to the caller's own code
-            error = f"request_hook({event!r}) failed: {type(e).__name__}: {e}"
-            if self._is_shared:
-                raise WeightSyncError(error) from e
-            return error
-        return ""
+        failure = outcome_of(hook, event)
+        if not isinstance(failure, Exception):
+            return ""
+        error = f"request_hook({event!r}) failed: {in_words(failure)}"
+        if self._is_shared:
+            raise WeightSyncError(error) from failure
+        return error
 
 
 def _with_errors(report: PublishReport, errors: Mapping[int, str]) -> PublishReport:

@@ -32,6 +32,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from slipstream.conf.errors import ConfigError, SlipstreamError
+from slipstream.conf.failures import raised_as
 from slipstream.conf.schema import RunConfig
 from slipstream.fleet.waiting import in_abandoned_thread, wait_for
 from slipstream.orchestrator.cluster.own_ray import OwnRay
@@ -289,7 +290,14 @@ class RayCluster:
 
     def _join(self, address: str) -> None:
         runtime_env = None if self.is_own else {"env_vars": variables_for_actors(self._config)}
-        try:
+        refusal = PlacementError, "Ray did not start: ", ""
+        if not self.is_own:
+            cure = (
+                "); give the address that `ray start` printed, of the same Ray version, or let the run start its own "
+                "cluster: cluster=local"
+            )
+            refusal = ConfigError, f"cluster.ray_address={address} is no Ray cluster that can be joined (", cure
+        with raised_as(*refusal):
             ray.init(
                 address=address,
                 namespace=self.name,
@@ -297,14 +305,6 @@ class RayCluster:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-        except Exception as error:  # the edge to Ray: its class depends on what answers there
-            if self.is_own:
-                raise PlacementError(f"Ray did not start: {type(error).__name__}: {error}") from error
-            raise ConfigError(
-                f"cluster.ray_address={address} is no Ray cluster that can be joined "
-                f"({type(error).__name__}: {error}); give the address that `ray start` printed, of the same Ray "
-                "version, or let the run start its own cluster: cluster=local"
-            ) from error
         if not self.is_own and not self.needs_gpus and (num_gpus := ray.cluster_resources().get("GPU", 0)):
             logger.warning(
                 "the Ray cluster has %d GPUs, unused: cluster.device=cpu, or auto without one here", num_gpus

@@ -45,6 +45,7 @@ from typing import Any
 
 import psutil
 
+from slipstream.conf.failures import in_words, outcome_of
 from slipstream.orchestrator.cluster.private_folder import PrivateFolder
 from slipstream.orchestrator.cluster.processes import SHARED_MEMORY, end_processes, reap_orphans, shared_memory_of
 from slipstream.orchestrator.machine import count_cpus
@@ -122,8 +123,8 @@ def _start_ray(options: HostOptions, controller: _Controller) -> None:
     import ray
     from ray._private import worker as ray_worker
 
-    try:
-        joined = ray.init(
+    joined = outcome_of(
+        lambda: ray.init(
             address="local",
             num_cpus=count_cpus(),  # it starts as many idle workers, by itself for all cores of the machine
             include_dashboard=options.has_dashboard,
@@ -133,8 +134,9 @@ def _start_ray(options: HostOptions, controller: _Controller) -> None:
             logging_level=logging.ERROR,
             _temp_dir=str(PrivateFolder(Path(options.folder)).ray),
         )
-    except Exception as error:  # noqa: BLE001 - what Ray raises depends on what failed; the controller says it
-        controller.say(failed=f"{type(error).__name__}: {error}")
+    )
+    if isinstance(joined, Exception):
+        controller.say(failed=in_words(joined))
     else:
         # It reads all logs for drivers that show them, of which there is none, and holds each process's open for ever.
         node: Any = ray_worker.global_worker.node

@@ -19,6 +19,7 @@ from ray.util.placement_group import PlacementGroup
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.errors import SlipstreamError
+from slipstream.conf.failures import undone_by
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.model_checks import packing_of
 from slipstream.conf.plural import counted
@@ -203,7 +204,13 @@ class RolloutWorkers:
         )
         seed = config.run.seed * 1000 + index  # workers sample apart from each other, and runs of different seeds too
         worker: WorkerClient | None = None
-        try:
+
+        def end(_: BaseException) -> None:  # a deadline cancels this: the bundle must be free for the next attempt
+            kill_actor(actor)  # its engine's processes end with it
+            if worker is not None:
+                worker.connection.close()
+
+        with undone_by(end):
             node = await cluster.result_of(actor.node.remote(), name, OrchestratorError)
             started_at = {"process_up": time.time()}
             self._startup.enter(name, IMPORTING)
@@ -223,11 +230,6 @@ class RolloutWorkers:
                 endpoint = await worker.adapter_endpoint()
             status = await worker.start_status()
             processes = await cluster.result_of(actor.processes.remote(status.pids), name, OrchestratorError)
-        except BaseException:  # a deadline cancels this: the bundle must be free for the next attempt
-            kill_actor(actor)  # its engine's processes end with it
-            if worker is not None:
-                worker.connection.close()
-            raise
         self._startup.ready(name)
         worker_pid, engine_pid = status.pids[:2]
         logger.info("%s is process %d at %s; its engine is process %d", name, worker_pid, endpoint, engine_pid)

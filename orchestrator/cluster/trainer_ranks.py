@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from slipstream.conf.failures import undone_by
 from slipstream.conf.functions import absolute
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.plural import counted
@@ -134,18 +135,19 @@ async def _start(
         startup.enter(names[rank], "waiting for the other ranks")
         return facts
 
-    try:
-        for name, bundle in zip(names, bundles, strict=True):
-            actors.append(await cluster.new_actor(TrainerActor, name, bundle, num_gpus=config.gpus_of_rank))
-        picked = actors[0].pick_rendezvous.remote(is_one_node)
-        prepared = [actor.prepare.remote() for actor in actors]
-        rendezvous = await cluster.result_of(picked, names[0], TrainingStopped)
-        starts = [start(rank, rendezvous) for rank in range(len(actors))]
-        facts = await all_started(starts, "trainer ranks", timeout_s=config.cluster.start_timeout_s)
-    except BaseException:  # their places must be free for the next attempt
+    def end(_: BaseException) -> None:  # their places must be free for the next attempt
         for actor in actors:
             kill_actor(actor)
-        raise
+
+    try:
+        with undone_by(end):
+            for name, bundle in zip(names, bundles, strict=True):
+                actors.append(await cluster.new_actor(TrainerActor, name, bundle, num_gpus=config.gpus_of_rank))
+            picked = actors[0].pick_rendezvous.remote(is_one_node)
+            prepared = [actor.prepare.remote() for actor in actors]
+            rendezvous = await cluster.result_of(picked, names[0], TrainingStopped)
+            starts = [start(rank, rendezvous) for rank in range(len(actors))]
+            facts = await all_started(starts, "trainer ranks", timeout_s=config.cluster.start_timeout_s)
     finally:
         if life:
             for name in names:

@@ -27,6 +27,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from slipstream.conf.errors import ConfigError, SlipstreamError
+from slipstream.conf.failures import in_words, undone_by
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Objective
 from slipstream.fleet.supervisor import Supervisor
@@ -74,17 +75,18 @@ def alive(run: Path) -> Generator[None]:
         for stale in folder.glob("*.json"):
             stale.unlink(missing_ok=True)
         _write_end(run, "")
-        try:
+        with undone_by(lambda error: _note_early_end(run, error)):
             yield
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            note_end(run, "stopped")
-            raise
-        except BaseException as error:
-            note_end(run, "failed", f"{type(error).__name__}: {error}")
-            raise
         note_end(run, "finished")
     finally:
         os.close(file)
+
+
+def _note_early_end(run: Path, error: BaseException) -> None:
+    if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)):
+        note_end(run, "stopped")
+    else:
+        note_end(run, "failed", in_words(error))
 
 
 def note_end(run: Path, state: str, error: str | None = None) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from slipstream.conf.failures import undone_by
 from slipstream.conf.schema import RunConfig, TrainMode
 from slipstream.fleet.errors import FleetError
 from slipstream.fleet.waiting import finish_first, last_attempt
@@ -256,15 +257,15 @@ class StepLoop(ABC):
             if not record.optim.is_finite:
                 logger.warning("step %d: loss or gradient is not finite; nothing was updated or published", self.step)
         self._on_clock(self.step, self.policy_version)
-        try:
+        with undone_by(lambda _: self._write_last_row(record, clock)):
             yield
-        except BaseException:
-            try:
-                self._write_row(record, clock)
-            except OSError as error:
-                logger.error("the row of step %d is lost: %s", self.step, error)
-            raise
         self._write_row(record, clock)
+
+    def _write_last_row(self, record: StepRecord, clock: Stopwatch) -> None:
+        try:
+            self._write_row(record, clock)
+        except OSError as error:
+            logger.error("the row of step %d is lost: %s", self.step, error)
 
     def _write_row(self, record: StepRecord, clock: Stopwatch) -> None:
         record.extra |= clock.laps | self._counts() | {"step/total_s": clock.total_s}

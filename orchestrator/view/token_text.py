@@ -11,6 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from slipstream.conf.failures import outcome_of
 from slipstream.rollout.errors import TokenizerError
 from slipstream.rollout.text.plain_text import TOKENIZER_FILE, load_tokenizer
 
@@ -34,11 +35,10 @@ class TokenText:
         stream = DecodeStream(skip_special_tokens=False)
         found: list[str] = []
         for token in token_ids:
-            try:
-                found.append(stream.step(tokenizer, token) or "")
-            except Exception:  # noqa: BLE001 - the only class that `tokenizers` raises; an id of another vocabulary
-                found.append(f"[{token}]")
-                stream = DecodeStream(skip_special_tokens=False)
+            text = outcome_of(stream.step, tokenizer, token)
+            if isinstance(text, Exception):  # an id of another vocabulary
+                text, stream = f"[{token}]", DecodeStream(skip_special_tokens=False)
+            found.append(text or "")
         return found
 
     def _loaded(self) -> Tokenizer | None:

@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from slipstream.conf.failures import in_words, outcome_when_done
 from slipstream.conf.functions import keep_copy
 from slipstream.conf.json_files import JsonMapping
 from slipstream.conf.plural import counted
@@ -250,12 +251,11 @@ class EpisodeRunner:
         assert self._generate is not None, "sample_with() comes first"
         prompt = Prompt(episode.prompt.prompt_id, (*context_of(episode.contexts, parent), *given), "")
         sampling = replace(episode.sampling, max_tokens=max_tokens, seed=episode.next_seed())
-        try:
-            rollout = await self._generate(prompt, sampling)
-        except Exception as e:  # noqa: BLE001 - no engine is left: whoever waits for the group ends the run
+        rollout = await outcome_when_done(self._generate(prompt, sampling))
+        if isinstance(rollout, Exception):  # no engine is left: whoever waits for the group ends the run
             if not episode.ended.done():
-                episode.ended.set_exception(e)
-            self._send(["failed", request, f"{type(e).__name__}: {e}"])
+                episode.ended.set_exception(rollout)
+            self._send(["failed", request, in_words(rollout)])
             return
         episode.contexts[request] = (parent, [*given, *rollout.token_ids])
         episode.sampled[request] = rollout

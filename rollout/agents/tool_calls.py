@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.conf.failures import in_words, outcome_of, raised_as
 from slipstream.conf.json_files import JsonMapping, JsonObject
 from slipstream.rollout.errors import AgentError
 
@@ -53,14 +54,10 @@ class ToolCallParser:
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         self._class = ToolParserManager.get_tool_parser(name)
         self._tokenizer = tokenizer
-        try:
+        cure = f"; give the parser of the model's family, one of {', '.join(parser_names())}"
+        with raised_as(AgentError, f"rollout.episodes.tool_parser={name} is not for this model: ", cure):
             request = self._request([{"type": "function", "function": {"name": "f", "parameters": {}}}])
-            self._made(request).extract_tool_calls("", request=request)
-        except Exception as e:  # the edge to vLLM's parsers, which look for their own tokens
-            raise AgentError(
-                f"rollout.episodes.tool_parser={name} is not for this model: {type(e).__name__}: {e}; give the parser "
-                f"of the model's family, one of {', '.join(parser_names())}"
-            ) from e
+            self._made(request).extract_tool_calls("", request=request)  # it looks for its own tokens
 
     def skips_special_tokens(self, tools: Sequence[JsonMapping]) -> bool:
         """Whether the parser wants the text without special tokens."""
@@ -70,10 +67,9 @@ class ToolCallParser:
     def parse(self, text: str, tools: Sequence[JsonMapping]) -> tuple[str, list[JsonObject]]:
         """(text beside the calls, the calls as OpenAI's protocol has them); no calls if the parser fails."""
         request = self._request(tools)
-        try:
-            found = self._made(request).extract_tool_calls(text, request=request)
-        except Exception as e:  # noqa: BLE001 - the edge to vLLM's parsers, which raise anything on a model's text
-            logger.warning("the tool parser failed on a response, which counts as text: %s: %s", type(e).__name__, e)
+        found = outcome_of(lambda: self._made(request).extract_tool_calls(text, request=request))
+        if isinstance(found, Exception):
+            logger.warning("the tool parser failed on a response, which counts as text: %s", in_words(found))
             return text, []
         if not found.tools_called:
             return found.content if found.content is not None else text, []

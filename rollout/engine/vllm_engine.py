@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.conf.failures import raised_as
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Device, DType, PauseMode, RolloutConfig, SamplingConfig
 from slipstream.rollout.engine.engine import CALL_TIMEOUT_S
@@ -226,20 +227,17 @@ class VllmEngine:
         if adapter is not None:
             self._adapters[request_id] = adapter
             lora = LoRARequest(adapter.name, adapter.lora_id, "slot")  # it is loaded already: vLLM never reads the path
-        try:
-            final = None
-            async for output in self.process.running().generate(prompt, params, request_id, lora_request=lora):
-                final = output
-            return final
-        except EngineDeadError as e:
-            raise self.process.death() from e
-        except EngineError:
-            raise
-        except Exception as e:  # the edge to vLLM, whose refusals share no base between releases
-            what = f"a request of {len(prompt_token_ids)} prompt and at most {params.max_tokens} new tokens"
-            raise EngineError(f"the engine refused or failed {what}: {type(e).__name__}: {e}") from e
-        finally:
-            self._adapters.pop(request_id, None)
+        what = f"a request of {len(prompt_token_ids)} prompt and at most {params.max_tokens} new tokens"
+        with raised_as(EngineError, f"the engine refused or failed {what}: "):  # refusals share no base in vLLM
+            try:
+                final = None
+                async for output in self.process.running().generate(prompt, params, request_id, lora_request=lora):
+                    final = output
+                return final
+            except EngineDeadError as e:
+                raise self.process.death() from e
+            finally:
+                self._adapters.pop(request_id, None)
 
     async def next_logprobs(self, prompt_token_ids: Sequence[int], adapter: Adapter | None) -> dict[int, float]:
         """Log-probabilities of the likeliest next tokens, and of the one that was sampled."""
@@ -342,15 +340,11 @@ class VllmEngine:
             EngineDied: A rank did not answer in time; the engine takes no further calls.
             EngineError: The call itself failed.
         """
-        try:
+        with raised_as(EngineError, f"{method} failed inside the engine: "):
             # vLLM's own timeout is not used: the next call would take a late answer for its own.
             replies = await self.process.in_time(
                 self.process.running().collective_rpc(method, args=args), method, timeout_s
             )
-        except EngineError:
-            raise
-        except Exception as e:  # the edge to vLLM
-            raise EngineError(f"{method} failed inside the engine: {type(e).__name__}: {e}") from e
         for error, text, _ in replies:
             if error:
                 raise error_class(error)(text)

@@ -29,6 +29,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from slipstream.conf.failures import in_words, outcome_of
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Device, DType, RolloutConfig, SamplingConfig
 from slipstream.rollout.die_with_owner import OWNER_VARIABLE, end_with
@@ -123,11 +124,9 @@ def as_rank(config: VllmConfig, dtype: DType, rank: int, tp_size: int, device: D
 def main(request_file: str, layouts_file: str) -> int:
     """Entry point. offline_layout.py reads the last line of the error output."""
     end_with(int(os.environ.get(OWNER_VARIABLE, os.getpid())))
-    try:
-        layouts = record_all(json.loads(Path(request_file).read_text()))
-    except Exception as e:  # noqa: BLE001 - the boundary of this process
-        text = " ".join(str(e).split())
-        sys.stderr.write(f"\nerror: {type(e).__name__}: {text}\n")
+    layouts = outcome_of(lambda: record_all(json.loads(Path(request_file).read_text())))
+    if isinstance(layouts, Exception):
+        sys.stderr.write(f"\nerror: {' '.join(in_words(layouts).split())}\n")
         return 1
     Path(layouts_file).write_bytes(layouts_to_bytes(layouts))
     return 0

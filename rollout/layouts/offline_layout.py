@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.conf.failures import in_words, outcome_of
 from slipstream.conf.json_files import HfConfig
 from slipstream.conf.schema import Device, DType
 from slipstream.rollout.die_with_owner import OWNER_VARIABLE
@@ -102,10 +103,10 @@ def offline_layouts(
     """
     file = request.file(cache)
     if file.is_file():
-        try:
-            return layouts_from_bytes(file.read_bytes())
-        except Exception as e:  # noqa: BLE001 - a damaged file may raise anything; it is recorded again
-            logger.warning("%s cannot be read (%s: %s); it is recorded again", file, type(e).__name__, e)
+        layouts = outcome_of(lambda: layouts_from_bytes(file.read_bytes()))
+        if not isinstance(layouts, Exception):
+            return layouts
+        logger.warning("%s cannot be read (%s); it is recorded again", file, in_words(layouts))
     say(
         f"recording how {engine_version()} lays out this model for tp_size={request.tp_size}: once per model and "
         f"engine version, a minute or two for a model of 1,000 billion parameters, {RECORD_TIMEOUT_S / 60:.0f} minutes "

@@ -13,6 +13,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
+from slipstream.conf.failures import outcome_of
 from slipstream.conf.json_files import JsonObject
 from slipstream.rollout.rewards.answer_text import answer_of
 
@@ -63,7 +64,5 @@ def _in_words(found: Sequence[object]) -> str | None:
     written = str(found[-1]) if isinstance(found[-1], str) else ""
     if len(written) > LONGEST_TO_READ:
         return written
-    try:
-        return str(found[0])
-    except Exception:  # noqa: BLE001 - the edge to SymPy: an integer of thousands of digits, for one
-        return written
+    text = outcome_of(str, found[0])  # SymPy refuses an integer of thousands of digits, for one
+    return written if isinstance(text, Exception) else text

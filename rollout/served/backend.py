@@ -30,6 +30,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from slipstream.conf.failures import outcome_of
 from slipstream.rollout.errors import EngineError, error_class
 from slipstream.rollout.in_vllm.engine_process import WeightReceiver
 from slipstream.rollout.in_vllm.worker_extension import timed
@@ -163,13 +164,12 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
             num_ranks=parallel.world_size * parallel.data_parallel_size,
         )
         key = bytes.fromhex(init_info.key)
-        try:
-            self._open(init_info, key, report)
-        except Exception as e:  # vLLM's HTTP server would answer "Internal Server Error" without the reason
-            report.error, report.text = type(e).__name__, str(e)
-            raise
-        finally:
-            _tell(init_info.report_to, key, report)
+        opened = outcome_of(self._open, init_info, key, report)
+        if opened is not None:  # vLLM's HTTP server would answer "Internal Server Error" without the reason
+            report.error, report.text = type(opened).__name__, str(opened)
+        _tell(init_info.report_to, key, report)
+        if opened is not None:
+            raise opened
 
     def _open(self, init_info: SlipstreamInitInfo, key: bytes, report: RankReport) -> None:
         self.shutdown()

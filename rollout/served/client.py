@@ -27,6 +27,7 @@ import httpx
 import zmq
 
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.failures import in_words, undone_by
 from slipstream.rollout.errors import EngineError
 from slipstream.weight_sync.calls.curve import connect_guarded, frames_of, serve_guarded
 from slipstream.weight_sync.layout import TensorMeta
@@ -202,12 +203,9 @@ class ServedEngine:
         """
         answer = self._request("GET", "/is_paused")
         self._was_serving = isinstance(answer, dict) and answer.get("is_paused") is False
-        try:
+        with undone_by(lambda error: self.undo(in_words(error))):
             self.pause()
             self._request("POST", "/start_weight_update")
-        except BaseException as e:
-            self.undo(f"{type(e).__name__}: {e}")
-            raise
 
     def finish(self) -> None:
         """Serve the version that all ranks have committed."""

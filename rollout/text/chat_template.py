@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.conf.failures import outcome_of
 from slipstream.conf.json_files import JsonMapping, JsonObject
 from slipstream.rollout.errors import DataError, TemplateRefused
 from slipstream.rollout.text.messages import TEMPLATE_OPTIONS, TOOLS, Chat
@@ -130,10 +131,10 @@ class ChatTemplate:
             forms.append([dict(one) for one in messages])  # DeepSeek's templates expect the text
         refusals: list[Exception] = []
         for form in forms:
-            try:
-                return self._render(form, is_open=is_open, tools=tools, options=options)
-            except Exception as refusal:  # noqa: BLE001 - of any class; the first one is the one to be told
-                refusals.append(refusal)
+            text = outcome_of(functools.partial(self._render, form, is_open=is_open, tools=tools, options=options))
+            if not isinstance(text, Exception):
+                return text
+            refusals.append(text)  # the first one is the one to be told
         raise TemplateRefused(str(refusals[0])) from refusals[0]
 
     def _render(

@@ -12,6 +12,7 @@ Invariant: what a process writes is data of a bounded size. Whatever is no answe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -111,33 +112,31 @@ class UserProcess:
             max_log_bytes=program.max_log_bytes,
             max_message_bytes=program.max_message_bytes,
         )
-        process = cls(program, kept)
         begins = f"{program.option}: its process"
         log = "" if program.log_path is None else f"; what it printed is in {program.log_path.name}"
-        try:
-            kept.channel.send([0, program.first_message])
-            async with asyncio.timeout(START_TIMEOUT_S):
-                said = await kept.channel.receive()
+        async with contextlib.AsyncExitStack() as failed:
+            failed.push_async_callback(kept.end, at_once=True)
+            try:
+                kept.channel.send([0, program.first_message])
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    said = await kept.channel.receive()
+            except TimeoutError as e:
+                raise program.error(f"{begins} had not imported its module after {START_TIMEOUT_S:g} s{log}") from e
+            except Disconnected as e:
+                status = await kept.exit_status()
+                raise program.error(f"{begins} ended while it started (exit status {status}){log}: {e}") from e
             match said:
                 case [0, "ready", *ready]:
-                    process.ready = ready
-                    process._heard_at = time.monotonic()
-                    process._tasks = [asyncio.create_task(work) for work in (process._listen(), process._watch())]
-                    return process
+                    failed.pop_all()
                 case [0, "refused", str() as reason]:
                     raise program.error(reason)
                 case _:
                     raise program.error(f"{begins} wrote something else than its state")
-        except TimeoutError as e:
-            await kept.end(at_once=True)
-            raise program.error(f"{begins} had not imported its module after {START_TIMEOUT_S:g} s{log}") from e
-        except Disconnected as e:
-            status = await kept.exit_status()
-            await kept.end(at_once=True)
-            raise program.error(f"{begins} ended while it started (exit status {status}){log}: {e}") from e
-        except BaseException:
-            await kept.end(at_once=True)
-            raise
+        process = cls(program, kept)
+        process.ready = ready
+        process._heard_at = time.monotonic()
+        process._tasks = [asyncio.create_task(work) for work in (process._listen(), process._watch())]
+        return process
 
     async def ask(
         self, message: Sequence[object], read: Callable[[list[Any]], T | None], timeout_s: float | None, limit: str

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.conf.errors import ConfigError, SlipstreamError
+from slipstream.conf.failures import raised_as
 from slipstream.conf.functions import import_function, is_function_path
 from slipstream.conf.schema import AlgorithmConfig
 from slipstream.trainer.errors import TrainerError
@@ -55,10 +56,8 @@ def _call(function: Callable[..., Any], value: str, tokens: LossTokens, algorith
     none_N = torch.zeros_like(tokens.advantages_N, dtype=torch.bool)
     if tokens.logprobs_N.numel() == 0:
         return TokenLosses(tokens.logprobs_N * 0.0, none_N, none_N)
-    try:
+    with raised_as(TrainerError, f"algorithm.loss={value} raised "):
         loss_N = function(tokens, algorithm)
-    except Exception as error:  # the user's own function
-        raise TrainerError(f"algorithm.loss={value} raised {type(error).__name__}: {error}") from error
     wanted = tuple(tokens.logprobs_N.shape)
     if not isinstance(loss_N, Tensor) or tuple(loss_N.shape) != wanted:
         got = f"a tensor of shape {tuple(loss_N.shape)}" if isinstance(loss_N, Tensor) else type(loss_N).__name__

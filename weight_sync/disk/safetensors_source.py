@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.failures import undone_by
 from slipstream.weight_sync.disk.copies import Held
 from slipstream.weight_sync.disk.safetensors_files import (
     DTYPES,
@@ -175,11 +176,8 @@ class Checkpoint:
         def run(job: Callable[[], None]) -> None:
             if has_failed.is_set():  # the checkpoint is refused, so do not read the rest
                 return
-            try:
+            with undone_by(lambda _: has_failed.set()):
                 job()
-            except BaseException:
-                has_failed.set()
-                raise
 
         with ThreadPoolExecutor(self._num_threads, "weight-sync-read") as pool:
             for future in [pool.submit(run, job) for job in jobs]:

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.conf.errors import ConfigError, SlipstreamError, named_error
+from slipstream.conf.failures import in_words, outcome_of
 from slipstream.weight_sync.errors import RankLost, WeightSyncError
 from slipstream.weight_sync.plan.columns import Ints
 from slipstream.weight_sync.publish.byte_collectives import (
@@ -149,13 +150,13 @@ def values(outcomes: Sequence[Outcome[T]]) -> list[T]:
 
 def _attempt(make: Callable[[], T]) -> Outcome[T]:
     """make()'s result, or its error as a value, because the other ranks are waiting in a collective."""
-    try:
-        return make(), None
-    except (WeightSyncError, ConfigError) as e:
-        return None, e
-    except Exception as e:  # raised on every rank instead
-        logger.error("unexpected error", exc_info=e)
-        return None, WeightSyncError(f"{type(e).__name__}: {e}")
+    made = outcome_of(make)
+    if not isinstance(made, Exception):
+        return made, None
+    if isinstance(made, (WeightSyncError, ConfigError)):
+        return None, made
+    logger.error("unexpected error", exc_info=made)
+    return None, WeightSyncError(in_words(made))
 
 
 def _packed(outcome: Outcome[object]) -> bytes:

@@ -21,6 +21,7 @@ from itertools import compress
 
 import torch
 
+from slipstream.conf.failures import undone_by
 from slipstream.weight_sync.changes import stream_bytes
 from slipstream.weight_sync.errors import TransportError
 from slipstream.weight_sync.layout import Binding, Destination
@@ -190,7 +191,7 @@ class Replay:
         """Run in a lane's thread: write its parts in order. Returns its wait for the device. If it fails, it wakes the
         packing thread, which would otherwise wait for a slot forever."""
         waited_s = 0.0
-        try:
+        with undone_by(lambda _: self._free.end()):  # the error reaches the caller's thread through the future
             self._slots.enter_thread()
             while (part := parts.get()) is not None:
                 load, destinations = part
@@ -199,9 +200,6 @@ class Replay:
                     self._write(load.filled, dest)
                 if load.part_is_over():
                     self._free.give_back(load.filled.slot)
-        except BaseException:  # reaches the caller's thread through the future
-            self._free.end()
-            raise
         return waited_s
 
     def _write(self, filled: Filled, dest: Destination) -> None:

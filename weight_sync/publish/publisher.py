@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from slipstream.conf.failures import undone_by
 from slipstream.conf.schema import WeightSyncConfig
 from slipstream.weight_sync.errors import ProtocolError, TransportError
 from slipstream.weight_sync.layout import Destination, DestLayout, SourceLayout
@@ -243,11 +244,8 @@ class Publisher:
                 version, included, endpoints=at, digest=digest, book=self._book, places=self._places
             )
         self._pipeline.prepare(version, trace=trace is not None, with_changes=self._bases.has_kept)
-        try:
+        with undone_by(lambda _: self._pipeline.cancel()):
             alive = self._meeting.on_rank0(Alive, lambda: _of_rank0(begun)[1].result())
-        except BaseException:
-            self._pipeline.cancel()
-            raise
         for replica in alive.forgotten:
             self._book.forget(replica)
         for replica, fresh in alive.fresh.items():

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
+from slipstream.conf.failures import undone_by
 from slipstream.weight_sync.errors import TransportError
 from slipstream.weight_sync.layout import Destination
 from slipstream.weight_sync.plan.budget import NUM_SLOTS
@@ -96,11 +97,9 @@ class FreeSlots:
         `reset` failed, since lanes of other slots ask how many are left.
         """
         try:
-            reset(session)
-        except BaseException as e:
-            self._quarantined.setdefault(slot, []).append(session)
-            if not isinstance(e, TransportError):
-                raise
+            with undone_by(lambda _: self._quarantined.setdefault(slot, []).append(session)):
+                reset(session)
+        except TransportError as e:
             logger.error("slot %d is quarantined: %s", slot, e)
 
 

@@ -24,6 +24,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
+from slipstream.conf.failures import outcome_when_done
 from slipstream.weight_sync.calls.server import CallServer
 from slipstream.weight_sync.errors import StaleEpoch
 from slipstream.weight_sync.replica.messages import (
@@ -178,7 +179,6 @@ class ReplicaEndpoint(ReplicaVerbs):
 
     async def _fail(self, epoch: int, reason: str) -> None:
         self._state = self._state.failed(epoch)
-        try:
-            await self._handler.abort(epoch, reason)
-        except Exception:  # teardown of a call that failed already; the first error is the one to report
-            logger.exception("abort of epoch %d failed as well", epoch)
+        failure = await outcome_when_done(self._handler.abort(epoch, reason))
+        if failure is not None:  # of a call that failed already: the first error is the one to report
+            logger.error("abort of epoch %d failed as well", epoch, exc_info=failure)

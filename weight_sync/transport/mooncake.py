@@ -40,6 +40,7 @@ from typing import Any, cast
 
 import torch
 
+from slipstream.conf.failures import undone_by
 from slipstream.conf.schema import TransportKind
 from slipstream.weight_sync.errors import LinkMismatch, TransferFailed, TransferTimeout
 from slipstream.weight_sync.transport.allocations import segments_of, storage_range
@@ -272,12 +273,13 @@ class MooncakeTransport:
         if self._is_closed:
             raise TransferFailed(f"the {self._link} link was closed")
         ranges = merge_ranges(list(set(self._held.values())))
-        try:
+
+        def go_down(error: BaseException) -> None:
+            self._engine, self._down = None, (time.monotonic(), str(error))
+
+        with undone_by(go_down):
             self._engine = self._make_engine()
             self._register_ranges(ranges)
-        except BaseException as e:
-            self._engine, self._down = None, (time.monotonic(), str(e))
-            raise
         self._registered, self._down = ranges, None
         self._session = f"{self._host}:{self._engine.get_rpc_port()}"
         self._failed.clear()

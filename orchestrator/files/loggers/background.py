@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from slipstream.conf.failures import outcome_of
+
 logger = logging.getLogger(__name__)
 
 TRY_AGAIN_S = 30.0
@@ -100,10 +102,9 @@ class InBackground:
             is_failing = False
             row = self._rows.get()
         if service is not None:
-            try:
-                service.finish(max(1.0, self._deadline_s - time.monotonic()))
-            except Exception as error:  # noqa: BLE001 - as above
-                logger.warning("%s was not closed: %s: %s", self._name, type(error).__name__, _first_line(error))
+            failure = outcome_of(service.finish, max(1.0, self._deadline_s - time.monotonic()))
+            if failure is not None:
+                logger.warning("%s was not closed: %s: %s", self._name, type(failure).__name__, _first_line(failure))
 
 
 def _drained(rows: queue.Queue[Row | None]) -> list[Row | None]:
