@@ -12,29 +12,24 @@
 With run.checkpoint_dir complete ones are sent to an object store, and a resume fetches one that is newer there.
 
 Owns: the format above, atomicity, how many are kept, and the check of a checkpoint against a resumed run's options.
-Does not own: the lines of a state (loop_state.py), what the trainer's files contain, how they are sent
-(checkpoint_uploads.py, object_store.py).
+Does not own: the manifest (manifest.py), the lines of a state (loop_state.py), what the trainer's files contain, how
+they are sent (checkpoint_uploads.py, object_store.py).
 Invariant: a folder named step-* was complete when it got its name; a crash at any time leaves the previous one intact.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
-import os
 import shutil
-import time
-import zlib
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from slipstream.conf.json_files import JsonObject, is_object
+from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import LORA_TARGETS, LoraConfig, Order, RunConfig, TrainMode
 from slipstream.orchestrator.checkpoints.checkpoint_uploads import CheckpointUploads
 from slipstream.orchestrator.checkpoints.loop_state import RunState, lines_of, state_of
+from slipstream.orchestrator.checkpoints.manifest import FORMAT, fsync, read_json, verify, write_manifest
 from slipstream.orchestrator.checkpoints.object_store import MANIFEST, ObjectStore
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import CheckpointError, TrainingStopped
@@ -42,11 +37,6 @@ from slipstream.orchestrator.files.run_folder import RunFolder, flatten, to_plai
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
-_SETTLED_S = 2.0
-"""A file that was written less long ago may change without another time of change: file systems have coarse clocks."""
-_CHUNK_BYTES = 1 << 22
-_SUMS_AT_ONCE = 8
 _FILES = frozenset({"model.path", "model.tokenizer", "data.path", "data.sources"})
 """Options in the fingerprint that name files of the user's, whose content it does not know."""
 
@@ -248,7 +238,7 @@ class CheckpointStore:
             partial, final = self.begin(step), self.folder / f"step-{step:06d}"
             remote.take(step, partial)
             try:
-                _verify(partial)
+                verify(partial)
             except CheckpointError as error:
                 logger.warning("%s/%s is not whole: %s; looking at the one before it", remote.url, final.name, error)
                 self.discard(partial)
@@ -267,7 +257,7 @@ class CheckpointStore:
         damaged: dict[Path, str] = {}
         for path in reversed(named_checkpoints(self.folder)):
             try:
-                _verify(path)
+                verify(path)
             except CheckpointError as error:
                 damaged[path] = str(error)
             else:
@@ -292,17 +282,13 @@ class CheckpointStore:
         """Add the run's state, make all files durable, name the folder, and remove the oldest. Returns the path."""
         head, rows = lines_of(state)
         (partial / "groups.jsonl").write_text(rows)
-        (partial / "state.json").write_text(json.dumps({"format": _FORMAT, **head, "options": self._options}, indent=2))
-        paths = _files(partial)
-        files = {str(path.relative_to(partial)): facts for path, facts in zip(paths, _all_facts(paths), strict=True)}
-        (partial / MANIFEST).write_text(json.dumps({"format": _FORMAT, "files": files}, indent=2))
-        for path in [*_files(partial), *[p for p in partial.rglob("*") if p.is_dir()], partial]:
-            _fsync(path)
+        (partial / "state.json").write_text(json.dumps({"format": FORMAT, **head, "options": self._options}, indent=2))
+        write_manifest(partial)
         final = self.folder / f"step-{state.step:06d}"
         if final.exists():  # of_step() did not find it complete: somebody took files out of it
             shutil.rmtree(final)
         partial.replace(final)
-        _fsync(self.folder)
+        fsync(self.folder)
         if self._uploads is not None:
             self._uploads.offer(final)
         self.prune()
@@ -330,10 +316,10 @@ class CheckpointStore:
             CheckpointError: a file is missing or damaged, the format is another one, or an option differs.
         """
         if path != self._verified:
-            _verify(path)
-        raw = _read_json(path / "state.json")
-        if raw.get("format") != _FORMAT:
-            raise CheckpointError(f"{path} has format {raw.get('format')}, this version reads {_FORMAT}")
+            verify(path)
+        raw = read_json(path / "state.json")
+        if raw.get("format") != FORMAT:
+            raise CheckpointError(f"{path} has format {raw.get('format')}, this version reads {FORMAT}")
         self._check_options(str(path), raw["options"])
         with (path / "groups.jsonl").open() as rows:
             return state_of(raw, rows)
@@ -347,72 +333,3 @@ class CheckpointStore:
             if _FILES.intersection(differing):
                 cure += "; put a file or folder that has moved, or a link to it, where it was"
             raise CheckpointError(f"{path} belongs to a run with other options ({listed}); {cure}")
-
-
-def _verify(path: Path) -> None:
-    """Compare every file of a checkpoint with its manifest.
-
-    Raises:
-        CheckpointError: a file is missing, damaged, or not to be read.
-    """
-    if not (path / MANIFEST).is_file():
-        raise CheckpointError(f"{path} lacks {MANIFEST}, without which nothing says that it is whole")
-    files = _read_json(path / MANIFEST).get("files")
-    if not is_object(files):
-        raise CheckpointError(f"{path} is damaged: its manifest lists no files")
-    for name in files:
-        if not (path / name).is_file():
-            raise CheckpointError(f"{path} lacks {name}")
-    try:
-        found = _all_facts([path / name for name in files])
-    except OSError as error:
-        raise CheckpointError(f"{path} is damaged: {error.filename} cannot be read ({error.strerror})") from error
-    for (name, expected), actual in zip(files.items(), found, strict=True):
-        if actual != expected:
-            raise CheckpointError(f"{path} is damaged: {name} is {actual}, its manifest says {expected}")
-
-
-def _read_json(path: Path) -> JsonObject:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not is_object(found):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(found).__name__}")
-    return found
-
-
-def _all_facts(paths: Sequence[Path]) -> list[dict[str, int]]:
-    """Several files at once: each sum takes a core, and Python's lock is not held for it."""
-    with ThreadPoolExecutor(_SUMS_AT_ONCE) as threads:
-        return list(threads.map(_facts, paths))
-
-
-def _facts(path: Path) -> dict[str, int]:
-    """Size and CRC-32."""
-    found = path.stat()
-    is_settled = time.time() - found.st_mtime > _SETTLED_S
-    crc32 = _crc32 if is_settled else _crc32.__wrapped__
-    return {"num_bytes": found.st_size, "crc32": crc32(path, found.st_size, found.st_mtime_ns, found.st_ino)}
-
-
-@functools.lru_cache(maxsize=1024)
-def _crc32(path: Path, num_bytes: int, mtime_ns: int, inode: int) -> int:
-    """Read a file in chunks and sum it up, once while it stays as it is: a resume asks before and after it starts."""
-    crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            crc = zlib.crc32(chunk, crc)
-    return crc
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -174,7 +174,7 @@ def test_one_flipped_bit_is_refused_and_named(tmp_path: Path, name: str) -> None
 def test_a_flipped_bit_in_any_chunk_of_a_file_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
-    monkeypatch.setattr("slipstream.orchestrator.checkpoints.run_checkpoint._CHUNK_BYTES", 1000)
+    monkeypatch.setattr("slipstream.orchestrator.checkpoints.manifest._CHUNK_BYTES", 1000)
     store = make_store(tmp_path)
     file = write(store) / "trainer" / "rank0.bin"
     content = bytearray(file.read_bytes())
