@@ -241,7 +241,7 @@ def sources_of(args: argparse.Namespace) -> Sequence[SourceLayout]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Record in a process of its own, so that its memory does not count; then plan and predict."""
     with tempfile.NamedTemporaryFile() as cache:
-        recorder = multiprocessing.get_context("spawn").Process(target=record, args=(args, Path(cache.name)))
+        recorder = multiprocessing.get_context("fork").Process(target=record, args=(args, Path(cache.name)))
         recorder.start()
         recorder.join()
         return figures(args, sources_of(args), Path(cache.name))

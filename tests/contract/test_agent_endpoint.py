@@ -18,9 +18,6 @@ import aiohttp
 import httpx
 import openai
 import pytest
-from pydantic_ai import Agent
-from pydantic_ai.models.openai import OpenAIChatModel
-from pydantic_ai.providers.openai import OpenAIProvider
 
 from slipstream.orchestrator.data.prompts import PromptReader
 from slipstream.orchestrator.data.sources import START, Row
@@ -134,6 +131,10 @@ async def test_a_tool_call_keeps_its_tokens_and_its_result_comes_after_them(serv
 async def test_an_agent_framework_runs_unmodified_and_its_history_keeps_the_tokens(
     served: Served, streams: bool
 ) -> None:
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
     client, script, episode = served
     call = CALL.removeprefix("so ") if streams else CALL  # a stream's first text would be the framework's last answer
     script.texts = [f"{call}<eos>", "3<eos>", "4<eos>"]

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -43,6 +42,8 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         pq.write_table(pa.table({"prompt": ["held out"]}), tmp_path / "test-00000-of-00001.parquet")
         return str(tmp_path / "train-*.parquet")
     else:
+        import datasets
+
         datasets.Dataset.from_list(ROWS).save_to_disk(str(path))
     return str(path)
 
@@ -107,6 +108,8 @@ def test_a_column_that_is_missing_is_named_with_those_that_are_there(path: str) 
 
 
 def test_folders_that_hold_no_dataset_are_refused_with_the_cure(tmp_path: Path) -> None:
+    import datasets
+
     datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "splits"))
     with pytest.raises(DataError, match=r"splits has several splits; name the folder of one, such as .*splits/train"):
         next(read_rows(str(tmp_path / "splits")))
@@ -160,6 +163,8 @@ def read_elsewhere(source: str, cache: Path, *, code: str = READ, **variables: s
 
 def test_a_dataset_by_id_comes_from_the_cache_when_offline(tmp_path: Path) -> None:
     """The cache is one that the library filled, under the name that it gives to a repository of the Hub."""
+    import datasets
+
     folder, cache = tmp_path / "gsm8k", tmp_path / "cache"
     folder.mkdir()
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
