@@ -7,10 +7,31 @@ import os
 import tempfile
 from pathlib import Path
 
+from slipstream.conf.errors import ConfigError
+
 
 def cache_folder() -> Path:
     """Where it is: in XDG_CACHE_HOME, by default ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "slipstream"
+
+
+def where_caches_lie() -> Path:
+    """The folder in which vLLM, PyTorch and Slipstream keep what they compile.
+
+    Raises:
+        ConfigError: Nothing can be written there, as in a container whose user has no home.
+    """
+    folder = cache_folder().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be written ({error.strerror}), where vLLM, PyTorch and Slipstream keep what they compile "
+            f"(docs/starts.md), got HOME={Path.home()}; set XDG_CACHE_HOME to a folder of yours, and on GPUs "
+            "TRITON_CACHE_DIR to one in it"
+        ) from error
+    return folder
 
 
 def write_whole(file: Path, content: bytes) -> None:

@@ -25,6 +25,7 @@ from slipstream.orchestrator.cluster.private_folder import private_folders
 from slipstream.orchestrator.inputs.object_store import LEAST_BYTES
 from slipstream.orchestrator.machine import DASHBOARD_PORT, HERE, Machine, list_interfaces
 from slipstream.orchestrator.socket_folder import where_sockets_lie
+from slipstream.rollout.node_cache import where_caches_lie
 
 CHILD_TIMEOUT_S = 60.0
 
@@ -178,6 +179,10 @@ def processors_and_memory(machine: Machine) -> Iterator[Finding]:
         "--shm-size=2g)"
     )
     yield _judged("machine", "/dev/shm free", _gb(shared), small if shared < wanted else "")
+    try:
+        yield Finding("machine", "caches", f"in {where_caches_lie()}")
+    except ConfigError as error:
+        yield Finding("machine", "caches", "no folder", Status.fail, str(error))
 
 
 def gpus_and_links(machine: Machine) -> Iterator[Finding]:

@@ -28,6 +28,7 @@ from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
 from slipstream.orchestrator.inputs.object_store import object_store_bytes
 from slipstream.orchestrator.machine import DASHBOARD_PORT, Machine, answers
 from slipstream.orchestrator.socket_folder import where_sockets_lie
+from slipstream.rollout.node_cache import where_caches_lie
 from slipstream.trainer.weights.stored_adapter import num_adapted
 from slipstream.weight_sync.layout import DTYPE_BYTES
 
@@ -193,6 +194,11 @@ def check_shared_memory(config: RunConfig, machine: Machine) -> Fact:
         return Fact("/dev/shm", found)
     slow = f"{found}: Ray's object store of {store >> 20} MiB will be files in /tmp, which is slower"
     return Fact("/dev/shm", f"{slow}; {cure}", is_warning=True)
+
+
+def check_caches(config: RunConfig, machine: Machine) -> Fact:
+    """What is compiled can be kept."""
+    return Fact("caches", f"in {where_caches_lie()}")
 
 
 def check_sockets(config: RunConfig, machine: Machine) -> Fact:

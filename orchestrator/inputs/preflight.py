@@ -45,6 +45,7 @@ from slipstream.orchestrator.inputs.given_code import (
 from slipstream.orchestrator.inputs.logger_checks import check_loggers
 from slipstream.orchestrator.inputs.machine_checks import (
     check_base_has_room,
+    check_caches,
     check_dashboard_port,
     check_devices,
     check_link,
@@ -345,6 +346,7 @@ MACHINE_CHECKS = (
     check_base_has_room,
     check_routes,
     check_shared_memory,
+    check_caches,
     check_sockets,
     check_link,
     check_ray_cluster,

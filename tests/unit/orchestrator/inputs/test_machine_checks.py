@@ -12,11 +12,13 @@ from slipstream.conf.architecture.families import read_config
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import Device, RunConfig
+from slipstream.orchestrator.cli.doctor import Status, processors_and_memory
 from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.inputs import machine_checks
 from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.machine_checks import (
     check_base_has_room,
+    check_caches,
     check_dashboard_port,
     check_devices,
     check_link,
@@ -25,7 +27,8 @@ from slipstream.orchestrator.inputs.machine_checks import (
     check_shared_memory,
     check_sockets,
 )
-from slipstream.orchestrator.machine import Gpu, Machine, is_slow_in_bfloat16
+from slipstream.orchestrator.inputs.preflight import run_preflight
+from slipstream.orchestrator.machine import HERE, Gpu, Machine, is_slow_in_bfloat16
 
 Check = Callable[[RunConfig, Machine], Fact | None]
 
@@ -314,6 +317,21 @@ def test_shared_memory_without_room_for_engines_of_several_ranks() -> None:
     small = Machine(free_bytes=lambda folder: {Path("/dev/shm"): 16 << 20}[folder])
     message = refused(check_shared_memory, small, "rollout.tp_size=2", "rollout.num_workers=1")
     assert "/dev/shm has 16 MiB free, and rollout.num_workers=1 engines of rollout.tp_size=2 take 160 MiB" in message
+
+
+def test_caches_need_a_folder_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    (tmp_path / "file").touch()
+    for home, why in (("/proc", "No such file or directory"), (str(tmp_path / "file"), "Not a directory")):
+        monkeypatch.setenv("HOME", home)
+        told = f"{home}/.cache cannot be written ({why}), where vLLM, PyTorch and Slipstream keep what they compile"
+        assert told in refused(check_caches, Machine())
+        with pytest.raises(ConfigError, match="set XDG_CACHE_HOME to a folder of yours"):
+            run_preflight(load_run_config(["experiment=quickstart", f"run.dir={tmp_path}"]))
+        assert [one.status for one in processors_and_memory(HERE) if one.name == "caches"] == [Status.fail]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    assert found(check_caches, Machine()).finding == f"in {tmp_path / 'caches'}"
+    assert list((tmp_path / "caches").iterdir()) == [], "nothing is left of the look"
 
 
 def test_no_ray_cluster_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
