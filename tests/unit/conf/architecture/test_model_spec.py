@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,8 +38,9 @@ from cases.tiny_models import (
 )
 from transformers import AutoConfig
 
+from slipstream.conf.architecture import families
 from slipstream.conf.architecture.attention_spec import GqaSpec, MlaSpec
-from slipstream.conf.architecture.families import check_engine_constants, read_config
+from slipstream.conf.architecture.families import FAMILIES, check_engine_constants, read_config
 from slipstream.conf.architecture.model_spec import ExpertFormat
 from slipstream.conf.architecture.spelling import check_spelling
 from slipstream.conf.errors import ConfigError
@@ -582,3 +585,15 @@ def test_a_clamp_that_engines_do_not_have_is_refused_where_there_are_engines(fie
     read_config({**hf_config, field: 0.5})
     with pytest.raises(ConfigError, match=rf"{field}=0.5 is not supported for gpt_oss in engines: vLLM has .*=sft"):
         check_engine_constants({**hf_config, field: 0.5})
+
+
+def test_a_family_is_named_where_its_config_is_read_alone() -> None:
+    """So that another family touches few files. What differs is a field of a spec or of `Family`; run.py has the model
+    of a run that names none."""
+    names = [*FAMILIES, *(family.wrapper for family in FAMILIES.values() if family.wrapper)]
+    named = re.compile("|".join(f"[\"']{name}[\"']" for name in names))
+    root = Path(families.__file__).parents[2]
+    packages = ("conf", "weight_sync", "trainer", "rollout", "fleet", "orchestrator")
+    files = [file for package in packages for file in (root / package).rglob("*.py")]
+    found = {str(file.relative_to(root)) for file in files if named.search(file.read_text())}
+    assert found == {"conf/architecture/families.py", "conf/schema/run.py"}
