@@ -8,6 +8,7 @@ Owns: what the second request asks, and how the two become one response. Does no
 Invariant: tokens that stay keep the log-probability and the version with which they were sampled.
 """
 
+import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -18,6 +19,24 @@ from slipstream.rollout.types import ABORTED, Rollout, Routes
 
 Sample = Callable[[Sequence[int], SamplingConfig, int | None], Awaitable[Rollout]]
 """(prompt, sampling, seed) -> one response."""
+
+
+async def go_on_together(
+    token_ids: Sequence[int],
+    so_far: Sequence[Rollout],
+    sampling: SamplingConfig,
+    seed: int | None,
+    generate_group: Callable[..., Awaitable[list[Rollout]]],
+) -> list[Rollout]:
+    """Sample the rest of a group that another worker began, by an engine's generate_group(). See go_on()."""
+
+    async def sample(prompt: Sequence[int], rest: SamplingConfig, own: int | None) -> Rollout:
+        (part,) = await generate_group(prompt, 1, rest, seed=own)
+        return part
+
+    seeds = [None if seed is None else seed + index for index in range(len(so_far))]
+    calls = [go_on(token_ids, part, sampling, own, sample) for part, own in zip(so_far, seeds, strict=True)]
+    return list(await asyncio.gather(*calls))
 
 
 async def go_on(

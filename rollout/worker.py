@@ -27,7 +27,7 @@ from slipstream.conf.schema import Device, DType, PauseMode, RolloutConfig, Samp
 from slipstream.rollout.adapters.adapter_replica import AdapterReplica
 from slipstream.rollout.adapters.slot_ranks import SlotRanks
 from slipstream.rollout.base_replica import BaseReplica
-from slipstream.rollout.continuation import go_on
+from slipstream.rollout.continuation import go_on_together
 from slipstream.rollout.engine.engine import EngineWithSlots
 from slipstream.rollout.errors import EngineError, ReplicaNotServing, TokenizerError
 from slipstream.rollout.layouts.known_layouts import ExpectedLayouts
@@ -266,7 +266,7 @@ class RolloutWorker:
             return [replace(rollout, text=self._decode(rollout)) for rollout in rollouts]
         while True:
             if so_far:
-                rollouts = await self._go_on(prompt.token_ids, so_far, sampling, seed)
+                rollouts = await go_on_together(prompt.token_ids, so_far, sampling, seed, self.engine.generate_group)
             else:
                 rollouts = await self.engine.generate_group(prompt.token_ids, n, sampling, seed=seed)
             if self._is_going or not any(rollout.finish_reason == ABORTED for rollout in rollouts):
@@ -278,19 +278,6 @@ class RolloutWorker:
             # pause_mode=abort ended the group. Siblings should have one version, so all of them start anew.
             so_far = ()
             await self.base.serving.wait()
-
-    async def _go_on(
-        self, token_ids: Sequence[int], so_far: Sequence[Rollout], sampling: SamplingConfig, seed: int | None
-    ) -> list[Rollout]:
-        """Sample the rest of a group that another worker began."""
-
-        async def sample(prompt: Sequence[int], rest: SamplingConfig, own: int | None) -> Rollout:
-            (part,) = await self.engine.generate_group(prompt, 1, rest, seed=own)
-            return part
-
-        seeds = [None if seed is None else seed + index for index in range(len(so_far))]
-        calls = [go_on(token_ids, part, sampling, own, sample) for part, own in zip(so_far, seeds, strict=True)]
-        return list(await asyncio.gather(*calls))
 
     def tell_to_go(self, who: str) -> None:
         """Let told_to_go() return."""
@@ -366,9 +353,7 @@ class RolloutWorker:
             )
         if self.adapter_replica is None:
             return await self.base.pull(weights)
-        if not weights:  # it loaded its base itself
-            return await self.adapter_replica.pull(slots)
-        if self.state.is_serving:  # it has read the base before, and no publish changes it
+        if not weights or self.state.is_serving:  # it loaded its base itself, or has read it before: it never changes
             return await self.adapter_replica.pull(slots)
         pulled = await self.base.pull(weights)
         await self.base.adopt(weights[0].version, weights[0].epoch)
@@ -380,10 +365,7 @@ class RolloutWorker:
         Args:
             version, epoch: Those of the last offer.
         """
-        if self.adapter_replica is None:
-            await self.base.adopt(version, epoch)
-        else:
-            await self.adapter_replica.adopt(version, epoch)
+        await (self.adapter_replica or self.base).adopt(version, epoch)
 
     async def release(self, offers: Sequence[Offer]) -> None:
         """Close the links to the peer of pull(). Without adapter slots, this stops sampling for about a second."""

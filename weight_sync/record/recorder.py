@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slipstream.conf.failures import in_words, outcome_of
 from slipstream.weight_sync.errors import RecordError
 from slipstream.weight_sync.layout import DTYPE_BYTES, DestLayout, Load, Param, PostLoad, TensorMeta
 from slipstream.weight_sync.record.op_schema import mutated, schema_of, storage_of, tensors_in
@@ -102,17 +103,14 @@ def record_layout(
     written = {name: param for name, param in params.items() if name not in derived}
     recorder = _Recorder(written, tensors, frozenset(left_out))
     before = {name: (param.data_ptr(), param.shape, param.stride()) for name, param in params.items()}
-    try:
-        with torch.inference_mode(mode=False), torch.no_grad(), recorder:
-            load_weights(recorder.stream())
-    except RecordError:
-        raise
-    except Exception as error:  # the loader itself may refuse a tensor without data
-        raise recorder.error or RecordError(
-            f"the loader failed on {recorder.current or 'the first tensor'}: {type(error).__name__}: {error}"
-        ) from error
-    if recorder.error is not None:  # the loader swallowed it
-        raise recorder.error
+    with torch.inference_mode(mode=False), torch.no_grad(), recorder:
+        failure = outcome_of(load_weights, recorder.stream())
+    error = recorder.error or failure  # the loader may have swallowed the first
+    if isinstance(error, RecordError):
+        raise error
+    if isinstance(failure, Exception):  # the loader itself may refuse a tensor without data
+        where = recorder.current or "the first tensor"
+        raise RecordError(f"the loader failed on {where}: {in_words(failure)}") from failure
     for name, param in params.items():
         if (param.data_ptr(), param.shape, param.stride()) != before[name]:
             raise RecordError(f"{name}: the loader replaced its memory; a one-sided write needs an address that stays")
