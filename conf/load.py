@@ -148,7 +148,7 @@ def load_resolved_yaml(text: str, overrides: Sequence[str] = (), subject: str = 
         if override.key_or_group in GROUPS or override.type is OverrideType.DEL:
             raise ConfigError(
                 f"{override.input_line}: the run has its options already, and takes no presets; set single options, "
-                f"as in {_example_of('run')}"
+                "as in run.num_steps=200"
             )
     try:
         tree = OmegaConf.merge(schema_node(), _carried_over(text, subject))

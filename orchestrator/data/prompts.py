@@ -80,7 +80,8 @@ class PromptReader:
         Raises:
             DataError: The row cannot be a prompt. Names its place.
         """
-        where, columns = row.where, renamed(row, self.columns)
+        where = row.where
+        columns = self._as_json(renamed(row, self.columns), where)
         text, messages = self._text_of(columns, where)
         limit = self.max_prompt_tokens
         encode = partial(self.encoder.encode, add_special_tokens=messages is None)  # chat templates bring their own
@@ -93,18 +94,20 @@ class PromptReader:
             )
         if not token_ids:
             raise DataError(f"{where}: the prompt has no tokens")
-        return Prompt(prompt_id, tuple(token_ids), text, self._fields_of(columns), messages)
+        fields = {key: value for key, value in columns.items() if key != self.prompt_key}
+        return Prompt(prompt_id, tuple(token_ids), text, fields, messages)
 
-    def _fields_of(self, columns: JsonObject) -> JsonObject:
-        """The other columns as JSON, in which rewards and checkpoints get them."""
-        fields = JsonObject()
+    def _as_json(self, columns: JsonObject, where: str) -> JsonObject:
+        """The columns as JSON, in which rewards, agents and checkpoints get them."""
+        found = JsonObject()
         for name, value in columns.items():
             try:
-                if name != self.prompt_key:
-                    fields[name] = json.loads(json.dumps(value, default=_as_json))
+                found[name] = json.loads(json.dumps(value, default=_text_of_value))
             except TypeError as e:
+                if name == self.prompt_key:
+                    raise DataError(f"{where}: column {name!r} holds {e}; a prompt is text, or messages of text") from e
                 self.left_out.setdefault(name, str(e))
-        return fields
+        return found
 
     def _text_of(self, row: JsonObject, where: str) -> tuple[str, list[JsonObject] | None]:
         """(the prompt's text, the messages that it was rendered from)."""
@@ -171,7 +174,7 @@ def check_text(text: str, where: str) -> None:
         ) from e
 
 
-def _as_json(value: object) -> str:
+def _text_of_value(value: object) -> str:
     """What stands in JSON for a value that Parquet has and JSON has not."""
     if isinstance(value, date | time | timedelta | Decimal | UUID):
         return str(value)

@@ -161,6 +161,20 @@ def test_values_that_json_has_not_are_text_and_columns_without_text_are_left_out
     assert reader.left_out == {"image": "bytes"}
 
 
+def test_a_prompt_holds_what_json_holds(tmp_path, encoder):
+    """Agents and checkpoints get its messages as JSON."""
+    turn = {"role": "user", "content": "2+2=?", "asked": date(2026, 1, 31)}
+    pq.write_table(pa.table({"prompt": [[turn]]}), tmp_path / "a.parquet")
+    (prompt,) = read_prompts(str(tmp_path / "a.parquet"), encoder, max_prompt_tokens=99)
+    assert prompt.messages == [turn | {"asked": "2026-01-31"}]
+    for wrong in (b"2+2=?", [turn | {"image": b"\x89PNG"}]):
+        pq.write_table(pa.table({"prompt": [wrong]}), tmp_path / "b.parquet")
+        with pytest.raises(
+            DataError, match=r"b\.parquet: row 0: column 'prompt' holds bytes; a prompt is text, or mess"
+        ):
+            read_prompts(str(tmp_path / "b.parquet"), encoder, max_prompt_tokens=99)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
