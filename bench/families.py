@@ -136,7 +136,6 @@ REPLAYED = ("glm4_moe_lite", "minimax_m2", "deepseek_v32", "glm_moe_dsa")
 SHOWN = (
     "eval_reward_first", "eval_reward_last", "k3_max", "rollout_tokens_per_s", "publish_s", "publish_bytes", "wall_s",
 )  # fmt: skip
-LIMIT_S = 1800.0
 
 
 def words_of(family: str, on_gpu: bool) -> list[str]:
@@ -168,35 +167,39 @@ def own_words(family: str) -> list[str]:
     ]
 
 
-def row_of(words: list[str], card: str | None, kill: int | None) -> dict[str, Any]:
+def row_of(words: list[str], card: str | None, kill: int | None, limit_s: float) -> dict[str, Any]:
     """Figures of one run, in a process group of its own. `card`: the GPU that it sees; None: all of them."""
     own, began = {} if card is None else {"CUDA_VISIBLE_DEVICES": card}, time.monotonic()
     try:
         with tempfile.TemporaryDirectory() as folder, Job(words, Path(folder), own) as job:
-            killed = {} if kill is None else killed_after(job, kill)
-            job.wait(LIMIT_S)
+            killed = {} if kill is None else killed_after(job, kill, limit_s)
+            job.wait(began + limit_s - time.monotonic())
             wall_s = time.monotonic() - began
             return {"words": words, "wall_s": wall_s, **killed, **figures(read_rows(job.folder.resolve()))}
     except SystemExit as error:
         return {"words": words, "wall_s": time.monotonic() - began, "failed": str(error)}
 
 
-def killed_after(job: Job, step: int) -> dict[str, Any]:
+def killed_after(job: Job, step: int, limit_s: float) -> dict[str, Any]:
     """Kill the engine's process when the step is done. Returns how long it took to serve again, by phase."""
-    if not job.wait_until(lambda _: job.num_steps >= step, LIMIT_S):
-        raise SystemExit(f"step {step} was not done within {LIMIT_S:g} s")
+    began = time.monotonic()
+    if not job.wait_until(lambda _: job.num_steps >= step, limit_s):
+        raise SystemExit(f"step {step} was not done within {limit_s:g} s:\n{job.last_words}")
     _, *engine = processes_of(job, 0)
     if len(engine) != 1:
         raise SystemExit(f"the log must name one process of the engine, got {engine}")
     killed_at = time.time()
     os.kill(engine[0], signal.SIGKILL)
-    if not job.wait_until(lambda rows: "serving" in marks_after(rows, 0, killed_at), LIMIT_S):
-        raise SystemExit(f"the killed engine was not back within {LIMIT_S:g} s")
+    left_s = began + limit_s - time.monotonic()
+    if not job.wait_until(lambda rows: "serving" in marks_after(rows, 0, killed_at), left_s):
+        raise SystemExit(f"the killed engine was not back within {left_s:.0f} s:\n{job.last_words}")
     marks = marks_after(job.rows, 0, killed_at)
     return {"serves_again_s": marks["serving"] - killed_at, "phases": phases_of(killed_at, marks)}
 
 
-def run_rows(rows: dict[str, list[str]], cards: list[str], kill: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
+def run_rows(
+    rows: dict[str, list[str]], cards: list[str], kill: int | None, limit_s: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Figures of each, as they end: as many at a time as there are cards; without cards one after the other."""
     free: queue.Queue[str | None] = queue.Queue()
     for card in cards or [None]:
@@ -205,7 +208,7 @@ def run_rows(rows: dict[str, list[str]], cards: list[str], kill: int | None) -> 
     def one(words: list[str]) -> dict[str, Any]:
         card = free.get()
         try:
-            return row_of(words, card, kill)
+            return row_of(words, card, kill, limit_s)
         finally:
             free.put(card)
 
@@ -222,6 +225,7 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="on one GPU, which trainer and engine share")
     parser.add_argument("--own", action="store_true", help="their own widths, one row to a visible GPU")
     parser.add_argument("--kill", type=int, metavar="STEP", help="kill the engine once after this step")
+    parser.add_argument("--limit-s", type=float, default=1800.0, help="seconds of one run, after which it is ended")
     parser.add_argument("--set", nargs="*", default=[], help="further options for every run")
     parser.add_argument("--commit", help="commit of this tree, where it is not a git checkout")
     parser.add_argument("--out", type=Path, help="default: bench/results/families-<device>.json")
@@ -241,7 +245,7 @@ def main() -> None:
     cards = visible_cards(len(report["environment"]["gpus"])) if args.own else []
     chosen = args.families or known
     rows = {name: [*(own_words(name) if args.own else words_of(name, args.gpu)), *args.set] for name in chosen}
-    for name, row in run_rows(rows, cards, args.kill):
+    for name, row in run_rows(rows, cards, args.kill, args.limit_s):
         report["runs"][name] = row
         out.write_text(json.dumps(report, indent=2) + "\n")
         print(f"{name}: {row.get('failed') or format(row['wall_s'], '.0f') + ' s'}", flush=True)

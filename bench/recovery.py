@@ -90,9 +90,14 @@ class Job:
         try:
             code = self._process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            raise SystemExit(f"the run took more than {limit_s:g} s:\n{self._said.read_text()[-3000:]}") from None
+            raise SystemExit(f"the run took more than {limit_s:g} s:\n{self.last_words}") from None
         if code:
-            raise SystemExit(f"the run ended with exit code {code}:\n{self._said.read_text()[-3000:]}")
+            raise SystemExit(f"the run ended with exit code {code}:\n{self.last_words}")
+
+    @property
+    def last_words(self) -> str:
+        """What the command said last."""
+        return self._said.read_text()[-3000:]
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -113,7 +118,7 @@ class Job:
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
-                raise SystemExit(f"the run ended by itself:\n{self._said.read_text()[-3000:]}")
+                raise SystemExit(f"the run ended by itself:\n{self.last_words}")
             if is_so(self.rows):
                 return True
             time.sleep(POLL_S)
