@@ -143,7 +143,7 @@ def hash_with_torch(data: torch.Tensor, *, offset_bytes: int = 0, scratch_bytes:
     if scratch_bytes is None:
         scratch_bytes = DEFAULT_SCRATCH_BYTES.get(data.device.type, MIN_SCRATCH_BYTES)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    chunk_bytes = max(1, scratch_bytes // MIN_SCRATCH_BYTES) * _BLOCK_BYTES
+    chunk_bytes = scratch_bytes // MIN_SCRATCH_BYTES * _BLOCK_BYTES
     position, end = offset_bytes, offset_bytes + flat.numel()
     while position < end:
         stop = min(end, (position // _BLOCK_BYTES) * _BLOCK_BYTES + chunk_bytes)

@@ -60,6 +60,9 @@ async def test_further_workers_read_from_a_peer_and_serve_and_the_trainer_meets_
     held = await fleet.supervisor.hold()
     assert [replica.name for replica in held.joining] == ["rollout-1", "rollout-2"]
     assert held.exclude == []
+    fleet.supervisor.joined("rollout-2")
+    await fleet.supervisor.settle([outcome(True)] * 3)
+    assert [replica.name for replica in (await fleet.supervisor.hold()).joining] == ["rollout-1"]
     assert fleet.events(1) == [E.joining, E.process_up, E.up, E.read, E.serving]
     assert (fleet.supervisor.starts.num_restarts, fleet.supervisor.roster.recoveries) == (0, []), "nothing has failed"
 
@@ -294,9 +297,9 @@ async def test_workers_that_went_do_not_keep_a_run_waiting_for_those_that_failed
 
 
 async def test_a_further_worker_that_cannot_be_started_is_out_and_is_tried_when_more_are_asked_for() -> None:
-    fleet = Fleet(1)
+    fleet = Fleet(1, max_restarts=2)
     await fleet.publish(0)
-    failures = [RuntimeError("no memory")]
+    failures = [RuntimeError("no memory")] * 2
 
     async def fails(name: str) -> FakeWorker:
         if failures:
@@ -310,6 +313,10 @@ async def test_a_further_worker_that_cannot_be_started_is_out_and_is_tried_when_
     assert await fleet.publish(1) == [1]
     await fleet.supervisor.scaling.scale(2)
     await fleet.until(S.serving, S.serving)
+    await fleet.supervisor.fail(fleet.replica(1), "it died")
+    await fleet.until(S.serving, S.serving)
+    (recovery,) = fleet.supervisor.roster.recoveries
+    assert recovery.replica == "rollout-1", "once it has served, it comes back like any other"
 
 
 async def test_what_another_controller_left_is_found_again_with_the_names_and_places_of_before() -> None:

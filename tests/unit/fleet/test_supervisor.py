@@ -48,7 +48,9 @@ async def test_a_death_that_a_publish_notices_is_told_with_how_it_came(caplog: p
         workers[2].death,
     ]
     assert [replica.reason for replica in supervisor.roster.replicas.values()] == reasons
-    assert [message.partition("left: ")[2] for message in caplog.messages] == reasons
+    assert caplog.messages == [
+        f"rollout-{number} is out of service, {2 - number} left: {reason}" for number, reason in enumerate(reasons)
+    ]
     with pytest.raises(NoReplicasLeft, match="rollout-0: rollout-0 died of SIGSEGV"):
         supervisor.roster.require_replicas()
 

@@ -69,7 +69,9 @@ async def test_one_version_and_one_publish_for_all_updates_of_a_batch(tmp_path: 
         *[one for v in range(3) for one in [("score", v), *[("train", v)] * 4, ("publish", v + 1)]],
     ]
     assert [len(samples) for _, samples in loop.trainer.trained] == [4] * 12  # two groups of two siblings
-    assert all(sample.old_logprobs is not None for _, samples in loop.trainer.trained for sample in samples)
+    for sample in (one for _, samples in loop.trainer.trained for one in samples):
+        assert sample.old_logprobs is not None
+        assert sample.old_logprobs.tolist() == [-2.0 * counts for counts in sample.loss_mask]
     assert [row["optim/updates"] for row in loop.rows] == [None, 4, 4, 4]
     assert [row["staleness/max"] for row in loop.rows] == [None, 0, 0, 0]
 
@@ -97,7 +99,9 @@ async def test_rewards_are_penalized_by_what_the_trainer_estimates(tmp_path: Pat
     wanted = (values - 0.35) / values.std(ddof=1)
     found = sorted(value for sample in samples for value in sample.advantages[sample.loss_mask])
     assert found == pytest.approx(sorted(wanted), rel=1e-5)
-    assert all(sample.ref_logprobs is not None for sample in samples)
+    for sample in samples:
+        assert sample.ref_logprobs is not None
+        assert sample.ref_logprobs.tolist() == [-3.0 * counts for counts in sample.loss_mask]
 
 
 def test_combined_speaks_for_the_updates_that_were_applied() -> None:
