@@ -1,4 +1,3 @@
-# pyright: strict
 """The run's keepers: on each node with trainer ranks an actor that holds states of finished steps.
 
     node A: ranks 0, 1, keeper A       every rank sends to the keeper of its node and to that of the next node, so that

@@ -1,4 +1,3 @@
-# pyright: strict
 """Trainer ranks that are started again after one of them has died, with the state of the last finished step.
 
     a call fails, and a rank is dead --> the others are ended --> all start again in their places --> the newest state
