@@ -42,6 +42,8 @@ class Fleet:
     engine: ServedEngine
     process: subprocess.Popen[str]
     report: dict[str, Any]
+    loaded: dict[str, str]
+    """Hashes of every parameter after vLLM's own load."""
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     model: Any = hf_model(MODEL)
     model.save_pretrained(folder / "big")
     save_character_tokenizer(folder / "big", vocab_size=MODEL["vocab_size"])
+    loaded = vllm_loads(folder / "big", "float32")  # before the server starts: VLLM_CACHE
     with held_port() as port:
         words = ["big", "--start", "1", "--port", str(port), "--dtype", "float32", "--json"]
         process = subprocess.Popen(
@@ -64,7 +67,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             assert process.stdout is not None
             line = process.stdout.readline()
             assert line, process.communicate()[1] + "".join(f.read_text()[-3000:] for f in folder.glob("push-logs/*"))
-            yield Fleet(folder, ServedEngine(f"http://127.0.0.1:{port}"), process, json.loads(line))
+            yield Fleet(folder, ServedEngine(f"http://127.0.0.1:{port}"), process, json.loads(line), loaded)
         finally:
             process.kill()
             process.wait(120)
@@ -112,7 +115,7 @@ def test_it_holds_what_its_own_loader_makes_of_the_disk_and_ends_with_the_comman
         assert report["num_expected"] == 1  # the layout recorded on meta is the engine's, and was planned for
         assert report["plan_s"] > 0
     assert set(report["attach_s"]) == {"whole", "record", "link", "register", "describe", "endpoint"}
-    assert held(engine) == vllm_loads(fleet.folder / "big", "float32")
+    assert held(engine) == fleet.loaded
     fleet.process.send_signal(signal.SIGTERM)
     assert fleet.process.wait(60) == 143
     assert not engine.is_healthy()

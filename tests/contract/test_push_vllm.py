@@ -109,6 +109,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
+    oracle(folder / "one")  # and vLLM keeps what it learns of the class: a server would import all of it to look
     with held_port() as port:
         server = Server(folder, folder / "one", port)
         try:
