@@ -27,7 +27,7 @@ from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
 from slipstream.orchestrator.inputs.object_store import object_store_bytes
 from slipstream.orchestrator.machine import DASHBOARD_PORT, Machine, answers
-from slipstream.orchestrator.socket_folder import where_sockets_lie
+from slipstream.orchestrator.socket_folder import socket_folder, where_sockets_lie
 from slipstream.rollout.node_cache import where_caches_lie
 from slipstream.trainer.weights.stored_adapter import num_adapted
 from slipstream.weight_sync.layout import DTYPE_BYTES
@@ -43,6 +43,8 @@ DEFAULT_CPU_CACHE_BYTES = 256 << 20
 ENGINE_QUEUE_BYTES = 160 << 20
 """Bytes of /dev/shm for the messages of an engine with several ranks: 10 chunks of 16 MiB (vLLM 0.32,
 `multiproc_executor.py`, `check_shm_free_space`)."""
+MIN_FREE_BYTES = 256 << 20
+"""Free space of the run's folder, and of the one for temporary files: logs, metrics, checkpoints of a tiny model."""
 FOR_GPUS = (
     "the installed vLLM is the build for GPUs, whose engines run on GPUs alone; start the run where GPUs are "
     "(slipstream launch writes a job), or set up for CPUs: SLIPSTREAM_TARGET=cpu make setup"
@@ -202,10 +204,14 @@ def check_caches(config: RunConfig, machine: Machine) -> Fact:
 
 
 def check_sockets(config: RunConfig, machine: Machine) -> Fact:
-    """Ray and the engines find a folder for their Unix sockets."""
+    """Ray and the engines find a folder for their Unix sockets, and for what they write until the run ends."""
     if config.cluster.ray_address is not None:
         return Fact("sockets", "not looked at: the machines of a Ray cluster")
-    return Fact("sockets", f"in {where_sockets_lie()}")
+    where, free = where_sockets_lie(), machine.free_bytes(socket_folder())
+    if free >= MIN_FREE_BYTES:
+        return Fact("sockets", f"in {where}")
+    full = f"; it has {free >> 20} MiB of free space, and Ray's logs and temporary files lie there: make room, or set"
+    return Fact("sockets", f"in {where}{full} TMPDIR to another folder", is_warning=True)
 
 
 def check_link(config: RunConfig, machine: Machine) -> Fact | None:

@@ -44,6 +44,7 @@ from slipstream.orchestrator.inputs.given_code import (
 )
 from slipstream.orchestrator.inputs.logger_checks import check_loggers
 from slipstream.orchestrator.inputs.machine_checks import (
+    MIN_FREE_BYTES,
     check_base_has_room,
     check_caches,
     check_dashboard_port,
@@ -66,9 +67,6 @@ from slipstream.orchestrator.inputs.text_encoder import (
 from slipstream.orchestrator.machine import HERE, Machine, nearest_existing
 from slipstream.rollout.engine.engine_options import known_arguments
 from slipstream.trainer.weights.stored_adapter import check_adapter_fits, read_stored_adapter
-
-MIN_FREE_BYTES = 256 << 20
-"""Free space below which a run is refused: logs, metrics and the checkpoints of a tiny model."""
 
 _PACKAGES = ("torch", "vllm", "ray", "mooncake", "transformers", "safetensors")
 

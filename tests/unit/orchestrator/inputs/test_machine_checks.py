@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -332,6 +333,16 @@ def test_caches_need_a_folder_that_can_be_written(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     assert found(check_caches, Machine()).finding == f"in {tmp_path / 'caches'}"
     assert list((tmp_path / "caches").iterdir()) == [], "nothing is left of the look"
+
+
+def test_a_folder_for_temporary_files_without_room_is_a_warning() -> None:
+    folder = Path(tempfile.gettempdir())
+    small, large = (Machine(free_bytes=lambda of, free=free: {folder: free}[of]) for free in (8 << 20, 256 << 20))
+    assert found(check_sockets, large) == Fact("sockets", f"in {folder}")
+    fact = found(check_sockets, small)
+    assert fact.is_warning
+    assert fact.finding.startswith(f"in {folder}; it has 8 MiB of free space, and Ray's logs and temporary files lie")
+    assert fact.finding.endswith("make room, or set TMPDIR to another folder")
 
 
 def test_no_ray_cluster_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
