@@ -61,7 +61,7 @@ KINDS = {
     "attention": ("sdpa", "flash", "fmha"),
     "optimizer": ("multi_tensor_apply", "adam", "lpnorm"),
     "head": ("_log_softmax", "_logits_gradient"),
-    "MoE rows": ("_gather", "_activate", "_low_rank", "_weighted_sum", "_count", "_write_tiles", "_place", "_route"),
+    "MoE rows": ("_gather", "activate_", "_low_rank", "_weighted_sum", "_count", "_write_tiles", "_place", "_route"),
     "grouped GEMM": ("GroupProblem", "_product", "_gradient", "grouped"),
     "dense GEMM": ("nvjet", "gemm", "cutlass", "cublas", "splitK"),
     "norm and rotation": ("_rms_norm", "_norm_rotate"),

@@ -107,8 +107,8 @@ def test_every_rank_fits_into_a_blocks_shared_memory(
     """The last rank of each tiling, and rank 256; float32 factors, which take the most."""
     launch_expert_kernels(dtype, rank, torch.float32)
     assert launched.keys() == {
-        "_write_tiles", "_gather_project", "_activate", "_activate_backward", "_low_rank_gradient", "_add_parts",
-        "_add_low_rank",
+        "_write_tiles", "_gather_project", "activate_rows", "activate_rows_backward",
+        "_low_rank_gradient", "_add_parts", "_add_low_rank",
     }  # fmt: skip
     shared = {name: kernel.metadata.shared for name, kernel in launched.items()}
     assert max(shared.values()) <= BLOCK_SHARED_BYTES[OnlyCompiles.target], shared
