@@ -238,7 +238,7 @@ async def learn(config: RunConfig, folder: Path, adapter: Path, taught: Path | N
         "clip_fraction": float(np.mean(clipped)),
         "seconds": seconds,
     }
-    rank.save_adapter(adapter)
+    rank.states.save_adapter(adapter)
     rank.shutdown()
     return result
 

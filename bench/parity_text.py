@@ -92,7 +92,7 @@ def train_on_text(hf_config: dict[str, Any], folder: Path, args: argparse.Namesp
         losses.append(stats.sums["sft/nll_sum"] / count)
         if time.perf_counter() - began > args.train_s:
             break
-    rank.save_merged(folder)
+    rank.states.save_merged(folder)
     seconds = time.perf_counter() - began
     rank.shutdown()
     gc.collect()

@@ -1,10 +1,10 @@
-"""TrainerRank: one process of the trainer. Loads its part of the policy, trains it, publishes it, saves it.
+"""TrainerRank: one process of the trainer. Loads its part of the policy and trains it.
 
 Owns the order of collectives inside one rank. Does not own forward passes (step/policy_forward.py), parameters and
-their updates (step/learner.py), the way to engines (delivery.py), the loop (orchestrator/loop/controller.py), Ray, or
-metrics: it returns what it measures.
+their updates (step/learner.py), what is saved and continued from (rank_states.py), the way to engines (delivery.py),
+the loop (orchestrator/loop/controller.py), Ray, or metrics: it returns what it measures.
 
-    load -> ( ( forward_backward* -> optimizer_step )+ -> publish )*     save_* and load_state between steps; shutdown
+    load -> ( ( forward_backward* -> optimizer_step )+ -> publish )*     states.* between steps; shutdown
                     |                    |
          gradients add up        drops them, also when it refuses the update
 
@@ -13,42 +13,25 @@ A step has one update, or several of one batch: `score` comes before them then, 
 Invariant: all ranks make the same calls in the same order, with equally many microbatches: every layer is a
 collective. Calls that take host-side arguments compare them over the control group first, so that a
 disagreement is an error and not a hang.
-
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import astuple
-from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import (
-    Init,
     MergeRounding,
     Objective,
     RemoteMerge,
     TrainMode,
 )
-from slipstream.trainer.adapter_io import gather_adapter, load_adapter, save_adapter, save_merged
-from slipstream.trainer.checkpoint.background_writes import BackgroundWrites
-from slipstream.trainer.checkpoint.host_copies import HostCopies
-from slipstream.trainer.checkpoint.keeper import Address, Readiness, take
-from slipstream.trainer.checkpoint.kept_states import KeptStates
-from slipstream.trainer.checkpoint.rank_state import (
-    State,
-    read_rank_state,
-    read_rank_state_parts,
-    state_layout,
-    write_rank_state,
-)
+from slipstream.trainer.adapter_io import load_adapter
 from slipstream.trainer.delivery.delivery import Delivery
 from slipstream.trainer.engine_ops.choose_forward import choose_forward
 from slipstream.trainer.errors import LayoutError, TrainerError
@@ -61,6 +44,7 @@ from slipstream.trainer.model.whole_weights import extra_bytes
 from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.parallel import ParallelLayout, take_device
 from slipstream.trainer.process_group import ControlGroup
+from slipstream.trainer.rank_states import RankStates
 from slipstream.trainer.step.learner import Learner
 from slipstream.trainer.step.loss import LossAccumulator, policy_loss, sft_loss
 from slipstream.trainer.step.microbatches import collate, extent_of
@@ -93,13 +77,12 @@ class TrainerRank:
             raise LayoutError(f"rank {rank}: started in a world of {world_size}, but trainer.num_ranks={wanted}")
         self._options, self._rank, self._host = options, rank, host
         self._device = take_device(options.device, rank)
-        self._writes, self._copies = BackgroundWrites(), HostCopies(self._device)
-        self._kept = KeptStates(rank, options.sync_key, self._device)
         self._control = ControlGroup(rank, world_size, options.rendezvous, self._device)
         torch.manual_seed(options.seed)
         self._policy: PolicyForward | None = None
         self._learner: Learner | None = None
         self._delivery: Delivery | None = None
+        self._states: RankStates | None = None
 
     @property
     def policy_version(self) -> int:
@@ -171,7 +154,7 @@ class TrainerRank:
             else planned_merges(spec, options.model.dtype.value, trainer, rounding_seed),
         )  # fmt: skip
         num_trainable = self._control.sum(sum(shard.values.numel() for shard in learner.shards))
-        self._writes.begin(partial(self._copies.prepare, self._checkpoint_bytes()))
+        self._states = RankStates(options, self._rank, decoder, learner, self._control, self._device)
         return {
             "rank": self._rank,
             "device": str(self._device),
@@ -187,7 +170,7 @@ class TrainerRank:
             "ignored_tensors": list(report.ignored),
             "unadapted_matrices": num_unadapted,
             "mtp_tensors": report.num_mtp_tensors,
-            "state_bytes": self._state_bytes,
+            "state_bytes": self._states.num_bytes,
             "load_s": time.perf_counter() - started,
         }
 
@@ -316,135 +299,10 @@ class TrainerRank:
         """This rank's way to the engines; after load()."""
         return self._of_load(self._delivery)
 
-    # ------------------------------------------------------------------------------------------------------------ save
-
-    def save_adapter(self, folder: str | Path) -> None:
-        """Write the adapter in PEFT's format."""
-        save_adapter(self.decoder, folder, self._base_path)
-
-    def save_merged(self, folder: str | Path) -> None:
-        """Write the merged model as a Hugging Face checkpoint."""
-        save_merged(self.decoder, folder, self._options.hf_config)
-
-    def begin_checkpoint(self, folder: str | Path, adapter: str | Path | None = None) -> None:
-        """Copy to the host what an exact resume needs, and begin to write it: every rank its own file. The next step
-        may follow at once; has_written() says when the files are there.
-
-        Args:
-            folder: Where.
-            adapter: Where rank 0 begins to write the adapter in PEFT's format, too.
-        """
-        learner = self.learner
-        self._control.agree("folder and policy version", [str(folder), learner.policy_version])
-        self._writes.finish()  # the memory for copies is prepared, and nothing is written from it any more
-        self._copies.begin()
-        copied = {name: self._copies.copy(tensor) for name, tensor in learner.state_tensors().items()}
-        gathered = None if adapter is None else gather_adapter(self.decoder, self._base_path, self._copies.copy)
-        self._copies.wait()
-        layout, progress = self._state_layout, learner.progress
-        self._writes.begin(partial(write_rank_state, Path(folder), self._rank, copied, layout, progress))
-        if adapter is not None and gathered is not None:
-            self._writes.begin(partial(gathered.write, adapter))
-
-    def has_written(self) -> bool:
-        """Whether this rank's files of begin_checkpoint() are there. Raises what kept one from it, once."""
-        return self._writes.are_done()
-
-    def save_state(self, folder: str | Path) -> None:
-        """begin_checkpoint(), and wait until all ranks' files are there."""
-        self.begin_checkpoint(folder)
-        self._writes.finish()
-        self._control.agree("policy version", self.policy_version)
-
-    def load_state(self, folder: str | Path) -> None:
-        """Continue exactly where `save_state` stopped. If any rank's state does not fit, no rank changes anything.
-
-        Raises:
-            CheckpointError: this rank's files are missing, or of another layout.
-            TrainerError: another rank could not read its files, or the ranks' files have different versions.
-        """
-        self._restore(f"state in {folder}", partial(read_rank_state, Path(folder)))
-
-    def keep_states(self, keepers: Sequence[Address]) -> None:
-        """From now on keep() sends to these."""
-        self._kept.use(keepers, self._state_bytes)
-
-    def keep(self, number: int) -> Readiness:
-        """Copy this rank's state, and begin to send it to its keepers, if all ranks are ready for that: their states
-        before it are whole there. The next call may follow at once.
-
-        Args:
-            number: the same on every rank, and larger than those before.
-
-        Returns:
-            Of all ranks together; now: the state is on its way.
-        """
-        mine = self._kept.readiness()
-        if self._control.sum(mine is Readiness.never):
-            return Readiness.never
-        if self._control.sum(mine is Readiness.later):
-            return Readiness.later
-        self._kept.begin(number, self.learner.state_tensors(), self._state_layout, self.learner.progress)
-        return Readiness.now
-
-    def settle(self) -> int | None:
-        """Drop gradients, and wait for what is being written or sent: who asked for it is gone. Not collective.
-
-        Returns:
-            The policy version of the state that is left; None: a step's updates have begun, and have not ended.
-        """
-        self.learner.drop_gradients()
-        self._writes.settle()
-        self._kept.settle()
-        return None if self.learner.is_in_a_step else self.learner.policy_version
-
-    def load_kept(self, keeper: Address, number: int) -> None:
-        """Continue from a state that keep() sent. Raises as load_state(), and:
-
-        OSError: the keeper does not give it.
-        """
-        data = take(keeper, self._options.sync_key, self._rank, number)
-        self._restore("state in memory", partial(read_rank_state_parts, data))
-
-    def _restore(self, what: str, read: Callable[[int, JsonObject, dict[str, list[int]]], State]) -> None:
-        learner = self.learner
-        needed = {name: list(tensor.shape) for name, tensor in learner.state_tensors().items()}
-        error: Exception | None = None
-        tensors: dict[str, Tensor] = {}
-        progress: dict[str, int] = {}
-        try:
-            tensors, progress = read(self._rank, self._state_layout, needed)
-        except TrainerError as caught:
-            error = caught  # the other ranks wait in the next collective: raise after it
-        try:
-            self._control.agree(what, "unreadable" if error else progress)
-        except TrainerError:
-            if error is None:
-                raise
-        if error is not None:
-            raise error
-        learner.restore(tensors, progress)
-
     @property
-    def _state_layout(self) -> JsonObject:
-        return state_layout(self._options.model, self._options.trainer, self._options.hf_config, self._device.type)
-
-    @property
-    def _base_path(self) -> str | None:
-        """The checkpoint that adapters are for."""
-        model = self._options.model
-        return model.path if model.init is Init.checkpoint else None
-
-    def _checkpoint_bytes(self) -> int:
-        """Host memory that this rank's copies of a checkpoint take, on rank 0 with the whole adapter."""
-        num_bytes = self._state_bytes
-        if self._rank == 0 and self._options.trainer.mode is TrainMode.lora:
-            num_bytes += self._options.world_size * self.learner.num_bytes
-        return num_bytes
-
-    @property
-    def _state_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.learner.state_tensors().values())
+    def states(self) -> RankStates:
+        """What it saves and continues from; after load()."""
+        return self._of_load(self._states)
 
     def shutdown(self) -> None:
         """Leave the link and the process group. Idempotent; the rank cannot be used afterwards."""

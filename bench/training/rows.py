@@ -68,7 +68,7 @@ class Ours:
             rank=place.rank,
         )
         self.facts = {"backends": self.rank.load()["backends"]}
-        self.rank._writes.finish()  # it page-locks memory for checkpoints, and the device waits for that
+        self.rank.states._writes.finish()  # it page-locks memory for checkpoints, and the device waits for that
 
     @property
     def graph_bytes(self) -> int:

@@ -98,14 +98,14 @@ class TrainerActor:
 
     @ray.method
     def call(self, what: str, *arguments: object) -> Any:
-        """A method of this class, of the rank or of its delivery; RayTrainerGroup has their types."""
-        holder = next(one for one in (self, self._rank, self._rank.delivery) if hasattr(one, what))
+        """A method of this class, of the rank, its states or its delivery; RayTrainerGroup has their types."""
+        holder = next(one for one in (self, self._rank, self._rank.states, self._rank.delivery) if hasattr(one, what))
         return getattr(holder, what)(*arguments)
 
     def optimizer_step(self, ends_version: bool, keep_as: int | None) -> tuple[OptimStats, Readiness]:
-        """TrainerRank.optimizer_step; then TrainerRank.keep, if the state has a number."""
+        """TrainerRank.optimizer_step; then RankStates.keep, if the state has a number."""
         stats = self._rank.optimizer_step(ends_version=ends_version)
-        return stats, Readiness.later if keep_as is None else self._rank.keep(keep_as)
+        return stats, Readiness.later if keep_as is None else self._rank.states.keep(keep_as)
 
     def connect(self, endpoints: list[str], adapter_endpoints: list[str], absent: list[int] | None) -> JsonObject:
         return self._rank.delivery.connect(endpoints, None, adapter_endpoints, absent)

@@ -141,7 +141,7 @@ async def compare(tmp_path: Path, tp_size: int) -> None:
     )
     try:
         trainer.load()
-        trainer.save_merged(tmp_path / "base")  # B is still zero: the merged model is the base
+        trainer.states.save_merged(tmp_path / "base")  # B is still zero: the merged model is the base
         await asyncio.to_thread(trainer.delivery.connect, [address], None, [await worker.adapter_endpoint()])
         draw(trainer, 1001, std=0.3)
         save_for_vllm(trainer, config.trainer.lora, slots.target_modules, tmp_path / "adapter")

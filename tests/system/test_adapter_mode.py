@@ -111,7 +111,7 @@ class Setup:
     async def publish(self) -> PublishReport:
         """The next version: drawn, kept on disk, published."""
         self.draw(self.version + 1)
-        self.trainer.save_adapter(self.adapter(self.version))
+        self.trainer.states.save_adapter(self.adapter(self.version))
         return await asyncio.to_thread(self.trainer.delivery.publish, self.version)
 
     def adapter(self, version: int) -> Path:
@@ -181,7 +181,7 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
         made.engine.ignores_adapters = True
         made.deaf_error = (await asyncio.to_thread(trainer.delivery.publish, 1)).replicas[0].error
         made.engine.ignores_adapters = False
-        trainer.save_merged(folder / "base")  # B is still zero: the merged model is the base
+        trainer.states.save_merged(folder / "base")  # B is still zero: the merged model is the base
         yield made
     finally:
         await worker.stop()

@@ -134,7 +134,7 @@ async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup
         )
     )
     trainer.load()
-    trainer.save_merged(folder / "base")  # B is still zero: the merged model is the base
+    trainer.states.save_merged(folder / "base")  # B is still zero: the merged model is the base
     made = Setup(folder, trainer, [], [])
     try:
         for index in range(2):

@@ -41,12 +41,12 @@ def work(rank: int, world_size: int, rendezvous: str, folder: Path, ep_size: int
         samples = make_samples()
         trainer.forward_backward([[samples[rank]], [samples[2 + rank]]], count(samples))
         trainer.optimizer_step()
-        trainer.begin_checkpoint(folder / "state", folder / "beside" if mode is TrainMode.lora else None)
-        trainer.save_state(folder / "state")
-        trainer.load_state(folder / "state")
-        trainer.save_merged(folder / "merged")
+        trainer.states.begin_checkpoint(folder / "state", folder / "beside" if mode is TrainMode.lora else None)
+        trainer.states.save_state(folder / "state")
+        trainer.states.load_state(folder / "state")
+        trainer.states.save_merged(folder / "merged")
         if mode is TrainMode.lora:
-            trainer.save_adapter(folder / "adapter")
+            trainer.states.save_adapter(folder / "adapter")
             factors = sharded_lora_a(trainer.decoder)
             assert factors
             gather_lora_a(trainer.decoder, factors)

@@ -131,8 +131,8 @@ def test_what_goes_on_from_a_kept_state_has_the_reference_of_the_start(mode: Tra
     first, again = (make_rank(mode=mode, algorithm=DPO) for _ in range(2))
     first.forward_backward([flat(pairs(range(4)))], count(flat(pairs(range(4)))))
     first.optimizer_step()
-    first.save_state(tmp_path)
-    again.load_state(tmp_path)
+    first.states.save_state(tmp_path)
+    again.states.load_state(tmp_path)
     batch = flat(pairs(range(4, 8), version=1))
     seen, wanted = (rank.forward_backward([batch], count(batch, 1)).sums for rank in (again, first))
     assert seen == wanted

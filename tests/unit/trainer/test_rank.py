@@ -93,10 +93,10 @@ def work(rank: int, world_size: int, rendezvous: str, folder: Path, ep_size: int
 
     train_once(trainer, LAYOUTS["uneven"][rank])
     result["norm"] = trainer.optimizer_step().grad_norm
-    trainer.save_state(folder / "state")
+    trainer.states.save_state(folder / "state")
     states = []
     for _ in range(2):
-        trainer.load_state(folder / "state")
+        trainer.states.load_state(folder / "state")
         samples = make_samples(version=1)
         trainer.forward_backward([[samples[i] for i in m] for m in LAYOUTS["uneven"][rank]], count(samples, 1))
         trainer.optimizer_step()
@@ -152,11 +152,11 @@ def test_bfloat16_adapters_learn_with_8_bit_moments_and_resume_exactly(tmp_path)
     losses = []
     for number in range(8):
         if number == 4:
-            rank.save_state(tmp_path)
+            rank.states.save_state(tmp_path)
         losses.append(step(rank).sums["loss/total_sum"])
     assert losses[-1] < losses[0]
     after = values_of(rank)
-    rank.load_state(tmp_path)
+    rank.states.load_state(tmp_path)
     for _ in range(4):
         step(rank)
     assert are_equal(after, values_of(rank))
@@ -192,7 +192,7 @@ def test_the_reference_is_the_policy_before_training(mode):
 def test_training_goes_on_from_an_adapter_and_its_penalty_pulls_back_to_it(tmp_path):
     first = make_rank()
     step(first)
-    first.save_adapter(tmp_path)
+    first.states.save_adapter(tmp_path)
     rank = make_rank(algorithm=AlgorithmConfig(kl_coef=0.1), init_from=tmp_path)
     assert are_equal(values_of(rank), values_of(first))
     stats, _ = train_once(rank, [[0, 1], [2, 3, 4]])
@@ -279,10 +279,10 @@ def test_resume_continues_bitwise_in_a_new_rank(tmp_path):
     straight = make_rank(optim=optim)
     step(straight)
     step(straight)
-    straight.save_state(tmp_path)
+    straight.states.save_state(tmp_path)
     step(straight)
     resumed = make_rank(optim=optim)
-    resumed.load_state(tmp_path)
+    resumed.states.load_state(tmp_path)
     assert resumed.policy_version == 2
     step(resumed)
     assert are_equal(values_of(straight), values_of(resumed))
@@ -293,11 +293,11 @@ def test_a_new_rank_goes_on_bitwise_from_a_kept_state():
 
     def keep_step(rank: TrainerRank, number: int) -> None:
         step(rank)
-        while rank.keep(number) is Readiness.later:
+        while rank.states.keep(number) is Readiness.later:
             time.sleep(0.01)
 
     keeper, rank = Keeper("127.0.0.1", SYNC_KEY), make_rank()
-    rank.keep_states([keeper.address])
+    rank.states.keep_states([keeper.address])
     after = {}
     for number in (1, 2, 3):
         keep_step(rank, number)
@@ -306,8 +306,8 @@ def test_a_new_rank_goes_on_bitwise_from_a_kept_state():
         time.sleep(0.01)
     reborn = make_rank()
     with pytest.raises(OSError, match="broke off"):
-        reborn.load_kept(keeper.address, 1)
-    reborn.load_kept(keeper.address, 2)
+        reborn.states.load_kept(keeper.address, 1)
+    reborn.states.load_kept(keeper.address, 2)
     assert reborn.policy_version == 2 and are_equal(values_of(reborn), after[2])
     keep_step(reborn, 3)
     assert are_equal(values_of(reborn), after[3])
@@ -316,30 +316,30 @@ def test_a_new_rank_goes_on_bitwise_from_a_kept_state():
 
 def test_a_rank_that_settles_has_sent_its_state_and_drops_what_it_was_asked_for(tmp_path):
     rank, keeper, samples = make_rank(), Keeper("127.0.0.1", SYNC_KEY), make_samples()
-    rank.keep_states([keeper.address])
-    while rank.keep(1) is Readiness.later:
+    rank.states.keep_states([keeper.address])
+    while rank.states.keep(1) is Readiness.later:
         time.sleep(0.01)
-    rank.begin_checkpoint(tmp_path / "unwritable" / "\0")
+    rank.states.begin_checkpoint(tmp_path / "unwritable" / "\0")
     rank.forward_backward([samples], count(samples))
-    assert rank.settle() == 0
-    assert keeper.kept() == {0: [1]} and rank.has_written(), "nobody wants that checkpoint any more"
+    assert rank.states.settle() == 0
+    assert keeper.kept() == {0: [1]} and rank.states.has_written(), "nobody wants that checkpoint any more"
     assert rank.optimizer_step(ends_version=False).grad_norm == 0
-    assert rank.settle() is None, "in the midst of a step"
-    rank.load_kept(keeper.address, 1)
-    assert rank.settle() == 0
+    assert rank.states.settle() is None, "in the midst of a step"
+    rank.states.load_kept(keeper.address, 1)
+    assert rank.states.settle() == 0
     keeper.close()
 
 
 def test_a_rank_whose_keeper_is_gone_says_so_once_and_trains_on(caplog):
     rank, keeper = make_rank(), Keeper("127.0.0.1", SYNC_KEY)
-    rank.keep_states([keeper.address])
+    rank.states.keep_states([keeper.address])
     keeper.close()
     found = []
     while not found or found[-1] is not Readiness.never:
-        found.append(rank.keep(len(found)))
+        found.append(rank.states.keep(len(found)))
         time.sleep(0.01)
     assert found.count(Readiness.now) == 1
-    assert rank.keep(99) is Readiness.never
+    assert rank.states.keep(99) is Readiness.never
     assert caplog.text.count("a step's state could not be kept in another process") == 1
     step(rank)
     assert rank.policy_version == 1
@@ -355,24 +355,24 @@ def test_a_state_is_left_out_while_another_is_sent_and_where_copies_would_take_m
 
     monkeypatch.setattr("slipstream.trainer.checkpoint.kept_states.hold", held)
     monkeypatch.setattr("slipstream.trainer.checkpoint.kept_states.time", SimpleNamespace(monotonic=lambda: now[0]))
-    wait = rank._kept._copies.wait
+    wait = rank.states._kept._copies.wait
 
     def takes_a_second() -> None:
         wait()
         now[0] += 1.0
 
-    monkeypatch.setattr(rank._kept._copies, "wait", takes_a_second)
-    rank.keep_states([keeper.address])
-    rank._kept._sends.finish()
-    assert rank.keep(1) is Readiness.now
+    monkeypatch.setattr(rank.states._kept._copies, "wait", takes_a_second)
+    rank.states.keep_states([keeper.address])
+    rank.states._kept._sends.finish()
+    assert rank.states.keep(1) is Readiness.now
     now[0] += 20.1
-    assert rank.keep(2) is Readiness.later, "the first is on its way"
+    assert rank.states.keep(2) is Readiness.later, "the first is on its way"
     may_send.set()
-    rank._kept._sends.finish()
+    rank.states._kept._sends.finish()
     now[0] -= 0.2
-    assert rank.keep(2) is Readiness.later, "a copy that takes a second each 20"
+    assert rank.states.keep(2) is Readiness.later, "a copy that takes a second each 20"
     now[0] += 0.2
-    assert rank.keep(2) is Readiness.now
+    assert rank.states.keep(2) is Readiness.now
     keeper.close()
 
 
@@ -383,22 +383,22 @@ def test_a_checkpoint_holds_what_was_when_it_began_though_steps_follow(tmp_path,
         assert may_write.wait(60), "nobody lets it write"
         write_rank_state(*arguments)
 
-    monkeypatch.setattr("slipstream.trainer.rank.write_rank_state", write_later)
+    monkeypatch.setattr("slipstream.trainer.rank_states.write_rank_state", write_later)
     rank, may_write = make_rank(), threading.Event()
     for name in ("first", "second"):
         step(rank)
         before = values_of(rank)
-        rank.save_adapter(tmp_path / name / "expected")
+        rank.states.save_adapter(tmp_path / name / "expected")
         may_write.clear()
-        rank.begin_checkpoint(tmp_path / name / "trainer", tmp_path / name / "adapter")
+        rank.states.begin_checkpoint(tmp_path / name / "trainer", tmp_path / name / "adapter")
         step(rank)
-        assert not rank.has_written()
+        assert not rank.states.has_written()
         assert not are_equal(before, values_of(rank))
         may_write.set()
-        rank._writes.finish()
-        assert rank.has_written()
+        rank.states._writes.finish()
+        assert rank.states.has_written()
         resumed = make_rank()
-        resumed.load_state(tmp_path / name / "trainer")
+        resumed.states.load_state(tmp_path / name / "trainer")
         assert are_equal(before, values_of(resumed))
         for file in ("adapter_model.safetensors", "adapter_config.json"):
             written, expected = (tmp_path / name / folder / file for folder in ("adapter", "expected"))
@@ -408,14 +408,14 @@ def test_a_checkpoint_holds_what_was_when_it_began_though_steps_follow(tmp_path,
 def test_a_state_of_another_layout_is_refused_before_anything_changes(tmp_path):
     """What else is refused, and how it is said: checkpoint/test_rank_state.py."""
     rank = make_rank()
-    rank.save_state(tmp_path)
+    rank.states.save_state(tmp_path)
     step(rank)
     before = values_of(rank)
     meta = json.loads((tmp_path / "rank-0.json").read_text())
     meta["layout"]["trainer.num_ranks"] = 4
     (tmp_path / "rank-0.json").write_text(json.dumps(meta))
     with pytest.raises(CheckpointError, match=r"trainer\.num_ranks=4, this run has 1"):
-        rank.load_state(tmp_path)
+        rank.states.load_state(tmp_path)
     assert are_equal(before, values_of(rank))
 
 

@@ -79,7 +79,7 @@ def read_all(source: AdapterSource, dtype: torch.dtype) -> dict[tuple[str, tuple
 def work(rank: int, world_size: int, rendezvous: str, folder: Path, ep_size: int, dtype: DType) -> tuple:
     trainer = make_rank(rank, world_size, rendezvous, ep_size=ep_size, dtype=dtype)
     fill_adapters(trainer, world_size)
-    trainer.save_adapter(folder / "adapter")
+    trainer.states.save_adapter(folder / "adapter")
     source = source_of(trainer, rank)
     result = (source.layout(), read_all(source, trainer.decoder.dtype))
     trainer.shutdown()
@@ -118,7 +118,7 @@ def one_rank(tmp_path_factory) -> tuple[AdapterSource, dict[str, torch.Tensor]]:
     folder = tmp_path_factory.mktemp("adapter")
     rank = make_rank(dtype=DType.bfloat16)
     fill_adapters(rank, 1)
-    rank.save_adapter(folder)
+    rank.states.save_adapter(folder)
     return source_of(rank), expected(folder, 2.0, torch.bfloat16)
 
 
@@ -192,7 +192,7 @@ def test_one_factor_of_all_experts_of_a_layer_is_one_copy(one_rank, factor: str)
 def test_a_scale_that_is_no_power_of_two_is_applied_as_vllm_does(tmp_path: Path):
     rank = make_rank(dtype=DType.bfloat16)
     fill_adapters(rank, 1)
-    rank.save_adapter(tmp_path)
+    rank.states.save_adapter(tmp_path)
     for module in rank.decoder.modules():
         if isinstance(module, Adapted) and module.lora is not None:
             module.lora = LoraConfig(rank=RANK, alpha=10.0)

@@ -69,7 +69,7 @@ class World:
 
     def all_hold_it(self) -> bool:
         folder = self.folder / str(self.rank.policy_version)
-        self.rank.save_merged(folder)
+        self.rank.states.save_merged(folder)
         return all(engine.holds(folder) for engine in self.engines)
 
     def close(self) -> None:

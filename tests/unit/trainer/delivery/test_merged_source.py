@@ -56,7 +56,7 @@ def work(
 ) -> tuple:
     trainer = make_rank(rank, world_size, rendezvous, ep_size=ep_size, mode=mode, dtype=dtype)
     fill_adapters(trainer, world_size)
-    trainer.save_merged(folder / "merged")
+    trainer.states.save_merged(folder / "merged")
     result = (trainer.delivery.source.layout(), read_all(trainer), {})
     held = dict(trainer.delivery.source._held)
     for fault, plant in FAULTS.items():
@@ -138,8 +138,8 @@ def test_a_rank_that_rounds_otherwise_is_found(two_ranks, fault, case):
 def test_the_bytes_are_those_of_one_rank_and_of_a_resumed_one(two_ranks, tmp_path):
     rank, resumed = (make_rank(dtype=DType.bfloat16) for _ in range(2))
     fill_adapters(rank, 1)
-    rank.save_state(tmp_path)
-    resumed.load_state(tmp_path)
+    rank.states.save_state(tmp_path)
+    resumed.states.load_state(tmp_path)
     read = read_all(rank)
     for case in CASES[:2]:
         export = two_ranks[case][0]
@@ -157,7 +157,7 @@ def test_full_training_computes_with_the_weights_that_engines_get(tmp_path):
         samples = make_samples(version=version)
         rank.forward_backward([samples], count(samples, version))
         assert rank.optimizer_step().is_finite
-    rank.save_merged(tmp_path)
+    rank.states.save_merged(tmp_path)
     after = read_all(rank)
     num_moved = sum(int((values != before[place]).sum()) for place, values in after.items())
     assert 0 < num_moved < 0.1 * sum(values.numel() for values in after.values())
@@ -172,7 +172,7 @@ def merged(request, tmp_path_factory) -> tuple[TrainerRank, dict[str, torch.Tens
     folder = tmp_path_factory.mktemp("merged")
     rank = make_rank(dtype=request.param)
     fill_adapters(rank, 1)
-    rank.save_merged(folder)
+    rank.states.save_merged(folder)
     rank.delivery.source.begin(version=0)
     return rank, load_export(folder)
 
@@ -342,7 +342,7 @@ def test_each_publish_brings_the_merged_policy_to_an_engine_bitwise(tmp_path):
         for version in range(2):
             report = rank.delivery.publish(rank.policy_version)
             assert (report.version, report.num_committed) == (version, 1), report
-            rank.save_merged(tmp_path / str(version))
+            rank.states.save_merged(tmp_path / str(version))
             assert engine.holds(tmp_path / str(version)), version
             assert report.num_bytes == summary["num_bytes"]
             samples = make_samples(version=version)

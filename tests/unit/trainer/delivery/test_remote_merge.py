@@ -75,7 +75,7 @@ class World:
     def __init__(self, folder: Path, flipped: str = "", fault: str = "") -> None:
         sync = WeightSyncConfig(remote_merge=RemoteMerge.host, timeout_s=5.0)
         self.folder, self.rank = folder, make_rank(dtype=DType.bfloat16, weight_sync=sync)
-        self.rank.save_merged(folder / "base")
+        self.rank.states.save_merged(folder / "base")
         self.metas = self.rank.decoder.spec.checkpoint_tensors("bfloat16")
         of = {merge.tensor: merge for merge in merges_of(self.rank.decoder)}
         self.whole = [PLANTED[fault](merge, of) if fault else merge for merge in of.values()]
@@ -111,7 +111,7 @@ class World:
         report = self.rank.delivery.publish(version)
         if report.num_committed:
             folder = self.folder / str(version)
-            self.rank.save_merged(folder)
+            self.rank.states.save_merged(folder)
             wanted: dict[str, torch.Tensor] = {}
             for file in folder.glob("*.safetensors"):
                 wanted |= load_file(file)

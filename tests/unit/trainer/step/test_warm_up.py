@@ -32,7 +32,7 @@ def updated(rank: TrainerRank) -> dict[str, torch.Tensor]:
 
 def state_of(rank: TrainerRank, folder: Path) -> dict[str, torch.Tensor]:
     """Parameters, moments and random state, as a resume would find them."""
-    rank.save_state(folder)
+    rank.states.save_state(folder)
     return load_file(folder / "rank-0.safetensors")
 
 

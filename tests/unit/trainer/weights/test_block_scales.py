@@ -101,7 +101,7 @@ def _export(dtype: DType, rounding: MergeRounding, folder: Path) -> tuple[Traine
     with torch.no_grad():
         rank.decoder.get_parameter("model.layers.0.mlp.up_proj.weight")[128:256, 128:].zero_()
         rank.decoder.get_parameter("model.layers.0.mlp.up_proj.lora_B")[128:256].zero_()
-    rank.save_merged(folder)
+    rank.states.save_merged(folder)
     return rank, load_file(folder / "model.safetensors")
 
 
@@ -247,7 +247,7 @@ def work(rank: int, world_size: int, rendezvous: str, folder: Path, ep_size: int
         rank, world_size, rendezvous, ep_size=ep_size, mode=mode, dtype=DType.bfloat16, hf_config=QUANTIZED
     )
     fill_adapters(made, world_size)
-    made.save_merged(folder / "merged")
+    made.states.save_merged(folder / "merged")
     source = made.delivery.source
     assert isinstance(source, TrainerWeightSource)
     held = source.begin(0)
@@ -296,7 +296,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_ranks(ranks, tmp_path):
     """fill_adapters draws by name and place, so one rank has the same policy as two or three."""
     rank = make_rank(dtype=DType.bfloat16, hf_config=QUANTIZED)
     fill_adapters(rank, 1)
-    rank.save_merged(tmp_path)
+    rank.states.save_merged(tmp_path)
     alone = load_file(tmp_path / "model.safetensors")
     export, parts = ranks[0]
     assert parts[0][4].mode is TrainMode.lora

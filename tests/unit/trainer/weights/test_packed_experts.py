@@ -314,9 +314,9 @@ def test_a_rank_trains_packed_experts_and_publishes_nothing_merged(kind, objecti
     if objective is Objective.sft:
         assert losses[-1] < losses[0]
     assert all(torch.equal(a, b) for a, b in zip(bits, buffers, strict=True))
-    rank.save_adapter(tmp_path / "adapter")
+    rank.states.save_adapter(tmp_path / "adapter")
     with pytest.raises(CheckpointError, match=r"packed experts is not written merged: .* save the adapter"):
-        rank.save_merged(tmp_path / "merged")
+        rank.states.save_merged(tmp_path / "merged")
     with pytest.raises(LayoutError, match="packed experts cannot be written into engines"):
         rank.delivery.connect([])
 
