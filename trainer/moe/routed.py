@@ -170,7 +170,7 @@ class _RoutedExperts(torch.autograd.Function):
         groups, dtype = plan.groups, dout_TH.dtype
         x_TH = ctx.x_again() if x_TH is None else x_TH
         _, _, does_gate_up, does_down, does_gate_up_bias, does_down_bias, *others = ctx.needs_input_grad
-        does_adapt = a_gate_up is not None and any(others[: len(ctx.adapter_dtypes)])
+        does_adapt = any(others[: len(ctx.adapter_dtypes)])
         inner = _inner_adapter(a_down, b_gate_up, call.scale)
         wgu, wd = call.weights(gate_up, down, dtype, Towards.input)
 

@@ -287,6 +287,7 @@ async def test_a_prompt_that_waits_to_be_sampled_again_is_in_the_state() -> None
     taking = asyncio.create_task(buffer.take_batch(4))
     await settle()
     for num_claimed in range(3):
+        assert buffer.num_outstanding == 2
         resumed = GroupBuffer(groups_per_step=2, max_staleness_steps=0)
         resumed.load_state(buffer.state())
         found = [await claim(resumed) for _ in range(3)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases.tiny_models import AS_TRANSFORMERS
 
 from slipstream.conf.architecture.model_spec import MoeSpec, RouterScore
-from slipstream.conf.schema import Roundings, RouterLogits
+from slipstream.conf.schema import Roundings, RoutedScale, RouterLogits
 from slipstream.trainer.kernels.experts.groups import RowGroups
 from slipstream.trainer.moe.dispatch import plan_dispatch
 from slipstream.trainer.moe.grouped import (
@@ -161,6 +163,22 @@ def test_the_engine_decides_whether_sigmoid_logits_are_rounded(engine_rounds):
     )  # fmt: skip
     numerics = Roundings(router_logits=RouterLogits.engine)
     assert Router(moe, 64, weight_dtype=torch.bfloat16, numerics=numerics).narrow_logits is engine_rounds
+
+
+@pytest.mark.parametrize(("place", "factors"), [(RoutedScale.weights, (2.5, 1.0)), (RoutedScale.output, (1.0, 2.5))])
+def test_weights_or_their_sum_are_multiplied_by_the_models_factor(place, factors):
+    moe = MoeSpec(
+        num_experts=16, top_k=4, intermediate_size=8, norm_topk_prob=True, layers=(True,), score=RouterScore.sigmoid,
+        scaling_factor=2.5,
+    )  # fmt: skip
+    router = Router(moe, 64, weight_dtype=torch.float32, numerics=replace(AS_TRANSFORMERS.places, routed_scale=place))
+    with torch.no_grad():
+        for parameter in router.parameters():
+            parameter.zero_()
+        router.e_score_correction_bias.zero_()
+        sums_T = router(torch.randn(3, 64)).weights_TK.sum(-1)
+    assert (router.factor_of_weights, router.factor_of_output) == factors
+    assert sums_T.tolist() == pytest.approx([factors[0]] * 3)
 
 
 def test_what_gemmas_router_multiplies_by_is_in_the_models_format():

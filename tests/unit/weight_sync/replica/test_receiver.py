@@ -96,6 +96,7 @@ def test_hashes_at_rest_are_of_each_version_wherever_its_derived_bytes_lie(rank:
             rank.params["absorbed"].data = torch.zeros_like(rank.params["absorbed"])
         rank.publish(version, version + 1)
         assert rank.receiver.committed_hashes == {name: hash_bytes(t) for name, t in rank.params.items()}
+        assert len(rank.receiver._whole) == 1, "what was prepared for other addresses is gone"
 
 
 def flip_a_bit(rank: Rank) -> None:
@@ -142,6 +143,7 @@ def test_bytes_never_written_are_named(rank: Rank) -> None:
             {"norm": 8, "qk": 0},
             r"2 parameters were not .*qk \(sent 0 of 40 bytes\), norm \(sent 8 of 10 bytes\)$",
         ),
+        (dict.fromkeys(("qk", "norm", "embed", "w13", "w2"), 0), r"5 parameters .*w2 \(sent 0 of 80 bytes\)$"),
         ({"w2": 82}, r"1 parameters were not sent: .*w2 \(sent 82 of 80 bytes\)$"),
     ],
 )
@@ -379,6 +381,8 @@ def test_what_came_from_a_peer_is_proven_with_what_is_derived_of_it() -> None:
         with pytest.raises(IntegrityError, match=rf"{2 if also else 1} of 6 parameters read .*: {name}{also}$"):
             rank.receiver.verify_at_rest(4, 1, DIGEST, hashes)
         assert rank.receiver.state.phase is Phase.dirty
+    with pytest.raises(IntegrityError, match=r"6 of 6 parameters read .*: qk, norm, embed, w13, w2 and 1 more$"):
+        fresh().receiver.verify_at_rest(4, 1, DIGEST, dict.fromkeys(hashes, 0))
     for change in ({"absorbed": 0}, {"qk": 0}):
         rank = fresh()
         with pytest.raises(IntegrityError, match=f"1 of 6 parameters read .*: {next(iter(change))}$"):
