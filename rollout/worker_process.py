@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
+from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,13 +149,13 @@ def _death(process: BaseProcess, report: Path | None) -> EngineDied:
 
 def _start(arguments: tuple[Any, ...]) -> tuple[BaseProcess, Connection]:
     """In a thread: waits until the fork server has imported vLLM."""
-    context: BaseContext = fork_server.ForkContext()
+    context: fork_server.ForkContext | SpawnContext = fork_server.ForkContext()
     if why := fork_server.why_not():
         logger.warning("no fork server (%s): the rollout worker and its engine import vLLM themselves", why)
         context = multiprocessing.get_context("spawn")
         os.environ.setdefault(METHOD_VARIABLE, "spawn")  # what keeps the server from forking keeps the worker, too
     ours, theirs = context.Pipe()
-    process: BaseProcess = context.Process(target=_work, args=(theirs, os.getpid(), *arguments))  # pyright: ignore[reportAttributeAccessIssue]
+    process: BaseProcess = context.Process(target=_work, args=(theirs, os.getpid(), *arguments))
     process.start()
     theirs.close()
     atexit.register(process.kill)  # multiprocessing would wait for its end, and it for ours

@@ -16,7 +16,7 @@ every position before the first element is written.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -141,7 +141,7 @@ def apply(landed: Sequence[Landed]) -> int | None:
     rows = [[one.stream.data_ptr(), one.values.data_ptr(), one.values.numel(), one.num_records] for one in landed]
     tiles = [num_tiles(ELEMENT_BYTES * one.values.numel()) for one in landed]
     launches = change_kernels.launches_of(rows, tiles, landed[0].values.device)
-    found = cast(list[int], change_kernels.check(launches, TILE).tolist())  # pyright: ignore[reportUnknownMemberType]
+    found = change_kernels.check(launches, TILE).cpu().numpy()
     wrong = [i for i, (count, one) in enumerate(zip(found, landed, strict=True)) if count != one.num_records]
     if wrong:
         return wrong[0]

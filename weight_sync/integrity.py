@@ -22,7 +22,6 @@ blocks: with A + B, swapping a rectangle of words would cancel.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
@@ -92,8 +91,7 @@ class RangeHashes:
         if device.type == "cuda":
             sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
             torch.cuda.current_stream(device).synchronize()
-        values = cast(list[int], sums.tolist())  # pyright: ignore[reportUnknownMemberType] - torch leaves it open
-        return [value & HASH_MASK for value in values]
+        return [value & HASH_MASK for value in sums.numpy().tolist()]
 
 
 def compile_kernels(device: torch.device) -> None:

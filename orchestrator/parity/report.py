@@ -54,8 +54,7 @@ def print_report(report: ParityReport) -> None:
                 table.add_row(*row)
             console.print(table)
             console.print()
-    sys.stdout.write(captured.get())
-    print(report.sentence)  # noqa: T201 - the verdict, whole: a console would fold it
+    sys.stdout.write(f"{captured.get()}{report.sentence}\n")  # the verdict, whole: a console would fold it
 
 
 def _tables(report: ParityReport) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:

@@ -11,7 +11,7 @@ import socket
 import struct
 from typing import Any
 
-import msgpack  # pyright: ignore[reportMissingTypeStubs]
+import msgpack
 
 _msgpack: Any = msgpack  # its types miss half of its parameters
 LENGTH = struct.Struct(">I")
