@@ -19,6 +19,8 @@ from slipstream.orchestrator.cli.evaluate import adapter_of
 from slipstream.orchestrator.cli.exit import tell
 from slipstream.orchestrator.cli.working_folder import stand_where_it_began
 from slipstream.orchestrator.environment import resolve_device
+from slipstream.orchestrator.errors import DiskFull
+from slipstream.orchestrator.files.disk_space import naming_a_full_disk
 from slipstream.orchestrator.files.run_folder import RunFolder, no_run_folder
 from slipstream.orchestrator.inputs.model_files import check_checkpoint_files, read_hf_config
 from slipstream.orchestrator.inputs.model_folder import complete_export
@@ -61,14 +63,17 @@ def merge(run: Path, checkpoint: str, output: Path | None) -> Path:
 
     partial = target.with_name(f".{target.name}.partial")
     try:
-        scorer = Scorer(
-            config.model, TrainerConfig(lora=lora), hf_config, seed=config.run.seed, device=_device(config).value,
-            rounding_seed=config.rounding_seed,
-        )  # fmt: skip
-        tell("both are read; merging and writing")
-        scorer.save(partial)
-        complete_export(folder.model, partial)
-        partial.rename(target)
+        with naming_a_full_disk(target):
+            scorer = Scorer(
+                config.model, TrainerConfig(lora=lora), hf_config, seed=config.run.seed, device=_device(config).value,
+                rounding_seed=config.rounding_seed,
+            )  # fmt: skip
+            tell("both are read; merging and writing")
+            scorer.save(partial)
+            complete_export(folder.model, partial)
+            partial.rename(target)
+    except DiskFull as error:
+        raise ConfigError(f"{error}; give another folder with --output") from error
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror or error}") from error
     finally:

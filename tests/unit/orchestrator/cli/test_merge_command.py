@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from cases.largest_file import largest_file
 from cases.tiny_models import DENSE, hf_logits, logits_of, make_decoder, packed, relative_error, trainer_config
 
 from slipstream.conf.load import load_run_config
@@ -79,6 +80,15 @@ def test_what_cannot_be_merged_is_refused(
     (run / "merged").mkdir()
     assert main(["merge", str(run), *(word.format(tmp=tmp_path) for word in words)]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_disk_without_room_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with largest_file(10_000):
+        assert main(["merge", str(run)]) == 2
+    said = capsys.readouterr().err
+    assert f"error: {run / 'merged'} cannot be written: File too large (" in said
+    assert said.endswith("MB are free); give another folder with --output\n")
+    assert {path.name for path in run.iterdir()} == {"checkpoints", "config.yaml", "model"}, "no half of it is left"
 
 
 def test_runs_without_an_adapter_or_a_base_are_refused(

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
 import pytest
+from cases.largest_file import largest_file
 from fakes.loop import Loop, make_config
 from rich.console import Console
 
@@ -21,17 +19,6 @@ from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.orchestrator.errors import DiskFull, OrchestratorError, TrainingStopped
 from slipstream.orchestrator.files.disk_space import naming_a_full_disk
 from slipstream.orchestrator.files.run_log import RunLog
-
-
-@contextmanager
-def largest_file(num_bytes: int) -> Iterator[None]:
-    """No file of this process grows beyond this."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def full_for_checkpoints(loop: Loop, from_version: int) -> None:
