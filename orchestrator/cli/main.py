@@ -11,6 +11,7 @@ Invariant: importing this module loads neither torch, Ray nor vLLM, and `--help`
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Generator, Sequence
@@ -62,6 +63,13 @@ OF_OTHERS = {
 """Commands that others have -> what to take."""
 
 
+def _version() -> str:
+    try:
+        return f"slipstream {importlib.metadata.version('slipstream-rl')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "slipstream (not installed: run from its source)"
+
+
 def _dispatch(words: list[str]) -> int:
     command, rest = (words[0], words[1:]) if words else ("--help", [])
     if command in ("--help", "-h", "help") and rest:  # `help train trainer.lora` is `train --help trainer.lora`
@@ -70,7 +78,7 @@ def _dispatch(words: list[str]) -> int:
         print(texts.TOP)
         return EXIT_OK
     if command == "--version":
-        print(texts.version())
+        print(_version())
         return EXIT_OK
     if command not in COMMANDS:
         from slipstream.conf.options import did_you_mean

@@ -3,7 +3,6 @@
 Owns: words on the screen. Does not own: flags and their defaults (flags.py), options and presets (option_help.py).
 """
 
-import importlib.metadata
 from typing import NamedTuple
 
 
@@ -398,10 +397,3 @@ at by the time that publishes before took. The column met says whether a moment 
     end="""\
 exit code: 0 when the run was as before after every event, 1 when it was not, 2 for a mistake""",
 )
-
-
-def version() -> str:
-    try:
-        return f"slipstream {importlib.metadata.version('slipstream-rl')}"
-    except importlib.metadata.PackageNotFoundError:
-        return "slipstream (not installed: run from its source)"

@@ -9,7 +9,6 @@ list of allowed view ops is needed. The copy is recorded and not executed.
 
 Owns: the recording and its refusals. Does not own: what an engine did to a parameter afterwards (the caller declares
 it), what an op writes (op_schema.py), or how rectangles are read from strides (strides.py).
-
 Invariant: exactly one load or fill accounts for every element of every parameter that is not derived; otherwise
 RecordError is raised. Parameters keep their values.
 """
