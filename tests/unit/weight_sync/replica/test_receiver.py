@@ -4,73 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from cases.written_rank import DIGEST, Rank, expected_of, sums_of, wire_bytes
 from fakes import publish
 from fakes.memory_transport import MemoryFabric, MemoryTransport
-from fakes.publish import engine_bytes, engine_layout, engine_params, repacked
+from fakes.publish import engine_bytes, engine_layout, engine_params
 
 from slipstream.weight_sync.errors import IntegrityError, PlanMismatch, ProtocolError, StaleEpoch
 from slipstream.weight_sync.integrity import HASH_MASK, hash_bytes
-from slipstream.weight_sync.layout import DestLayout, Fill, Load, Param, Region
+from slipstream.weight_sync.layout import DestLayout, Fill, Param, Region
 from slipstream.weight_sync.replica.messages import Expected
 from slipstream.weight_sync.replica.receiver import Receiver
 from slipstream.weight_sync.replica.version_state import Phase
-
-DIGEST = "9f" * 32
-
-
-def wire_bytes(version: int) -> dict[str, torch.Tensor]:
-    """What the trainer sends to rank 0: engine bytes before the repacking, without derived parameters and fills."""
-    held = engine_bytes(version, 0)
-    held["w2"] = repacked(held["w2"])
-    held["embed"] = held["embed"][:7]
-    del held["absorbed"]
-    return held
-
-
-def sums_of(version: int) -> dict[str, tuple[int, int]]:
-    return {name: (2 * t.numel(), hash_bytes(t)) for name, t in wire_bytes(version).items()}
-
-
-def expected_of(version: int) -> Expected:
-    return publish.expected_of(sums_of(version))
-
-
-class Rank:
-    """One receiver and its memory.
-
-    Args:
-        hooks: Of the receiver.
-    """
-
-    def __init__(self, layout: DestLayout | None = None, **hooks: Any) -> None:
-        self.transport, self.params = MemoryTransport(MemoryFabric()), engine_params(0)
-        usual = {
-            "repack": lambda _, tensor: tensor.copy_(repacked(tensor.clone())),
-            "recompute": lambda: self.params["absorbed"].copy_(self.params["norm"] * 2),
-        }
-        self.receiver = Receiver(self.params, layout or engine_layout(0), self.transport, **usual | hooks)
-
-    def write(self, version: int, *, skip: tuple[str, ...] = ()) -> None:
-        for name, data in wire_bytes(version).items():
-            if name not in skip:
-                self.params[name][: len(data)] = data
-
-    def begin(self, version: int, epoch: int = 1, *, skip: tuple[str, ...] = ()) -> None:
-        """And all is written."""
-        self.receiver.begin(version, epoch, DIGEST)
-        self.write(version, skip=skip)
-
-    def verify(self, version: int, expected: Expected | None = None, epoch: int = 1) -> None:
-        self.receiver.verify(version, epoch, DIGEST, expected or expected_of(version))
-
-    def publish(self, version: int, epoch: int = 1) -> None:
-        self.begin(version, epoch)
-        self.verify(version, epoch=epoch)
-        self.receiver.commit(version, epoch)
 
 
 @pytest.fixture
@@ -267,192 +214,6 @@ def test_a_repacked_parameter_needs_its_hook() -> None:
         Receiver(engine_params(0), engine_layout(0), MemoryTransport(MemoryFabric()))
 
 
-class Queue:
-    """A device that does what it is told in order, and only once somebody waits for it."""
-
-    def __init__(self) -> None:
-        self.work: list[Callable[[], object]] = []
-        self.diary: list[str] = []
-
-    def then(self, what: str, work: Callable[[], object]) -> None:
-        self.work.append(lambda: (self.diary.append(what), work()))
-
-    def synchronize(self) -> None:
-        self.diary.append("synchronize")
-        todo, self.work = self.work, []
-        for work in todo:
-            work()
-
-
-class QueuedRank(Rank):
-    """A receiver whose hooks only tell the device; the link's last bytes, too, are still on their way through it."""
-
-    def __init__(self, layout: DestLayout | None = None) -> None:
-        queue = self.queue = Queue()
-        super().__init__(
-            layout,
-            repack=lambda name, tensor: queue.then(f"repack {name}", lambda: tensor.copy_(repacked(tensor.clone()))),
-            recompute=lambda: queue.then("recompute", lambda: self.params["absorbed"].copy_(self.params["norm"] * 2)),
-            synchronize=queue.synchronize,
-        )
-        renew = self.transport.renew
-
-        def noted() -> None:
-            queue.diary.append("renew")
-            renew()
-
-        self.transport.renew = noted  # type: ignore[method-assign]
-
-    def write(self, version: int, *, skip: tuple[str, ...] = ()) -> None:
-        for name, data in wire_bytes(version).items():
-            self.queue.then("land", lambda name=name, data=data: self.params[name][: len(data)].copy_(data))
-
-
-def test_the_device_is_waited_for_before_anybody_writes_reads_or_serves() -> None:
-    """Kernels of the step before may still read what Begin lets others write; the last bytes may still be on their way
-    when they are hashed; derived parameters are hashed after they were computed."""
-    rank = QueuedRank()
-    receiver, queue = rank.receiver, rank.queue
-    for version in (4, 5):
-        queue.then("the step before", lambda: None)
-        receiver.begin(version, version, DIGEST)
-        assert queue.work == [] and receiver.state.phase is Phase.dirty
-        rank.write(version)
-        receiver.verify(version, version, DIGEST, expected_of(version))
-        assert receiver.state.phase is Phase.verified
-        receiver.commit(version, version)
-        assert queue.work == [] and receiver.state.is_serving
-        assert receiver.committed_hashes == {name: hash_bytes(tensor) for name, tensor in rank.params.items()}
-    one = ["the step before", *["land"] * 5, "repack w2", "recompute"]
-    assert [entry for entry in queue.diary if entry != "synchronize"] == one * 2
-    assert queue.diary.count("synchronize") == 6, "once in each of begin, verify and commit"
-
-
-def test_a_link_is_renewed_after_the_device_and_only_where_an_epoch_was_left_open() -> None:
-    rank = QueuedRank()
-    rank.receiver.begin(4, 1, DIGEST)
-    rank.receiver.begin(4, 2, DIGEST)
-    assert rank.queue.diary == ["synchronize", "synchronize", "renew"]
-    with pytest.raises(StaleEpoch):
-        rank.receiver.begin(4, 2, DIGEST)
-    assert rank.queue.diary.count("renew") == 1
-
-
-def test_a_rank_is_dirty_before_the_device_is_waited_for() -> None:
-    rank = QueuedRank()
-    rank.publish(4)
-
-    def lost() -> None:
-        raise RuntimeError("the device is lost")
-
-    rank.queue.then("the step before", lost)
-    with pytest.raises(RuntimeError, match="the device is lost"):
-        rank.receiver.begin(5, 2, DIGEST)
-    assert rank.receiver.state.phase is Phase.dirty and rank.receiver.state.epoch == 2
-
-
-def test_what_came_from_a_peer_is_proven_with_what_is_derived_of_it() -> None:
-    """Bytes at rest arrive; derived parameters are computed here, before all is compared with what the peer says."""
-    peer = QueuedRank()
-    peer.publish(4)
-    hashes = peer.receiver.committed_hashes
-    assert set(hashes) == set(peer.params)
-
-    def fresh(*, damaged: str = "") -> QueuedRank:
-        rank = QueuedRank()
-        rank.receiver.begin(4, 1, DIGEST)
-        for param in rank.receiver.sent_params:
-            data = peer.params[param.name]
-            rank.queue.then("land", lambda data=data, name=param.name: rank.params[name].copy_(data))
-        if damaged:
-            rank.queue.then("damage", lambda: rank.params[damaged].view(torch.int16).view(-1)[3:4].bitwise_xor_(1))
-        return rank
-
-    rank = fresh()
-    rank.receiver.verify_at_rest(4, 1, DIGEST, hashes)
-    assert rank.receiver.state.phase is Phase.verified and rank.queue.diary[-1] == "recompute"
-    assert torch.equal(rank.params["absorbed"], peer.params["absorbed"])
-    rank.receiver.adopt(4, 1)
-    assert rank.receiver.state == peer.receiver.state
-    assert rank.receiver.committed_hashes == hashes
-    for name in ("w2", "embed", "norm"):
-        rank = fresh(damaged=name)
-        also = ", absorbed" if name == "norm" else ""
-        with pytest.raises(IntegrityError, match=rf"{2 if also else 1} of 6 parameters read .*: {name}{also}$"):
-            rank.receiver.verify_at_rest(4, 1, DIGEST, hashes)
-        assert rank.receiver.state.phase is Phase.dirty
-    with pytest.raises(IntegrityError, match=r"6 of 6 parameters read .*: qk, norm, embed, w13, w2 and 1 more$"):
-        fresh().receiver.verify_at_rest(4, 1, DIGEST, dict.fromkeys(hashes, 0))
-    for change in ({"absorbed": 0}, {"qk": 0}):
-        rank = fresh()
-        with pytest.raises(IntegrityError, match=f"1 of 6 parameters read .*: {next(iter(change))}$"):
-            rank.receiver.verify_at_rest(4, 1, DIGEST, hashes | change)
-    rank = fresh()
-    with pytest.raises(IntegrityError, match="absorbed"):
-        rank.receiver.verify_at_rest(
-            4, 1, DIGEST, {name: value for name, value in hashes.items() if name != "absorbed"}
-        )
-    rank = fresh(damaged="w2")
-    rank.receiver.verify_at_rest(4, 1, DIGEST, {})
-    rank.receiver.adopt(4, 1)
-    assert rank.receiver.committed_hashes == {}, "with hashes off nothing is known of them"
-    with pytest.raises(ProtocolError, match="plan"):
-        fresh().receiver.verify_at_rest(4, 1, "00" * 32, hashes)
-
-
-def test_a_rank_that_was_filled_by_a_peer_knows_nothing_of_earlier_bytes() -> None:
-    """Its next publish names bytes that did not arrive as what they are."""
-    rank = QueuedRank()
-    rank.publish(4)
-    rank.receiver.begin(4, 2, DIGEST)
-    rank.receiver.verify_at_rest(4, 2, DIGEST, {})
-    rank.receiver.adopt(4, 2)
-    rank.receiver.begin(5, 3, DIGEST)
-    with pytest.raises(IntegrityError, match=r"norm .* hash [0-9a-f]{16}, sent [0-9a-f]{16}") as told:
-        rank.receiver.verify(5, 3, DIGEST, expected_of(5))
-    assert "the version before" not in str(told.value)
-
-
-def test_changes_are_taken_against_what_was_held_and_once_in_an_epoch() -> None:
-    params = {"w": torch.ones(32, dtype=torch.bfloat16)}
-    layout = DestLayout(
-        0, (Param("w", (32,), "bfloat16"),), (Load("w", Region((0,), (32,)), (0,), "w", 0, (1,)),)
-    )  # fmt: skip
-    receiver = Receiver(params, layout, MemoryTransport(MemoryFabric()), landing_bytes=256)
-    expected = publish.expected_of({"w": (64, hash_bytes(params["w"]))})
-    receiver.begin(1, 1, DIGEST)
-    receiver.verify(1, 1, DIGEST, expected)
-    receiver.commit(1, 1)
-    held = receiver.begin(2, 2, DIGEST).holds
-    refused = [
-        ({"base": "other"}, f"against other, it held {held[:12]}"), ({"base": held}, "held nothing known"),
-        ({"changes": bytes(40)}, "against nothing, it held nothing known"),
-    ]  # fmt: skip
-    for given, said in refused:
-        with pytest.raises(ProtocolError, match=said):
-            receiver.verify(2, 2, DIGEST, replace(expected, **given))
-    receiver.verify(2, 2, DIGEST, expected)
-    receiver.commit(2, 2)
-    receiver.invalidate()
-    for version in (3, 4):  # memory that was released, and an epoch that did not commit
-        assert receiver.begin(version, version, DIGEST).holds == ""
-    receiver.verify_at_rest(4, 4, DIGEST, {})
-    receiver.adopt(4, 4)
-    assert receiver.begin(5, 5, DIGEST).holds == held, "bytes that a peer wrote are hashed, and so are known"
-
-
-def test_fills_have_their_own_values_and_places() -> None:
-    """Of eight rows of the embedding, 35 elements are sent; of the five left, two are -inf and three are 1."""
-    layout = replace(engine_layout(0), fills=(Fill("embed", 35, 2, float("-inf")), Fill("embed", 37, 3, 1.0)))
-    rank = QueuedRank(layout)
-    for version in (4, 5):
-        rank.params["embed"][7] = 99.0
-        rank.publish(version, version)
-        assert rank.params["embed"][7].tolist() == [float("-inf")] * 2 + [1.0] * 3
-        assert torch.equal(rank.params["embed"][:7], engine_bytes(version, 0)["embed"][:7])
-        assert rank.receiver.committed_hashes["embed"] == hash_bytes(rank.params["embed"])
-
-
 def test_what_is_derived_is_computed_of_fills_and_of_what_was_repacked() -> None:
     """A commit sets fills, then repacks, then recomputes: whatever is derived may be derived of any of them."""
     layout = replace(engine_layout(0), fills=(Fill("embed", 35, 5, 2.0),))
@@ -507,20 +268,6 @@ def test_an_abort_leaves_a_rank_dirty_and_one_that_committed_as_it_is(rank: Rank
     assert rank.receiver.state.is_serving
     rank.receiver.invalidate()
     assert rank.receiver.state.phase is Phase.dirty
-
-
-def test_only_what_is_sent_is_registered_and_bound() -> None:
-    rank = QueuedRank()
-    sent = ["qk", "norm", "embed", "w13", "w2"]
-    assert [param.name for param in rank.receiver.sent_params] == sent
-    described = rank.receiver.describe()
-    assert described.binding.addresses == {name: rank.params[name].data_ptr() for name in sent}
-    assert described.binding.session == rank.transport.session and described.link == "memory"
-    assert sum(held.num_bytes for held in rank.transport.registered) >= sum(
-        param.num_bytes for param in rank.receiver.sent_params
-    )
-    absorbed = rank.params["absorbed"].data_ptr()
-    assert not any(held.address <= absorbed < held.stop for held in rank.transport.registered)
 
 
 def test_a_derived_parameter_may_lie_in_any_way(rank: Rank) -> None:

@@ -1,0 +1,222 @@
+"""Who of several holders sends what, and in which order."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+
+from cases.plans import PROPERTY, all_tasks, small_system
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.weight_sync.layout import (
+    DestLayout,
+    Load,
+    Param,
+    Region,
+    SourceLayout,
+    SourceShard,
+    TensorMeta,
+)
+from slipstream.weight_sync.plan.plan import SHARES_PER_SOURCE, build_plan
+from slipstream.weight_sync.plan.schedule import MIN_SHARED_BYTES
+from slipstream.weight_sync.plan.tasks import MESH_GROUPS
+from slipstream.weight_sync.plan.transfer_plan import TransferPlan, rank_plan_from_wire
+
+
+@PROPERTY
+@given(
+    num_sources=st.integers(2, 6),
+    num_tensors=st.integers(1, 12),
+    num_replicas=st.integers(1, 3),
+    megabytes=st.integers(1, 4),
+)
+def test_replicated_tensors_are_shared_out_evenly(num_sources, num_tensors, num_replicas, megabytes):
+    # rows of 1 KiB
+    tensors = tuple(TensorMeta(f"t{i}", (megabytes * 1024, 512), "bfloat16") for i in range(num_tensors))
+    whole = Region((0, 0), tensors[0].shape)
+    sources = [SourceLayout(r, tensors, tuple(SourceShard(t.name, whole) for t in tensors)) for r in range(num_sources)]
+    layout = DestLayout(
+        0,
+        tuple(Param(t.name, t.shape, "bfloat16") for t in tensors),
+        tuple(Load(t.name, whole, (0, 1), t.name, 0, (512, 1)) for t in tensors),
+    )
+    plan = build_plan(sources, [[layout]] * num_replicas, max_task_bytes=1 << 30)
+    sent = plan.summary().sent_bytes.values()
+    # Greedy list scheduling: the fullest source got its last task when it was the emptiest.
+    largest = max(MIN_SHARED_BYTES, sum(sent) // num_sources // SHARES_PER_SOURCE + 1024)  # cut between rows
+    assert max(sent) - min(sent) <= plan.summary().largest_task_bytes <= largest
+
+
+def shared_system(names: list[str], num_sources: int = 2, elements: int = 4):
+    """Sources that hold all tensors alike, and one engine rank whose parameters they are."""
+    whole = Region((0,), (elements,))
+    metas = tuple(TensorMeta(name, (elements,), "float32") for name in names)
+    shards = tuple(SourceShard(name, whole) for name in names)
+    params = tuple(Param(name, (elements,), "float32") for name in names)
+    loads = tuple(Load(name, whole, (0,), name, 0, (1,)) for name in names)
+    return [SourceLayout(rank, metas, shards) for rank in range(num_sources)], [[DestLayout(0, params, loads)]]
+
+
+def senders(plan: TransferPlan) -> dict[str, set[int]]:
+    """Parameter -> who sends a part of it."""
+    found: dict[str, set[int]] = {}
+    for task in all_tasks(plan):
+        found.setdefault(task.param, set()).add(task.source_rank)
+    return found
+
+
+def test_small_tensors_of_a_layer_that_the_same_sources_hold_come_from_one_of_them():
+    """Up to MIN_SHARED_BYTES together: each is a write, and costs its latency. The next parcel goes to the next one."""
+    names = [f"model.layers.{layer}.{name}.weight" for layer in range(4) for name in "abc"]
+    sources, replicas = shared_system(names)
+    found = senders(build_plan(sources, replicas, max_task_bytes=1 << 20))
+    of_layer = [{min(found[name]) for name in names if f".{layer}." in name} for layer in range(4)]
+    assert [len(ranks) for ranks in of_layer] == [1] * 4
+    assert sorted(min(ranks) for ranks in of_layer) == [0, 0, 1, 1]
+
+    third = MIN_SHARED_BYTES // 4 // 3  # three of them fill a parcel, but for two bytes; a fourth does not fit
+    names = [f"model.layers.0.{name}.weight" for name in "abcdef"]
+    sources, replicas = shared_system(names, elements=third)
+    found = senders(build_plan(sources, replicas, max_task_bytes=1 << 22))
+    assert [found[name] for name in names] == [{0}] * 3 + [{1}] * 3
+    half = MIN_SHARED_BYTES // 4 // 2  # two of them fill it exactly
+    sources, replicas = shared_system(names[:4], elements=half)
+    found = senders(build_plan(sources, replicas, max_task_bytes=1 << 22))
+    assert [found[name] for name in names[:4]] == [{0}] * 2 + [{1}] * 2
+
+
+def test_the_largest_is_given_away_first_and_to_who_has_least():
+    """Bytes that only one can send count before: rank 0 alone holds `own`, as large as two of the others."""
+    sizes = {"own": 4, "x": 1, "model.layers.0.y": 1, "model.layers.1.z": 3}
+    metas = tuple(TensorMeta(name, (size << 20,), "float32") for name, size in sizes.items())
+    shards = [SourceShard(meta.name, Region((0,), meta.shape)) for meta in metas]
+    sources = [SourceLayout(0, metas, tuple(shards)), SourceLayout(1, metas, tuple(shards[1:]))]
+    params = tuple(Param(meta.name, meta.shape, "float32") for meta in metas)
+    loads = tuple(Load(meta.name, Region((0,), meta.shape), (0,), meta.name, 0, (1,)) for meta in metas)
+    plan = build_plan(sources, [[DestLayout(0, params, loads)]], max_task_bytes=1 << 26)
+    num_bytes = {rank: sum(task.num_bytes for task in tasks) for rank, tasks in plan.tasks.items()}
+    assert num_bytes[0] + num_bytes[1] == 4 * (9 << 20)
+    assert abs(num_bytes[0] - num_bytes[1]) <= MIN_SHARED_BYTES, "even"
+    assert senders(plan)["own"] == {0}
+
+
+def test_bytes_that_one_source_must_send_count_once_for_every_replica():
+    """Rank 0 sends 2 MiB to each of three replicas, so rank 1 sends the other 2 MiB to all of them."""
+    metas = tuple(TensorMeta(name, (1 << 19,), "float32") for name in ("own", "all"))
+    own, everybodys = (SourceShard(meta.name, Region((0,), meta.shape)) for meta in metas)
+    params = tuple(Param(meta.name, meta.shape, "float32") for meta in metas)
+    loads = tuple(Load(meta.name, Region((0,), meta.shape), (0,), meta.name, 0, (1,)) for meta in metas)
+    sources = [SourceLayout(0, metas, (own, everybodys)), SourceLayout(1, metas, (everybodys,))]
+    plan = build_plan(sources, [[DestLayout(0, params, loads)]] * 3, max_task_bytes=1 << 26)
+    assert senders(plan) == {"own": {0}, "all": {1}}
+
+
+def test_each_of_overlapping_sets_of_holders_gives_to_who_has_least_by_then():
+    """The largest first, a layer each, so that each is a choice of its own."""
+    sets = [(0, 1, 2), (0, 1), (1, 2), (0, 2), (1, 2, 3), (0, 3)]
+    metas = tuple(TensorMeta(f"model.layers.{i}.a.weight", (1000 - i**2,), "float32") for i in range(30))
+    held_by = {meta.name: sets[i * i % 7 % 6] for i, meta in enumerate(metas)}
+    whole = {meta.name: Region((0,), meta.shape) for meta in metas}
+    sources = [
+        SourceLayout(rank, metas, tuple(SourceShard(name, whole[name]) for name in whole if rank in held_by[name]))
+        for rank in range(4)
+    ]
+    params = tuple(Param(meta.name, meta.shape, "float32") for meta in metas)
+    loads = tuple(Load(name, whole[name], (0,), name, 0, (1,)) for name in whole)
+    plan = build_plan(sources, [[DestLayout(0, params, loads)]], max_task_bytes=1 << 20)
+    sent, wanted = [0] * 4, {}
+    for meta in metas:
+        least = min(held_by[meta.name], key=lambda rank: (sent[rank], rank))
+        sent[least] += meta.shape[0]
+        wanted[meta.name] = {least}
+    assert senders(plan) == wanted
+
+
+def test_dense_goes_before_experts_and_layers_ascend_and_embeddings_are_last_of_what_is_dense():
+    plan = build_plan(*small_system(), max_task_bytes=1 << 20)
+    for tasks in plan.tasks.values():
+        groups = [MESH_GROUPS.index(task.mesh_group) for task in tasks]
+        assert groups == sorted(groups)
+        for group in MESH_GROUPS:
+            layers = [
+                int(piece.split(".")[2]) if ".layers." in piece else 1 << 10
+                for piece in (task.pieces[0].tensor for task in tasks if task.mesh_group == group)
+            ]
+            assert layers == sorted(layers)
+
+
+def test_like_chunks_of_all_destinations_follow_each_other():
+    plan = build_plan(*small_system(num_sources=2, tp_size=2, num_replicas=1), max_task_bytes=1 << 20)
+    num_turns = 0
+    for tasks in plan.tasks.values():
+        experts = [task for task in tasks if task.mesh_group == "experts"]
+        for one, other in itertools.pairwise(experts):
+            if (one.param, one.dest_offset_bytes) == (other.param, other.dest_offset_bytes):
+                assert one.dest_rank != other.dest_rank
+                num_turns += 1
+        by_rank = Counter(task.dest_rank for task in experts[: len(experts) // 2])
+        assert max(by_rank.values()) - min(by_rank.values()) <= 1, "half of a schedule is half of every rank's"
+    assert num_turns
+
+    metas = tuple(TensorMeta(name, (4,), "float32") for name in ("a", "b", "c"))
+    source = SourceLayout(0, metas, tuple(SourceShard(meta.name, Region((0,), (4,))) for meta in metas))
+    loads = tuple(Load(meta.name, Region((0,), (4,)), (0,), meta.name, 0, (1,)) for meta in metas)
+    params = tuple(Param(meta.name, (4,), "float32") for meta in metas)
+    plan = build_plan([source], [[DestLayout(rank, params, loads) for rank in range(2)]], max_task_bytes=1 << 20)
+    order = [(task.param, task.dest_rank) for task in plan.tasks[0]]
+    assert order == [(name, rank) for name in "abc" for rank in range(2)], "also where every offset is 0"
+
+
+def test_sources_begin_with_different_destinations():
+    """Of a matrix by columns, every source has rows for both destinations."""
+    plan = build_plan(*small_system(num_sources=4, tp_size=2, num_replicas=1), max_task_bytes=1 << 20)
+    by_columns = [[task for task in plan.tasks[rank] if task.param.endswith(".0.self_attn.o_proj.weight")]
+                  for rank in range(4)]  # fmt: skip
+    assert [[task.dest_rank for task in tasks] for tasks in by_columns] == [[0, 1], [1, 0]] * 2
+
+
+def own_tensors(sizes: list[int], num_dests: int, num_replicas: int = 1):
+    """Source r alone holds tensor r, of so many elements; every engine rank needs them all."""
+    metas = tuple(TensorMeta(f"own{rank}", (size,), "float32") for rank, size in enumerate(sizes))
+    shards = [SourceShard(meta.name, Region((0,), meta.shape)) for meta in metas]
+    params = tuple(Param(meta.name, meta.shape, "float32") for meta in metas)
+    loads = tuple(Load(meta.name, Region((0,), meta.shape), (0,), meta.name, 0, (1,)) for meta in metas)
+    sources = [SourceLayout(rank, metas, (shard,)) for rank, shard in enumerate(shards)]
+    return sources, [[DestLayout(rank, params, loads) for rank in range(num_dests)]] * num_replicas
+
+
+def test_a_source_goes_through_the_destinations_from_its_own_on():
+    """Of three: with two of them there is no telling forwards from backwards."""
+    plan = build_plan(*own_tensors([4, 4, 4], num_dests=3), max_task_bytes=1 << 20)
+    order = {rank: [task.dest_rank for task in tasks] for rank, tasks in plan.tasks.items()}
+    assert order == {0: [0, 1, 2], 1: [1, 2, 0], 2: [2, 0, 1]}
+
+
+def test_sources_begin_with_different_replicas_once_each_destination_has_one():
+    plan = build_plan(*small_system(num_sources=4, tp_size=2, num_replicas=2), max_task_bytes=1 << 20)
+    assert [next(iter(plan.tasks[rank])).replica for rank in range(4)] == [0, 0, 1, 1]
+
+
+def test_a_source_goes_through_the_replicas_from_its_own_first_one_also_with_what_others_hold():
+    """Ranks 0 and 2 have so much of their own that rank 1 sends what all hold, to one replica after the other."""
+    metas = tuple(TensorMeta(name, (size,), "float32") for name, size in (("own0", 64), ("all", 4), ("own2", 64)))
+    own0, everybodys, own2 = (SourceShard(meta.name, Region((0,), meta.shape)) for meta in metas)
+    held = [(own0, everybodys), (everybodys,), (everybodys, own2)]
+    params = tuple(Param(meta.name, meta.shape, "float32") for meta in metas)
+    loads = tuple(Load(meta.name, Region((0,), meta.shape), (0,), meta.name, 0, (1,)) for meta in metas)
+    sources = [SourceLayout(rank, metas, shards) for rank, shards in enumerate(held)]
+    plan = build_plan(sources, [[DestLayout(0, params, loads)]] * 3, max_task_bytes=1 << 20)
+    order = {rank: [task.replica for task in tasks] for rank, tasks in plan.tasks.items()}
+    assert order == {0: [0, 1, 2], 1: [1, 2, 0], 2: [2, 0, 1]}
+
+
+def test_equal_tasks_of_several_replicas_are_neighbours_and_share_their_pieces():
+    plan = build_plan(*small_system(num_replicas=2), max_task_bytes=1 << 20)
+    for tasks in plan.tasks.values():
+        for first, second in zip(*[iter(tasks)] * 2, strict=True):
+            assert first.pieces is second.pieces
+            assert dataclasses.replace(first, replica=0) == dataclasses.replace(second, replica=0)
+    part = rank_plan_from_wire(plan.to_wire(0))
+    assert part.tasks[0].pieces is part.tasks[1].pieces
