@@ -60,11 +60,10 @@ WORLD_2 = [
     Scenario("no_tokens_at_all_ep2", 2, ((), ()), lengths=()),
     Scenario("whole_lora_ep1", 1, ((0, 1), (2, 3)), is_whole=True),
     Scenario("whole_lora_ep2", 2, ((0, 1, 2, 3), ()), is_whole=True),
-    Scenario("whole_lora_ep2_keeping_activations", 2, ((0, 1), (2, 3)), checkpointing=False, is_whole=True),
     Scenario("whole_full_ep1", 1, ((0, 1), (2, 3)), mode=TrainMode.full, hf_config=UNEVEN, is_whole=True),
     Scenario("whole_full_ep2", 2, ((0, 1), (2, 3)), mode=TrainMode.full, hf_config=UNEVEN, is_whole=True),
     Scenario("whole_deepseek_full_ep1", 1, ((0, 1), ()), mode=TrainMode.full, hf_config=DEEPSEEK_V32, is_whole=True),
-    Scenario("whole_int4_ep2", 2, ((0, 1), (2, 3)), hf_config=KIMI_INT4, is_whole=True),
+    Scenario("whole_int4_ep2_keeping", 2, ((0, 1), (2, 3)), hf_config=KIMI_INT4, checkpointing=False, is_whole=True),
 ]
 FAULTY = [
     Scenario(fault, 2, ((0, 1), (2, 3)), is_whole=True, fault=fault)
@@ -74,7 +73,6 @@ WORLD_4 = [
     Scenario("whole_lora_ep4", 4, ((0,), (1, 2), (), (3,)), is_whole=True),
     Scenario("whole_full_ep2_of_4", 2, ((0,), (1, 2), (), (3,)), mode=TrainMode.full, hf_config=UNEVEN, is_whole=True),
     Scenario("lora_ep2_of_4", 2, ((0,), (1, 2), (), (3,))),
-    Scenario("full_ep2_of_4", 2, ((0,), (1, 2), (), (3,)), mode=TrainMode.full, hf_config=UNEVEN),
 ]
 FILE_MODELS_2, FILE_MODELS_4 = [(1, MIXED), (2, MIXED)], [(2, UNEVEN), (4, DEEPSEEK), (1, GPT_OSS)]
 
