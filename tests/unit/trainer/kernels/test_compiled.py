@@ -124,13 +124,15 @@ def test_a_product_and_its_adapter_fit_into_a_blocks_shared_memory(
     dtype: torch.dtype,
     num_rows: int,
 ) -> None:
-    """Every tiling, both ways that weights lie; factors of the product's dtype, which take the most here."""
+    """Every tiling, both ways that weights lie; factors of the product's dtype, which take the most here. Before Hopper
+    all ranks and both ways take the same.
+    """
     monkeypatch.setattr(OnlyCompiles, "target", target)
     monkeypatch.setattr(grouped_gemm, "_capability", lambda device: target // 10)
-    for rank in (ONE_STEP_RANK, MAX_EXPERT_RANK):
-        for is_turned in (True, False):
-            launch_product(dtype, num_rows, rank, is_turned=is_turned)
-            assert 0 < launched.pop("_product").metadata.shared <= BLOCK_SHARED_BYTES[target]
+    ways = [(rank, is_turned) for rank in (ONE_STEP_RANK, MAX_EXPERT_RANK) for is_turned in (True, False)]
+    for rank, is_turned in ways if target == 90 else (ways[0], ways[-1]):
+        launch_product(dtype, num_rows, rank, is_turned=is_turned)
+        assert 0 < launched.pop("_product").metadata.shared <= BLOCK_SHARED_BYTES[target]
 
 
 def overwritten(ttgir: str) -> set[str]:
