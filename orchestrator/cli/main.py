@@ -22,6 +22,7 @@ from slipstream.conf.errors import ConfigError, SlipstreamError
 from slipstream.orchestrator.cli import flags as cli_flags
 from slipstream.orchestrator.cli import offline_commands, run_commands, start_commands, texts
 from slipstream.orchestrator.cli.exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, say, tell
+from slipstream.orchestrator.files.disk_space import NUMBERS as FULL
 from slipstream.orchestrator.signals import wound_down_by_signals
 from slipstream.orchestrator.socket_folder import for_engines_alone
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with wound_down_by_signals() as received:  # also while files are looked at: temporary ones are removed then
             code = _dispatch(words)
-            sys.stdout.flush()
+            print(end="", flush=True)  # where there is an output
         return code
     except ConfigError as error:
         return say(error)
@@ -51,9 +52,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         tell("\nstopped.")
         return 128 + received[0] if received else EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output (a pager, head) has gone. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_nothing_more()  # the reader of our output (a pager, head) has gone
         return EXIT_OK
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        output = error.filename or os.path.realpath("/proc/self/fd/1")
+        _write_nothing_more()
+        tell(f"error: {output} cannot be written: {error.strerror}; make room, or write to another disk")
+        return EXIT_FAILED
+
+
+def _write_nothing_more() -> None:
+    """Python would complain once more when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 OF_OTHERS = {

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from slipstream.orchestrator.errors import DiskFull
 
-_NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_SENTENCES = tuple(os.strerror(number) for number in _NUMBERS)
+NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Of errors of a full disk, an exhausted quota and a file size limit."""
+_SENTENCES = tuple(os.strerror(number) for number in NUMBERS)
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def naming_a_full_disk(path: Path) -> Generator[None]:
 
 def _full(error: BaseException) -> str | None:
     """What the operating system said, if that is why: a trainer rank's error and safetensors' keep its text alone."""
-    if isinstance(error, OSError) and error.errno in _NUMBERS:
+    if isinstance(error, OSError) and error.errno in NUMBERS:
         return os.strerror(error.errno)
     return next((sentence for sentence in _SENTENCES if sentence in str(error)), None)
 

@@ -153,3 +153,20 @@ def test_closed_pipe_is_no_error() -> None:
         command, shell=True, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_an_output_without_room_is_named_and_a_closed_one_is_no_error(buffered: str) -> None:
+    command = [sys.executable, "-m", "slipstream.orchestrator.cli.main", "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": buffered}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240, check=False
+        )
+    told = "error: /dev/full cannot be written: No space left on device; make room, or write to another disk\n"
+    assert (done.returncode, done.stderr) == (1, told)
+    done = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", *command],
+        env=environment, stderr=subprocess.PIPE, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
