@@ -34,7 +34,7 @@ quickstart: setup ## A whole GRPO job on this machine: tiny MoE, 2 trainer ranks
 # alone: they use all of two cores, and Ray gives its processes 15 s to start (docs/LOG.md).
 test: setup       ## Everything CI runs: unit, contract, system; fails at the end; PERSONALITY=zen or old: as on another CPU
 	@echo "unit and contract tests at the same time (silent for some 10 minutes), then system tests"
-	@failed=0; $(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target CONTRACT='nice -n 3' unit contract || failed=1; \
+	@failed=0; $(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target CONTRACT_PRIORITY='nice -n 3' unit contract || failed=1; \
 	$(MAKE) --no-print-directory system || failed=1; exit $$failed
 
 unit: setup       ## No GPU, network or Ray; 3 to 8 min on two cores
@@ -42,7 +42,7 @@ unit: setup       ## No GPU, network or Ray; 3 to 8 min on two cores
 
 contract: setup   ## Real Mooncake, real vLLM loaders, real processes, a real browser
 	@requirements/browser.sh
-	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(CONTRACT) $(PY) -m pytest tests/contract -q $(SHARED) --durations=40
+	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(CONTRACT_PRIORITY) $(PY) -m pytest tests/contract -q $(SHARED) --durations=40
 
 system: setup     ## Real Ray, vLLM, Mooncake and FSDP2 together
 	@$(TEST_ENV) $(ENGINE_CPU_$(PERSONALITY)) $(PY) -m pytest tests/system -q $(SHARED) -o timeout=600 --durations=40
