@@ -53,7 +53,11 @@ MODULES: dict[str, tuple[str, ...]] = {
         "weight_sync/publish/test_publisher.py",
         "weight_sync/publish/test_publisher_rejoin.py",
     ),
-    "weight_sync/replica/receiver.py": ("weight_sync/replica/test_receiver.py", "weight_sync/replica/test_recovery.py"),
+    "weight_sync/replica/receiver.py": (
+        "weight_sync/replica/test_receiver.py",
+        "weight_sync/replica/test_receiver_order.py",
+        "weight_sync/replica/test_recovery.py",
+    ),
     "weight_sync/replica/version_state.py": ("weight_sync/replica/test_version_state.py",),
     "weight_sync/replica/recovery.py": ("weight_sync/replica/test_recovery.py",),
     "weight_sync/integrity.py": ("weight_sync/test_integrity.py",),

@@ -121,6 +121,13 @@ async def test_whoever_was_told_to_go_starts_elsewhere_or_when_somebody_asks() -
     assert machines.states == [S.serving, S.gone] and machines.free["m1"] == 1, "its machine may be needed or taken"
     assert await machines.supervisor.scaling.scale(2) == ["rollout-1 is being started"]
     await machines.until(S.serving, S.serving)
+    machines.gate.clear()
+    del machines.free["m1"]
+    await machines.supervisor.fail(machines.replica(1), "its machine is gone")
+    await machines.until(S.serving, S.gone)
+    machines.gate.set()
+    machines.free["m1"] = 1  # which counts like any other since somebody asked
+    await machines.until(S.serving, S.serving)
     following.cancel()
 
 

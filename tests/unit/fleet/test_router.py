@@ -215,10 +215,10 @@ async def test_a_worker_is_told_what_to_sample_and_from_which_version() -> None:
 
 @on_jumping_clock
 async def test_only_workers_that_serve_are_asked_to_keep_a_version_and_silence_costs_nobody() -> None:
-    supervisor, workers = supervised(5)
+    supervisor, workers = supervised(6)
     router = Router(supervisor, request_timeout_s=60)
     await serve(supervisor)
-    await supervisor.fail(supervisor.roster.replicas["rollout-4"], "it died")
+    await supervisor.fail(supervisor.roster.replicas["rollout-5"], "it died")
     asked: list[tuple[int, int | None]] = []
 
     def answers(worker: FakeWorker, answer: bool | Exception | None) -> None:
@@ -230,11 +230,11 @@ async def test_only_workers_that_serve_are_asked_to_keep_a_version_and_silence_c
 
         worker.keep_version = keep  # type: ignore[method-assign]
 
-    for worker, answer in zip(workers, (True, False, ConnectionError("lost"), None, True), strict=True):
+    for worker, answer in zip(workers, (True, True, False, ConnectionError("lost"), None, True), strict=True):
         answers(worker, answer)
-    assert await asyncio.wait_for(router.keep_version(7), 2 * KEEP_S) == 1
-    assert sorted(asked) == [(0, 7), (1, 7), (2, 7), (3, 7)]
-    assert supervisor.roster.num_serving == 4
+    assert await asyncio.wait_for(router.keep_version(7), 2 * KEEP_S) == 2
+    assert sorted(asked) == [(number, 7) for number in range(5)]
+    assert supervisor.roster.num_serving == 5
 
 
 async def test_scores_come_from_the_least_loaded_worker_and_from_nobody_where_none_serves() -> None:

@@ -37,6 +37,7 @@ from slipstream.weight_sync.layout import (
     TensorMeta,
 )
 from slipstream.weight_sync.plan.plan import build_plan
+from slipstream.weight_sync.plan.proof import prove_coverage
 from slipstream.weight_sync.plan.transfer_plan import rank_plan_from_wire
 
 
@@ -132,6 +133,21 @@ def test_a_scalar_and_a_dim_of_size_one_cross():
     regions = {piece.tensor: piece.region for task in plan.tasks[0] for piece in task.pieces}
     assert regions == {shard.tensor: shard.region for shard in source.shards}
     assert table_of(0, list(plan.tasks[0])).to_wire() == plan.tasks[0].to_wire(), "the same columns from objects"
+
+
+def test_sources_may_hold_tensors_of_different_numbers_of_dims():
+    shapes = {"scalar": (), "row": (4,), "square": (2, 2)}
+    metas = tuple(TensorMeta(name, shape, "float32") for name, shape in shapes.items())
+    whole = {name: Region((0,) * len(shape), shape) for name, shape in shapes.items()}
+    sources = [SourceLayout(rank, metas, (SourceShard(name, whole[name]),)) for rank, name in enumerate(shapes)]
+    strides = {"scalar": (), "row": (1,), "square": (2, 1)}
+    loads = tuple(Load(name, whole[name], tuple(range(len(of))), name, 0, strides[name]) for name, of in shapes.items())
+    layout = DestLayout(0, tuple(Param(name, shape, "float32") for name, shape in shapes.items()), loads)
+    plan = build_plan(sources, [[layout]], max_task_bytes=1 << 20)
+    assert [task.num_bytes for rank in range(3) for task in plan.tasks[rank]] == [4, 16, 16]
+    apart = {rank: table_of(rank, list(tasks)) for rank, tasks in plan.tasks.items()}
+    assert [table.pieces.start.shape[1] for table in apart.values()] == [1, 1, 2]
+    prove_coverage(dataclasses.replace(plan, tasks=apart), [[layout]], sources)
 
 
 def test_a_parameter_of_dense_and_of_expert_tensors_is_sent_in_both_groups():

@@ -169,6 +169,13 @@ def test_a_slot_whose_failed_write_is_being_closed_is_not_lost() -> None:
     assert free.take({}) == 1
 
 
+def test_every_write_that_could_not_be_closed_is_remembered() -> None:
+    lost: dict[int, list[str]] = {}
+    for session in "ab":
+        FreeSlots(lost).close_failed(1, session, mock.Mock(side_effect=TransferTimeout("still draining")))
+    assert lost == {1: ["a", "b"]}
+
+
 class BreakingTransport(MemoryTransport):
     """A link whose failed writes cannot be closed, for a reason of the device's."""
 
@@ -321,19 +328,20 @@ def test_a_failed_write_is_closed_alone_and_nobody_elses_time_runs_meanwhile(mon
     assert (result.report.write_s[0], result.report.write_s[2]) == (0.0, 0.0)
 
 
-def test_no_write_begins_while_a_failed_one_is_closed() -> None:
+@pytest.mark.parametrize("enter", [SharedLock.writing, SharedLock.alone])
+def test_nobody_writes_or_closes_while_a_failed_write_is_closed(enter: Callable[[SharedLock], Any]) -> None:
     lock, has_entered = SharedLock(), threading.Event()
 
-    def write() -> None:
-        with lock.writing():
+    def work() -> None:
+        with enter(lock):
             has_entered.set()
 
-    writer = threading.Thread(target=write, daemon=True)
+    other = threading.Thread(target=work, daemon=True)
     with lock.alone():
-        writer.start()
+        other.start()
         assert not has_entered.wait(timeout=0.2)
     assert has_entered.wait(timeout=60)
-    writer.join()
+    other.join()
 
 
 class Events:
