@@ -33,7 +33,7 @@ from slipstream.conf.schema import (
 from slipstream.trainer.options import TrainerOptions
 from slipstream.trainer.parallel import sharded_rows
 from slipstream.trainer.rank import TrainerRank
-from slipstream.trainer.types import Denominators, Sample
+from slipstream.trainer.types import Denominators, LossStats, Sample
 
 VOCAB = 40
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -228,3 +228,11 @@ def _run_cases(
 ) -> None:
     for meeting, folder, case in zip(rendezvous, folders, cases, strict=True):
         torch.save(work(rank, world_size, meeting, folder, *case), folder / f"rank{rank}.pt")
+
+
+def step(rank: TrainerRank) -> LossStats:
+    """A batch of the rank's version, and an update that is applied."""
+    samples = make_samples(version=rank.policy_version)
+    stats = rank.forward_backward([samples[:3], samples[3:]], count(samples, rank.policy_version))
+    assert rank.optimizer_step().is_finite
+    return stats
