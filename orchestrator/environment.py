@@ -92,11 +92,6 @@ def variables_for_actors(config: RunConfig, environ: Mapping[str, str] | None = 
     return chosen | {name: value for name, value in here.items() if name.startswith(_LINK_PREFIXES)}
 
 
-def run_environment(device: RunDevice, *, is_own_cluster: bool = True) -> dict[str, str]:
-    """Name -> value of `variables`."""
-    return {variable.name: variable.value for variable in variables(device, is_own_cluster=is_own_cluster)}
-
-
 def apply(chosen: Sequence[Variable], environ: MutableMapping[str, str] | None = None) -> list[str]:
     """Set what is not set, or must not differ.
 

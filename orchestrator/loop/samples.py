@@ -95,12 +95,6 @@ def filled(
     return samples
 
 
-def build_samples(groups: Sequence[Group], config: AlgorithmConfig) -> list[Sample]:
-    """All samples of a batch whose log-probabilities are not needed first."""
-    by_group = filled(draft_samples(groups, config), groups, config, advantage_function(config))
-    return [sample for group in by_group for sample in group]
-
-
 def scored(draft: Draft, scores: Scores) -> Draft:
     """The draft with what the trainer computed before the step's first update."""
     mask = draft.sample.loss_mask

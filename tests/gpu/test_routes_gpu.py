@@ -19,13 +19,14 @@ import pytest
 import torch
 from cases.rank_helpers import draw
 from cases.route_cases import own_routes
+from cases.samples import build_samples
 
 from slipstream.conf.architecture.families import read_config
 from slipstream.conf.load import load_run_config
 from slipstream.conf.schema import Device, RunConfig, SamplingConfig, SyncMode
 from slipstream.orchestrator.cluster.rollout_workers import adapter_slots, routing_shape
 from slipstream.orchestrator.inputs.character_tokenizer import save_character_tokenizer
-from slipstream.orchestrator.loop.samples import build_samples, denominators_of
+from slipstream.orchestrator.loop.samples import denominators_of
 from slipstream.rollout.engine.vllm_engine import VllmEngine
 from slipstream.rollout.types import Group, Prompt, Rollout
 from slipstream.rollout.worker import RolloutWorker

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from slipstream.conf.load import load_run_config
-from slipstream.orchestrator.environment import run_environment
+from slipstream.orchestrator.environment import variables
 
 PROGRAM = """
 import json, logging, sys
@@ -45,7 +45,11 @@ def test_engines_that_share_gpus_fill_one_after_the_other() -> None:
     gpus = [config.gpus_of_rank] * 2 + [config.gpus_of_worker] * 6
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(gpus), json.dumps([0, 1, 2, 4, 5, 7])],
-        env={**os.environ, **run_environment("cpu"), "RAY_AUTH_MODE": "disabled"},
+        env={
+            **os.environ,
+            **{variable.name: variable.value for variable in variables("cpu")},
+            "RAY_AUTH_MODE": "disabled",
+        },
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

@@ -11,12 +11,15 @@ from slipstream.orchestrator.environment import (
     Variable,
     apply,
     resolve_device,
-    run_environment,
     variables,
     variables_for_actors,
 )
 from slipstream.orchestrator.machine import Machine
 from slipstream.rollout.engine.engine_options import METHOD_VARIABLE
+
+
+def run_environment(device: environment.RunDevice, *, is_own_cluster: bool = True) -> dict[str, str]:
+    return {variable.name: variable.value for variable in variables(device, is_own_cluster=is_own_cluster)}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import count
 
 import numpy as np
+from cases.samples import build_samples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.conf.schema import AlgorithmConfig
-from slipstream.orchestrator.loop.samples import build_samples
 from slipstream.rollout.branches import branches_of
 from slipstream.rollout.types import Group, Prompt, Rollout, Routes, Turn
 

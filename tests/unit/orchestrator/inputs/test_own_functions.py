@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases.samples import build_samples
 
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.functions import source_of
@@ -20,7 +21,6 @@ from slipstream.orchestrator.files.run_folder import RunFolder, keep_sources
 from slipstream.orchestrator.inputs.given_code import check_algorithm_loads
 from slipstream.orchestrator.inputs.own_advantage import own_advantage, try_advantage
 from slipstream.orchestrator.inputs.rows.prompt_rows import first_prompts
-from slipstream.orchestrator.loop.samples import build_samples
 from slipstream.rollout.types import Group, Prompt, Rollout
 
 OWN = """

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cases.samples import build_samples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from slipstream.conf.schema import AlgorithmConfig
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.orchestrator.figures.estimators import is_informative
 from slipstream.orchestrator.loop.advantages import batch_advantages, group_advantages, teacher_term, whitened
-from slipstream.orchestrator.loop.samples import build_samples, denominators_of
+from slipstream.orchestrator.loop.samples import denominators_of
 from slipstream.rollout.types import Group, Prompt, Rollout, Routes
 
 REWARDS = st.lists(st.one_of(st.none(), st.integers(-3, 3).map(float)), min_size=2, max_size=12)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases.samples import build_samples
 from fakes.loop import FakeTeacher, Loop, make_config
 
 from slipstream.conf.schema import AlgorithmConfig, RunConfig, TeacherConfig
 from slipstream.orchestrator.errors import CheckpointError, TrainingStopped
-from slipstream.orchestrator.loop.samples import build_samples
 from slipstream.rollout.types import Group, Judgement, Prompt, Rollout, Turn
 
 TEACHER = TeacherConfig(base_url="http://127.0.0.1:1/v1", model="big")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from itertools import count
 
 import numpy as np
+from cases.samples import build_samples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.conf.schema import AlgorithmConfig
-from slipstream.orchestrator.loop.samples import build_samples, join, mark
+from slipstream.orchestrator.loop.samples import join, mark
 from slipstream.rollout.types import Group, Prompt, Rollout, Routes, Turn
 from slipstream.trainer.types import LossStats
 

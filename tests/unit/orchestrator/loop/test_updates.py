@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from cases.samples import build_samples
 from fakes.loop import Loop, make_config
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from slipstream.conf.schema import AlgorithmConfig, KlEstimator, KlPlace
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.orchestrator.loop.advantages import batch_advantages, group_advantages
 from slipstream.orchestrator.loop.ports import Stopwatch
-from slipstream.orchestrator.loop.samples import advantage_function, build_samples, draft_samples, filled, scored
+from slipstream.orchestrator.loop.samples import advantage_function, draft_samples, filled, scored
 from slipstream.orchestrator.loop.updates import combined, minibatches, score
 from slipstream.rollout.types import Group, Prompt, Rollout, Turn
 from slipstream.trainer.types import OptimStats, Sample, Scores
