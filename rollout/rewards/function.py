@@ -56,7 +56,9 @@ def load_reward(config: RewardPart, section: str = "reward", folder: Path | None
         RewardError: The pattern does not compile or has no group; the function cannot be imported or called.
     """
     function = _shipped(config, section, folder) if ":" not in config.kind else import_function(config.kind, section)
-    return Reward(function, inspect.iscoroutinefunction(function), _is_of_group(function), _source_file(function))
+    return Reward(
+        function, _has_form(inspect.iscoroutinefunction, function), _is_of_group(function), _source_file(function)
+    )
 
 
 def _shipped(config: RewardPart, section: str, folder: Path | None) -> Callable[..., Any]:
@@ -99,6 +101,10 @@ def import_function(kind: str, section: str) -> Callable[..., Any]:
             f"{ours}, but takes {', '.join(foreign)}, as rewards of another library do; docs/coming_from.md has the "
             "few lines that wrap such a function"
         )
+    if inspect.isclass(function):
+        raise RewardError(f"{ours}, and is a class; name a function, or an object with __call__")
+    if _has_form(inspect.isgeneratorfunction, function) or _has_form(inspect.isasyncgenfunction, function):
+        raise RewardError(f"{ours} and return what they are worth, but yields")
     try:
         inspect.signature(function).bind("prompt", "response", {})
     except TypeError as e:
@@ -106,6 +112,11 @@ def import_function(kind: str, section: str) -> Callable[..., Any]:
     except ValueError:
         pass  # built-ins have no signature to check
     return function
+
+
+def _has_form(form: Callable[[object], bool], function: Callable[..., Any]) -> bool:
+    """Whether a function, or the __call__ of an object, is of a form."""
+    return form(function) or form(function.__call__)
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:

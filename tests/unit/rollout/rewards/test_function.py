@@ -27,6 +27,13 @@ def late(prompt, response, fields, completions=None): return 1.0
 class Callable:
     def __call__(self, prompt, response, fields): return 1.0
 made = Callable()
+class Awaited:
+    async def __call__(self, prompt, responses, fields): return [1.0 for _ in responses]
+awaited = Awaited()
+def yields(prompt, response, fields): yield 1.0
+async def yields_soon(prompt, response, fields): yield 1.0
+class Built:
+    def __init__(self, prompt, response, fields): ...
 """
 
 
@@ -52,6 +59,8 @@ def test_a_function_says_by_its_form_how_it_is_called(own: Path, name: str, is_a
 def test_an_object_that_can_be_called_and_what_ships_are_rewards_too(own: Path) -> None:
     made = load_reward(RewardConfig(kind=f"{own}:made"))
     assert (made.is_async, made.is_of_group, made.source) == (False, False, "")
+    awaited = load_reward(RewardConfig(kind=f"{own}:awaited"))
+    assert (awaited.is_async, awaited.is_of_group) == (True, True)
     fields = {"answer": " 4"}
     exact = load_reward(RewardConfig(kind="exact_match"))
     assert exact.function("p", "4 ", fields) == (1.0, "4") and exact.function("p", "5", fields) == (0.0, "5")
@@ -73,6 +82,9 @@ def test_an_object_that_can_be_called_and_what_ships_are_rewards_too(own: Path) 
         ("four", "'four' must take .*missing a required argument: 'needed'"),
         ("verl", "'verl' must take .*but takes data_source, solution_str, ground_truth, as rewards of another library"),
         ("trl", "'trl' must take .*but takes prompts, completions, as rewards of another library do"),
+        ("yields", "'yields' must take .* and return what they are worth, but yields"),
+        ("yields_soon", "'yields_soon' must take .* and return what they are worth, but yields"),
+        ("Built", "'Built' must take .* is a class; name a function, or an object with __call__"),
         ("absent", "has no function 'absent'"),
     ],
 )
