@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
-from cases.layouts import (
-    engine_rank,
-    shard_rows,
-    tiny_checkpoint,
-)
-from slipstream.weight_sync.layout import (
-    SourceLayout,
-    SourceShard,
-)
+from cases.layouts import engine_rank, shard_rows, tiny_checkpoint
+from slipstream.weight_sync.layout import SourceLayout, SourceShard
 from slipstream.weight_sync.plan.tasks import Task
 from slipstream.weight_sync.plan.transfer_plan import TransferPlan
 

@@ -10,15 +10,7 @@ from cases.plans import PROPERTY, all_tasks, small_system
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.weight_sync.layout import (
-    DestLayout,
-    Load,
-    Param,
-    Region,
-    SourceLayout,
-    SourceShard,
-    TensorMeta,
-)
+from slipstream.weight_sync.layout import DestLayout, Load, Param, Region, SourceLayout, SourceShard, TensorMeta
 from slipstream.weight_sync.plan.plan import SHARES_PER_SOURCE, build_plan
 from slipstream.weight_sync.plan.schedule import MIN_SHARED_BYTES
 from slipstream.weight_sync.plan.tasks import MESH_GROUPS

@@ -1,0 +1,139 @@
+"""Options that a resumed run must have as its checkpoint has them, and others."""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases.run_states import make_store, write
+
+from slipstream.conf.schema import (
+    Device,
+    DType,
+    EngineFormat,
+    Init,
+    Match,
+    ModelConfig,
+    Objective,
+    OptimState,
+    Order,
+    RunConfig,
+    RunSection,
+    TrainMode,
+)
+from slipstream.orchestrator.checkpoints.run_checkpoint import fingerprint
+from slipstream.orchestrator.errors import CheckpointError
+from slipstream.orchestrator.files.run_folder import flatten, to_plain
+
+
+def test_other_options_are_refused_and_named_but_length_may_change(tmp_path: Path) -> None:
+    path = write(make_store(tmp_path))
+    longer = RunConfig(run=RunSection(num_steps=9999, eval_every_steps=1))
+    assert make_store(tmp_path, longer).read(path).step == 7
+    config = RunConfig()
+    other = replace(config, trainer=replace(config.trainer, lora=replace(config.trainer.lora, rank=8)))
+    with pytest.raises(CheckpointError, match=r"trainer\.lora\.rank: 16 there, 8 now"):
+        make_store(tmp_path, other).read(path)
+
+
+OTHER: dict[str, Any] = {
+    "model.path": "elsewhere",
+    "model.init": Init.checkpoint,
+    "model.hf_config": {"model_type": "qwen3_moe", "num_experts": 8},
+    "model.dtype": DType.float32,
+    "trainer.numerics.match": Match.transformers,
+    "model.engine_format": EngineFormat.block_fp8,
+    "model.tokenizer": "elsewhere",
+    "trainer.num_ranks": 2,
+    "trainer.ep_size": 2,
+    "trainer.mode": TrainMode.full,
+    "trainer.lora.rank": 8,
+    "trainer.lora.attention_rank": 8,
+    "trainer.lora.expert_rank": 8,
+    "trainer.lora.alpha": 16.0,
+    "trainer.lora.dtype": DType.bfloat16,
+    "trainer.lora.targets": ("attention", "mlp"),
+    "trainer.lora.init_from": "an/adapter",
+    "trainer.train_router": True,
+    "trainer.optim.state": OptimState.int8,
+    "cluster.device": Device.cuda,
+    "algorithm.objective": Objective.sft,
+    "algorithm.sequences_per_step": 32,
+    "algorithm.group_size": 8,
+    "algorithm.groups_per_step": 8,
+    "algorithm.distill_coef": 0.5,
+    "data.path": "elsewhere.jsonl",
+    "data.sources": ("a", "b"),
+    "data.weights": (1.0, 2.0),
+    "data.columns": {"prompt": "question"},
+    "data.chat_template_kwargs": {"enable_thinking": False},
+    "data.stream": True,
+    "data.drop_too_long": True,
+    "data.order": Order.middling,
+    "run.seed": 1,
+    "parity.replay_routing": True,
+}
+"""For each option that a resume must not change, another value than in PLAIN."""
+PLAIN = RunConfig(model=ModelConfig(init=Init.random, hf_config={"model_type": "qwen3_moe"}))
+IN_FINGERPRINT = {
+    "cluster.device": "device",
+    "data.order": "data.curriculum",
+    "trainer.lora.targets": "trainer.lora.experts",
+    "algorithm.distill_coef": "algorithm.distill_coef > 0",
+    "trainer.numerics.match": "model.mla_norm_eps",
+}
+"""Options that have another name there."""
+
+
+def with_option(section: Any, name: str, value: Any) -> Any:
+    """The same options but one. Rules between options are not asked: each is to be refused on its own."""
+    first, _, rest = name.partition(".")
+    other = copy.copy(section)
+    object.__setattr__(other, first, with_option(getattr(section, first), rest, value) if rest else value)
+    return other
+
+
+def test_each_option_that_a_resume_must_not_change_has_a_value_here() -> None:
+    listed = {re.sub(r"^(model\.hf_config)\..*", r"\1", name) for name, _ in flatten(fingerprint(PLAIN))}
+    constant = {"weight_sync.enabled"}  # as in every checkpoint of a run whose policy is published
+    constant |= {"trainer.lora.attention", "trainer.lora.mlp", "model.init_std"}  # parts of options that are listed
+    assert listed - constant == {IN_FINGERPRINT.get(name, name) for name in OTHER}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_resume_with_another_value_is_refused_and_named(tmp_path: Path, name: str) -> None:
+    plain = with_option(PLAIN, "cluster.device", Device.cpu)
+    changed = with_option(plain, name, OTHER[name])
+    for saved, mine in ((plain, changed), (changed, plain)):  # either may have entries that the other lacks
+        path = write(make_store(tmp_path, saved))
+        assert make_store(tmp_path, saved).read(path).step == 7
+        named = re.escape(IN_FINGERPRINT.get(name, name))
+        with pytest.raises(CheckpointError, match=rf"\(.*{named}.*: .* there, .* now"):
+            make_store(tmp_path, mine).read(path)
+
+
+def test_options_that_came_later_are_there_where_they_are_set() -> None:
+    """A checkpoint that was written before such an option says nothing of it, and goes on with its default."""
+    later = ("algorithm.distill_coef", "data.sources", "data.weights", "data.columns", "data.stream",
+             "data.drop_too_long", "data.order")  # fmt: skip
+    plain = fingerprint(PLAIN)
+    assert [plain[IN_FINGERPRINT.get(name, name)] for name in later] == [None] * len(later)
+    for name in later[1:]:
+        named = IN_FINGERPRINT.get(name, name)
+        assert fingerprint(with_option(PLAIN, name, OTHER[name]))[named] == to_plain(OTHER[name])
+    assert fingerprint(with_option(PLAIN, "algorithm.distill_coef", 0.5))["algorithm.distill_coef > 0"] is True
+    assert fingerprint(with_option(PLAIN, "trainer.mode", TrainMode.full))["trainer.lora"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("trainer.optim.lr", 1.0), ("run.num_steps", 3), ("algorithm.clip_low", 0.1), ("algorithm.distill_coef", 0.25)],
+)
+def test_a_resume_may_change_what_no_file_depends_on(tmp_path: Path, name: str, value: float) -> None:
+    distilled = with_option(PLAIN, "algorithm.distill_coef", 0.5)
+    path = write(make_store(tmp_path, distilled))
+    assert make_store(tmp_path, with_option(distilled, name, value)).read(path).step == 7
