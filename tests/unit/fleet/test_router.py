@@ -15,7 +15,7 @@ from slipstream.fleet.errors import NoReplicasLeft
 from slipstream.fleet.replicas import ReplicaState
 from slipstream.fleet.router import KEEP_S, Router
 from slipstream.orchestrator.files.timeline import Activities
-from slipstream.rollout.types import Prompt, Rollout
+from slipstream.rollout.types import ABORTED, Prompt, Rollout
 from slipstream.weight_sync.errors import ReplicaDirty
 
 PROMPT = Prompt(0, (1,), "p")
@@ -130,6 +130,21 @@ async def test_a_response_without_a_token_is_a_failure() -> None:
     worker.generate_group = one_empty  # type: ignore[method-assign]
     with pytest.raises(NoReplicasLeft, match="or one without a token"):
         await router.generate_group(PROMPT, 2)
+
+
+async def test_a_response_that_is_handed_over_without_a_token_is_sampled_on_and_no_failure() -> None:
+    supervisor, (worker,) = supervised(1)
+    router = Router(supervisor, request_timeout_s=60)
+    await serve(supervisor)
+    generate = worker.generate_group
+
+    async def hands_over(prompt: Prompt, n: int, *_: object) -> list[Rollout]:
+        worker.generate_group = generate  # type: ignore[method-assign]
+        return [Rollout([], [], [], "", ABORTED)] * n
+
+    worker.generate_group = hands_over  # type: ignore[method-assign]
+    assert all(rollout.token_ids for rollout in await router.generate_group(PROMPT, 2))
+    assert (router.num_handed_over, router.num_failed_groups) == (2, 0)
 
 
 async def test_groups_are_in_flight_until_they_are_answered_or_have_failed() -> None:

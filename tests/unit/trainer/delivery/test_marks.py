@@ -4,6 +4,7 @@ differ from what was published last, for any cut, order and layout of ranks.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from slipstream.trainer.delivery.merged_source import TrainerWeightSource
 from slipstream.trainer.rank import TrainerRank
 from slipstream.trainer.weights.row_runs import RowRun, Rows
 from slipstream.weight_sync.layout import Region
-from slipstream.weight_sync.merging.merge import marker
+from slipstream.weight_sync.merging.merge import marker, merger
 from slipstream.weight_sync.merging.merge_operands import MergeOperands
 from slipstream.weight_sync.publish.packing import PackedRead
 
@@ -131,6 +132,19 @@ def test_a_convolution_that_lies_permuted_is_written_and_unmarked():
     run.marker(out.transpose(1, 2), marks.transpose(1, 2), {}, ({}, {}))()
     assert torch.equal(out, kernel[1:5].transpose(1, 2))
     assert not marks.any()
+
+
+def test_marks_of_bands_with_more_rows_than_are_merged_at_once_are_those_of_their_rows():
+    """Two bands of 300 rows, the first from row 37 of its A's 400 on; where a row is decides its rounding."""
+    generator = torch.Generator().manual_seed(1)
+    base = torch.randn(2, 300, 6, generator=generator).bfloat16()
+    b, a = torch.randn(2, 300, 3, generator=generator), torch.randn(2, 3, 6, generator=generator)
+    last = MergeOperands(base, b, a, 0.7, first_row=37, rows_a_factor=400, pitch=400, key=12345)
+    before, now, marks = torch.empty_like(base), torch.empty_like(base), torch.zeros(base.shape, dtype=torch.uint8)
+    merger(last, before)()
+    marker(replace(last, b_GRK=b * 1.001), last, now, marks)()
+    assert torch.equal(marks.bool(), now.view(torch.int16) != before.view(torch.int16))
+    assert 0 < marks.sum() < marks.numel()
 
 
 def test_a_zero_that_has_another_sign_is_marked():

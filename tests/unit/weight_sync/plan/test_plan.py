@@ -135,6 +135,13 @@ def test_a_scalar_and_a_dim_of_size_one_cross():
     assert table_of(0, list(plan.tasks[0])).to_wire() == plan.tasks[0].to_wire(), "the same columns from objects"
 
 
+def test_an_engine_rank_that_derives_all_its_parameters_is_sent_nothing():
+    meta, whole = TensorMeta("t", (4,), "float32"), Region((0,), (4,))
+    layout = DestLayout(0, (Param("d", (4,), "float32", PostLoad.derived),), ())
+    plan = build_plan([SourceLayout(0, (meta,), (SourceShard("t", whole),))], [[layout]], max_task_bytes=64)
+    assert (plan.summary().num_tasks, plan.expected) == (0, {(0, 0): {}})
+
+
 def test_sources_may_hold_tensors_of_different_numbers_of_dims():
     shapes = {"scalar": (), "row": (4,), "square": (2, 2)}
     metas = tuple(TensorMeta(name, shape, "float32") for name, shape in shapes.items())
