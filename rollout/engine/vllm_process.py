@@ -24,7 +24,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from slipstream.conf.failures import outcome_of
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import Device
 from slipstream.rollout.crash_reports import death_of_a_child, how_it_ended
@@ -109,10 +108,10 @@ def by_methods(methods: Sequence[str], make: Callable[[], T], *, afterwards: str
     try:
         for method in methods[:-1]:
             os.environ[METHOD_VARIABLE] = method
-            made = outcome_of(make)  # a library that finds itself in a fork may say anything
-            if not isinstance(made, Exception):
-                return made
-            logger.warning("the engine did not start by %s (%s); once more by %s", method, made, methods[-1])
+            try:
+                return make()  # no local: see where the engine is made
+            except Exception as error:  # noqa: BLE001 - whatever a library may say that finds itself in a fork
+                logger.warning("the engine did not start by %s (%s); once more by %s", method, error, methods[-1])
         os.environ[METHOD_VARIABLE] = methods[-1]
         return make()
     finally:
