@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,3 +171,16 @@ def test_an_output_without_room_is_named_and_a_closed_one_is_no_error(buffered: 
         env=environment, stderr=subprocess.PIPE, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_the_locale_cannot_write_is_escaped(tmp_path: Path) -> None:
+    run = tmp_path / "l\u00e4uft"
+    run.mkdir()
+    (run / "config.yaml").write_text("run: {num_steps: 9}")
+    done = subprocess.run(
+        [sys.executable, "-m", "slipstream.orchestrator.cli.main", "status", str(run)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONIOENCODING": "ascii"},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "/l\\xe4uft" in done.stdout
