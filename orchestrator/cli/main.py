@@ -38,9 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     received: list[int] = []
-    if (
-        set_up := getattr(sys.stdout, "reconfigure", None)
-    ) is not None:  # as stderr has it: a name or a response that the locale cannot write
+    # What the locale cannot write of a name or a response is escaped, as Python does on stderr. Not every stream can.
+    if (set_up := getattr(sys.stdout, "reconfigure", None)) is not None:
         set_up(errors="backslashreplace")
     try:
         with wound_down_by_signals() as received:  # also while files are looked at: temporary ones are removed then
