@@ -36,13 +36,17 @@ SURVIVED, UNTESTED = 0, 33
 
 UNIT = "tests/unit"
 MODULES: dict[str, tuple[str, ...]] = {
+    "conf/failures.py": ("conf/test_failures.py",),
     "weight_sync/plan/plan.py": ("weight_sync/plan",),
     "weight_sync/plan/proof.py": ("weight_sync/plan",),
     "weight_sync/plan/proof_rows.py": ("weight_sync/plan",),
     "weight_sync/plan/schedule.py": ("weight_sync/plan",),
     "weight_sync/publish/pipeline.py": ("weight_sync/publish/test_pipeline.py", "weight_sync/publish/test_lanes.py"),
     "weight_sync/publish/lanes.py": ("weight_sync/publish/test_pipeline.py", "weight_sync/publish/test_lanes.py"),
-    "weight_sync/publish/slot_turns.py": ("weight_sync/publish/test_pipeline.py", "weight_sync/publish/test_lanes.py"),
+    "weight_sync/publish/slot_turns.py": (
+        "weight_sync/publish/test_slot_turns.py",
+        "weight_sync/publish/test_lanes.py",
+    ),
     "weight_sync/publish/transaction.py": ("weight_sync/publish/test_transaction.py",),
     "weight_sync/publish/publisher.py": (
         "weight_sync/publish/test_publisher.py",
@@ -78,7 +82,11 @@ MODULES: dict[str, tuple[str, ...]] = {
     "orchestrator/loop/advantages.py": ("orchestrator/loop/test_advantages.py",),
     "orchestrator/loop/samples.py": ("orchestrator/loop/test_advantages.py", "orchestrator/loop/test_distillation.py"),
     "orchestrator/loop/publication.py": ("orchestrator/loop/test_publication.py",),
-    "orchestrator/checkpoints/run_checkpoint.py": ("orchestrator/checkpoints/test_run_checkpoint.py",),
+    "orchestrator/checkpoints/run_checkpoint.py": (
+        "orchestrator/checkpoints/test_run_checkpoint.py",
+        "orchestrator/checkpoints/test_fingerprint.py",
+    ),
+    "orchestrator/checkpoints/manifest.py": ("orchestrator/checkpoints/test_run_checkpoint.py",),
     "rollout/agents/token_tree.py": ("rollout/agents/test_token_tree.py",),
     "rollout/agents/episode.py": ("rollout/agents/test_episode.py",),
     "rollout/branches.py": ("rollout/test_branches.py",),
@@ -88,7 +96,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "rollout/text/plain_template.py": ("rollout/test_chat_template.py",),
     "rollout/text/plain_text.py": ("rollout/test_plain_text.py",),
     "fleet/supervisor.py": ("fleet/test_supervisor.py", "fleet/test_supervisor_restart.py"),
-    "fleet/starts.py": ("fleet/test_supervisor_restart.py",),
+    "fleet/starts.py": ("fleet/test_supervisor_restart.py", "fleet/test_supervisor_recovery.py"),
     "fleet/scaling.py": ("fleet/test_coming_and_going.py", "fleet/test_following.py"),
     "fleet/roster.py": ("fleet/test_supervisor.py", "fleet/test_supervisor_restart.py"),
     "fleet/router.py": ("fleet/test_router.py",),
