@@ -46,7 +46,7 @@ from slipstream.weight_sync.layout import DestLayout, TensorMeta
 from slipstream.weight_sync.record.layout_wire import layouts_digest
 
 POLL_S = 0.05
-PROGRESS_S = 2.0
+PROGRESS_S, SAY_AGAIN_S = 2.0, 30.0
 
 
 class Push:
@@ -87,6 +87,7 @@ class Push:
         self._cleanup = contextlib.ExitStack()
         self._servers: list[ServerProcess] = []
         self._ranks: list[RankProcess] = []
+        self._said, self._said_at_s = "", 0.0
 
     def __enter__(self) -> Push:
         return self
@@ -321,11 +322,15 @@ class Push:
         return time.monotonic() - self._began
 
     def _say(self, num_starting: int) -> None:
+        """How far it is: when that has changed, and now and then."""
         read = sum(rank.num_bytes_read.value for rank in self._ranks) / 1e9
-        words = [f"{self._elapsed():6.1f} s  {f'read {read:.2f} GB' if read else 'readers start'}"]
+        said = f"read {read:.2f} GB" if read else "readers start"
         if self._servers:
-            words.append(f"engines up {len(self._servers) - num_starting} of {len(self._servers)}")
-        sys.stderr.write(", ".join(words) + "\n")
+            said += f", engines up {len(self._servers) - num_starting} of {len(self._servers)}"
+        now_s = self._elapsed()
+        if said != self._said or now_s - self._said_at_s >= SAY_AGAIN_S:
+            self._said, self._said_at_s = said, now_s
+            sys.stderr.write(f"{now_s:6.1f} s  {said}\n")
 
 
 def run_push(options: PushOptions, *, as_json: bool, stay: bool) -> None:
