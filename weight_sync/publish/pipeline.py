@@ -271,7 +271,6 @@ class Pipeline:
             for entries in slots.entries.values():
                 sums.add(entries.columns, entries.sizes, hashes[entries.packets])
         finally:
-            tracer.finish()
             self._source.end()
         return sums
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
 from fakes.fleet import FakeFleet
 from fakes.loop import FakeWorker, World, outcome
 
+from slipstream.fleet import roster, scaling
 from slipstream.fleet.errors import FleetRefusal, NoReplicasLeft
 from slipstream.fleet.fleet_log import FleetEvent
 from slipstream.fleet.replicas import ReplicaState
@@ -45,8 +47,10 @@ class Fleet(FakeFleet):
 
 @pytest.mark.parametrize("max_restarts", [0, 1])
 async def test_further_workers_read_from_a_peer_and_serve_and_the_trainer_meets_them_at_the_next_publish(
-    max_restarts: int,
+    max_restarts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for module, now in ((scaling, 50.0), (roster, 57.5)):
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: 0.0, monotonic=lambda now=now: now))
     fleet = Fleet(1, max_restarts=max_restarts)
     await fleet.publish(7)
     fleet.gate.clear()
@@ -64,6 +68,7 @@ async def test_further_workers_read_from_a_peer_and_serve_and_the_trainer_meets_
     await fleet.supervisor.settle([outcome(True)] * 3)
     assert [replica.name for replica in (await fleet.supervisor.hold()).joining] == ["rollout-1"]
     assert fleet.events(1) == [E.joining, E.process_up, E.up, E.read, E.serving]
+    assert fleet.rows[-1].facts == {"start_s": 7.5}
     assert (fleet.supervisor.starts.num_restarts, fleet.supervisor.roster.recoveries) == (0, []), "nothing has failed"
 
 

@@ -71,8 +71,9 @@ def test_the_newest_that_waits_is_sent_and_what_is_being_sent_stays_on_disk(
     assert remote.steps() == [4]
     assert record_of(checkpoints) == {"url": remote.url, "step": 4, "problem": ""}
     alone = CheckpointStore(checkpoints.folder, keep=1, options={})
-    alone.begin_sending()
-    assert not (checkpoints.folder / "remote.json").exists(), "it is sent nowhere any more"
+    for _ in range(2):  # the second time there is no record to remove
+        alone.begin_sending()
+        assert not (checkpoints.folder / "remote.json").exists(), "it is sent nowhere any more"
 
 
 def test_a_spared_checkpoint_stays_there_too(checkpoints: CheckpointStore, remote: ObjectStore) -> None:

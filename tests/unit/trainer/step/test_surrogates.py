@@ -122,10 +122,12 @@ def test_clips_by_hand():
 
 
 def test_cispo_by_hand():
-    """The clipped ratio weighs the log-probability, whatever the sign of the advantage."""
+    """The clipped ratio weighs the log-probability, whatever the sign of the advantage; bounds are inside."""
     tokens = one_by_one([0.5, 0.5, 1.5, 1.0], [1, -1, 2, 1], old=[-1.0, -2.0, -3.0, -4.0])
     logprobs = tokens.logprobs_N.requires_grad_()
-    found = LOSSES["cispo"](tokens, AlgorithmConfig(loss="cispo", clip_low=0.25, clip_high=0.25))
+    algorithm = AlgorithmConfig(loss="cispo", clip_low=0.25, clip_high=0.25)
+    found, at_bounds = (LOSSES["cispo"](some, algorithm) for some in (tokens, one_by_one([0.75, 1.25], [1, 1])))
+    assert not at_bounds.is_clipped_low_N.any() and not at_bounds.is_clipped_high_N.any()
     weights = torch.tensor([0.75, -0.75, 2.5, 1.0], dtype=torch.float64)
     assert found.loss_N.tolist() == pytest.approx((-weights * logprobs.detach()).tolist())
     assert torch.autograd.grad(found.loss_N.sum(), logprobs)[0].tolist() == pytest.approx((-weights).tolist())

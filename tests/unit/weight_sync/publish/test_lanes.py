@@ -328,8 +328,18 @@ def test_a_failed_write_is_closed_alone_and_nobody_elses_time_runs_meanwhile(mon
     assert (result.report.write_s[0], result.report.write_s[2]) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("enter", [SharedLock.writing, SharedLock.alone])
-def test_nobody_writes_or_closes_while_a_failed_write_is_closed(enter: Callable[[SharedLock], Any]) -> None:
+@pytest.mark.parametrize(
+    ("hold", "enter"),
+    [
+        (SharedLock.alone, SharedLock.writing),
+        (SharedLock.alone, SharedLock.alone),
+        (SharedLock.writing, SharedLock.alone),
+    ],
+)
+def test_whoever_closes_a_failed_write_is_alone_and_the_next_one_enters_at_once(
+    hold: Callable[[SharedLock], Any], enter: Callable[[SharedLock], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_turns, "WAIT_LOG_S", 3600.0)
     lock, has_entered = SharedLock(), threading.Event()
 
     def work() -> None:
@@ -337,7 +347,7 @@ def test_nobody_writes_or_closes_while_a_failed_write_is_closed(enter: Callable[
             has_entered.set()
 
     other = threading.Thread(target=work, daemon=True)
-    with lock.alone():
+    with hold(lock):
         other.start()
         assert not has_entered.wait(timeout=0.2)
     assert has_entered.wait(timeout=60)
