@@ -86,6 +86,10 @@ def _version() -> str:
 
 
 def _dispatch(words: list[str]) -> int:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError("the working folder has been removed; cd into one that is there") from error
     command, rest = (words[0], words[1:]) if words else ("--help", [])
     if command in ("--help", "-h", "help") and rest:  # `help train trainer.lora` is `train --help trainer.lora`
         command, rest = rest[0], ["--help", *rest[1:]]

@@ -451,3 +451,13 @@ def test_mistakes_before_any_option(words: list[str], message: str, capsys: pyte
     assert err.startswith("error: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_a_working_folder_that_is_gone_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["train", "experiment=quickstart", "--dry-run"]) == 2
+    assert capsys.readouterr().err == "error: the working folder has been removed; cd into one that is there\n"
