@@ -298,8 +298,9 @@ def case_weighted_sum(device: str) -> None:
             for mode in CombineMode:
                 formats = itertools.product((weights, None), (dtype, torch.float32))
                 for one, out_dtype in [each for k, each in enumerate(formats) if is_tried(device, i, j, k // 2, k)]:
-                    mine = weighted_sum_triton(rows, one, row_of_choice, mode, out_dtype)
-                    wanted = weighted_sum_torch(rows, one, row_of_choice, mode, out_dtype)
+                    mine, wanted = (rows.new_empty(num_tokens, H, dtype=out_dtype) for _ in range(2))
+                    weighted_sum_triton(rows, one, row_of_choice, mode, mine)
+                    weighted_sum_torch(rows, one, row_of_choice, mode, wanted)
                     assert_near(mine, wanted, f"{mode} {dtype} {out_dtype}")
                     assert not mine[0].any()
 

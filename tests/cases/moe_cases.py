@@ -26,18 +26,18 @@ WAYS = [
 """Whether all is trained; what travels; gathered.BOUND_BYTES."""
 
 
-def _drops_one(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _drops_one(out: Tensor, rows: Tensor, group: dist.ProcessGroup, *more: Any) -> Any:
     """The last rank's partial sums get lost."""
-    return _all_to_all(rows * (group.rank() < group.size() - 1), group)
+    return _all_to_all(out, rows * (group.rank() < group.size() - 1), group, *more)
 
 
-def _swaps_peers(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Partial sums go to the next rank."""
-    return _all_to_all(rows.roll(rows.shape[0] // group.size(), 0), group)
+def _swaps_tokens(out: Tensor, rows: Tensor, group: dist.ProcessGroup, *more: Any) -> Any:
+    """Partial sums go to the next token."""
+    return _all_to_all(out, rows.roll(1, 0), group, *more)
 
 
 _all_to_all = gathered._all_to_all
-FAULTS = {"dropped": _drops_one, "swapped": _swaps_peers}
+FAULTS = {"dropped": _drops_one, "swapped": _swaps_tokens}
 """In the exchange of partial sums."""
 
 
@@ -102,10 +102,10 @@ def run(
     x, weights, ids, grad_out = make_batch(experts.compute_dtype)  # type: ignore[arg-type]
     x, weights = x.detach()[rows].requires_grad_(), weights.detach()[rows].requires_grad_()
     if group is None or most_tokens is None:
-        plan = plan_dispatch(ids[rows], NUM_EXPERTS, group, shares)
+        plan, receive_x = plan_dispatch(ids[rows], NUM_EXPERTS, group, shares), None
     else:
-        plan = plan_gathered(ids[rows], weights, group, shares or equal_shares(group.size()), most_tokens, row_bytes=1)
-    out = experts(x, weights, plan)
+        plan, receive_x = plan_gathered(x, ids[rows], weights, group, shares or equal_shares(group.size()), most_tokens)
+    out = experts(x, weights, plan, receive_x=receive_x)
     out.backward(grad_out[rows])
     grads = {name: p.grad for name, p in experts.named_parameters() if p.grad is not None}
     assert x.grad is not None and weights.grad is not None

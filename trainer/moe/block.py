@@ -73,23 +73,25 @@ class MoeBlock(nn.Module):
         Args:
             most_tokens: The largest T of the ep_ranks; None: they did not tell each other, so that rows travel.
         """
-        plan = self._plan(x_TH, weights_TK, experts_TK, most_tokens)
+        plan, receive_x = self._plan(x_TH, weights_TK, experts_TK, most_tokens)
         again = recomputation(x_TH)
-        return self.experts(x_TH, weights_TK, plan, again, keep_gate_up, adapted=adapted, merged=merged)
+        return self.experts(
+            x_TH, weights_TK, plan, again, keep_gate_up, adapted=adapted, merged=merged, receive_x=receive_x
+        )
 
     def _plan(
         self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, most_tokens: int | None
-    ) -> Dispatch | Gathered:
+    ) -> tuple[Dispatch | Gathered, Callable[[], tuple[Tensor, Tensor]] | None]:
+        """The tokens' way to the experts; and if they are under way, what its `sending` returns."""
         group = self.ep_group
         if (
             group is None
             or most_tokens is None
             or not gathers(group.size(), experts_TK.shape[1], self.experts.combine_mode)
         ):
-            return plan_dispatch(experts_TK, self.num_experts, group, self.shares)
+            return plan_dispatch(experts_TK, self.num_experts, group, self.shares), None
         shares = list(self.shares or [self.num_experts // group.size()] * group.size())
-        row_bytes = x_TH.shape[1] * x_TH.element_size()
-        return plan_gathered(experts_TK, weights_TK, group, shares, most_tokens, row_bytes)
+        return plan_gathered(x_TH, experts_TK, weights_TK, group, shares, most_tokens)
 
     def combined(self, routed_TH: Tensor, shared_TH: Tensor | None = None) -> Tensor:
         """What the block adds to the residual stream, every step rounded."""

@@ -95,33 +95,38 @@ class Dispatch:
         received = _all_to_all(weights_S, exchange.send_splits, exchange.receive_splits, exchange.group)()
         return received[exchange.by_expert_R]
 
-    def combined(
+    def combining(
         self,
         rows_SH: Tensor,
         weights_TK: Tensor | None,
         mode: CombineMode = CombineMode.fp32_once,
         sum_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """Bring rows in expert order back to their tokens' rank and sum those of each token: [T, H] in their dtype.
+    ) -> Callable[[], Tensor]:
+        """Start to bring rows in expert order back to their tokens' rank.
 
         Args:
             rows_SH: Not held by the caller, they end as soon as they are sorted for sending.
             weights_TK, mode: As in weighted_sum.
             sum_dtype: Of partial sums; here there are none.
+
+        Returns:
+            A function that waits for it and sums the rows of each token: [T, H] in their dtype. Call it once.
         """
         exchange = self.exchange
-        if exchange is not None:
-            rows_SH = gather_rows(rows_SH, exchange.by_sender_R)
-            rows_SH = _all_to_all(rows_SH, exchange.receive_splits, exchange.send_splits, exchange.group)()
-        return weighted_sum(rows_SH, weights_TK, self.row_of_choice_TK, mode)
+        if exchange is None:
+            out_TH = weighted_sum(rows_SH, weights_TK, self.row_of_choice_TK, mode)
+            return lambda: out_TH
+        rows_SH = gather_rows(rows_SH, exchange.by_sender_R)
+        wait = _all_to_all(rows_SH, exchange.receive_splits, exchange.send_splits, exchange.group)
+        return lambda: weighted_sum(wait(), weights_TK, self.row_of_choice_TK, mode)
 
-    def weights_gradient(self, dw_S: Tensor) -> Tensor:
-        """[T, K], of values in expert order."""
+    def weights_gradient(self, dw_S: Tensor) -> Callable[[], Tensor]:
+        """Start to bring values in expert order back. Returns a function that waits for them: [T, K]."""
         exchange = self.exchange
-        if exchange is not None:
-            dw_S = dw_S[exchange.by_sender_R]
-            dw_S = _all_to_all(dw_S, exchange.receive_splits, exchange.send_splits, exchange.group)()
-        return dw_S[self.row_of_choice_TK]
+        if exchange is None:
+            return lambda: dw_S[self.row_of_choice_TK]
+        wait = _all_to_all(dw_S[exchange.by_sender_R], exchange.receive_splits, exchange.send_splits, exchange.group)
+        return lambda: wait()[self.row_of_choice_TK]
 
 
 @torch.no_grad()

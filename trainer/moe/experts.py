@@ -90,13 +90,14 @@ class Experts(Adapted):
         *,
         adapted: bool = True,
         merged: tuple[Tensor, Tensor] | None = None,
+        receive_x: Callable[[], tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:
         """[T, H] tokens, their routing weights and their way to the experts -> [T, H].
 
         A rank without rows still joins every exchange and gives every parameter a gradient.
 
         Args:
-            keep_gate_up: as in routed_experts.
+            keep_gate_up, receive_x: as in routed_experts.
             merged: weights with the adapters in them, to compute with instead of both.
         """
         adapters: tuple[Tensor | None, ...] = (None, None, None, None)
@@ -106,4 +107,4 @@ class Experts(Adapted):
             scale = self.lora.scale
         base = (*(merged or (self.gate_up_proj, self.down_proj)), self.gate_up_bias, self.down_bias)
         call = ExpertCall(self.activation, scale, self.backend, self.combine_mode, self.packed)
-        return routed_experts(x_TH, weights_TK, base, adapters, plan, call, x_again, keep_gate_up)
+        return routed_experts(x_TH, weights_TK, base, adapters, plan, call, x_again, keep_gate_up, receive_x)

@@ -3,6 +3,8 @@
     tokens [T] --all-gather--> tokens of all ranks [N] --choices of own experts, sorted--> rows [S] --experts--> rows
     rows --sum of each token's--> partial sums [N] --all-to-all--> partial sums by rank [R, T] --sum--> tokens [T]
 
+No exchange is waited for at once: choices are sorted while tokens travel, own tokens summed while others' sums do.
+
 A token that each of R ranks has an expert for travels R - 1 times, and not once per choice; its partial sums come back,
 and not its rows. Every rank gets also the tokens that it has no expert for, so this is for groups of no more ranks than
 a token has experts (`gathers`), where few are.
@@ -11,9 +13,9 @@ All sizes are known to the host: R ranks have R x M rows, of which each rank's o
 How many rows own experts get stays on the device where memory for all choices of all tokens is small (BOUND_BYTES), and
 the host does not wait; else it reads that one number.
 
-Owns the exchange and the order of sums: choices of a rank in float32, in the order of the router, then ranks in their
-order. So a sum may differ in its last bit from that of one rank, whose choices are all summed in the order of the
-router. An expert's rows are in the order of senders, then of tokens, as they would be on one rank.
+Owns the exchange and the order of sums: choices of a rank in float32, in the order of the router, then other ranks in
+their order, then this one. So a sum may differ in its last bit from that of one rank, whose choices are all summed in
+the order of the router. An expert's rows are in the order of senders, then of tokens, as they would be on one rank.
 
 Shapes: T tokens of this rank, M of the rank that has most, N = R M, K choices of a token, S rows.
 """
@@ -75,27 +77,51 @@ class Gathered:
         """As `Dispatch.weights_of_rows`; they came with the plan."""
         return self.weights_NK.flatten()[self.choice_of_row_S]
 
-    def combined(
+    def combining(
         self,
         rows_SH: Tensor,
         weights_TK: Tensor | None,
         mode: CombineMode = CombineMode.fp32_once,
         sum_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """As `Dispatch.combined`; partial sums travel in sum_dtype."""
-        dtype, num_ranks = rows_SH.dtype, self.group.size()
-        weights_NK = None if weights_TK is None else self.weights_NK
-        rows_SH = weighted_sum(rows_SH, weights_NK, self.row_of_choice_NK, mode, sum_dtype)  # frees what it was given
-        rows_SH = _all_to_all(rows_SH, self.group)
-        tokens_T = torch.arange(self.num_tokens, device=rows_SH.device)
-        starts_R = torch.arange(num_ranks, device=rows_SH.device) * self.most_tokens
-        return weighted_sum(rows_SH, None, tokens_T[:, None] + starts_R, out_dtype=dtype)
+    ) -> Callable[[], Tensor]:
+        """As `Dispatch.combining`; partial sums travel in sum_dtype, while those of own tokens are made."""
+        dtype, num_ranks, num_others = rows_SH.dtype, self.group.size(), len(self.weights_NK) - self.most_tokens
+        (own_TK, others), (own_weights_TK, weights) = self._split(self.row_of_choice_NK), self._split(self.weights_NK)
+        if weights_TK is None:
+            own_weights_TK = weights = None
+        sent = weighted_sum(rows_SH, weights, others, mode, sum_dtype)
+        parts_NH = sent.new_empty(num_ranks * self.most_tokens, sent.shape[1])
+        splits = [self.most_tokens] * num_ranks
+        splits[self.group.rank()] = 0
+        wait = _all_to_all(parts_NH[:num_others], sent, self.group, splits)
+        out_TH = parts_NH[num_others : num_others + self.num_tokens]
+        weighted_sum(rows_SH, own_weights_TK, own_TK, mode, out_TH=out_TH)
 
-    def weights_gradient(self, dw_S: Tensor) -> Tensor:
+        def summed() -> Tensor:
+            wait()
+            tokens_T = torch.arange(self.num_tokens, device=parts_NH.device)
+            starts_R = torch.arange(num_ranks, device=parts_NH.device) * self.most_tokens
+            return weighted_sum(parts_NH, None, tokens_T[:, None] + starts_R, out_dtype=dtype)
+
+        return summed
+
+    def _split(self, of_choices_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """What is of this rank's tokens, and what of other ranks', in their order."""
+        first = self.group.rank() * self.most_tokens
+        after = of_choices_NK[first + self.most_tokens :]
+        others = torch.cat([of_choices_NK[:first], after]) if first and len(after) else of_choices_NK[:first]
+        return of_choices_NK[first : first + self.num_tokens], others if first else after
+
+    def weights_gradient(self, dw_S: Tensor) -> Callable[[], Tensor]:
         """As `Dispatch.weights_gradient`."""
         dw_NK = torch.cat([dw_S, dw_S.new_zeros(1)])[self.row_of_choice_NK]  # -1: the last
-        dw_RMK = _all_to_all(dw_NK, self.group).unflatten(0, (self.group.size(), -1))
-        return dw_RMK[:, : self.num_tokens].sum(0)
+        wait = _all_to_all(received_NK := torch.empty_like(dw_NK), dw_NK, self.group)
+
+        def summed() -> Tensor:
+            wait()
+            return received_NK.unflatten(0, (self.group.size(), -1))[:, : self.num_tokens].sum(0)
+
+        return summed
 
 
 def gathers(num_ranks: int, top_k: int, mode: CombineMode) -> bool:
@@ -108,37 +134,43 @@ def gathers(num_ranks: int, top_k: int, mode: CombineMode) -> bool:
 
 @torch.no_grad()
 def plan_gathered(
+    x_TH: Tensor,
     experts_TK: Tensor,
     weights_TK: Tensor,
     group: dist.ProcessGroup,
     shares: list[int],
     most_tokens: int,
-    row_bytes: int,
-) -> Gathered:
-    """Gather choices and weights, and sort those of own experts.
+) -> tuple[Gathered, Callable[[], tuple[Tensor, Tensor]]]:
+    """Gather choices and weights, and sort those of own experts while tokens travel.
 
     Args:
+        x_TH: The tokens.
         experts_TK: The expert of each choice.
         group: The ep_ranks.
         shares: Experts of each ep_rank, in order.
         most_tokens: The largest T of the group.
-        row_bytes: Of a token.
+
+    Returns:
+        The plan, and what its `sending` of x_TH would return.
     """
     num_tokens, top_k = experts_TK.shape
     assert num_tokens <= most_tokens, f"{num_tokens} tokens, of at most {most_tokens}"
     num_local = shares[group.rank()]
     numbers_TK = experts_TK.to(torch.int32) + 1  # 0: padding
     sent = torch.cat([numbers_TK, weights_TK.to(torch.float32).view(torch.int32)], 1)
-    received = _all_gather(_padded(sent, most_tokens), group)()
+    receive = _all_gather(_padded(sent, most_tokens), group)
+    receive_x = _all_gather(_padded(x_TH, most_tokens), group)
+    received = receive()
     weights_NK = received[:, top_k:].view(torch.float32).contiguous()
     order, rows_NK = own_rows(received[:, :top_k].long() - 1, sum(shares[: group.rank()]), num_local)
     counts_E, ends_E = order.counts_E[:-1], order.ends_E[:-1]
     choices, tokens, num_rows = order.choice_of_row_S, order.token_of_row_S, rows_NK.numel()
-    if num_rows * row_bytes > BOUND_BYTES:
+    if num_rows * x_TH.shape[1] * x_TH.element_size() > BOUND_BYTES:
         num_rows = int(ends_E[-1])
         choices, tokens = choices[:num_rows].clone(), tokens[:num_rows].clone()
     groups = RowGroups(counts_E, num_rows, ends_E, expected_rows=rows_NK.numel() * num_local // sum(shares))
-    return Gathered(group, num_tokens, most_tokens, choices, tokens, rows_NK, weights_NK, groups)
+    plan = Gathered(group, num_tokens, most_tokens, choices, tokens, rows_NK, weights_NK, groups)
+    return plan, lambda: (receive_x(), tokens)
 
 
 def own_rows(experts_NK: Tensor, first: int, num_local: int) -> tuple[ExpertOrder, Tensor]:
@@ -170,7 +202,10 @@ def _all_gather(rows: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     return wait
 
 
-def _all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out = torch.empty_like(rows)
-    dist.all_to_all_single(out, rows, group=group)
-    return out
+def _all_to_all(
+    out: Tensor, rows: Tensor, group: dist.ProcessGroup, splits: list[int] | None = None
+) -> Callable[[], object]:
+    """Start it. Returns a function that waits for it."""
+    work = dist.all_to_all_single(out, rows, splits, splits, group=group, async_op=True)
+    assert work is not None
+    return work.wait

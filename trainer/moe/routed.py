@@ -84,6 +84,7 @@ def routed_experts(
     call: ExpertCall,
     x_again: Callable[[], Tensor] | None = None,
     keep_gate_up: Callable[[Tensor], object] | None = None,
+    receive_x: Callable[[], tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor:
     """Send every token through its experts.
 
@@ -98,11 +99,12 @@ def routed_experts(
         x_again: computes x_TH in the backward pass, and GU (2I numbers per row) is computed from it; None: both are
             saved.
         keep_gate_up: called with GU, which is saved then even if x is computed again.
+        receive_x: what plan.sending(x_TH) returned; None: it was not called.
 
     Returns:
         out_TH in x's dtype.
     """
-    return _RoutedExperts.apply(x_TH, weights_TK, *base, *adapters, plan, call, x_again, keep_gate_up)
+    return _RoutedExperts.apply(x_TH, weights_TK, *base, *adapters, plan, call, x_again, keep_gate_up, receive_x)
 
 
 class _RoutedExperts(torch.autograd.Function):
@@ -123,13 +125,14 @@ class _RoutedExperts(torch.autograd.Function):
         call: ExpertCall,
         x_again: Callable[[], Tensor] | None,
         keep_gate_up: Callable[[Tensor], object] | None,
+        receive_x: Callable[[], tuple[Tensor, Tensor]] | None,
     ) -> Tensor:
         groups = plan.groups
         stored = (a_gate_up, b_gate_up, a_down, b_down)
         a_gate_up, b_gate_up, a_down, b_down = (_narrowed(x, x_TH.dtype, groups) for x in stored)
         inner = _inner_adapter(a_down, b_gate_up, call.scale)
         wgu, wd = call.weights(gate_up, down, x_TH.dtype, Towards.output)
-        rows, source = plan.sending(x_TH)()
+        rows, source = (receive_x or plan.sending(x_TH))()
         if a_gate_up is None:
             rows, xa = gather_rows(rows, source, groups.ends_E), None
         else:
@@ -146,12 +149,12 @@ class _RoutedExperts(torch.autograd.Function):
         weights_left: Tensor | None = weights_TK.contiguous()
         if call.weighs_in_product:
             more["weights_S"], weights_left = plan.weights_of_rows(weights_TK), None
-        out_TH = plan.combined(  # no variable holds the product, so it is freed as soon as it was read
+        out_TH = plan.combining(  # no variable holds the product, so it is freed as soon as it was read
             grouped_product(h, wd.transpose(1, 2), groups, call.backend, **more),
             weights_left,
             call.mode,
             torch.promote_types(x_TH.dtype, torch.float32),
-        )
+        )()
         ctx.call, ctx.x_again = call, x_again
         ctx.adapter_dtypes = [None if factor is None else factor.dtype for factor in stored]
         of_plan, ctx.plan_of = plan.taken_apart()
@@ -168,15 +171,17 @@ class _RoutedExperts(torch.autograd.Function):
         call: ExpertCall = ctx.call
         plan: Dispatch | Gathered = ctx.plan_of(*of_plan)
         groups, dtype = plan.groups, dout_TH.dtype
+        receive_g = plan.sending(dout_TH.contiguous())  # runs while x is computed again
         x_TH = ctx.x_again() if x_TH is None else x_TH
         _, _, does_gate_up, does_down, does_gate_up_bias, does_down_bias, *others = ctx.needs_input_grad
         does_adapt = any(others[: len(ctx.adapter_dtypes)])
         inner = _inner_adapter(a_down, b_gate_up, call.scale)
         wgu, wd = call.weights(gate_up, down, dtype, Towards.input)
 
-        w_R = plan.weights_of_rows(weights_TK)
-        received_g, source = plan.sending(dout_TH.contiguous())()
         receive_x = plan.sending(x_TH)  # runs during the products of g
+        w_R = plan.weights_of_rows(weights_TK)
+        received_g, source = receive_g()
+        del receive_g
         db = g_dot_bias = None
         if b_down is None and down_bias is None:
             g = gather_rows(received_g, source, groups.ends_E)
@@ -204,16 +209,17 @@ class _RoutedExperts(torch.autograd.Function):
         del gu, dh
         if g_dot_bias is not None:
             dw_R = dw_R + g_dot_bias
+        receive_dw = plan.weights_gradient(dw_R)
 
         grads: dict[str, Tensor] = {}
         of_a_gate_up, of_b_gate_up, of_a_down, of_b_down = ctx.adapter_dtypes
         if does_adapt:
             assert db is not None and hw is not None
             grads["a_down"] = low_rank_gradient(db, hw, groups, torch.empty_like(a_down, dtype=of_a_down))
-        hw = hw if does_down else None  # hw and dx are the largest: free hw before dx is made, make dx before gradients
+        hw = hw if does_down else None  # as large as dx, which is made next, and travels while gradients are made
 
         a_turned = None if a_gate_up is None else a_gate_up.transpose(1, 2)
-        dx_TH = plan.combined(  # no variable holds the product, as in forward
+        receive_dx = plan.combining(  # no variable holds the product, as in forward
             grouped_product(dgu, wgu, groups, call.backend, low_SR=dba, p_ENR=a_turned), None
         )
 
@@ -237,9 +243,8 @@ class _RoutedExperts(torch.autograd.Function):
         if down_bias is not None and does_down_bias:
             grads["down_bias"] = torch.empty_like(down_bias)
             low_rank_gradient(w_R.to(dtype)[:, None], received_g, groups, grads["down_bias"][:, None], source_S=source)
-        dw_TK = plan.weights_gradient(dw_R)
         names = ("gate_up", "down", "gate_up_bias", "down_bias", "a_gate_up", "b_gate_up", "a_down", "b_down")
-        return dx_TH, dw_TK, *(grads.get(name) for name in names), None, None, None, None
+        return receive_dx(), receive_dw(), *(grads.get(name) for name in names), *[None] * 5
 
 
 def _narrowed(factor: Tensor | None, dtype: torch.dtype, groups: RowGroups) -> Tensor | None:

@@ -25,32 +25,31 @@ from slipstream.trainer.kernels.launch import cdiv, next_power_of_2, programs
 
 
 def weighted_sum_torch(
-    rows_SH: Tensor, weights_TK: Tensor | None, row_of_choice_TK: Tensor, mode: CombineMode, out_dtype: torch.dtype
+    rows_SH: Tensor, weights_TK: Tensor | None, row_of_choice_TK: Tensor, mode: CombineMode, out_TH: Tensor
 ) -> Tensor:
     """The definition of `weighted_sum`."""
     rows_SH = torch.cat([rows_SH, rows_SH.new_zeros(1, rows_SH.shape[1])])  # row -1
     wide = torch.promote_types(rows_SH.dtype, torch.float32)
     does_round_products, does_round_sums = _roundings(mode)
     shape = (row_of_choice_TK.shape[0], rows_SH.shape[1])
-    out_TH = torch.zeros(shape, dtype=wide, device=rows_SH.device)
+    sums_TH = torch.zeros(shape, dtype=wide, device=rows_SH.device)
     for choice in range(row_of_choice_TK.shape[1]):
         product = rows_SH[row_of_choice_TK[:, choice]].to(wide)
         if weights_TK is not None:
             product = product * weights_TK[:, choice, None].to(wide)
         if does_round_products:
             product = product.to(rows_SH.dtype).to(wide)
-        out_TH += product
+        sums_TH += product
         if does_round_sums:
-            out_TH = out_TH.to(rows_SH.dtype).to(wide)
-    return out_TH.to(out_dtype)
+            sums_TH = sums_TH.to(rows_SH.dtype).to(wide)
+    return out_TH.copy_(sums_TH)
 
 
 def weighted_sum_triton(
-    rows_SH: Tensor, weights_TK: Tensor | None, row_of_choice_TK: Tensor, mode: CombineMode, out_dtype: torch.dtype
+    rows_SH: Tensor, weights_TK: Tensor | None, row_of_choice_TK: Tensor, mode: CombineMode, out_TH: Tensor
 ) -> Tensor:
     """The same as weighted_sum_torch, by a kernel."""
     (num_tokens, top_k), num_columns = row_of_choice_TK.shape, rows_SH.shape[1]
-    out_TH = rows_SH.new_empty(num_tokens, num_columns, dtype=out_dtype)
     does_round_products, does_round_sums = _roundings(mode)
     if num_tokens:
         block = min(1024, next_power_of_2(num_columns))
@@ -68,6 +67,7 @@ def weighted_sum(
     row_of_choice_TK: Tensor,
     mode: CombineMode = CombineMode.fp32_once,
     out_dtype: torch.dtype | None = None,
+    out_TH: Tensor | None = None,
 ) -> Tensor:
     """Sum each token's rows.
 
@@ -76,6 +76,7 @@ def weighted_sum(
         weights_TK: contiguous; None: all one.
         row_of_choice_TK: int64, contiguous; the row of choice (t, k), or -1. Rows are sorted by expert.
         out_dtype: of the sums; None: that of rows.
+        out_TH: where they are written, contiguous; None: in new memory.
 
     Returns:
         [T, H].
@@ -84,7 +85,10 @@ def weighted_sum(
         row_of_choice_TK, order_TK = row_of_choice_TK.sort(-1)
         weights_TK = None if weights_TK is None else weights_TK.gather(1, order_TK)
     implementation = weighted_sum_triton if rows_SH.is_cuda else weighted_sum_torch
-    return implementation(rows_SH, weights_TK, row_of_choice_TK, mode, out_dtype or rows_SH.dtype)
+    if out_TH is None:
+        shape = (row_of_choice_TK.shape[0], rows_SH.shape[1])
+        out_TH = rows_SH.new_empty(shape, dtype=out_dtype or rows_SH.dtype)
+    return implementation(rows_SH, weights_TK, row_of_choice_TK, mode, out_TH)
 
 
 def _roundings(mode: CombineMode) -> tuple[bool, bool]:

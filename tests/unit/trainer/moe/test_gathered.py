@@ -52,7 +52,7 @@ def test_every_choice_is_one_ranks_and_their_sums_add_up(drawn: tuple[list[int],
 def test_more_tokens_than_the_ranks_agreed_on_are_refused() -> None:
     group: Any = None
     with pytest.raises(AssertionError, match="5 tokens, of at most 4"):
-        plan_gathered(torch.zeros(5, 2, dtype=torch.int64), torch.zeros(5, 2), group, [1, 1], 4, row_bytes=1)
+        plan_gathered(torch.zeros(5, 8), torch.zeros(5, 2, dtype=torch.int64), torch.zeros(5, 2), group, [1, 1], 4)
 
 
 @pytest.mark.parametrize(

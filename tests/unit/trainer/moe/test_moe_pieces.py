@@ -96,8 +96,8 @@ def test_rows_are_sorted_by_expert_and_come_back():
         tokens = plan.token_of_row_S[places]
         assert torch.equal(tokens, tokens.sort().values)  # stable
     assert torch.equal(rows[plan.row_of_choice_TK], x[:, None].expand(6, 3, 2))
-    assert torch.equal(plan.combined(rows, None), 3 * x)
-    assert torch.equal(plan.weights_gradient(rows[:, 0]), x[:, :1].expand(6, 3))
+    assert torch.equal(plan.combining(rows, None)(), 3 * x)
+    assert torch.equal(plan.weights_gradient(rows[:, 0])(), x[:, :1].expand(6, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
