@@ -131,6 +131,11 @@ def take_device(device: str, rank: int) -> torch.device:
     return torch.device("cpu")
 
 
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The host's tensor there. The host does not wait: neither for the copy nor for what the device does before it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def device_bytes(device: torch.device) -> int:
     """Memory of a GPU, or of this machine."""
     if device.type == "cuda":

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.trainer.parallel import on_device
+
 LONG = 1024
 """In tokens: a sequence of this length fills the device by itself."""
 
@@ -65,9 +67,8 @@ class PackedSequences:
         max_length = max_length if row_length is None else row_length
         shifts = torch.arange(lengths.numel()) * max_length - starts[:-1]
         padded_rows = torch.arange(num_tokens) + torch.repeat_interleave(shifts, lengths)
-        return cls(
-            starts.to(device, torch.int32), lengths.numel(), max_length, tuple(starts.tolist()), padded_rows.to(device)
-        )
+        cu_seqlens, padded_row_T = (on_device(one, device) for one in (starts.int(), padded_rows))
+        return cls(cu_seqlens, lengths.numel(), max_length, tuple(starts.tolist()), padded_row_T)
 
     @property
     def positions_T(self) -> Tensor:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.trainer.parallel import on_device
 from slipstream.trainer.step.mismatch_bins import (
     BINS_PER_DECADE,
     HIGHEST_K3_EXPONENT,
@@ -77,7 +78,7 @@ def measure_mismatch(
     is_fresh_N = (~is_stale_N).double()
     decades_N = k3_N.log10().nan_to_num(nan=HIGHEST_K3_EXPONENT) - LOWEST_K3_EXPONENT  # an index must be finite
     bins_N = (decades_N * BINS_PER_DECADE).floor().clamp(0, NUM_K3_BINS - 1).long()
-    starts = torch.tensor(POSITION_STARTS[1:], device=positions_N.device)
+    starts = on_device(torch.tensor(POSITION_STARTS[1:]), positions_N.device)
     ranges_N = torch.bucketize(positions_N, starts, right=True)
     vectors = {
         "parity/k3_histogram": _added(bins_N, is_fresh_N, NUM_K3_BINS),

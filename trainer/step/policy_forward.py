@@ -23,6 +23,7 @@ from slipstream.trainer.model.graphs import DecoderGraphs
 from slipstream.trainer.model.logprobs import token_logprobs
 from slipstream.trainer.model.reference import ReferencePolicy
 from slipstream.trainer.moe.replay import RecordedRoutes
+from slipstream.trainer.parallel import on_device
 from slipstream.trainer.step.kl import kl_estimates
 from slipstream.trainer.step.loss import CountedTokens, PolicyLoss
 from slipstream.trainer.step.microbatches import Microbatch, collate
@@ -160,4 +161,4 @@ class PolicyForward:
         return whole if cut is None else whole.index_select(0, cut.rows_R)
 
     def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return on_device(torch.from_numpy(array), self.device)
