@@ -16,9 +16,9 @@ side by side.
 
 Printed per row: the median step; tokens/s of all ranks and of one, also as a share of one rank's alone; of one profiled
 step of rank 0 how long exchanges run on the device, what of that nothing overlaps, what the GPU idles, how often and
-how long the host waits for it, and what else the host does, in seconds; the bytes that rank 0 sends in all-to-alls, and
-how long they take at the speed of a large all-to-all that is measured in the same processes. The loss and the norm of
-the gradients of the first step are compared with one rank's. Writes bench/results/scaling-<device>.json.
+how long the host waits for it, and what else the host does, in seconds; the bytes that rank 0 sends outside of CUDA
+graphs, and how long they take at the speed of a large all-to-all that is measured in the same processes. The loss and
+the norm of the gradients of the first step are compared with one rank's. Writes bench/results/scaling-<device>.json.
 """
 
 from __future__ import annotations
@@ -143,8 +143,6 @@ def microbatches(args: argparse.Namespace, name: str, num_ranks: int, rank: int)
 def step(subject: Ours, batch: tuple[list[list[Any]], int]) -> tuple[float, float]:
     """Forward, backward, update. Returns this rank's share of the mean loss before the update, and the norm of all
     gradients."""
-    from dataclasses import replace
-
     from slipstream.trainer.types import Denominators
 
     samples, num_trained = batch
@@ -175,10 +173,10 @@ def exchange_speed(device: str) -> float:
 
 
 def sent_bytes(subject: Ours, batch: tuple[list[list[Any]], int]) -> int:
-    """Bytes that this rank sends to others in the all-to-alls of one step."""
+    """Bytes that this rank sends to others in the exchanges of experts of one step."""
     import torch.distributed as dist
 
-    original, total = dist.all_to_all_single, 0
+    original, total = (dist.all_to_all_single, dist.all_gather_into_tensor), 0
 
     def counted(out: Any, rows: Any, receive: Any = None, send: Any = None, group: Any = None, **more: Any) -> Any:
         nonlocal total
@@ -186,13 +184,18 @@ def sent_bytes(subject: Ours, batch: tuple[list[list[Any]], int]) -> int:
         size = dist.get_world_size(group)
         rows_to_itself = send[own] if send else len(rows) // size
         total += (len(rows) - rows_to_itself) * rows[:1].nbytes
-        return original(out, rows, receive, send, group=group, **more)
+        return original[0](out, rows, receive, send, group=group, **more)
 
-    dist.all_to_all_single = counted
+    def counted_gather(out: Any, rows: Any, group: Any = None, **more: Any) -> Any:
+        nonlocal total
+        total += out.nbytes - rows.nbytes
+        return original[1](out, rows, group=group, **more)
+
+    dist.all_to_all_single, dist.all_gather_into_tensor = counted, counted_gather
     try:
         step(subject, batch)
     finally:
-        dist.all_to_all_single = original
+        dist.all_to_all_single, dist.all_gather_into_tensor = original
     return total
 
 
