@@ -48,6 +48,8 @@ class ControlGroup:
             world_size=world_size,
             timeout=COLLECTIVE_TIMEOUT,
             device_id=device if is_gpu else None,
+            # An exchange shares the device with a product whose blocks would go first. Groups of meshes have it, too.
+            pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if is_gpu else None,
         )
         group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         assert isinstance(group, dist.ProcessGroup)
