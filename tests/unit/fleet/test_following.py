@@ -169,6 +169,29 @@ async def test_a_worker_that_failed_too_often_stays_out_and_nobody_takes_its_pla
     following.cancel()
 
 
+async def test_a_worker_that_is_out_is_tried_again_by_command_before_a_new_one_is_made() -> None:
+    machines = Machines({"m0": 0}, (1, 2), 2)
+    await machines.publish()
+    machines.replica(1).num_restarts = 1
+    await machines.supervisor.fail(machines.replica(1), "it fails and fails")
+    assert machines.states == [S.serving, S.out]
+    assert await machines.supervisor.scaling.scale(2) == ["rollout-1 is being started"]
+    await machines.until(S.serving, S.serving)
+
+
+async def test_nobody_is_started_where_more_are_there_or_out_than_were_asked_for() -> None:
+    machines = Machines({"m0": 0}, (1, 4), 4)
+    scaling = machines.supervisor.scaling
+    await machines.publish()
+    await scaling.scale(2)
+    await machines.until(S.serving, S.serving, S.gone, S.gone)
+    machines.replica(1).num_restarts = 1
+    await machines.supervisor.fail(machines.replica(1), "it fails and fails")
+    await scaling.scale(1)
+    await scaling.follow_once()
+    assert machines.states == [S.serving, S.out, S.gone, S.gone]
+
+
 @pytest.mark.parametrize("comes", [True, False])
 async def test_a_run_without_a_worker_waits_for_a_machine_and_ends_when_none_comes(comes: bool) -> None:
     machines = Machines({"m0": 0}, (1, 2), 1)

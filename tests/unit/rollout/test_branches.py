@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.conf.schema import AlgorithmConfig
-from slipstream.rollout.branches import branches_of
+from slipstream.rollout.branches import branches_of, context_of
 from slipstream.rollout.types import Group, Prompt, Rollout, Routes, Turn
 
 PROMPT = Prompt(0, (1, 2, 3), "text")
@@ -55,6 +55,19 @@ def test_every_sampled_token_counts_once_behind_what_the_engine_was_given(
                 assert branch.token_ids[:place] == [*given_tokens, *sampled[: sampled.index(token)]]
     assert sorted(counted) == sorted(rollout.token_ids)
     assert len(branches) == len(requests) - len({turn.parent for turn in rollout.turns} - {None})
+
+
+@given(episodes())
+def test_the_context_of_a_turn_is_what_the_engine_was_given_and_what_it_sampled(
+    episode: tuple[Rollout, list[tuple[list[int], list[int]]]],
+) -> None:
+    rollout, requests = episode
+    turns = {
+        number: (turn.parent, [*turn.given_token_ids, *sampled])
+        for number, (turn, (_, sampled)) in enumerate(zip(rollout.turns, requests, strict=True))
+    }
+    assert [context_of(turns, last) for last in turns] == [[*given, *sampled] for given, sampled in requests]
+    assert context_of(turns, None) == []
 
 
 @given(episodes())

@@ -82,13 +82,13 @@ def test_rollout_baseline_clips_higher_and_lower_on_the_right_side():
     """Ratios and advantages, bounds 0.8 and 1.28; term = min(r A, clip(r) A):
     1.5, +1 -> 1.28 clipped high, no gradient      1.5, -1 -> -1.5 kept, gradient
     0.5, -1 -> -0.8 clipped low, no gradient       0.5, +1 ->  0.5 kept, gradient
-    1.2, +1 ->  1.2 inside
-    Loss = -(1.28 - 1.5 - 0.8 + 0.5 + 1.2) / 5 = -0.68 / 5. d(-r A)/d logp = -r A / 5 where kept: 0.3, -0.1, -0.24."""
-    ratios = [1.5, 1.5, 0.5, 0.5, 1.2]
-    result, grad = run(ROLLOUT, [LN(r) - 1 for r in ratios], [-1.0] * 5, [1.0, -1.0, -1.0, 1.0, 1.0])
-    assert result.loss.item() == pytest.approx(-0.136, rel=1e-6)
-    assert grad == pytest.approx([0.0, 0.3, 0.0, -0.1, -0.24], rel=1e-6)
-    assert result.sums["policy/num_clipped_high"].item() == 1
+    1.2, +1 ->  1.2 inside                         2.0, +1 ->  1.28 clipped high, no gradient
+    Loss = -(1.28 - 1.5 - 0.8 + 0.5 + 1.2 + 1.28) / 6. d(-r A)/d logp = -r A / 6 where kept: .25, -.5 / 6, -.2."""
+    ratios = [1.5, 1.5, 0.5, 0.5, 1.2, 2.0]
+    result, grad = run(ROLLOUT, [LN(r) - 1 for r in ratios], [-1.0] * 6, [1.0, -1.0, -1.0, 1.0, 1.0, 1.0])
+    assert result.loss.item() == pytest.approx(-1.96 / 6, rel=1e-6)
+    assert grad == pytest.approx([0.0, 0.25, 0.0, -0.5 / 6, -0.2, 0.0], rel=1e-6)
+    assert result.sums["policy/num_clipped_high"].item() == 2
     assert result.sums["policy/num_clipped_low"].item() == 1
 
 
