@@ -80,6 +80,14 @@ async def test_a_worker_that_does_not_say_whether_it_is_alive_is_waited_for_brie
     assert supervisor.roster.replicas["rollout-0"].reason == "PeerLost: x"
 
 
+async def test_a_worker_that_a_publish_holds_is_not_chosen_though_it_is_the_least_loaded() -> None:
+    supervisor, _ = supervised(2)
+    await serve(supervisor)
+    held, serving = supervisor.roster.replicas.values()
+    held.state, serving.num_in_flight = ReplicaState.updating, 1
+    assert await supervisor.roster.least_loaded() is serving
+
+
 async def test_what_was_done_beside_is_not_kept() -> None:
     supervisor, _ = supervised(1)
     task = supervisor.roster.spawn(asyncio.sleep(0))

@@ -33,9 +33,12 @@ class Unhashed(WeightSyncConfig):
 class World:
     """One trainer rank and some replicas."""
 
-    def __init__(self, num_replicas: int, timeout_s: float = 10.0, verify_hashes: bool = True) -> None:
+    def __init__(
+        self, num_replicas: int, timeout_s: float = 10.0, verify_hashes: bool = True, num_ranks_of_last: int = 2
+    ) -> None:
         self.fabric = MemoryFabric()
-        self.engines = [PlainEngine([MemoryTransport(self.fabric) for _ in range(2)]) for _ in range(num_replicas)]
+        num_ranks = [2] * (num_replicas - 1) + [num_ranks_of_last]
+        self.engines = [PlainEngine([MemoryTransport(self.fabric) for _ in range(number)]) for number in num_ranks]
         self.endpoints = [EndpointThread(engine) for engine in self.engines]
         self.source = DictSource(0, num_ranks=1)
         self.transport = MemoryTransport(self.fabric)
@@ -87,6 +90,17 @@ def test_every_replica_serves_every_published_version(world: World) -> None:
     assert 0 < report.peak_bytes <= report.watermark_bytes == 1 << 16
     assert report.pause_s > 0
     assert report.num_changed_params == 2 * 2 * 5
+
+
+def test_replicas_need_not_have_equally_many_ranks() -> None:
+    world = World(2, num_ranks_of_last=1)
+    try:
+        world.connect()
+        for version in (0, 1):
+            assert committed(world.publisher.publish(version)) == [True, True]
+            assert [engine.wrong_params(version) for engine in world.engines] == [[], []]
+    finally:
+        world.close()
 
 
 def test_a_publish_of_the_same_weights_says_that_nothing_changed(world: World) -> None:
