@@ -190,8 +190,8 @@ async def test_a_worker_in_a_publish_goes_after_it() -> None:
 async def test_a_worker_that_cannot_hand_over_costs_its_responses_and_nothing_else() -> None:
     fleet = Fleet(2)
     await fleet.publish(0)
-    gate = fleet.worker(1).gate = asyncio.Event()
-    fleet.worker(0).gate = gate
+    fleet.worker(1).gate = asyncio.Event()  # what it was asked for never comes
+    gate = fleet.worker(0).gate = asyncio.Event()
     calls = [asyncio.create_task(fleet.router.generate_group(PROMPT, 1)) for _ in range(2)]
     await asyncio.sleep(0)
 
@@ -202,7 +202,8 @@ async def test_a_worker_that_cannot_hand_over_costs_its_responses_and_nothing_el
     await fleet.supervisor.scaling.drain("rollout-1")
     await fleet.until(S.serving, S.gone)
     gate.set()
-    assert [[rollout.token_ids for rollout in group] for group in await asyncio.gather(*calls)] == [[[5, 2]]] * 2
+    groups = await asyncio.wait_for(asyncio.gather(*calls), 30)  # before a request is given up
+    assert [[rollout.token_ids for rollout in group] for group in groups] == [[[5, 2]]] * 2
     assert fleet.router.num_handed_over == 0
     assert (await fleet.router.generate_group(PROMPT, 1))[0].token_ids == [5, 2]
 

@@ -208,7 +208,7 @@ def test_collate_leaves_the_choice_to_the_trainer_where_a_sample_has_no_routes()
     free, fixed = make_sample([4], [5]), with_routes(make_sample([7], [8, 9]), 0)
     micro = collate([free, fixed], policy_version=3)
     assert micro.routed_experts is not None and micro.has_route is not None
-    assert micro.has_route.tolist() == [False, False, True, True, False]
+    assert micro.has_route.tolist() == [False, False, True, True, False] and micro.has_route.dtype == bool
     assert micro.routed_experts[2:, 0, 0].tolist() == [0, 4, 8]
     assert collate([free], policy_version=3).routed_experts is None
     with pytest.raises(ValueError, match=r"arrays of one length.*'has_route': 0"):

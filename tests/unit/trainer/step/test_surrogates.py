@@ -108,15 +108,15 @@ def one_by_one(ratios, advantages, old=None):
 
 def test_clips_by_hand():
     """Bounds 0.75 and 1.25, which themselves are inside; the dual clip is at 1.2 for negative advantages alone."""
-    tokens = one_by_one([0.5, 0.5, 1.5, 1.5, 0.75, 1.25, 1.0, 1.5], [1, -1, 1, -1, -2, 2, 3, 0])
+    tokens = one_by_one([0.5, 0.5, 1.5, 1.5, 0.75, 1.25, 1.0, 1.5], [1, -1, 1, -1, -2, 2, 0.5, 0])
     bounds = {"clip_low": 0.25, "clip_high": 0.25}
     plain = LOSSES["clip"](tokens, AlgorithmConfig(**bounds))
-    assert plain.loss_N.tolist() == pytest.approx([-0.5, 0.75, -1.25, 1.5, 1.5, -2.5, -3, 0])
+    assert plain.loss_N.tolist() == pytest.approx([-0.5, 0.75, -1.25, 1.5, 1.5, -2.5, -0.5, 0])
     low, high = [1], [2]
     assert plain.is_clipped_low_N.nonzero().flatten().tolist() == low
     assert plain.is_clipped_high_N.nonzero().flatten().tolist() == high
     dual = LOSSES["clip"](tokens, AlgorithmConfig(dual_clip=1.2, **bounds))
-    assert dual.loss_N.tolist() == pytest.approx([-0.5, 0.75, -1.25, 1.2, 1.5, -2.5, -3, 0])
+    assert dual.loss_N.tolist() == pytest.approx([-0.5, 0.75, -1.25, 1.2, 1.5, -2.5, -0.5, 0])
     assert dual.is_clipped_low_N.nonzero().flatten().tolist() == low
     assert dual.is_clipped_high_N.nonzero().flatten().tolist() == [2, 3]
 
