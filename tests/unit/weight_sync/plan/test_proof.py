@@ -250,6 +250,23 @@ def test_a_piece_that_is_walked_in_another_order_than_its_elements_lie_in_is_ref
             assert (is_refused(prove, wrong, [[layout]], sources) == "") == (order == axes), (prove, order)
 
 
+@pytest.mark.parametrize(("param", "tensor"), [("p", "u"), ("q", "t")])
+def test_a_piece_of_a_tensor_that_another_parameter_loads_in_the_same_way_is_refused(param: str, tensor: str) -> None:
+    whole = Region((0, 0), (2, 3))
+    metas = tuple(TensorMeta(name, (2, 3), "float32") for name in "tu")
+    sources = (SourceLayout(0, metas, tuple(SourceShard(name, whole) for name in "tu")),)
+    loads = tuple(Load(name, whole, (0, 1), into, 0, (3, 1)) for name, into in zip("tu", "pq", strict=True))
+    layout = DestLayout(0, tuple(Param(name, (2, 3), "float32") for name in "pq"), loads)
+    plan = build_plan(sources, [[layout]], max_task_bytes=64)
+    tasks = [
+        dataclasses.replace(task, pieces=(Piece(tensor, whole, (0, 1), 0),)) if task.param == param else task
+        for task in plan.tasks[0]
+    ]
+    wrong = dataclasses.replace(plan, tasks={0: table_of(0, tasks)})
+    assert f"no load puts {tensor}" in is_refused(prove_coverage, wrong, [[layout]], sources)
+    assert "no load puts" in is_refused(prove_by_element, wrong, [[layout]], sources)
+
+
 def rows_of(*rows: int) -> list[Piece]:
     """Rows of p, as pieces: 0 is t's first, 1 is u's second."""
     return [Piece("tu"[row], Region((row, 0), (1, 4)), (0, 1), 4 * place) for place, row in enumerate(rows)]
