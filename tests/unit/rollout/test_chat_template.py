@@ -117,6 +117,13 @@ def test_what_a_request_says_is_no_option(option: str, tmp_path: Path) -> None:
         template.check_options({option: 1})
 
 
+@pytest.mark.parametrize("calls", [None, []])
+def test_an_answer_may_say_that_it_has_no_calls(calls: list[object] | None, tmp_path: Path) -> None:
+    answer = {"role": "assistant", "content": "4", "tool_calls": calls}
+    template = ChatTemplate(save(tmp_path, "{{ messages[1].content }}{{ 'calls' if messages[1].tool_calls }}"))
+    assert template.render([*CHAT[:1], answer], is_open=False) == "4"
+
+
 def test_tools_that_the_template_does_not_write_are_refused(tmp_path: Path) -> None:
     ChatTemplate(save(tmp_path, "{{ messages }}{{ tools }}")).check(Chat(CHAT, [TOOL]))
     template = ChatTemplate(save(tmp_path, "{{ messages }}"))
