@@ -105,6 +105,19 @@ def test_bytes_that_one_source_must_send_count_once_for_every_replica():
     assert senders(plan) == {"own": {0}, "all": {1}}
 
 
+def test_ranks_need_not_be_numbered_from_0_on():
+    sources, replicas = own_tensors([4, 4], num_dests=1)
+    sources = [dataclasses.replace(source, rank=rank) for source, rank in zip(sources, (3, 7), strict=True)]
+    assert senders(build_plan(sources, replicas, max_task_bytes=1 << 20)) == {"own0": {3}, "own1": {7}}
+
+
+def test_what_two_sources_send_to_a_replica_each_stays_with_both():
+    """One tensor: it is the last one of the first source, and the first one of the second."""
+    sources, (layouts,) = shared_system(["a"])
+    plan = build_plan(sources, [layouts] * 2, max_task_bytes=1 << 20)
+    assert {rank: [task.replica for task in tasks] for rank, tasks in plan.tasks.items()} == {0: [0], 1: [1]}
+
+
 def test_each_of_overlapping_sets_of_holders_gives_to_who_has_least_by_then():
     """The largest first, a layer each, so that each is a choice of its own."""
     sets = [(0, 1, 2), (0, 1), (1, 2), (0, 2), (1, 2, 3), (0, 3)]

@@ -555,4 +555,8 @@ def test_the_slot_of_a_load_that_nobody_wants_any_more_comes_back() -> None:
     for filled in prepared.filled:
         replay._hand_over(filled)
     assert [replay._free.take({}) for _ in prepared.filled] == [filled.slot for filled in prepared.filled] == [0, 1]
+    num_reads = world.source.num_reads
+    replay._free.give_back(0)
+    replay._pack_all(slots.loads, {})
+    assert world.source.num_reads == num_reads, "nor is any other load packed for them"
     world.pipeline.cancel()

@@ -165,6 +165,24 @@ def test_a_task_larger_than_a_slot_is_refused() -> None:
         pipeline.load(plan.tasks[0])
 
 
+@pytest.mark.parametrize("verify_hashes", [True, False])
+def test_kernels_that_hash_are_compiled_with_the_plan_if_anything_is_hashed(
+    monkeypatch: pytest.MonkeyPatch, verify_hashes: bool
+) -> None:
+    world, compiled_for = World(), []
+    monkeypatch.setattr(pipeline_module, "compile_kernels", compiled_for.append)
+    pipeline = Pipeline(
+        world.source, world.transport, device="cpu", watermark_bytes=SMALL_WATERMARK, verify_hashes=verify_hashes
+    )
+    pipeline.load(world.plan.tasks[0])
+    devices = [torch.device("cpu")] * verify_hashes
+    assert compiled_for == devices
+    pipeline.prepare(1)
+    assert pipeline.run(1, world.bindings(), world.budgets_s).report.errors == {}
+    assert compiled_for == devices, "no publish waits for them"
+    pipeline.close()
+
+
 def test_a_slot_is_as_large_as_the_largest_task_of_a_short_schedule() -> None:
     world = World(1, HASH_BYTES + 4096)
     small, *_, large = sorted(world.plan.tasks[0], key=lambda task: task.num_bytes)

@@ -296,7 +296,7 @@ def test_a_publish_to_nobody_asks_nobody(make) -> None:
 
 def test_timelines_are_of_all_ranks_and_of_the_replicas_that_began(make) -> None:
     setup = make()
-    setup.clients.takes_s = {BEGIN: 4.0}
+    setup.clients.takes_s = {BEGIN: 4.0, COMMIT: 2.0}
     setup.clients.answers[BEGIN, 2] = TransferTimeout("late")
     setup.begin()
     setup.clock.now += 3.0

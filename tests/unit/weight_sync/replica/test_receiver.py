@@ -156,6 +156,17 @@ def test_a_stale_epoch_is_refused_and_harmless(rank: Rank) -> None:
     assert rank.receiver.state.is_serving
 
 
+def test_what_came_from_a_peer_in_an_epoch_before_is_not_adopted(rank: Rank) -> None:
+    for epoch in (1, 2):
+        rank.receiver.begin(4, epoch, DIGEST)
+        rank.receiver.verify_at_rest(4, epoch, DIGEST, {})
+    with pytest.raises(StaleEpoch, match="epoch 1"):
+        rank.receiver.adopt(4, 1)
+    assert not rank.receiver.state.is_serving
+    rank.receiver.adopt(4, 2)
+    assert rank.receiver.state.is_serving
+
+
 def test_parameters_that_moved_up_or_down_are_named(rank: Rank) -> None:
     one, other = (rank.params[name].view(-1)[:1] for name in ("norm", "qk"))
     rank.params["norm"].set_(other)
