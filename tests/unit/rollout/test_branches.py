@@ -95,7 +95,7 @@ def test_one_response_is_one_branch_behind_the_groups_prompt() -> None:
 def test_routes_of_turns_join_to_one_less_than_the_tokens() -> None:
     def routes(first: int, last: int) -> Routes:
         experts = np.arange(first, last, dtype=np.uint8).reshape(-1, 1, 1)
-        return Routes(experts, experts[:, 0, 0] != 3)
+        return Routes(experts, experts[:, 0, 0] > 2)
 
     # Turn 0: 2 given + 1 sampled = positions 0 and 1. Turn 1: 2 given + 2 sampled, from position 2 to 5.
     turns = (Turn(None, [1, 2], 1, routes=routes(0, 2)), Turn(0, [4, 5], 2, "", routes=routes(2, 6)))
@@ -104,9 +104,10 @@ def test_routes_of_turns_join_to_one_less_than_the_tokens() -> None:
     assert branch.token_ids == [1, 2, 3, 4, 5, 6, 7]
     assert branch.routes is not None
     assert branch.routes.experts.ravel().tolist() == [0, 1, 2, 3, 4, 5]
-    assert rollout.num_tokens_without_route == 0
-    lost = (turns[0], Turn(0, [4, 5], 2, "", routes=routes(1, 5)))
-    assert Rollout([3, 6, 7], [-1.0] * 3, [0] * 3, "", "stop", turns=lost).num_tokens_without_route == 1
+    assert branch.routes.is_recorded.tolist() == [False] * 3 + [True] * 3, "of turn 0 none is"
+    assert rollout.num_tokens_without_route == 1
+    lost = (turns[0], Turn(0, [4, 5], 2, "", routes=routes(0, 4)))
+    assert Rollout([3, 6, 7], [-1.0] * 3, [0] * 3, "", "stop", turns=lost).num_tokens_without_route == 2
 
 
 def test_a_group_whose_episodes_all_failed_before_a_token_has_no_age() -> None:

@@ -209,8 +209,9 @@ def test_options_of_any_of_several_named_templates_are_known(tmp_path: Path) -> 
 
 def test_special_tokens_that_only_the_class_knows_are_rendered(tmp_path: Path) -> None:
     folder = save(tmp_path, "{{ bos_token }}{{ messages[0].content }}", tokenizer_class="GPT2TokenizerFast")
-    rendered = ChatTemplate(folder).render(CHAT, is_open=True)
-    assert rendered == by_its_own_class(folder, []) == "<|endoftext|>you are."
+    template = ChatTemplate(folder)
+    assert template.render(CHAT, is_open=True) == by_its_own_class(folder, []) == "<|endoftext|>you are."
+    assert template.tokenizer is template.tokenizer, "it is loaded once"
 
 
 def test_rendering_imports_no_transformers(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from slipstream.conf.schema import (
     TrainMode,
 )
 from slipstream.orchestrator.checkpoints.run_checkpoint import fingerprint
+from slipstream.orchestrator.environment import resolve_device
 from slipstream.orchestrator.errors import CheckpointError
 from slipstream.orchestrator.files.run_folder import flatten, to_plain
 
@@ -114,6 +115,17 @@ def test_a_resume_with_another_value_is_refused_and_named(tmp_path: Path, name: 
         named = re.escape(IN_FINGERPRINT.get(name, name))
         with pytest.raises(CheckpointError, match=rf"\(.*{named}.*: .* there, .* now"):
             make_store(tmp_path, mine).read(path)
+
+
+def test_the_device_that_is_found_is_the_one_that_is_named() -> None:
+    found, named = (with_option(PLAIN, "cluster.device", one) for one in (Device.auto, resolve_device(Device.auto)))
+    assert fingerprint(found) == fingerprint(named)
+
+
+def test_the_spread_of_random_weights_is_where_the_first_release_had_it() -> None:
+    given = {"model_type": "qwen3_moe", "initializer_range": 0.5}
+    model = fingerprint(with_option(PLAIN, "model.hf_config", given))["model"]
+    assert (model["hf_config"], model["init_std"]) == ({"model_type": "qwen3_moe"}, 0.5)
 
 
 def test_options_that_came_later_are_there_where_they_are_set() -> None:

@@ -95,6 +95,16 @@ def test_a_response_that_was_cut_off_ends_at_the_first_of_the_models_ends(ends: 
     assert (reason, talk.parents) == (CONTINUED, [None, 0])
 
 
+def test_a_sampled_text_that_stands_further_on_is_not_the_sampled_turn() -> None:
+    """The template trims the answer; the user repeats it untrimmed."""
+    talk = Conversation("llama3")
+    reply, _ = talk.ask([user("one")], " four<|eot_id|>")
+    _, reason = talk.ask([user("one"), reply, user("why four<|eot_id|>?")], "so<|eot_id|>")
+    assert (reason, talk.parents) == (CONTINUED, [None, 0])
+    start = "<|start_header_id|>"
+    assert f" four<|eot_id|>{start}user<|end_header_id|>\n\nwhy four<|eot_id|>?<|eot_id|>{start}assist" in talk.text()
+
+
 def test_thinking_that_the_template_removes_begins_a_branch() -> None:
     talk = Conversation("qwen3")
     reply, _ = talk.ask([user("one")], "<think>\nhm\n</think>\n\nfirst<|im_end|>")
@@ -216,12 +226,22 @@ def test_reasons_of_plain_prompts() -> None:
     assert [ask("twice", " upon"), ask("twice", " more"), ask("once", " again")] == [NEW, FORK, FORK]
 
 
-def test_requests_that_were_planned_before_the_first_was_sampled_are_forks_or_new() -> None:
+@pytest.mark.parametrize(
+    ("requests", "reasons"),
+    [
+        ([("one", []), ("one", []), ("two", [])], [START, FORK, NEW]),
+        ([("one", []), ("two", [])], [START, NEW]),
+        ([("one", []), ("one", [{"type": "function"}])], [START, NEW]),  # other tools
+    ],
+)
+def test_requests_that_were_planned_before_the_first_was_sampled_are_forks_or_new(
+    requests: list[tuple[str, list[dict[str, Any]]]], reasons: list[str]
+) -> None:
     chat = FakeChatText("chatml")
     tree = TokenTree(chat)
-    planned = [tree.plan([user(text)]) for text in ("one", "one", "two")]
-    assert [one.reason for one in planned] == [START] * 3
-    assert [tree.record(one, chat.encode("a<|im_end|>"))[1] for one in planned] == [START, FORK, NEW]
+    planned = [tree.plan([user(text)], tools) for text, tools in requests]
+    assert [one.reason for one in planned] == [START] * len(requests)
+    assert [tree.record(one, chat.encode("a<|im_end|>"))[1] for one in planned] == reasons
 
 
 def test_the_newest_of_equal_histories_is_gone_on_from() -> None:

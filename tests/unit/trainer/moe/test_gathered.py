@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slipstream.conf.schema import CombineMode
 from slipstream.trainer.kernels.experts.combine import weighted_sum
-from slipstream.trainer.moe.gathered import gathers, own_rows, plan_gathered
+from slipstream.trainer.moe.gathered import _padded, gathers, own_rows, plan_gathered
 
 
 @st.composite
@@ -47,6 +47,15 @@ def test_every_choice_is_one_ranks_and_their_sums_add_up(drawn: tuple[list[int],
     assert torch.equal(served_NK, is_real_NK.long())
     wanted = (values_EH[experts_NK.clamp(min=0)] * is_real_NK[:, :, None]).sum(1)
     assert torch.equal(total, wanted)  # of small whole numbers
+
+
+@pytest.mark.parametrize("num_rows", [3, 5])
+def test_rows_are_sent_in_one_piece(num_rows: int) -> None:
+    """NCCL refuses a strided tensor."""
+    rows = torch.arange(6.0).view(2, 3).t()
+    sent = _padded(rows, num_rows)
+    assert sent.is_contiguous() and torch.equal(sent[:3], rows)
+    assert not sent[3:].any() and len(sent) == num_rows
 
 
 def test_more_tokens_than_the_ranks_agreed_on_are_refused() -> None:

@@ -165,11 +165,12 @@ def test_the_engine_decides_whether_sigmoid_logits_are_rounded(engine_rounds):
     assert Router(moe, 64, weight_dtype=torch.bfloat16, numerics=numerics).narrow_logits is engine_rounds
 
 
+@pytest.mark.parametrize("top_k", [1, 4])
 @pytest.mark.parametrize(("place", "factors"), [(RoutedScale.weights, (2.5, 1.0)), (RoutedScale.output, (1.0, 2.5))])
-def test_weights_or_their_sum_are_multiplied_by_the_models_factor(place, factors):
+def test_weights_or_their_sum_are_multiplied_by_the_models_factor(place, factors, top_k):
     moe = MoeSpec(
-        num_experts=16, top_k=4, intermediate_size=8, norm_topk_prob=True, layers=(True,), score=RouterScore.sigmoid,
-        scaling_factor=2.5,
+        num_experts=16, top_k=top_k, intermediate_size=8, norm_topk_prob=True, layers=(True,), scaling_factor=2.5,
+        score=RouterScore.sigmoid,
     )  # fmt: skip
     router = Router(moe, 64, weight_dtype=torch.float32, numerics=replace(AS_TRANSFORMERS.places, routed_scale=place))
     with torch.no_grad():
