@@ -268,8 +268,8 @@ class _Proof:
         wanted = self.param[place] * span + tensor
         pairs, first = np.unique(pair, return_index=True)
         reach = max(int(loads.offset.max(initial=0)), int(at.max(initial=0))) + 1
-        which = np.minimum(np.searchsorted(pairs, wanted), max(len(pairs) - 1, 0))
-        exists = pairs[which] == wanted if len(pairs) else np.zeros(len(wanted), np.bool_)
+        which = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
+        exists = pairs[which] == wanted
         ranked = np.repeat(np.arange(len(pairs)), np.diff(np.append(first, len(pair)))) * reach + loads.offset[order]
         last = np.searchsorted(ranked, which * reach + at, side="right") - 1
 

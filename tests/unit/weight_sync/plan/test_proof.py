@@ -172,6 +172,17 @@ def test_both_proofs_refuse_a_task_without_bytes(change):
     assert is_refused(prove_by_element, wrong, replicas, sources)
 
 
+def test_both_proofs_refuse_any_task_for_an_engine_rank_that_loads_nothing():
+    sources, ((layout,),) = _one_vector(Region((0,), (4,)))
+    filled = dataclasses.replace(layout, loads=(), fills=(Fill("p", 0, 4),))
+    plan = build_plan(sources, [[layout]], max_task_bytes=64)
+    (task,) = plan.tasks[0]
+    for tasks in ([], [task], [dataclasses.replace(task, num_bytes=0)]):
+        given = dataclasses.replace(plan, tasks={0: table_of(0, tasks)}, expected={(0, 0): {"p": 0}})
+        for prove in (prove_coverage, prove_by_element):
+            assert bool(is_refused(prove, given, [[filled]], sources)) == bool(tasks), (prove, tasks)
+
+
 def _one_vector(whole: Region):
     source = SourceLayout(0, (TensorMeta("t", whole.shape, "float32"),), (SourceShard("t", whole),))
     load = Load("t", whole, (0,), "p", 0, (1,))
