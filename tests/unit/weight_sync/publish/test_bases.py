@@ -6,15 +6,30 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from fakes.loop import publish_report
+from fakes.publish import KEY
 
-from slipstream.weight_sync.layout import Binding
+from slipstream.conf.schema import WeightSyncConfig
+from slipstream.weight_sync.layout import (
+    Binding,
+    DestLayout,
+    Load,
+    Param,
+    Region,
+    SourceLayout,
+    SourceShard,
+    TensorMeta,
+)
 from slipstream.weight_sync.publish.bases import Bases, joined_flags, with_changes
 from slipstream.weight_sync.publish.landings import ALIGNMENT_BYTES, SKIPPED, ChangeSlots, Landing, part_of_zone
+from slipstream.weight_sync.publish.rank0 import Rank0
 from slipstream.weight_sync.publish.report import ReplicaReport, joined
+from slipstream.weight_sync.publish.sums import Places, Sums
 from slipstream.weight_sync.replica.landing import held_digest, zone_name
 from slipstream.weight_sync.replica.messages import Expected
+from slipstream.weight_sync.typed_msgpack import Sent
 
 FIRST, SECOND = (0, 0), (1, 0)
 FLAGS = {FIRST: (True,), SECOND: (True,)}
@@ -158,3 +173,20 @@ def test_a_digest_is_of_the_parameters_that_changes_may_be_sent_for() -> None:
     assert held_digest(first, (True, False)) == held_digest(second, (True, False))
     assert held_digest(first, (True, True)) != held_digest(second, (True, True))
     assert held_digest(Expected("plan", b"", b""), (True, True)) == ""
+
+
+def test_the_base_of_an_engine_that_merges_is_known_by_its_matrices_whatever_its_factors_are() -> None:
+    names, whole = ("w", "w.lora_A"), Region((0,), (4,))
+    metas = tuple(TensorMeta(name, (4,), "float32") for name in names)
+    source = SourceLayout(0, metas, tuple(SourceShard(name, whole) for name in names))
+    loads = tuple(Load(name, whole, (0,), name, 0, (1,)) for name in names)
+    layout = DestLayout(0, tuple(Param(name, (4,), "float32") for name in names), loads)
+
+    def frozen(*hashes: int) -> dict[tuple[int, int], str]:
+        bases = Bases(Source(), 0, 0, 1)  # type: ignore[arg-type]
+        rank0 = Rank0(WeightSyncConfig(), KEY, bases)
+        rank0.make_plan([(layout,)], [(Sent(source), 64)])
+        rank0.freeze_base(Sums(Places({FIRST: names}), np.array([(16, 16), hashes])))
+        return bases.frozen
+
+    assert frozen(1, 2) == frozen(1, 3) != frozen(4, 2)
