@@ -12,7 +12,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from cases.pipeline_world import HASH_BYTES, NUM_RANKS, UnclosableTransport, World, destinations, num_reads
+import torch
+from cases.pipeline_world import HASH_BYTES, NUM_RANKS, UnclosableTransport, World, destinations, num_reads, wire_of
 from cases.plan_tables import by_name
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 
@@ -264,6 +265,29 @@ def test_packing_goes_on_while_a_load_is_written() -> None:
     assert during_write.is_set()
     assert result.report.errors == {}
     assert world.arrived(0, 1)
+
+
+def test_a_load_is_not_packed_over_one_that_is_written_when_the_other_was_packed_for_nobody() -> None:
+    """The second load is for a rank that is not there; the first is held in its write until the third is packed."""
+    world = World(transport=GatedTransport)
+    tasks = list(world.plan.tasks[0])
+    order = [("w13", 0), ("w13", 1), ("w2", 0)]
+    world.pipeline.load([task for one in order for task in tasks if (task.param, task.dest_rank) == one])
+    loads, read = world.pipeline.loads, world.source.read
+    assert [destinations(packets) for packets in loads] == [{(0, 0)}, {(0, 1)}, {(0, 0)}]
+
+    def noted(*args: Any) -> None:
+        read(*args)
+        if world.source.num_reads == num_reads(loads):
+            world.transport.go_on.set()
+
+    world.source.read = noted
+    world.transport.num_passing[world.sessions[0][0].session] = 0
+    bindings = world.bindings()
+    del bindings[0, 1]
+    assert world.run(1, bindings).report.errors == {}
+    for param in ("w13", "w2"):
+        assert torch.equal(world.engines[0].params[0][param], wire_of(1, 0)[param])
 
 
 def test_a_link_goes_on_while_another_one_still_sends_its_part_of_a_load() -> None:
