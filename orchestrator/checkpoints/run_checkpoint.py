@@ -160,7 +160,6 @@ class CheckpointStore:
         """Steps whose checkpoints stay, however old they are."""
         self._keep = keep
         self._options = options
-        self._verified: Path | None = None
         self._remote = remote
         self._uploads: CheckpointUploads | None = None
 
@@ -261,7 +260,6 @@ class CheckpointStore:
             except CheckpointError as error:
                 damaged[path] = str(error)
             else:
-                self._verified = path
                 return path, damaged
         if damaged:
             listed = "; ".join(damaged.values())
@@ -310,13 +308,12 @@ class CheckpointStore:
         shutil.rmtree(partial, ignore_errors=True)
 
     def read(self, path: Path) -> RunState:
-        """Verify a checkpoint, unless newest_whole() just has; compare it with this run's options; return its state.
+        """Verify a checkpoint; compare it with this run's options; return its state.
 
         Raises:
             CheckpointError: a file is missing or damaged, the format is another one, or an option differs.
         """
-        if path != self._verified:
-            verify(path)
+        verify(path)
         raw = read_json(path / "state.json")
         if raw.get("format") != FORMAT:
             raise CheckpointError(f"{path} has format {raw.get('format')}, this version reads {FORMAT}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases.moe_cases import NUM_EXPERTS, make_batch, make_experts
 from cases.tiny_models import (
     MIXED,
     MOE,
@@ -23,6 +24,8 @@ from cases.tiny_models import (
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.schema import LoraConfig, TrainMode
 from slipstream.trainer.lora import Linear
+from slipstream.trainer.moe import routed
+from slipstream.trainer.moe.dispatch import plan_dispatch
 from slipstream.trainer.moe.experts import Experts
 
 
@@ -91,3 +94,21 @@ def test_bfloat16_stays_near_float32():
     wide, narrow = logits_of(make_decoder(MOE), batch), logits_of(make_decoder(MOE, dtype=torch.bfloat16), batch)
     # 2^-8 a rounding, a dozen roundings a layer, two layers; a flipped expert would cost far more than the bound.
     assert relative_error(narrow, wide) < 0.06
+
+
+@pytest.mark.parametrize(("copied_rows", "dtype"), [(0, torch.bfloat16), (1 << 30, torch.float32)])
+def test_expert_adapters_that_are_read_often_are_copied_into_the_format_of_the_tokens(monkeypatch, copied_rows, dtype):
+    """And not into that of the router's weights, which may be wider."""
+    read: list[torch.dtype] = []
+    project = routed.gather_project
+
+    def noting(rows, source, adapter, *rest, **more):
+        read.append(adapter.dtype)
+        return project(rows, source, adapter, *rest, **more)
+
+    monkeypatch.setattr(routed, "gather_project", noting)
+    monkeypatch.setattr(routed, "COPIED_ROWS", copied_rows)
+    x, weights, ids, grad_out = make_batch(torch.bfloat16)
+    out = make_experts(dtype=torch.bfloat16)(x, weights.detach().float(), plan_dispatch(ids, NUM_EXPERTS, None))
+    out.backward(grad_out)
+    assert read == [dtype] * 2, "forward and backward"
