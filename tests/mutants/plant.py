@@ -72,7 +72,11 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trainer/step/optim.py": ("trainer/step/test_optim.py",),
     "trainer/moe/dispatch.py": ("trainer/moe/test_moe_block.py", "trainer/moe/test_moe_pieces.py"),
     "trainer/moe/gathered.py": ("trainer/moe/test_moe_block.py", "trainer/moe/test_gathered.py"),
-    "trainer/moe/routed.py": ("trainer/moe/test_moe_block.py", "trainer/moe/test_moe_pieces.py"),
+    "trainer/moe/routed.py": (
+        "trainer/moe/test_moe_block.py",
+        "trainer/moe/test_moe_pieces.py",
+        "trainer/moe/test_lora_adapters.py",
+    ),
     "trainer/moe/router.py": ("trainer/moe/test_moe_block.py", "trainer/moe/test_moe_pieces.py"),
     "weight_sync/merging/rounding.py": ("trainer/test_rounding.py",),
     "weight_sync/merging/merge.py": ("trainer/weights/test_merge.py",),
@@ -98,7 +102,11 @@ MODULES: dict[str, tuple[str, ...]] = {
     "fleet/supervisor.py": ("fleet/test_supervisor.py", "fleet/test_supervisor_restart.py"),
     "fleet/starts.py": ("fleet/test_supervisor_restart.py", "fleet/test_supervisor_recovery.py"),
     "fleet/scaling.py": ("fleet/test_coming_and_going.py", "fleet/test_following.py"),
-    "fleet/roster.py": ("fleet/test_supervisor.py", "fleet/test_supervisor_restart.py"),
+    "fleet/roster.py": (
+        "fleet/test_supervisor.py",
+        "fleet/test_supervisor_restart.py",
+        "fleet/test_coming_and_going.py",
+    ),
     "fleet/router.py": ("fleet/test_router.py",),
 }
 """Module -> its own tests, below tests/unit."""
