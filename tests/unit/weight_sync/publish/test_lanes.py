@@ -18,6 +18,7 @@ from cases.plan_tables import by_name
 from fakes.memory_transport import Fault, MemoryFabric, MemoryTransport
 
 from slipstream.weight_sync.errors import TransferTimeout
+from slipstream.weight_sync.layout import Region
 from slipstream.weight_sync.plan.budget import MAX_LINK_THREADS, NUM_SLOTS
 from slipstream.weight_sync.publish import lanes, pipeline, slot_turns
 from slipstream.weight_sync.publish.lanes import PipelineResult, Replay
@@ -276,8 +277,8 @@ def test_a_load_is_not_packed_over_one_that_is_written_when_the_other_was_packed
     loads, read = world.pipeline.loads, world.source.read
     assert [destinations(packets) for packets in loads] == [{(0, 0)}, {(0, 1)}, {(0, 0)}]
 
-    def noted(*args: Any) -> None:
-        read(*args)
+    def noted(tensor: str, region: Region, out: torch.Tensor) -> None:
+        read(tensor, region, out)
         if world.source.num_reads == num_reads(loads):
             world.transport.go_on.set()
 
