@@ -33,7 +33,7 @@ class Family:
     has_linear_attention: bool = False
     """In some layers (Gated DeltaNet)."""
     engine_fields: Callable[[JsonObject], JsonObject] | None = None
-    """Of its config: fields that vLLM reads beside those of transformers' class."""
+    """Reads from its config the fields that vLLM takes beside those of transformers' class."""
     engine_imports: tuple[str, ...] = ()
     """Packages that vLLM's file of it imports, and that set-up leaves out for CPUs."""
     needs_deep_gemm: bool = False

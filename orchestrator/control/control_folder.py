@@ -47,7 +47,7 @@ WAITS = "; its trainer ranks and engines are alive, and wait some minutes for sl
 _FLOCK = "@hhqqi4x"
 """struct flock of <fcntl.h>: type, whence, start, length (0: the whole file), pid."""
 _ROOM_BYTES = 4096
-"""Of end.json, from the start on."""
+"""How much of the disk end.json has from the start on."""
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 from slipstream.orchestrator.errors import DiskFull
 
 NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Of errors of a full disk, an exhausted quota and a file size limit."""
+"""What a full disk, an exhausted quota and a file size limit set errno to."""
 _SENTENCES = tuple(os.strerror(number) for number in NUMBERS)
 
 

@@ -33,7 +33,7 @@ def test_resume_continues_bitwise_in_a_new_rank(tmp_path):
 
 
 def test_a_new_rank_goes_on_bitwise_from_a_kept_state():
-    """Of the step before the last one, too; what was copied does not change while it is sent."""
+    """The step before the last one has a state, too; what was copied does not change while it is sent."""
 
     def keep_step(rank: TrainerRank, number: int) -> None:
         step(rank)

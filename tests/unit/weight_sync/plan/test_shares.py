@@ -175,7 +175,7 @@ def test_like_chunks_of_all_destinations_follow_each_other():
 
 
 def test_sources_begin_with_different_destinations():
-    """Of a matrix by columns, every source has rows for both destinations."""
+    """Every source of a matrix by columns has rows for both destinations."""
     plan = build_plan(*small_system(num_sources=4, tp_size=2, num_replicas=1), max_task_bytes=1 << 20)
     by_columns = [[task for task in plan.tasks[rank] if task.param.endswith(".0.self_attn.o_proj.weight")]
                   for rank in range(4)]  # fmt: skip
@@ -193,7 +193,7 @@ def own_tensors(sizes: list[int], num_dests: int, num_replicas: int = 1):
 
 
 def test_a_source_goes_through_the_destinations_from_its_own_on():
-    """Of three: with two of them there is no telling forwards from backwards."""
+    """Three sources, because with two there is no telling forwards from backwards."""
     plan = build_plan(*own_tensors([4, 4, 4], num_dests=3), max_task_bytes=1 << 20)
     order = {rank: [task.dest_rank for task in tasks] for rank, tasks in plan.tasks.items()}
     assert order == {0: [0, 1, 2], 1: [1, 2, 0], 2: [2, 0, 1]}

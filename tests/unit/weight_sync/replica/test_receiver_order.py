@@ -194,7 +194,7 @@ def test_changes_are_taken_against_what_was_held_and_once_in_an_epoch() -> None:
 
 
 def test_fills_have_their_own_values_and_places() -> None:
-    """Of eight rows of the embedding, 35 elements are sent; of the five left, two are -inf and three are 1."""
+    """The sender has 35 elements of eight rows of the embedding; of the five left, two are -inf and three are 1."""
     layout = replace(engine_layout(0), fills=(Fill("embed", 35, 2, float("-inf")), Fill("embed", 37, 3, 1.0)))
     rank = QueuedRank(layout)
     for version in (4, 5):
