@@ -161,12 +161,13 @@ async def test_every_holder_gives_to_one_reader_at_a_time() -> None:
 
         async def offer(worker: Worker = worker) -> list[Offer]:
             (one,) = await FakeWorker.offer(worker)
-            return [an_offer(one.version, worker.index)]
+            return [an_offer(version, worker.index) for version in (0, one.version)]  # of a base and an adapter
 
         worker.pull, worker.offer = pull, offer  # type: ignore[method-assign]
     await cast.publish(1)
     assert sources == {1: 0, 2: 0, 3: 1, 4: 0, 5: 1, 6: 2, 7: 3}, "one holder, then two, then four"
     assert most == 4
+    assert cast.world.committed == [1] * 8
 
 
 @on_jumping_clock
@@ -185,6 +186,10 @@ async def test_a_primary_that_fails_is_replaced_in_the_same_publish_and_its_node
     assert report.replicas[0].error == "not written"
     assert cast.states == [S.starting, S.serving, S.serving, S.serving, S.serving]
     assert (report.relay_s, report.total_s) == pytest.approx((0.5, 0.62)), "both rounds"
+    assert report.pause_s == pytest.approx(0.25)
+    for worker in cast.workers:
+        worker.pull_s = 0.0
+    assert (await cast.publish(2)).pause_s == 0.01, "the trainer's writes paused them for longer"
 
 
 @on_jumping_clock
@@ -227,16 +232,29 @@ async def test_a_read_that_fails_takes_its_reader_out_and_nobody_else(how: str) 
 
 
 @on_jumping_clock
-async def test_a_version_that_moved_while_it_was_read_is_not_adopted() -> None:
+async def test_a_reader_that_is_gone_when_it_is_to_give_on_was_not_relayed_to() -> None:
+    cast = Cast("aaaa")
+    cast.workers[1].break_at("offer", "dies")
+    report = await cast.publish(1)
+    assert [replica.committed for replica in report.replicas] == [True, False, True, True]
+    assert report.num_relayed == 2
+
+
+@pytest.mark.parametrize(("what", "said"), [("moves", "has moved on"), ("dies", "it died")])
+@on_jumping_clock
+async def test_a_version_whose_peer_moved_or_died_while_it_was_read_is_not_adopted(what: str, said: str) -> None:
     cast = Cast("aa")
 
-    async def the_peer_moves() -> None:
-        cast.world.committed[0] = 9
+    async def the_peer_is_another() -> None:
+        if what == "moves":
+            cast.world.committed[0] = 9
+        else:
+            cast.workers[0].break_at("offer", what)
 
-    cast.workers[1].before["pull"] = the_peer_moves
+    cast.workers[1].before["pull"] = the_peer_is_another
     report = await cast.publish(1)
     assert not report.replicas[1].committed
-    assert "has moved on" in (report.replicas[1].error or "")
+    assert said in (report.replicas[1].error or "")
     assert ("adopt", 1, 1) not in cast.world.diary
     await cast.supervisor.fail(cast.supervisor.roster.replicas["rollout-0"], "it died")
     await until(lambda: ("asked to release", 1) in cast.world.diary)  # its link pins the dead worker's memory
@@ -264,6 +282,15 @@ async def test_a_replica_that_fails_while_its_neighbours_read_is_left_alone() ->
     assert cast.pulls() == [1]
     assert [replica.committed for replica in report.replicas] == [True, True, False]
     assert cast.states == [S.serving, S.serving, S.starting]
+    cast = Cast("aaabb")
+    cast.failing = {0}
+
+    async def the_next_one_dies() -> None:
+        await cast.supervisor.fail(cast.supervisor.roster.replicas["rollout-1"], "a group on it failed")
+
+    cast.workers[4].before["pull"] = the_next_one_dies
+    await cast.publish(1)
+    assert cast.written == [[0, 3], [2]]
 
 
 @on_jumping_clock
