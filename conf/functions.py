@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import itertools
 import logging
 import sys
@@ -67,6 +68,20 @@ def import_function(option: str, value: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"{option}={value}: {place!r} has no function {name!r}; {_functions_of(module)}")
     return function
+
+
+def has_form(form: Callable[[object], bool], function: Callable[..., Any]) -> bool:
+    """Whether a function, or the __call__ of an object, is of a form: inspect.iscoroutinefunction, for example."""
+    return form(function) or form(function.__call__)
+
+
+def file_of(function: Callable[..., Any]) -> str:
+    """The file that defines a function, or the __call__ of an object; "" if no file does."""
+    written = inspect.unwrap(function)
+    try:
+        return inspect.getsourcefile(written if inspect.isroutine(written) else written.__call__) or ""
+    except TypeError:  # a built-in
+        return ""
 
 
 def _functions_of(module: ModuleType) -> str:

@@ -7,8 +7,10 @@ Invariant: nothing is started, allocated or changed, and no reader raises becaus
 
 import functools
 import importlib.metadata
+import math
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -19,6 +21,8 @@ from pathlib import Path
 
 DASHBOARD_PORT = 8265
 """Where Ray looks for a port of its page, upwards, unless it is told one."""
+FEW_OPEN_FILES = 8192
+"""What Ray recommends at least."""
 _COUNT_GPUS = """
 import ctypes
 try:
@@ -185,6 +189,18 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(nearest_existing(folder)).free
 
 
+def most_open_files() -> float:
+    """How many files and sockets a process may have open: Ray raises the soft limit as far as the hard one permits."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return math.inf if hard == resource.RLIM_INFINITY else hard
+
+
+def few_open_files(most: float) -> str:
+    """What to say of a limit that many workers exceed; empty of others."""
+    cure = "ulimit -n 65536, as root (LimitNOFILE= in a service, docker run --ulimit nofile=65536)"
+    return f"at most {most:g} a process, and Ray opens many sockets: {cure}" if most < FEW_OPEN_FILES else ""
+
+
 def nearest_existing(path: Path) -> Path:
     """The path itself, or the closest folder above it that exists."""
     path = path.absolute()
@@ -244,6 +260,7 @@ class Machine:
     is_slow_in_bfloat16: Callable[[], bool] = is_slow_in_bfloat16
     memory_bytes: Callable[[], tuple[int, int]] = memory_bytes
     free_bytes: Callable[[Path], int] = free_bytes
+    most_open_files: Callable[[], float] = most_open_files
     is_port_free: Callable[[int], bool] = is_port_free
     running_ray_cluster: Callable[[], str | None] = running_ray_cluster
 

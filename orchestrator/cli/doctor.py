@@ -23,7 +23,7 @@ from slipstream.conf.errors import ConfigError
 from slipstream.orchestrator import environment
 from slipstream.orchestrator.cluster.private_folder import private_folders
 from slipstream.orchestrator.inputs.object_store import LEAST_BYTES
-from slipstream.orchestrator.machine import DASHBOARD_PORT, HERE, Machine, list_interfaces
+from slipstream.orchestrator.machine import DASHBOARD_PORT, HERE, Machine, few_open_files, list_interfaces
 from slipstream.orchestrator.socket_folder import where_sockets_lie
 from slipstream.rollout.node_cache import where_caches_lie
 
@@ -230,10 +230,8 @@ def networks(machine: Machine) -> Iterator[Finding]:
 def limits(machine: Machine) -> Iterator[Finding]:
     """The kernel's limits for a process."""
     has_rdma = bool(machine.list_rdma_nics())
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = files != resource.RLIM_INFINITY and files < 8192
-    advice = "Ray opens many sockets: ulimit -n 65536 (or LimitNOFILE= in the service)"
-    yield _judged("limits", "open files (nofile)", _limit(files), advice if few else "")
+    files = machine.most_open_files()
+    yield _judged("limits", "open files (nofile)", f"{files:g}", few_open_files(files))
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     low = has_rdma and locked != resource.RLIM_INFINITY
     advice = "RDMA pins the memory that it writes: ulimit -l unlimited (docker run --ulimit memlock=-1)"

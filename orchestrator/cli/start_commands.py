@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from slipstream.orchestrator.files.run_folder import RunFolder
 
 
+AT_ONCE = "checking options and files"
+"""Said first: reading them takes seconds where the machine has much else to do."""
+
+
 def train(flags: argparse.Namespace, overrides: list[str]) -> int:
     """Train: a run from options. With --help: options or a topic."""
     if flags.help_topic is not None:
@@ -40,7 +44,7 @@ def train(flags: argparse.Namespace, overrides: list[str]) -> int:
             print(f"{cli_flags.train().format_help()}\n{option_help.options(flags.config_dir)}")
         return EXIT_OK
 
-    _answer_at_once()
+    tell(AT_ONCE)
     from slipstream.conf.load import load_run_config
 
     return _start(load_run_config(overrides, flags.config_dir), overrides, flags)
@@ -53,10 +57,10 @@ def resume(flags: argparse.Namespace, overrides: list[str]) -> int:
         name = word.partition("=")[0].lstrip("+")
         if name in ("run.resume", "run.name", "run.checkpoint_dir" if is_url else "run.dir"):
             raise ConfigError(f"{name} has no effect with slipstream resume, which goes on in {flags.run}; remove it")
-    _answer_at_once()
+    tell(AT_ONCE)
     from slipstream.conf.load import load_resolved_yaml
     from slipstream.orchestrator.cli.working_folder import stand_where_it_began
-    from slipstream.orchestrator.files.run_folder import RunFolder, no_run_folder
+    from slipstream.orchestrator.files.run_folder import RunFolder, check_code_is_there, no_run_folder
 
     if is_url:
         return _resume_from_store(flags.run.rstrip("/"), overrides, flags)
@@ -72,6 +76,7 @@ def resume(flags: argparse.Namespace, overrides: list[str]) -> int:
         ) from error
     overrides = stand_where_it_began(folder, overrides)
     config = load_resolved_yaml(saved, overrides, subject=f"{folder.config}: ")
+    check_code_is_there(folder, config)
     return _start(replace(config, run=replace(config.run, resume=str(folder.root))), overrides, flags)
 
 
@@ -95,7 +100,7 @@ def _resume_from_store(url: str, overrides: list[str], flags: argparse.Namespace
 
 def evaluate(flags: argparse.Namespace, overrides: list[str]) -> int:
     """`slipstream eval`: a run of no steps, and its table."""
-    _answer_at_once()
+    tell(AT_ONCE)
     from slipstream.orchestrator.cli import evaluate as evaluation
 
     run = None
@@ -108,12 +113,6 @@ def evaluate(flags: argparse.Namespace, overrides: list[str]) -> int:
         print(json.dumps(report, indent=2) if flags.json else evaluation.table_of(report))
 
     return _start(config, overrides, flags, show)
-
-
-def _answer_at_once() -> None:
-    """To whoever looks on: reading options and files takes seconds where the machine has much else to do."""
-    if sys.stderr.isatty():
-        tell("checking options and files")
 
 
 def _start(

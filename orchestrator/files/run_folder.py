@@ -189,6 +189,31 @@ def keep_sources(folder: RunFolder, config: RunConfig) -> None:
         keep_copy(f"algorithm.{name}={value}", source, folder.root / f"{name}_source.py")
 
 
+def check_code_is_there(folder: RunFolder, config: RunConfig) -> None:
+    """A run that goes on needs the files of its code.
+
+    Raises:
+        ConfigError: some have gone; it names the copies that the run keeps.
+    """
+    algorithm, reward = config.algorithm, config.reward
+    given = {
+        "agent_source.py": ("rollout.agent", config.rollout.agent or ""),
+        "loss_source.py": ("algorithm.loss", algorithm.loss),
+        "advantage_source.py": ("algorithm.advantage", algorithm.advantage),
+    }
+    for name, part in reward.by_name.items():
+        copy = f"reward_source_{name}.py" if reward.parts else "reward_source.py"
+        given[copy] = (f"{reward.section_of(name)}.kind", part.kind)
+    gone: list[str] = []
+    for copy, (option, value) in given.items():
+        file, _, function = value.rpartition(":")
+        if file.endswith(".py") and not Path(file).is_file() and (folder.root / copy).is_file():
+            cure = f"give its new place, or the copy that the run keeps: {option}={folder.root / copy}:{function}"
+            gone.append(f"{option}={value}: there is no file {Path(file).absolute()}; {cure}")
+    if gone:
+        raise ConfigError("; ".join(gone))
+
+
 def saved_options(run: Path) -> JsonObject:
     """The options in a run's folder, section by section, as plain values.
 

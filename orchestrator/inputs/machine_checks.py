@@ -26,7 +26,7 @@ from slipstream.conf.schema import (
 from slipstream.orchestrator.inputs.facts import Fact
 from slipstream.orchestrator.inputs.model_folder import resolve_hf_config
 from slipstream.orchestrator.inputs.object_store import object_store_bytes
-from slipstream.orchestrator.machine import DASHBOARD_PORT, Machine, answers
+from slipstream.orchestrator.machine import DASHBOARD_PORT, Machine, answers, few_open_files
 from slipstream.orchestrator.socket_folder import socket_folder, where_sockets_lie
 from slipstream.rollout.node_cache import where_caches_lie
 from slipstream.trainer.weights.stored_adapter import num_adapted
@@ -212,6 +212,12 @@ def check_sockets(config: RunConfig, machine: Machine) -> Fact:
         return Fact("sockets", f"in {where}")
     full = f"; it has {free >> 20} MiB of free space, and Ray's logs and temporary files lie there: make room, or set"
     return Fact("sockets", f"in {where}{full} TMPDIR to another folder", is_warning=True)
+
+
+def check_open_files(config: RunConfig, machine: Machine) -> Fact | None:
+    """A process may have as many files and sockets open as Ray's do."""
+    few = few_open_files(machine.most_open_files())
+    return Fact("open files", few, is_warning=True) if few and config.cluster.ray_address is None else None
 
 
 def check_link(config: RunConfig, machine: Machine) -> Fact | None:

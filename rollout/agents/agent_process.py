@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from slipstream.conf.errors import ConfigError
-from slipstream.conf.functions import import_function
+from slipstream.conf.functions import file_of, has_form, import_function
 from slipstream.conf.json_files import JsonObject
 from slipstream.rollout.agents.failures import NOT_A_NUMBER, RAISED
 from slipstream.rollout.agents.session import Session
@@ -42,7 +42,7 @@ def load_agent(name: str) -> Agent:
         raise AgentError(str(e)) from e
     except BaseException as e:  # it exits
         raise AgentError(f"rollout.agent={name}: importing it failed: {type(e).__name__}: {e}") from e
-    if not inspect.iscoroutinefunction(function):
+    if not has_form(inspect.iscoroutinefunction, function):
         raise AgentError(f"rollout.agent={name}: it must be `async def`: many episodes share one process")
     try:
         inspect.signature(function).bind({}, None)
@@ -79,7 +79,7 @@ def _set_up(name: str) -> tuple[Answer, list[object]]:
             client = aiohttp.ClientSession(connector=unlimited[0], timeout=unlimited[1])
         return await _run(agent, client, *question)
 
-    return answer, [inspect.getsourcefile(inspect.unwrap(agent)) or ""]
+    return answer, [file_of(agent)]
 
 
 if __name__ == "__main__":

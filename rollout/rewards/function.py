@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.conf import functions
 from slipstream.conf.errors import ConfigError
+from slipstream.conf.functions import file_of, has_form
+from slipstream.conf.functions import import_function as find_function
 from slipstream.conf.schema import RewardPart
 from slipstream.rollout.errors import RewardError
 from slipstream.rollout.rewards.answer_text import compile_pattern, exact_match, regex_match
@@ -57,7 +58,10 @@ def load_reward(config: RewardPart, section: str = "reward", folder: Path | None
     """
     function = _shipped(config, section, folder) if ":" not in config.kind else import_function(config.kind, section)
     return Reward(
-        function, _has_form(inspect.iscoroutinefunction, function), _is_of_group(function), _source_file(function)
+        function,
+        has_form(inspect.iscoroutinefunction, function),
+        _is_of_group(function),
+        file_of(function),
     )
 
 
@@ -88,7 +92,7 @@ def import_function(kind: str, section: str) -> Callable[..., Any]:
             has the parameters of another library.
     """
     try:
-        function = functions.import_function(f"{section}.kind", kind)
+        function = find_function(f"{section}.kind", kind)
     except ConfigError as e:
         raise RewardError(str(e)) from e
     name = kind.rpartition(":")[2]
@@ -103,7 +107,7 @@ def import_function(kind: str, section: str) -> Callable[..., Any]:
         )
     if inspect.isclass(function):
         raise RewardError(f"{ours}, and is a class; name a function, or an object with __call__")
-    if _has_form(inspect.isgeneratorfunction, function) or _has_form(inspect.isasyncgenfunction, function):
+    if has_form(inspect.isgeneratorfunction, function) or has_form(inspect.isasyncgenfunction, function):
         raise RewardError(f"{ours} and return what they are worth, but yields")
     try:
         inspect.signature(function).bind("prompt", "response", {})
@@ -112,11 +116,6 @@ def import_function(kind: str, section: str) -> Callable[..., Any]:
     except ValueError:
         pass  # built-ins have no signature to check
     return function
-
-
-def _has_form(form: Callable[[object], bool], function: Callable[..., Any]) -> bool:
-    """Whether a function, or the __call__ of an object, is of a form."""
-    return form(function) or form(function.__call__)
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:
@@ -128,10 +127,3 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 
 def _is_of_group(function: Callable[..., Any]) -> bool:
     return _parameters(function)[1:2] == [GROUP_PARAMETER]
-
-
-def _source_file(function: Callable[..., Any]) -> str:
-    try:
-        return inspect.getsourcefile(inspect.unwrap(function)) or ""
-    except TypeError:  # a built-in, or an object that can be called
-        return ""

@@ -99,9 +99,12 @@ class PromptRows:
                             "it as text"
                         )
                     or_option = f"{section}.{option}, or " if option else ""
+                    cure = f"set {or_option}data.columns.{column}=COLUMN"
+                    if self._config.algorithm.advantage == "none":
+                        cure += ", or reward=none, as algorithm.advantage=none learns from no reward"
                     raise DataError(
                         f"{where}: no column {column!r} for {section}.kind={kind}; its other columns are "
-                        f"{listed(prompt.fields)}; set {or_option}data.columns.{column}=COLUMN"
+                        f"{listed(prompt.fields)}; {cure}"
                     )
                 told = f"{where}: column {column!r} ({section}.kind={kind})"
                 if kind in READ_AN_ANSWER:

@@ -18,6 +18,7 @@ from slipstream.conf.load import load_run_config
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint, has_nothing_left
 from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.cli.start_commands import AT_ONCE
 from slipstream.orchestrator.control.control_folder import alive
 from slipstream.orchestrator.control.run_state import state_of
 from slipstream.orchestrator.errors import DiskFull, TrainingStopped
@@ -47,6 +48,7 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         out, err = capsys.readouterr()
         assert code == 2
         assert out == ""
+        err = err.removeprefix(f"{AT_ONCE}\n")
         assert err.startswith("error: ")
         assert "Traceback" not in err
         assert err.count("\n") == 1, "one message"
@@ -119,7 +121,13 @@ GOOD = '{"prompt": "1a=", "answer": "a"}\n'
         (
             {"p.jsonl": GOOD + '{"prompt": "1b=", "solution": "b"}\n'},
             "data.path=p.jsonl reward=exact_match",
-            ["p.jsonl:2: no column 'answer' for reward.kind=exact_match", "solution"],
+            ["p.jsonl:2: no column 'answer' for reward.kind=exact_match", "solution", "data.columns.answer=COLUMN\n"],
+        ),
+        (
+            {"p.jsonl": '{"prompt": "1b="}\n'},
+            "data.path=p.jsonl reward=exact_match algorithm=distill algorithm.teacher.base_url=http://127.0.0.1:9/v1 "
+            "algorithm.teacher.model=t run.num_steps=0",
+            ["data.columns.answer=COLUMN, or reward=none"],
         ),
         (
             {"p.jsonl": '{"prompt": "1a=", "target": {"value": "a"}}\n'},
@@ -420,7 +428,7 @@ def test_several_problems_are_all_reported_at_once(
         "cluster.dashboard=false",
     ]
     assert main(["train", "experiment=quickstart", *words]) == 2
-    lines = capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().err.splitlines()[1:]
     assert lines[0] == "error: 3 problems:"
     assert [line.split(".")[0].strip() for line in lines[1:]] == ["1", "2", "3"]
 
@@ -447,7 +455,7 @@ def test_several_problems_are_all_reported_at_once(
 )
 def test_mistakes_before_any_option(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
-    err = capsys.readouterr().err
+    err = capsys.readouterr().err.removeprefix(f"{AT_ONCE}\n")
     assert err.startswith("error: ")
     assert message in err
     assert err.count("\n") == 1

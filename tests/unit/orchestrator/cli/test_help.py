@@ -16,6 +16,7 @@ from slipstream.conf.load import load_run_config
 from slipstream.conf.options import GROUPS, flat_options, group_choices, section_docs
 from slipstream.orchestrator.cli import flags as cli_flags
 from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.cli.start_commands import AT_ONCE
 from slipstream.orchestrator.push.push_options import PushOptions
 
 pytestmark = pytest.mark.usefixtures("somewhere_else")
@@ -175,7 +176,8 @@ def test_missing_base_package_is_one_message() -> None:
     code = "import sys; sys.modules['hydra'] = None; from slipstream.orchestrator.cli.main import main; "
     done = run_python(code + "sys.exit(main(['train', 'experiment=quickstart']))")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: this environment lacks hydra; run `make setup`, then see: slipstream doctor\n"
+    lacks = "error: this environment lacks hydra; run `make setup`, then see: slipstream doctor\n"
+    assert done.stderr == f"{AT_ONCE}\n{lacks}"
 
 
 def test_help_loads_neither_hydra_nor_numpy() -> None:

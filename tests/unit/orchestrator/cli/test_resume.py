@@ -15,6 +15,7 @@ from slipstream.conf.load import load_resolved_yaml, load_run_config
 from slipstream.orchestrator.checkpoints.loop_state import BufferState, RunState
 from slipstream.orchestrator.checkpoints.run_checkpoint import CheckpointStore, fingerprint
 from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.cli.start_commands import AT_ONCE
 from slipstream.orchestrator.control.control_folder import alive
 from slipstream.orchestrator.errors import TrainingStopped
 from slipstream.orchestrator.files.run_folder import RunFolder, write_description
@@ -82,6 +83,11 @@ def test_resume_works_from_any_folder(
     monkeypatch.chdir(here)
     assert main(["resume", str(opened[0].root)]) == 2
     assert f"there is no file {began / 'reward.py'}" in capsys.readouterr().err
+    copy = folder.root / "reward_source.py"
+    copy.write_text("def score(prompt, response, fields):\n    return 0.5\n")
+    assert main(["resume", str(folder.root)]) == 2
+    assert (word := f"reward.kind={copy}:score") in capsys.readouterr().err
+    assert main(["resume", str(folder.root), word]) == 0
 
 
 def test_a_run_that_fails_after_its_last_step_is_not_told_to_resume(
@@ -142,7 +148,7 @@ def test_resume_refuses(
 ) -> None:
     fake_run(monkeypatch, lambda *_: pytest.fail("the run was started"))
     assert main(["resume", *words]) == 2
-    err = capsys.readouterr().err
+    err = capsys.readouterr().err.removeprefix(f"{AT_ONCE}\n")
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert message in err

@@ -24,6 +24,7 @@ from slipstream.orchestrator.inputs.machine_checks import (
     check_devices,
     check_link,
     check_memory,
+    check_open_files,
     check_ray_cluster,
     check_shared_memory,
     check_sockets,
@@ -343,6 +344,12 @@ def test_a_folder_for_temporary_files_without_room_is_a_warning() -> None:
     assert fact.is_warning
     assert fact.finding.startswith(f"in {folder}; it has 8 MiB of free space, and Ray's logs and temporary files lie")
     assert fact.finding.endswith("make room, or set TMPDIR to another folder")
+
+
+def test_few_open_files_are_a_warning_with_the_command() -> None:
+    fact = found(check_open_files, Machine(most_open_files=lambda: 1024))
+    assert fact.is_warning and fact.finding.startswith("at most 1024 a process") and "ulimit -n 65536" in fact.finding
+    assert check_open_files(load_run_config(["experiment=quickstart"]), Machine(most_open_files=lambda: 8192)) is None
 
 
 def test_no_ray_cluster_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:

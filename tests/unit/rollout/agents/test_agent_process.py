@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slipstream.conf.functions import file_of
 from slipstream.rollout.agents.agent_pool import Outcome, _outcome, run_episode
 from slipstream.rollout.agents.agent_process import _run, load_agent
 from slipstream.rollout.agents.failures import BLOCKED, DIED, NOT_A_NUMBER, RAISED
@@ -92,6 +93,9 @@ async def more(task, session, seed=3): return 1.0
 async def one(task): return 1.0
 async def three(task, session, needed): return 1.0
 def plain(task, session): return 1.0
+class Built:
+    async def __call__(self, task, session): return 1.0
+built = Built()
 """
 
 
@@ -100,6 +104,7 @@ def test_an_agent_is_a_coroutine_of_a_task_and_a_session(tmp_path: Path) -> None
     (tmp_path / "exits.py").write_text("raise SystemExit(3)\n")
     for name in ("plays", "more"):
         assert load_agent(f"{tmp_path}/agents.py:{name}").__name__ == name
+    assert file_of(load_agent(f"{tmp_path}/agents.py:built")) == f"{tmp_path}/agents.py"
     for name, said in (
         ("agents.py:one", r"it must take \(task, session\): too many positional arguments"),
         ("agents.py:three", r"it must take \(task, session\): missing a required argument: 'needed'"),

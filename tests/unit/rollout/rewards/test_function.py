@@ -58,7 +58,7 @@ def test_a_function_says_by_its_form_how_it_is_called(own: Path, name: str, is_a
 
 def test_an_object_that_can_be_called_and_what_ships_are_rewards_too(own: Path) -> None:
     made = load_reward(RewardConfig(kind=f"{own}:made"))
-    assert (made.is_async, made.is_of_group, made.source) == (False, False, "")
+    assert (made.is_async, made.is_of_group, made.source) == (False, False, str(own))
     awaited = load_reward(RewardConfig(kind=f"{own}:awaited"))
     assert (awaited.is_async, awaited.is_of_group) == (True, True)
     fields = {"answer": " 4"}
