@@ -139,7 +139,7 @@ def policy_loss(
         "loss/policy_sum": policy,
         "policy/num_tokens": torch.ones_like(log_ratio_N),
         "policy/entropy_sum": entropy_N,
-        "policy/ratio_sum": log_ratio_N.double().exp(),
+        "policy/ratio_sum": log_ratio_N.exp(),
         "policy/num_clipped_low": losses.is_clipped_low_N,
         "policy/num_clipped_high": losses.is_clipped_high_N,
         "kl/ref_k3_sum": ref_k3_N,
@@ -197,7 +197,7 @@ class LossAccumulator:
     def show(self, samples: Sequence[Sample], logprobs_N: Tensor) -> None:
         """Keep the log-probabilities of those samples of one microbatch that are to be shown."""
         if any(sample.is_shown for sample in samples):
-            of_samples = logprobs_N.detach().float().split([sample.num_valid_tokens for sample in samples])
+            of_samples = logprobs_N.detach().split([sample.num_valid_tokens for sample in samples])
             for sample, own_N in zip(samples, of_samples, strict=True):
                 if sample.is_shown and sample.origin is not None:
                     self._shown[sample.origin] = own_N

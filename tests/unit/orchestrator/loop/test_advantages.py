@@ -122,7 +122,7 @@ def test_a_teachers_term_is_its_log_probability_minus_that_of_who_sampled() -> N
 
 
 def make_group(rewards: list[float | None], num_tokens: list[int]) -> Group:
-    rollouts = [Rollout([9] * n, [-0.5 - i] * n, [3] * (n - 1) + [4], "t", "stop") for i, n in enumerate(num_tokens)]
+    rollouts = [Rollout([9] * n, [-0.5 - i] * n, [4] + [3] * (n - 1), "t", "stop") for i, n in enumerate(num_tokens)]
     return Group(Prompt(0, (1, 2, 3), "abc"), rollouts, rewards)
 
 

@@ -163,11 +163,13 @@ def test_a_ratio_that_is_its_bound_is_within() -> None:
 
 
 def test_a_product_that_overflows_is_bounded() -> None:
-    """100 tokens of ratio e: the product is e^100, which float32 cannot hold; the loss stays finite."""
+    """100 tokens of ratio e: the product is e^100, which float32 cannot hold; the loss stays finite. Their mean is e."""
     wild = Sequence([-1.0] * 100, [-2.0] * 100, 1.0)
     result, grad = loss_of([wild], AlgorithmConfig(correction=Correction.sequence_tis, correction_max=1e30))
     assert grad == pytest.approx([-math.exp(LOG_RATIO_BOUND) / 100] * 100)
     assert math.isfinite(result.loss.item())
+    _, grad = loss_of([wild], AlgorithmConfig(correction=Correction.geometric_mis, correction_max=3.0))
+    assert grad == pytest.approx([-math.e / 100] * 100)
 
 
 def test_log_ratios_of_a_long_sequence_are_added_up_in_float64() -> None:

@@ -201,7 +201,7 @@ def test_a_loss_sees_every_field_of_its_tokens(monkeypatch):
 
 
 def test_log_probabilities_of_the_samples_that_are_shown_are_kept_apart():
-    """Of two microbatches; lengths 2, 1 and 3, the middle one is not shown."""
+    """Of two microbatches; lengths 1, 2 and 3, the first one is not shown."""
     accumulated = LossAccumulator()
 
     def sample(origin, num_valid, is_shown):
@@ -210,7 +210,7 @@ def test_log_probabilities_of_the_samples_that_are_shown_are_kept_apart():
         return Sample(np.zeros(num_valid + 1, np.int32), mask, zeros, zeros, 0, origin=origin, is_shown=is_shown)
 
     accumulated.show(
-        [sample((0, 0, 0), 2, True), sample((0, 1, 0), 1, False)], torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+        [sample((0, 1, 0), 1, False), sample((0, 0, 0), 2, True)], torch.tensor([-3.0, -1.0, -2.0], requires_grad=True)
     )
     accumulated.show([sample((0, 2, 0), 2, False)], torch.tensor([-9.0, -9.0]))
     accumulated.show([sample((1, 0, 0), 3, True)], torch.tensor([-4.0, -5.0, -6.0]))
@@ -224,12 +224,12 @@ def test_log_probabilities_of_the_samples_that_are_shown_are_kept_apart():
 def test_sums_and_vectors_add_up_and_maxima_do_not():
     accumulated = LossAccumulator()
     for a, b in ((1.0, 5.0), (2.0, 3.0)):
-        accumulated.add(
-            PolicyLoss(
-                torch.zeros(()), {"s": torch.tensor(a), "other": torch.tensor(10.0)}, {"m": torch.tensor(b)},
-                {"v": torch.tensor([a, b]), "w": torch.tensor([b])},
-            )
+        part = PolicyLoss(
+            torch.zeros(()), {"s": torch.tensor(a), "other": torch.tensor(10.0)}, {"m": torch.tensor(b)},
+            {"v": torch.tensor([a, b]), "w": torch.tensor([b])},
         )  # fmt: skip
+        accumulated.add(part)
+        accumulated.add(part.uncounted())
     stats = accumulated.result()
     assert (stats.sums, stats.maxima) == ({"s": 3.0, "other": 20.0}, {"m": 5.0})
     assert stats.vectors == {"v": [3.0, 8.0], "w": [8.0]}

@@ -170,8 +170,8 @@ def test_the_heaviest_bins_meet_and_the_least_loaded_rank_gets_the_heaviest():
     assert ranks == [[[0], [3], [5]], [[1], [2], [4]]]
     ranks = pack([1, 1, 2], num_ranks=2, max_tokens=8, attention_equal_tokens=10**9)
     assert ranks == [[[2]], [[0, 1]]], "the longest sample goes first"
-    shared = pack([5, 6, 7, 8], num_ranks=4, max_tokens=4, attention_equal_tokens=10**9, cp_size=2)
-    assert shared == [[[3], [0]]] * 2 + [[[2], [1]]] * 2, "two ranks share a microbatch, of twice the tokens"
+    shared = pack([200, 100, 100, 100, 100], num_ranks=4, max_tokens=200, attention_equal_tokens=90, cp_size=2)
+    assert shared == [[[1, 2, 3, 4]]] * 2 + [[[0]]] * 2, "two ranks share a microbatch, of twice the tokens"
 
 
 def test_a_bin_is_full_at_the_bound_and_a_sample_beyond_it_is_alone():
@@ -220,6 +220,7 @@ def test_ranks_tell_each_other_what_their_microbatches_are():
     told = tuple(map(extent_of, ([free, fixed, free], [free], [])))
     assert told == (Extent(7, 3, 3, True), Extent(2, 1, 2, False), Extent(1, 1, 1, False))
     assert collate([free], 3, told[1:]).most_tokens == 2 and collate([free], 3).most_tokens is None
+    assert collate([], 3, told).extents == told
 
 
 def test_collate_of_nothing_is_one_dummy_token_that_does_not_count():

@@ -64,8 +64,14 @@ def test_no_token_has_no_quantile() -> None:
     assert quantile([0.0, 0.0], 0.99) is None
 
 
+def test_equal_log_probabilities_are_equal_probabilities_to_the_last_digit() -> None:
+    one, zero = torch.tensor([-1.0]), torch.zeros(1, dtype=torch.int64)
+    assert measure_mismatch(one - one, one, one, zero, zero).sums["parity/prob_diff_sum"].item() == 0
+
+
 def test_tokens_without_a_number_break_nothing() -> None:
     """A step whose loss is not finite is refused later; its figures must not fail before."""
-    nan = torch.tensor([math.nan])
-    found = measure_mismatch(nan, nan, nan, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    assert found.vectors["parity/k3_histogram"].sum().item() == 1
+    nan, zero = torch.tensor([math.nan]), torch.zeros(1, dtype=torch.int64)
+    found = measure_mismatch(nan, nan, nan, zero, zero)
+    histogram = found.vectors["parity/k3_histogram"]
+    assert histogram.sum().item() == histogram[-1].item() == 1, "as bad as can be"
