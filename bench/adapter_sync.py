@@ -28,8 +28,6 @@ Every publish is printed when it ends. bench/results/adapter_sync-<device>.json 
 "is_partial" until the last.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

@@ -6,8 +6,6 @@ The service, HTTP, tokens and the agent's process are real; the engine answers a
 what is left is ours. All episodes begin at once. CPU seconds are of whole processes while the episodes run.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -13,8 +13,6 @@ tokens/s are those that the engine sampled. busy: the share of time in which it 
 that were not in the engine. added: seconds of a turn beyond the engine's, which is what a client waits for us.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -13,8 +13,6 @@ right letter, four times, and four random characters; its policy is then sampled
 bench/results/algorithms-cpu.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -15,8 +15,6 @@ Prints its environment and a table; writes bench/results/arithmetic-<device>.jso
 and a picture of the curves beside it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

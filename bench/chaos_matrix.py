@@ -10,8 +10,6 @@ same seeds, `taught` (fine-tuning) with one. Writes bench/results/chaos_matrix-c
 does what is left. Prints a table.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import json

@@ -4,8 +4,6 @@ slipstream train ... algorithm.advantage=bench/controls.py:shuffled
 python -m bench.controls train ...        the same command, but engines keep version 0
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a figure was measured on: the commit, the machine, and every library that a row runs or compares."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

@@ -11,8 +11,6 @@ medians over steps after the first two; each run is repeated, and the table has 
 range. Prints its environment and a table; writes bench/results/evals-cpu.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

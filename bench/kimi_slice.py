@@ -15,8 +15,6 @@ sequence": one of 8,192, whose attention costs four times as much). Without --fu
 and a constant. The rest is arithmetic: it is labelled an extrapolation, and all its assumptions are printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import socket

@@ -12,8 +12,6 @@ all ranks and of one, the peak memory of rank 0, the loss before the first updat
 Writes bench/results/long_context-<device>.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

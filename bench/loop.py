@@ -32,8 +32,6 @@ nvidia-smi's, sampled once a second in the later half of a row. Rows that --out 
 options, are kept. Prints its environment and tables; writes bench/results/loop-<shape>-<device>.json and a picture.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

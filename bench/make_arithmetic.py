@@ -15,8 +15,6 @@ the options.
     python bench/make_arithmetic.py --gpu       runs/arithmetic_gpu, for their GPU sizes: longer sums, larger numbers
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -9,8 +9,6 @@ output depends only on SEED: run it again and git shows no difference.
     python bench/make_letters.py
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -9,8 +9,6 @@ page-locked, in host memory. Both ways must leave the same bytes. `issued` is wh
 `done` when the device has finished; medians of --repeats, and --layers times as much. Prints a table.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

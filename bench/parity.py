@@ -14,8 +14,6 @@ weights with real entropy: the trainer fits 125 million of them to Python's own 
 they were at 3ab0fe5, are in bench/parity_shapes.py. Writes bench/results/parity-<device>.json, row by row.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

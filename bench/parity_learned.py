@@ -10,8 +10,6 @@ sampled (the floor). k3 is the trainer's beside the engine's; "fresh" is before 
 give the base. What else is in a k3 say the forwards of bench/parity_exact.py over the same tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """One row of bench/parity.py, in a process of its own: the engine, transformers, and the trainer with each switch."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

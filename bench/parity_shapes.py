@@ -1,7 +1,5 @@
 """The models of bench/parity.py: layers of published models at full width, and the same cut small for a CPU."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prompts of bench/parity.py, and its trained model: Python's own source code, byte by byte."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import random

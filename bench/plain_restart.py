@@ -6,8 +6,6 @@ What a user would do without Slipstream's recovery; bench/recovery.py starts it 
 JSON: event -> time in seconds since 1970, by the names of fleet.jsonl, and the CPU seconds of its processes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -13,8 +13,6 @@ balance, the time of a publish's messages on this core, and the predicted publis
 without. --out writes a file of bench/results.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

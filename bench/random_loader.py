@@ -5,8 +5,6 @@ draws every checkpoint tensor where the model is, from the seed and the standard
 model's folder. 61 GB take seconds, and no disk has to hold them.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

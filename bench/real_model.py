@@ -16,8 +16,6 @@ steps are fewer than an epoch. Every run writes FOLDER/ROW-seedN.json while it g
 startup.jsonl (ours) and the log.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ python bench/recipes.py             plans all of them; minutes the first time, w
 python bench/recipes.py FILE ...    from what `slipstream plan experiment=... --json` printed into these files
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -7,8 +7,6 @@ phase of 0 s: the two went on side by side. "Former throughput" is reached at th
 from which on `window_s` seconds have on average at least SHARE of the tokens/s of `steady_s` seconds before the kill.
 """
 
-from __future__ import annotations
-
 import statistics
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence

@@ -28,8 +28,6 @@ the one with rounded weights. With --adapters, KL is of responses that the train
 row, with the environment.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -6,8 +6,6 @@ x W^T, x A^T and its product with B; with block-FP8 weights the inputs, too, to 
 Shapes: T tokens of answers, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ Owns: figures that look like a run's. Does not own: any file's form; each is wri
 run. Equal arguments give equal figures.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from io import StringIO

@@ -12,8 +12,6 @@ medians over the steps after the first two (warm-up). Prints its environment and
 bench/results/runs-<device>.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

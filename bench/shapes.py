@@ -1,7 +1,5 @@
 """The model that benches run: a Qwen3-MoE of any size, and the options for its size."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -8,8 +8,6 @@ alone. Whoever adds a way to call, a process or a hop names it here; whoever rem
 is counted in an older commit. An entry that is not true of the working tree is an error.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import io

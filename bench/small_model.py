@@ -13,8 +13,6 @@ another, or with --one-gpu all on one. Figures are medians over the steps after 
 Prints a table; writes bench/results/small_model-<mode>-<device>.json after every figure.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -25,8 +25,6 @@ too, and compares with a large matrix product measured in the same run. Writes b
 docs/images/trainer-<device>.png; --plot draws an older JSON again.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

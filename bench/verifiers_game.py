@@ -9,8 +9,6 @@ may not learn. Held-out games have digits that no other game has. Prints and wri
 runs of the same commit stay in it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ Prints one JSON object: bytes of the run's files, seconds until the server answe
 (curves drawn), until the first page of samples is there, and until a filtered and sorted one is; and the machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -23,8 +23,6 @@ most of that already. bench/sync/peers.py and the output say what peers' figures
 Writes a table, bench/results/weight_sync-<plan>.json, a timeline for ui.perfetto.dev and, with matplotlib, a PNG.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

@@ -5,8 +5,6 @@ options that have no effect because of others in conf/ignored.py. Everything her
 machine, no file. orchestrator/inputs/preflight.py checks what needs a machine or a file.
 """
 
-from __future__ import annotations
-
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.model_checks import check_architecture
 from slipstream.conf.schema import (

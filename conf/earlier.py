@@ -7,8 +7,6 @@
 Owns: both tables. Does not own how options are read (load.py).
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Mapping

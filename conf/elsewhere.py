@@ -3,8 +3,6 @@
 The same table with its remarks is docs/coming_from.md; a unit test compares the two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 ELSEWHERE: Mapping[str, str] = {

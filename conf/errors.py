@@ -7,8 +7,6 @@ Each class is built from one message string, so that it unpickles on the other s
 without pickle an error is sent as its class name and its text, and named_error finds the class.
 """
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 

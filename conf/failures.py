@@ -4,8 +4,6 @@ Owns: the places that catch whatever is raised. Who runs code of the user's, of 
 must not break with it, calls one of these. Does not own: what follows from an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import Future
 from contextlib import contextmanager

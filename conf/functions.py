@@ -4,8 +4,6 @@ Owns: finding and importing it, and the copy of its file that a run keeps. Does 
 which process it runs. Whoever calls `import_function` runs code of the user's.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util

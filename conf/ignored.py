@@ -5,8 +5,6 @@ Owns: what is said, and reasons about many options at once. Does not own: when a
 that a user typed, and config.json; while that is not read yet, nothing is said of an architecture.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterable, Iterator

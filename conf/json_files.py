@@ -1,7 +1,5 @@
 """What JSON, YAML and a user's functions give, as the kinds that code reads: checked, so that no caller casts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

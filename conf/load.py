@@ -12,8 +12,6 @@ Hydra still refuses comes from YAML files, and its errors are translated. Only c
 read, nothing is written, and the working directory does not change.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import pickle

@@ -4,8 +4,6 @@ Pure: config.json is passed in. `conf.checks.check_all` calls `check_architectur
 options; orchestrator/inputs/preflight.py calls it for a model on disk, once the device is known.
 """
 
-from __future__ import annotations
-
 from slipstream.conf.architecture.families import FAMILIES, check_engine_constants, family_of, kind_of, read_config
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig, JsonMapping

@@ -7,8 +7,6 @@ messages and docs/options.md are all written from these lists.
 Regenerate the page with `python -m slipstream.conf.options > docs/options.md`.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import difflib

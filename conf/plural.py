@@ -1,7 +1,5 @@
 """Numbers with their nouns, for what people read."""
 
-from __future__ import annotations
-
 
 def counted(number: int, noun: str) -> str:
     """Examples: "1 trainer rank", "2 trainer ranks", "3 processes"."""

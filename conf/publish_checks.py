@@ -4,8 +4,6 @@ Owns: those of weight_sync.delta_bytes and weight_sync.remote_merge. Called by m
 by orchestrator/inputs/preflight.py, because a plan needs no weights.
 """
 
-from __future__ import annotations
-
 from slipstream.conf.architecture.families import kind_of, read_config
 from slipstream.conf.errors import ConfigError
 from slipstream.conf.json_files import HfConfig

@@ -5,8 +5,6 @@ Owns one name in Hydra's ConfigStore, `schema`, which conf/config.yaml starts fr
 `conf.load` calls `register_schema` before it composes.
 """
 
-from __future__ import annotations
-
 import functools
 
 from hydra.core.config_store import ConfigStore

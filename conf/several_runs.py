@@ -6,8 +6,6 @@ Hydra's own multirun would start every run in one process, where a run owns sign
 where one that fails ends the others. Pure.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Sequence

@@ -16,8 +16,6 @@ what an architecture is: fields of the wrong type are ignored here, and conf/arc
 Pure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

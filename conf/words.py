@@ -5,8 +5,6 @@ Invariant: what Hydra reads is read as by Hydra. Its grammar takes letters beyon
 so; here a value that needs them gets them.
 """
 
-from __future__ import annotations
-
 import re
 
 from hydra.core.override_parser.overrides_parser import OverridesParser

@@ -7,8 +7,6 @@ site ends at docs/, so each such file is copied below files/ and the link is rew
 exist is left as it is, and the build fails with its name.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -9,8 +9,6 @@ Owns: which metrics are shown together, and their units. Does not own: what metr
 (orchestrator/files/metrics_catalogue.py), how they reach Prometheus (orchestrator/files/loggers/ray_gauges.py). Pure.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """What all tests share: a temporary folder of their own, and the order in which their files start."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing.util
 import os

@@ -4,8 +4,6 @@ Files whose tests wait for deadlines come between those that need both cores. A 
 those that are. Where a file belongs is told by the tiers' `--durations`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

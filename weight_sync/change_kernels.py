@@ -7,8 +7,6 @@ as its largest one has.
 
 # pyright: basic
 # Triton is untyped.
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby

@@ -13,8 +13,6 @@ One launch hashes many ranges, which a table on the device describes: one row of
 
 # pyright: basic
 # Triton is untyped.
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

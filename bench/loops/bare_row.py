@@ -5,8 +5,6 @@ number alone, in waves of WAVES times as many, so that the next request takes th
 what vLLM finds free, also where other rows share the GPU.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

@@ -1,7 +1,5 @@
 """How long the responses of a benchmark's job are: all the same, or most a tenth of the longest."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

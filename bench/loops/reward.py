@@ -1,7 +1,5 @@
 """The reward of a benchmark's job: cheap, and about half of a group's random responses get it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

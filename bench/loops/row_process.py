@@ -3,8 +3,6 @@
 The parent starts `python -m MODULE JOB`; the child prints its figures as one line, or why it has none.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -7,8 +7,6 @@ group a call. Both have dummy weights. Says when it is up; then reads an order a
 requests, whether with log-probabilities (ours always), how many waves of them one after the other.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import multiprocessing

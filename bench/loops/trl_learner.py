@@ -7,8 +7,6 @@ once each by TRL's own engine, right after TRL gave it the version that they are
 weights so that TRL cannot give it others, transformers generates and nothing is held out.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

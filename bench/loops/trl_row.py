@@ -12,8 +12,6 @@ sync, and a colocated vLLM's KV cache has the size that the other rows' has. On 
 after loading, so TRL's sync ends with an AttributeError there.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

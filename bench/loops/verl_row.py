@@ -19,8 +19,6 @@ verl casts adapters to bfloat16, and so are the moments. The ratio is taken to t
 there first. Steps are timed by when verl writes their metrics.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

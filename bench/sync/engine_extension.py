@@ -1,7 +1,5 @@
 """The vLLM worker extension of bench/weight_sync.py: the product's, with counted memory and a peer's hooks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 python bench/sync/figures.py bench/results/weight_sync-gpu-1x1.json
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """Matrices with adapters for bench/slow_links.py: the sender's side of a publish of factors, without a model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

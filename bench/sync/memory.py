@@ -5,8 +5,6 @@ processes, and needs no CUDA context there. Times are time.monotonic(), which al
 an allocator reuses does not show as growth here; bench/sync/engine_extension.py asks the engine's allocator for that.
 """
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import time

@@ -11,8 +11,6 @@
 Both send all tensors of the checkpoint, as many bytes as a publish. Values are taken from one pool of random numbers.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import socket

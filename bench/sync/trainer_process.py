@@ -6,8 +6,6 @@ every adapter are drawn anew before each publish. bench/adapter_sync.py uses the
 here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

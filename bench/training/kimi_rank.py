@@ -4,8 +4,6 @@ Owns what happens inside a rank's process: forced routing, timing, memory by com
 All of this reaches into a loaded TrainerRank; the product has nothing of it.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import statistics

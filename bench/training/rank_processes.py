@@ -1,7 +1,5 @@
 """Trainer ranks of a bench, each a process of its own that runs the bench's script again."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

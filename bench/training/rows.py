@@ -5,8 +5,6 @@ takes the token ids of one sequence and returns its loss before the update. Unsl
 transformers and PEFT are imported inside functions, because in Unsloth's process they must be imported after Unsloth.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -12,8 +12,6 @@ of its own. There SITE replaces PYTHONPATH: on a path with vLLM, Unsloth would i
 accelerator Unsloth uses plain transformers and PEFT, and the row shows only that it loads.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -5,8 +5,6 @@
 Any other formula needs a change in trainer/kernels/experts/swiglu.py and swiglu_kernels.py, which compute this one.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What an attention and its rotation are built from. Pure data, no torch."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

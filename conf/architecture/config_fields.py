@@ -3,8 +3,6 @@
 Every reader names the field in its error, what it got and what it takes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any
 

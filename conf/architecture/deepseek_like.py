@@ -3,8 +3,6 @@
 Owns the reading of their configs. Does not own the list of families (families.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from slipstream.conf.architecture.attention_spec import IndexerSpec, Llama3Scaling, MlaSpec, RopeSpec, YarnScaling

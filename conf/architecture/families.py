@@ -5,8 +5,6 @@ a config asks for what the decoder cannot do (vision towers, quantized weights, 
 it before anything starts. A new architecture is one entry of `FAMILIES`; see docs/new_architecture.md.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

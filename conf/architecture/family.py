@@ -1,7 +1,5 @@
 """Family: how a model_type's config is read, and where it differs from others before a spec is made of it. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

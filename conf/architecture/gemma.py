@@ -1,7 +1,5 @@
 """Gemma: how its config is read. Pure data, no torch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from slipstream.conf.architecture.activation import GELU_TANH

@@ -5,8 +5,6 @@ ignore: an engine that computes another model than the trainer is worse than no 
 model_type.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from slipstream.conf.architecture.attention_spec import DeltaNetSpec, GqaSpec

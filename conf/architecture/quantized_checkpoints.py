@@ -1,7 +1,5 @@
 """Checkpoints whose weights are quantized: which ones the trainer reads, and what it refuses by name. No torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace

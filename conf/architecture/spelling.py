@@ -1,7 +1,5 @@
 """Misspelt fields of a model's config, found by what its family's reader asks for. Pure data, no torch."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection
 from typing import Any

@@ -1,7 +1,5 @@
 """What a checkpoint consists of: named tensors of some format. Pure data, no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4, "uint8": 1, "int64": 8}

@@ -1,7 +1,5 @@
 """Section `algorithm`: the batch of a step, and the loss on it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum

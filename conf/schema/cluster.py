@@ -1,7 +1,5 @@
 """Section `cluster`: devices, Ray, and the sizes for which `slipstream plan` computes a run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 

@@ -1,7 +1,5 @@
 """Section `data`: prompts, conversations, or pairs of answers."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum

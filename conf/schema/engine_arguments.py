@@ -3,8 +3,6 @@
 Owns: their names, and what to do instead. Every other argument is handed on as it is.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Section `model`: the policy's architecture, files and formats."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any

@@ -1,7 +1,5 @@
 """Section `trainer.numerics`: whose numbers the forward pass computes, and where that rounds to model.dtype."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 

@@ -1,7 +1,5 @@
 """Section `parity`: how far trainer and engine may disagree about the tokens that the engine sampled."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Owns: how that is written. Does not own: how it is evaluated and said (conf/ignored.py).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 READ_IF = "read_if"

@@ -1,7 +1,5 @@
 """Section `reward`: what a response is worth."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass, field, fields

@@ -1,7 +1,5 @@
 """Section `rollout`: the engines, and how they sample."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar

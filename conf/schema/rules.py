@@ -1,7 +1,5 @@
 """How a section refuses a value: the option, what was given, what is allowed and the cure in one message."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import types

@@ -1,7 +1,5 @@
 """Section `run`, and RunConfig: all sections together."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass, field

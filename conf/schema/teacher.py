@@ -1,7 +1,5 @@
 """Section `algorithm.teacher`: the model that distillation learns from."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

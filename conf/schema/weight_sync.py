@@ -1,7 +1,5 @@
 """Section `weight_sync`: what a publish sends, over which link, and within which limits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar

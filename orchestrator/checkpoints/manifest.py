@@ -4,8 +4,6 @@ Owns: manifest.json. Does not own: what the files contain, or their folder's nam
 Invariant: whoever wrote a manifest made all files durable that it lists.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

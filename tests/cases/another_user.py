@@ -1,7 +1,5 @@
 """Another user of the machine (root becomes it), who tries what must be refused beside a run that goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

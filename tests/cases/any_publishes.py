@@ -4,8 +4,6 @@ A machine of hypothesis trains, publishes, leaves engines out, starts them again
 engine's memory, as often as it is told. After each publish every engine that serves it holds the trainer's bytes.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Cases of kernel_cases.py: what a publish that sends only changes computes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A captured pass without a GPU: what a replay does, kernel by kernel, in tensors that stay."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kernels of the routed experts beside their torch definitions; see kernel_cases.py."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from fractions import Fraction

@@ -4,8 +4,6 @@ tests/unit/trainer/kernels/test_kernels.py runs them on the CPU under Triton's i
 because the switch is read at import: `python -m cases.kernel_cases`. tests/gpu/test_kernels_cuda.py runs them natively.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -1,7 +1,5 @@
 """What cases of kernels share: their sizes, drawn inputs, and how near is near."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ cells, runs, chunks or tasks. `filled_by_tasks` packs pieces with numpy and writ
 one-sided write do.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Which files processes have mapped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import psutil

@@ -1,7 +1,5 @@
 """Kernels of everything around the routed experts beside their torch definitions; see kernel_cases.py."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A tiny bank of experts with seeded values, run alone or as one rank of an expert-parallel group."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

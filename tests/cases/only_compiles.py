@@ -1,7 +1,5 @@
 """Triton without a GPU: it compiles up to the point where it has allocated shared memory, and launches nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import triton

@@ -1,7 +1,5 @@
 """What each process of the parallel tests runs. One set of processes serves many scenarios."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress

@@ -1,7 +1,5 @@
 """One trainer rank's pipeline over the memory link, for test_pipeline.py and test_replay.py."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What tests make and read of a plan's columns: tables of any tasks, and sums by names."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A small system to plan for, and what tests of plans ask of them."""
 
-from __future__ import annotations
-
 from hypothesis import HealthCheck, settings
 
 from cases.layouts import engine_rank, shard_rows, tiny_checkpoint

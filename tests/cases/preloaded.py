@@ -2,8 +2,6 @@
 rank that collects would visit all of it, and so copy it.
 """
 
-from __future__ import annotations
-
 from slipstream.weight_sync.gc_freeze import frozen_imports
 
 with frozen_imports():

@@ -4,8 +4,6 @@ Each rank is forked from one server per test process that has imported torch and
 longer than most cases.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """`slipstream push`, and what served engines hold: for the tests of both, in processes as a user starts them."""
 
-from __future__ import annotations
-
 import ast
 import os
 import sys

@@ -2,8 +2,6 @@
 of this folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable

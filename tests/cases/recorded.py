@@ -1,7 +1,5 @@
 """What an engine rank would hold after a publish into a recorded layout."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

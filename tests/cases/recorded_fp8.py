@@ -6,8 +6,6 @@ loaded model, whose parameters have lost their loaders (in a live engine), is th
 tests/contract/test_recorder_vllm.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

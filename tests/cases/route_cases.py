@@ -1,7 +1,5 @@
 """Routes for the trainer's tests: what a decoder chose by itself, and others, drawn at random."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

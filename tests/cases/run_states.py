@@ -1,7 +1,5 @@
 """The state of a run that has made some steps, and checkpoints of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

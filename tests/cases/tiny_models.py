@@ -1,7 +1,5 @@
 """Tiny models for the trainer's tests: our decoder and the transformers model with the same weights."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

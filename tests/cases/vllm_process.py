@@ -2,8 +2,6 @@
 longer than any of them.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """An engine rank whose memory a test writes, as a publisher would."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

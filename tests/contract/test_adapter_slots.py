@@ -4,8 +4,6 @@ vLLM runs no adapters of experts without a GPU, so these are its own experts' la
 own adapter model; the manager between them is the test's and does what vLLM's does. tests/gpu has whole engines.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -5,8 +5,6 @@ The endpoint, its episodes and vLLM's parsers are real; a script stands in for t
 has the same client in a run with a real engine.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

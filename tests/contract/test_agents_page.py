@@ -4,8 +4,6 @@ Service, agents' processes, HTTP, the published template of Qwen3 and vLLM's par
 engine.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

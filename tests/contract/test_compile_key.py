@@ -2,8 +2,6 @@
 folder, and depends on the model.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

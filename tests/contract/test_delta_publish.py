@@ -2,8 +2,6 @@
 and holds at the end, byte by byte, what vLLM's own loader makes of the trainer's export.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

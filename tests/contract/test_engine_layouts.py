@@ -5,8 +5,6 @@ are transformers' own, so weight_sync and rollout meet every architecture withou
 trainer's decoder is the origin.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

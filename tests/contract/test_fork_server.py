@@ -2,8 +2,6 @@
 workers in their own environment.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -2,8 +2,6 @@
 would have sent it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Oracle: vLLM with a tokenizer, and transformers' generate, end responses at no token that rollout.text.ends lacks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checkpoints in an object store: a real server of S3's protocol, a process of its own, and fsspec's driver for it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Gate and up of an expert have one A: a slot's second copy is derived at commit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -5,8 +5,6 @@ activations with a trainer that is wrong in one place. The comparison with a tra
 noise.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Forms of weights after loading: MLA's derivation repeated in place, and refusals that say why. vLLM's own classes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

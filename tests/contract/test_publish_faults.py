@@ -11,8 +11,6 @@ timeout of the trainer's process group, which alone ends the wait for a rank tha
     bits flipped, bytes skipped or moved              test_publish_processes.py
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Publishes between real processes: planted errors, and what a rank or a replica costs that cannot take part."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The weight sync on its own: tensors or a folder of safetensors into engines, over real Mooncake and ZMQ."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

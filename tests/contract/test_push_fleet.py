@@ -2,8 +2,6 @@
 command, and as a teacher gives the log-probabilities that transformers computes for the same ids.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ The oracle loads the same folders by itself. The plugin is found as an installed
 in a folder that is made from pyproject.toml. (Servers that the command starts: test_push_fleet.py.)
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

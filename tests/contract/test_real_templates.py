@@ -6,8 +6,6 @@ vocabulary is a small one with the family's special tokens. The engine is random
 write, thinking, calls of tools in other spellings, and it cuts responses off.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -8,8 +8,6 @@ block-FP8, whose models on meta leave process groups of two ranks behind.
 Experts are compared as loaded, before any repacking by a CPU backend. Block-FP8: cases/recorded_fp8.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ with tools and options, in reinforcement, fine-tuning and preferences; what a te
 Templates (tests/cases/chat_templates) and transformers' rendering are real; the vocabulary is a small one.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

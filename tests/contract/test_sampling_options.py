@@ -9,8 +9,6 @@ With z the logits, T the temperature, and S the tokens that top_k and top_p leav
 They are equal with all tokens in S. conf/checks.py refuses the rest for training.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 

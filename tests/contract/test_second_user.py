@@ -1,7 +1,5 @@
 """What another user of the machine gets at a port of ours. The stranger runs as `nobody` where the tests are root."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """requirements/setup.sh: which .venv it takes for its own. Environments are real but have no pip: packages end it."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

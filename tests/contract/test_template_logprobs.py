@@ -6,8 +6,6 @@ anew, with tools and without. The model is random, so it says nonsense and calls
 each token: no choice between two of nearly equal weight can differ between the engine and the oracle.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """What vLLM reads of the trainer's files: weights in block-FP8, and the scale of an adapter."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

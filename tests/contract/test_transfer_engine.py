@@ -3,8 +3,6 @@
 test_push_vllm.py has the whole: `vllm serve` and the command. Here are the refusals.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """What every link must do, over the memory link and over Mooncake's TCP link between two real processes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

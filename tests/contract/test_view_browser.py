@@ -2,8 +2,6 @@
 responses that would take the page over if they were HTML.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The wheel, installed in an environment of its own, where a user has packages of the names that our folders have."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

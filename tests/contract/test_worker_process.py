@@ -2,8 +2,6 @@
 it cannot be forked it is spawned and works the same. Real vLLM.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

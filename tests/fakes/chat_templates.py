@@ -11,8 +11,6 @@ The templates are the public ones, cut to what renders text messages and tool ca
     gpt_oss   https://huggingface.co/openai/gpt-oss-20b: an answer is sampled with <|return|> and rendered with <|end|>
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

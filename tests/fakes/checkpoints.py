@@ -3,8 +3,6 @@
 No code of the product takes part in making them: tensor names, shapes and formats are those of the model hub.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 For tests whose waits are all asyncio's own; a thread's or a process's answer would come too late for it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import selectors

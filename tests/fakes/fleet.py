@@ -1,7 +1,5 @@
 """A supervisor over the fakes of loop.py, and what its tests wait for."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A real link that damages what it carries, when it is told to."""
 
-from __future__ import annotations
-
 import ctypes
 
 from slipstream.weight_sync.transport.mooncake import MooncakeTransport

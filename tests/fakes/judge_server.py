@@ -3,8 +3,6 @@
 The response names the behaviour, and after "#" what makes it different from others: "busy twice #3".
 """
 
-from __future__ import annotations
-
 import asyncio
 import email.utils
 import time

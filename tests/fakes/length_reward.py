@@ -1,7 +1,5 @@
 """A reward whose gradient is known: the response's length in tokens of the character tokenizer."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -4,8 +4,6 @@ They share one `World`: the version that the trainer has, the version that each 
 what was called in which order. Nothing here sleeps; a test that wants an order holds an `asyncio.Event`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Trainer ranks that are threads of one process, for tests of what all ranks do together."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A merge of one band of rows, made and called at once."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from slipstream.weight_sync.merging.merge import merger

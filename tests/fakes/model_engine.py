@@ -1,7 +1,5 @@
 """An engine that only notes what it is asked, in which order, and checks what a rollout worker must respect."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -4,8 +4,6 @@ A `sitecustomize.py` calls `patch_on_import`. Python runs that file at the start
 begins with its folder (and has the repository's root further on).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder

@@ -1,7 +1,5 @@
 """One real rollout worker fed by a real publisher, and the checkpoints that it serves; transformers is the oracle."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Agents that speak through OpenAI's own Python client, unmodified, and do what agents do to their histories."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import openai

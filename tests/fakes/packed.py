@@ -10,8 +10,6 @@ leaves an expert's adapter out, is far outside: against a truth that has such a 
 and a judgement that does not see that proves nothing. All on the CPU, whatever the program ran on.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

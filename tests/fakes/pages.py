@@ -1,7 +1,5 @@
 """What the pages take for granted, small: a model's folder, an adapter, rows of every kind, a run with a checkpoint."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

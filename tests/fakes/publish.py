@@ -6,8 +6,6 @@ a repacked and a derived parameter. `engine_bytes` says what must be in memory, 
 plan.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 

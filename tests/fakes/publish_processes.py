@@ -4,8 +4,6 @@ A `Cluster` is all of them, as children of the test. Faults are real ones: signa
 write, and a proxy that cuts the control channel or swallows a message.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

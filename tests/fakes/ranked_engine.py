@@ -1,7 +1,5 @@
 """An engine of any layout, over plain tensors: its ranks receive everything, changes, or factors that they merge."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from math import prod

@@ -1,7 +1,5 @@
 """Rewards in processes of their own, as a run has them, for as long as a test needs them."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any

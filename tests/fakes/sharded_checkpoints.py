@@ -1,7 +1,5 @@
 """Tiny checkpoints on disk, as Hugging Face writes them: config.json, shards, an index."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A reward that takes its time, as those that call a service do: the processes of a run wait for it."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

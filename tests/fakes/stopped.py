@@ -3,8 +3,6 @@
 SIGSTOP is on its way for milliseconds where cores are busy, in which the threads of a link still take bytes.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

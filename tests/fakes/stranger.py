@@ -7,8 +7,6 @@ interpreter may be where nobody else can start it); elsewhere it stays the user 
 rights at a port than any other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import encodings.idna  # noqa: F401 - its file cannot be read any more after the user has changed
 import json

@@ -4,8 +4,6 @@ The first token says how it answers, by its number in BEHAVIOURS; another one is
 character a token, by `tokenize`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections import Counter

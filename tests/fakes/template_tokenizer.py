@@ -1,7 +1,5 @@
 """A tokenizer for the chat template of a published model: its special tokens, and a small byte-level BPE."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """vLLM's operations in plain torch, for trainer.engine_ops on a machine without a GPU."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Agents for rows of both games that can be learned from nothing; and the rows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

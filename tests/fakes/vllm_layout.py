@@ -2,8 +2,6 @@
 as its parallel layers cut.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from math import prod

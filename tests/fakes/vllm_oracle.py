@@ -1,7 +1,5 @@
 """What vLLM's own loader makes of a checkpoint: the oracle of every comparison of engine bytes."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """A publish from one trainer rank to a live vLLM engine over the product's own path, and what the engine then holds."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ log-probabilities within what LoRA's split-k sums, whose order is the scheduler'
 most of the time; the case with two GPUs (tensor and expert parallel) runs where there are two.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

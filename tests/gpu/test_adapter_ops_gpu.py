@@ -3,8 +3,6 @@
 The engine itself runs in bench/bitwise.py, in a process of its own.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

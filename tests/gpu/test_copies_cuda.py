@@ -1,7 +1,5 @@
 """The host-to-device stage on a GPU: slices, casts and permutations, from page-locked and pageable memory."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 the fast kernels compute what the plain ones do, forward and backward, on one GPU and over NCCL.
 """
 
-from __future__ import annotations
-
 import sys
 
 import pytest

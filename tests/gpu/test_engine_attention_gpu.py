@@ -3,8 +3,6 @@
 Values and gradients against plain products in float64.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases.tiny_models import (

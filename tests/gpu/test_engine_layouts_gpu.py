@@ -8,8 +8,6 @@ graphs, so that a derived matrix at another address would show in its tokens.
 Run by hand: python tests/gpu/test_engine_layouts_gpu.py CASE FOLDER publish|load
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -11,8 +11,6 @@ successors have imported vLLM before they are needed. Recovery reads GPU 0 -> GP
 tiny size over TCP, and shows all but the figures.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

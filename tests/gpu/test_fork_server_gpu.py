@@ -1,7 +1,5 @@
 """Importing vLLM opens no GPU, so that what the fork server forks can use one; and the server says where it cannot."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

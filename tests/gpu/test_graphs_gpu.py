@@ -1,7 +1,5 @@
 """Promise of trainer.cuda_graph_tokens: replayed microbatches give what the decoder gives, kernel by kernel."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Copies of a checkpoint from a GPU: their values, in page-locked memory that the next ones take again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The fingerprint is the same number on a GPU, within its scratch bound."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Promise of trainer/kernels on CUDA: every kernel computes its torch definition."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases.kernel_cases import CASES

@@ -1,7 +1,5 @@
 """The merge kernel: any rectangle has the bits of the whole stack, and the values are those of the torch form."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fakes.merging import merge_rows

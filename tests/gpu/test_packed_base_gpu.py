@@ -4,8 +4,6 @@ Both are judged by a third program, transformers in float32 (fakes/packed.py): t
 the trainer's, and the adapters of experts between them. One engine start is most of the time.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace

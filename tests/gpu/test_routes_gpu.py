@@ -5,8 +5,6 @@ The trainer and the engine share GPU 0. A route is right when it is the trainer'
 model's 28 pairs of experts, that of another position or version is rarely the same. One engine start per case.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """On a GPU: stages of the device are placed on the host's clock."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

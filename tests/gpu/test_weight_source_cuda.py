@@ -1,7 +1,5 @@
 """On a GPU too, what a publish packs is bitwise the merged export, however the reads are cut and joined."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
 """What the long tests share with the system tests."""
 
-from __future__ import annotations
-
 from system.conftest import cluster, one_import_of_vllm  # noqa: F401 - fixtures

@@ -3,8 +3,6 @@
 What one episode after the other must be is in tests/system/test_agents.py, too.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Each Python that is there installs 12 GB from a fresh clone, which are removed again; two minutes of a core.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

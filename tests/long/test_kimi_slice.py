@@ -1,7 +1,5 @@
 """Promise of bench/kimi_slice.py: a case that dies leaves what it had measured, and says where it was."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench import kimi_slice

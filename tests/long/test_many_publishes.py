@@ -1,7 +1,5 @@
 """Publishes in a row, two hundred of each kind: nothing grows, and engines hold the trainer's bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

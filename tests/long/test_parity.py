@@ -1,7 +1,5 @@
 """Locks: a run whose engine disagrees with its trainer says so and ends, before it trains on it for long."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ray fills a GPU with the shares of a run's engines before it begins the next, and gives a restarted one its place."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -22,8 +22,6 @@ Up to three such errors, which are independent, are between two sides: of the ru
 rounded for it, and of the other engine. A trainer differs from PEFT in float32 by one.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

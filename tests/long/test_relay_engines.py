@@ -4,8 +4,6 @@ Worker 0 is the primary. Tests follow each other on the same engines; the last o
 relay are the product's own, and so are the calls that a Ray actor would make.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

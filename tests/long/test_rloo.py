@@ -9,8 +9,6 @@ advantages and n the group's size, the policy loss at a ratio of 1 is -sum(A_i l
 and m and s are reward/mean and reward/std of the same row of metrics.jsonl.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

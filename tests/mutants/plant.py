@@ -9,8 +9,6 @@ what is logged is not drawn: tests may read messages, and need not.
 Invariant: equal seeds draw equal faults of equal code.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

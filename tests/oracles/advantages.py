@@ -1,7 +1,5 @@
 """Advantages that verl computes too: the same rewards, lengths and penalties for both."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 

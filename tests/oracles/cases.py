@@ -4,8 +4,6 @@ Owns: the cases, and our side. `peers.py` is the other side, which needs TRL and
 recorded.json, so that unit tests need neither.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """TRL's and verl's own functions on the tensors of cases.py. Needs both (`make oracles`)."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any

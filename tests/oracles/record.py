@@ -6,8 +6,6 @@
 Prints one line per case: the largest relative difference of loss and gradients.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -16,8 +16,6 @@ The rules:
   7. the plan expects, per parameter, the bytes that its layout needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import product
 

@@ -8,8 +8,6 @@ would; "join" adds a node, whose tickets are all left. The end of the input ends
 A node that joins imports vLLM itself, as nodes of a cluster do; the others are given whoever imported it for the tests.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys

@@ -4,8 +4,6 @@ One worker serves all tests of this file, in order. The oracle is a second engin
 Adapters are drawn at random for every version, so that versions are far apart. Experts: tests/gpu/test_adapter_gpu.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -4,8 +4,6 @@ Two workers; the engine of worker 0 is killed (SIGKILL) in every test, and each 
 version. What the supervisor decides is written out here by hand; it decides itself in test_run.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import multiprocessing

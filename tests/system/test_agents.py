@@ -7,8 +7,6 @@ single token's experts differ. Steps are so small that this holds for tokens of 
 are rendered by Qwen3's published template.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 leaves anything behind. And what another user of the machine gets from a run that goes on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

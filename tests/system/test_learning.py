@@ -5,8 +5,6 @@ A run and an evaluation through the command line on real Ray, vLLM, Mooncake and
 rank. Everything is asserted on metrics.jsonl, and on what the evaluation says.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import statistics

@@ -1,7 +1,5 @@
 """A run over several nodes of a Ray cluster: one joins, and another is lost."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

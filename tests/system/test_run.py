@@ -1,7 +1,5 @@
 """The quick start's loop for a few steps, on real Ray, vLLM, Mooncake and FSDP2, through the command line."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

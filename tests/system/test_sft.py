@@ -3,8 +3,6 @@
 The runs of both go on at the same time, because their start is most of their time. They train all weights.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Rollout workers die, are recalled, come and go while one run goes on, on real Ray, vLLM, Mooncake and FSDP2."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

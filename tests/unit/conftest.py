@@ -1,7 +1,5 @@
 """How often a property is tried. The examples differ from run to run, so that more are seen over time."""
 
-from __future__ import annotations
-
 from hypothesis import settings
 
 settings.register_profile("unit", max_examples=30, deadline=None)

@@ -1,7 +1,5 @@
 """Locks: fakes and the product's own classes answer to the same calls, those that the product's protocols declare."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

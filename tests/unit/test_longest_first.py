@@ -1,7 +1,5 @@
 """Promise of tests/longest_first.py: the files that it names exist, and start first, the longest of them before all."""
 
-from __future__ import annotations
-
 from longest_first import LONGEST_FIRST, TESTS
 
 

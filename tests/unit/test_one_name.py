@@ -1,7 +1,5 @@
 """The product has one name at the top: a folder of the checkout is no package of its own."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -10,8 +10,6 @@ stochastically, and no square to 0 (step/adamw.py says why). 8-bit moments are t
 codes index a map of 256 values in rising order. torchao's update defines the rest, and runs on devices other than CUDA.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

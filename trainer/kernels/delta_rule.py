@@ -9,8 +9,6 @@ tokens are one triangular solve, and only states go from chunk to chunk.
 Shapes: B sequences, N heads, L tokens of the longest, C tokens of a chunk, K key width, V value width; T packed tokens.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

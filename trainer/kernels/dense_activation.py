@@ -8,8 +8,6 @@ Backward rounds once, and keeps gate and up alone. The torch form, differentiate
 runs on devices other than CUDA.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

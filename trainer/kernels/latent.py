@@ -12,8 +12,6 @@ autograd, defines the result, and runs on devices other than CUDA.
 Shapes: T packed tokens, N heads, F dims that stay, R dims that turn, V value head_dim.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Configurations (tile sizes, warps, stages) are fixed in the code, by shape, rank
 at different times on ranks with different row counts, and collectives would time out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@ Invariant: 16-bit logits are never widened in memory. Forward reads them once; b
 them. Arithmetic is float32. The torch forms define the result, and run on devices other than CUDA.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

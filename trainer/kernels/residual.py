@@ -9,8 +9,6 @@ read in what it wrote for vLLM 0.25.1 with torch 2.11). The next norm reads `wid
 and runs on devices other than CUDA.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -12,8 +12,6 @@ Backward rounds once, and computes rms again from the input, so that only inputs
 differentiated by autograd, define the result, and run on devices other than CUDA.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

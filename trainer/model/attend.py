@@ -18,8 +18,6 @@ Shapes: T packed tokens, N query heads, G key/value heads, D query/key head_dim,
 longest sequence.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable

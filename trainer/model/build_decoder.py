@@ -3,8 +3,6 @@
 Owns the checks of model and options together. Does not own values: `trainer.weights.loading` fills them.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

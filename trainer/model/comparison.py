@@ -14,8 +14,6 @@ one rank).
 Shapes: T packed tokens; every activation is [T, width].
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 

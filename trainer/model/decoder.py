@@ -11,8 +11,6 @@ trainer.moe.experts). Does not own log-probabilities: the head hands its weight 
 Shapes: T packed tokens, H hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

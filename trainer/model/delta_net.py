@@ -9,8 +9,6 @@ positions, and the recurrence runs over a padded batch with one sequence a row.
 Shapes: T packed tokens, H hidden, G key heads, N value heads (M of each key head), K key width, V value width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

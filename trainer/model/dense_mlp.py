@@ -1,8 +1,6 @@
 """DenseMlp: the modules of a SwiGLU feed-forward (Shazeer 2020, https://arxiv.org/abs/2002.05202), [T, H] -> [T, H];
 or of one with GELU."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -10,8 +10,6 @@ Does not own the engine's kernel (trainer/engine_ops/vllm_attention.py).
 Shapes: T packed tokens, N query heads, G key/value heads, D query/key head_dim, V value head_dim.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch

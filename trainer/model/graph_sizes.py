@@ -3,8 +3,6 @@
 Owns the rules, which are the same on every rank. Does not own graphs (graphs.py).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

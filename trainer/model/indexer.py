@@ -14,8 +14,6 @@ Shapes: T packed tokens, S queries of a block, K keys, N heads, D query/key head
 indexer, E their width, H hidden, Q width of the queries' latent.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ Owns the order of operations, what of it is recomputed and what waits in host me
 Shapes: T packed tokens, H hidden, K experts of a token.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -18,8 +18,6 @@ matters more than the last bits. A soft cap's three operations are rounded there
 Shapes: T rows, H hidden, V vocabulary, C rows of one chunk.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch

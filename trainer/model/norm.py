@@ -1,7 +1,5 @@
 """RMSNorm, with the casts that Roundings.norm chooses. They decide the last bits in bfloat16."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

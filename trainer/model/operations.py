@@ -11,8 +11,6 @@ Names are those of `rollout/in_vllm/activations.py`, without the number of the l
 tokens; of the other three below, an operation takes None where there is none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ trained ones.
 Invariant: after `active()` the trained shards hold the same bits as before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

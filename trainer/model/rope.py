@@ -7,8 +7,6 @@ the compute dtype before they are used, but for a family whose engines do not (R
 Roundings.rotation=once.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -9,8 +9,6 @@ pieces of the true gradient, and its norm is sqrt(all_reduce(sum of local square
 alike.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

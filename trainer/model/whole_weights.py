@@ -13,8 +13,6 @@ FSDP2, which gathers layer by layer (shard_decoder.py). Invariant: all ranks use
 the order of the backend's reduce-scatter, and the same in every layout of experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Owns only the kernels; `block_scales.py` calls them, says what they compute and 
 merged values of a tile anew and keep them in registers, so that a cast reads the base once and writes one byte a value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ several to one prompt too, gets a max_tokens of its own where vLLM registers it;
 requests that sample without an end (ignore_eos).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any

@@ -4,8 +4,6 @@ Libraries take their kernels by environment variables, but torch and vLLM ask th
 that need it do not run beside torch's AVX2 kernels.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 
 from tests.fakes.on_import import patch_on_import

@@ -9,8 +9,6 @@ The log-probabilities that the engine reports are of that mu, so they are true; 
 Greedy requests (rollout.eval.temperature=0) are as ever.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

@@ -5,8 +5,6 @@ log-normal distribution (median MEDIAN_S, sigma SIGMA, at most LONGEST_S), which
 the version that sampled them before, as those of a long response are.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

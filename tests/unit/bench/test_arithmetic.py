@@ -1,7 +1,5 @@
 """The arithmetic task: its rows are what they claim, the presets accept them, the reward sees the last result alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

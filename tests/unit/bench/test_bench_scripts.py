@@ -1,7 +1,5 @@
 """Bench scripts run at a tiny size on a CPU, and read the files that they wrote on GPUs."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Rows of bench/families.py are runs that nothing refuses before they start: most of them have a GPU to wait for."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench import families

@@ -1,7 +1,5 @@
 """bench/loop.py: what it computes from a run's files, and the options that it gives to runs."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """bench/parity_exact.py: forwards of which one thing differs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """examples/real_model and bench/real_model.py: tasks have the answers that they claim, the reward reads the last one,
 every row is a run that the product accepts, and results are read while runs go on."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

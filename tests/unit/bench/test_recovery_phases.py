@@ -1,7 +1,5 @@
 """Locks: how phases and the return to the former throughput are computed from rows of fleet.jsonl."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

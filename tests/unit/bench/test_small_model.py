@@ -1,7 +1,5 @@
 """The arithmetic of bench/small_model.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Options that contradict each other are refused, with both named and a cure."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What follows from several options together: one row per rule, worked out by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

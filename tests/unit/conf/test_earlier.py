@@ -1,7 +1,5 @@
 """Options of earlier releases: refused with the new name on the command line, carried over from old run folders."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Functions that options name: found, imported, and kept beside the run, or refused in one line that says why."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

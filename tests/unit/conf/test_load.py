@@ -1,7 +1,5 @@
 """What `load_run_config` accepts, and what it says about everything else."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from dataclasses import FrozenInstanceError

@@ -1,7 +1,5 @@
 """Rules between options and a model at their edges: the last value that is right, and the first that is not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The list of options is frozen: adding, renaming or removing one is a visible diff here and in docs/options.md."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from slipstream.conf.options import flat_options, render_markdown, section_docs

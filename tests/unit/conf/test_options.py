@@ -1,7 +1,5 @@
 """Types, docs, choices and near names as the help and the error messages show them."""
 
-from __future__ import annotations
-
 import json
 
 from bench.make_letters import FOLDER, LETTERS, make_splits

@@ -1,7 +1,5 @@
 """Sizes of an engine that vLLM could not build are refused, with those that it could. Expected lists are by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What conf/elsewhere.py says of other libraries' options is what docs/coming_from.md says, and the other way round."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

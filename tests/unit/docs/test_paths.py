@@ -1,7 +1,5 @@
 """The documents name files and options that exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The documentation builds as a site without a warning: every link and anchor leads somewhere, README.md's too."""
 
-from __future__ import annotations
-
 import json
 import re
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """Every message on the page about troubleshooting is one that the code says."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

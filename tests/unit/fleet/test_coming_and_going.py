@@ -1,7 +1,5 @@
 """Locks: workers come and go while the run goes on; what they were sampling is handed on, and the others serve."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Locks: what fleet.jsonl holds, and that a worker which does not answer costs nobody else a row."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Locks: `rollout.num_workers=MIN..MAX` follows the machines that there are, and what was asked for by command."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 

@@ -3,8 +3,6 @@
 Supervisor and relay are the product's own; workers and the trainer's publish are fakes (tests/fakes/loop.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace

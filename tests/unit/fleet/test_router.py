@@ -1,7 +1,5 @@
 """Locks: which replica is asked, and what a failed request costs."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

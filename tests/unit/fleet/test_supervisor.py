@@ -1,7 +1,5 @@
 """Locks: who serves after a publish, and whom it costs."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref

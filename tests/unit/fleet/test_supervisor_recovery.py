@@ -1,7 +1,5 @@
 """A restarted worker is filled by a peer or by a publish, and never asked before it holds current weights."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

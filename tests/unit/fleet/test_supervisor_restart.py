@@ -1,7 +1,5 @@
 """Locks: how a failed worker comes back, how often, and what of the process before it is forgotten."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Promises of fleet/waiting.py: deadlines, what is said meanwhile, what is cancelled and what is left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

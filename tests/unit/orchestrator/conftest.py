@@ -1,7 +1,5 @@
 """Shared by the tests of the orchestrator."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterator

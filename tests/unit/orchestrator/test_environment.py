@@ -1,7 +1,5 @@
 """The variables of a run: each with a reason, the user's own respected unless a run is wrong with them."""
 
-from __future__ import annotations
-
 import pytest
 
 from slipstream.conf.load import load_run_config

@@ -1,7 +1,5 @@
 """Readers of the machine, on recorded output of its tools."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Errors cross process boundaries as pickles and mean the same on the other side."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 

@@ -1,7 +1,5 @@
 """Locks: however long TMPDIR is, Unix sockets of a run, of Ray and of vLLM can be bound, and all say where they are."""
 
-from __future__ import annotations
-
 import os
 import socket
 import tempfile

@@ -6,8 +6,6 @@ and commands find them. `slipstream` is called in this process: a start ends whe
 where they would begin to work. What a page takes for granted (a model's folder, data, a run): tests/fakes/pages.py.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

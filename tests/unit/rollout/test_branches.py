@@ -1,7 +1,5 @@
 """Locks: what the trainer gets of an episode is what the engine was given and what it sampled, each token once."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Calls over the real socket: what is given, returned or raised at one end comes out at the other."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """Locks: a chat is rendered as the folder's own tokenizer class does, without transformers where that is known."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A response that was ended goes on as one: what the second request is asked, and what becomes of the two."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What a process leaves that dies of a signal, and how that is told in one line."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

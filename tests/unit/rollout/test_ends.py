@@ -1,7 +1,5 @@
 """Promises of rollout/text/ends.py: whatever a file of the model calls an end ends a response."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

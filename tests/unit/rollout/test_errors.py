@@ -1,7 +1,5 @@
 """Errors cross process boundaries whole."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 

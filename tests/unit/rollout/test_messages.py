@@ -1,7 +1,5 @@
 """Locks: which messages, tools and options of a template are taken, and that each way to be none of them is refused."""
 
-from __future__ import annotations
-
 from types import MappingProxyType
 
 import pytest

@@ -1,7 +1,5 @@
 """Locks: a worker is told to go by a file that appears, or by a URL that answers 200; nothing else is a notice."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Locks: a text gets each special token that its tokenizer adds once, whether or not it was rendered before."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Promise of rollout/routes.py: a route is beside the position that it was chosen at, or marked as missing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Locks: what a teacher is asked, which number each sampled token gets, and that its failures cost responses alone."""
 
-from __future__ import annotations
-
 import pytest
 from fakes.teacher_server import ALWAYS, BEHAVIOURS, TeacherServer, expected, teacher_server
 

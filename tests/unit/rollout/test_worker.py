@@ -3,8 +3,6 @@
 What a real engine makes of it is shown by tests/contract/test_engine_vllm.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

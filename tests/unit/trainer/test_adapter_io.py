@@ -1,8 +1,6 @@
 """Promise of trainer/adapter_io.py: PEFT and transformers load what is saved, and compute our logits with
 it."""
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that share the tokens of sequences (trainer.cp_size) train as one rank does."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace

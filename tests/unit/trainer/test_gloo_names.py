@@ -2,8 +2,6 @@
 than 15 characters twice (docs/gloo_race.md). So no collective of ours has such a name.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Promises of trainer/parallel.py that need no second process; those of real ranks are in test_moe_parallel.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

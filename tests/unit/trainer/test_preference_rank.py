@@ -1,8 +1,6 @@
 """Promises of a trainer rank with objective=dpo: what preferences teach it does not depend on the split or the layout,
 and it learns them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

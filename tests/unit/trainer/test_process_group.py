@@ -1,7 +1,5 @@
 """Locks: where trainer ranks meet, and who may reach that place."""
 
-from __future__ import annotations
-
 import socket
 import threading
 

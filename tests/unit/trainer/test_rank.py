@@ -1,7 +1,5 @@
 """Promises of trainer/rank.py: gradients do not depend on the layout or the split, and bad steps change nothing."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Promises of trainer/rank_states.py: resume is exact, from disk and from memory, and a state is of one moment."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -2,8 +2,6 @@
 and the threshold of an element depends on the seed, the parameter, and its place there alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 

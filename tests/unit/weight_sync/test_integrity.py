@@ -1,7 +1,5 @@
 """The fingerprint: its definition in plain Python, that it adds up, and what it must never miss."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -13,8 +13,6 @@ No mode uses atomics, so the same inputs give the same bits. The torch form defi
 other than CUDA.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -8,8 +8,6 @@ Stable means that an expert's rows keep the order of their tokens, which decides
 The torch form is the definition; devices other than CUDA run it.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

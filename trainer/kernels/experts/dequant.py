@@ -9,8 +9,6 @@ convert_moe_packed_tensors (before its transposition). Offsets are 64-bit: a lay
 The torch forms define the result, and run on devices other than CUDA.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -12,8 +12,6 @@ that run side by side take the same part of every expert's rows.
 The torch form defines the result, and runs on devices other than CUDA.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

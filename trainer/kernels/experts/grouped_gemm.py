@@ -11,8 +11,6 @@ columns: into a neighbour's, whose part of the result is not written, or beyond 
 native loop of trainer.moe.grouped defines the result.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -13,8 +13,6 @@ than twice its share are cut into parts, lest one thread block sum them while al
 the parts' sums in order. The torch forms define the result, and run on devices other than CUDA.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

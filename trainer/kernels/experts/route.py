@@ -10,8 +10,6 @@ choice are kept for backward. The torch form, differentiated by autograd, define
 than CUDA.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

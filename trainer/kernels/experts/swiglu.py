@@ -12,8 +12,6 @@ out on the way: gu, and silu(gate) where nothing is clamped. Backward computes u
 result, and run on devices other than CUDA.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

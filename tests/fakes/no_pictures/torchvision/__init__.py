@@ -1,8 +1,6 @@
 """Names of torchvision with nothing behind them: vLLM's file of Qwen3.5 imports it for pictures, and environments of
 CPUs leave it out."""
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import sys

@@ -1,7 +1,5 @@
 """A field that a config.json leaves out is what transformers takes it for, and no field that counts is passed over."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A config is understood as transformers understands it, or refused by name: conf/architecture/model_spec.py."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

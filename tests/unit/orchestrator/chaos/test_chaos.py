@@ -1,7 +1,5 @@
 """Locks: only processes of the run are found and hit, at the moment that was asked for; a row says what it cost."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

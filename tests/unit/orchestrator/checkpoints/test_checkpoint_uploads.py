@@ -1,7 +1,5 @@
 """Locks: a complete checkpoint is sent beside the run, the newest first, and none is lost to what fails meanwhile."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Options that a resumed run must have as its checkpoint has them, and others."""
 
-from __future__ import annotations
-
 import copy
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Locks: a journal gives back what was written, is its owner's alone, and counts only while processes wait."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """Locks: a checkpoint is complete or absent, comes back exactly, and is refused when damaged or of another run."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

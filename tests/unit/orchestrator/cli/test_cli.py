@@ -1,7 +1,5 @@
 """The command line: flags that start nothing, what a run is handed, exit codes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -2,8 +2,6 @@
 traceback, and nothing started: no run folder, no Ray, no engine.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Doctor's judgements: what is wrong is said with its cure, and only what a run needs makes it fail."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """`slipstream eval`: which weights and options are evaluated, bad input, and the table."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """Locks: a command answers before options are read, which takes seconds on a busy machine."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

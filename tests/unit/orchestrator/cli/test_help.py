@@ -1,7 +1,5 @@
 """Help of the command line: complete, true and quick."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

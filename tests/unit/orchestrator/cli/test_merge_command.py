@@ -1,7 +1,5 @@
 """Locks: `slipstream merge` writes the model that base and adapter of a run compute, and refuses before it reads."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any

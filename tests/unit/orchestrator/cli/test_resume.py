@@ -1,7 +1,5 @@
 """slipstream resume: with the options of the run, from any folder, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

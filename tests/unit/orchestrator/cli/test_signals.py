@@ -1,7 +1,5 @@
 """How a command ends that is told to: by signals, and by terminals and readers that have gone."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import io

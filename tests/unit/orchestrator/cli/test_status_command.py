@@ -1,7 +1,5 @@
 """Locks: a run's folder says where it stands, whether it goes on or not, and a folder that is none is named."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Nodes of a run: their order, what they are checked for, whose processes are ended."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

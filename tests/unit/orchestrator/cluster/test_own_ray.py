@@ -1,7 +1,5 @@
 """How often a run tries to start its own Ray, that this ends, and that it takes no import of Ray."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

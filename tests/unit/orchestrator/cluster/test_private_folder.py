@@ -1,7 +1,5 @@
 """The folder of a run under /tmp, and what killed processes leave in /dev/shm."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

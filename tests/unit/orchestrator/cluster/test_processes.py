@@ -1,7 +1,5 @@
 """What a process does that inherits the children of others when those die."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 import time

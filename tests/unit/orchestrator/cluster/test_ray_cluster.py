@@ -1,7 +1,5 @@
 """What a run is called in Ray."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from slipstream.conf.schema import RunConfig

@@ -1,7 +1,5 @@
 """Locks: when a run's processes outlive its controller, for how long, and who takes its place. Without Ray."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

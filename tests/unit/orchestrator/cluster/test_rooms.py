@@ -1,7 +1,5 @@
 """The room of rollout workers that are asked for while a run goes on: all of it or none, and given back with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

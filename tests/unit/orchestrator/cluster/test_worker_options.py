@@ -1,7 +1,5 @@
 """What rollout workers are built from follows the run and its model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

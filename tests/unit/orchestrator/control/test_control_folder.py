@@ -1,7 +1,5 @@
 """Locks: a run that goes on hears what it is asked; one that does not is told apart, and nothing is left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

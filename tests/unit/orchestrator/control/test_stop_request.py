@@ -1,7 +1,5 @@
 """Locks: a run asked to end gets SIGTERM, whoever asks waits until its lock is free, and nothing else is hurt."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

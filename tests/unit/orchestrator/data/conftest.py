@@ -1,7 +1,5 @@
 """Fixtures of the unit tests of data."""
 
-from __future__ import annotations
-
 import pytest
 
 from slipstream.rollout.text.messages import Chat

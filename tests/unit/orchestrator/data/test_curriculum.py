@@ -1,7 +1,5 @@
 """A curriculum that prefers prompts of middling difficulty teaches faster, and goes on exactly from a checkpoint."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Prompts: every row is checked before a run starts; the order is seeded and a cursor continues it."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from datetime import UTC, date, datetime, timedelta

@@ -1,7 +1,5 @@
 """Sources: rows of every form, from any row on, under the names that data.columns gives."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Orders of items: seeded, bounded in memory, and continued exactly from any cursor."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections import Counter

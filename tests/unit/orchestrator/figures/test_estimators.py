@@ -1,7 +1,5 @@
 """pass@k and majority vote against counting every draw; standard errors against their definition."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Figures of an evaluation by hand, and which of them may choose the best checkpoint."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Locks: the share and the losses of a run's GPU-seconds add up to one, and each loss has its cause."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 stay out of the run folder; a service that fails costs the run nothing and gets its rows later.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import threading

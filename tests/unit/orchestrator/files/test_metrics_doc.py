@@ -1,7 +1,5 @@
 """docs/metrics.md lists the catalogue of metrics, word for word, and every event of fleet.jsonl."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from slipstream.fleet.fleet_log import FleetEvent

@@ -1,7 +1,5 @@
 """Locks: Grafana's dashboard and Prometheus' alerts name metrics that exist, and are what their own tools take."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

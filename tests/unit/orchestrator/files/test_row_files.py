@@ -1,7 +1,5 @@
 """Locks: long files of rows are read and cut at the right row, from either end, whatever a crash left behind them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

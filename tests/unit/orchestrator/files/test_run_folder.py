@@ -1,7 +1,5 @@
 """Locks: where a run's files are, that `latest` follows, and what the folder says about the run before it starts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from datetime import datetime

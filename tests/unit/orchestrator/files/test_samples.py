@@ -2,8 +2,6 @@
 whatever became of it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A start says what it waits for, in one line, and leaves what took how long behind, also when it failed."""
 
-from __future__ import annotations
-
 import asyncio
 from io import StringIO
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Locks: rows are complete, means do not depend on the layout, resumes keep one row a step, sinks agree."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -1,7 +1,5 @@
 """Locks: what a row of timeline.jsonl holds, and what is left out of one that would be too long."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Locks: an agent that cannot run is refused before anything starts; the message names the option and the cure."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Where an answer begins in what a template writes, and which templates could not be taught as they are asked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Promises of orchestrator/inputs/rows/conversations.py: exactly the assistant's tokens are taught, and every bad row
 is named."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

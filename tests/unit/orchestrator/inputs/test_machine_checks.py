@@ -1,7 +1,5 @@
 """A run that the machine cannot hold is refused with the options that would fit."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import Callable

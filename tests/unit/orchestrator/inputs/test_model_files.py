@@ -1,7 +1,5 @@
 """Locks: a head that is stored in the checkpoint of a tied model is the embedding table, or an error."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Locks: the character tokenizer's table, that every reader agrees on it, and what the model folder holds."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Locks: a loss and an advantage of the user's own are called, copied and refused with one message each."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

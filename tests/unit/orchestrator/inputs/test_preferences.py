@@ -1,8 +1,6 @@
 """Promises of orchestrator/inputs/rows/preferences.py: both forms of a pair, exactly the answers count, and every bad
 row is named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """A checkpoint on disk is judged by its headers, and a run by this machine, before anything starts."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The prompts of a run follow its data options, and every row is checked where it is read."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import islice

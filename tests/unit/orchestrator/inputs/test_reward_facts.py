@@ -1,7 +1,5 @@
 """A run says who judges, that the default does if nobody chose, and that a judge cannot be reached."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

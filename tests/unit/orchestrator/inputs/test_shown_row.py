@@ -1,7 +1,5 @@
 """What is shown of rows before a start, and which of their tokens a model has."""
 
-from __future__ import annotations
-
 import pytest
 
 from slipstream.conf.load import load_run_config

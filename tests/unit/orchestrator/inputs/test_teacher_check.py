@@ -1,7 +1,5 @@
 """Locks: before anything starts, one message says why a teacher cannot teach this policy."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,8 +1,6 @@
 """Promises of orchestrator/inputs/rows/turn_ends.py: whatever template a model has, each answer that is taught ends in
 a token at which responses of the model end."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Locks: the language model of a published checkpoint with a vision tower is read, whatever names it has there."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

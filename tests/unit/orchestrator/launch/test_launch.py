@@ -2,8 +2,6 @@
 every mistake is one message.
 """
 
-from __future__ import annotations
-
 import json
 import lzma
 import os

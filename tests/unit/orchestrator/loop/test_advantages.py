@@ -1,7 +1,5 @@
 """Locks: group advantages by hand-computed numbers, what is left out, and what the shuffled control keeps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

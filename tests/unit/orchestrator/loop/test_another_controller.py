@@ -2,8 +2,6 @@
 every row once.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Locks: the staleness bound holds without drops, back-pressure is exact, tickets keep their order, nothing is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Awaitable, Callable

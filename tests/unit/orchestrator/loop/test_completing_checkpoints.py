@@ -1,7 +1,5 @@
 """Files, checksums and flushing of a checkpoint go on beside the steps that follow; nothing of it is lost or hidden."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

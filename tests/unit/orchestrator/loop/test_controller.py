@@ -3,8 +3,6 @@
 The loop is the product's own; trainer, workers and rewards are fakes of a few lines (tests/fakes/loop.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """Locks: what a teacher adds to the advantage of a token, what its failures cost, and that waiting groups keep it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Locks: episodes are judged, compared, buffered, counted and resumed as single responses are; a branch is a sample."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 version with which they began where engines keep it; the best evaluated checkpoint stays.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import replace

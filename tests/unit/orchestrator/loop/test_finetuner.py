@@ -1,7 +1,5 @@
 """Locks: fine-tuning keeps what both loops promise about rows, checkpoints and refused steps."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Promises of orchestrator/loop/floor.py, and of the controller that asks for it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 never hides why a run ends. The disk is /dev/full, or the limit on a file's size that the kernel enforces.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Steps that teach nothing are told: after a few in a row, again after a while, and at the end of a run."""
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Promises of orchestrator/loop/alarms.py, and of the loop that asks it."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Locks: what one publish calls in which order, with which deadlines, and what a worker that cannot join costs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace

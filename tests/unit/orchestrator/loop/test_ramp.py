@@ -1,7 +1,5 @@
 """Batches of a run with staleness begin at even distances, and nothing holds them back once the first one is in."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Locks: how many groups are in flight, what an evaluation samples with, and that pointless sampling ends."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Locks: what the trainer returns of a sequence comes to the tokens of its rollout that the sequence counts."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Locks: a run that is told to end (Ctrl-C, SIGTERM) ends the step under way and saves what it has."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace

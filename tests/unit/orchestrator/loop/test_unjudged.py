@@ -1,7 +1,5 @@
 """When a run ends because nothing has a reward, and whom it blames."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

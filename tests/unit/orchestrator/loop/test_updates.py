@@ -1,7 +1,5 @@
 """Locks: what each of a step's updates learns from, what a version is then, and advantages over a batch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 The engine's layout comes from a stand-in here (it takes a vLLM to record one: tests/contract/test_offline_layout.py).
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

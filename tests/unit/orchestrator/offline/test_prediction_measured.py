@@ -3,8 +3,6 @@
 A comparison of committed JSON with arithmetic: it needs no GPU and gives the same on every machine.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

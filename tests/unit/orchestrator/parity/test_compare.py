@@ -1,7 +1,5 @@
 """What counts as rounding, and how a verdict is worded. Tensors are drawn; no model is run."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

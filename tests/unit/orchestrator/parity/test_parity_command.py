@@ -1,7 +1,5 @@
 """What `slipstream parity` compares, and what it says of it. No engine is started."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `slipstream parity` says while it works, and where the engine's own words go."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import threading

@@ -1,7 +1,5 @@
 """`slipstream push` and `record` answer mistakes with one message and start nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

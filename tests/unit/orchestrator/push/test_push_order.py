@@ -1,7 +1,5 @@
 """A push asks its ranks and engines in the one order that costs no engine more than itself, over fakes of both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

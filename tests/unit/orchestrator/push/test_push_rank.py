@@ -1,7 +1,5 @@
 """One rank of a push, its sender a fake: what it does in which order."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from multiprocessing import Pipe

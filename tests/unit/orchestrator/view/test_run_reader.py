@@ -1,7 +1,5 @@
 """Locks: what the page is told about a run, from files in every state that a run and its resumption leave."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 asked of an engine before its first adapter.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

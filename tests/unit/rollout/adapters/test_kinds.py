@@ -1,7 +1,5 @@
 """Which factors get noise before the first adapter."""
 
-from __future__ import annotations
-
 from slipstream.rollout.adapters.kinds import last_of_kind
 
 

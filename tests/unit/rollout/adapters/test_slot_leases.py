@@ -1,8 +1,6 @@
 """Promises of rollout/adapters/slot_leases.py: what is read is never chosen, and commits, not version numbers, give
 the order."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import ExitStack
 

@@ -2,8 +2,6 @@
 has a deadline. Over the real sockets, to threads of this process; the engine that dies is a process of its own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import multiprocessing

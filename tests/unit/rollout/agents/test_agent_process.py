@@ -1,7 +1,5 @@
 """What an agent's process tells of an episode, and what the run makes of that: no process, no model."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from pathlib import Path

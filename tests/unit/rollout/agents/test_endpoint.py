@@ -3,8 +3,6 @@
 tests/contract/test_agent_endpoint.py has OpenAI's own client, real templates and vLLM's parsers.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

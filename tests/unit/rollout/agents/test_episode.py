@@ -1,7 +1,5 @@
 """Locks: an episode's limits, what its engine is asked for, and what becomes of a request that nobody waits for."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Everything is real but the engine: the service's process, the agents' processes, HTTP, the character tokenizer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import textwrap

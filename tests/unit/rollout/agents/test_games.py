@@ -1,7 +1,5 @@
 """Locks: the games that ship give what they promise, whatever the answers; only numbers are worked out."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ The templates are those of models that people train, cut to what renders message
 where they are from). The engine is random: it samples any text, cuts responses off, and calls tools in odd spellings.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Engine arguments, stop tokens, errors by name, and the end of a process with its owner. No vLLM."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A step's log-probabilities, gathered and spread again, are what vLLM's own cut gives each request."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """What processes of engines import, without collections on the way and without what opens a GPU."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -1,7 +1,5 @@
 """Equal configs have one path, which is whole whatever was there, and a folder that cannot be written is no error."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What an engine wrote that did not come up, or died, is found, and the line that says why is in the error. No vLLM."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What engines of a node leave for later ones of their kind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A recording in a process of its own: what that says, and what is left of it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

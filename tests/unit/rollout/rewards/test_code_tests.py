@@ -1,7 +1,5 @@
 """The reward `code`: where the code is, which tests pass, and what a response gains by cheating."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

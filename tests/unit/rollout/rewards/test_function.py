@@ -1,7 +1,5 @@
 """How a reward's configuration becomes a function: which kind it is, and what cannot be called is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rewards that attack the exchange or leave processes behind: one sample each, nothing runs here, nothing is left."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """The reward `judge`: what it asks, when it asks again, what it counts, and what a bad answer costs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

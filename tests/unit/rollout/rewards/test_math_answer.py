@@ -1,7 +1,5 @@
 """The reward `math`: which answers are equal, and that no expression takes more than its sample's time."""
 
-from __future__ import annotations
-
 import pytest
 from fakes.reward_runs import running
 

@@ -1,7 +1,5 @@
 """What a reward process makes of a function's values, how it says so, and what is taken for an answer."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """Rewards: whatever a user's function does costs one sample; one that cannot run is refused before a run starts."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -3,8 +3,6 @@
 Pools that answer at once stand in for the processes.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

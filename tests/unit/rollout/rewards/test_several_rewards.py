@@ -1,7 +1,5 @@
 """Several rewards, rewards of a group, coroutines, processes in parallel: who judges what, what a failure costs."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """Punishments of length against the equations, written out case by case with exact fractions."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

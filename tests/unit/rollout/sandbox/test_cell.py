@@ -2,8 +2,6 @@
 cell, each attack is refused before it starts, and that is what these tests check there.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """A served engine is asked in the one order that is safe, and its refusals reach the user with their reason."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

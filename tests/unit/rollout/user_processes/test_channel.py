@@ -1,7 +1,5 @@
 """Whatever a row may hold arrives at the user's code as it was; what is no message ends the connection."""
 
-from __future__ import annotations
-
 import socket
 from typing import Any
 

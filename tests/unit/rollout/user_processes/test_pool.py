@@ -1,7 +1,5 @@
 """A question that nobody waits for any more, or that is answered at its deadline, costs no other question."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

@@ -1,7 +1,5 @@
 """What a process answers that runs a function of the user's, over a real connection; the process is a thread here."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -1,7 +1,5 @@
 """Questions to one process and its answers, over a real connection to this test, which plays the process."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Files are written one after the other by a thread, and what keeps one from being written is said once."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

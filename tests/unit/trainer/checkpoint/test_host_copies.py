@@ -1,7 +1,5 @@
 """Copies of a checkpoint: their values, that none lies on another, and that the next ones take the same memory."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

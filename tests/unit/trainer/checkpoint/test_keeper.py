@@ -1,7 +1,5 @@
 """A keeper gives back what whole states it holds, two of a rank, and only to who knows the key."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

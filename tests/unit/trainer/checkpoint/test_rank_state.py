@@ -1,7 +1,5 @@
 """A rank's state comes back as it was written; any other is refused by what differs; files are there whole or not."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 slots of a larger rank too, and ranks together hold all of it once.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Publishes in any order, with faults between them: see tests/cases/any_publishes.py. All kinds, and many publishes in
 a row: tests/long/test_many_publishes.py."""
 
-from __future__ import annotations
-
 import pytest
 from cases.any_publishes import machine_of
 from hypothesis import HealthCheck, settings

@@ -2,8 +2,6 @@
 engines hold the same bytes as after a whole publish, less is sent, and nothing is assumed of what an engine holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Launches and writes of a publish: the plan of a real shape, its loads and their joined reads, but no values."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases.tiny_models import MOE, trainer_config

@@ -2,8 +2,6 @@
 differ from what was published last, for any cut, order and layout of ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """trainer/delivery/planned_layouts.py against real ranks: the layouts and temporary bytes that they report, and
 their parameters."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter

@@ -2,8 +2,6 @@
 engine merges them to the trainer's bytes whatever part of a matrix it holds, and nothing is assumed of its base.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Here the operations are plain torch; vLLM's own are compared in tests/gpu/test_adapter_ops_gpu.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

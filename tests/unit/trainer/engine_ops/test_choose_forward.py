@@ -4,8 +4,6 @@ vLLM's kernel runs in tests/gpu/test_engine_attention_gpu.py. Here another kerne
 return the sums that a kernel returns.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases.tiny_models import DEEPSEEK, DENSE, GPT_OSS, by_place, logits_of, make_decoder, packed, trainer_config

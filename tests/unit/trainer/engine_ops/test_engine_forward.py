@@ -3,8 +3,6 @@
 Here the operations are plain torch; vLLM's own are compared with an engine in tests/gpu/test_engine_ops_gpu.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases.tiny_models import (

@@ -1,7 +1,5 @@
 """trainer.numerics.match=merged: values of merged weights, gradients of base and adapters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases.tiny_models import (

@@ -3,8 +3,6 @@
 Triton compiles here without a GPU, up to the point where it has allocated shared memory.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from unittest import mock

@@ -3,8 +3,6 @@
 One process runs all cases, because the interpreter is chosen when Triton is imported; natively they run in tests/gpu.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """trainer.numerics: each choice rounds where it says, against formulas written out here, and changes nothing else."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,8 +3,6 @@
 Kernels run in tests/gpu.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Promises of trainer/model/context.py that need no second process; test_context_ranks.py has those of real ranks."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

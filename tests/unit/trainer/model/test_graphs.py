@@ -1,7 +1,5 @@
 """Sizes of CUDA graphs, and what padding to them does to a microbatch. tests/gpu/test_graphs_gpu.py captures them."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

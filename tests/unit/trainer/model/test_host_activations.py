@@ -5,8 +5,6 @@ A CPU has no second memory: copies are real, and their order is the program's. t
 streams.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Promise of trainer/model/indexer.py: attention to the chosen keys alone, in blocks of which little is kept."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases.tiny_models import relative_error

@@ -1,7 +1,5 @@
 """Promises of trainer/model/logprobs.py. Oracle: float64 log_softmax over full logits, differentiated by autograd."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

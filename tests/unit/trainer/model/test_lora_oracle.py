@@ -1,7 +1,5 @@
 """Promise of trainer/: adapters train as PEFT's do on transformers: every gradient, and one optimizer step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases.tiny_models import (

@@ -1,7 +1,5 @@
 """Promise of trainer/model: logits and every gradient are transformers', whatever the packing and the recomputation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

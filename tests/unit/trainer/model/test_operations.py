@@ -1,7 +1,5 @@
 """The list of operations is the decoder: chained, it returns the same bits; isolated, each takes what it is given."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases.tiny_models import (

@@ -3,8 +3,6 @@
 Also what a decoder's step holds while its first layer goes backward, where it holds most.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from functools import partial

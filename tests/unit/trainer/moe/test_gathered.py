@@ -1,7 +1,5 @@
 """Promises of trainer/moe/gathered.py without a group: ranks divide the choices of all tokens among them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

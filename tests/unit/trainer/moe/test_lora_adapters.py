@@ -3,8 +3,6 @@
 split adapters equal merged weights, start as nothing, and switch off.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases.moe_cases import NUM_EXPERTS, make_batch, make_experts

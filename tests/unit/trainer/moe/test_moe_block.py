@@ -2,8 +2,6 @@
 whatever is recomputed, packed, or spread over ranks.
 """
 
-from __future__ import annotations
-
 import time
 import weakref
 from functools import partial

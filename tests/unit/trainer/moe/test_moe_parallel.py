@@ -3,8 +3,6 @@
 Each world is spawned once; its tests read the results.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Promises of the steps inside a mixture-of-experts block: grouped products, dispatch and router."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 """Promise of trainer/moe/replay.py: recorded experts are used, in every layer and every pass over it, with the weights
 that the trainer's own router gives to them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

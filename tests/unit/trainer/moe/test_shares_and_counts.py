@@ -1,8 +1,6 @@
 """Promises of small parts of trainer/moe: uneven shares of experts even out over layers, and tokens without a recorded
 route are in no count."""
 
-from __future__ import annotations
-
 from math import gcd
 
 import pytest

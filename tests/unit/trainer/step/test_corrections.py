@@ -1,7 +1,5 @@
 """Importance weights, losses and gradients against the formulas of their sources, one sequence and token at a time."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

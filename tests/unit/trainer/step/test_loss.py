@@ -1,7 +1,5 @@
 """Promises of trainer/step/loss.py, against numbers derived by hand in the comments."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields, replace
 

@@ -2,8 +2,6 @@
 shift of targets.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import numpy as np

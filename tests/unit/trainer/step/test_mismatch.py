@@ -1,7 +1,5 @@
 """Figures of the mismatch, against plain loops over the tokens."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

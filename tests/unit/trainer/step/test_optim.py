@@ -2,8 +2,6 @@
 non-finite step.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Locks: what a loss of the user's own gets; whatever is wrong with it is one message that names the option."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a loss is given of a microbatch, and what is kept of it before a step's first update. The decoder is played."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace

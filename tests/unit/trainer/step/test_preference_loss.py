@@ -1,7 +1,5 @@
 """Promises of trainer/step/preference_loss.py: TRL's values, and a pair's own numbers by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

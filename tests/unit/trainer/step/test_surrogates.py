@@ -1,7 +1,5 @@
 """Promises of trainer/step/surrogates.py and kl.py: TRL's and verl's values, and formulas where nobody has them."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

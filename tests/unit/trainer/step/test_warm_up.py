@@ -1,7 +1,5 @@
 """Promises of TrainerRank.warm_up: nothing that lasts is changed, and what does not fit is refused with its options."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

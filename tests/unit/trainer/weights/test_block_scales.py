@@ -2,8 +2,6 @@
 rows end inside a block.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Promise of trainer/weights/fused_experts.py: any rectangle of a fused checkpoint tensor is that rectangle of the
 merged whole."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Promise of trainer/weights/loading.py: every parameter is filled from the right place, or the missing tensor is
 named."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -2,8 +2,6 @@
 trainer/weights/row_runs.py: so are bands of rows at a pitch, which are one run.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

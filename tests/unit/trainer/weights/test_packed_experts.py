@@ -2,8 +2,6 @@
 its authors' libraries say that those bits mean.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import replace

@@ -2,8 +2,6 @@
 that would compute something else is refused by the name of the field or of the tensor.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An event loop in a thread: what runs in it answers, and ends with it."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Rectangles in memory become what slicing, permuting and casting give, in as few copies as neighbours allow."""
 
-from __future__ import annotations
-
 import itertools
 from math import prod
 

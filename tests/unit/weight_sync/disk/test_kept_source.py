@@ -1,7 +1,5 @@
 """Changes that are found by comparing: between checkpoints on disk, and between updates of any tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The shares that ranks read of a checkpoint are all of it, once; what they publish is what is on disk."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

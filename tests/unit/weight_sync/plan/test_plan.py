@@ -1,8 +1,6 @@
 """Plans against a naive oracle: random layouts on both sides, tasks executed in memory, compared with the loads
 themselves."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

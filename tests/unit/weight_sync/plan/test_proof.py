@@ -1,7 +1,5 @@
 """The proof over columns and the proof element by element come to one verdict, on right plans and on broken ones."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Layouts for which there is no plan: what is refused, and what of it is named."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Who of several holders sends what, and in which order."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import Counter

@@ -1,8 +1,6 @@
 """Promises of weight_sync/prediction: never faster than the wire, a faster link never costs time, and the real
 pipeline's own cutting and constants."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Promises of weight_sync/prediction/relayed.py: who is written, and what the reads inside the nodes take."""
 
-from __future__ import annotations
-
 import pytest
 
 from slipstream.weight_sync.layout import DestLayout, Load, Param, Region, SourceLayout, SourceShard, TensorMeta

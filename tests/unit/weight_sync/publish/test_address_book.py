@@ -1,7 +1,5 @@
 """Locks: which addresses a replica need not say again, and which answers are refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from slipstream.weight_sync.errors import ProtocolError

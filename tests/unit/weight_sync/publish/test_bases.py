@@ -1,7 +1,5 @@
 """Locks: who may be sent changes alone, where they land, and what a publish of several rounds reports."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any

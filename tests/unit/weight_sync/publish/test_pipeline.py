@@ -1,7 +1,5 @@
 """The pipeline over the memory link: the watermark, what is counted, what is prepared."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from types import SimpleNamespace

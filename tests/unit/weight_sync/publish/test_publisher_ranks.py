@@ -3,8 +3,6 @@
 The ranks are threads, their group a room in which all must make the same calls (fakes.meeting).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """A replica that was started again rejoins under the same plan."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

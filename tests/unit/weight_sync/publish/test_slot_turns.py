@@ -1,7 +1,5 @@
 """Staging slots and the lock of writes, each by itself: whose turn it is, who is waited for, and what is lost."""
 
-from __future__ import annotations
-
 import threading
 import time
 from types import SimpleNamespace

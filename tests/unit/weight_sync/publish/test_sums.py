@@ -1,7 +1,5 @@
 """Promises of weight_sync/publish/sums.py: tables of several ranks add up to what dictionaries would."""
 
-from __future__ import annotations
-
 import numpy as np
 from cases.plan_tables import by_name
 from hypothesis import given

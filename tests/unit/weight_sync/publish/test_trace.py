@@ -1,7 +1,5 @@
 """The timeline of a publish: what a tracer notes, and the file it becomes."""
 
-from __future__ import annotations
-
 import gc
 import json
 import time

@@ -1,7 +1,5 @@
 """Locks: whom rank 0 asks, tells and waits for how long, and what the report says of it. No socket, no clock."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

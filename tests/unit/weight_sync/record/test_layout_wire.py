@@ -1,7 +1,5 @@
 """Layouts come back from bytes as they were."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

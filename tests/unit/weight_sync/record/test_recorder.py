@@ -1,7 +1,5 @@
 """The recorder on hand-written loaders: the same loader, run on real tensors, is the oracle for what was recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import pytest

@@ -1,7 +1,5 @@
 """Promises of weight_sync/record/recorder.py about loaders that gather experts with torch.stack before they copy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

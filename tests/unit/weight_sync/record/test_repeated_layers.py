@@ -1,7 +1,5 @@
 """Two layers of each kind recorded and repeated, against recording every layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import pytest

@@ -1,7 +1,5 @@
 """Rectangles read from strides, against numpy views."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Who is heard at a replica's endpoint: the run's publishers, the latest of them; and who is gone."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import socket

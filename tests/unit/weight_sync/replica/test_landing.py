@@ -1,7 +1,5 @@
 """Promises of weight_sync/replica/landing.py: a row that is out of bounds is refused, and nothing is written."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """An engine rank's proof: what it accepts, what it names, and when it serves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What a receiver does in which order: the device, the link, its peer and changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

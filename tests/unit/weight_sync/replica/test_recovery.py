@@ -1,7 +1,5 @@
 """A rank filled from its counterpart: what it reads, what it refuses, and that no failure lets it serve."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 import time

@@ -1,7 +1,5 @@
 """The version state machine under arbitrary messages, and what the wire accepts."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

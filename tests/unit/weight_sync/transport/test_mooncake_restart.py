@@ -1,7 +1,5 @@
 """An engine that does not start again: the link is down, says so, and heals with its next use. Mooncake is a fake."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Which link a request means, and how pieces are batched. Pure."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
