@@ -181,6 +181,8 @@ def _file_rows(path: Path, start: Position, option: str) -> Iterator[Row]:
             raise DataError(f"{option}={path} is a folder of Parquet files; name those of one split: '{split}'")
         elif path.is_dir():
             what = "is a folder that Dataset.save_to_disk has not written"
+        elif path.exists():
+            what = "is no file that can be read more than once, as a run does"
         raise DataError(f"{option}={path} {what}; give {FORMS}")
     readers: dict[str, Callable[[Path, Position], Iterator[Row]]] = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
     if path.suffix not in readers:

@@ -6,6 +6,7 @@ say it. Rows are checked before a run starts; an agent's rows only here, because
 
 import math
 import re
+import unicodedata
 
 from slipstream.conf.json_files import JsonObject
 from slipstream.conf.schema import ANSWER
@@ -13,7 +14,7 @@ from slipstream.rollout.errors import RewardError
 
 
 def answer_text(answer: object) -> str:
-    """The answer's text without the white space around it.
+    """The answer's text, as `normal` writes it.
 
     Raises:
         ValueError: It is neither text nor a number.
@@ -21,7 +22,12 @@ def answer_text(answer: object) -> str:
     is_number = isinstance(answer, int) or (isinstance(answer, float) and math.isfinite(answer))
     if isinstance(answer, bool) or not (isinstance(answer, str) or is_number):
         raise ValueError(f"an answer must be text or a number, got {answer!r:.60}")
-    return str(answer).strip()
+    return normal(str(answer))
+
+
+def normal(text: str) -> str:
+    """Without white space around it, and each letter written in one way: an accent may be a character of its own."""
+    return unicodedata.normalize("NFC", text.strip())
 
 
 def answer_of(fields: JsonObject) -> str:
@@ -41,7 +47,7 @@ def exact_match(response: str, fields: JsonObject) -> tuple[float, str]:
 
     Raises: as answer_of.
     """
-    given = response.strip()
+    given = normal(response)
     return float(given == answer_of(fields)), given
 
 
@@ -54,7 +60,7 @@ def regex_match(response: str, fields: JsonObject, pattern: re.Pattern[str]) -> 
     Raises: as answer_of.
     """
     found = pattern.search(response)
-    given = None if found is None else (found.group(1) or "").strip()
+    given = None if found is None else normal(found.group(1) or "")
     return float(given == answer_of(fields)), given
 
 

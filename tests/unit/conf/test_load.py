@@ -173,6 +173,7 @@ def test_later_words_win_and_interpolation_works() -> None:
         ("reward=rw.py", ["reward has no such choice", "Did you mean reward.kind=rw.py:FUNCTION?"]),
         ("reward.kind=rw.py", ["reward.kind must be exact_match", "FILE.py:function", "got 'rw.py'"]),
         ("trainer={num_ranks: 2}", ["trainer is a section", "trainer.num_ranks=1"]),
+        ('trainer.optim={"lr": 0.001}', ["trainer.optim is a section", "trainer.optim.lr="]),
         ("trainer.lora=8", ["trainer.lora is a section", "trainer.lora.rank=16"]),
         ("run.seed", ["'run.seed' is not NAME=VALUE; write run.seed=VALUE"]),
         ("seed", ["'seed' is not NAME=VALUE", "run.seed"]),

@@ -134,6 +134,7 @@ GOOD = '{"prompt": "1a=", "answer": "a"}\n'
         ),
         ({"p.parquet": "PAR1 and no more"}, "data.path=p.parquet", ["p.parquet is not a readable Parquet file"]),
         ({"p.jsonl/a": ""}, "data.path=p.jsonl", ["p.jsonl is a folder"]),
+        ({}, "data.path=/dev/null", ["data.path=/dev/null is no file that can be read more than once"]),
         (
             {"p.jsonl": GOOD.replace("1a", "1" * 40)},
             "data.path=p.jsonl",

@@ -14,6 +14,7 @@ import pytest
 from fakes.command import READY, REPOSITORY, fake_run
 
 from slipstream.orchestrator.cli.main import main
+from slipstream.orchestrator.cli.start_commands import AT_ONCE
 
 pytestmark = pytest.mark.usefixtures("somewhere_else")
 
@@ -26,7 +27,7 @@ def test_signals_end_a_command_that_still_looks_at_files(
         "slipstream.orchestrator.inputs.preflight.run_preflight", lambda config: signal.raise_signal(signum)
     )
     assert main(READY) == code
-    assert capsys.readouterr().err == "\nstopped.\n"
+    assert capsys.readouterr().err == f"{AT_ONCE}\n\nstopped.\n"
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asyncio"])

@@ -95,8 +95,10 @@ def test_exact_match_ignores_outer_white_space_and_keeps_case(response, expected
     assert load_reward(RewardConfig()).function("p", response, {"answer": " a"}) == (expected, response.strip())
 
 
-def test_exact_match_compares_numbers_as_text():
-    assert load_reward(RewardConfig()).function("p", "42", {"answer": 42}) == (1.0, "42")
+def test_exact_match_compares_numbers_as_text_and_accents_however_they_are_written():
+    exact = load_reward(RewardConfig()).function
+    assert exact("p", "42", {"answer": 42}) == (1.0, "42")
+    assert exact("p", "e\u0301", {"answer": "\u00e9"}) == exact("p", "\u00e9", {"answer": "e\u0301"}) == (1.0, "\u00e9")
 
 
 async def test_the_reward_none_asks_for_no_column_and_is_0_for_every_response():
