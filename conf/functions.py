@@ -54,18 +54,27 @@ def import_function(option: str, value: str) -> Callable[..., Any]:
     try:
         module = _load_file(Path(place)) if is_file else importlib.import_module(place)
     except Exception as e:  # the user's own module runs here
-        is_missing = isinstance(e, ModuleNotFoundError) and e.name in (place, place.partition(".")[0])
-        cure = (
-            "; start the run in the folder that holds it, put that folder on PYTHONPATH, or name the file: "
-            f"{option}=FOLDER/FILE.py:{name}"
-        )
         raise ConfigError(
-            f"{option}={value}: importing {place!r} failed: {type(e).__name__}: {e}{cure if is_missing else ''}"
+            f"{option}={value}: importing {place!r} failed: {type(e).__name__}: {e}{_cure(option, value, e)}"
         ) from e
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"{option}={value}: {place!r} has no function {name!r}; {_functions_of(module)}")
     return function
+
+
+def _cure(option: str, value: str, error: Exception) -> str:
+    """What to do where a module is not found, or its package is not known; empty of other errors."""
+    place, _, name = value.rpartition(":")
+    if isinstance(error, ModuleNotFoundError) and error.name in (place, place.partition(".")[0]):
+        return (
+            "; start the run in the folder that holds it, put that folder on PYTHONPATH, or name the file: "
+            f"{option}=FOLDER/FILE.py:{name}"
+        )
+    if place.endswith(".py") and "relative import" in str(error):
+        file = Path(place).absolute()
+        return f"; name its package: {option}={file.parent.name}.{file.stem}:{name}, in {file.parent.parent}"
+    return ""
 
 
 def has_form(form: Callable[[object], bool], function: Callable[..., Any]) -> bool:

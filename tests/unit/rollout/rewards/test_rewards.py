@@ -83,6 +83,7 @@ def rewards_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A user's module on the path of reward processes."""
     (tmp_path / "user_rewards.py").write_text(textwrap.dedent(REWARDS))
     (tmp_path / "broken_rewards.py").write_text("import no_such_package_at_all\n")
+    (tmp_path / "of_a_package.py").write_text("from .others import f\n")
     monkeypatch.syspath_prepend(tmp_path)
     return "user_rewards"
 
@@ -196,6 +197,10 @@ async def test_a_reward_is_told_how_a_response_ended_unless_a_column_has_that_na
         ),
         ({"kind": "no/such/file.py:f"}, r"reward\.kind=no/such/file\.py:f: there is no file /.*/no/such/file\.py"),
         ({"kind": "FOLDER/broken_rewards.py:f"}, "importing .*no_such_package_at_all"),
+        (
+            {"kind": "FOLDER/of_a_package.py:f"},
+            r"relative import.*; name its package: reward\.kind=\S+\.of_a_package:f, in /",
+        ),
         ({"kind": "FOLDER/user_rewards.py:nothing"}, "has no function 'nothing'"),
         ({"kind": "FOLDER/user_rewards.py:two_arguments"}, r"must take \(prompt, response, fields\)"),
         (
