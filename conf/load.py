@@ -358,7 +358,8 @@ def _explain_foreign(error: BaseException) -> str:
         name = str(cause.full_key)
         option = options_by_name().get(name)
         if name.partition(".")[0] == "experiment":
-            return f"{where}its first line must be '# @package _global_', behind no byte order mark: its sections are those of the run"
+            first = "its first line must be '# @package _global_', behind no byte order mark"
+            return f"{where}{first}, so that its sections are those of the run"
         if isinstance(cause, ValidationError) and option is not None:
             return f"{where}{name} must be {_with_article(option.type_label)}. {_first_line(cause)}"
         if option is None and _open_dict_above(name) is None:

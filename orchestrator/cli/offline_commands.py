@@ -67,14 +67,15 @@ def plan(flags: argparse.Namespace, overrides: list[str]) -> int:
     hold_collections()  # nothing that a plan makes is in a cycle, and walking its million objects takes 3 of 20 s
     try:
         report = plan_command.plan_run(config, hardware, say)
-        picture = plan_report.write_picture(report, flags.output)
+        if flags.json:
+            print(json.dumps(plan_report.as_plain(report), indent=2))
+        else:
+            plan_report.print_report(report)
+        picture = plan_report.write_picture(report, flags.output)  # last: should it fail, the figures are there
     finally:
         allow_collections()
-    if flags.json:
-        print(json.dumps(plan_report.as_plain(report), indent=2))
-        return EXIT_OK
-    plan_report.print_report(report)
-    print(f"timeline: {picture}\nNothing was started.")
+    if not flags.json:
+        print(f"timeline: {picture}\nNothing was started.")
     return EXIT_OK
 
 

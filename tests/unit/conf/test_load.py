@@ -287,7 +287,8 @@ def test_mistakes_in_a_yaml_file_name_the_file_and_the_option(tmp_path: Path, te
 def test_a_preset_for_the_whole_run_must_say_so(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("trainer: {num_ranks: 2}\n")
-    with pytest.raises(ConfigError, match=r"experiment/mine.yaml: its first line must be '# @package _global_', behind no byte order mark"):
+    said = r"experiment/mine.yaml: its first line must be '# @package _global_', behind no byte order mark"
+    with pytest.raises(ConfigError, match=said):
         load_run_config(["experiment=mine"], tmp_path)
 
 

@@ -327,9 +327,10 @@ def test_mistakes_come_with_a_cure_and_no_traceback(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *QUICK, *words]) == 2
-    error = capsys.readouterr().err
+    out, error = capsys.readouterr()
     assert error.startswith("error: ")
     assert told in error
+    assert bool(out) == ("cannot be written" in told), "figures are shown before the picture is written"
 
 
 def test_an_engine_that_cannot_be_recorded_is_said_plainly(
